@@ -1,0 +1,71 @@
+"""The message bus, as services see it. Implementations: ``nats`` and ``memory`` (tests).
+
+Trace context (W3C ``traceparent``) travels in headers: implementations inject the current
+context when sending and make the sender's context current while a handler runs.
+Malformed messages never reach a handler: they are counted in ``blitz_bus_malformed_total``
+(labelled by subject kind), logged once per message kind, and dropped or, for RPC, answered
+with ``malformed_message``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+from shared.messages.codec import Message
+
+M = TypeVar("M", bound=Message)
+R = TypeVar("R", bound=Message)
+
+Listener = Callable[[M], None]
+"""Called inline, in order of arrival, on the event loop: must be quick and must not raise."""
+AsyncListener = Callable[[M], Awaitable[None]]
+"""Awaited one at a time, in order of arrival."""
+Responder = Callable[[M], Awaitable[R]]
+"""Answers an RPC; calls run concurrently. A ``BlitzError`` it raises reaches the caller typed."""
+
+
+class Subscription(Protocol):
+    """A running subscription."""
+
+    async def close(self) -> None:
+        """Stop receiving; handlers that run are awaited."""
+
+
+class Bus(Protocol):
+    """Publish, request, respond and durable events over subjects from ``shared.subjects``."""
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """Largest message the server takes."""
+
+    @property
+    def connected_since_s(self) -> float | None:
+        """Monotonic time since which this process's own connection is up, None while it is down.
+
+        Silence of a peer counts only while this has been up for a full lease.
+        """
+
+    async def publish(self, subject: str, message: Message) -> None:
+        """Fire and forget. Raises ``PayloadTooLarge``; while disconnected, ``Unavailable``
+        once the outgoing buffer is full."""
+
+    async def subscribe(self, subject: str, kind: type[M], listener: Listener[M]) -> Subscription:
+        """Call ``listener`` for every message on ``subject``."""
+
+    async def request(self, subject: str, message: Message, reply: type[R], *, timeout_s: float) -> R:
+        """One RPC. Raises ``NoResponder``, ``DeadlineExceeded``, ``PayloadTooLarge``,
+        ``MalformedMessage`` (of the reply) or the typed error that the responder raised."""
+
+    async def respond(self, subject: str, kind: type[M], responder: Responder[M, R]) -> Subscription:
+        """Answer RPCs on ``subject``. Several processes may respond: each request goes to one."""
+
+    async def publish_event(self, subject: str, message: Message, *, message_id: str) -> None:
+        """Append to the plan stream, once per ``message_id``. Returns when the server has it.
+        Raises ``Unavailable``, ``PayloadTooLarge``."""
+
+    async def subscribe_events(self, subject: str, kind: type[M], listener: AsyncListener[M]) -> Subscription:
+        """Receive events appended from now on; each is acknowledged when ``listener`` returns."""
+
+    async def close(self) -> None:
+        """Flush what was published, await handlers, disconnect."""

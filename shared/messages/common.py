@@ -1,0 +1,32 @@
+"""Small structs that several messages embed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shared.errors import BlitzError, error_from_code
+from shared.messages.codec import Message
+
+Role = Literal["colocated", "prefill", "decode"]
+InstanceState = Literal["spare", "loading", "live", "serving", "draining", "failed"]
+Device = Literal["cpu", "cuda"]
+
+
+class Ack(Message, frozen=True, kw_only=True, tag="ack.v1"):
+    """Done; nothing to say."""
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A typed error inside a message (``shared.errors`` code and text)."""
+
+    code: str
+    message: str
+
+    @classmethod
+    def of(cls, error: BlitzError) -> ErrorInfo:
+        return cls(code=error.code, message=error.message)
+
+    def as_error(self) -> BlitzError:
+        return error_from_code(self.code, self.message)

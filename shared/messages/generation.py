@@ -1,0 +1,116 @@
+"""Requests and their tokens: gateway to worker and back.
+
+A stream is addressed by (request_id, attempt). ``offset`` counts output tokens from
+the start of the request, across attempts: an attempt that continues after *k* tokens
+starts at offset *k*. The gateway accepts its current attempt and next offset only.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shared.messages.codec import Message
+from shared.messages.common import ErrorInfo
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose tokens. The gateway validates ranges and fixes the seed at admission."""
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    """Number of alternatives per token; 0 gives the sampled token's alone, None gives none."""
+
+
+class Submit(Message, frozen=True, kw_only=True, tag="submit.v1"):
+    """Run this request on that instance. ``output_token_ids`` are tokens already streamed."""
+
+    request_id: str
+    attempt: int
+    gateway_id: str
+    instance_id: str
+    model: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    output_token_ids: tuple[int, ...] = ()
+    arrived_at_s: float = 0.0
+    """Unix time at which the gateway accepted the request."""
+
+
+class Cancel(Message, frozen=True, kw_only=True, tag="cancel.v1"):
+    """Forget this attempt; its KV blocks are free within one engine step."""
+
+    request_id: str
+    attempt: int
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probability of a sampled token and of the likeliest alternatives, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class StreamPart(msgspec.Struct, frozen=True, kw_only=True):
+    """New tokens of one stream. ``finish_reason`` makes it terminal: exactly one per attempt."""
+
+    request_id: str
+    attempt: int
+    offset: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    error: ErrorInfo | None = None
+    queued_s: float | None = None
+    """With the first token of an attempt: seconds between acceptance and first scheduling."""
+
+
+class TokenBatch(Message, frozen=True, kw_only=True, tag="tokens.v1"):
+    """All tokens of one engine step that belong to one gateway."""
+
+    worker_id: str
+    instance_id: str
+    parts: tuple[StreamPart, ...]
+
+
+class StreamRef(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt of one request."""
+
+    request_id: str
+    attempt: int
+
+
+class AckTerminal(Message, frozen=True, kw_only=True, tag="ack_terminal.v1"):
+    """The gateway has these streams' terminal parts; the worker may forget their tokens."""
+
+    streams: tuple[StreamRef, ...]
+
+
+class Resend(Message, frozen=True, kw_only=True, tag="resend.v1"):
+    """Send this stream again from ``offset``: the gateway saw a gap or a stall."""
+
+    request_id: str
+    attempt: int
+    offset: int
+
+
+class GatewayHeartbeat(Message, frozen=True, kw_only=True, tag="gateway_heartbeat.v1"):
+    """A gateway lives. Workers free its requests when this lapses for ``lease_s``."""
+
+    gateway_id: str
+    lease_s: float

@@ -1,0 +1,67 @@
+"""Load, as workers and gateways report it to the monitor (every 100 ms by default)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.messages.codec import Message
+from shared.messages.common import InstanceState, Role
+
+
+class LoadReport(Message, frozen=True, kw_only=True, tag="load.v1"):
+    """One instance's load. Counters grow for the instance's life; gauges are now."""
+
+    worker_id: str
+    instance_id: str
+    model: str
+    state: InstanceState
+    role: Role
+    published_at_s: float
+    queued_requests: int
+    queued_tokens: int
+    """Prompt tokens accepted and not yet computed."""
+    running_requests: int
+    running_tokens: int
+    """Tokens whose KV is held by running requests."""
+    prefill_tokens_total: int
+    decode_tokens_total: int
+    busy_s_total: float
+    """Seconds spent inside engine steps."""
+    kv_blocks_total: int
+    kv_blocks_used: int
+    preemptions_total: int = 0
+
+
+class ModelQueue(msgspec.Struct, frozen=True, kw_only=True):
+    """What one gateway holds for one model and has not sent to an instance."""
+
+    model: str
+    queued_requests: int
+    queued_tokens: int
+    arrived_requests_total: int
+    arrived_prompt_tokens_total: int
+    inflight_requests: int
+
+
+class QueueReport(Message, frozen=True, kw_only=True, tag="queue.v1"):
+    """One gateway's queues."""
+
+    gateway_id: str
+    published_at_s: float
+    models: tuple[ModelQueue, ...]
+
+
+class Demand(Message, frozen=True, kw_only=True, tag="demand.v1"):
+    """The monitor's verdict: how many instances a model needs now, and why."""
+
+    publisher: str
+    sequence: int
+    published_at_s: float
+    model: str
+    role: Role
+    desired: int
+    observed: int
+    """Serving instances the verdict is based on."""
+    triggered_at_s: float
+    """When the load first called for this number."""
+    reason: str

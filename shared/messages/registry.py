@@ -1,0 +1,198 @@
+"""The pool's truth: models, workers, instances, copies, leases and routes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shared.messages.codec import Message
+from shared.messages.common import Device, InstanceState, Role
+from shared.model_spec import ModelSpec
+
+
+class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
+    """A registered model. Peers exchange weights only between equal ``layout_hash``."""
+
+    name: str
+    path: str
+    """Checkpoint directory, as every worker and gateway sees it."""
+    model_hash: str
+    layout_hash: str
+    spec: ModelSpec
+    weights_bytes: int
+    added_at_s: float
+    min_instances: int = 1
+    max_instances: int = 1_000_000
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is: identity, place and capacity. Constant for an incarnation."""
+
+    worker_id: str
+    incarnation: str
+    """New at every process start."""
+    host: str
+    device: Device
+    engine: Literal["torch", "mock"]
+    transport_address: bytes
+    """UCX worker address; peers connect to it."""
+    arena_bytes: int
+    kv_bytes: int
+    leaf: str = "leaf-0"
+    nic_gbps: float = 10.0
+    pid: int = 0
+
+
+class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker does now. ``spare`` workers have no instance."""
+
+    instance_id: str
+    model: str
+    model_hash: str
+    layout_hash: str
+    state: InstanceState
+    role: Role
+    epoch: int
+    layers_ready: int = 0
+    weights_digest: str = ""
+    """xxh3-128 of the whole arena's unit checksums, once every unit is ready."""
+    max_running_requests: int = 0
+    max_queued_tokens: int = 0
+    context_tokens: int = 0
+    """Longest prompt plus output this instance can hold (model and KV pool)."""
+    plan_id: str = ""
+
+
+class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker_heartbeat.v1"):
+    """Everything about a worker, at every change and twice per lease: an empty registry heals itself."""
+
+    worker: WorkerInfo
+    state: InstanceState
+    instance: InstanceInfo | None
+    sequence: int
+    leaving: bool = False
+
+
+class HeartbeatAck(Message, frozen=True, kw_only=True, tag="heartbeat_ack.v1"):
+    """The registry took the heartbeat; the worker's lease runs ``lease_s`` from now."""
+
+    lease_s: float
+    wants_model: bool = False
+    """The registry does not know the instance's model: send ``RestoreModel``."""
+    stop_instance: str = ""
+    """The instance of this id was removed (its model is gone): drain it."""
+
+
+class RestoreModel(Message, frozen=True, kw_only=True, tag="restore_model.v1"):
+    """A worker gives a model record back to a registry that lost it."""
+
+    model: ModelRecord
+
+
+class AddModel(Message, frozen=True, kw_only=True, tag="add_model.v1"):
+    """Validate a checkpoint directory and register it. Empty ``name`` takes the directory's."""
+
+    path: str
+    name: str = ""
+    min_instances: int = 1
+    max_instances: int = 1_000_000
+
+
+class RemoveModel(Message, frozen=True, kw_only=True, tag="remove_model.v1"):
+    """Unregister a model; its instances drain."""
+
+    name: str
+
+
+class GetSnapshot(Message, frozen=True, kw_only=True, tag="get_snapshot.v1"):
+    """Ask the pool for its state; ``after_worker_id`` pages through workers."""
+
+    after_worker_id: str = ""
+    page_size: int = 500
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A live worker: its info, what it runs, and who leased it."""
+
+    worker: WorkerInfo
+    state: InstanceState
+    instance: InstanceInfo | None
+    lease_plan_id: str = ""
+    epoch: int = 0
+
+
+class Floor(msgspec.Struct, frozen=True, kw_only=True):
+    """A manual number of instances below which the monitor does not go until ``until_s``."""
+
+    model: str
+    instances: int
+    until_s: float
+
+
+class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot.v1"):
+    """One page of the pool's state. ``next_worker_id`` is empty on the last page."""
+
+    publisher: str
+    sequence: int
+    taken_at_s: float
+    models: tuple[ModelRecord, ...]
+    workers: tuple[WorkerRecord, ...]
+    floors: tuple[Floor, ...] = ()
+    next_worker_id: str = ""
+
+
+class LeaseWorkers(Message, frozen=True, kw_only=True, tag="lease_workers.v1"):
+    """Lease exactly these spare workers for a plan, all or none (``Conflict``)."""
+
+    plan_id: str
+    model: str
+    worker_ids: tuple[str, ...]
+    ttl_s: float
+
+
+class LeaseGrant(Message, frozen=True, kw_only=True, tag="lease_grant.v1"):
+    """The leases: an epoch per worker, higher than any before it on that worker."""
+
+    plan_id: str
+    epochs: tuple[tuple[str, int], ...]
+    expires_at_s: float
+
+
+class ReleaseWorkers(Message, frozen=True, kw_only=True, tag="release_workers.v1"):
+    """Give leases back; those that the plan no longer holds are ignored."""
+
+    plan_id: str
+    worker_ids: tuple[str, ...]
+
+
+class SetFloor(Message, frozen=True, kw_only=True, tag="set_floor.v1"):
+    """Hold a model at no fewer than ``instances`` for ``hold_s`` (0 lifts the floor)."""
+
+    model: str
+    instances: int
+    hold_s: float
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance that takes requests."""
+
+    instance_id: str
+    worker_id: str
+    state: InstanceState
+    role: Role
+    max_running_requests: int
+    max_queued_tokens: int
+    context_tokens: int
+    epoch: int = 0
+
+
+class RouteTable(Message, frozen=True, kw_only=True, tag="routes.v1"):
+    """All routes of one model (``model`` None: it was removed). A gap in ``sequence`` asks for a snapshot."""
+
+    publisher: str
+    sequence: int
+    published_at_s: float
+    name: str
+    model: ModelRecord | None
+    routes: tuple[Route, ...]

@@ -1,0 +1,97 @@
+"""Every NATS subject, built here and nowhere else."""
+
+from __future__ import annotations
+
+import re
+
+PREFIX = "blitz.v1"
+PLAN_STREAM = "BLITZ_PLANS"
+"""JetStream stream that keeps every plan."""
+
+_TOKEN = re.compile(r"[A-Za-z0-9_\-]+")
+
+
+def _token(value: str) -> str:
+    if not _TOKEN.fullmatch(value):
+        raise ValueError(f"{value!r} cannot be part of a subject: use letters, digits, '-' and '_'")
+    return value
+
+
+def tokens(gateway_id: str) -> str:
+    """TokenBatch, worker to one gateway process."""
+    return f"{PREFIX}.gateway.{_token(gateway_id)}.tokens"
+
+
+def gateway_heartbeat() -> str:
+    """GatewayHeartbeat, gateway to all workers."""
+    return f"{PREFIX}.gateway.heartbeat"
+
+
+def worker_submit(worker_id: str) -> str:
+    """Submit -> Ack, RPC to one worker."""
+    return f"{PREFIX}.worker.{_token(worker_id)}.submit"
+
+
+def worker_cancel(worker_id: str) -> str:
+    """Cancel, to one worker."""
+    return f"{PREFIX}.worker.{_token(worker_id)}.cancel"
+
+
+def worker_ack(worker_id: str) -> str:
+    """AckTerminal, gateway to one worker."""
+    return f"{PREFIX}.worker.{_token(worker_id)}.ack"
+
+
+def worker_resend(worker_id: str) -> str:
+    """Resend -> Ack, RPC to one worker."""
+    return f"{PREFIX}.worker.{_token(worker_id)}.resend"
+
+
+def load() -> str:
+    """LoadReport, workers to monitors."""
+    return f"{PREFIX}.load.worker"
+
+
+def queue() -> str:
+    """QueueReport, gateways to monitors."""
+    return f"{PREFIX}.load.gateway"
+
+
+def demand() -> str:
+    """Demand, monitor to planner."""
+    return f"{PREFIX}.demand"
+
+
+def pool(operation: str) -> str:
+    """Pool RPC: heartbeat, add_model, remove_model, restore_model, snapshot, lease, release, set_floor."""
+    return f"{PREFIX}.pool.{_token(operation)}"
+
+
+def routes() -> str:
+    """RouteTable events, pool to gateways and monitors."""
+    return f"{PREFIX}.events.routes"
+
+
+def planner(operation: str) -> str:
+    """Planner RPC: scale, record, records."""
+    return f"{PREFIX}.planner.{_token(operation)}"
+
+
+def plans() -> str:
+    """Everything in the plan stream."""
+    return f"{PREFIX}.plans.>"
+
+
+def scale_plans() -> str:
+    """ScalePlan events (JetStream)."""
+    return f"{PREFIX}.plans.scale"
+
+
+def drain_plans() -> str:
+    """DrainPlan events (JetStream)."""
+    return f"{PREFIX}.plans.drain"
+
+
+def progress() -> str:
+    """ScaleProgress events, workers to planner."""
+    return f"{PREFIX}.progress"

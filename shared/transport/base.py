@@ -1,0 +1,89 @@
+"""The tensor transport: bytes between the memories of two workers. Implementations: ``ucx`` and ``memory``.
+
+Receives are matched by tag, wherever they come from. A tag is used once (``tag_of``).
+Buffers are anything with the buffer protocol (numpy arrays, memoryviews) or
+``__cuda_array_interface__``, C-contiguous. **A buffer belongs to the transport from the call until
+the transfer is done**: the caller must neither free, move nor (for sends) write it.
+Every method may be called from any thread; no method blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+Buffer = Any
+"""C-contiguous memory; see the module's docstring."""
+
+TAG_CHUNK_BITS = 24
+_CHUNK_MASK = (1 << TAG_CHUNK_BITS) - 1
+
+
+def tag_of(transfer_id: int, chunk: int) -> int:
+    """The 64-bit tag of a chunk: 40 bits of transfer, 24 of chunk. Raises ``ValueError`` out of range."""
+    if not 0 <= transfer_id < 1 << 40:
+        raise ValueError(f"transfer_id {transfer_id} is not a 40-bit number")
+    if not 0 <= chunk <= _CHUNK_MASK:
+        raise ValueError(f"chunk {chunk} is not a 24-bit number")
+    return transfer_id << TAG_CHUNK_BITS | chunk
+
+
+class Transfer(Protocol):
+    """One posted send or receive."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it ended, well or not; the buffer is the caller's again."""
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it failed (``PeerLost``, ``TransferAborted``, ``TransportError``); None while running or well."""
+
+    def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
+        """Call ``callback(self)`` **on the transport's thread** when it ends (at once, on the
+        calling thread, if it has). The callback may post more transfers; it must be quick and
+        must not raise. Chains forward chunks this way, without a trip through an event loop."""
+
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for the end. Raises the transfer's error. On time-out the transfer is aborted and
+        ``DeadlineExceeded`` raised; the buffer is free only when ``done`` turns true."""
+
+    def abort(self) -> None:
+        """Ask for the end. The buffer stays quarantined until ``done``."""
+
+
+class Channel(Protocol):
+    """A connection to one peer."""
+
+    @property
+    def alive(self) -> bool:
+        """False once the peer is known to be lost or the channel was closed."""
+
+    def send(self, buffer: Buffer, tag: int) -> Transfer:
+        """Post a send. Raises nothing: failures end the transfer."""
+
+    async def close(self) -> None:
+        """Finish posted sends, then disconnect."""
+
+    def abort(self) -> None:
+        """Disconnect at once; posted sends end with ``TransferAborted``."""
+
+
+class TensorTransport(Protocol):
+    """One per worker process. Owns a thread that makes progress, polling only while transfers
+    or connects are posted and blocking otherwise."""
+
+    @property
+    def address(self) -> bytes:
+        """What peers connect to."""
+
+    async def connect(self, address: bytes, *, same_host: bool, timeout_s: float = 10.0) -> Channel:
+        """Connect to a peer and wait until the connection carries data. Between hosts the channel
+        notices a lost peer by itself; inside a host (shared memory) the caller must.
+        Channels are cached per address: a second call returns the living one."""
+
+    def recv(self, buffer: Buffer, tag: int) -> Transfer:
+        """Post a receive of exactly ``len(buffer)`` bytes. A shorter or longer message is a ``TransportError``."""
+
+    async def close(self) -> None:
+        """Abort what is posted, disconnect, stop the thread."""
