@@ -14,6 +14,7 @@ from shared.errors import BadCheckpoint
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+MAX_LAYERS = 4096
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 
 
@@ -79,6 +80,9 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
     if not isinstance(parameters, Mapping):
         raise BadCheckpoint(f"config.json: rope_parameters must be an object, not {parameters!r}")
     theta = _number({"rope_theta": parameters.get("rope_theta", config.get("rope_theta"))}, "rope_theta", 10_000.0)
+    rotary_part = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if rotary_part not in (None, 1):
+        raise BadCheckpoint(f"config.json: partial_rotary_factor {rotary_part!r} is not supported (1)")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return theta, None
@@ -93,6 +97,8 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
 
 
 def _sliding_window(config: Mapping[str, Any], architecture: str) -> int | None:
+    if architecture == "MistralForCausalLM" and "sliding_window" not in config:
+        return 4096  # transformers' default; a model without a window says null
     if config.get("sliding_window") is None:
         return None
     if architecture == "MistralForCausalLM":
@@ -135,6 +141,9 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if dtype not in DTYPE_BYTES:
         raise BadCheckpoint(f"config.json: dtype {dtype!r} is not supported; supported: {', '.join(DTYPE_BYTES)}")
+    num_layers = _positive_int(config, "num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise BadCheckpoint(f"config.json: num_hidden_layers {num_layers} is over {MAX_LAYERS}")
     num_heads = _positive_int(config, "num_attention_heads")
     num_kv_heads = _positive_int(config, "num_key_value_heads", num_heads)
     hidden_size = _positive_int(config, "hidden_size")
@@ -142,6 +151,9 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         raise BadCheckpoint(f"config.json: {num_heads} heads cannot share {num_kv_heads} key-value heads evenly")
     if config.get("head_dim") is None and hidden_size % num_heads:
         raise BadCheckpoint(f"config.json: hidden_size {hidden_size} is not a multiple of {num_heads} heads")
+    head_dim = _positive_int(config, "head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise BadCheckpoint(f"config.json: head_dim must be even, not {head_dim}")
     theta, llama3 = _rope(config)
     eos = list(_eos(config))
     eos += [i for i in _eos(generation_config or {}) if i not in eos]
@@ -152,10 +164,10 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         vocab_size=_positive_int(config, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_positive_int(config, "intermediate_size"),
-        num_layers=_positive_int(config, "num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_positive_int(config, "head_dim", hidden_size // num_heads),
+        head_dim=head_dim,
         max_position=_positive_int(config, "max_position_embeddings", 2048),
         rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
         rope_theta=theta,

@@ -47,6 +47,11 @@ def worker_resend(worker_id: str) -> str:
     return f"{PREFIX}.worker.{_token(worker_id)}.resend"
 
 
+def worker_fetch(worker_id: str) -> str:
+    """FetchRange -> Ack, RPC from a receiver to the worker upstream of it."""
+    return f"{PREFIX}.worker.{_token(worker_id)}.fetch"
+
+
 def load() -> str:
     """LoadReport, workers to monitors."""
     return f"{PREFIX}.load.worker"

@@ -21,6 +21,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
 
 M = TypeVar("M", bound=Message)
+R = TypeVar("R", bound=Message)
 
 
 class MalformedMessage(BadRequest):

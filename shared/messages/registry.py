@@ -119,7 +119,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: InstanceState
     instance: InstanceInfo | None
     lease_plan_id: str = ""
-    epoch: int = 0
+    """The plan that leased this worker and that it has not reported on yet."""
+    lease_model: str = ""
 
 
 class Floor(msgspec.Struct, frozen=True, kw_only=True):

@@ -75,6 +75,24 @@ class DrainPlan(Message, frozen=True, kw_only=True, tag="drain_plan.v1"):
     reason: str = ""
 
 
+class FetchRange(Message, frozen=True, kw_only=True, tag="fetch_range.v1"):
+    """A receiver's bad block: send these arena bytes again, under ``tag_of(epoch, index)``.
+
+    Answered once the sender has the unit verified itself; the bytes follow over the transport.
+    """
+
+    plan_id: str
+    worker_id: str
+    """The receiver, with where to send to."""
+    transport_address: bytes
+    host: str
+    epoch: int
+    index: int
+    unit: int
+    offset: int
+    num_bytes: int
+
+
 ProgressEvent = Literal["accepted", "first_byte", "layer_ready", "loaded", "serving", "failed", "spare"]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from shared.messages.common import ErrorInfo
 from shared.messages.generation import SamplingParams, TokenLogprobs
 
 
@@ -54,10 +55,11 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One sampled token."""
+    """One sampled token. With ``error`` there is none: this row's request ends with it, the others go on."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    error: ErrorInfo | None = None
 
 
 Activation = Any

@@ -1,0 +1,56 @@
+# BlitzScale on one machine. Needs Python >= 3.11 and make; everything else goes into .venv.
+#
+#   make up                              serve a demo model with random weights
+#   make up ARGS="/models/my-llama --workers 4"
+
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,\
+	$(if $(shell $(name) -c 'import sys; print(sys.version_info >= (3, 11) or "")' 2>/dev/null),$(name))))
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+# On x86-64 Linux, PyPI's torch brings gigabytes of CUDA libraries. For a CPU-only box:
+#   make up TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+
+.DEFAULT_GOAL := help
+.PHONY: help up test lint format bench clean install
+
+help: ## Show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+install: $(STAMP) ## Create .venv and install everything into it
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "BlitzScale needs Python 3.11 or newer; $$(python3 --version 2>&1) is what 'python3' is here. Install one, or: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "BlitzScale needs Python 3.11 or newer; $(PYTHON) is $$("$(PYTHON)" --version 2>&1)" >&2; exit 1; }
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(VENV) has a Python older than 3.11: make clean, then again" >&2; exit 1; }
+	@echo "installing into $(VENV) ..."
+	@if [ -n "$(TORCH_INDEX)" ]; then $(BIN)/python -m pip install --quiet --disable-pip-version-check --index-url "$(TORCH_INDEX)" "$(TORCH)"; fi
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+up: $(STAMP) ## Start everything and serve until Ctrl-C (ARGS="MODEL_DIR --workers 4 ...")
+	@exec $(BIN)/blitzscale up $(ARGS)
+
+test: $(STAMP) ## Run the tests (ARGS="-k name ...")
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## Check style, types and import order
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(STAMP) ## Put the code into its format
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(STAMP) ## Measure this machine (ARGS="--help" lists what)
+	@$(BIN)/blitzscale bench $(ARGS)
+
+clean: ## Remove the environment and all caches
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

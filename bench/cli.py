@@ -1,0 +1,36 @@
+"""``blitzscale bench``: benchmarks, each loaded only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+
+import typer
+
+app = typer.Typer(help="Measure parts of the system on this machine.", add_completion=False, no_args_is_help=True)
+
+# Everything after the name, --help included, is for the benchmark itself.
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _hand_over(context: typer.Context, module: str) -> None:
+    """Run the typer function ``command`` of ``module``, which may need torch, with the arguments left."""
+    single = typer.Typer(add_completion=False)
+    single.command()(importlib.import_module(module).command)
+    typer.main.get_command(single)(args=list(context.args), prog_name=context.command_path)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure parts of the system on this machine."""
+
+
+@app.command("engine", context_settings=_PASS_ON, add_help_option=False)
+def engine(context: typer.Context) -> None:
+    """Tokens per second of the engine, against a reference on the same machine."""
+    _hand_over(context, "bench.engine")
+
+
+@app.command("gateway", context_settings=_PASS_ON, add_help_option=False)
+def gateway(context: typer.Context) -> None:
+    """What gateway, bus and worker loop add to the first token, and tokens per second of one gateway process."""
+    _hand_over(context, "bench.gateway.cli")

@@ -1,0 +1,88 @@
+"""The two things that are measured: the real stack with a mock engine, and the bare sketch."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from bench.replay.runner import choose_model
+from bench.stream_client import Endpoint, StreamClient
+from compose.binaries import nats_server
+from compose.config import StackConfig
+from compose.demo_model import ensure_demo_model
+from compose.die_with_parent import die_with_parent
+from compose.ports import free_port
+from compose.stack import Stack
+from shared.errors import Unavailable
+
+_READY_S = 60.0
+
+
+@asynccontextmanager
+async def mock_stack(folder: Path, *, max_running: int) -> AsyncIterator[str]:
+    """The whole stack with one worker whose engine takes no time; gives its URL."""
+    config = StackConfig(
+        models=(ensure_demo_model(folder),),
+        state_dir=folder / "state",
+        workers=1,
+        port=0,
+        engine="mock",
+        log_level="warning",
+        service_env={
+            "worker": {
+                "BLITZ_MOCK_LAYER_BASE_MS": "0",
+                "BLITZ_MOCK_LAYER_PER_TOKEN_US": "0",
+                "BLITZ_MOCK_STEP_MS": "0",
+                "BLITZ_WORKER_MAX_RUNNING": str(max_running),
+            }
+        },
+    )
+    async with Stack(config) as stack:
+        await stack.wait_ready(_READY_S)
+        yield stack.url
+
+
+async def _answers(url: str) -> None:
+    """Wait until ``url`` serves a model. Raises ``Unavailable``."""
+    deadline_s = time.monotonic() + _READY_S
+    while True:
+        client = StreamClient(Endpoint.of(url))
+        try:
+            await choose_model(client, None, timeout_s=2.0)
+            return
+        except Unavailable:
+            if time.monotonic() > deadline_s:
+                raise
+            await asyncio.sleep(0.1)
+        finally:
+            client.close()
+
+
+@asynccontextmanager
+async def sketch() -> AsyncIterator[str]:
+    """A NATS server, the sketch's endpoint and its producer; gives the URL."""
+    nats_port, port = free_port(), free_port()
+    nats_url = f"nats://127.0.0.1:{nats_port}"
+    module = (sys.executable, "-m", "bench.gateway.sketch")
+    commands = (
+        (str(nats_server()), "--addr", "127.0.0.1", "--port", str(nats_port), "--log", "/dev/null"),
+        (*module, "producer", nats_url),
+        (*module, "app", nats_url, str(port)),
+    )
+    processes: list[asyncio.subprocess.Process] = []
+    try:
+        for command in commands:
+            processes.append(await asyncio.create_subprocess_exec(*command, preexec_fn=die_with_parent()))
+            await asyncio.sleep(0.3)
+        url = f"http://127.0.0.1:{port}"
+        await _answers(url)
+        yield url
+    finally:
+        for process in reversed(processes):
+            if process.returncode is None:
+                process.kill()
+            await process.wait()

@@ -1,0 +1,132 @@
+"""What became of each request, and what that adds up to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from bench.stats import Summary
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request failed: ``http_<status>``, ``error_event``, ``timeout``, ``connect``, ``disconnected``,
+    ``protocol`` or ``short_output``."""
+
+    kind: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One request's measurements, in seconds from its due time. A failed request has those it got to."""
+
+    index: int
+    due_s: float
+    lag_s: float
+    """How late this client sent it."""
+    input_tokens: int
+    output_tokens: int
+    ttft_s: float | None
+    gaps_s: tuple[float, ...]
+    """Time between tokens."""
+    e2e_s: float
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A prompt with the output it got, to be checked against an idle instance."""
+
+    index: int
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    text: str
+    finish_reason: str | None
+
+
+@dataclass(slots=True)
+class Collector:
+    """Grows while a replay runs, so that an interrupted one still has something to say."""
+
+    planned: int
+    shortened: int = 0
+    started: int = 0
+    elapsed_s: float = 0.0
+    records: list[RequestRecord] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def failed(self) -> int:
+        return sum(record.failure is not None for record in self.records)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A replay's figures. Latencies cover completed requests, tokens all of them."""
+
+    planned: int
+    completed: int
+    failed: int
+    unfinished: int
+    """Started or not, these have no outcome: the replay was interrupted."""
+    shortened: int
+    failures: dict[str, int]
+    failure_examples: dict[str, str]
+    """One message per kind of failure."""
+    duration_s: float
+    input_tokens: int
+    output_tokens: int
+    output_tokens_per_s: float
+    requests_per_s: float
+    ttft_s: Summary | None
+    tbt_s: Summary | None
+    e2e_s: Summary | None
+    send_lag_s: Summary | None
+
+    @classmethod
+    def of(cls, collector: Collector) -> Result:
+        """Add up what ``collector`` has."""
+        records = collector.records
+        good = [record for record in records if record.failure is None]
+        failures = [record.failure for record in records if record.failure is not None]
+        duration_s = collector.elapsed_s
+        output_tokens = sum(record.output_tokens for record in records)
+        return cls(
+            planned=collector.planned,
+            completed=len(good),
+            failed=len(failures),
+            unfinished=collector.planned - len(records),
+            shortened=collector.shortened,
+            failures=dict(Counter(failure.kind for failure in failures).most_common()),
+            failure_examples={failure.kind: failure.detail for failure in reversed(failures)},
+            duration_s=duration_s,
+            input_tokens=sum(record.input_tokens for record in good),
+            output_tokens=output_tokens,
+            output_tokens_per_s=output_tokens / duration_s if duration_s else 0.0,
+            requests_per_s=len(good) / duration_s if duration_s else 0.0,
+            ttft_s=Summary.of(record.ttft_s for record in good if record.ttft_s is not None),
+            tbt_s=Summary.of(gap for record in good for gap in record.gaps_s),
+            e2e_s=Summary.of(record.e2e_s for record in good),
+            send_lag_s=Summary.of(record.lag_s for record in records),
+        )
+
+
+def as_json(result: Result, collector: Collector, **about: Any) -> dict[str, Any]:
+    """The result file: what was replayed, the figures, each request's record, and the samples."""
+    records = [
+        {
+            "index": record.index,
+            "due_s": record.due_s,
+            "ttft_s": record.ttft_s,
+            "max_gap_s": max(record.gaps_s, default=None),
+            "e2e_s": record.e2e_s,
+            "input_tokens": record.input_tokens,
+            "output_tokens": record.output_tokens,
+            "failure": record.failure.kind if record.failure else None,
+        }
+        for record in sorted(collector.records, key=lambda record: record.index)
+    ]
+    samples = [asdict(sample) for sample in sorted(collector.samples, key=lambda sample: sample.index)]
+    return {**about, **asdict(result), "records": records, "samples": samples}

@@ -1,0 +1,128 @@
+"""A client of the gateway's administration routes."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, TypeVar, cast
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from compose.admin_types import Status
+from shared.errors import BlitzError, Internal, Unauthorized, Unavailable, error_from_code
+from shared.messages.scaling import ScaleRecord
+
+T = TypeVar("T")
+_TIMEOUT_S = 10.0
+_ADD_TIMEOUT_S = 300.0
+"""Adding a model hashes its weights."""
+
+
+class GatewayUnreachable(Unavailable):
+    """Nothing answers at the URL."""
+
+    code = "gateway_unreachable"
+
+
+class AdminClient:
+    """Talks to ``/admin``. Every failure is a ``BlitzError`` with the server's code and message."""
+
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # The environment's proxies are for the internet; this is this machine or its cluster.
+        self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+
+    async def __aenter__(self) -> AdminClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def status(self) -> Status:
+        """Models, instances, workers and floors."""
+        return self._as(await self._call("GET", "/admin/status"), Status)
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The registered models."""
+        body = await self._call("GET", "/admin/models")
+        found = body.get("models", body.get("data")) if isinstance(body, dict) else body
+        if not isinstance(found, list) or not all(isinstance(model, dict) for model in found):
+            raise Internal(f"{self.url} answered /admin/models with something else than a list of models")
+        return cast("list[dict[str, Any]]", found)
+
+    async def add_model(
+        self, path: str, *, name: str = "", min_instances: int = 1, max_instances: int | None = None
+    ) -> dict[str, Any]:
+        """Register a checkpoint directory, as the services see it. Raises ``BadCheckpoint``, ``Conflict``."""
+        body: dict[str, Any] = {"path": path, "min_instances": min_instances}
+        if name:
+            body["name"] = name
+        if max_instances is not None:
+            body["max_instances"] = max_instances
+        added = await self._call("POST", "/admin/models", json=body, timeout_s=_ADD_TIMEOUT_S)
+        return cast("dict[str, Any]", added) if isinstance(added, dict) else {}
+
+    async def remove_model(self, name: str) -> None:
+        """Unregister a model. Raises ``ModelNotFound``."""
+        await self._call("DELETE", f"/admin/models/{quote(name, safe='')}")
+
+    async def scale(self, model: str, instances: int, *, hold_s: float) -> ScaleRecord:
+        """Ask for so many instances now; the record of the operation as it starts. Raises ``ModelNotFound``."""
+        body = {"instances": instances, "hold_s": hold_s}
+        path = f"/admin/models/{quote(model, safe='')}/scale"
+        return self._as(await self._call("POST", path, json=body), ScaleRecord)
+
+    async def scale_record(self, plan_id: str, *, wait_s: float = 0.0) -> ScaleRecord:
+        """An operation's record; waits up to ``wait_s`` for it to end. Raises ``PlanNotFound``."""
+        path = f"/admin/scale/{quote(plan_id, safe='')}?wait_s={wait_s:g}"
+        return self._as(await self._call("GET", path, timeout_s=wait_s + _TIMEOUT_S), ScaleRecord)
+
+    def _as(self, body: object, kind: type[T]) -> T:
+        try:
+            return msgspec.convert(body, kind)
+        except msgspec.ValidationError as error:
+            raise Internal(f"{self.url} answered with something else than a {kind.__name__}: {error}") from error
+
+    async def _call(self, method: str, path: str, *, json: object = None, timeout_s: float = _TIMEOUT_S) -> object:
+        try:
+            response = await self._http.request(method, path, json=json, timeout=timeout_s)
+        except httpx.InvalidURL as error:
+            raise GatewayUnreachable(f"{self.url!r} is not a URL: {error}") from error
+        except httpx.ConnectError as error:
+            raise GatewayUnreachable(
+                f"no gateway answers at {self.url}; start one with `blitzscale up`, or say where it is with --url"
+            ) from error
+        except httpx.TimeoutException as error:
+            raise GatewayUnreachable(f"{self.url}{path} did not answer within {timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise GatewayUnreachable(f"{self.url}{path} broke off: {error or type(error).__name__}") from error
+        if response.is_success:
+            return self._json(response) if response.content else None
+        raise self._error(response, path)
+
+    def _json(self, response: httpx.Response) -> object:
+        try:
+            return msgspec.json.decode(response.content)
+        except msgspec.DecodeError as error:
+            raise Internal(f"{self.url} is no BlitzScale gateway: it answered with something else than JSON") from error
+
+    def _error(self, response: httpx.Response, path: str) -> BlitzError:
+        try:
+            body: Any = msgspec.json.decode(response.content)
+        except msgspec.DecodeError:
+            body = None
+        detail = body.get("error", {}) if isinstance(body, dict) else {}
+        message = detail.get("message") if isinstance(detail, dict) else None
+        code = detail.get("code") if isinstance(detail, dict) else None
+        if response.status_code in (401, 403):
+            return Unauthorized(f"{message or 'unauthorized'} (set BLITZ_ADMIN_KEY to an administrator's API key)")
+        if isinstance(message, str) and isinstance(code, str):
+            return error_from_code(code, message)
+        return Internal(f"{self.url}{path} answered {response.status_code}: {message or response.reason_phrase}")

@@ -1,0 +1,192 @@
+"""One supervised process: started, logged, started again when it dies, stopped within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from compose.die_with_parent import die_with_parent
+from compose.errors import ProcessGaveUp
+from compose.log_lines import LineSink, LineSplitter, ProcessLog
+from compose.restart_policy import RestartCounter, RestartPolicy
+
+ChildState = Literal["new", "running", "waiting", "stopped", "gave_up"]
+_READ_BYTES = 64 * 1024
+_OUTPUT_CLOSE_S = 1.0
+_REAP_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """What to run. ``argv[0]`` is a path."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """The child's whole environment."""
+    stop_grace_s: float = 10.0
+    """Between SIGTERM and SIGKILL."""
+    cwd: Path | None = None
+
+
+def describe_exit(returncode: int) -> str:
+    """``exit status 3``, or ``killed by SIGKILL``."""
+    if returncode >= 0:
+        return f"exit status {returncode}"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"killed by signal {-returncode}"
+
+
+class Child:
+    """A process that is kept running until ``stop``. All methods belong to one event loop's thread,
+    which must live as long as the child: the kernel kills the child when that thread ends."""
+
+    def __init__(
+        self,
+        spec: ChildSpec,
+        log: ProcessLog,
+        sink: LineSink,
+        say: Callable[[str], None],
+        on_give_up: Callable[[ProcessGaveUp], None],
+        policy: RestartPolicy,
+    ) -> None:
+        self.spec = spec
+        self.log = log
+        self.state: ChildState = "new"
+        self._sink = sink
+        self._say = say
+        self._on_give_up = on_give_up
+        self._restarts = RestartCounter(policy)
+        self._process: asyncio.subprocess.Process | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._killed_on_purpose = False
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id while it runs."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    @property
+    def num_restarts(self) -> int:
+        return self._restarts.num_restarts
+
+    async def start(self) -> None:
+        """Start the process and keep it running. Raises ``OSError`` if it cannot be started at all."""
+        await self._spawn()
+        self._keeper = asyncio.create_task(self._keep(), name=f"keep-{self.name}")
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, if it runs; a death by it is not counted as a crash."""
+        if self.pid is not None:
+            if number not in (signal.SIGSTOP, signal.SIGCONT):
+                self._killed_on_purpose = True
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill_for_good(self) -> None:
+        """SIGKILL, and no restart."""
+        self._stopping = True
+        self.signal(signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """SIGTERM, then SIGKILL after ``stop_grace_s``; no restart. Returns when the process is gone."""
+        self._stopping = True
+        keeper = self._keeper
+        if keeper is None:
+            self.log.close()
+            return
+        if self.pid is None:
+            keeper.cancel()
+        else:
+            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGTERM)
+            _, pending = await asyncio.wait({keeper}, timeout=self.spec.stop_grace_s)
+            if pending:
+                self._say(f"{self.name} did not stop within {self.spec.stop_grace_s:g} s: killed")
+                self.signal(signal.SIGKILL)
+                _, pending = await asyncio.wait({keeper}, timeout=_REAP_S)
+                if pending:
+                    keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+        if self.state != "gave_up":
+            self.state = "stopped"
+        self.log.close()
+
+    async def _spawn(self) -> None:
+        self._killed_on_purpose = False
+        self._process = await asyncio.create_subprocess_exec(
+            *self.spec.argv,
+            env=dict(self.spec.env),
+            cwd=self.spec.cwd,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            # A session of its own: Ctrl-C in the terminal reaches the supervisor only, which stops in order.
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+        self.state = "running"
+
+    async def _keep(self) -> None:
+        while True:
+            started_s = time.monotonic()
+            returncode = await self._run_to_end()
+            if self._stopping:
+                self.state = "stopped"
+                return
+            lived_s = time.monotonic() - started_s
+            delay_s = self._restarts.delay_after_death(lived_s=lived_s, deliberate=self._killed_on_purpose)
+            how = describe_exit(returncode)
+            if delay_s is None:
+                self._give_up(f"{self.name} keeps dying ({how} after {lived_s:.1f} s); see {self.log.path}")
+                return
+            self.state = "waiting"
+            self._say(f"{self.name} died ({how} after {lived_s:.1f} s); starting it again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            try:
+                await self._spawn()
+            except OSError as error:
+                self._give_up(f"{self.name} cannot be started again: {error}")
+                return
+
+    async def _run_to_end(self) -> int:
+        process = self._process
+        assert process is not None
+        reader = asyncio.create_task(self._copy_output(process), name=f"output-{self.name}")
+        try:
+            returncode = await process.wait()
+            # A grandchild may hold the pipe open: what came so far is enough then.
+            await asyncio.wait({reader}, timeout=_OUTPUT_CLOSE_S)
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+        return returncode
+
+    async def _copy_output(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        splitter = LineSplitter()
+        while data := await process.stdout.read(_READ_BYTES):
+            for line in splitter.feed(data):
+                self._sink(self.name, self.log.write(line))
+        for line in splitter.flush():
+            self._sink(self.name, self.log.write(line))
+
+    def _give_up(self, message: str) -> None:
+        self.state = "gave_up"
+        self._say(message)
+        self._on_give_up(ProcessGaveUp(self.name, message, list(self.log.last_lines)[-10:]))

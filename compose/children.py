@@ -1,0 +1,110 @@
+"""The processes of a one-box stack: what each runs, with which environment, and in which order they stop."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from compose.binaries import nats_server, redis_server
+from compose.child import ChildSpec
+from compose.config import StackConfig, inherited_environment
+from compose.state_dir import StateDir
+
+CONTROL_PLANE = ("pool", "planner", "monitor")
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where everything of one stack listens."""
+
+    nats_port: int
+    redis_port: int
+    """0: Redis listens on its socket."""
+    redis_socket: Path | None
+    gateway_port: int
+
+    @property
+    def nats_url(self) -> str:
+        return f"nats://127.0.0.1:{self.nats_port}"
+
+    @property
+    def redis_url(self) -> str:
+        if self.redis_socket is not None:
+            return f"unix://{self.redis_socket}"
+        return f"redis://127.0.0.1:{self.redis_port}/0"
+
+
+def _config_file(name: str) -> str:
+    return str(files("compose").joinpath(name))
+
+
+def nats_spec(config: StackConfig, state: StateDir, addresses: Addresses) -> ChildSpec:
+    """NATS with JetStream, on the loopback interface."""
+    arguments = ("--addr", "127.0.0.1", "--port", str(addresses.nats_port), "--store_dir", str(state.nats))
+    argv = (str(nats_server()), "--config", _config_file("nats.conf"), *arguments)
+    return ChildSpec("nats", argv, inherited_environment(), config.stop_grace_s, state.path)
+
+
+def redis_spec(config: StackConfig, state: StateDir, addresses: Addresses) -> ChildSpec:
+    """Redis on a socket in the state directory, or, where its path is too long, on the loopback interface."""
+    where: tuple[str, ...] = ("--bind", "127.0.0.1", "--port", str(addresses.redis_port))
+    if addresses.redis_socket is not None:
+        where += ("--unixsocket", str(addresses.redis_socket), "--unixsocketperm", "700")
+    argv = (str(redis_server()), _config_file("redis.conf"), "--dir", str(state.redis), *where)
+    return ChildSpec("redis", argv, inherited_environment(), config.stop_grace_s, state.path)
+
+
+def _environment(config: StackConfig, addresses: Addresses, name: str, own: Mapping[str, str]) -> dict[str, str]:
+    kind = name.partition("-")[0]
+    return {
+        **inherited_environment(),
+        "PYTHONUNBUFFERED": "1",
+        "BLITZ_NATS_URL": addresses.nats_url,
+        "BLITZ_LOG_LEVEL": config.log_level,
+        "BLITZ_DIE_WITH_PARENT": "1",
+        **own,
+        **config.env,
+        **config.service_env.get(kind, {}),
+        **(config.service_env.get(name, {}) if name != kind else {}),
+    }
+
+
+def service_spec(config: StackConfig, addresses: Addresses, name: str) -> ChildSpec:
+    """One of the control plane's services, or the gateway."""
+    own: dict[str, str] = {}
+    grace_s = config.stop_grace_s
+    if name == "pool":
+        own["BLITZ_REDIS_URL"] = addresses.redis_url
+    if name == "gateway":
+        own |= {"BLITZ_GATEWAY_HOST": config.host, "BLITZ_GATEWAY_PORT": str(addresses.gateway_port)}
+        grace_s = config.drain_s
+    argv = (sys.executable, "-m", f"services.{name}")
+    return ChildSpec(name, argv, _environment(config, addresses, name, own), grace_s)
+
+
+def worker_spec(config: StackConfig, addresses: Addresses, index: int, num_cuda_devices: int = 0) -> ChildSpec:
+    """Worker ``index``, with its share of the cores and, on CUDA, one device (workers take them in turn)."""
+    name = f"worker-{index}"
+    threads = str(config.worker_threads)
+    own = {
+        "BLITZ_WORKER_ID": name,
+        "BLITZ_WORKER_DEVICE": config.device,
+        "BLITZ_WORKER_ENGINE": config.engine,
+        "BLITZ_WORKER_THREADS": threads,
+        "BLITZ_WORKER_HOST": socket.gethostname(),
+        "OMP_NUM_THREADS": threads,
+    }
+    if num_cuda_devices > 1:
+        own["CUDA_VISIBLE_DEVICES"] = str(index % num_cuda_devices)
+    argv = (sys.executable, "-m", "services.worker")
+    return ChildSpec(name, argv, _environment(config, addresses, name, own), config.stop_grace_s)
+
+
+def stop_order(names: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """The gateway first, while those that compute its streams still run; the servers last."""
+    services = tuple(name for name in names if name not in ("gateway", "redis", "nats"))
+    return (("gateway",), services, ("redis",), ("nats",))

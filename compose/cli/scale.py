@@ -1,0 +1,85 @@
+"""``blitzscale scale``: so many instances now, and how long it took."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from compose.admin import AdminClient
+from compose.cli.connection import URL_DEFAULT, Json, Url, ask
+from compose.errors import StackError
+from shared.messages.scaling import ScaleRecord
+
+_WAIT_S = 5.0
+"""One long poll; short, so that a gateway that dies is noticed."""
+
+
+class ScaleFailed(StackError):
+    """The operation ended without what was asked for."""
+
+
+def scale(
+    model: Annotated[str, typer.Argument(help="The model's name.")],
+    instances: Annotated[int, typer.Argument(help="How many instances.", min=0, metavar="N")],
+    hold_s: Annotated[
+        float, typer.Option("--hold", min=0, help="Seconds during which there are not fewer.", metavar="S")
+    ] = 300.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.1, help="Seconds to wait for the end.", metavar="S")
+    ] = 120.0,
+    url: Url = URL_DEFAULT,
+    as_json: Json = False,
+) -> None:
+    """Ask for N instances of a model now, wait, and print the scale operation's record."""
+    record = ask(url, lambda client: _scale(client, model, instances, hold_s, timeout_s))
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(record), indent=2).decode())
+    else:
+        _print(record)
+    if record.status == "failed":
+        reasons = [f"{target.worker_id}: {target.failure}" for target in record.targets if target.failure]
+        why = "; ".join([*reasons, *record.left_out]) or record.reason or "no reason was recorded"
+        raise ScaleFailed(f"scaling {model} to {instances} failed: {why}")
+    if record.status == "running":
+        raise ScaleFailed(f"scaling {model} to {instances} did not end within {timeout_s:g} s (plan {record.plan_id})")
+
+
+async def _scale(client: AdminClient, model: str, instances: int, hold_s: float, timeout_s: float) -> ScaleRecord:
+    deadline_s = time.monotonic() + timeout_s
+    record = await client.scale(model, instances, hold_s=hold_s)
+    while record.status == "running" and (left_s := deadline_s - time.monotonic()) > 0:
+        record = await client.scale_record(record.plan_id, wait_s=min(_WAIT_S, left_s))
+    return record
+
+
+def _print(record: ScaleRecord) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    rows = {
+        "model": record.model,
+        "plan_id": record.plan_id,
+        "status": record.status,
+        "direction": record.direction,
+        "desired": str(record.desired),
+        "trigger_to_first_byte_ms": _ms(record.trigger_to_first_byte_ms),
+        "layer_ready_ms": "[" + ", ".join(f"{at_ms:.1f}" for at_ms in record.layer_ready_ms) + "]",
+        "trigger_to_loaded_ms": _ms(record.trigger_to_loaded_ms),
+        "trigger_to_serving_ms": _ms(record.trigger_to_serving_ms),
+        "bytes": str(record.bytes),
+        "gbps": f"{record.gbps:.3f}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    for line in record.left_out:
+        table.add_row("left out", line)
+    Console(highlight=False).print(table)
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"

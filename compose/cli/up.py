@@ -1,0 +1,117 @@
+"""``blitzscale up``: the whole system on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from compose.config import DEFAULT_PORT, StackConfig, default_state_dir, default_workers
+from compose.demo_model import ensure_demo_model
+from compose.errors import StackRefused
+from compose.log_lines import ConsoleSink
+from compose.stack import Stack
+from compose.summary import summary
+
+_NAME = "blitz"
+
+
+def up(
+    models: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Checkpoint directories (Hugging Face layout); none makes a demo.", metavar="[MODEL_DIR]..."
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Worker processes; 2, or 4 from eight cores on.", show_default=False)
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address on which the gateway listens.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The gateway's port; 0 takes a free one.")] = DEFAULT_PORT,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(help="Logs, sockets, records; ~/.local/state/blitzscale.", metavar="DIR", show_default=False),
+    ] = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What the workers compute on.")] = "cpu",
+    engine: Annotated[Literal["torch", "mock"], typer.Option(help="mock answers without computing.")] = "torch",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Services' lines go to the log files only.")] = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait until it serves.")] = 300.0,
+) -> None:
+    """Start everything on this machine (NATS, Redis, all services) and serve until Ctrl-C."""
+    folder = (state_dir if state_dir is not None else default_state_dir()).expanduser().absolute()
+    sink = ConsoleSink()
+    config = StackConfig(
+        models=tuple(models or ()),
+        state_dir=folder,
+        workers=workers if workers is not None else default_workers(),
+        host=host,
+        port=port,
+        device=device,
+        engine=engine,
+        log_level=log_level,
+    )
+    if not config.models:
+        config = _with_demo(config, lambda text: sink(_NAME, text))
+    asyncio.run(_serve(config, sink, quiet, timeout_s))
+
+
+def _with_demo(config: StackConfig, say: Callable[[str], None]) -> StackConfig:
+    from dataclasses import replace
+
+    try:
+        path = ensure_demo_model(config.state_dir / "models")
+    except OSError as error:
+        raise StackRefused(f"the state directory {config.state_dir} cannot be used: {error.strerror}") from error
+    say(f"no MODEL_DIR given: serving {path}")
+    say("its weights are random, so its text is noise; give a checkpoint directory for real text")
+    return replace(config, models=(path,))
+
+
+async def _serve(config: StackConfig, sink: ConsoleSink, quiet: bool, timeout_s: float) -> None:
+    def say(text: str) -> None:
+        sink(_NAME, text)
+
+    def line(name: str, text: str) -> None:
+        if not quiet:
+            sink(name, text)
+
+    stack = Stack(config, sink=line, say=say)
+    serving = asyncio.create_task(_until_cancelled(stack, sink, timeout_s), name="serve")
+    signals = 0
+
+    def on_signal() -> None:
+        nonlocal signals
+        signals += 1
+        if signals == 1:
+            say("stopping: streams finish first; once more to kill everything at once")
+            serving.cancel()
+        else:
+            say("killing everything")
+            stack.kill_all()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await serving
+    except asyncio.CancelledError:
+        if not signals:
+            raise
+        say("stopped")
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.remove_signal_handler(number)
+
+
+async def _until_cancelled(stack: Stack, sink: ConsoleSink, timeout_s: float) -> None:
+    async with stack:
+        sink(_NAME, f"starting; logs in {stack.state_dir.logs}")
+        status = await stack.wait_ready(timeout_s)
+        for text in summary(stack.url, status):
+            sink.write(text)
+        await stack.wait_gave_up()

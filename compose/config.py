@@ -1,0 +1,82 @@
+"""What a one-box stack is made of, and the parts of the environment it reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from compose.errors import StackRefused
+
+DEFAULT_PORT = 8000
+ADMIN_KEY_VARIABLE = "BLITZ_ADMIN_KEY"
+URL_VARIABLE = "BLITZ_URL"
+DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
+_SMALL_BOX_CORES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StackConfig:
+    """A one-box stack: NATS, Redis, pool, planner, monitor, gateway and ``workers`` workers."""
+
+    models: tuple[Path, ...]
+    """Checkpoint directories; each is registered under its directory's name."""
+    state_dir: Path
+    """Logs, the registry's and the plan stream's files, sockets, the lock. Held by one stack at a time."""
+    workers: int = 2
+    host: str = "127.0.0.1"
+    """Where the gateway listens. NATS and Redis are never reachable from outside of this machine."""
+    port: int = DEFAULT_PORT
+    """The gateway's port; 0 takes a free one."""
+    nats_port: int = 0
+    device: Literal["cpu", "cuda"] = "cpu"
+    engine: Literal["torch", "mock"] = "torch"
+    log_level: str = "info"
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment of every service."""
+    service_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Added for one service: by process name (``worker-0``) or kind (``worker``); the name wins."""
+    drain_s: float = 20.0
+    """How long a stopping gateway may finish its streams before it is killed."""
+    stop_grace_s: float = 10.0
+    """How long each other process may take to stop."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise StackRefused(f"--workers must be at least 1, not {self.workers}")
+        for name, port in (("--port", self.port), ("the NATS port", self.nats_port)):
+            if not 0 <= port <= 65535:
+                raise StackRefused(f"{name} must be between 0 and 65535, not {port}")
+
+    @property
+    def worker_threads(self) -> int:
+        """Compute threads per worker: the machine's cores shared evenly, at least one."""
+        return max(1, num_cores() // self.workers)
+
+
+def num_cores() -> int:
+    """Cores that this process may use (respects affinity and cpusets)."""
+    return len(os.sched_getaffinity(0))
+
+
+def default_workers() -> int:
+    """Two workers on a small box, four from eight cores on."""
+    return 2 if num_cores() < _SMALL_BOX_CORES else 4
+
+
+def default_state_dir() -> Path:
+    """``$XDG_STATE_HOME/blitzscale``, or ``~/.local/state/blitzscale``."""
+    root = os.environ.get("XDG_STATE_HOME")
+    return (Path(root) if root else Path.home() / ".local" / "state") / "blitzscale"
+
+
+def inherited_environment() -> dict[str, str]:
+    """The environment that children start from: this process's, ``OTEL_*`` included."""
+    return dict(os.environ)
+
+
+def admin_key() -> str | None:
+    """The administrator's API key, if one is set."""
+    return os.environ.get(ADMIN_KEY_VARIABLE) or None

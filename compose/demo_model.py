@@ -1,0 +1,151 @@
+"""A small Llama checkpoint with random weights, made on the spot: something to serve without a download.
+
+The text it writes is noise; everything else (streaming, scaling, failover) is as with a real model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+NAME = "demo"
+_SEED = 20250707
+_NUM_SPECIAL = 4
+_VOCAB_SIZE = _NUM_SPECIAL + 256
+"""The special tokens and a token per byte: every id has a text."""
+_HIDDEN_SIZE = 256
+_INTERMEDIATE_SIZE = 768
+_NUM_LAYERS = 8
+_NUM_HEADS = 8
+_NUM_KV_HEADS = 4
+_CONTEXT_TOKENS = 4096
+_BOS, _EOS, _START, _END = "<|begin|>", "<|end_of_text|>", "<|role|>", "<|turn|>"
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "<|role|>{{ message['role'] }}\n{{ message['content'] }}<|turn|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|role|>assistant\n{% endif %}"
+)
+
+
+def ensure_demo_model(folder: Path) -> Path:
+    """The demo checkpoint ``folder/demo``, made if it is not there. Deterministic; about 25 MB.
+
+    Needs ``numpy``, ``safetensors`` and ``tokenizers``. Made aside and moved into place, so that a
+    directory that exists is whole.
+    """
+    target = folder / NAME
+    if (target / "config.json").is_file():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=".demo-", dir=folder))
+    try:
+        special, printable = _write_tokenizer(made)
+        _write_weights(made, printable)
+        _write_config(made, special)
+        made.chmod(0o755)
+        (made / "model.safetensors").chmod(0o644)
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(made, target)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return target
+
+
+def _write_json(file: Path, value: object) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_tokenizer(folder: Path) -> tuple[dict[str, int], list[int]]:
+    """Gives the special tokens' ids, and those of printable ASCII."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    special = {token: index for index, token in enumerate((_BOS, _EOS, _START, _END))}
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = special | {letter: len(special) + index for index, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": _BOS,
+        "eos_token": _END,
+        "chat_template": CHAT_TEMPLATE,
+        "model_max_length": _CONTEXT_TOKENS,
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(folder / "tokenizer_config.json", settings)
+    printable = [vocabulary[chr(code)] for code in range(0x21, 0x7F)] + [vocabulary["\u0120"]]
+    return special, printable
+
+
+def _write_config(folder: Path, special: dict[str, int]) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": _VOCAB_SIZE,
+        "hidden_size": _HIDDEN_SIZE,
+        "intermediate_size": _INTERMEDIATE_SIZE,
+        "num_hidden_layers": _NUM_LAYERS,
+        "num_attention_heads": _NUM_HEADS,
+        "num_key_value_heads": _NUM_KV_HEADS,
+        "hidden_act": "silu",
+        "max_position_embeddings": _CONTEXT_TOKENS,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": special[_BOS],
+        "eos_token_id": [special[_END], special[_EOS]],
+        "torch_dtype": "float32",
+    }
+    _write_json(folder / "config.json", config)
+
+
+def _shapes() -> dict[str, tuple[int, ...]]:
+    head_dim = _HIDDEN_SIZE // _NUM_HEADS
+    kv_size = _NUM_KV_HEADS * head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (_VOCAB_SIZE, _HIDDEN_SIZE)}
+    for layer in range(_NUM_LAYERS):
+        prefix = f"model.layers.{layer}"
+        shapes |= {
+            f"{prefix}.input_layernorm.weight": (_HIDDEN_SIZE,),
+            f"{prefix}.self_attn.q_proj.weight": (_HIDDEN_SIZE, _HIDDEN_SIZE),
+            f"{prefix}.self_attn.k_proj.weight": (kv_size, _HIDDEN_SIZE),
+            f"{prefix}.self_attn.v_proj.weight": (kv_size, _HIDDEN_SIZE),
+            f"{prefix}.self_attn.o_proj.weight": (_HIDDEN_SIZE, _HIDDEN_SIZE),
+            f"{prefix}.post_attention_layernorm.weight": (_HIDDEN_SIZE,),
+            f"{prefix}.mlp.gate_proj.weight": (_INTERMEDIATE_SIZE, _HIDDEN_SIZE),
+            f"{prefix}.mlp.up_proj.weight": (_INTERMEDIATE_SIZE, _HIDDEN_SIZE),
+            f"{prefix}.mlp.down_proj.weight": (_HIDDEN_SIZE, _INTERMEDIATE_SIZE),
+        }
+    return shapes | {"model.norm.weight": (_HIDDEN_SIZE,), "lm_head.weight": (_VOCAB_SIZE, _HIDDEN_SIZE)}
+
+
+def _write_weights(folder: Path, printable: list[int]) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    random = np.random.default_rng(_SEED)
+    tensors = {}
+    for name, shape in _shapes().items():
+        if len(shape) == 1:
+            tensors[name] = np.ones(shape, dtype=np.float32)
+        else:
+            # Scaled by fan-in, so that activations keep their size over the layers.
+            tensors[name] = (random.standard_normal(shape) / np.sqrt(shape[1])).astype(np.float32)
+    # Noise, but of printable letters: the others' logits stay near zero, these spread widely.
+    spread = np.full((_VOCAB_SIZE, 1), 0.05, dtype=np.float32)
+    spread[printable] = 2.0
+    tensors["lm_head.weight"] *= spread
+    # Unit size, so that what comes next depends on the last tokens and does not settle on one letter.
+    tensors["model.embed_tokens.weight"] *= np.float32(np.sqrt(_HIDDEN_SIZE))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

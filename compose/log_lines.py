@@ -1,0 +1,99 @@
+"""Output of several processes as whole lines: prefixed on the console, plain in a file each."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+LineSink = Callable[[str, str], None]
+"""Takes (process name, line without its end)."""
+
+_MAX_LINE_BYTES = 64 * 1024
+_MAX_FILE_BYTES = 64 * 1024 * 1024
+_KEPT_LINES = 40
+_COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+
+
+class LineSplitter:
+    """Bytes as they come in, whole lines out. A line over 64 KiB is cut there."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The lines that ``data`` completes, without their ends."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            yield line.rstrip(b"\r")
+        while len(self._rest) > _MAX_LINE_BYTES:
+            yield self._rest[:_MAX_LINE_BYTES]
+            self._rest = self._rest[_MAX_LINE_BYTES:]
+
+    def flush(self) -> Iterator[bytes]:
+        """What is left of a last line without an end."""
+        if self._rest:
+            yield self._rest
+        self._rest = b""
+
+
+class ProcessLog:
+    """One process's lines: a file of its own (the former run's becomes ``NAME.log.1``) and the last few in memory."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"{name}.log"
+        self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._file = self._fresh_file()
+        self._num_bytes = 0
+
+    def _fresh_file(self) -> BinaryIO:
+        if self.path.exists():
+            self.path.replace(self.path.with_suffix(".log.1"))
+        return self.path.open("wb", buffering=0)
+
+    def write(self, line: bytes) -> str:
+        """Keep one line; gives it as text."""
+        if self._num_bytes > _MAX_FILE_BYTES:
+            self._file.close()
+            self._file = self._fresh_file()
+            self._num_bytes = 0
+        self._file.write(line + b"\n")
+        self._num_bytes += len(line) + 1
+        text = line.decode(errors="replace")
+        self.last_lines.append(text)
+        return text
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ConsoleSink:
+    """Lines on a terminal or pipe, one write each, with the process's name in a column of ``width``."""
+
+    def __init__(self, stream: TextIO | None = None, *, colour: bool | None = None, width: int = 9) -> None:
+        self._stream = stream if stream is not None else sys.stdout
+        self._colour = self._stream.isatty() if colour is None else colour
+        self._width = width
+        self._colour_of: dict[str, int] = {}
+        self._open = True
+
+    def __call__(self, name: str, line: str) -> None:
+        prefix = f"{name:<{self._width}} |"
+        if self._colour:
+            code = self._colour_of.setdefault(name, _COLOURS[len(self._colour_of) % len(_COLOURS)])
+            prefix = f"\x1b[{code}m{prefix}\x1b[0m"
+        self.write(f"{prefix} {line}")
+
+    def write(self, text: str) -> None:
+        """One piece of text and a line end, as one write."""
+        if not self._open:
+            return
+        try:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+        except (BrokenPipeError, ValueError):
+            # Whoever read this is gone (``| head``): the log files stay, serving goes on.
+            self._open = False

@@ -1,0 +1,63 @@
+"""Whether a server answers yet: NATS says INFO on connecting, Redis answers PING."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from compose.errors import StackNotReady
+
+_ANSWER_S = 2.0
+_EVERY_S = 0.02
+Probe = Callable[[], Awaitable[bool]]
+
+
+async def _first_bytes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, question: bytes) -> bytes:
+    try:
+        if question:
+            writer.write(question)
+            await writer.drain()
+        return await reader.read(64)
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+def nats_probe(host: str, port: int) -> Probe:
+    """Answers True once a NATS server greets on this address."""
+
+    async def probe() -> bool:
+        reader, writer = await asyncio.open_connection(host, port)
+        return (await _first_bytes(reader, writer, b"")).startswith(b"INFO ")
+
+    return probe
+
+
+def redis_probe(socket: Path | None, port: int) -> Probe:
+    """Answers True once Redis answers PING, on its socket or, without one, on a local port."""
+
+    async def probe() -> bool:
+        if socket is not None:
+            reader, writer = await asyncio.open_unix_connection(socket)
+        else:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        return (await _first_bytes(reader, writer, b"PING\r\n")).startswith(b"+PONG")
+
+    return probe
+
+
+async def wait_until(probe: Probe, what: str, *, timeout_s: float) -> None:
+    """Ask until the probe answers True. Raises ``StackNotReady`` naming ``what`` at the deadline."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        # Refused, reset or silent: not there yet.
+        with contextlib.suppress(OSError, TimeoutError):
+            if await asyncio.wait_for(probe(), _ANSWER_S):
+                return
+        if time.monotonic() > deadline_s:
+            raise StackNotReady(f"{what} did not answer within {timeout_s:g} s")
+        await asyncio.sleep(_EVERY_S)

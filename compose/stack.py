@@ -1,0 +1,228 @@
+"""The one-box stack: every service on this machine, supervised, as one object.
+
+async with Stack(StackConfig(models=(path,), state_dir=folder, port=0)) as stack:
+    await stack.wait_ready(120)
+    ...  # stack.url serves
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from types import TracebackType
+from typing import Any, TypeVar
+
+from compose import preflight
+from compose.admin import AdminClient
+from compose.admin_types import Status
+from compose.child import Child
+from compose.children import CONTROL_PLANE, Addresses, nats_spec, redis_spec, service_spec, stop_order, worker_spec
+from compose.config import ADMIN_KEY_VARIABLE, StackConfig, admin_key
+from compose.errors import StackNotReady
+from compose.log_lines import LineSink
+from compose.ports import free_port
+from compose.probes import nats_probe, redis_probe, wait_until
+from compose.restart_policy import RestartPolicy
+from compose.state_dir import StateDir
+from compose.supervisor import Supervisor
+from shared.errors import Conflict, DeadlineExceeded, Unavailable
+
+T = TypeVar("T")
+_SERVER_START_S = 20.0
+_POLL_S = 0.1
+
+
+def _ignore_line(name: str, line: str) -> None:
+    del name, line
+
+
+class Stack:
+    """Starts with ``async with``; leaving it stops everything in order.
+
+    ``sink`` takes the children's lines, ``say`` what the supervisor and ``wait_ready`` have to tell.
+    Belongs to one event loop, whose thread must outlive the stack.
+    """
+
+    def __init__(
+        self,
+        config: StackConfig,
+        *,
+        sink: LineSink = _ignore_line,
+        say: Callable[[str], None] | None = None,
+        policy: RestartPolicy | None = None,
+    ) -> None:
+        self.config = config
+        self.state_dir = StateDir(config.state_dir)
+        self._say = say if say is not None else (lambda text: sink("blitzscale", text))
+        self._supervisor = Supervisor(self.state_dir.logs, sink=sink, say=self._say, policy=policy)
+        self._addresses: Addresses | None = None
+        self._admin: AdminClient | None = None
+        self._num_cuda_devices = 0
+        self._next_worker = config.workers
+
+    @property
+    def addresses(self) -> Addresses:
+        """Raises ``RuntimeError`` before the stack has started."""
+        if self._addresses is None:
+            raise RuntimeError("the stack has not started")
+        return self._addresses
+
+    @property
+    def url(self) -> str:
+        """The gateway's base URL, reachable from this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.config.host, self.config.host)
+        return f"http://{host}:{self.addresses.gateway_port}"
+
+    @property
+    def nats_url(self) -> str:
+        return self.addresses.nats_url
+
+    @property
+    def redis_url(self) -> str:
+        return self.addresses.redis_url
+
+    @property
+    def processes(self) -> Mapping[str, Child]:
+        """By name: nats, redis, pool, planner, monitor, gateway, worker-0, ..."""
+        return self._supervisor.children
+
+    @property
+    def admin(self) -> AdminClient:
+        """A client of this stack's administration routes."""
+        if self._admin is None:
+            key = self.config.env.get(ADMIN_KEY_VARIABLE) or admin_key()
+            self._admin = AdminClient(self.url, api_key=key)
+        return self._admin
+
+    async def __aenter__(self) -> Stack:
+        try:
+            await self.start()
+        except BaseException:
+            # Also when cancelled half way: what has started must not stay.
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Check, then start every process. Raises ``StackRefused`` with nothing left behind, ``StackNotReady``."""
+        self._num_cuda_devices = await asyncio.to_thread(preflight.check, self.config)
+        self.state_dir.acquire()
+        socket = self.state_dir.redis_socket
+        self._addresses = addresses = Addresses(
+            nats_port=self.config.nats_port or free_port(),
+            redis_port=0 if socket is not None else free_port(),
+            redis_socket=socket,
+            gateway_port=self.config.port or free_port(self.config.host),
+        )
+        start = self._supervisor.start
+        await start(nats_spec(self.config, self.state_dir, addresses))
+        await start(redis_spec(self.config, self.state_dir, addresses))
+        servers = {"nats": nats_probe("127.0.0.1", addresses.nats_port)}
+        servers["redis"] = redis_probe(addresses.redis_socket, addresses.redis_port)
+        for name, probe in servers.items():
+            await self._unless_given_up(wait_until(probe, name, timeout_s=_SERVER_START_S))
+        # Workers take longest to start.
+        for index in range(self.config.workers):
+            await start(worker_spec(self.config, addresses, index, self._num_cuda_devices))
+        for name in (*CONTROL_PLANE, "gateway"):
+            await start(service_spec(self.config, addresses, name))
+
+    async def stop(self) -> None:
+        """Stop everything in order and give the state directory back. Safe to call twice."""
+        if self._admin is not None:
+            await self._admin.close()
+            self._admin = None
+        await self._supervisor.stop(stop_order(tuple(self.processes)))
+        self.state_dir.release()
+
+    def kill_all(self) -> None:
+        """SIGKILL to every process, now: makes a ``stop`` that is under way end at once."""
+        self._supervisor.kill_all()
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to one process; if it dies of it, it is started again. Raises ``KeyError``."""
+        self.processes[name].signal(number)
+
+    async def add_worker(self) -> str:
+        """Start one more worker; its name."""
+        index, self._next_worker = self._next_worker, self._next_worker + 1
+        await self._supervisor.start(worker_spec(self.config, self.addresses, index, self._num_cuda_devices))
+        return f"worker-{index}"
+
+    async def remove_process(self, name: str) -> None:
+        """Stop one process (it drains) and start it no more. Raises ``KeyError``."""
+        await self._supervisor.remove(name)
+
+    async def wait_gave_up(self) -> None:
+        """Returns never; raises ``ProcessGaveUp`` when a process dies again and again."""
+        raise await self._supervisor.wait_gave_up()
+
+    async def wait_ready(self, timeout_s: float = 180.0) -> Status:
+        """Wait for the services and workers, register the models, and wait until each has an instance that serves.
+
+        Raises ``StackNotReady`` saying what is missing, ``ProcessGaveUp``, or the gateway's ``BlitzError``
+        for a model that it refuses.
+        """
+        return await self._unless_given_up(self._become_ready(time.monotonic() + timeout_s, timeout_s))
+
+    async def _become_ready(self, deadline_s: float, timeout_s: float) -> Status:
+        models = preflight.model_names(self.config.models)
+        told = ""
+        registered: set[str] = set()
+        while True:
+            try:
+                status = await self.admin.status()
+                present = {worker.id for worker in status.workers}
+                wanted = {f"worker-{index}" for index in range(self.config.workers)}
+                if not wanted <= present:
+                    missing = f"waiting for workers: {len(present & wanted)} of {len(wanted)} are here"
+                else:
+                    for name, path in models.items():
+                        if name not in registered:
+                            await self._register(name, str(path))
+                            registered.add(name)
+                    idle = [name for name in models if status.serving(name) < 1]
+                    if not idle:
+                        return status
+                    missing = f"waiting for the first instance of {', '.join(idle)}"
+            except (Unavailable, DeadlineExceeded) as error:
+                # Services find each other within seconds of starting; until then this is normal.
+                missing = (
+                    "waiting for the gateway" if error.code == "gateway_unreachable" else f"waiting: {error.message}"
+                )
+            if missing != told:
+                self._say(missing)
+                told = missing
+            if time.monotonic() > deadline_s:
+                raise StackNotReady(f"not ready after {timeout_s:g} s: {missing}; see {self.state_dir.logs}")
+            await asyncio.sleep(_POLL_S)
+
+    async def _register(self, name: str, path: str) -> None:
+        try:
+            await self.admin.add_model(path, name=name)
+        except Conflict:
+            known = {model.name: model.path for model in (await self.admin.status()).models}
+            if known.get(name) != path:
+                raise
+        self._say(f"registered model {name} ({path})")
+
+    async def _unless_given_up(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``; ``ProcessGaveUp`` as soon as a process is given up meanwhile."""
+        task = asyncio.create_task(work)
+        gave_up = asyncio.create_task(self._supervisor.wait_gave_up())
+        try:
+            await asyncio.wait({task, gave_up}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise gave_up.result()
+        finally:
+            for each in (task, gave_up):
+                each.cancel()
+            await asyncio.gather(task, gave_up, return_exceptions=True)

@@ -1,0 +1,102 @@
+"""Chat templates: a checkpoint's Jinja template over messages, in a sandbox.
+
+The environment matches what templates are written against (Hugging Face ``apply_chat_template``):
+immutable sandbox, trimmed blocks, loop controls, ``raise_exception``, ``strftime_now``, plain ``tojson``
+and the ``{% generation %}`` block, which only marks text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shared.errors import BadRequest
+
+
+class _GenerationBlock(Extension):
+    """``{% generation %}…{% endgeneration %}`` renders as its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)  # noqa: DTZ005 - templates print the local date
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """A compiled template with the tokenizer's special tokens (``bos_token`` ...). Thread-safe.
+
+    Raises ``BadRequest`` when ``source`` is not a template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateError as error:
+            raise BadRequest(f"the model's chat template is not valid: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text.
+
+        Raises ``BadRequest`` with the template's own words when it refuses the messages, fails
+        on them, or tries to leave the sandbox.
+        """
+        context: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **(arguments or {})}
+        context["messages"] = messages
+        context["add_generation_prompt"] = add_generation_prompt
+        try:
+            return self._template.render(context)
+        except SecurityError as error:
+            raise BadRequest(
+                f"the model's chat template was stopped by the sandbox: {error}", param="messages"
+            ) from error
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+            raise BadRequest(
+                f"the model's chat template refused the messages: {error}", param="messages"
+            ) from error
+        except (RecursionError, OverflowError, MemoryError) as error:
+            raise BadRequest("the model's chat template took too much to render", param="messages") from error

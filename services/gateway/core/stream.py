@@ -1,0 +1,117 @@
+"""One client request's progress: its attempts, and the tokens it has so far.
+
+Rules
+- A stream has one current attempt; parts of any other attempt are foreign and dropped.
+- A part is taken when it starts at, or overlaps, the next offset; the overlap is skipped.
+- A part beyond the next offset is a gap: the worker is asked to send again from there.
+- Output tokens survive attempts: the next attempt continues behind them.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from shared.messages.generation import FinishReason, SamplingParams, StreamPart
+
+
+class Phase(enum.Enum):
+    """Where a stream is. ``QUEUED`` here, ``SUBMITTED`` to an instance, ``RUNNING`` once a part came, ``FINISHED``."""
+
+    QUEUED = "queued"
+    SUBMITTED = "submitted"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Verdict(enum.Enum):
+    """What to do with a part: take it, drop it as already had, drop it as another attempt's, or ask again."""
+
+    NEW = "new"
+    DUPLICATE = "duplicate"
+    FOREIGN = "foreign"
+    GAP = "gap"
+
+
+@dataclass(slots=True)
+class StreamState:
+    """The state of one stream. ``accept`` and the transitions below are the only mutators."""
+
+    request_id: str
+    model: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    arrived_at_s: float
+    """Unix time."""
+    end_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the output: the model's end-of-sequence tokens and the caller's stop tokens."""
+    phase: Phase = Phase.QUEUED
+    attempt: int = 0
+    failures: int = 0
+    """Attempts lost to a fault (an instance that was merely full does not count)."""
+    instance_id: str = ""
+    worker_id: str = ""
+    avoid: set[str] = field(default_factory=set)
+    """Instances that failed this stream; used again only when there is no other."""
+    output_token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens that an instance has to compute before the next new one."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens of context that the whole request can take."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+    def ended(self) -> FinishReason | None:
+        """Why no token can follow those already here, if so (only the terminal part is missing)."""
+        output = self.output_token_ids
+        if output and output[-1] in self.end_token_ids and len(output) > self.sampling.min_tokens:
+            return "stop"
+        return "length" if len(output) >= self.sampling.max_tokens else None
+
+    def submitted_to(self, instance_id: str, worker_id: str) -> None:
+        """A new attempt begins on that instance."""
+        if self.phase is not Phase.QUEUED:
+            raise ValueError(f"request {self.request_id} is {self.phase.value}, it cannot be submitted")
+        self.attempt += 1
+        self.phase = Phase.SUBMITTED
+        self.instance_id = instance_id
+        self.worker_id = worker_id
+
+    def requeued(self, *, fault: bool) -> None:
+        """The current attempt is given up; what it already brought stays."""
+        if self.phase not in (Phase.SUBMITTED, Phase.RUNNING):
+            raise ValueError(f"request {self.request_id} is {self.phase.value}, it has no attempt to give up")
+        if fault:
+            self.failures += 1
+            self.avoid.add(self.instance_id)
+        self.phase = Phase.QUEUED
+        self.instance_id = self.worker_id = ""
+
+    def finished(self) -> None:
+        """Nothing is accepted any more."""
+        self.phase = Phase.FINISHED
+
+    def accept(self, part: StreamPart) -> tuple[Verdict, int]:
+        """Judge a part; a ``NEW`` one's tokens are appended.
+
+        Returns the verdict and how many of the part's leading tokens were already here.
+        """
+        if part.attempt != self.attempt or (self.phase is not Phase.RUNNING and self.phase is not Phase.SUBMITTED):
+            return Verdict.FOREIGN, 0
+        output = self.output_token_ids
+        skip = len(output) - part.offset
+        if skip < 0:
+            return Verdict.GAP, 0
+        token_ids = part.token_ids
+        if skip == 0:
+            output.extend(token_ids)
+        elif skip < len(token_ids):
+            output.extend(token_ids[skip:])
+        elif part.finish_reason is None or skip > len(token_ids):
+            return Verdict.DUPLICATE, skip
+        self.phase = Phase.RUNNING
+        return Verdict.NEW, skip

@@ -1,0 +1,231 @@
+"""One choice of a response: a dispatcher sink that turns tokens into events, or into a whole text."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import Any
+
+from services.gateway.core.text_output import TextOutput
+from services.gateway.http.formats import ChunkFormat, Usage
+from services.gateway.http.logprobs import LogprobShape
+from services.gateway.metrics import ModelMetrics
+from shared.errors import BlitzError
+from shared.messages.generation import FinishReason, TokenLogprobs
+
+
+class Outlet:
+    """Between sinks, which write inline, and the one task that sends to the client.
+
+    Chunks pile up while the client is slow; their number is bounded by the request's ``max_tokens``.
+    """
+
+    __slots__ = ("_loop", "_waiter", "chunks", "disconnected", "error", "open_choices")
+
+    def __init__(self, num_choices: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+        self.chunks: list[bytes] = []
+        self.open_choices = num_choices
+        self.error: BlitzError | None = None
+        self.disconnected = False
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will come."""
+        return self.disconnected or self.error is not None or self.open_choices == 0
+
+    def wake(self) -> None:
+        """Let the sending task look again."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def fail(self, error: BlitzError) -> None:
+        """End with an error; the first one counts."""
+        if self.error is None:
+            self.error = error
+        self.wake()
+
+    def disconnect(self) -> None:
+        """The client is gone."""
+        self.disconnected = True
+        self.wake()
+
+    async def wait(self) -> None:
+        """Until there are chunks, or it is over."""
+        while not self.chunks and not self.over:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        self._waiter = None
+
+    def take(self) -> bytes:
+        """All chunks so far."""
+        chunks = self.chunks
+        if len(chunks) == 1:
+            return chunks.pop()
+        self.chunks = []
+        return b"".join(chunks)
+
+
+class Choice(ABC):
+    """Common to streamed and whole choices: text, log-probabilities, metrics."""
+
+    def __init__(
+        self,
+        outlet: Outlet,
+        output: TextOutput,
+        metrics: ModelMetrics,
+        *,
+        num_prompt_tokens: int,
+        arrived_s: float,
+        logprobs: LogprobShape | None,
+        opening_text: str = "",
+    ) -> None:
+        self._outlet = outlet
+        self._output = output
+        self._metrics = metrics
+        self._logprobs = logprobs
+        self._opening_text = opening_text
+        self._arrived_s = arrived_s
+        self._last_s = 0.0
+        self.num_prompt_tokens = num_prompt_tokens
+        self.finish_reason: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far."""
+        return self._output.num_tokens
+
+    @property
+    def started(self) -> bool:
+        """Whether a token came."""
+        return self._last_s > 0
+
+    def on_tokens(
+        self,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        finish_reason: FinishReason | None,
+        now_s: float,
+    ) -> bool:
+        """See ``Sink``."""
+        metrics, output = self._metrics, self._output
+        if token_ids:
+            last_s = self._last_s
+            if last_s:
+                metrics.itl_s.observe(now_s - last_s)
+            else:
+                metrics.ttft_s.observe(now_s - self._arrived_s)
+            self._last_s = now_s
+            last = len(token_ids) - 1
+            for index, token_id in enumerate(token_ids):
+                text = output.push(token_id)
+                if index == last and finish_reason is not None and not output.stopped:
+                    text += output.flush()
+                entry = None
+                if self._logprobs is not None and logprobs is not None and index < len(logprobs):
+                    entry = self._logprobs.entry(token_id, logprobs[index], text)
+                metrics.generation_tokens += 1
+                if output.stopped:
+                    self._end(text, entry, "stop", now_s)
+                    return True
+                if index == last and finish_reason is not None:
+                    self._end(text, entry, finish_reason, now_s)
+                    return False
+                self._emit(self._open(text), entry)
+        elif finish_reason is not None:
+            text = output.flush()
+            self._end(text, None, "stop" if output.stopped else finish_reason, now_s)
+            return False
+        self._outlet.wake()
+        return False
+
+    def on_error(self, error: BlitzError) -> None:
+        """See ``Sink``."""
+        self._metrics.count_finished("error")
+        self.finish_reason = "error"
+        self._outlet.fail(error)
+
+    def abort(self) -> None:
+        """The client left."""
+        if self.finish_reason is None:
+            self.finish_reason = "abort"
+            self._metrics.count_finished("abort")
+
+    def _open(self, text: str) -> str:
+        if self._opening_text:
+            text, self._opening_text = self._opening_text + text, ""
+        return text
+
+    def _end(self, text: str, entry: Any, finish_reason: str, now_s: float) -> None:
+        self.finish_reason = finish_reason
+        self._metrics.count_finished(finish_reason)
+        self._metrics.e2e_s.observe(now_s - self._arrived_s)
+        self._emit_last(self._open(text), entry, finish_reason)
+        self._outlet.open_choices -= 1
+        self._outlet.wake()
+
+    @abstractmethod
+    def _emit(self, text: str, entry: Any) -> None:
+        """One token's text and its log-probabilities."""
+
+    @abstractmethod
+    def _emit_last(self, text: str, entry: Any, finish_reason: str) -> None:
+        """The same for the last token."""
+
+
+class StreamedChoice(Choice):
+    """One event per token, also when a token has no text of its own yet (so events can be counted)."""
+
+    def __init__(self, format_: ChunkFormat, *arguments: Any, continuous_usage: bool, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._format = format_
+        self._continuous_usage = continuous_usage
+        self._role = format_.role()
+        self._plain = self._logprobs is None and not continuous_usage
+
+    def _emit(self, text: str, entry: Any) -> None:
+        if self._plain:
+            chunk = self._format.chunk(text)
+        else:
+            chunk = self._format.full_chunk(text, self._joined(entry), None, self._usage())
+        if self._role:
+            chunk, self._role = self._role + chunk, b""
+        self._outlet.chunks.append(chunk)
+
+    def _emit_last(self, text: str, entry: Any, finish_reason: str) -> None:
+        chunk = self._format.full_chunk(text, self._joined(entry), finish_reason, self._usage())
+        self._outlet.chunks.append(self._role + chunk)
+        self._role = b""
+
+    def _joined(self, entry: Any) -> dict[str, Any] | None:
+        return self._logprobs.join([entry]) if self._logprobs is not None and entry is not None else None
+
+    def _usage(self) -> Usage | None:
+        return Usage(self.num_prompt_tokens, self.num_tokens) if self._continuous_usage else None
+
+
+class WholeChoice(Choice):
+    """Collects the text."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._texts: list[str] = []
+        self._entries: list[Any] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def logprobs_json(self) -> dict[str, Any] | None:
+        return self._logprobs.join(self._entries) if self._logprobs is not None else None
+
+    def _emit(self, text: str, entry: Any) -> None:
+        self._texts.append(text)
+        if entry is not None:
+            self._entries.append(entry)
+
+    def _emit_last(self, text: str, entry: Any, finish_reason: str) -> None:  # noqa: ARG002 - the other kind's
+        self._emit(text, entry)

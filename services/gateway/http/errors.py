@@ -1,0 +1,54 @@
+"""Errors as OpenAI clients expect them: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from shared.errors import BadRequest, BlitzError, Conflict, NotFound, Overloaded, Unauthorized
+
+
+class MethodNotAllowed(BadRequest):
+    """The route exists, but not for this method."""
+
+    code = "method_not_allowed"
+    http_status = 405
+
+
+class Forbidden(BlitzError):
+    """The caller may not do this, whatever key it shows."""
+
+    code = "forbidden"
+    http_status = 403
+
+
+def error_type(error: BlitzError) -> str:
+    """OpenAI's ``type`` for an error."""
+    if isinstance(error, Unauthorized):
+        return "authentication_error"
+    if isinstance(error, Forbidden):
+        return "permission_error"
+    if isinstance(error, NotFound):
+        return "not_found_error"
+    if isinstance(error, Overloaded):
+        return "rate_limit_error"
+    if isinstance(error, Conflict):
+        return "conflict_error"
+    return "invalid_request_error" if error.http_status < 500 else "server_error"
+
+
+def error_body(error: BlitzError) -> bytes:
+    """The JSON body."""
+    detail = {"message": error.message, "type": error_type(error), "param": error.param, "code": error.code}
+    return msgspec.json.encode({"error": detail})
+
+
+def error_headers(error: BlitzError) -> list[tuple[bytes, bytes]]:
+    """Headers that go with an error, content headers aside."""
+    headers = []
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
+    if isinstance(error, Unauthorized):
+        headers.append((b"www-authenticate", b"Bearer"))
+    return headers

@@ -1,0 +1,44 @@
+"""The latest load of every instance, for the gauges that operators watch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from services.gateway.core.routes import RouteBook
+from services.gateway.dispatcher import Dispatcher
+from services.gateway.metrics import ModelGauges
+from shared.messages.load import LoadReport
+
+FRESH_S = 3.0
+"""Older reports say nothing about now."""
+
+
+class LoadBoard:
+    """Load reports by instance."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, tuple[float, LoadReport]] = {}
+
+    def take(self, report: LoadReport, now_s: float) -> None:
+        """Keep a report; ``now_s`` is monotonic."""
+        self._reports[report.instance_id] = (now_s, report)
+
+    def gauges(self, book: RouteBook, dispatcher: Dispatcher) -> Iterator[ModelGauges]:
+        """One row per registered model; forgets reports that are no longer fresh."""
+        now_s = time.monotonic()
+        self._reports = {i: row for i, row in self._reports.items() if now_s - row[0] <= FRESH_S}
+        reports = [report for _, report in self._reports.values()]
+        inflight = dispatcher.inflight_by_model()
+        for name in book.models:
+            mine = [report for report in reports if report.model == name]
+            queued = dispatcher.router.queued(name)[0]
+            blocks = sum(report.kv_blocks_total for report in mine)
+            yield ModelGauges(
+                model=name,
+                running_requests=sum(report.running_requests for report in mine),
+                waiting_requests=sum(report.queued_requests for report in mine) + queued,
+                gateway_queued_requests=queued,
+                gateway_inflight_requests=inflight.get(name, 0),
+                kv_usage=sum(report.kv_blocks_used for report in mine) / blocks if blocks else 0.0,
+            )

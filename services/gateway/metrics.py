@@ -1,0 +1,159 @@
+"""What the gateway counts, under its own names and vLLM's. Counting costs a bisection; exporting does the rest."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+TTFT_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+ITL_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+E2E_BUCKETS_S = (
+    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+    120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+
+
+class Histogram:
+    """Bucket counters of one series; not thread-safe (the event loop owns it)."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def cumulative(self) -> tuple[list[tuple[str, float]], float]:
+        """(upper bound, values at or below it) and the sum of all values."""
+        rows, total = [], 0
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
+            total += count
+            rows.append((bound, float(total)))
+        return rows, self._sum
+
+
+@dataclass(slots=True)
+class ModelMetrics:
+    """The counters of one model."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    failovers: int = 0
+    resends: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    ttft_s: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS_S))
+    itl_s: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS_S))
+    e2e_s: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS_S))
+
+    def count_finished(self, reason: str) -> None:
+        """One request ended: ``stop``, ``length``, ``abort`` (its client left) or ``error``."""
+        self.finished[reason] = self.finished.get(reason, 0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGauges:
+    """A model's load now, over all its instances and this gateway's queue."""
+
+    model: str
+    running_requests: int
+    waiting_requests: int
+    gateway_queued_requests: int
+    gateway_inflight_requests: int
+    kv_usage: float
+
+
+class GatewayMetrics(Collector):
+    """All models' counters and the HTTP ones, as a Prometheus collector."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, ModelMetrics] = {}
+        self._responses: dict[tuple[str, int], int] = {}
+        self._gauges: Callable[[], Iterable[ModelGauges]] = tuple
+
+    def read_gauges_from(self, source: Callable[[], Iterable[ModelGauges]]) -> None:
+        """Where the gauges come from at export."""
+        self._gauges = source
+
+    def of(self, model: str) -> ModelMetrics:
+        """The counters of a (registered) model."""
+        metrics = self._models.get(model)
+        if metrics is None:
+            metrics = self._models[model] = ModelMetrics()
+        return metrics
+
+    def count_response(self, route: str, status: int) -> None:
+        """One HTTP response. ``route`` is a route's pattern, never a raw path."""
+        self._responses[route, status] = self._responses.get((route, status), 0) + 1
+
+    def collect(self) -> Iterator[Metric]:
+        responses = CounterMetricFamily(
+            "blitz_gateway_http_responses", "HTTP responses.", labels=["route", "status"]
+        )
+        for (route, status), count in sorted(self._responses.items()):
+            responses.add_metric([route, str(status)], count)
+        yield responses
+        yield from self._counters()
+        yield from self._histograms()
+        yield from self._gauge_families()
+
+    def _counters(self) -> Iterator[Metric]:
+        rows = (
+            ("blitz_gateway_failovers", "Attempts given up and continued elsewhere.", "failovers"),
+            ("blitz_gateway_resends", "Times a worker was asked for tokens again.", "resends"),
+            ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
+            ("vllm:generation_tokens", "Tokens generated.", "generation_tokens"),
+        )
+        for name, text, attribute in rows:
+            family = CounterMetricFamily(name, text, labels=["model_name"])
+            for model, metrics in sorted(self._models.items()):
+                family.add_metric([model], getattr(metrics, attribute))
+            yield family
+        success = CounterMetricFamily("vllm:request_success", "Requests ended.", labels=["model_name", "finished_reason"])
+        for model, metrics in sorted(self._models.items()):
+            for reason, count in sorted(metrics.finished.items()):
+                success.add_metric([model, reason], count)
+        yield success
+
+    def _histograms(self) -> Iterator[Metric]:
+        rows = (
+            ("time_to_first_token_seconds", "Arrival to first token.", "ttft_s"),
+            ("inter_token_latency_seconds", "Time between tokens of one stream.", "itl_s"),
+            ("e2e_request_latency_seconds", "Arrival to last token.", "e2e_s"),
+        )
+        for name, text, attribute in rows:
+            for prefix in ("vllm:", "blitz_gateway_"):
+                family = HistogramMetricFamily(prefix + name, text, labels=["model_name"])
+                for model, metrics in sorted(self._models.items()):
+                    buckets, total = getattr(metrics, attribute).cumulative()
+                    family.add_metric([model], buckets, total)
+                yield family
+
+    def _gauge_families(self) -> Iterator[Metric]:
+        gauges = sorted(self._gauges(), key=lambda g: g.model)
+        rows = (
+            ("vllm:num_requests_running", "Requests running on instances.", "running_requests"),
+            ("vllm:num_requests_waiting", "Requests waiting, here or at instances.", "waiting_requests"),
+            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use (0..1).", "kv_usage"),
+            ("blitz_gateway_queued_requests", "Requests waiting for an instance.", "gateway_queued_requests"),
+            ("blitz_gateway_inflight_requests", "Requests at instances.", "gateway_inflight_requests"),
+        )
+        for name, text, attribute in rows:
+            family = GaugeMetricFamily(name, text, labels=["model_name"])
+            for gauge in gauges:
+                family.add_metric([gauge.model], float(getattr(gauge, attribute)))
+            yield family

@@ -1,0 +1,70 @@
+"""What is said to workers without waiting for an answer: cancels at once, acknowledgements in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from shared import subjects
+from shared.bus.base import Bus
+from shared.errors import BlitzError
+from shared.messages.generation import AckTerminal, Cancel, StreamRef
+
+log = logging.getLogger(__name__)
+
+STRAY_PAUSE_S = 1.0
+"""A stream that nobody wants is cancelled again no sooner than this."""
+
+
+class Outbox:
+    """Collects messages inline; ``run`` publishes them."""
+
+    def __init__(self, bus: Bus, clock: Callable[[], float]) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._cancels: list[tuple[str, Cancel]] = []
+        self._acks: dict[str, list[StreamRef]] = {}
+        self._strays: dict[tuple[str, int], float] = {}
+        self._filled = asyncio.Event()
+
+    def cancel(self, worker_id: str, request_id: str, attempt: int) -> None:
+        """Tell a worker to forget an attempt."""
+        self._strays[request_id, attempt] = self._clock()
+        self._cancels.append((worker_id, Cancel(request_id=request_id, attempt=attempt)))
+        self._filled.set()
+
+    def cancel_stray(self, worker_id: str, request_id: str, attempt: int) -> None:
+        """The same for a stream that should not send any more, unless it was just told."""
+        told_s = self._strays.get((request_id, attempt))
+        if told_s is None or self._clock() - told_s >= STRAY_PAUSE_S:
+            self.cancel(worker_id, request_id, attempt)
+
+    def acknowledge(self, worker_id: str, request_id: str, attempt: int) -> None:
+        """A terminal part came; the worker may forget the tokens."""
+        self._acks.setdefault(worker_id, []).append(StreamRef(request_id=request_id, attempt=attempt))
+        self._filled.set()
+
+    def forget_strays(self, now_s: float) -> None:
+        """Drop the memory of cancels long past."""
+        self._strays = {key: at for key, at in self._strays.items() if now_s - at < 10 * STRAY_PAUSE_S}
+
+    async def run(self) -> None:
+        """Publish for ever."""
+        while True:
+            await self._filled.wait()
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Publish what is there."""
+        self._filled.clear()
+        cancels, self._cancels = self._cancels, []
+        acks, self._acks = self._acks, {}
+        try:
+            for worker_id, cancel in cancels:
+                await self._bus.publish(subjects.worker_cancel(worker_id), cancel)
+            for worker_id, streams in acks.items():
+                await self._bus.publish(subjects.worker_ack(worker_id), AckTerminal(streams=tuple(streams)))
+        except BlitzError as error:
+            # Both are said again when the worker's next part shows that it did not hear them.
+            log.warning("could not reach workers: %s", error)

@@ -1,0 +1,205 @@
+"""The gateway's async shell: what it hears on the bus, what it says regularly, what it knows of models."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from services.gateway.config import GatewayConfig
+from services.gateway.core.routes import ModelRoutes, RouteBook, RouteChanges
+from services.gateway.dispatcher import Dispatcher
+from services.gateway.load_board import LoadBoard
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.tokenizer import ModelTokenizer
+from services.gateway.tokenizer_store import TokenizerStore
+from shared import subjects
+from shared.bus.base import Bus, Subscription
+from shared.errors import BlitzError, ModelNotFound, Unavailable
+from shared.messages.generation import GatewayHeartbeat, TokenBatch
+from shared.messages.load import LoadReport, ModelQueue, QueueReport
+from shared.messages.registry import GetSnapshot, RouteTable, Snapshot
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 5.0
+HEARTBEAT_EVERY_S = 1.0
+QUEUE_REPORT_EVERY_S = 0.1
+REFRESH_EVERY_S = 3.0
+TICK_S = 0.05
+SNAPSHOT_TIMEOUT_S = 2.0
+
+
+class Gateway:
+    """One gateway process behind its HTTP server. ``run`` serves the bus until cancelled."""
+
+    def __init__(self, bus: Bus, config: GatewayConfig) -> None:
+        self.bus = bus
+        self.config = config
+        self.book = RouteBook()
+        self.metrics = GatewayMetrics()
+        self.tokenizers = TokenizerStore()
+        self.load_board = LoadBoard()
+        self.dispatcher = Dispatcher(
+            bus,
+            self.book,
+            self.metrics,
+            gateway_id=config.gateway_id,
+            max_queued_requests=config.max_queued_requests,
+            queue_timeout_s=config.queue_timeout_s,
+            submit_timeout_s=config.submit_timeout_s,
+            stall_s=config.stall_s,
+            probe_s=config.probe_s,
+            max_attempts=config.max_attempts,
+        )
+        self.draining = False
+        self.metrics.read_gauges_from(lambda: self.load_board.gauges(self.book, self.dispatcher))
+        self._stale = asyncio.Event()
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be served: connected, models known, not on the way out."""
+        return self.book.ready and self.bus.connected_since_s is not None and not self.draining
+
+    def refuse_while_draining(self) -> None:
+        """Raises ``Unavailable`` once shutdown has begun."""
+        if self.draining:
+            raise Unavailable("the gateway is shutting down", retry_after_s=1.0)
+
+    def find_model(self, name: str) -> ModelRoutes:
+        """A registered model. Raises ``ModelNotFound``, or ``Unavailable`` before anything is known."""
+        model = self.book.find(name)
+        if model is not None:
+            return model
+        if not self.book.ready:
+            raise Unavailable("the gateway does not know the models yet", retry_after_s=1.0)
+        raise ModelNotFound(f"the model {name!r} does not exist", param="model")
+
+    async def tokenizer(self, model: ModelRoutes) -> ModelTokenizer:
+        """The model's tokenizer. Raises ``BadCheckpoint``."""
+        return await self.tokenizers.get(model.record)
+
+    async def run(self) -> None:
+        """Subscribe, then keep everything going until cancelled."""
+        subscriptions: list[Subscription] = []
+        try:
+            subscriptions.append(
+                await self.bus.subscribe(
+                    subjects.tokens(self.config.gateway_id), TokenBatch, self.dispatcher.on_batch
+                )
+            )
+            subscriptions.append(await self.bus.subscribe(subjects.routes(), RouteTable, self._on_routes))
+            subscriptions.append(await self.bus.subscribe(subjects.load(), LoadReport, self._on_load))
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._refresh())
+                tasks.create_task(self._heartbeat())
+                tasks.create_task(self._report_queues())
+                tasks.create_task(self._tick())
+                tasks.create_task(self.dispatcher.outbox.run())
+        finally:
+            await self.dispatcher.close()
+            await self.tokenizers.close()
+            for subscription in subscriptions:
+                await subscription.close()
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait for those in flight, up to the drain timeout."""
+        self.draining = True
+        deadline_s = time.monotonic() + self.config.drain_timeout_s
+        while self.dispatcher.num_active and time.monotonic() < deadline_s:
+            await asyncio.sleep(TICK_S)
+        if self.dispatcher.num_active:
+            log.warning(
+                "%d requests did not finish within %.0f s", self.dispatcher.num_active, self.config.drain_timeout_s
+            )
+
+    async def snapshot(self) -> list[Snapshot]:
+        """The pool's state, all pages. Raises ``BlitzError``."""
+        pages: list[Snapshot] = []
+        after = ""
+        while True:
+            page = await self.bus.request(
+                subjects.pool("snapshot"),
+                GetSnapshot(after_worker_id=after),
+                Snapshot,
+                timeout_s=SNAPSHOT_TIMEOUT_S,
+            )
+            pages.append(page)
+            after = page.next_worker_id
+            if not after:
+                return pages
+
+    async def refresh(self) -> None:
+        """Read the registry now. Raises ``BlitzError``."""
+        self._apply(self.book.apply_snapshot(await self.snapshot()))
+
+    def _on_routes(self, table: RouteTable) -> None:
+        changes = self.book.apply_event(table)
+        if changes.gap:
+            self._stale.set()
+        self._apply(changes)
+
+    def _on_load(self, report: LoadReport) -> None:
+        self.load_board.take(report, time.monotonic())
+
+    def _apply(self, changes: RouteChanges) -> None:
+        if changes.models or changes.removed:
+            self.tokenizers.keep(model.record for model in self.book.models.values())
+        self.dispatcher.routes_changed(changes)
+
+    async def _refresh(self) -> None:
+        while True:
+            self._stale.clear()
+            try:
+                await self.refresh()
+            except BlitzError as error:
+                log.warning("no snapshot of the registry: %s", error)
+                pause_s = 0.2 if not self.book.ready else REFRESH_EVERY_S
+            else:
+                pause_s = REFRESH_EVERY_S
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._stale.wait()
+            except TimeoutError:
+                continue
+
+    async def _heartbeat(self) -> None:
+        message = GatewayHeartbeat(gateway_id=self.config.gateway_id, lease_s=LEASE_S)
+        while True:
+            await self._say(subjects.gateway_heartbeat(), message)
+            await asyncio.sleep(HEARTBEAT_EVERY_S)
+
+    async def _report_queues(self) -> None:
+        while True:
+            await self._say(subjects.queue(), self._queue_report())
+            await asyncio.sleep(QUEUE_REPORT_EVERY_S)
+
+    def _queue_report(self) -> QueueReport:
+        queues = []
+        inflight = self.dispatcher.inflight_by_model()
+        for name in sorted(self.book.models):
+            queued_requests, queued_tokens = self.dispatcher.router.queued(name)
+            arrived = self.dispatcher.arrived(name)
+            queues.append(
+                ModelQueue(
+                    model=name,
+                    queued_requests=queued_requests,
+                    queued_tokens=queued_tokens,
+                    arrived_requests_total=arrived.requests,
+                    arrived_prompt_tokens_total=arrived.prompt_tokens,
+                    inflight_requests=inflight.get(name, 0),
+                )
+            )
+        return QueueReport(gateway_id=self.config.gateway_id, published_at_s=time.time(), models=tuple(queues))
+
+    async def _say(self, subject: str, message: GatewayHeartbeat | QueueReport) -> None:
+        try:
+            await self.bus.publish(subject, message)
+        except BlitzError as error:
+            # Said again in a moment; receivers allow for a lost one.
+            log.debug("not published on %s: %s", subject, error)
+
+    async def _tick(self) -> None:
+        while True:
+            self.dispatcher.tick()
+            await asyncio.sleep(TICK_S)

@@ -1,0 +1,156 @@
+"""A model's tokenizer, from the files of its checkpoint directory. Loading blocks: call it in a thread."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from services.gateway.chat_template import ChatTemplate
+from services.gateway.core.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from shared.errors import BadCheckpoint, BadRequest
+
+_SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_PROBES = 200
+
+
+@lru_cache(maxsize=1)
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's printable stand-ins of the 256 bytes."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in printable]
+    table.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return table
+
+
+def _token_bytes(token: str) -> bytes:
+    table = _byte_of_character()
+    try:
+        return bytes(table[character] for character in token)
+    except KeyError:
+        return token.encode()
+
+
+def _byte_table(tokenizer: Tokenizer) -> list[bytes] | None:
+    """The bytes of every token, or None unless joining them is exactly what the tokenizer's decoder does."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        return None
+    table = [b""] * (max(vocabulary.values()) + 1)
+    for token, token_id in vocabulary.items():
+        table[token_id] = _token_bytes(token)
+    draw = random.Random(0)
+    for _ in range(_PROBES):
+        ids = [draw.randrange(len(table)) for _ in range(draw.randint(1, 12))]
+        joined = b"".join(table[i] for i in ids).decode("utf-8", "replace")
+        if joined != tokenizer.decode(ids, skip_special_tokens=False):
+            return None
+    return table
+
+
+class ModelTokenizer:
+    """Encoding, decoding and the chat template of one model. Thread-safe, immutable."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.template = template
+        self._byte_table = _byte_table(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether every token stands for fixed bytes."""
+        return self._byte_table is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The ids of ``text``."""
+        # encode_batch releases the interpreter lock, encode does not.
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """The whole text of some ids."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
+        """A fresh incremental decoder whose deltas add up to ``decode``."""
+        if self._byte_table is not None:
+            return ByteDetokenizer(self._byte_table, self._special_ids if skip_special_tokens else frozenset())
+        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, by itself."""
+        if self._byte_table is not None:
+            return self._byte_table[token_id] if token_id < len(self._byte_table) else b""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return str(token).replace("\u2581", " ").encode()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadCheckpoint(f"{path.name}: {error}") from error
+    if not isinstance(value, dict):
+        raise BadCheckpoint(f"{path.name}: must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
+    own_file = folder / "chat_template.jinja"
+    if own_file.is_file():
+        return own_file.read_text(encoding="utf-8")
+    value = config.get("chat_template")
+    if isinstance(value, list):
+        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for key in _SPECIAL_TOKEN_KEYS:
+        value = config.get(key)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[key] = value
+    return tokens
+
+
+def load_tokenizer(folder: Path) -> ModelTokenizer:
+    """Read ``tokenizer.json``, ``tokenizer_config.json`` and the chat template.
+
+    Raises ``BadCheckpoint`` naming the file.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadCheckpoint(f"{path}: {error}") from error
+    try:
+        tokenizer = Tokenizer.from_str(content)
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for any bad content
+        raise BadCheckpoint(f"{path}: not a tokenizer: {error}") from error
+    config_path = folder / "tokenizer_config.json"
+    config = _read_json(config_path) if config_path.is_file() else {}
+    source = _template_source(folder, config)
+    try:
+        template = ChatTemplate(source, _special_tokens(config)) if source is not None else None
+    except BadRequest as error:
+        raise BadCheckpoint(f"{folder}: {error.message}") from error
+    return ModelTokenizer(tokenizer, template)

@@ -1,0 +1,45 @@
+"""``python -m services.monitor``: wiring only."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from services.monitor.config import MonitorConfig
+from services.monitor.service import MonitorService
+from shared.bus.nats import NatsBus
+from shared.process import Lifecycle, run_service
+from shared.settings import SettingsError
+from shared.telemetry import setup_telemetry
+
+
+def main() -> int:
+    try:
+        config = MonitorConfig.from_env(os.environ)
+    except SettingsError as error:
+        print(f"monitor: {error.message}", file=sys.stderr)  # noqa: T201 - before logging exists
+        return 1
+
+    async def serve(lifecycle: Lifecycle) -> None:
+        flush = setup_telemetry("monitor")
+        bus = await NatsBus.connect(config.nats_url, name="monitor")
+        try:
+            lifecycle.ready = True
+            monitor = MonitorService(bus, config.policy, interval_s=config.interval_s, repeat_s=config.repeat_s)
+            await monitor.run(lifecycle.stopping)
+        finally:
+            lifecycle.ready = False
+            await bus.close()
+            flush()
+
+    return run_service(
+        "monitor",
+        serve,
+        log_level=config.log_level,
+        health_port=config.health_port,
+        die_with_parent=config.die_with_parent,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""The monitor's shell: load reports in, demand out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from dataclasses import dataclass, field
+
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge
+
+from services.monitor.core.demand import DemandPolicy, ModelDemand, Verdict
+from shared import subjects
+from shared.bus.base import Bus
+from shared.errors import BlitzError
+from shared.messages.load import Demand, LoadReport, QueueReport
+from shared.messages.registry import Floor, GetSnapshot, ModelRecord, RouteTable, Snapshot
+from shared.telemetry import tracer
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT_INTERVAL_S = 1.0
+
+
+@dataclass(slots=True)
+class _Model:
+    record: ModelRecord
+    demand: ModelDemand
+    observed: int = 0
+    """Instances that serve or load, as of the last snapshot or report."""
+    floor: Floor | None = None
+    sent: int | None = None
+    sent_at_s: float = field(default=float("-inf"))
+    triggered_at_s: float = 0.0
+
+
+class MonitorService:
+    """Watches every registered model; tells the planner what each needs when it has something else."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        policy: DemandPolicy,
+        *,
+        interval_s: float = 0.1,
+        repeat_s: float = 1.0,
+        metrics: CollectorRegistry = REGISTRY,
+    ) -> None:
+        """``repeat_s``: an unmet demand is repeated this often, so a lost message or a failed plan heals."""
+        self._bus = bus
+        self._policy = policy
+        self._interval_s = interval_s
+        self._repeat_s = repeat_s
+        self._models: dict[str, _Model] = {}
+        self._publisher = f"monitor-{secrets.token_hex(4)}"
+        self._sequence = 0
+        self._refresh = asyncio.Event()
+        self._desired_gauge = Gauge("blitz_monitor_desired_instances", "Verdict", ["model"], registry=metrics)
+        self._needed_gauge = Gauge("blitz_monitor_needed_instances", "Load in instances", ["model"], registry=metrics)
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serve until ``stopping``."""
+        subscriptions = [
+            await self._bus.subscribe(subjects.load(), LoadReport, self._on_load),
+            await self._bus.subscribe(subjects.queue(), QueueReport, self._on_queue),
+            await self._bus.subscribe(subjects.routes(), RouteTable, self._on_routes),
+        ]
+        self._refresh.set()
+        next_snapshot_s = 0.0
+        try:
+            while not stopping.is_set():
+                if self._refresh.is_set() or time.monotonic() >= next_snapshot_s:
+                    self._refresh.clear()
+                    next_snapshot_s = time.monotonic() + SNAPSHOT_INTERVAL_S
+                    await self._take_snapshot()
+                await self._evaluate()
+                try:
+                    await asyncio.wait_for(stopping.wait(), timeout=self._interval_s)
+                except TimeoutError:
+                    continue
+        finally:
+            for subscription in subscriptions:
+                await subscription.close()
+
+    def _on_load(self, report: LoadReport) -> None:
+        model = self._models.get(report.model)
+        if model is not None:
+            model.demand.on_load(report, time.monotonic())
+
+    def _on_queue(self, report: QueueReport) -> None:
+        now_s = time.monotonic()
+        for queue in report.models:
+            model = self._models.get(queue.model)
+            if model is not None:
+                model.demand.on_queue(report.gateway_id, queue, now_s)
+
+    def _on_routes(self, _table: RouteTable) -> None:
+        # Instances came or went: look at the whole picture at the next turn.
+        self._refresh.set()
+
+    async def _take_snapshot(self) -> None:
+        models: dict[str, ModelRecord] = {}
+        floors: dict[str, Floor] = {}
+        observed: dict[str, int] = {}
+        after = ""
+        try:
+            while True:
+                request = GetSnapshot(after_worker_id=after)
+                page = await self._bus.request(subjects.pool("snapshot"), request, Snapshot, timeout_s=2.0)
+                models.update({m.name: m for m in page.models})
+                floors.update({f.model: f for f in page.floors})
+                for worker in page.workers:
+                    name = worker.lease_model
+                    if worker.instance is not None and worker.state in ("loading", "live", "serving"):
+                        name = worker.instance.model
+                    if name:
+                        observed[name] = observed.get(name, 0) + 1
+                after = page.next_worker_id
+                if not after:
+                    break
+        except BlitzError as error:
+            log.warning("no snapshot from the pool (%s): deciding on the last one", error)
+            return
+        for name in set(self._models) - set(models):
+            del self._models[name]
+        for name, record in models.items():
+            known = self._models.get(name)
+            if known is None or known.record.model_hash != record.model_hash:
+                known = self._models[name] = _Model(record, ModelDemand(self._policy))
+            known.record = record
+            known.observed = observed.get(name, 0)
+            known.floor = floors.get(name)
+
+    async def _evaluate(self) -> None:
+        now_s = time.monotonic()
+        for name, model in sorted(self._models.items()):
+            verdict = model.demand.evaluate(now_s, model.observed)
+            low = max(model.record.min_instances, model.floor.instances if model.floor else 0)
+            desired = min(max(verdict.desired, low), model.record.max_instances)
+            self._desired_gauge.labels(name).set(desired)
+            self._needed_gauge.labels(name).set(verdict.needed)
+            if desired == model.observed:
+                model.sent = None
+                continue
+            if desired != model.sent:
+                model.triggered_at_s = time.time()
+            elif now_s - model.sent_at_s < self._repeat_s:
+                continue
+            await self._send(name, model, verdict, desired)
+            model.sent, model.sent_at_s = desired, now_s
+
+    async def _send(self, name: str, model: _Model, verdict: Verdict, desired: int) -> None:
+        self._sequence += 1
+        with tracer().start_as_current_span(
+            "monitor.demand",
+            attributes={"blitz.model": name, "blitz.desired": desired, "blitz.observed": model.observed},
+        ):
+            demand = Demand(
+                publisher=self._publisher,
+                sequence=self._sequence,
+                published_at_s=time.time(),
+                model=name,
+                role="colocated",
+                desired=desired,
+                observed=model.observed,
+                triggered_at_s=model.triggered_at_s,
+                reason=verdict.reason,
+            )
+            try:
+                await self._bus.publish(subjects.demand(), demand)
+            except BlitzError as error:
+                log.warning("demand for %s not published: %s", name, error)
+                return
+        if model.sent != desired:
+            log.info("%s: %d instances wanted, %d there: %s", name, desired, model.observed, verdict.reason)

@@ -1,0 +1,45 @@
+"""``python -m services.planner``: wiring only."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from services.planner.config import PlannerConfig
+from services.planner.service import PlannerService
+from shared.bus.nats import NatsBus
+from shared.process import Lifecycle, run_service
+from shared.settings import SettingsError
+from shared.telemetry import setup_telemetry
+
+
+def main() -> int:
+    try:
+        config = PlannerConfig.from_env(os.environ)
+    except SettingsError as error:
+        print(f"planner: {error.message}", file=sys.stderr)  # noqa: T201 - before logging exists
+        return 1
+
+    async def serve(lifecycle: Lifecycle) -> None:
+        flush = setup_telemetry("planner")
+        bus = await NatsBus.connect(config.nats_url, name="planner")
+        try:
+            lifecycle.ready = True
+            planner = PlannerService(bus, lease_ttl_s=config.lease_ttl_s, load_floor_gbps=config.load_floor_gbps)
+            await planner.run(lifecycle.stopping)
+        finally:
+            lifecycle.ready = False
+            await bus.close()
+            flush()
+
+    return run_service(
+        "planner",
+        serve,
+        log_level=config.log_level,
+        health_port=config.health_port,
+        die_with_parent=config.die_with_parent,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

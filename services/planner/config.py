@@ -1,0 +1,33 @@
+"""The planner's settings, read from the environment once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shared.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerConfig:
+    """See ``docs/configuration.md`` for every variable."""
+
+    nats_url: str
+    lease_ttl_s: float
+    load_floor_gbps: float
+    health_port: int
+    log_level: str
+    die_with_parent: bool
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> PlannerConfig:
+        """Raises ``SettingsError`` naming the variable and its value."""
+        env = Settings(environ)
+        return cls(
+            nats_url=env.text("BLITZ_NATS_URL", default="nats://127.0.0.1:4222"),
+            lease_ttl_s=env.number("BLITZ_PLANNER_LEASE_TTL_S", default=15.0, minimum=0.5),
+            load_floor_gbps=env.number("BLITZ_PLANNER_LOAD_FLOOR_GBPS", default=0.1, minimum=0.0001),
+            health_port=env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
+            log_level=env.text("BLITZ_LOG_LEVEL", default="info"),
+            die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
+        )

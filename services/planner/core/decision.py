@@ -1,0 +1,58 @@
+"""What to do about a wanted number of instances: revive, load or drain. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.messages.registry import Floor, ModelRecord, WorkerRecord
+
+COUNTED = ("loading", "live", "serving")
+"""States that count towards the wanted number: what serves or is on its way to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Steps towards the wanted number. Records are in the order of worker ids."""
+
+    desired: int
+    """The wanted number after limits and floors."""
+    current: int
+    load: int
+    revive: tuple[WorkerRecord, ...]
+    drain: tuple[WorkerRecord, ...]
+
+    @property
+    def nothing(self) -> bool:
+        return not (self.load or self.revive or self.drain)
+
+
+def bounded(desired: int, model: ModelRecord, floor: Floor | None) -> int:
+    """The wanted number within the model's limits, and not below a manual floor."""
+    low = max(model.min_instances, floor.instances if floor else 0)
+    return max(min(desired, model.max_instances), min(low, model.max_instances))
+
+
+def decide(model: ModelRecord, workers: Sequence[WorkerRecord], desired: int, floor: Floor | None) -> Decision:
+    """Steps from what ``workers`` run to ``desired`` instances of ``model``.
+
+    Draining instances are revived before anything is loaded (their weights are there). Workers
+    leased for the model and not yet reporting count as loading. Scaling in drains the instances
+    that serve least, never one that still loads (its plan runs; it can go when it is up).
+    """
+    wanted = bounded(desired, model, floor)
+    mine = [w for w in workers if w.instance is not None and w.instance.model == model.name]
+    leased = sum(1 for w in workers if w.state == "spare" and w.lease_model == model.name)
+    counted = [w for w in mine if w.state in COUNTED]
+    current = len(counted) + leased
+    missing = wanted - current
+    draining = [w for w in mine if w.state == "draining"]
+    revive = tuple(draining[:missing]) if missing > 0 else ()
+    load = max(0, missing - len(revive))
+    drain: tuple[WorkerRecord, ...] = ()
+    if missing < 0:
+        serving = [w for w in counted if w.state == "serving"]
+        # The newest (highest epoch) go first: the oldest are sources and hold warm KV.
+        newest = sorted(serving, key=lambda w: (-(w.instance.epoch if w.instance else 0), w.worker.worker_id))
+        drain = tuple(newest[:-missing])
+    return Decision(wanted, current, load, revive, drain)

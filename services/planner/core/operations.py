@@ -1,0 +1,188 @@
+"""The record of each scale operation, built from progress events (design section 12)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from shared.messages.scaling import ScaleProgress, ScaleRecord, TargetRecord
+
+
+@dataclass(slots=True)
+class _Target:
+    worker_id: str
+    instance_id: str
+    first_byte_s: float | None = None
+    layers_s: dict[int, float] = field(default_factory=dict)
+    loaded_s: float | None = None
+    serving_s: float | None = None
+    spare_s: float | None = None
+    received_bytes: int = 0
+    failure: str = ""
+
+
+class Operation:
+    """One scale operation. ``apply`` takes events in any order; times are unix seconds."""
+
+    def __init__(
+        self,
+        *,
+        plan_id: str,
+        model: str,
+        direction: str,
+        desired: int,
+        reason: str,
+        triggered_at_s: float,
+        targets: tuple[tuple[str, str], ...],
+        explain: tuple[str, ...] = (),
+        left_out: tuple[str, ...] = (),
+        trace_id: str = "",
+        deadline_s: float = float("inf"),
+    ) -> None:
+        """``targets`` are (worker_id, instance_id); ``deadline_s`` is when waiting for them ends."""
+        self.plan_id = plan_id
+        self.model = model
+        self.deadline_s = deadline_s
+        self._direction = direction
+        self._desired = desired
+        self._reason = reason
+        self._triggered_s = triggered_at_s
+        self._planned_s: float | None = None
+        self._explain, self._left_out, self._trace_id = explain, left_out, trace_id
+        self._targets = {worker: _Target(worker, instance) for worker, instance in targets}
+        self._failure = ""
+
+    @property
+    def finished(self) -> bool:
+        """Whether every target has ended, well or not."""
+        if self._failure:
+            return True
+        return all(t.failure or (t.spare_s if self._direction == "in" else t.serving_s) for t in self._targets.values())
+
+    @property
+    def open_targets(self) -> tuple[tuple[str, str], ...]:
+        """(worker_id, instance_id) of targets that have not ended."""
+        return tuple(
+            (t.worker_id, t.instance_id)
+            for t in self._targets.values()
+            if not t.failure and (t.spare_s if self._direction == "in" else t.serving_s) is None
+        )
+
+    def planned(self, at_s: float) -> None:
+        """The plan was made and published."""
+        self._planned_s = at_s
+
+    def fail(self, why: str) -> None:
+        """The operation as a whole failed (no plan, no publisher)."""
+        self._failure = self._failure or why
+
+    def fail_target(self, worker_id: str, why: str) -> None:
+        """A target will not end by itself."""
+        target = self._targets.get(worker_id)
+        if target is not None and not target.failure:
+            target.failure = why
+
+    def apply(self, event: ScaleProgress) -> None:
+        """Take one progress event; unknown workers are ignored (sources report too)."""
+        target = self._targets.get(event.worker_id)
+        if target is None or target.instance_id != event.instance_id:
+            return
+        target.received_bytes = max(target.received_bytes, event.received_bytes)
+        match event.event:
+            case "first_byte":
+                target.first_byte_s = target.first_byte_s or event.at_s
+            case "layer_ready":
+                target.layers_s.setdefault(event.layer, event.at_s)
+            case "loaded":
+                target.loaded_s = target.loaded_s or event.at_s
+            case "serving":
+                target.serving_s = target.serving_s or event.at_s
+            case "spare":
+                target.spare_s = target.spare_s or event.at_s
+                if self._direction == "out" and target.serving_s is None and not target.failure:
+                    target.failure = event.detail or "the worker went back to spare"
+            case "failed":
+                target.failure = target.failure or event.detail or "failed"
+            case "accepted":
+                pass
+
+    def record(self) -> ScaleRecord:
+        """The record as of now."""
+        targets = list(self._targets.values())
+        layers = sorted({layer for t in targets for layer in t.layers_s})
+        complete = [i for i in layers if all(i in t.layers_s for t in targets if not t.failure)]
+        ready = tuple(self._ms(max(t.layers_s[i] for t in targets if i in t.layers_s)) or 0.0 for i in complete)
+        failures = [f"{t.worker_id}: {t.failure}" for t in targets if t.failure]
+        failed = bool(self._failure) or (self.finished and bool(failures))
+        status = "failed" if failed else "done" if self.finished else "running"
+        first = min((t.first_byte_s for t in targets if t.first_byte_s), default=None)
+        return ScaleRecord(
+            plan_id=self.plan_id,
+            model=self.model,
+            status=status,
+            direction=self._direction,  # type: ignore[arg-type]
+            desired=self._desired,
+            reason=self._failure or self._reason,
+            triggered_at_s=self._triggered_s,
+            trigger_to_plan_ms=self._ms(self._planned_s),
+            trigger_to_first_byte_ms=self._ms(first),
+            layer_ready_ms=ready,
+            trigger_to_loaded_ms=self._last_ms([t.loaded_s for t in targets]),
+            trigger_to_serving_ms=self._last_ms([t.serving_s for t in targets]),
+            bytes=sum(t.received_bytes for t in targets),
+            gbps=min((g for g in map(_gbps, targets) if g is not None), default=0.0),
+            targets=tuple(
+                TargetRecord(
+                    worker_id=t.worker_id,
+                    instance_id=t.instance_id,
+                    first_byte_ms=self._ms(t.first_byte_s),
+                    layer_ready_ms=tuple(self._ms(t.layers_s[i]) or 0.0 for i in sorted(t.layers_s)),
+                    loaded_ms=self._ms(t.loaded_s),
+                    serving_ms=self._ms(t.serving_s),
+                    received_bytes=t.received_bytes,
+                    failure=t.failure,
+                )
+                for t in targets
+            ),
+            explain=self._explain,
+            left_out=self._left_out,
+            trace_id=self._trace_id,
+        )
+
+    def _ms(self, at_s: float | None) -> float | None:
+        return None if at_s is None else round((at_s - self._triggered_s) * 1000, 3)
+
+    def _last_ms(self, times: list[float | None]) -> float | None:
+        known = [t for t in times if t is not None]
+        return self._ms(max(known)) if known and len(known) == len(times) else None
+
+
+def _gbps(target: _Target) -> float | None:
+    if target.first_byte_s is None or target.loaded_s is None or target.loaded_s <= target.first_byte_s:
+        return None
+    return target.received_bytes * 8 / (target.loaded_s - target.first_byte_s) / 1e9
+
+
+class Operations:
+    """The newest operations by plan id; the oldest finished ones are forgotten beyond ``keep``."""
+
+    def __init__(self, keep: int = 500) -> None:
+        self._keep = keep
+        self._by_id: OrderedDict[str, Operation] = OrderedDict()
+
+    def add(self, operation: Operation) -> None:
+        self._by_id[operation.plan_id] = operation
+        while len(self._by_id) > self._keep:
+            oldest = next((i for i, o in self._by_id.items() if o.finished), next(iter(self._by_id)))
+            del self._by_id[oldest]
+
+    def get(self, plan_id: str) -> Operation | None:
+        return self._by_id.get(plan_id)
+
+    def newest(self, limit: int) -> list[Operation]:
+        """At most ``limit`` operations, newest first."""
+        return list(reversed(self._by_id.values()))[: max(0, limit)]
+
+    def running(self) -> list[Operation]:
+        """Operations with targets that have not ended."""
+        return [o for o in self._by_id.values() if not o.finished]

@@ -1,0 +1,47 @@
+"""``python -m services.pool``: wiring only."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from services.pool.config import PoolConfig
+from services.pool.service import PoolService
+from services.pool.store import Store
+from shared.bus.nats import NatsBus
+from shared.process import Lifecycle, run_service
+from shared.settings import SettingsError
+from shared.telemetry import setup_telemetry
+
+
+def main() -> int:
+    try:
+        config = PoolConfig.from_env(os.environ)
+    except SettingsError as error:
+        print(f"pool: {error.message}", file=sys.stderr)  # noqa: T201 - before logging exists
+        return 1
+
+    async def serve(lifecycle: Lifecycle) -> None:
+        flush = setup_telemetry("pool")
+        bus = await NatsBus.connect(config.nats_url, name="pool")
+        store = Store.connect(config.redis_url)
+        try:
+            lifecycle.ready = True
+            await PoolService(bus, store, lease_s=config.lease_s).run(lifecycle.stopping)
+        finally:
+            lifecycle.ready = False
+            await bus.close()
+            await store.close()
+            flush()
+
+    return run_service(
+        "pool",
+        serve,
+        log_level=config.log_level,
+        health_port=config.health_port,
+        die_with_parent=config.die_with_parent,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

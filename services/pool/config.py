@@ -1,0 +1,33 @@
+"""The pool's settings, read from the environment once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shared.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """See ``docs/configuration.md`` for every variable."""
+
+    nats_url: str
+    redis_url: str
+    lease_s: float
+    health_port: int
+    log_level: str
+    die_with_parent: bool
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> PoolConfig:
+        """Raises ``SettingsError`` naming the variable and its value."""
+        env = Settings(environ)
+        return cls(
+            nats_url=env.text("BLITZ_NATS_URL", default="nats://127.0.0.1:4222"),
+            redis_url=env.text("BLITZ_REDIS_URL", default="redis://127.0.0.1:6379/0"),
+            lease_s=env.number("BLITZ_LEASE_S", default=2.0, minimum=0.2),
+            health_port=env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
+            log_level=env.text("BLITZ_LOG_LEVEL", default="info"),
+            die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
+        )

@@ -1,0 +1,38 @@
+"""When silence counts. A bus, Redis or pool outage must not look like a mass death.
+
+A worker is dead when its lease ran out, but a lease can also run out because *we* could not
+hear or store its renewal. So after every outage on our own side, and after start-up, one full
+lease has to pass before anything is expired, or granted: by then every living worker has
+renewed (it renews at least twice per lease).
+"""
+
+from __future__ import annotations
+
+
+class Grace:
+    """Knows since when both the bus and the store work. Times are monotonic seconds."""
+
+    def __init__(self, lease_s: float, now_s: float) -> None:
+        self._lease_s = lease_s
+        self._healthy_since_s: float | None = None
+        self._bus_since_s: float | None = None
+        self._started_s = now_s
+
+    def observe(self, now_s: float, *, bus_since_s: float | None, store_ok: bool) -> None:
+        """Record one look at both connections (``bus_since_s`` as ``Bus.connected_since_s``)."""
+        if bus_since_s is None or not store_ok:
+            self._healthy_since_s = None
+        elif self._healthy_since_s is None or bus_since_s != self._bus_since_s:
+            # A reconnect between two looks counts from now: renewals may have been lost until it.
+            self._healthy_since_s = now_s
+        self._bus_since_s = bus_since_s
+
+    def over(self, now_s: float) -> bool:
+        """Whether a full lease has passed since everything works."""
+        return self._healthy_since_s is not None and now_s - self._healthy_since_s >= self._lease_s
+
+    def remaining_s(self, now_s: float) -> float:
+        """Seconds until ``over`` if nothing breaks; a full lease while something is broken."""
+        if self._healthy_since_s is None:
+            return self._lease_s
+        return max(0.0, self._lease_s - (now_s - self._healthy_since_s))

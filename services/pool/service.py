@@ -1,0 +1,266 @@
+"""The pool's shell: answers registry RPCs, expires silent workers, publishes routes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+from redis.exceptions import RedisError
+
+from services.pool.core.grace import Grace
+from services.pool.core.routes import route_of, routes_by_model
+from services.pool.store import Store
+from shared import subjects
+from shared.bus.base import Bus, Subscription
+from shared.checkpoint import Checkpoint, inspect_checkpoint
+from shared.errors import BadRequest, Conflict, ModelNotFound, Unavailable
+from shared.messages.codec import M, R
+from shared.messages.common import Ack
+from shared.messages.registry import (
+    AddModel,
+    Floor,
+    GetSnapshot,
+    HeartbeatAck,
+    LeaseGrant,
+    LeaseWorkers,
+    ModelRecord,
+    ReleaseWorkers,
+    RemoveModel,
+    RestoreModel,
+    Route,
+    RouteTable,
+    SetFloor,
+    Snapshot,
+    WorkerHeartbeat,
+    WorkerRecord,
+)
+from shared.telemetry import tracer
+
+log = logging.getLogger(__name__)
+
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,199}")
+
+
+class PoolService:
+    """The registry in front of Redis. Keeps no state that Redis does not hold, except the last
+    published routes (to publish changes only)."""
+
+    def __init__(self, bus: Bus, store: Store, *, lease_s: float, metrics: CollectorRegistry = REGISTRY) -> None:
+        self._bus = bus
+        self._store = store
+        self._lease_s = lease_s
+        self._grace = Grace(lease_s, time.monotonic())
+        self._published: dict[str, tuple[Route, ...]] = {}
+        self._publishing = asyncio.Lock()
+        self._subscriptions: list[Subscription] = []
+        self._workers_gauge = Gauge("blitz_pool_workers", "Living workers by state", ["state"], registry=metrics)
+        self._expired = Counter("blitz_pool_expired_workers_total", "Workers declared dead", registry=metrics)
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serve until ``stopping``."""
+        await self._respond("heartbeat", WorkerHeartbeat, self._on_heartbeat)
+        await self._respond("add_model", AddModel, self._on_add_model)
+        await self._respond("remove_model", RemoveModel, self._on_remove_model)
+        await self._respond("restore_model", RestoreModel, self._on_restore_model)
+        await self._respond("snapshot", GetSnapshot, self._on_snapshot)
+        await self._respond("lease", LeaseWorkers, self._on_lease)
+        await self._respond("release", ReleaseWorkers, self._on_release)
+        await self._respond("set_floor", SetFloor, self._on_set_floor)
+        try:
+            while not stopping.is_set():
+                await self._tick()
+                try:
+                    await asyncio.wait_for(stopping.wait(), timeout=min(0.2, self._lease_s / 5))
+                except TimeoutError:
+                    continue
+        finally:
+            for subscription in self._subscriptions:
+                await subscription.close()
+
+    async def _respond(self, operation: str, kind: type[M], handler: Callable[[M], Awaitable[R]]) -> None:
+        async def guarded(message: M) -> R:
+            try:
+                return await handler(message)
+            except RedisError as error:
+                raise Unavailable(f"the registry's Redis does not answer: {error}") from error
+
+        self._subscriptions.append(await self._bus.respond(subjects.pool(operation), kind, guarded))
+
+    async def _tick(self) -> None:
+        now = time.monotonic()
+        try:
+            await self._store.ping()
+            self._grace.observe(now, bus_since_s=self._bus.connected_since_s, store_ok=True)
+            if self._grace.over(now):
+                for worker_id in await self._store.expire():
+                    log.warning("worker %s did not renew its lease of %.1f s: forgotten", worker_id, self._lease_s)
+                    self._expired.inc()
+            await self._publish_changes()
+        except RedisError as error:
+            self._grace.observe(now, bus_since_s=self._bus.connected_since_s, store_ok=False)
+            log.warning("Redis does not answer (%s); leases stand still until it does", error)
+        except Unavailable as error:
+            log.warning("routes not published: %s", error)
+
+    async def _publish_changes(self) -> None:
+        """Publish the route table of every model whose routes changed since the last look."""
+        async with self._publishing:
+            reports = await self._store.workers()
+            records = {m.name: m for m in await self._store.models()}
+            current = routes_by_model(reports)
+            states = [r.state for r in reports]
+            for state in ("spare", "loading", "live", "serving", "draining", "failed"):
+                self._workers_gauge.labels(state).set(states.count(state))
+            for name in sorted(set(self._published) - set(records)):
+                await self._publish(name, None, ())
+                del self._published[name]
+            for name, record in records.items():
+                routes = current.get(name, ())
+                if self._published.get(name) != routes:
+                    await self._publish(name, record, routes)
+                    self._published[name] = routes
+
+    async def _publish(self, name: str, record: ModelRecord | None, routes: tuple[Route, ...]) -> None:
+        publisher, sequence = await self._store.next_sequence()
+        await self._bus.publish(
+            subjects.routes(),
+            RouteTable(
+                publisher=publisher,
+                sequence=sequence,
+                published_at_s=time.time(),
+                name=name,
+                model=record,
+                routes=routes,
+            ),
+        )
+
+    async def _on_heartbeat(self, report: WorkerHeartbeat) -> HeartbeatAck:
+        taken = await self._store.heartbeat(report, self._lease_s)
+        instance = report.instance
+        if instance is None:
+            if taken and report.leaving:
+                await self._publish_changes()
+            return HeartbeatAck(lease_s=self._lease_s)
+        if taken and self._route_changed(report):
+            await self._publish_changes()
+        record = await self._store.model(instance.model)
+        if record is not None and record.model_hash == instance.model_hash:
+            return HeartbeatAck(lease_s=self._lease_s)
+        gone = record is not None or await self._store.was_removed(instance.model)
+        return HeartbeatAck(
+            lease_s=self._lease_s, wants_model=not gone, stop_instance=instance.instance_id if gone else ""
+        )
+
+    def _route_changed(self, report: WorkerHeartbeat) -> bool:
+        if report.instance is None or report.leaving:
+            return True
+        published = self._published.get(report.instance.model, ())
+        known = next((r for r in published if r.worker_id == report.worker.worker_id), None)
+        return known != route_of(report)
+
+    async def _on_add_model(self, request: AddModel) -> ModelRecord:
+        name = request.name or request.path.rstrip("/").rpartition("/")[2]
+        if not MODEL_NAME.fullmatch(name):
+            raise BadRequest(
+                f"model name {name!r}: use letters, digits and '._/:-', starting with a letter or digit", param="name"
+            )
+        if not 0 <= request.min_instances <= request.max_instances:
+            raise BadRequest(
+                f"min_instances {request.min_instances} and max_instances {request.max_instances} "
+                "must satisfy 0 <= min <= max",
+                param="min_instances",
+            )
+        with tracer().start_as_current_span("pool.add_model", attributes={"blitz.model": name}):
+            checkpoint = await asyncio.to_thread(_inspect, request.path)
+            record = ModelRecord(
+                name=name,
+                path=str(checkpoint.path),
+                model_hash=checkpoint.model_hash,
+                layout_hash=checkpoint.layout.hash,
+                spec=checkpoint.spec,
+                weights_bytes=checkpoint.layout.num_bytes,
+                added_at_s=time.time(),
+                min_instances=request.min_instances,
+                max_instances=request.max_instances,
+            )
+            stored = await self._store.add_model(record)
+        if stored is None or stored.model_hash != record.model_hash:
+            raise Conflict(f"another model is registered as {name!r}: remove it first, or choose another name")
+        await self._publish_changes()
+        log.info("model %s added from %s (%d bytes of weights)", name, stored.path, stored.weights_bytes)
+        return stored
+
+    async def _on_remove_model(self, request: RemoveModel) -> Ack:
+        if not await self._store.remove_model(request.name):
+            raise ModelNotFound(f"model {request.name!r} is not registered", param="name")
+        await self._publish_changes()
+        log.info("model %s removed", request.name)
+        return Ack()
+
+    async def _on_restore_model(self, request: RestoreModel) -> Ack:
+        if await self._store.add_model(request.model, unless_removed=True) is request.model:
+            log.warning("model %s restored from a worker that serves it", request.model.name)
+            await self._publish_changes()
+        return Ack()
+
+    async def _on_snapshot(self, request: GetSnapshot) -> Snapshot:
+        publisher, sequence = await self._store.sequence()
+        reports = [r for r in await self._store.workers() if r.worker.worker_id > request.after_worker_id]
+        page = reports[: max(1, min(request.page_size, 1000))]
+        leases = await self._store.leases(tuple(r.worker.worker_id for r in page))
+        now_s = time.time()
+        return Snapshot(
+            publisher=publisher,
+            sequence=sequence,
+            taken_at_s=now_s,
+            models=await self._store.models(),
+            workers=tuple(
+                WorkerRecord(
+                    worker=r.worker,
+                    state=r.state,
+                    instance=r.instance,
+                    lease_plan_id=leases[r.worker.worker_id].plan_id if r.worker.worker_id in leases else "",
+                    lease_model=leases[r.worker.worker_id].model if r.worker.worker_id in leases else "",
+                )
+                for r in page
+            ),
+            floors=await self._store.floors(now_s),
+            next_worker_id=page[-1].worker.worker_id if len(page) < len(reports) else "",
+        )
+
+    async def _on_lease(self, request: LeaseWorkers) -> LeaseGrant:
+        now = time.monotonic()
+        if not self._grace.over(now):
+            raise Unavailable(
+                "the registry is recovering and grants nothing until a lease has passed",
+                retry_after_s=self._grace.remaining_s(now),
+            )
+        if not request.worker_ids or request.ttl_s <= 0:
+            raise BadRequest("a lease needs at least one worker and a positive ttl_s")
+        with tracer().start_as_current_span(
+            "pool.lease", attributes={"blitz.plan_id": request.plan_id, "blitz.model": request.model}
+        ):
+            return await self._store.lease(request.plan_id, request.model, request.worker_ids, request.ttl_s)
+
+    async def _on_release(self, request: ReleaseWorkers) -> Ack:
+        await self._store.release(request.plan_id, request.worker_ids)
+        return Ack()
+
+    async def _on_set_floor(self, request: SetFloor) -> Ack:
+        if await self._store.model(request.model) is None:
+            raise ModelNotFound(f"model {request.model!r} is not registered", param="model")
+        if request.instances < 0 or request.hold_s < 0:
+            raise BadRequest("instances and hold_s must not be negative")
+        until_s = time.time() + request.hold_s
+        floor = Floor(model=request.model, instances=request.instances, until_s=until_s) if request.hold_s else None
+        await self._store.set_floor(floor, request.model)
+        return Ack()
+
+
+def _inspect(path: str) -> Checkpoint:
+    return inspect_checkpoint(Path(path).resolve())

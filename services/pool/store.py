@@ -1,0 +1,184 @@
+"""The registry in Redis: every change is one atomic script (``services.pool.scripts``)."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+from redis.asyncio import Redis
+
+from services.pool import scripts
+from shared.errors import Conflict, ModelNotFound, NoCapacity
+from shared.messages.codec import MalformedMessage, decode, encode
+from shared.messages.registry import Floor, LeaseGrant, ModelRecord, WorkerHeartbeat
+
+PREFIX = "blitz:"
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """An open lease: granted, and not yet reported on by its worker."""
+
+    worker_id: str
+    plan_id: str
+    model: str
+
+
+class Store:
+    """All methods raise ``redis.RedisError`` when Redis cannot answer."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._heartbeat = redis.register_script(scripts.HEARTBEAT)
+        self._leave = redis.register_script(scripts.LEAVE)
+        self._expire = redis.register_script(scripts.EXPIRE)
+        self._lease = redis.register_script(scripts.LEASE)
+        self._release = redis.register_script(scripts.RELEASE)
+        self._add_model = redis.register_script(scripts.ADD_MODEL)
+        self._remove_model = redis.register_script(scripts.REMOVE_MODEL)
+
+    @classmethod
+    def connect(cls, url: str) -> Store:
+        """A store on the Redis at ``url``; connects on first use."""
+        return cls(Redis.from_url(url, socket_timeout=5.0, socket_connect_timeout=2.0))
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def ping(self) -> None:
+        await cast(Any, self._redis.ping())
+
+    async def heartbeat(self, report: WorkerHeartbeat, lease_s: float) -> bool:
+        """Store a worker's report and renew its lease; False for an outdated report."""
+        worker = report.worker
+        if report.leaving:
+            keys = [f"{PREFIX}workers", f"{PREFIX}worker:{worker.worker_id}", f"{PREFIX}lease:{worker.worker_id}"]
+            return bool(await self._leave(keys=keys, args=[worker.worker_id, worker.incarnation]))
+        taken = await self._heartbeat(
+            keys=[f"{PREFIX}workers", f"{PREFIX}worker:{worker.worker_id}", f"{PREFIX}lease:{worker.worker_id}"],
+            args=[
+                worker.worker_id,
+                worker.incarnation,
+                report.sequence,
+                report.state,
+                encode(report),
+                round(lease_s * 1000),
+                report.instance.epoch if report.instance else 0,
+            ],
+        )
+        return bool(taken)
+
+    async def expire(self) -> tuple[str, ...]:
+        """Forget the workers whose lease ran out; their ids."""
+        return tuple(i.decode() for i in await self._expire(keys=[f"{PREFIX}workers"], args=[PREFIX]))
+
+    async def workers(self) -> tuple[WorkerHeartbeat, ...]:
+        """The latest report of every living worker, in the order of ids."""
+        ids = sorted(i.decode() for i in await self._redis.zrange(f"{PREFIX}workers", 0, -1))
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for worker_id in ids:
+                pipe.hget(f"{PREFIX}worker:{worker_id}", "report")
+            raw = await pipe.execute()
+        return tuple(decode(report, WorkerHeartbeat) for report in raw if report is not None)
+
+    async def leases(self, worker_ids: tuple[str, ...]) -> dict[str, Lease]:
+        """Open leases of these workers."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for worker_id in worker_ids:
+                pipe.hmget(f"{PREFIX}lease:{worker_id}", "plan", "model")
+            raw = await pipe.execute()
+        return {
+            worker_id: Lease(worker_id, plan.decode(), model.decode())
+            for worker_id, (plan, model) in zip(worker_ids, raw, strict=True)
+            if plan is not None
+        }
+
+    async def lease(self, plan_id: str, model: str, worker_ids: tuple[str, ...], ttl_s: float) -> LeaseGrant:
+        """Lease spare workers, all or none. Raises ``ModelNotFound``, ``NoCapacity`` (a worker is
+        gone) or ``Conflict`` (busy, or leased to another plan)."""
+        answer = await self._lease(
+            keys=[f"{PREFIX}workers", f"{PREFIX}epoch", f"{PREFIX}models"],
+            args=[PREFIX, plan_id, model, round(ttl_s * 1000), *worker_ids],
+        )
+        verdict, *rest = [part.decode() for part in answer]
+        if verdict == "ok":
+            expires_ms, *epochs = rest
+            return LeaseGrant(
+                plan_id=plan_id,
+                epochs=tuple(zip(worker_ids, map(int, epochs), strict=True)),
+                expires_at_s=float(expires_ms) / 1000,
+            )
+        worker_id, why = rest
+        if why == "model":
+            raise ModelNotFound(f"model {model!r} is not registered", param="model")
+        if why == "gone":
+            raise NoCapacity(f"worker {worker_id} is gone")
+        raise Conflict(f"worker {worker_id} is {why}")
+
+    async def release(self, plan_id: str, worker_ids: tuple[str, ...]) -> int:
+        """Give leases back; how many were still the plan's."""
+        return int(await self._release(args=[PREFIX, plan_id, *worker_ids]))
+
+    async def add_model(self, record: ModelRecord, *, unless_removed: bool = False) -> ModelRecord | None:
+        """Store a record under its name; the stored record (the older one if the name was taken).
+
+        None when ``unless_removed`` and the model was removed on purpose.
+        """
+        answer = await self._add_model(
+            keys=[f"{PREFIX}models", f"{PREFIX}removed"],
+            args=[record.name, encode(record), "1" if unless_removed else "0"],
+        )
+        if answer == b"":
+            return record
+        return None if answer == b"removed" else decode(answer, ModelRecord)
+
+    async def remove_model(self, name: str) -> bool:
+        """Forget a model; False if there was none."""
+        keys = [f"{PREFIX}models", f"{PREFIX}removed", f"{PREFIX}floors"]
+        return bool(await self._remove_model(keys=keys, args=[name]))
+
+    async def models(self) -> tuple[ModelRecord, ...]:
+        """All models, in the order of names."""
+        raw = await cast(Any, self._redis.hgetall(f"{PREFIX}models"))
+        return tuple(decode(value, ModelRecord) for _, value in sorted(raw.items()))
+
+    async def model(self, name: str) -> ModelRecord | None:
+        raw = await cast(Any, self._redis.hget(f"{PREFIX}models", name))
+        return None if raw is None else decode(raw, ModelRecord)
+
+    async def was_removed(self, name: str) -> bool:
+        """Whether the model was removed on purpose (rather than lost with Redis's data)."""
+        return bool(await cast(Any, self._redis.hexists(f"{PREFIX}removed", name)))
+
+    async def set_floor(self, floor: Floor | None, model: str) -> None:
+        """Set or lift (None) a model's manual floor."""
+        if floor is None:
+            await cast(Any, self._redis.hdel(f"{PREFIX}floors", model))
+        else:
+            await cast(Any, self._redis.hset(f"{PREFIX}floors", model, msgspec.msgpack.encode(floor)))
+
+    async def floors(self, now_s: float) -> tuple[Floor, ...]:
+        """Floors in force at unix time ``now_s``."""
+        raw = await cast(Any, self._redis.hgetall(f"{PREFIX}floors"))
+        try:
+            floors = [msgspec.msgpack.decode(value, type=Floor) for _, value in sorted(raw.items())]
+        except msgspec.MsgspecError as error:
+            raise MalformedMessage(f"a floor in Redis cannot be read: {error}") from error
+        return tuple(f for f in floors if f.until_s > now_s)
+
+    async def next_sequence(self) -> tuple[str, int]:
+        """(publisher, sequence) for the next event. Both are Redis's, so every pool process shares
+        them, and an emptied Redis starts a new publisher that readers take for a gap."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.set(f"{PREFIX}publisher", secrets.token_hex(6), nx=True)
+            pipe.get(f"{PREFIX}publisher")
+            pipe.incr(f"{PREFIX}sequence")
+            _, publisher, sequence = await pipe.execute()
+        return publisher.decode(), int(sequence)
+
+    async def sequence(self) -> tuple[str, int]:
+        """(publisher, sequence) of the last event."""
+        publisher, sequence = await cast(Any, self._redis.mget(f"{PREFIX}publisher", f"{PREFIX}sequence"))
+        return (publisher or b"").decode(), int(sequence or 0)

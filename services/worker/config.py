@@ -1,0 +1,85 @@
+"""The worker's settings, read from the environment once."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from services.worker.engine.mock import MockTiming
+from shared.messages.common import Device
+from shared.settings import Settings
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """See ``docs/configuration.md`` for every variable."""
+
+    nats_url: str
+    worker_id: str
+    host: str
+    device: Device
+    engine: Literal["torch", "mock"]
+    num_threads: int
+    arena_bytes: int
+    kv_bytes: int
+    block_size: int
+    max_running_requests: int
+    max_batch_tokens: int
+    prefill_chunk_tokens: int
+    max_queued_requests: int
+    max_queued_tokens: int
+    leaf: str
+    nic_gbps: float
+    report_interval_s: float
+    stall_s: float
+    drain_timeout_s: float
+    mock: MockTiming
+    health_port: int
+    log_level: str
+    die_with_parent: bool
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> WorkerConfig:
+        """Raises ``SettingsError`` naming the variable and its value."""
+        env = Settings(environ)
+        host = env.text("BLITZ_WORKER_HOST", default=socket.gethostname())
+        device = env.choice("BLITZ_WORKER_DEVICE", ("cpu", "cuda"), default="cpu")
+        engine = env.choice("BLITZ_WORKER_ENGINE", ("torch", "mock"), default="torch")
+        max_batch_tokens = env.integer("BLITZ_WORKER_MAX_BATCH_TOKENS", default=2048, minimum=1)
+        return cls(
+            nats_url=env.text("BLITZ_NATS_URL", default="nats://127.0.0.1:4222"),
+            worker_id=env.text("BLITZ_WORKER_ID", default=f"worker-{_subject_safe(socket.gethostname())}"),
+            host=host,
+            device=cast(Device, device),
+            engine=cast(Literal["torch", "mock"], engine),
+            num_threads=env.integer("BLITZ_WORKER_THREADS", default=1, minimum=1),
+            arena_bytes=env.integer("BLITZ_WORKER_ARENA_MIB", default=8192, minimum=1) * MIB,
+            kv_bytes=env.integer("BLITZ_WORKER_KV_MIB", default=1024, minimum=1) * MIB,
+            block_size=env.integer("BLITZ_WORKER_BLOCK_SIZE", default=16, minimum=1),
+            max_running_requests=env.integer("BLITZ_WORKER_MAX_RUNNING", default=128, minimum=1),
+            max_batch_tokens=max_batch_tokens,
+            prefill_chunk_tokens=env.integer("BLITZ_WORKER_PREFILL_CHUNK", default=512, minimum=1),
+            max_queued_requests=env.integer("BLITZ_WORKER_MAX_QUEUED", default=1024, minimum=1),
+            max_queued_tokens=env.integer("BLITZ_WORKER_MAX_QUEUED_TOKENS", default=4 * max_batch_tokens, minimum=1),
+            leaf=env.text("BLITZ_WORKER_LEAF", default="leaf-0"),
+            nic_gbps=env.number("BLITZ_WORKER_NIC_GBPS", default=10.0, minimum=0.001),
+            report_interval_s=env.number("BLITZ_WORKER_REPORT_INTERVAL_S", default=0.1, minimum=0.01),
+            stall_s=env.number("BLITZ_WORKER_STALL_S", default=5.0, minimum=0.1),
+            drain_timeout_s=env.number("BLITZ_WORKER_DRAIN_TIMEOUT_S", default=30.0, minimum=0.0),
+            mock=MockTiming(
+                layer_base_s=env.number("BLITZ_MOCK_LAYER_BASE_MS", default=0.0, minimum=0.0) / 1000,
+                layer_per_token_s=env.number("BLITZ_MOCK_LAYER_PER_TOKEN_US", default=0.0, minimum=0.0) / 1e6,
+                step_overhead_s=env.number("BLITZ_MOCK_STEP_MS", default=0.0, minimum=0.0) / 1000,
+            ),
+            health_port=env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
+            log_level=env.text("BLITZ_LOG_LEVEL", default="info"),
+            die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
+        )
+
+
+def _subject_safe(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in name)

@@ -1,0 +1,372 @@
+"""Which tokens an instance computes next: continuous batching with chunked prefill.
+
+Rules, in order:
+
+1. First come, first served. ``running`` and then ``waiting`` are always in order of arrival.
+2. Each step has a budget of tokens: decode tokens take it first, then prefills that run, then
+   new ones from the head of ``waiting``. A later request never starts before an earlier one.
+3. All blocks of a prefix are taken when it starts, so that they are one run of the pool and a
+   prefill never stops half-way for memory. Decodes take a block when they cross into it.
+4. A decode that finds no block preempts the latest arrival: its blocks are freed, it returns
+   to the head of ``waiting`` with its output kept, and computes prompt and output again. The
+   latest arrival itself just waits. So the oldest request always advances, and nothing starves.
+
+Pure: no clock, no engine. One batch is in flight at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence as Rows
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.worker.core.blocks import BlockPool
+from services.worker.core.output import TokenOutput
+from services.worker.core.sequence import Sequence
+from shared.errors import Conflict, ContextLengthExceeded, Overloaded
+from shared.messages.common import ErrorInfo
+from shared.messages.generation import FinishReason, TokenLogprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one instance. ``context_tokens`` is the model's; the pool's size limits it further."""
+
+    num_blocks: int
+    block_size: int
+    context_tokens: int = 1_000_000_000
+    max_num_sequences: int = 128
+    max_batch_tokens: int = 2048
+    prefill_chunk_tokens: int = 512
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+
+    @property
+    def limit_tokens(self) -> int:
+        """Longest prompt plus output of one request."""
+        return min(self.context_tokens, self.num_blocks * self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSlice:
+    """``num_tokens`` tokens of a sequence from position ``start``; ``sample`` if they end the known ones."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One step's work: decode slices first, then prefill slices, each in order of arrival."""
+
+    slices: tuple[ScheduledSlice, ...]
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    preempted: tuple[Sequence, ...] = ()
+
+
+class SampledToken(Protocol):
+    """What ``complete`` reads of a sampled token (``services.worker.engine.base.Sampled``)."""
+
+    @property
+    def token_id(self) -> int: ...
+    @property
+    def logprobs(self) -> TokenLogprobs | None: ...
+    @property
+    def error(self) -> ErrorInfo | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLoad:
+    """Gauges now, and counters over the scheduler's life."""
+
+    queued_requests: int
+    queued_tokens: int
+    """Prefix tokens accepted and not yet computed, waiting or running."""
+    running_requests: int
+    running_tokens: int
+    """Tokens whose KV running requests hold."""
+    blocks_used: int
+    blocks_total: int
+    prefill_tokens_total: int
+    decode_tokens_total: int
+    preemptions_total: int
+
+
+class Scheduler:
+    """Continuous batching over one KV pool."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks, config.block_size)
+        # Kept free at admission so that a new prefill is not the next decode's victim.
+        self._spare_blocks = config.num_blocks // 100
+        self._waiting: deque[Sequence] = deque()
+        self._waiting_tokens = 0
+        self._running: list[Sequence] = []
+        self._by_key: dict[tuple[str, int], Sequence] = {}
+        self._next_id = 0
+        self._in_flight: ScheduledBatch | None = None
+        self._ended: list[TokenOutput] = []
+        self._prefill_tokens_total = 0
+        self._decode_tokens_total = 0
+        self._preemptions_total = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``schedule`` or ``take_ended`` has something to give."""
+        return bool(self._running or self._waiting or self._ended)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests accepted and not ended."""
+        return len(self._by_key)
+
+    def add(self, sequence: Sequence, now_s: float = 0.0) -> None:
+        """Accept a request at the tail of the queue.
+
+        A continuation whose streamed tokens already end it gets its terminal at once. Raises
+        ``Conflict`` for an attempt that is here already, ``ContextLengthExceeded`` when not even
+        one token fits behind the prompt, and ``Overloaded`` when the queue is full.
+        """
+        config = self.config
+        if sequence.key in self._by_key:
+            raise Conflict(f"attempt {sequence.attempt} of request {sequence.request_id} is here already")
+        if not sequence.prompt or len(sequence.prompt) >= config.limit_tokens:
+            raise ContextLengthExceeded(
+                f"a prompt of {len(sequence.prompt)} tokens: this instance takes 1 to {config.limit_tokens - 1}",
+                param="prompt",
+            )
+        reason = sequence.finish_reason(config.limit_tokens)
+        if reason is not None:
+            sequence.finished = True
+            self._ended.append(sequence.end(reason))
+            return
+        if len(self._waiting) >= config.max_queued_requests:
+            raise Overloaded(f"{len(self._waiting)} requests are queued, the limit is {config.max_queued_requests}")
+        # A queue that is empty takes any prompt that fits the pool, else a long one could never run.
+        if self._waiting and self._waiting_tokens + sequence.num_tokens > config.max_queued_tokens:
+            raise Overloaded(f"{self._waiting_tokens} tokens are queued, the limit is {config.max_queued_tokens}")
+        if sequence.arrived_s is None:
+            sequence.arrived_s = now_s
+        sequence.id = self._next_id
+        self._next_id += 1
+        self._by_key[sequence.key] = sequence
+        self._waiting.append(sequence)
+        self._waiting_tokens += sequence.num_tokens
+
+    def cancel(self, request_id: str, attempt: int) -> Sequence | None:
+        """End a request as cancelled. Its blocks are free at once, or when the batch in flight completes."""
+        sequence = self._by_key.get((request_id, attempt))
+        if sequence is not None:
+            self._end([sequence], "cancelled")
+        return sequence
+
+    def cancel_gateway(self, gateway_id: str) -> list[Sequence]:
+        """Cancel every request of a gateway that is gone."""
+        gone = [s for s in self._by_key.values() if s.gateway_id == gateway_id]
+        self._end(gone, "cancelled")
+        return gone
+
+    def abort_all(self, error: ErrorInfo) -> list[Sequence]:
+        """End every request with an error."""
+        every = list(self._by_key.values())
+        self._end(every, "error", error)
+        return every
+
+    def schedule(self, now_s: float = 0.0) -> ScheduledBatch | None:
+        """The next batch, or None if there is nothing to compute. ``complete`` or ``fail`` must follow."""
+        if self._in_flight is not None:
+            raise RuntimeError("a batch is in flight")
+        if not self._running and not self._waiting:
+            return None
+        budget = self.config.max_batch_tokens
+        slices: list[ScheduledSlice] = []
+        preempted: list[Sequence] = []
+        block_size = self.pool.block_size
+        running = self._running
+        prefills: list[Sequence] = []
+        index = 0
+        while index < len(running) and budget > 0:
+            sequence = running[index]
+            index += 1
+            start = sequence.num_computed
+            if len(sequence.tokens) - start > 1:
+                prefills.append(sequence)
+                continue
+            if start >= len(sequence.block_table) * block_size and not self._grow(sequence, index, preempted):
+                break
+            slices.append(ScheduledSlice(sequence, start, 1, True))
+            budget -= 1
+        num_decode_tokens = len(slices)
+        # A victim arrived later than the decode it yields to, so it is not among these.
+        for sequence in prefills:
+            if budget <= 0:
+                break
+            budget -= self._prefill(sequence, budget, slices)
+        while budget > 0 and not preempted and self._admit(now_s):
+            budget -= self._prefill(self._running[-1], budget, slices)
+        num_prefill_tokens = self.config.max_batch_tokens - budget - num_decode_tokens
+        self._prefill_tokens_total += num_prefill_tokens
+        self._decode_tokens_total += num_decode_tokens
+        self._in_flight = ScheduledBatch(tuple(slices), num_prefill_tokens, num_decode_tokens, tuple(preempted))
+        return self._in_flight
+
+    def complete(self, batch: ScheduledBatch, sampled: Rows[SampledToken]) -> list[TokenOutput]:
+        """Take the tokens of the batch in flight, one per slice that samples, in their order.
+
+        Returns the new outputs. Requests that ended meanwhile get none: their blocks are freed here.
+        """
+        self._land(batch)
+        outputs: list[TokenOutput] = []
+        limit = self.config.limit_tokens
+        tokens = iter(sampled)
+        ended = False
+        for piece in batch.slices:
+            sequence = piece.sequence
+            token = next(tokens) if piece.sample else None
+            if sequence.finished:
+                self._free(sequence)
+                continue
+            sequence.num_computed = piece.start + piece.num_tokens
+            if token is None:
+                continue
+            if token.error is not None:
+                outputs.append(sequence.end("error", token.error))
+                self._forget(sequence)
+                ended = True
+                continue
+            sequence.append(token.token_id)
+            reason = sequence.finish_reason(limit)
+            outputs.append(sequence.emit(token.token_id, token.logprobs, reason))
+            if reason is not None:
+                self._forget(sequence)
+                ended = True
+        if ended:
+            self._running = [s for s in self._running if not s.finished]
+        return outputs
+
+    def fail(self, batch: ScheduledBatch, error: ErrorInfo) -> list[TokenOutput]:
+        """The batch in flight could not be computed: its requests end with ``error``."""
+        self._land(batch)
+        outputs: list[TokenOutput] = []
+        for piece in batch.slices:
+            sequence = piece.sequence
+            if sequence.finished:
+                self._free(sequence)
+                continue
+            outputs.append(sequence.end("error", error))
+            self._forget(sequence)
+        self._running = [s for s in self._running if not s.finished]
+        return outputs
+
+    def take_ended(self) -> list[TokenOutput]:
+        """Terminal outputs of requests that ended outside a step (cancelled, aborted, nothing left to do)."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def load(self) -> SchedulerLoad:
+        """The load now. O(running)."""
+        running_tokens = known_tokens = 0
+        for sequence in self._running:
+            running_tokens += sequence.num_computed
+            remaining = len(sequence.tokens) - sequence.num_computed
+            if remaining > 1:
+                known_tokens += remaining
+        return SchedulerLoad(
+            len(self._waiting),
+            self._waiting_tokens + known_tokens,
+            len(self._running),
+            running_tokens,
+            self.pool.num_used,
+            self.pool.num_blocks,
+            self._prefill_tokens_total,
+            self._decode_tokens_total,
+            self._preemptions_total,
+        )
+
+    def check(self) -> None:
+        """Assert the invariants that hold between calls. For tests."""
+        in_flight = [p.sequence for p in self._in_flight.slices] if self._in_flight else []
+        held = {id(s): s.block_table for s in [*self._running, *self._waiting, *in_flight]}
+        self.pool.check(held.values())
+        order = [s.id for s in [*self._running, *self._waiting]]
+        assert order == sorted(order), "running and waiting are not in order of arrival"
+        assert len(self._running) <= self.config.max_num_sequences
+        assert self._waiting_tokens == sum(s.num_tokens for s in self._waiting)
+        assert {s.key for s in [*self._running, *self._waiting]} == set(self._by_key)
+
+    def _grow(self, sequence: Sequence, index: int, preempted: list[Sequence]) -> bool:
+        """Give a decode its next block; ``running[index:]`` may be preempted for it."""
+        while not self.pool.can_allocate(1):
+            if len(self._running) <= index:
+                return False
+            victim = self._running.pop()
+            self._free(victim)
+            victim.num_computed = 0
+            self._waiting.appendleft(victim)
+            self._waiting_tokens += victim.num_tokens
+            self._preemptions_total += 1
+            preempted.append(victim)
+        self.pool.append(sequence.block_table)
+        return True
+
+    def _prefill(self, sequence: Sequence, budget: int, slices: list[ScheduledSlice]) -> int:
+        remaining = len(sequence.tokens) - sequence.num_computed
+        count = min(remaining, budget, self.config.prefill_chunk_tokens)
+        slices.append(ScheduledSlice(sequence, sequence.num_computed, count, count == remaining))
+        return count
+
+    def _admit(self, now_s: float) -> bool:
+        """Move the head of ``waiting`` to ``running`` if a seat and the blocks of its prefix are free."""
+        if not self._waiting or len(self._running) >= self.config.max_num_sequences:
+            return False
+        sequence = self._waiting[0]
+        need = self.pool.blocks_for(sequence.num_tokens)
+        if not self.pool.can_allocate(need + (self._spare_blocks if self._running else 0)):
+            return False
+        self._waiting.popleft()
+        self._waiting_tokens -= sequence.num_tokens
+        sequence.block_table = self.pool.allocate(need)
+        if sequence.first_scheduled_s is None:
+            sequence.first_scheduled_s = now_s
+        self._running.append(sequence)
+        return True
+
+    def _land(self, batch: ScheduledBatch) -> None:
+        if batch is not self._in_flight:
+            raise RuntimeError("this batch is not in flight")
+        self._in_flight = None
+
+    def _end(self, sequences: Iterable[Sequence], reason: FinishReason, error: ErrorInfo | None = None) -> None:
+        """End requests outside a step; those of the batch in flight keep their blocks until it lands."""
+        flying = {id(p.sequence) for p in self._in_flight.slices} if self._in_flight else set()
+        for sequence in sequences:
+            self._ended.append(sequence.end(reason, error))
+            if id(sequence) in flying:
+                sequence.finished = True
+                del self._by_key[sequence.key]
+            else:
+                self._forget(sequence)
+        self._running = [s for s in self._running if not s.finished]
+        if any(s.finished for s in self._waiting):
+            self._waiting = deque(s for s in self._waiting if not s.finished)
+            self._waiting_tokens = sum(s.num_tokens for s in self._waiting)
+
+    def _forget(self, sequence: Sequence) -> None:
+        sequence.finished = True
+        del self._by_key[sequence.key]
+        self._free(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        # A new list, not a cleared one: an engine may still hold the old table.
+        blocks, sequence.block_table = sequence.block_table, []
+        self.pool.free(blocks)

@@ -1,0 +1,127 @@
+"""One request inside a worker: its tokens, its KV, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as Tokens
+
+from services.worker.core.output import TokenOutput
+from shared.messages.common import ErrorInfo
+from shared.messages.generation import FinishReason, SamplingParams, TokenLogprobs
+
+
+class Sequence:
+    """The state of one attempt of one request.
+
+    ``output`` starts with the tokens that earlier attempts streamed: they are computed again
+    as part of the prefix, but positions, penalties, ``min_tokens`` and ``max_tokens`` count
+    them as output. ``arrived_s`` is in the scheduler's clock; None takes the time of ``add``.
+
+    Scheduler state, changed by the scheduler only: ``id`` (arrival order), ``num_computed``
+    (tokens whose KV is in ``block_table``), ``first_scheduled_s``, ``finished``.
+    """
+
+    __slots__ = (
+        "arrived_s",
+        "attempt",
+        "block_table",
+        "eos_token_ids",
+        "finished",
+        "first_scheduled_s",
+        "gateway_id",
+        "id",
+        "num_computed",
+        "num_emitted",
+        "output",
+        "params",
+        "prompt",
+        "request_id",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        attempt: int,
+        gateway_id: str,
+        prompt: Tokens[int],
+        params: SamplingParams,
+        eos_token_ids: Iterable[int] = (),
+        output: Tokens[int] = (),
+        arrived_s: float | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.attempt = attempt
+        self.gateway_id = gateway_id
+        self.prompt = tuple(prompt)
+        self.params = params
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.output = list(output)
+        self.arrived_s = arrived_s
+        self.tokens = [*self.prompt, *self.output]
+        self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
+        self.id = -1
+        self.num_computed = 0
+        self.num_emitted = 0
+        self.block_table: list[int] = []
+        self.first_scheduled_s: float | None = None
+        self.finished = False
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request_id, self.attempt
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output."""
+        return len(self.tokens)
+
+    def append(self, token_id: int) -> None:
+        """Add a sampled token."""
+        self.output.append(token_id)
+        self.tokens.append(token_id)
+
+    def finish_reason(self, context_tokens: int) -> FinishReason | None:
+        """Whether the known tokens end the request.
+
+        An end-of-sequence or stop token ends it only after ``min_tokens`` others; before, the
+        sampler does not draw one. A stop wins over a limit reached with the same token.
+        """
+        count = len(self.output)
+        if count > self.params.min_tokens and self.output[-1] in self.stop_ids:
+            return "stop"
+        if count >= self.params.max_tokens or len(self.tokens) >= context_tokens:
+            return "length"
+        return None
+
+    def emit(self, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None) -> TokenOutput:
+        """The output of the token just appended."""
+        first = self.num_emitted == 0
+        self.num_emitted += 1
+        return TokenOutput(
+            self.request_id,
+            self.attempt,
+            self.gateway_id,
+            len(self.output) - 1,
+            (token_id,),
+            None if logprobs is None else (logprobs,),
+            finish_reason,
+            self._queued_s() if first else None,
+        )
+
+    def end(self, finish_reason: FinishReason, error: ErrorInfo | None = None) -> TokenOutput:
+        """A terminal output without tokens."""
+        return TokenOutput(
+            self.request_id,
+            self.attempt,
+            self.gateway_id,
+            len(self.output),
+            finish_reason=finish_reason,
+            error=error,
+        )
+
+    def _queued_s(self) -> float | None:
+        if self.first_scheduled_s is None or self.arrived_s is None:
+            return None
+        return max(0.0, self.first_scheduled_s - self.arrived_s)

@@ -1,0 +1,87 @@
+"""The KV pool: one flat buffer per worker, viewed per model as pages of K and V for each layer.
+
+Allocated once; its address is fixed for the worker's life, whatever model the worker serves.
+Per layer K, then V, each ``[num_blocks, block_size, num_kv_heads, head_dim]`` (FlashInfer's NHD pages).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from services.worker.engine.arena import TORCH_DTYPES, HostMemory
+from shared.errors import BadRequest
+from shared.model_spec import ModelSpec
+from shared.transport.base import Buffer
+
+_ALIGN_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class KvCache:
+    """A model's view of the pool. ``k[i]`` and ``v[i]`` are layer i's pages
+    ``[num_blocks, block_size, num_kv_heads, head_dim]``."""
+
+    k: tuple[torch.Tensor, ...]
+    v: tuple[torch.Tensor, ...]
+    num_blocks: int
+    block_size: int
+
+
+def kv_block_bytes(spec: ModelSpec, block_size: int) -> int:
+    """Bytes of one block over all layers, K and V."""
+    return spec.kv_bytes_per_token * block_size
+
+
+class KvPool:
+    """The buffer. One model uses it at a time."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self._host = memory
+
+    @classmethod
+    def allocate(cls, capacity_bytes: int) -> KvPool:
+        """Reserve address space; pages are committed when first written."""
+        return cls(HostMemory(capacity_bytes))
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._host.capacity_bytes
+
+    @property
+    def address(self) -> int:
+        return self._host.address
+
+    def memory(self, offset: int, num_bytes: int) -> Buffer:
+        """Writable bytes, for transfers. Raises ``BadRequest`` out of range."""
+        return self._host.memory(offset, num_bytes)
+
+    def num_blocks(self, spec: ModelSpec, block_size: int) -> int:
+        """How many blocks of that size fit."""
+        regions_bytes = 2 * spec.num_layers * _ALIGN_BYTES
+        return max(0, self.capacity_bytes - regions_bytes) // kv_block_bytes(spec, block_size)
+
+    def view(self, spec: ModelSpec, block_size: int, num_blocks: int | None = None) -> KvCache:
+        """The pool as pages of a model, zeroed: what another model left could read as NaN.
+
+        ``num_blocks`` limits them. Raises ``BadRequest`` if they do not fit.
+        """
+        fitting = self.num_blocks(spec, block_size)
+        if num_blocks is None:
+            num_blocks = fitting
+        if not 0 < num_blocks <= fitting:
+            raise BadRequest(
+                f"KV pool of {self.capacity_bytes} bytes holds {fitting} blocks of {block_size}, not {num_blocks}"
+            )
+        self._host.release()
+        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        dtype = TORCH_DTYPES[spec.dtype]
+        region_bytes = kv_block_bytes(spec, block_size) // (2 * spec.num_layers) * num_blocks
+        region_bytes = -(-region_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        pages = [self._host.tensor(i * region_bytes, shape, dtype) for i in range(2 * spec.num_layers)]
+        return KvCache(tuple(pages[0::2]), tuple(pages[1::2]), num_blocks, block_size)
+
+    def release(self) -> None:
+        """Give the pages back to the system; contents become zeros. Only for a spare worker."""
+        self._host.release()

@@ -1,0 +1,130 @@
+"""The engine loop: schedule, compute, sample, report. Synchronous; ``engine.thread`` runs it.
+
+Between two steps the owner may add, cancel and read; during one it may not. A step is one
+batch through all layers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.worker.core.output import TokenOutput
+from services.worker.core.scheduler import ScheduledBatch, Scheduler, SchedulerConfig, SchedulerLoad
+from services.worker.core.sequence import Sequence
+from services.worker.engine.base import Batch, Engine, Sampled, SamplingRow, Slice
+from shared.errors import BlitzError, Internal
+from shared.messages.common import ErrorInfo
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step produced, and the requests that ended since the step before it."""
+
+    outputs: tuple[TokenOutput, ...]
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    busy_s: float = 0.0
+    """Seconds the step took."""
+    error: ErrorInfo | None = None
+    """Why the step's batch failed, if it did; its requests ended with this."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopStats:
+    """The loop's load and work so far."""
+
+    load: SchedulerLoad
+    busy_s_total: float
+    steps_total: int
+    failed_steps_total: int
+
+
+class EngineLoop:
+    """A scheduler and an engine. ``clock`` gives seconds; ``Sequence.arrived_s`` is in the same clock."""
+
+    def __init__(self, engine: Engine, config: SchedulerConfig, clock: Callable[[], float]) -> None:
+        if config.num_blocks > engine.num_blocks or config.block_size != engine.block_size:
+            raise ValueError(
+                f"the scheduler counts on {config.num_blocks} KV blocks of {config.block_size} tokens, "
+                f"the engine has {engine.num_blocks} of {engine.block_size}"
+            )
+        self.scheduler = Scheduler(config)
+        self._engine = engine
+        self._clock = clock
+        self._busy_s_total = 0.0
+        self._steps_total = 0
+        self._failed_steps_total = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has something to do or to report."""
+        return self.scheduler.has_work
+
+    def add(self, sequence: Sequence) -> None:
+        """Accept a request. Raises what ``Scheduler.add`` raises."""
+        self.scheduler.add(sequence, self._clock())
+
+    def cancel(self, request_id: str, attempt: int) -> bool:
+        """End a request as cancelled and free its blocks; False if it is not here."""
+        return self.scheduler.cancel(request_id, attempt) is not None
+
+    def cancel_gateway(self, gateway_id: str) -> int:
+        """Cancel a gateway's requests; returns how many there were."""
+        return len(self.scheduler.cancel_gateway(gateway_id))
+
+    def abort_all(self, error: BlitzError) -> int:
+        """End every request with ``error``; returns how many there were."""
+        return len(self.scheduler.abort_all(ErrorInfo.of(error)))
+
+    def step(self) -> StepOutput | None:
+        """Compute one batch; None if there was nothing to do or to report."""
+        started_s = self._clock()
+        batch = self.scheduler.schedule(started_s)
+        outputs = self.scheduler.take_ended()
+        if batch is None:
+            return StepOutput(tuple(outputs)) if outputs else None
+        error: ErrorInfo | None = None
+        try:
+            sampled = self._compute(batch)
+        except BlitzError as failure:
+            error = ErrorInfo.of(failure)
+        except Exception as failure:  # noqa: BLE001 - an engine may raise anything; its batch ends with a typed error
+            _log.exception("engine step of %d slices failed", len(batch.slices))
+            error = ErrorInfo.of(Internal(f"the engine failed: {type(failure).__name__}: {failure}"))
+        if error is None:
+            outputs += self.scheduler.complete(batch, sampled)
+        else:
+            self._failed_steps_total += 1
+            outputs += self.scheduler.fail(batch, error)
+        busy_s = self._clock() - started_s
+        self._busy_s_total += busy_s
+        self._steps_total += 1
+        return StepOutput(tuple(outputs), batch.num_prefill_tokens, batch.num_decode_tokens, busy_s, error)
+
+    def stats(self) -> LoopStats:
+        """The load now and the work so far."""
+        return LoopStats(self.scheduler.load(), self._busy_s_total, self._steps_total, self._failed_steps_total)
+
+    def _compute(self, scheduled: ScheduledBatch) -> list[Sampled]:
+        slices: list[Slice] = []
+        rows: list[SamplingRow] = []
+        for piece in scheduled.slices:
+            sequence, start, count = piece.sequence, piece.start, piece.num_tokens
+            tokens = sequence.tokens
+            token_ids = (tokens[start],) if count == 1 else tuple(tokens[start : start + count])
+            slices.append(Slice(sequence.id, token_ids, start, sequence.block_table, piece.sample))
+            if piece.sample:
+                rows.append(SamplingRow(sequence.params, sequence.eos_token_ids, sequence.prompt, sequence.output))
+        engine = self._engine
+        activation = engine.embed(Batch(tuple(slices)))
+        engine.run_layers(activation, 0, engine.num_layers)
+        if not rows:
+            return []
+        sampled = engine.sample(engine.head(activation), rows)
+        if len(sampled) != len(rows):
+            raise Internal(f"the engine sampled {len(sampled)} tokens for {len(rows)} rows")
+        return sampled

@@ -1,0 +1,177 @@
+"""The thread that an engine loop lives on.
+
+Other threads talk to it through a queue of commands, run between steps; it blocks on that
+queue while idle, so that a command wakes it within microseconds. Results come back as
+``concurrent.futures.Future`` (``asyncio.wrap_future`` awaits them) and through callbacks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import TypeVar
+
+from services.worker.core.sequence import Sequence
+from services.worker.engine.loop import EngineLoop, LoopStats, StepOutput
+from shared.errors import BlitzError, Internal, Unavailable
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_Command = Callable[[], None]
+
+
+class EngineThread:
+    """Runs ``loop`` until ``stop``.
+
+    ``on_output`` gets every step's output, ``on_failure`` the error if the loop itself breaks
+    (the thread then ends every request with it and stops). Both run on the engine thread and
+    must be quick; typically they call ``loop.call_soon_threadsafe``.
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        on_output: Callable[[StepOutput], None],
+        on_failure: Callable[[BlitzError], None] = lambda _: None,
+        *,
+        name: str = "engine",
+    ) -> None:
+        self._loop = loop
+        self._on_output = on_output
+        self._on_failure = on_failure
+        self._commands: SimpleQueue[_Command] = SimpleQueue()
+        self._gate = threading.Lock()
+        """Held to enqueue and to close: nothing is enqueued after the last drain."""
+        self._closed = False
+        self._stopping = False
+        self._paused = False
+        self._stop_error: BlitzError = Unavailable("the engine stopped")
+        self._stats = loop.stats()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. Call once."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def stats(self) -> LoopStats:
+        """The figures after the latest step or command; no locks, never waits."""
+        return self._stats
+
+    def submit(self, sequence: Sequence) -> Future[None]:
+        """Accept a request; the future carries the scheduler's refusal, or ``Unavailable`` once stopped."""
+        return self.call(lambda loop: loop.add(sequence))
+
+    def cancel(self, request_id: str, attempt: int) -> Future[bool]:
+        """Cancel a request; False if it is not here. Its blocks are free when the future is done."""
+        return self.call(lambda loop: loop.cancel(request_id, attempt))
+
+    def cancel_gateway(self, gateway_id: str) -> Future[int]:
+        """Cancel a gateway's requests; the number of them."""
+        return self.call(lambda loop: loop.cancel_gateway(gateway_id))
+
+    def pause(self) -> Future[None]:
+        """Run commands but no steps until ``resume``; done when the step in progress is over."""
+        return self.call(lambda _: self._set_paused(True))
+
+    def resume(self) -> Future[None]:
+        """Run steps again."""
+        return self.call(lambda _: self._set_paused(False))
+
+    def stop(self, error: BlitzError | None = None) -> None:
+        """End the thread after the step in progress; requests still here end with ``error`` (``Unavailable``).
+
+        Does not wait: ``join`` does. To let requests finish first, wait until ``stats`` shows none.
+        """
+
+        def command(_: EngineLoop) -> None:
+            self._stopping = True
+            if error is not None:
+                self._stop_error = error
+
+        self.call(command)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread's end; False if it still runs after ``timeout_s``."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def call(self, function: Callable[[EngineLoop], T]) -> Future[T]:
+        """Run ``function`` on the engine thread between two steps."""
+        future: Future[T] = Future()
+
+        def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            if self._closed:
+                future.set_exception(self._stop_error)
+                return
+            try:
+                result = function(self._loop)
+            except Exception as error:  # noqa: BLE001 - whatever it is belongs to the caller, who has the future
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        with self._gate:
+            if not self._closed:
+                self._commands.put(command)
+                return future
+        command()
+        return future
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # noqa: BLE001 - a broken loop must still end its requests and tell its owner
+            _log.exception("the engine loop broke")
+            self._stop_error = Internal(f"the engine loop broke: {type(error).__name__}: {error}")
+            self._close()
+            self._on_failure(self._stop_error)
+        else:
+            self._close()
+
+    def _serve(self) -> None:
+        loop, commands = self._loop, self._commands
+        while not self._stopping:
+            if not commands.empty():
+                self._drain()
+            elif self._paused or not loop.has_work:
+                self._stats = loop.stats()
+                commands.get()()
+            else:
+                self._deliver(loop.step())
+                self._stats = loop.stats()
+
+    def _drain(self) -> None:
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _deliver(self, output: StepOutput | None) -> None:
+        if output is None:
+            return
+        try:
+            self._on_output(output)
+        except Exception:
+            # The consumer's fault must not stop the other streams; they resend on request.
+            _log.exception("on_output failed")
+
+    def _close(self) -> None:
+        """Refuse new commands, end what is left, answer commands that came too late."""
+        with self._gate:
+            self._closed = True
+        self._drain()
+        self._loop.abort_all(self._stop_error)
+        self._deliver(StepOutput(tuple(self._loop.scheduler.take_ended())))
+        self._stats = self._loop.stats()

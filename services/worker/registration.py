@@ -1,0 +1,119 @@
+"""The worker's standing with the pool: reports at every change and well within each lease."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from shared import subjects
+from shared.bus.base import Bus
+from shared.errors import BlitzError
+from shared.messages.common import Ack, InstanceState
+from shared.messages.registry import (
+    HeartbeatAck,
+    InstanceInfo,
+    ModelRecord,
+    RestoreModel,
+    WorkerHeartbeat,
+    WorkerInfo,
+)
+
+log = logging.getLogger(__name__)
+
+FIRST_LEASE_S = 1.0
+"""Assumed until the pool tells."""
+
+
+class Registration:
+    """Sends ``WorkerHeartbeat``. A report that fails is repeated; the newest state wins by sequence."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        worker: WorkerInfo,
+        state: Callable[[], tuple[InstanceState, InstanceInfo | None]],
+        model: Callable[[], ModelRecord | None],
+        stop_instance: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """``state`` gives what to report; ``model`` the record of the instance, if a registry lost it;
+        ``stop_instance`` is called when the registry says that the instance's model was removed."""
+        self._bus = bus
+        self._worker = worker
+        self._state = state
+        self._model = model
+        self._stop_instance = stop_instance
+        self._sequence = 0
+        self._lease_s = FIRST_LEASE_S
+        self._changed = asyncio.Event()
+        self._reported = asyncio.Condition()
+        self._confirmed = 0
+        self.registered = False
+        self._leaving = False
+
+    def changed(self) -> None:
+        """The state changed: report now."""
+        self._changed.set()
+
+    async def confirmed(self, timeout_s: float) -> bool:
+        """Report now and wait until the pool has it; False if it did not answer in time."""
+        wanted = self._sequence + 1
+        self._changed.set()
+        try:
+            async with asyncio.timeout(timeout_s), self._reported:
+                await self._reported.wait_for(lambda: self._confirmed >= wanted)
+        except TimeoutError:
+            return False
+        return True
+
+    async def run(self) -> None:
+        """Report until cancelled."""
+        while True:
+            self._changed.clear()
+            if not await self._report():
+                await asyncio.sleep(min(0.2, self._lease_s / 4))
+                continue
+            try:
+                await asyncio.wait_for(self._changed.wait(), timeout=self._lease_s / 3)
+            except TimeoutError:
+                continue
+
+    async def leave(self) -> None:
+        """The last report: the pool forgets this incarnation at once."""
+        self._leaving = True
+        await self._report()
+
+    async def _report(self) -> bool:
+        self._sequence += 1
+        sequence = self._sequence
+        state, instance = self._state()
+        report = WorkerHeartbeat(
+            worker=self._worker, state=state, instance=instance, sequence=sequence, leaving=self._leaving
+        )
+        try:
+            ack = await self._bus.request(
+                subjects.pool("heartbeat"), report, HeartbeatAck, timeout_s=max(0.2, self._lease_s / 2)
+            )
+        except BlitzError as error:
+            log.log(
+                logging.WARNING if self.registered else logging.DEBUG, "the pool did not take our report: %s", error
+            )
+            return False
+        if not self.registered:
+            log.info("registered with the pool")
+        self.registered = True
+        self._lease_s = ack.lease_s
+        async with self._reported:
+            self._confirmed = sequence
+            self._reported.notify_all()
+        model = self._model()
+        if ack.wants_model and model is not None:
+            try:
+                await self._bus.request(
+                    subjects.pool("restore_model"), RestoreModel(model=model), Ack, timeout_s=self._lease_s
+                )
+            except BlitzError as error:
+                log.warning("the pool did not take model %s back: %s", model.name, error)
+        if ack.stop_instance and instance is not None and ack.stop_instance == instance.instance_id:
+            await self._stop_instance(ack.stop_instance)
+        return True

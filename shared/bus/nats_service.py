@@ -1,0 +1,164 @@
+"""RPC endpoints over the NATS services API: discovery, PING, INFO and STATS come with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from dataclasses import dataclass
+from typing import Generic
+
+import nats.errors
+from nats.aio.client import Client
+from nats.micro.request import Request
+from nats.micro.service import Endpoint, EndpointStats, Service, ServiceConfig
+from opentelemetry import context as otel_context
+
+from shared.bus.answer import answer
+from shared.bus.base import M, R, Responder
+from shared.bus.wire import MalformedLog, check_size, error_headers
+from shared.errors import PayloadTooLarge
+
+_log = logging.getLogger(__name__)
+
+SERVICE_VERSION = "1.0.0"
+_DRAIN_TIMEOUT_S = 10.0
+
+
+@dataclass
+class AnswerStats:
+    """What STATS reports per subject: the library's own figures would only time the hand-over to a task."""
+
+    num_requests: int = 0
+    num_errors: int = 0
+    processing_time_ns: int = 0
+
+
+class RpcEndpoint(Generic[M, R]):
+    """One responder: a task per request, so that a slow answer holds up no other."""
+
+    def __init__(
+        self,
+        client: Client,
+        subject: str,
+        kind: type[M],
+        responder: Responder[M, R],
+        malformed: MalformedLog,
+        stats: AnswerStats,
+    ) -> None:
+        self._client = client
+        self._subject = subject
+        self._kind = kind
+        self._responder = responder
+        self._malformed = malformed
+        self._stats = stats
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def handle(self, request: Request) -> None:
+        """Start answering and return, so that the next request is looked at."""
+        task = asyncio.create_task(self._respond(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Await the answers in progress; those that outlast the timeout are cancelled."""
+        if not self._tasks:
+            return
+        _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
+        for task in late:
+            task.cancel()
+        if late:
+            _log.warning("cancelled %d answers on %s after %.0f s", len(late), self._subject, timeout_s)
+            await asyncio.wait(late)
+
+    async def _respond(self, request: Request) -> None:
+        started_ns = time.perf_counter_ns()
+        payload, headers = await answer(
+            request.data, request.headers, self._kind, self._responder, self._malformed, self._subject
+        )
+        try:
+            check_size(f"the reply on {self._subject}", payload, headers, self._client.max_payload)
+        except PayloadTooLarge as error:
+            payload, headers = b"", error_headers(error)
+        self._stats.num_requests += 1
+        self._stats.num_errors += headers is not None
+        self._stats.processing_time_ns += time.perf_counter_ns() - started_ns
+        try:
+            await request.respond(payload, headers=headers)
+        except ValueError:
+            _log.warning("a message on %s asked for no reply; answers need a request", self._subject)
+        except nats.errors.Error as error:
+            _log.warning("could not send a reply on %s, its caller will time out: %s", self._subject, error)
+
+
+class RpcService:
+    """This process's one micro service; ``add`` gives it endpoints."""
+
+    def __init__(self, client: Client, name: str, malformed: MalformedLog) -> None:
+        self._client = client
+        self._name = re.sub(r"[^A-Za-z0-9_\-]", "-", name)
+        self._malformed = malformed
+        self._service: Service | None = None
+        self._stats: dict[str, AnswerStats] = {}
+        self._lock = asyncio.Lock()
+
+    async def add(self, subject: str, kind: type[M], responder: Responder[M, R]) -> RpcSubscription:
+        """Answer requests on ``subject`` from when this returns."""
+        async with self._lock:
+            # Handlers inherit the context of the task that subscribes; a request's trace must not.
+            token = otel_context.attach(otel_context.Context())
+            try:
+                service = await self._started()
+                stats = self._stats.setdefault(subject, AnswerStats())
+                rpc: RpcEndpoint[M, R] = RpcEndpoint(self._client, subject, kind, responder, self._malformed, stats)
+                # Endpoint names take no dots.
+                await service.add_endpoint(name=subject.replace(".", "-"), subject=subject, handler=rpc.handle)
+            finally:
+                otel_context.detach(token)
+            endpoint = service._endpoints[-1]
+        return RpcSubscription(service, endpoint, rpc)
+
+    async def _started(self) -> Service:
+        if self._service is None:
+            config = ServiceConfig(name=self._name, version=SERVICE_VERSION, stats_handler=self._stats_of)
+            service = Service(self._client, config)
+            await service.start()
+            self._service = service
+        return self._service
+
+    async def stop(self) -> None:
+        """Withdraw from discovery; the endpoints are closed by their own subscriptions."""
+        if self._service is not None:
+            with contextlib.suppress(nats.errors.Error):  # disconnected: the server has forgotten it already
+                await self._service.stop()
+            self._service = None
+
+    def _stats_of(self, endpoint: EndpointStats) -> dict[str, int]:
+        stats = self._stats.get(endpoint.subject, AnswerStats())
+        endpoint.num_requests = stats.num_requests
+        endpoint.num_errors = stats.num_errors
+        endpoint.processing_time = stats.processing_time_ns
+        endpoint.average_processing_time = stats.processing_time_ns // max(1, stats.num_requests)
+        return {"num_endpoints": len(self._stats)}
+
+
+class RpcSubscription:
+    """A responder that runs."""
+
+    def __init__(self, service: Service, endpoint: Endpoint, rpc: RpcEndpoint[M, R]) -> None:
+        self._service = service
+        self._endpoint = endpoint
+        self._rpc = rpc
+
+    async def close(self) -> None:
+        """Take no more requests; those that came are answered."""
+        if self._endpoint in self._service._endpoints:
+            self._service._endpoints.remove(self._endpoint)
+            subscription = self._endpoint._subscription
+            if subscription is not None:
+                # Not the library's own stop: it would throw away requests that are here already.
+                with contextlib.suppress(nats.errors.Error, asyncio.TimeoutError):
+                    await asyncio.wait_for(subscription.drain(), _DRAIN_TIMEOUT_S)  # type: ignore[no-untyped-call]
+        await self._rpc.drain(_DRAIN_TIMEOUT_S)

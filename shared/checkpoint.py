@@ -1,0 +1,183 @@
+"""A checkpoint directory as Hugging Face writes it: checked before anything is served from it.
+
+``config.json``, ``tokenizer.json``, optionally ``generation_config.json``, and either
+``model.safetensors`` or ``model.safetensors.index.json`` with its shards. Reads headers, never
+unpickles, and imports no torch, so that the pool can refuse a bad checkpoint when it is added.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shared.errors import BadCheckpoint
+from shared.layout import ArenaLayout, layout_of
+from shared.model_spec import ModelSpec, parse_config
+from shared.safetensors_header import TensorEntry, read_header
+
+__all__ = ["WEIGHT_DTYPES", "Checkpoint", "TensorEntry", "hash_checkpoint", "inspect_checkpoint"]
+
+WEIGHT_DTYPES: dict[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Safetensors dtypes that can be served; cast while loading where the config's dtype differs."""
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_MAX_JSON_BYTES = 256 * 1024 * 1024
+_NUM_HASH_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that can be served."""
+
+    path: Path
+    spec: ModelSpec
+    layout: ArenaLayout
+    tensors: Mapping[str, TensorEntry]
+    """What the layout needs, by checkpoint name."""
+    model_hash: str
+    """Of configuration and weights (``hash_checkpoint``); empty if it was not asked for."""
+    num_bytes: int
+    """Bytes of the arena that holds the model (``layout.num_bytes``)."""
+
+    @property
+    def weight_files(self) -> tuple[Path, ...]:
+        """Files that hold needed tensors, in order of name."""
+        return tuple(sorted({entry.file for entry in self.tensors.values()}))
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    try:
+        if file.stat().st_size > _MAX_JSON_BYTES:
+            raise BadCheckpoint(f"{file.name}: larger than {_MAX_JSON_BYTES} bytes")
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError as error:
+        raise BadCheckpoint(f"{file.name}: missing in {file.parent}") from error
+    except OSError as error:
+        raise BadCheckpoint(f"{file.name}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{file.name}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadCheckpoint(f"{file.name}: must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _no_weights(path: Path) -> BadCheckpoint:
+    pickles = sorted(file.name for pattern in _PICKLE_PATTERNS for file in path.glob(pattern))
+    if pickles:
+        return BadCheckpoint(
+            f"{path}: weights only as pickle ({pickles[0]}), which is refused because unpickling runs code from the "
+            f"file; convert them to {SINGLE_FILE}"
+        )
+    return BadCheckpoint(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+
+
+def _shard_name(tensor: str, file_name: object) -> str:
+    """A name of the index, checked to stay inside of the directory."""
+    plain = isinstance(file_name, str) and file_name not in ("", ".", "..") and not set(file_name) & set("/\\\0")
+    if not isinstance(file_name, str) or not plain:
+        raise BadCheckpoint(f"{INDEX_FILE}: tensor {tensor}: {file_name!r} is not the name of a file in the directory")
+    if not file_name.endswith(".safetensors"):
+        raise BadCheckpoint(
+            f"{INDEX_FILE}: tensor {tensor}: {file_name!r} is not a .safetensors file; pickle is refused because "
+            "unpickling runs code from the file"
+        )
+    return file_name
+
+
+def _sharded_tensors(path: Path) -> dict[str, TensorEntry]:
+    weight_map = _read_json(path / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadCheckpoint(f"{INDEX_FILE}: weight_map must be an object that names tensors, not {weight_map!r}")
+    places = {tensor: _shard_name(tensor, name) for tensor, name in weight_map.items()}
+    headers: dict[str, dict[str, TensorEntry]] = {}
+    owners: dict[str, str] = {}
+    for tensor, name in places.items():
+        if name in headers:
+            continue
+        if not (path / name).is_file():
+            raise BadCheckpoint(f"{name}: shard is missing in {path}; {INDEX_FILE} places tensor {tensor} there")
+        headers[name] = read_header(path / name)
+        for held in headers[name]:
+            if held in owners:
+                raise BadCheckpoint(f"{name}: duplicate tensor {held}, also in {owners[held]}")
+            owners[held] = name
+    for tensor, name in places.items():
+        if tensor not in headers[name]:
+            raise BadCheckpoint(f"{name}: tensor {tensor} is absent, though {INDEX_FILE} places it there")
+    return {tensor: headers[name][tensor] for tensor, name in places.items()}
+
+
+def _needed_tensors(layout: ArenaLayout, found: Mapping[str, TensorEntry], source: str) -> dict[str, TensorEntry]:
+    needed: dict[str, TensorEntry] = {}
+    for part in (part for unit in layout.units for slot in unit.slots for part in slot.parts):
+        name = part.checkpoint_name
+        entry = found.get(name)
+        if entry is None:
+            raise BadCheckpoint(f"{source}: tensor {name} is missing")
+        if entry.shape != part.shape:
+            raise BadCheckpoint(
+                f"{entry.file.name}: tensor {name}: shape {list(entry.shape)} where the config needs {list(part.shape)}"
+            )
+        if entry.dtype not in WEIGHT_DTYPES:
+            raise BadCheckpoint(
+                f"{entry.file.name}: tensor {name}: dtype {entry.dtype} is not supported ({', '.join(WEIGHT_DTYPES)})"
+            )
+        needed[name] = entry
+    return needed
+
+
+def _file_digest(file: Path) -> bytes:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").digest()
+    except OSError as error:
+        raise BadCheckpoint(f"{file.name}: cannot be read: {error.strerror}") from error
+
+
+def hash_checkpoint(checkpoint: Checkpoint) -> str:
+    """SHA-256 (64 hex digits) over config, generation config and the content of the weight files.
+
+    Reads every byte, files in parallel and without the interpreter's lock: seconds per 10 GB.
+    Raises ``BadCheckpoint`` if a file cannot be read.
+    """
+    optional = [file for file in [checkpoint.path / GENERATION_CONFIG_FILE] if file.exists()]
+    files = [checkpoint.path / CONFIG_FILE, *optional, *checkpoint.weight_files]
+    with ThreadPoolExecutor(min(_NUM_HASH_THREADS, len(files)), thread_name_prefix="checkpoint-hash") as threads:
+        digests = list(threads.map(_file_digest, files))
+    whole = hashlib.sha256()
+    for file, digest in zip(files, digests, strict=True):
+        whole.update(file.name.encode() + b"\0" + digest)
+    return whole.hexdigest()
+
+
+def inspect_checkpoint(path: Path, *, with_hash: bool = True) -> Checkpoint:
+    """Check a checkpoint directory and find its tensors.
+
+    ``with_hash=False`` leaves ``model_hash`` empty and reads headers only. Raises ``BadCheckpoint``
+    naming file and tensor.
+    """
+    if not path.is_dir():
+        raise BadCheckpoint(f"{path}: no such directory")
+    config = _read_json(path / CONFIG_FILE)
+    has_generation_config = (path / GENERATION_CONFIG_FILE).exists()
+    spec = parse_config(config, _read_json(path / GENERATION_CONFIG_FILE) if has_generation_config else None)
+    layout = layout_of(spec)
+    if (path / SINGLE_FILE).is_file():
+        source, found = SINGLE_FILE, read_header(path / SINGLE_FILE)
+    elif (path / INDEX_FILE).is_file():
+        source, found = INDEX_FILE, _sharded_tensors(path)
+    else:
+        raise _no_weights(path)
+    tensors = _needed_tensors(layout, found, source)
+    _read_json(path / TOKENIZER_FILE)
+    checkpoint = Checkpoint(path, spec, layout, tensors, "", layout.num_bytes)
+    return replace(checkpoint, model_hash=hash_checkpoint(checkpoint)) if with_hash else checkpoint

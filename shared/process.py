@@ -1,0 +1,140 @@
+"""How every service process runs: event loop, signals, logging, health endpoint, exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import uvloop
+
+from shared.errors import BlitzError, Unavailable
+from shared.health import HealthServer
+
+_log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_EXIT_ERROR = 1
+_EXIT_FORCED = 130
+
+
+class Lifecycle:
+    """What a service knows of its process. ``ready`` is what ``/health`` answers."""
+
+    def __init__(self) -> None:
+        self.stopping = asyncio.Event()
+        """Set by the first SIGTERM or SIGINT: drain and return."""
+        self._ready = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether new work may come. False as soon as the process is stopping."""
+        return self._ready and not self.stopping.is_set()
+
+    @ready.setter
+    def ready(self, value: bool) -> None:
+        self._ready = value
+
+    async def wait_stopping(self) -> None:
+        """Return when the process must stop."""
+        await self.stopping.wait()
+
+
+Main = Callable[[Lifecycle], Awaitable[None]]
+
+
+def run_service(
+    name: str,
+    main: Main,
+    *,
+    log_level: str = "info",
+    health_port: int = 0,
+    health_host: str = "0.0.0.0",
+    die_with_parent: bool = False,
+) -> int:
+    """Run ``main`` until it returns, and give the process's exit code.
+
+    The first SIGTERM or SIGINT sets ``stopping``; a second one ends the process at once. A
+    ``BlitzError`` out of ``main`` is one line on stderr and code 1. ``health_port`` 0: no endpoint.
+    """
+    try:
+        configure_logging(name, log_level)
+        if die_with_parent:
+            die_with_parent_process()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_run(name, main, health_host, health_port))
+    except BlitzError as error:
+        print(f"{name}: {error.message}", file=sys.stderr)  # noqa: T201 - shown even where logging is turned down
+        return _EXIT_ERROR
+
+
+async def _run(name: str, main: Main, health_host: str, health_port: int) -> int:
+    lifecycle = Lifecycle()
+    _handle_signals(lifecycle)
+    health = HealthServer(asyncio.get_running_loop(), lambda: lifecycle.ready) if health_port else None
+    if health is not None:
+        health.start(health_host, health_port)
+    try:
+        await main(lifecycle)
+    except BlitzError:
+        raise
+    except Exception:  # noqa: BLE001 - whatever it is ends the process: say so in the log, with the traceback
+        _log.critical("%s failed", name, exc_info=True)
+        return _EXIT_ERROR
+    finally:
+        lifecycle.ready = False
+        if health is not None:
+            await asyncio.to_thread(health.stop)
+    _log.info("stopped")
+    return 0
+
+
+def _handle_signals(lifecycle: Lifecycle) -> None:
+    def stop(number: signal.Signals) -> None:
+        if lifecycle.stopping.is_set():
+            _log.warning("%s again: ending without draining", number.name)
+            logging.shutdown()
+            os._exit(_EXIT_FORCED)
+        _log.info("%s: stopping", number.name)
+        lifecycle.stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+
+
+def configure_logging(name: str, log_level: str) -> None:
+    """One line per record on stderr: ``time level service: message``. Raises ``Unavailable`` for a wrong level."""
+    level = logging.getLevelNamesMapping().get(log_level.upper())
+    if level is None:
+        raise Unavailable(f"log level {log_level!r}: must be debug, info, warning, error or critical")
+    formatter = logging.Formatter(
+        f"%(asctime)s.%(msecs)03dZ %(levelname)s {name}: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S"
+    )
+    formatter.converter = time.gmtime
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+
+
+def die_with_parent_process() -> None:
+    """Ask the kernel for a SIGTERM when the parent ends (Linux; elsewhere nothing happens).
+
+    To the kernel the parent is the *thread* that started this process: start services from one that lasts.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        # The parent ended before the request took effect, so no signal will come.
+        raise Unavailable("the parent process has ended already")

@@ -1,0 +1,136 @@
+"""Typed reading of settings from an environment; every error names the key and the value."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from shared.errors import BlitzError
+
+T = TypeVar("T", int, float)
+D = TypeVar("D")
+Choice = TypeVar("Choice", bound=str)
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+_DURATION = re.compile(r"(?P<number>[0-9]*\.?[0-9]+)\s*(?P<unit>ms|s|m|h|)")
+_SECONDS_PER_UNIT = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class SettingsError(BlitzError):
+    """A setting is missing, cannot be read, or is out of range. ``param`` is its key."""
+
+    code = "bad_settings"
+
+
+class Settings:
+    """Getters over ``environ``. A default of None makes a setting required; empty values count as unset.
+
+    Every getter raises ``SettingsError``.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._known: set[str] = set()
+
+    def text(self, key: str, *, default: str | None = None) -> str:
+        """The value without surrounding blanks."""
+        value = self._value(key)
+        return self._default(key, default) if value is None else value
+
+    def integer(
+        self, key: str, *, default: int | None = None, minimum: int | None = None, maximum: int | None = None
+    ) -> int:
+        """A whole number within the bounds, which are inclusive."""
+        return self._numeric(key, default, int, "a whole number", minimum, maximum)
+
+    def number(
+        self, key: str, *, default: float | None = None, minimum: float | None = None, maximum: float | None = None
+    ) -> float:
+        """A finite number within the bounds, which are inclusive."""
+        return self._numeric(key, default, float, "a number", minimum, maximum)
+
+    def boolean(self, key: str, *, default: bool | None = None) -> bool:
+        """1, true, yes, on; 0, false, no, off; in any case."""
+        value = self._value(key)
+        if value is None:
+            return self._default(key, default)
+        if value.lower() in _TRUE:
+            return True
+        if value.lower() in _FALSE:
+            return False
+        raise _error(key, value, "must be true or false")
+
+    def choice(self, key: str, choices: tuple[Choice, ...], *, default: Choice | None = None) -> Choice:
+        """One of ``choices``."""
+        value = self._value(key)
+        if value is None:
+            return self._default(key, default)
+        for choice in choices:
+            if value == choice:
+                return choice
+        raise _error(key, value, f"must be one of {', '.join(choices)}")
+
+    def listing(self, key: str, *, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
+        """Values separated by commas; blanks around them and empty ones are left out."""
+        value = self._value(key)
+        if value is None:
+            return self._default(key, default)
+        return tuple(item.strip() for item in value.split(",") if item.strip())
+
+    def duration_s(self, key: str, *, default: float | None = None, minimum: float = 0.0) -> float:
+        """Seconds; takes a unit of ms, s, m or h, and none means seconds."""
+        value = self._value(key)
+        if value is None:
+            return self._default(key, default)
+        match = _DURATION.fullmatch(value)
+        if match is None:
+            raise _error(key, value, "must be a duration such as 250ms, 2s or 5m")
+        seconds = float(match["number"]) * _SECONDS_PER_UNIT[match["unit"]]
+        if seconds < minimum:
+            raise _error(key, value, f"must be at least {minimum:g} s")
+        return seconds
+
+    def unknown(self, prefix: str) -> tuple[str, ...]:
+        """Set keys that start with ``prefix`` and that no getter was asked for: likely misspelt."""
+        return tuple(sorted(key for key in self._environ if key.startswith(prefix) and key not in self._known))
+
+    def _value(self, key: str) -> str | None:
+        self._known.add(key)
+        return self._environ.get(key, "").strip() or None
+
+    def _numeric(
+        self,
+        key: str,
+        default: T | None,
+        convert: Callable[[str], T],
+        what: str,
+        minimum: T | None,
+        maximum: T | None,
+    ) -> T:
+        value = self._value(key)
+        if value is None:
+            return self._default(key, default)
+        try:
+            number = convert(value)
+        except ValueError as error:
+            raise _error(key, value, f"must be {what}") from error
+        if not math.isfinite(number):
+            raise _error(key, value, f"must be {what}")
+        if minimum is not None and number < minimum:
+            raise _error(key, value, f"must be at least {minimum}")
+        if maximum is not None and number > maximum:
+            raise _error(key, value, f"must be at most {maximum}")
+        return number
+
+    @staticmethod
+    def _default(key: str, default: D | None) -> D:
+        if default is None:
+            raise SettingsError(f"{key} is not set and has no default", param=key)
+        return default
+
+
+def _error(key: str, value: str, problem: str) -> SettingsError:
+    return SettingsError(f"{key}={value!r}: {problem}", param=key)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from bench.traces.reader import read_trace
+from bench.traces.request import BadTrace, TraceRequest
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+PLAIN = "arrival_s,input_tokens,output_tokens\n"
+
+
+def _write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    return path
+
+
+def test_reads_normalised_rows_and_keeps_their_zero(tmp_path: Path) -> None:
+    trace = read_trace(_write(tmp_path, PLAIN + "2.5,10,3\n4,1,1\n"))
+    assert trace.requests == (TraceRequest(2.5, 10, 3), TraceRequest(4.0, 1, 1))
+    assert trace.span_s == 4.0
+
+
+def test_reads_the_optional_model_column(tmp_path: Path) -> None:
+    trace = read_trace(_write(tmp_path, "arrival_s,input_tokens,output_tokens,model\n0,1,1,big\n1,1,1,\n"))
+    assert [request.model for request in trace.requests] == ["big", None]
+
+
+def test_reads_azure_rows_rebased_with_seven_decimals_and_no_last_newline(tmp_path: Path) -> None:
+    text = AZURE + "2023-11-16 23:59:59.9799600,48,10\n2023-11-17 00:00:00.0319605,31,8"
+    trace = read_trace(_write(tmp_path, text))
+    assert [request.arrival_s for request in trace.requests] == pytest.approx([0.0, 0.0520005], abs=1e-6)
+    assert trace.requests[1].input_tokens == 31
+
+
+def test_reads_burstgpt_rows_and_counts_failures(tmp_path: Path) -> None:
+    text = BURST + "100.0,GPT-4,5,7,12,API log\n101,ChatGPT,9,0,9,API log\n103,GPT-4,0,3,3,API log\n104,GPT-4,1,2,3,x\n"
+    trace = read_trace(_write(tmp_path, text))
+    assert trace.requests == (TraceRequest(0.0, 5, 7, "GPT-4"), TraceRequest(4.0, 1, 2, "GPT-4"))
+    assert trace.skipped_rows == 2
+
+
+def test_reads_gzip_and_windows_text(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv.gz"
+    path.write_bytes(gzip.compress(b"\xef\xbb\xbf" + PLAIN.replace("\n", "\r\n").encode() + b"0,1,2\r\n"))
+    assert read_trace(path).requests == (TraceRequest(0.0, 1, 2),)
+
+
+def test_sorts_by_arrival(tmp_path: Path) -> None:
+    trace = read_trace(_write(tmp_path, PLAIN + "3,1,1\n1,2,2\n"))
+    assert [request.arrival_s for request in trace.requests] == [1.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column", "value"),
+    [
+        (PLAIN + "0,1,1\nsoon,1,1\n", 3, "arrival_s", "soon"),
+        (PLAIN + "nan,1,1\n", 2, "arrival_s", "nan"),
+        (PLAIN + "-1,1,1\n", 2, "arrival_s", "-1"),
+        (PLAIN + "0,1.5,1\n", 2, "input_tokens", "1.5"),
+        (PLAIN + "0,1,-4\n", 2, "output_tokens", "-4"),
+        (PLAIN + "0,1,²\n", 2, "output_tokens", "²"),
+        (AZURE + "2023-13-16 18:17:03.97,1,1\n", 2, "TIMESTAMP", "2023-13-16 18:17:03.97"),
+        (AZURE + "2023-11-16 18:17:03.97,,1\n", 2, "ContextTokens", ""),
+        (BURST + "1,GPT-4,x,1,1,API log\n", 2, "Request tokens", "x"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_place(tmp_path: Path, text: str, line: int, column: str, value: str) -> None:
+    with pytest.raises(BadTrace) as caught:
+        read_trace(_write(tmp_path, text))
+    error = caught.value
+    assert (error.line, error.column, error.value) == (line, column, value)
+    for part in ("trace.csv", f"line {line}", column, repr(value)):
+        assert part in error.message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "empty"),
+        ("a,b,c\n1,2,3\n", "no known trace format"),
+        (PLAIN + "0,1\n", "expected 3 columns, found 2"),
+        (PLAIN, "no requests"),
+        (PLAIN + "0,0,1\n", "no requests (1 rows"),
+    ],
+)
+def test_an_unusable_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(BadTrace, match=words.replace("(", r"\(")):
+        read_trace(_write(tmp_path, text))
+
+
+def test_missing_truncated_and_binary_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadTrace, match="no such file"):
+        read_trace(tmp_path / "absent.csv")
+    with pytest.raises(BadTrace, match="cannot be read"):
+        read_trace(tmp_path)
+    torn = tmp_path / "torn.csv.gz"
+    torn.write_bytes(gzip.compress((PLAIN + "0,1,1\n" * 500).encode())[:-12])
+    with pytest.raises(BadTrace, match="cannot be read"):
+        read_trace(torn)
+    binary = tmp_path / "binary.csv"
+    binary.write_bytes(PLAIN.encode() + b"\xff\xfe\x00\n")
+    with pytest.raises(BadTrace, match="not a text file"):
+        read_trace(binary)

@@ -1,0 +1,113 @@
+"""Builders of registry records for tests."""
+
+from __future__ import annotations
+
+from shared.layout import layout_of
+from shared.messages.common import InstanceState
+from shared.messages.registry import InstanceInfo, ModelRecord, WorkerHeartbeat, WorkerInfo, WorkerRecord
+from shared.model_spec import ModelSpec
+
+
+def spec(**changes: object) -> ModelSpec:
+    """A tiny Llama."""
+    fields: dict[str, object] = {
+        "architecture": "LlamaForCausalLM",
+        "dtype": "float32",
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "max_position": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+    }
+    return ModelSpec(**(fields | changes))  # type: ignore[arg-type]
+
+
+def model(name: str = "m", **changes: object) -> ModelRecord:
+    """A registered model."""
+    layout = layout_of(spec())
+    fields: dict[str, object] = {
+        "name": name,
+        "path": f"/models/{name}",
+        "model_hash": f"hash-of-{name}",
+        "layout_hash": layout.hash,
+        "spec": spec(),
+        "weights_bytes": layout.num_bytes,
+        "added_at_s": 0.0,
+    }
+    return ModelRecord(**(fields | changes))  # type: ignore[arg-type]
+
+
+def worker(worker_id: str, **changes: object) -> WorkerInfo:
+    """A worker of host ``host-a``."""
+    fields: dict[str, object] = {
+        "worker_id": worker_id,
+        "incarnation": f"{worker_id}-1",
+        "host": "host-a",
+        "device": "cpu",
+        "engine": "mock",
+        "transport_address": worker_id.encode(),
+        "arena_bytes": 1 << 24,
+        "kv_bytes": 1 << 20,
+    }
+    return WorkerInfo(**(fields | changes))  # type: ignore[arg-type]
+
+
+def instance(record: ModelRecord, worker_id: str, state: InstanceState = "serving", epoch: int = 1) -> InstanceInfo:
+    """An instance of a model on a worker."""
+    return InstanceInfo(
+        instance_id=f"i-{worker_id}",
+        model=record.name,
+        model_hash=record.model_hash,
+        layout_hash=record.layout_hash,
+        state=state,
+        role="colocated",
+        epoch=epoch,
+        max_running_requests=8,
+        max_queued_tokens=1000,
+        context_tokens=256,
+    )
+
+
+def worker_record(
+    worker_id: str,
+    record: ModelRecord | None = None,
+    state: InstanceState = "spare",
+    *,
+    epoch: int = 1,
+    lease_plan_id: str = "",
+    lease_model: str = "",
+    **changes: object,
+) -> WorkerRecord:
+    """A worker as a snapshot shows it."""
+    return WorkerRecord(
+        worker=worker(worker_id, **changes),
+        state=state,
+        instance=instance(record, worker_id, state, epoch) if record is not None else None,
+        lease_plan_id=lease_plan_id,
+        lease_model=lease_model,
+    )
+
+
+def heartbeat(
+    worker_id: str,
+    record: ModelRecord | None = None,
+    state: InstanceState = "spare",
+    *,
+    sequence: int = 1,
+    epoch: int = 1,
+    leaving: bool = False,
+    incarnation: str = "",
+) -> WorkerHeartbeat:
+    """A worker's report."""
+    return WorkerHeartbeat(
+        worker=worker(worker_id, incarnation=incarnation or f"{worker_id}-1"),
+        state=state,
+        instance=instance(record, worker_id, state, epoch) if record is not None else None,
+        sequence=sequence,
+        leaving=leaving,
+    )

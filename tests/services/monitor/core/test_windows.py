@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from services.monitor.core.windows import CounterWindow, MaxWindow
+
+
+def test_a_counter_window_forgets_what_is_older() -> None:
+    window = CounterWindow(1.0)
+    for at_s, value in ((0.0, 100), (0.5, 110), (1.0, 150)):
+        window.add(at_s, value)
+    assert window.growth(1.0) == 50
+    assert window.growth(1.6) == 40
+    assert window.growth(3.0) == 0
+
+
+def test_a_counter_that_falls_was_restarted() -> None:
+    window = CounterWindow(10.0)
+    for at_s, value in ((0.0, 100), (1.0, 7), (2.0, 9)):
+        window.add(at_s, value)
+    assert window.growth(2.0) == 9
+
+
+def test_the_first_value_is_no_growth() -> None:
+    window = CounterWindow(10.0)
+    window.add(0.0, 1000)
+    assert window.growth(0.0) == 0
+
+
+def test_a_max_window_keeps_the_peak_for_a_window() -> None:
+    window = MaxWindow(2.0)
+    for at_s, value in ((0.0, 1.0), (1.0, 5.0), (2.0, 2.0)):
+        window.add(at_s, value)
+    assert window.largest == 5.0
+    window.add(3.5, 1.0)
+    assert window.largest == 2.0
+    assert window.full(2.0)
+    assert not MaxWindow(2.0).full(9.0)

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from services.planner.core.decision import bounded, decide
+from shared.messages.registry import Floor
+from tests.records import model, worker_record
+
+M = model("m", max_instances=4)
+
+
+def test_missing_instances_are_loaded() -> None:
+    decision = decide(M, [worker_record("w0", M, "serving"), worker_record("w1")], 3, None)
+    assert (decision.current, decision.load, decision.revive, decision.drain) == (1, 2, (), ())
+
+
+def test_loading_instances_and_leased_workers_count() -> None:
+    workers = [
+        worker_record("w0", M, "serving"),
+        worker_record("w1", M, "loading"),
+        worker_record("w2", lease_plan_id="p", lease_model="m"),
+        worker_record("w3", lease_plan_id="q", lease_model="other"),
+    ]
+    assert decide(M, workers, 3, None).nothing
+
+
+def test_draining_instances_are_revived_before_anything_is_loaded() -> None:
+    workers = [worker_record("w0", M, "serving"), worker_record("w1", M, "draining")]
+    decision = decide(M, workers, 3, None)
+    assert [w.worker.worker_id for w in decision.revive] == ["w1"]
+    assert decision.load == 1
+
+
+def test_the_newest_instances_are_drained() -> None:
+    workers = [worker_record(f"w{i}", M, "serving", epoch=10 - i) for i in range(3)]
+    decision = decide(M, workers, 1, None)
+    assert [w.worker.worker_id for w in decision.drain] == ["w0", "w1"]
+
+
+def test_an_instance_that_still_loads_is_not_drained() -> None:
+    workers = [worker_record("w0", M, "serving"), worker_record("w1", M, "loading", epoch=9)]
+    decision = decide(M, workers, 1, None)
+    assert [w.worker.worker_id for w in decision.drain] == ["w0"]
+
+
+def test_instances_of_other_models_do_not_count() -> None:
+    assert decide(M, [worker_record("w0", model("other"), "serving")], 1, None).load == 1
+
+
+def test_the_number_is_kept_within_the_models_limits_and_above_the_floor() -> None:
+    assert bounded(9, M, None) == 4
+    assert bounded(0, M, None) == 1
+    assert bounded(1, M, Floor(model="m", instances=3, until_s=1.0)) == 3
+    assert bounded(1, M, Floor(model="m", instances=9, until_s=1.0)) == 4

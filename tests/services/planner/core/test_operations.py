@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from services.planner.core.operations import Operation, Operations
+from shared.messages.scaling import ScaleProgress
+
+
+def operation(direction: str = "out", plan_id: str = "p") -> Operation:
+    return Operation(
+        plan_id=plan_id,
+        model="m",
+        direction=direction,
+        desired=3,
+        reason="load",
+        triggered_at_s=100.0,
+        targets=(("w1", "i1"), ("w2", "i2")),
+    )
+
+
+def event(worker_id: str, kind: str, at_s: float, **fields: object) -> ScaleProgress:
+    return ScaleProgress(
+        plan_id="p",
+        worker_id=worker_id,
+        instance_id=f"i{worker_id[1]}",
+        event=kind,  # type: ignore[arg-type]
+        at_s=at_s,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def test_the_record_counts_from_the_trigger_and_waits_for_the_last_target() -> None:
+    op = operation()
+    op.planned(100.005)
+    for worker_id, delay in (("w1", 0.0), ("w2", 0.1)):
+        op.apply(event(worker_id, "first_byte", 100.01 + delay))
+        op.apply(event(worker_id, "layer_ready", 100.2 + delay, layer=0, received_bytes=50))
+        op.apply(event(worker_id, "layer_ready", 100.3 + delay, layer=1, received_bytes=90))
+        op.apply(event(worker_id, "loaded", 101.01 + delay, received_bytes=125_000_000))
+        assert op.record().status == "running"
+        op.apply(event(worker_id, "serving", 101.1 + delay))
+    record = op.record()
+    assert record.status == "done"
+    assert record.trigger_to_plan_ms == 5.0
+    assert record.trigger_to_first_byte_ms == 10.0
+    assert record.layer_ready_ms == (300.0, 400.0)
+    assert record.trigger_to_loaded_ms == 1110.0
+    assert record.trigger_to_serving_ms == 1200.0
+    assert record.bytes == 250_000_000
+    assert abs(record.gbps - 1.0) < 1e-6
+
+
+def test_a_failed_target_fails_the_operation_once_the_others_ended() -> None:
+    op = operation()
+    op.apply(event("w1", "failed", 101.0, detail="disk is gone"))
+    assert not op.finished
+    op.apply(event("w2", "serving", 101.0))
+    record = op.record()
+    assert record.status == "failed"
+    assert record.targets[0].failure == "disk is gone"
+
+
+def test_scaling_in_ends_when_every_target_is_spare() -> None:
+    op = operation("in")
+    op.apply(event("w1", "spare", 101.0))
+    assert not op.finished
+    op.apply(event("w2", "spare", 102.0))
+    assert op.record().status == "done"
+
+
+def test_a_target_that_returns_to_spare_without_serving_failed() -> None:
+    op = operation()
+    op.apply(event("w1", "spare", 101.0))
+    op.apply(event("w2", "serving", 101.0))
+    assert op.record().status == "failed"
+
+
+def test_events_of_strangers_and_of_older_instances_are_ignored() -> None:
+    op = operation()
+    op.apply(event("w9", "serving", 101.0))
+    op.apply(ScaleProgress(plan_id="p", worker_id="w1", instance_id="older", event="failed", at_s=1.0, detail="x"))
+    assert op.open_targets == (("w1", "i1"), ("w2", "i2"))
+
+
+def test_finished_operations_are_forgotten_first() -> None:
+    operations = Operations(keep=2)
+    running = operation(plan_id="a")
+    operations.add(running)
+    done = operation("in", plan_id="b")
+    for worker_id in ("w1", "w2"):
+        done.apply(event(worker_id, "spare", 101.0))
+    operations.add(done)
+    operations.add(operation(plan_id="c"))
+    assert operations.get("b") is None
+    assert operations.get("a") is running
+    assert [o.plan_id for o in operations.newest(5)] == ["c", "a"]

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from services.pool.core.routes import routes_by_model
+from tests.records import heartbeat, model
+
+
+def test_only_instances_that_are_up_have_routes() -> None:
+    m = model("m")
+    reports = [
+        heartbeat("w0"),
+        heartbeat("w1", m, "loading"),
+        heartbeat("w3", m, "draining"),
+        heartbeat("w2", m, "serving"),
+        heartbeat("w4", m, "failed"),
+    ]
+    routes = routes_by_model(reports)
+    assert [(r.worker_id, r.state) for r in routes["m"]] == [("w2", "serving"), ("w3", "draining")]
+
+
+def test_models_without_routes_are_absent() -> None:
+    assert routes_by_model([heartbeat("w0")]) == {}
