@@ -10,7 +10,7 @@ import httpx
 import msgspec
 
 from compose.admin_types import Status
-from shared.errors import BlitzError, Internal, Unauthorized, Unavailable, error_from_code
+from shared.errors import BadRequest, BlitzError, Internal, Unauthorized, Unavailable, error_from_code
 from shared.messages.scaling import ScaleRecord
 
 T = TypeVar("T")
@@ -25,11 +25,22 @@ class GatewayUnreachable(Unavailable):
     code = "gateway_unreachable"
 
 
+def _checked(url: str) -> str:
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise BadRequest(f"{url!r} is not a URL: {error}") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host or not 0 < (parsed.port or 80) < 65536:
+        raise BadRequest(f"{url!r} is not the URL of a gateway, such as http://127.0.0.1:8000")
+    return url
+
+
 class AdminClient:
     """Talks to ``/admin``. Every failure is a ``BlitzError`` with the server's code and message."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        self.url = url.rstrip("/")
+        """Raises ``BadRequest`` if ``url`` is none."""
+        self.url = _checked(url).rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # The environment's proxies are for the internet; this is this machine or its cluster.
         self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
@@ -93,8 +104,6 @@ class AdminClient:
     async def _call(self, method: str, path: str, *, json: object = None, timeout_s: float = _TIMEOUT_S) -> object:
         try:
             response = await self._http.request(method, path, json=json, timeout=timeout_s)
-        except httpx.InvalidURL as error:
-            raise GatewayUnreachable(f"{self.url!r} is not a URL: {error}") from error
         except httpx.ConnectError as error:
             raise GatewayUnreachable(
                 f"no gateway answers at {self.url}; start one with `blitzscale up`, or say where it is with --url"

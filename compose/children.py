@@ -11,10 +11,12 @@ from pathlib import Path
 
 from compose.binaries import nats_server, redis_server
 from compose.child import ChildSpec
-from compose.config import StackConfig, inherited_environment
+from compose.config import ADMIN_KEYS_VARIABLE, StackConfig, inherited_environment
 from compose.state_dir import StateDir
 
 CONTROL_PLANE = ("pool", "planner", "monitor")
+_MARGIN_S = 2.0
+"""Between the end of a service's own drain and the supervisor's SIGKILL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,13 @@ def redis_spec(config: StackConfig, state: StateDir, addresses: Addresses) -> Ch
 
 def _environment(config: StackConfig, addresses: Addresses, name: str, own: Mapping[str, str]) -> dict[str, str]:
     kind = name.partition("-")[0]
+    # Not BLITZ_DIE_WITH_PARENT, which asks for SIGTERM and a drain: these children have the kernel's SIGKILL on
+    # their parent's death already, and without a supervisor there is no NATS left to drain through.
     return {
         **inherited_environment(),
         "PYTHONUNBUFFERED": "1",
         "BLITZ_NATS_URL": addresses.nats_url,
         "BLITZ_LOG_LEVEL": config.log_level,
-        "BLITZ_DIE_WITH_PARENT": "1",
         **own,
         **config.env,
         **config.service_env.get(kind, {}),
@@ -80,8 +83,13 @@ def service_spec(config: StackConfig, addresses: Addresses, name: str) -> ChildS
     if name == "pool":
         own["BLITZ_REDIS_URL"] = addresses.redis_url
     if name == "gateway":
-        own |= {"BLITZ_GATEWAY_HOST": config.host, "BLITZ_GATEWAY_PORT": str(addresses.gateway_port)}
-        grace_s = config.drain_s
+        own |= {
+            "BLITZ_GATEWAY_HOST": config.host,
+            "BLITZ_GATEWAY_PORT": str(addresses.gateway_port),
+            "BLITZ_GATEWAY_DRAIN_TIMEOUT_S": f"{config.drain_s:g}",
+            ADMIN_KEYS_VARIABLE: ",".join(config.admin_keys),
+        }
+        grace_s = config.drain_s + _MARGIN_S
     argv = (sys.executable, "-m", f"services.{name}")
     return ChildSpec(name, argv, _environment(config, addresses, name, own), grace_s)
 
@@ -97,6 +105,7 @@ def worker_spec(config: StackConfig, addresses: Addresses, index: int, num_cuda_
         "BLITZ_WORKER_THREADS": threads,
         "BLITZ_WORKER_HOST": socket.gethostname(),
         "OMP_NUM_THREADS": threads,
+        "BLITZ_WORKER_DRAIN_TIMEOUT_S": f"{max(0.0, config.stop_grace_s - _MARGIN_S):g}",
     }
     if num_cuda_devices > 1:
         own["CUDA_VISIBLE_DEVICES"] = str(index % num_cuda_devices)

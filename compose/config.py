@@ -12,6 +12,9 @@ from compose.errors import StackRefused
 
 DEFAULT_PORT = 8000
 ADMIN_KEY_VARIABLE = "BLITZ_ADMIN_KEY"
+"""The key that a client sends."""
+ADMIN_KEYS_VARIABLE = "BLITZ_ADMIN_KEYS"
+"""The keys that the gateway takes, separated by commas."""
 URL_VARIABLE = "BLITZ_URL"
 DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
 _SMALL_BOX_CORES = 8
@@ -49,6 +52,13 @@ class StackConfig:
         for name, port in (("--port", self.port), ("the NATS port", self.nats_port)):
             if not 0 <= port <= 65535:
                 raise StackRefused(f"{name} must be between 0 and 65535, not {port}")
+
+    @property
+    def admin_keys(self) -> tuple[str, ...]:
+        """The keys that this stack's gateway takes for administration; none admits this machine's clients."""
+        environment = inherited_environment() | dict(self.env)
+        listed = environment.get(ADMIN_KEYS_VARIABLE) or environment.get(ADMIN_KEY_VARIABLE) or ""
+        return tuple(key.strip() for key in listed.split(",") if key.strip())
 
     @property
     def worker_threads(self) -> int:

@@ -19,7 +19,7 @@ from compose.admin import AdminClient
 from compose.admin_types import Status
 from compose.child import Child
 from compose.children import CONTROL_PLANE, Addresses, nats_spec, redis_spec, service_spec, stop_order, worker_spec
-from compose.config import ADMIN_KEY_VARIABLE, StackConfig, admin_key
+from compose.config import StackConfig
 from compose.errors import StackNotReady
 from compose.log_lines import LineSink
 from compose.ports import free_port
@@ -92,8 +92,7 @@ class Stack:
     def admin(self) -> AdminClient:
         """A client of this stack's administration routes."""
         if self._admin is None:
-            key = self.config.env.get(ADMIN_KEY_VARIABLE) or admin_key()
-            self._admin = AdminClient(self.url, api_key=key)
+            self._admin = AdminClient(self.url, api_key=next(iter(self.config.admin_keys), None))
         return self._admin
 
     async def __aenter__(self) -> Stack:

@@ -81,6 +81,9 @@ def build_model(kind: str, **overrides: Any) -> PreTrainedModel:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith(".bias"):
                 parameter.normal_(std=0.5)
+            elif "embed_tokens" in name:
+                # Small, or a tied head would mostly repeat the last token.
+                parameter.normal_(std=0.02)
             else:
                 parameter.normal_(std=0.15)
     return model.eval()

@@ -117,14 +117,15 @@ def _run(settings: _Replay, json_file: Path | None, about: dict[str, object]) ->
     return status
 
 
-@app.callback(invoke_without_command=True, context_settings={"allow_interspersed_args": True})
+@app.callback(invoke_without_command=True, subcommand_metavar="", context_settings={"allow_interspersed_args": True})
 def replay(
     *,
     trace: Annotated[
         Path | None,
         typer.Argument(
+            metavar="TRACE",
             help="CSV or CSV.gz in Azure's or BurstGPT's published columns, "
-            "or arrival_s,input_tokens,output_tokens[,model]."
+            "or arrival_s,input_tokens,output_tokens[,model].",
         ),
     ] = None,
     url: Annotated[str, typer.Option(help="The endpoint.")] = "http://127.0.0.1:8000",

@@ -52,7 +52,6 @@ class Collector:
 
     planned: int
     shortened: int = 0
-    started: int = 0
     elapsed_s: float = 0.0
     records: list[RequestRecord] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -70,7 +69,7 @@ class Result:
     completed: int
     failed: int
     unfinished: int
-    """Started or not, these have no outcome: the replay was interrupted."""
+    """Sent or not, these have no outcome: the replay was interrupted."""
     shortened: int
     failures: dict[str, int]
     failure_examples: dict[str, str]

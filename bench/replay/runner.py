@@ -117,12 +117,16 @@ class _Stream:
 
 
 async def _send(
-    client: StreamClient, request: PlannedRequest, options: SendOptions, *, start_s: float, collector: Collector
+    client: StreamClient,
+    request: PlannedRequest,
+    completion: CompletionRequest,
+    options: SendOptions,
+    *,
+    start_s: float,
+    collector: Collector,
 ) -> None:
-    keep = request.index < options.sample_outputs
-    prompt = prompt_of(options.prompt_seed, request.index, request.input_tokens, token_ids=options.token_ids)
-    body = write_request(CompletionRequest.exactly(options.model, prompt, request.output_tokens))
-    stream = _Stream(keep)
+    body = write_request(completion)
+    stream = _Stream(keep_text=request.index < options.sample_outputs)
     due_s = start_s + request.due_s
     lag_s = time.perf_counter() - due_s
     failure: Failure | None
@@ -153,7 +157,9 @@ async def _send(
     )
     if stream.pieces is not None and failure is None:
         collector.samples.append(
-            Sample(request.index, prompt, request.output_tokens, "".join(stream.pieces), stream.finish_reason)
+            Sample(
+                request.index, completion.prompt, request.output_tokens, "".join(stream.pieces), stream.finish_reason
+            )
         )
 
 
@@ -173,18 +179,22 @@ async def send_all(
     limit = asyncio.Semaphore(options.concurrency_limit) if options.concurrency_limit else contextlib.nullcontext()
     start_s = time.perf_counter()
 
-    async def one(request: PlannedRequest) -> None:
+    async def one(request: PlannedRequest, completion: CompletionRequest) -> None:
         async with limit:
-            await _send(client, request, options, start_s=start_s, collector=collector)
+            await _send(client, request, completion, options, start_s=start_s, collector=collector)
         on_progress()
 
     try:
         async with asyncio.TaskGroup() as tasks:
             for request in requests:
+                # Made before it is due: a long prompt takes milliseconds.
+                prompt = prompt_of(
+                    options.prompt_seed, request.index, request.input_tokens, token_ids=options.token_ids
+                )
+                completion = CompletionRequest.exactly(options.model, prompt, request.output_tokens)
                 wait_s = start_s + request.due_s - time.perf_counter()
                 if wait_s > 0:
                     await asyncio.sleep(wait_s)
-                collector.started += 1
-                tasks.create_task(one(request))
+                tasks.create_task(one(request, completion))
     finally:
         collector.elapsed_s = time.perf_counter() - start_s

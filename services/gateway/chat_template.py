@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
@@ -37,7 +36,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)  # noqa: DTZ005 - templates print the local date
+    return datetime.now().strftime(pattern)
 
 
 def _tojson(
@@ -95,8 +94,6 @@ class ChatTemplate:
                 f"the model's chat template was stopped by the sandbox: {error}", param="messages"
             ) from error
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
-            raise BadRequest(
-                f"the model's chat template refused the messages: {error}", param="messages"
-            ) from error
+            raise BadRequest(f"the model's chat template refused the messages: {error}", param="messages") from error
         except (RecursionError, OverflowError, MemoryError) as error:
             raise BadRequest("the model's chat template took too much to render", param="messages") from error

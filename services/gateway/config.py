@@ -7,10 +7,12 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shared.settings import Settings, SettingsError
+
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """All settings with their defaults; ``read_config`` fills them from ``BLITZ_*``."""
+    """All settings with their defaults; ``from_env`` fills them from ``BLITZ_*``."""
 
     nats_url: str = "nats://127.0.0.1:4222"
     host: str = "127.0.0.1"
@@ -35,5 +37,38 @@ class GatewayConfig:
     max_body_bytes: int = 8 * 1024 * 1024
     drain_timeout_s: float = 60.0
     """How long streams may finish after SIGTERM."""
-    log_level: str = "INFO"
+    log_level: str = "info"
     die_with_parent: bool = False
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> GatewayConfig:
+        """Raises ``SettingsError`` naming the variable and its value."""
+        env = Settings(environ)
+        default = cls()
+        gateway_id = env.text("BLITZ_GATEWAY_ID", default=default.gateway_id)
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", gateway_id):
+            raise SettingsError(
+                f"BLITZ_GATEWAY_ID={gateway_id!r}: use up to 64 letters, digits, '-' and '_'", param="BLITZ_GATEWAY_ID"
+            )
+        return cls(
+            nats_url=env.text("BLITZ_NATS_URL", default=default.nats_url),
+            host=env.text("BLITZ_GATEWAY_HOST", default=default.host),
+            port=env.integer("BLITZ_GATEWAY_PORT", default=default.port, minimum=0, maximum=65535),
+            gateway_id=gateway_id,
+            api_keys=env.listing("BLITZ_API_KEYS", default=()),
+            admin_keys=env.listing("BLITZ_ADMIN_KEYS", default=()),
+            max_queued_requests=env.integer("BLITZ_GATEWAY_MAX_QUEUED", default=default.max_queued_requests, minimum=1),
+            queue_timeout_s=env.duration_s(
+                "BLITZ_GATEWAY_QUEUE_TIMEOUT_S", default=default.queue_timeout_s, minimum=0.1
+            ),
+            submit_timeout_s=env.duration_s(
+                "BLITZ_GATEWAY_SUBMIT_TIMEOUT_S", default=default.submit_timeout_s, minimum=0.1
+            ),
+            stall_s=env.duration_s("BLITZ_GATEWAY_STALL_S", default=default.stall_s, minimum=0.1),
+            probe_s=env.duration_s("BLITZ_GATEWAY_PROBE_S", default=default.probe_s, minimum=0.05),
+            max_attempts=env.integer("BLITZ_GATEWAY_MAX_ATTEMPTS", default=default.max_attempts, minimum=1),
+            max_body_bytes=env.integer("BLITZ_GATEWAY_MAX_BODY_BYTES", default=default.max_body_bytes, minimum=1024),
+            drain_timeout_s=env.duration_s("BLITZ_GATEWAY_DRAIN_TIMEOUT_S", default=default.drain_timeout_s),
+            log_level=env.text("BLITZ_LOG_LEVEL", default=default.log_level),
+            die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
+        )

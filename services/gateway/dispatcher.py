@@ -117,6 +117,8 @@ class Dispatcher:
         self.router = Router(max_queued_requests=max_queued_requests)
         self.outbox = Outbox(bus, clock)
         self._active: dict[str, _Active] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._arrivals: dict[str, Arrivals] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._seen_s: dict[str, float] = {}
@@ -129,6 +131,10 @@ class Dispatcher:
     def num_active(self) -> int:
         """Requests that have not ended."""
         return len(self._active)
+
+    async def wait_idle(self) -> None:
+        """Until no request is left."""
+        await self._idle.wait()
 
     def inflight_by_model(self) -> dict[str, int]:
         """Requests that are at instances."""
@@ -149,6 +155,7 @@ class Dispatcher:
         arrivals = self.arrived(stream.model)
         arrivals.requests += 1
         arrivals.prompt_tokens += len(stream.prompt_token_ids)
+        self._idle.clear()
         self._active[stream.request_id] = _Active(stream, sink, contextvars.copy_context(), deadline_s)
         self.pump(stream.model)
 
@@ -246,7 +253,7 @@ class Dispatcher:
             stream.worker_id, stream.instance_id = batch.worker_id, batch.instance_id
         if reason is not None:
             self.outbox.acknowledge(batch.worker_id, part.request_id, part.attempt)
-        if reason == "error" or reason == "cancelled":
+        if reason in ("error", "cancelled"):
             error = part.error.as_error() if part.error is not None else Unavailable(f"the attempt ended: {reason}")
             if part.token_ids[skip:] and self._deliver(active, part, skip, None, now_s):
                 return
@@ -254,9 +261,7 @@ class Dispatcher:
             return
         self._deliver(active, part, skip, reason, now_s)
 
-    def _deliver(
-        self, active: _Active, part: StreamPart, skip: int, reason: FinishReason | None, now_s: float
-    ) -> bool:
+    def _deliver(self, active: _Active, part: StreamPart, skip: int, reason: FinishReason | None, now_s: float) -> bool:
         """Hand tokens to the sink. Returns whether the request is over."""
         token_ids, logprobs = part.token_ids, part.logprobs
         if skip:
@@ -300,9 +305,7 @@ class Dispatcher:
         )
         worker_id = stream.worker_id
         try:
-            await self._bus.request(
-                subjects.worker_submit(worker_id), message, Ack, timeout_s=self._submit_timeout_s
-            )
+            await self._bus.request(subjects.worker_submit(worker_id), message, Ack, timeout_s=self._submit_timeout_s)
         except BlitzError as error:
             # Tokens prove acceptance even when the answer was lost; a later attempt is none of ours.
             if stream.attempt == attempt and stream.phase is Phase.SUBMITTED:
@@ -336,12 +339,12 @@ class Dispatcher:
             self._fail(active, ModelNotFound(f"model {stream.model!r} was removed", param="model"))
             return
         if stream.failures >= self._max_attempts:
-            self._fail(
-                active, Unavailable(f"{stream.failures} attempts failed, the last one: {error.message}")
-            )
+            self._fail(active, Unavailable(f"{stream.failures} attempts failed, the last one: {error.message}"))
             return
         if fault:
-            log.warning("request %s: attempt %d on %s failed: %s", stream.request_id, stream.attempt, instance_id, error)
+            log.warning(
+                "request %s: attempt %d on %s failed: %s", stream.request_id, stream.attempt, instance_id, error
+            )
             self._metrics.of(stream.model).failovers += 1
             active.deadline_s = max(active.deadline_s, now_s + self._queue_timeout_s)
         self.router.requeue(stream, deadline_s=active.deadline_s)
@@ -419,9 +422,7 @@ class Dispatcher:
         active.asking = True
         self._metrics.of(stream.model).resends += 1
         try:
-            await self._bus.request(
-                subjects.worker_resend(worker_id), message, Ack, timeout_s=self._submit_timeout_s
-            )
+            await self._bus.request(subjects.worker_resend(worker_id), message, Ack, timeout_s=self._submit_timeout_s)
         except NoResponder as error:
             self._worker_lost(worker_id, error)
         except DeadlineExceeded as error:
@@ -453,6 +454,8 @@ class Dispatcher:
         self.router.finish(stream.request_id, stream.model)
         stream.finished()
         self._active.pop(stream.request_id, None)
+        if not self._active:
+            self._idle.set()
         if self.router.queued(stream.model)[0]:
             self.pump(stream.model)
 

@@ -101,9 +101,7 @@ class GatewayMetrics(Collector):
         self._responses[route, status] = self._responses.get((route, status), 0) + 1
 
     def collect(self) -> Iterator[Metric]:
-        responses = CounterMetricFamily(
-            "blitz_gateway_http_responses", "HTTP responses.", labels=["route", "status"]
-        )
+        responses = CounterMetricFamily("blitz_gateway_http_responses", "HTTP responses.", labels=["route", "status"])
         for (route, status), count in sorted(self._responses.items()):
             responses.add_metric([route, str(status)], count)
         yield responses
@@ -123,7 +121,9 @@ class GatewayMetrics(Collector):
             for model, metrics in sorted(self._models.items()):
                 family.add_metric([model], getattr(metrics, attribute))
             yield family
-        success = CounterMetricFamily("vllm:request_success", "Requests ended.", labels=["model_name", "finished_reason"])
+        success = CounterMetricFamily(
+            "vllm:request_success", "Requests ended.", labels=["model_name", "finished_reason"]
+        )
         for model, metrics in sorted(self._models.items()):
             for reason, count in sorted(metrics.finished.items()):
                 success.add_metric([model, reason], count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 
 from services.gateway.config import GatewayConfig
@@ -11,6 +12,7 @@ from services.gateway.core.routes import ModelRoutes, RouteBook, RouteChanges
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.load_board import LoadBoard
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.server import Server
 from services.gateway.tokenizer import ModelTokenizer
 from services.gateway.tokenizer_store import TokenizerStore
 from shared import subjects
@@ -19,6 +21,7 @@ from shared.errors import BlitzError, ModelNotFound, Unavailable
 from shared.messages.generation import GatewayHeartbeat, TokenBatch
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
 from shared.messages.registry import GetSnapshot, RouteTable, Snapshot
+from shared.process import Lifecycle
 
 log = logging.getLogger(__name__)
 
@@ -79,14 +82,26 @@ class Gateway:
         """The model's tokenizer. Raises ``BadCheckpoint``."""
         return await self.tokenizers.get(model.record)
 
+    async def serve(self, server: Server, listener: socket.socket, lifecycle: Lifecycle) -> None:
+        """Serve bus and HTTP until the process must stop, then drain."""
+        async with asyncio.TaskGroup() as tasks:
+            bus_side = tasks.create_task(self.run())
+            http_side = tasks.create_task(server.serve(sockets=[listener]))
+            http_side.add_done_callback(lambda _: lifecycle.stopping.set())
+            lifecycle.ready = True
+            log.info("listening on %s:%d as %s", *listener.getsockname()[:2], self.config.gateway_id)
+            await lifecycle.wait_stopping()
+            await self.drain()
+            server.stop()
+            await http_side
+            bus_side.cancel()
+
     async def run(self) -> None:
         """Subscribe, then keep everything going until cancelled."""
         subscriptions: list[Subscription] = []
         try:
             subscriptions.append(
-                await self.bus.subscribe(
-                    subjects.tokens(self.config.gateway_id), TokenBatch, self.dispatcher.on_batch
-                )
+                await self.bus.subscribe(subjects.tokens(self.config.gateway_id), TokenBatch, self.dispatcher.on_batch)
             )
             subscriptions.append(await self.bus.subscribe(subjects.routes(), RouteTable, self._on_routes))
             subscriptions.append(await self.bus.subscribe(subjects.load(), LoadReport, self._on_load))
@@ -105,10 +120,10 @@ class Gateway:
     async def drain(self) -> None:
         """Refuse new requests and wait for those in flight, up to the drain timeout."""
         self.draining = True
-        deadline_s = time.monotonic() + self.config.drain_timeout_s
-        while self.dispatcher.num_active and time.monotonic() < deadline_s:
-            await asyncio.sleep(TICK_S)
-        if self.dispatcher.num_active:
+        try:
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                await self.dispatcher.wait_idle()
+        except TimeoutError:
             log.warning(
                 "%d requests did not finish within %.0f s", self.dispatcher.num_active, self.config.drain_timeout_s
             )

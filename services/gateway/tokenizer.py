@@ -144,7 +144,7 @@ def load_tokenizer(folder: Path) -> ModelTokenizer:
         raise BadCheckpoint(f"{path}: {error}") from error
     try:
         tokenizer = Tokenizer.from_str(content)
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for any bad content
+    except Exception as error:
         raise BadCheckpoint(f"{path}: not a tokenizer: {error}") from error
     config_path = folder / "tokenizer_config.json"
     config = _read_json(config_path) if config_path.is_file() else {}

@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 
 from services.planner.core.decision import Decision, bounded, decide
 from services.planner.core.multicast import Multicast, PlannedChain, Source, plan_multicast
-from services.planner.core.operations import Operation, Operations
+from services.planner.core.operations import Direction, Operation, Operations
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, NoCapacity, PlanNotFound
@@ -175,7 +175,7 @@ class PlannerService:
             span.set_attribute("blitz.plan_id", plan_id)
             if decision.nothing and not record_nothing:
                 return None
-            direction = "none" if decision.nothing else "in" if decision.drain else "out"
+            direction: Direction = "none" if decision.nothing else "in" if decision.drain else "out"
             if decision.drain or (decision.revive and not decision.load):
                 operation = await self._drain_or_revive(plan_id, model, decision, triggered_at_s, reason)
             elif decision.load:

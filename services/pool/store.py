@@ -76,7 +76,7 @@ class Store:
 
     async def workers(self) -> tuple[WorkerHeartbeat, ...]:
         """The latest report of every living worker, in the order of ids."""
-        ids = sorted(i.decode() for i in await self._redis.zrange(f"{PREFIX}workers", 0, -1))
+        ids = sorted(i.decode() for i in await cast(Any, self._redis.zrange(f"{PREFIX}workers", 0, -1)))
         async with self._redis.pipeline(transaction=False) as pipe:
             for worker_id in ids:
                 pipe.hget(f"{PREFIX}worker:{worker_id}", "report")

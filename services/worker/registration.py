@@ -48,7 +48,7 @@ class Registration:
         self._changed = asyncio.Event()
         self._reported = asyncio.Condition()
         self._confirmed = 0
-        self.registered = False
+        self.registered = asyncio.Event()
         self._leaving = False
 
     def changed(self) -> None:
@@ -96,12 +96,14 @@ class Registration:
             )
         except BlitzError as error:
             log.log(
-                logging.WARNING if self.registered else logging.DEBUG, "the pool did not take our report: %s", error
+                logging.WARNING if self.registered.is_set() else logging.DEBUG,
+                "the pool did not take our report: %s",
+                error,
             )
             return False
-        if not self.registered:
+        if not self.registered.is_set():
             log.info("registered with the pool")
-        self.registered = True
+        self.registered.set()
         self._lease_s = ack.lease_s
         async with self._reported:
             self._confirmed = sequence

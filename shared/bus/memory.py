@@ -372,6 +372,6 @@ class _Reading(Generic[M]):
     async def close(self) -> None:
         self._open = False
         self.wake()
-        self.bus.broker.readers.discard(self)  # type: ignore[arg-type]
+        self.bus.broker.readers.discard(self)
         self.bus.forget(self)
         await asyncio.wait([self._task])

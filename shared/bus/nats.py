@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import Generic
+from typing import Any, Generic
 from urllib.parse import urlsplit
 
 import nats.errors
@@ -18,6 +18,7 @@ from opentelemetry import context as otel_context
 
 from shared.bus.base import AsyncListener, Bus, Listener, M, R, Responder, Subscription
 from shared.bus.nats_events import EventSubscription, PlanStream
+from shared.bus.nats_order import drain, round_trip
 from shared.bus.nats_service import RpcService
 from shared.bus.wire import (
     MalformedLog,
@@ -36,8 +37,6 @@ _RECONNECT_WAIT_S = 0.25
 _PING_INTERVAL_S = 0.4
 """A server that stopped answering is noticed after three of these: sooner than the default lease of 2 s,
 after which the silence would be blamed on peers."""
-_SUBSCRIBE_FLUSH_S = 2
-_CLOSE_FLUSH_S = 2
 
 
 class NatsBus(Bus):
@@ -46,9 +45,9 @@ class NatsBus(Bus):
     def __init__(self, client: Client, name: str) -> None:
         self._client = client
         self._malformed = MalformedLog()
-        self._service = RpcService(client, name, self._malformed)
+        self._service = RpcService(client, name, self._malformed, self._forget)
         self._subscriptions: set[Subscription] = set()
-        self._events: set[EventSubscription[Message]] = set()
+        self._events: set[EventSubscription[Any]] = set()
         self._stream: PlanStream | None = None
         self._up = asyncio.Event()
         self._connected_since_s: float | None = None
@@ -80,6 +79,7 @@ class NatsBus(Bus):
                 )
         except (OSError, ValueError, nats.errors.Error) as error:
             reason = bus._last_error or error
+            bus._closing = True
             with contextlib.suppress(OSError, nats.errors.Error):
                 await client.close()
             places = ", ".join(_without_password(server) for server in servers)
@@ -117,7 +117,7 @@ class NatsBus(Bus):
             raise Unavailable(f"cannot subscribe to {subject}: {error}") from error
         finally:
             otel_context.detach(token)
-        await self._reach_server()
+        await round_trip(self._client)
         self._subscriptions.add(subscription)
         return subscription
 
@@ -144,7 +144,7 @@ class NatsBus(Bus):
             subscription = await self._service.add(subject, kind, responder)
         except nats.errors.Error as error:
             raise Unavailable(f"cannot respond on {subject}: {error}") from error
-        await self._reach_server()
+        await round_trip(self._client)
         self._subscriptions.add(subscription)
         return subscription
 
@@ -155,10 +155,10 @@ class NatsBus(Bus):
         await self._plan_stream().append(subject, payload, headers)
 
     async def subscribe_events(self, subject: str, kind: type[M], listener: AsyncListener[M]) -> Subscription:
-        subscription = EventSubscription(self._plan_stream(), subject, kind, listener, self._malformed)
+        subscription = EventSubscription(self._plan_stream(), subject, kind, listener, self._malformed, self._forget)
         await subscription.start()
         self._subscriptions.add(subscription)
-        self._events.add(subscription)  # type: ignore[arg-type]
+        self._events.add(subscription)
         return subscription
 
     async def close(self) -> None:
@@ -168,22 +168,19 @@ class NatsBus(Bus):
         self._subscriptions.clear()
         self._events.clear()
         await self._service.stop()
-        with contextlib.suppress(nats.errors.Error, OSError):  # disconnected: there is nobody to flush to
-            if self._client.is_connected:
-                await self._client.flush(_CLOSE_FLUSH_S)
+        await round_trip(self._client)
         await self._client.close()
         self._connected_since_s = None
+
+    def _forget(self, subscription: Subscription) -> None:
+        self._subscriptions.discard(subscription)
+        if isinstance(subscription, EventSubscription):
+            self._events.discard(subscription)
 
     def _plan_stream(self) -> PlanStream:
         if self._stream is None:
             self._stream = PlanStream(self._client)
         return self._stream
-
-    async def _reach_server(self) -> None:
-        """Return once the server has the subscription; while disconnected it is made on reconnecting."""
-        with contextlib.suppress(nats.errors.Error):
-            if self._client.is_connected:
-                await self._client.flush(_SUBSCRIBE_FLUSH_S)
 
     def _set_up(self) -> None:
         self._connected_since_s = time.monotonic()
@@ -239,12 +236,8 @@ class _Listening(Generic[M]):
             leave_sender_context(token)
 
     async def close(self) -> None:
-        self._bus._subscriptions.discard(self)
-        with contextlib.suppress(nats.errors.Error):  # closed before, or disconnected
-            if self._bus._client.is_connected:
-                await self.inner.drain()  # type: ignore[no-untyped-call]
-            else:
-                await self.inner.unsubscribe()
+        self._bus._forget(self)
+        await drain(self._bus._client, self.inner)
 
 
 def _without_password(server: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from datetime import datetime
 from typing import Generic
 
@@ -92,13 +93,20 @@ class EventSubscription(Generic[M]):
     """An ephemeral consumer from now on, made again wherever it is lost, at the next event not yet seen."""
 
     def __init__(
-        self, stream: PlanStream, subject: str, kind: type[M], listener: AsyncListener[M], malformed: MalformedLog
+        self,
+        stream: PlanStream,
+        subject: str,
+        kind: type[M],
+        listener: AsyncListener[M],
+        malformed: MalformedLog,
+        on_close: Callable[[EventSubscription[M]], None],
     ) -> None:
         self._stream = stream
         self._subject = subject
         self._kind = kind
         self._listener = listener
         self._malformed = malformed
+        self._on_close = on_close
         self._arrived: asyncio.Queue[Msg] = asyncio.Queue()
         self._pending: set[int] = set()
         self._stream_created: datetime | None = None
@@ -126,6 +134,7 @@ class EventSubscription(Generic[M]):
         """Stop receiving; the event being handled is finished (and acknowledged)."""
         if not self._tasks:
             return
+        self._on_close(self)
         handler, watcher = self._tasks
         self._tasks = []
         watcher.cancel()

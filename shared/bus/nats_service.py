@@ -7,6 +7,7 @@ import contextlib
 import logging
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
@@ -18,6 +19,7 @@ from opentelemetry import context as otel_context
 
 from shared.bus.answer import answer
 from shared.bus.base import M, R, Responder
+from shared.bus.nats_order import drain
 from shared.bus.wire import MalformedLog, check_size, error_headers
 from shared.errors import PayloadTooLarge
 
@@ -96,10 +98,13 @@ class RpcEndpoint(Generic[M, R]):
 class RpcService:
     """This process's one micro service; ``add`` gives it endpoints."""
 
-    def __init__(self, client: Client, name: str, malformed: MalformedLog) -> None:
+    def __init__(
+        self, client: Client, name: str, malformed: MalformedLog, on_close: Callable[[RpcSubscription], None]
+    ) -> None:
         self._client = client
         self._name = re.sub(r"[^A-Za-z0-9_\-]", "-", name)
         self._malformed = malformed
+        self._on_close = on_close
         self._service: Service | None = None
         self._stats: dict[str, AnswerStats] = {}
         self._lock = asyncio.Lock()
@@ -118,7 +123,7 @@ class RpcService:
             finally:
                 otel_context.detach(token)
             endpoint = service._endpoints[-1]
-        return RpcSubscription(service, endpoint, rpc)
+        return RpcSubscription(self._client, service, endpoint, rpc, self._on_close)
 
     async def _started(self) -> Service:
         if self._service is None:
@@ -147,18 +152,27 @@ class RpcService:
 class RpcSubscription:
     """A responder that runs."""
 
-    def __init__(self, service: Service, endpoint: Endpoint, rpc: RpcEndpoint[M, R]) -> None:
+    def __init__(
+        self,
+        client: Client,
+        service: Service,
+        endpoint: Endpoint,
+        rpc: RpcEndpoint[M, R],
+        on_close: Callable[[RpcSubscription], None],
+    ) -> None:
+        self._client = client
+        self._on_close = on_close
         self._service = service
         self._endpoint = endpoint
         self._rpc = rpc
 
     async def close(self) -> None:
         """Take no more requests; those that came are answered."""
+        self._on_close(self)
         if self._endpoint in self._service._endpoints:
             self._service._endpoints.remove(self._endpoint)
             subscription = self._endpoint._subscription
             if subscription is not None:
                 # Not the library's own stop: it would throw away requests that are here already.
-                with contextlib.suppress(nats.errors.Error, asyncio.TimeoutError):
-                    await asyncio.wait_for(subscription.drain(), _DRAIN_TIMEOUT_S)  # type: ignore[no-untyped-call]
+                await drain(self._client, subscription)
         await self._rpc.drain(_DRAIN_TIMEOUT_S)

@@ -20,9 +20,11 @@ _CHUNK_MASK = (1 << TAG_CHUNK_BITS) - 1
 
 
 def tag_of(transfer_id: int, chunk: int) -> int:
-    """The 64-bit tag of a chunk: 40 bits of transfer, 24 of chunk. Raises ``ValueError`` out of range."""
-    if not 0 <= transfer_id < 1 << 40:
-        raise ValueError(f"transfer_id {transfer_id} is not a 40-bit number")
+    """The tag of a chunk: 39 bits of transfer, 24 of chunk. Raises ``ValueError`` out of range.
+
+    The top bit of the 64 is the transport's own (``control``)."""
+    if not 0 <= transfer_id < 1 << 39:
+        raise ValueError(f"transfer_id {transfer_id} is not a 39-bit number")
     if not 0 <= chunk <= _CHUNK_MASK:
         raise ValueError(f"chunk {chunk} is not a 24-bit number")
     return transfer_id << TAG_CHUNK_BITS | chunk
@@ -82,8 +84,11 @@ class TensorTransport(Protocol):
         notices a lost peer by itself; inside a host (shared memory) the caller must.
         Channels are cached per address: a second call returns the living one."""
 
-    def recv(self, buffer: Buffer, tag: int) -> Transfer:
-        """Post a receive of exactly ``len(buffer)`` bytes. A shorter or longer message is a ``TransportError``."""
+    def recv(self, buffer: Buffer, tag: int, *, source: Channel | None = None) -> Transfer:
+        """Post a receive of exactly ``len(buffer)`` bytes. A shorter or longer message is a ``TransportError``.
+
+        A tag says nothing about the sender, so a receive that no message has matched yet can
+        only end with ``PeerLost`` when ``source`` names the channel to the peer that will send."""
 
     async def close(self) -> None:
         """Abort what is posted, disconnect, stop the thread."""

@@ -12,7 +12,7 @@ from shared.errors import BadRequest, BlitzError, PayloadTooLarge
 JSON = b"application/json"
 
 
-class ClientDisconnected(Exception):  # noqa: N818
+class ClientDisconnected(Exception):
     """The client closed the connection; there is nobody to answer."""
 
 

@@ -41,10 +41,8 @@ class Reply:
     """Chunks then carry a ``usage`` field, null but for the last one."""
 
     def _head(self, chunk: bool) -> dict[str, Any]:
-        if self.kind == "chat":
-            name = "chat.completion.chunk" if chunk else "chat.completion"
-        else:
-            name = "text_completion"
+        chat = "chat.completion.chunk" if chunk else "chat.completion"
+        name = chat if self.kind == "chat" else "text_completion"
         return {"id": self.response_id, "object": name, "created": self.created_s, "model": self.model}
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from opentelemetry.trace import Span
@@ -14,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway import admission
 from services.gateway.core.routes import ModelRoutes
 from services.gateway.core.stream import StreamState
-from services.gateway.http.asgi import ClientDisconnected, header, read_body, send_body
+from services.gateway.http.asgi import header, read_body, send_body
 from services.gateway.http.chat_request import read_chat_request
 from services.gateway.http.choice import Choice, Outlet, StreamedChoice, WholeChoice
 from services.gateway.http.completion_request import read_completion_request
@@ -25,7 +26,7 @@ from services.gateway.http.options import Options
 from services.gateway.http.request_span import request_span, set_response_attributes
 from services.gateway.service import Gateway
 from services.gateway.tokenizer import ModelTokenizer
-from shared.errors import BadRequest, BlitzError, Internal
+from shared.errors import BadRequest, Internal
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -84,11 +85,16 @@ class Generation:
                 raise BadRequest(
                     f"model {model.record.name!r} has no chat template; use /v1/completions", param="messages"
                 )
-            keywords = {"add_generation_prompt": chat.add_generation_prompt, "arguments": chat.template_arguments}
+            render = partial(
+                template.render,
+                chat.messages,
+                add_generation_prompt=chat.add_generation_prompt,
+                arguments=chat.template_arguments,
+            )
             if chat.num_characters > INLINE_TEMPLATE_CHARACTERS:
-                text = await asyncio.to_thread(template.render, chat.messages, **keywords)
+                text = await asyncio.to_thread(render)
             else:
-                text = template.render(chat.messages, **keywords)  # type: ignore[arg-type]
+                text = render()
             ids = await admission.encode(tokenizer, text, add_special_tokens=chat.add_special_tokens)
             return _Job(
                 "chat", f"chatcmpl-{secrets.token_hex(16)}", model, tokenizer, chat.options, (_Prompt(ids, ""),)
@@ -103,9 +109,7 @@ class Generation:
             else:
                 echo = tokenizer.decode(list(prompt), skip_special_tokens=False) if request.echo else ""
                 prompts.append(_Prompt(prompt, echo))
-        return _Job(
-            "completion", f"cmpl-{secrets.token_hex(16)}", model, tokenizer, request.options, tuple(prompts)
-        )
+        return _Job("completion", f"cmpl-{secrets.token_hex(16)}", model, tokenizer, request.options, tuple(prompts))
 
     async def _run(
         self, job: _Job, receive: Receive, send: Send, span: Span, arrived_s: float, arrived_at_s: float
@@ -121,9 +125,7 @@ class Generation:
         ]
         reply = Reply(job.kind, job.response_id, job.model.record.name, int(arrived_at_s), options.include_usage)
         outlet = Outlet(len(streams))
-        choices = [
-            self._choice(job, reply, outlet, stream, index, arrived_s) for index, stream in enumerate(streams)
-        ]
+        choices = [self._choice(job, reply, outlet, stream, index, arrived_s) for index, stream in enumerate(streams)]
         gateway.metrics.of(job.model.record.name).prompt_tokens += sum(len(p.token_ids) for p in job.prompts)
         watcher = asyncio.create_task(_watch(receive, outlet))
         try:
@@ -179,9 +181,7 @@ def _usage(choices: list[Choice]) -> Usage:
     return Usage(sum(c.num_prompt_tokens for c in choices), sum(c.num_tokens for c in choices))
 
 
-async def _send_stream(
-    send: Send, outlet: Outlet, reply: Reply, choices: list[Choice], options: Options
-) -> None:
+async def _send_stream(send: Send, outlet: Outlet, reply: Reply, choices: list[Choice], options: Options) -> None:
     """Send events as they come. Until the first one an error is still a plain HTTP error (raised)."""
     if outlet.error is not None and not outlet.chunks:
         raise outlet.error
@@ -215,5 +215,3 @@ async def _send_whole(send: Send, outlet: Outlet, reply: Reply, choices: list[Ch
             raise Internal(f"choice {index} has no end")
         parts.append(reply.choice_json(index, choice.text, choice.finish_reason, choice.logprobs_json))
     await send_body(send, 200, reply.whole(parts, _usage(choices)))
-
-

@@ -73,7 +73,7 @@ def plan_multicast(
     first, then host by host, so that a chain enters each host once. Deterministic: ties are
     broken by worker id. Fewer spare workers than targets give a smaller plan that says so.
     """
-    left_out = ()
+    left_out: tuple[str, ...] = ()
     if len(spare) < num_targets:
         left_out = (f"{num_targets - len(spare)} of {num_targets} instances: only {len(spare)} workers are spare",)
     wanted = min(num_targets, len(spare))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Literal
 
 from shared.messages.scaling import ScaleProgress, ScaleRecord, TargetRecord
+
+Direction = Literal["out", "in", "none"]
 
 
 @dataclass(slots=True)
@@ -29,7 +32,7 @@ class Operation:
         *,
         plan_id: str,
         model: str,
-        direction: str,
+        direction: Direction,
         desired: int,
         reason: str,
         triggered_at_s: float,
@@ -114,13 +117,13 @@ class Operation:
         ready = tuple(self._ms(max(t.layers_s[i] for t in targets if i in t.layers_s)) or 0.0 for i in complete)
         failures = [f"{t.worker_id}: {t.failure}" for t in targets if t.failure]
         failed = bool(self._failure) or (self.finished and bool(failures))
-        status = "failed" if failed else "done" if self.finished else "running"
+        status: Literal["running", "done", "failed"] = "failed" if failed else "done" if self.finished else "running"
         first = min((t.first_byte_s for t in targets if t.first_byte_s), default=None)
         return ScaleRecord(
             plan_id=self.plan_id,
             model=self.model,
             status=status,
-            direction=self._direction,  # type: ignore[arg-type]
+            direction=self._direction,
             desired=self._desired,
             reason=self._failure or self._reason,
             triggered_at_s=self._triggered_s,

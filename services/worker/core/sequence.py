@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence as Tokens
+from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
 
 from services.worker.core.output import TokenOutput
 from shared.messages.common import ErrorInfo

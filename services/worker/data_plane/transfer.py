@@ -46,6 +46,16 @@ class Downstream:
     epoch: int
 
 
+def _set_result(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _set_exception(future: asyncio.Future[None], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
 class _Outcome:
     """Bridges flow callbacks (any thread) to the event loop."""
 
@@ -56,13 +66,13 @@ class _Outcome:
         self.units: asyncio.Queue[int] = asyncio.Queue()
 
     def succeed(self) -> None:
-        self._loop.call_soon_threadsafe(lambda: self.done.done() or self.done.set_result(None))
+        self._loop.call_soon_threadsafe(_set_result, self.done)
 
     def fail(self, error: Exception) -> None:
-        self._loop.call_soon_threadsafe(lambda: self.done.done() or self.done.set_exception(error))
+        self._loop.call_soon_threadsafe(_set_exception, self.done, error)
 
     def got_header(self) -> None:
-        self._loop.call_soon_threadsafe(lambda: self.header.done() or self.header.set_result(None))
+        self._loop.call_soon_threadsafe(_set_result, self.header)
 
     def got_unit(self, unit: int) -> None:
         self._loop.call_soon_threadsafe(self.units.put_nowait, unit)
@@ -214,13 +224,13 @@ async def _finish_forwarding(flow: Outflow, outcome: _Outcome, plan_id: str, sta
 
 
 def _settle_outcome(task: asyncio.Task[None], done: asyncio.Future[None]) -> None:
-    if done.done() or task.cancelled():
+    if task.cancelled():
         return
     error = task.exception()
     if error is None:
-        done.set_result(None)
+        _set_result(done)
     else:
-        done.set_exception(error)
+        _set_exception(done, error)
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

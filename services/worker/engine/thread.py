@@ -157,14 +157,14 @@ class EngineThread:
     def _drain(self) -> None:
         while not self._commands.empty():
             self._commands.get()()
+        self._stats = self._loop.stats()
 
     def _deliver(self, output: StepOutput | None) -> None:
         if output is None:
             return
         try:
             self._on_output(output)
-        except Exception:
-            # The consumer's fault must not stop the other streams; they resend on request.
+        except Exception:  # noqa: BLE001 - the consumer's fault must not stop the other streams; logged, and we go on
             _log.exception("on_output failed")
 
     def _close(self) -> None:

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from services.planner.core.operations import Operation, Operations
+from services.planner.core.operations import Direction, Operation, Operations
 from shared.messages.scaling import ScaleProgress
 
 
-def operation(direction: str = "out", plan_id: str = "p") -> Operation:
+def operation(direction: Direction = "out", plan_id: str = "p") -> Operation:
     return Operation(
         plan_id=plan_id,
         model="m",

@@ -1,0 +1,45 @@
+"""``python -m services.gateway``: wiring only."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from services.gateway.config import GatewayConfig
+from services.gateway.http.app import GatewayApp
+from services.gateway.server import Server, listen
+from services.gateway.service import Gateway
+from shared.bus.nats import NatsBus
+from shared.process import Lifecycle, run_service
+from shared.settings import SettingsError
+from shared.telemetry import setup_telemetry
+
+
+def main() -> int:
+    try:
+        config = GatewayConfig.from_env(os.environ)
+    except SettingsError as error:
+        print(f"gateway: {error.message}", file=sys.stderr)  # noqa: T201 - before logging exists
+        return 1
+
+    async def serve(lifecycle: Lifecycle) -> None:
+        listener = listen(config.host, config.port)
+        flush = setup_telemetry("gateway", config.gateway_id)
+        try:
+            bus = await NatsBus.connect(config.nats_url, name="gateway")
+            try:
+                gateway = Gateway(bus, config)
+                await gateway.serve(
+                    Server(GatewayApp(gateway), drain_timeout_s=config.drain_timeout_s), listener, lifecycle
+                )
+            finally:
+                await bus.close()
+        finally:
+            listener.close()
+            flush()
+
+    return run_service("gateway", serve, log_level=config.log_level, die_with_parent=config.die_with_parent)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

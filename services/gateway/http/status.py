@@ -1,0 +1,83 @@
+"""The registry's state as one JSON object for operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shared.messages.registry import ModelRecord, Snapshot, WorkerRecord
+
+
+def status_json(pages: Sequence[Snapshot]) -> dict[str, Any]:
+    """``{"models", "instances", "workers", "floors"}`` of a snapshot (its pages in order)."""
+    workers = [record for page in pages for record in page.workers]
+    models = {record.name: record for page in pages for record in page.models}
+    floors = {floor.model: floor for page in pages for floor in page.floors}
+    instances: dict[str, dict[str, Any]] = {}
+    for record in workers:
+        instance = record.instance
+        if instance is None:
+            continue
+        row = instances.setdefault(
+            instance.instance_id,
+            {
+                "id": instance.instance_id,
+                "model": instance.model,
+                "state": instance.state,
+                "role": instance.role,
+                "workers": [],
+                "layers_ready": instance.layers_ready,
+                "weights_digest": instance.weights_digest,
+                "epoch": instance.epoch,
+                "plan_id": instance.plan_id,
+                "context_tokens": instance.context_tokens,
+                "max_running_requests": instance.max_running_requests,
+            },
+        )
+        row["workers"].append(record.worker.worker_id)
+    return {
+        "models": [_model(models[name], list(instances.values())) for name in sorted(models)],
+        "instances": [instances[key] for key in sorted(instances)],
+        "workers": [_worker(record) for record in workers],
+        "floors": [
+            {"model": floor.model, "instances": floor.instances, "until_s": floor.until_s} for floor in floors.values()
+        ],
+    }
+
+
+def _model(record: ModelRecord, instances: list[dict[str, Any]]) -> dict[str, Any]:
+    mine = [row for row in instances if row["model"] == record.name]
+    return {
+        "name": record.name,
+        "path": record.path,
+        "model_hash": record.model_hash,
+        "layout_hash": record.layout_hash,
+        "weights_bytes": record.weights_bytes,
+        "instances": len(mine),
+        "serving": sum(1 for row in mine if row["state"] == "serving"),
+        "min_instances": record.min_instances,
+        "max_instances": record.max_instances,
+        "added_at_s": record.added_at_s,
+        "architecture": record.spec.architecture,
+        "dtype": record.spec.dtype,
+        "num_layers": record.spec.num_layers,
+    }
+
+
+def _worker(record: WorkerRecord) -> dict[str, Any]:
+    worker = record.worker
+    return {
+        "id": worker.worker_id,
+        "host": worker.host,
+        "device": worker.device,
+        "engine": worker.engine,
+        "state": record.state,
+        "instance": record.instance.instance_id if record.instance is not None else None,
+        "model": record.instance.model if record.instance is not None else None,
+        "pid": worker.pid,
+        "leaf": worker.leaf,
+        "nic_gbps": worker.nic_gbps,
+        "arena_bytes": worker.arena_bytes,
+        "kv_bytes": worker.kv_bytes,
+        "lease_plan_id": record.lease_plan_id,
+    }

@@ -1,0 +1,70 @@
+"""``python -m services.worker``: wiring only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+
+from services.worker.config import WorkerConfig
+from services.worker.service import WorkerService
+from shared.bus.nats import NatsBus
+from shared.errors import BlitzError
+from shared.process import Lifecycle, run_service
+from shared.settings import SettingsError
+from shared.telemetry import setup_telemetry
+from shared.transport.ucx import UcxTransport
+
+BROKEN_EXIT_CODE = 70
+"""EX_SOFTWARE: the supervisor starts a fresh process."""
+
+
+def main() -> int:
+    try:
+        config = WorkerConfig.from_env(os.environ)
+    except SettingsError as error:
+        print(f"worker: {error.message}", file=sys.stderr)  # noqa: T201 - before logging exists
+        return 1
+
+    def fatal(why: str) -> None:
+        logging.getLogger("worker").critical("%s: this process ends and must be restarted", why)
+        os._exit(BROKEN_EXIT_CODE)
+
+    async def serve(lifecycle: Lifecycle) -> None:
+        if config.engine == "torch":
+            import torch
+
+            torch.set_num_threads(config.num_threads)
+            if config.device == "cuda":
+                raise BlitzError("BLITZ_WORKER_DEVICE=cuda: this build serves on the CPU only")
+        flush = setup_telemetry("worker", config.worker_id)
+        bus = await NatsBus.connect(config.nats_url, name=f"worker-{config.worker_id}")
+        transport = UcxTransport.start(name=config.worker_id)
+        try:
+            service = WorkerService(bus, transport, config, pid=os.getpid(), fatal=fatal)
+            ready = asyncio.create_task(_follow_readiness(service, lifecycle))
+            await service.run(lifecycle.stopping)
+            ready.cancel()
+        finally:
+            lifecycle.ready = False
+            await transport.close()
+            await bus.close()
+            flush()
+
+    return run_service(
+        config.worker_id,
+        serve,
+        log_level=config.log_level,
+        health_port=config.health_port,
+        die_with_parent=config.die_with_parent,
+    )
+
+
+async def _follow_readiness(service: WorkerService, lifecycle: Lifecycle) -> None:
+    await service.registered.wait()
+    lifecycle.ready = True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""The worker's instance: one model copy, its engine, and its place in the life cycle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from services.worker.config import WorkerConfig
+from services.worker.core.lifecycle import Lifecycle
+from services.worker.core.scheduler import SchedulerConfig
+from services.worker.data_plane.weight_copy import WeightCopy
+from services.worker.engine.arena import HostArena
+from services.worker.engine.base import Engine
+from services.worker.engine.kv_pool import KvPool
+from services.worker.engine.loop import EngineLoop, StepOutput
+from services.worker.engine.mock import MockEngine
+from services.worker.engine.thread import EngineThread
+from services.worker.engine.torch_engine import TorchEngine
+from shared.errors import BadCheckpoint, BlitzError, Conflict
+from shared.layout import ArenaLayout, layout_of
+from shared.messages.common import InstanceState
+from shared.messages.registry import InstanceInfo, ModelRecord
+from shared.messages.scaling import ChainMember, ScalePlan
+
+log = logging.getLogger(__name__)
+
+OnOutput = Callable[[StepOutput], None]
+"""Called on the engine thread."""
+
+
+class Instance:
+    """From ``loading`` to its end. All methods on the event loop; the engine has a thread of its own."""
+
+    def __init__(
+        self,
+        record: ModelRecord,
+        plan_id: str,
+        member: ChainMember,
+        copy: WeightCopy,
+        engine: Engine,
+        scheduler: SchedulerConfig,
+        on_output: OnOutput,
+        on_failure: Callable[[BlitzError], None],
+    ) -> None:
+        self.record = record
+        self.plan_id = plan_id
+        self.instance_id = member.instance_id
+        self.epoch = member.epoch
+        self.copy = copy
+        self.scheduler = scheduler
+        self.received_bytes = 0
+        self._digest = ""
+        self._lifecycle = Lifecycle()
+        self._lifecycle.move_to("loading")
+        self._thread = EngineThread(EngineLoop(engine, scheduler, time.monotonic), on_output, on_failure)
+        self._pins = 0
+
+    @property
+    def layout(self) -> ArenaLayout:
+        return self.copy.layout
+
+    @property
+    def state(self) -> InstanceState:
+        return self._lifecycle.state
+
+    @property
+    def engine(self) -> EngineThread:
+        return self._thread
+
+    def info(self) -> InstanceInfo:
+        """What the registry should know."""
+        return InstanceInfo(
+            instance_id=self.instance_id,
+            model=self.record.name,
+            model_hash=self.record.model_hash,
+            layout_hash=self.record.layout_hash,
+            state=self.state,
+            role="colocated",
+            epoch=self.epoch,
+            layers_ready=self.copy.layers_ready,
+            weights_digest=self._digest,
+            max_running_requests=self.scheduler.max_num_sequences,
+            max_queued_tokens=self.scheduler.max_queued_tokens,
+            context_tokens=self.scheduler.limit_tokens,
+            plan_id=self.plan_id,
+        )
+
+    async def serve(self) -> None:
+        """All units are ready: start the engine and take requests."""
+        self._digest = self.copy.digest()
+        self._thread.start()
+        self._lifecycle.move_to("serving")
+
+    def drain(self) -> None:
+        """Take no new requests. Raises the life cycle's error unless serving."""
+        self._lifecycle.move_to("draining")
+
+    def revive(self) -> bool:
+        """Serve again if it still drains."""
+        if self.state != "draining":
+            return False
+        self._lifecycle.move_to("serving")
+        return True
+
+    def fail(self) -> None:
+        """Something broke; the instance can only go."""
+        self._lifecycle.move_to("failed")
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[None]:
+        """The copy is being read by others: it must not go."""
+        self._pins += 1
+        try:
+            yield
+        finally:
+            self._pins -= 1
+
+    def check_admits(self, instance_id: str) -> None:
+        """Raises ``Conflict`` unless this very instance takes requests now."""
+        if instance_id != self.instance_id or self.state != "serving":
+            raise Conflict(f"instance {instance_id} takes no requests here ({self.instance_id} is {self.state})")
+
+    @property
+    def num_requests(self) -> int:
+        load = self._thread.stats().load
+        return load.queued_requests + load.running_requests
+
+    async def idle(self) -> bool:
+        """Wait until nothing runs here and nobody reads the copy; False if it was revived meanwhile."""
+        while self.state == "draining":
+            # The thread's own figures may lag behind a request it was just handed.
+            queued = await asyncio.wrap_future(self._thread.call(lambda loop: loop.scheduler.num_requests))
+            if queued == 0 and self._pins == 0 and self.state == "draining":
+                return True
+            await asyncio.sleep(0.01)
+        return False
+
+    async def stop(self) -> None:
+        """End what still runs, and the engine's thread."""
+        self._thread.stop()
+        await asyncio.to_thread(self._thread.join, 30.0)
+
+
+class InstanceFactory:
+    """Owns the worker's memory (one arena, one KV pool, fixed for its life) and builds instances in it."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        on_output: OnOutput,
+        on_failure: Callable[[BlitzError], None],
+    ) -> None:
+        self._config = config
+        self._on_output = on_output
+        self._on_failure = on_failure
+        self._arena = HostArena.allocate(config.arena_bytes)
+        self._kv = KvPool.allocate(config.kv_bytes)
+
+    def create(self, plan: ScalePlan, member: ChainMember) -> Instance:
+        """An instance in state ``loading``, its engine bound to the places where the weights will be.
+
+        Raises ``Conflict`` when this worker derives another layout than the planner's record,
+        ``TransportError`` when the model does not fit the arena, ``BadRequest`` when the KV pool is too small.
+        """
+        record, config = plan.model, self._config
+        layout = layout_of(record.spec)
+        if layout.hash != record.layout_hash:
+            raise Conflict(f"layout {layout.hash} here, {record.layout_hash} in the plan: different versions?")
+        copy = WeightCopy(layout, self._arena)
+        engine = self._engine(layout)
+        scheduler = SchedulerConfig(
+            num_blocks=engine.num_blocks,
+            block_size=engine.block_size,
+            context_tokens=record.spec.max_position,
+            max_num_sequences=config.max_running_requests,
+            max_batch_tokens=config.max_batch_tokens,
+            prefill_chunk_tokens=config.prefill_chunk_tokens,
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+        )
+        return Instance(record, plan.plan_id, member, copy, engine, scheduler, self._on_output, self._on_failure)
+
+    def _engine(self, layout: ArenaLayout) -> Engine:
+        config = self._config
+        num_blocks = self._kv.num_blocks(layout.spec, config.block_size)
+        if num_blocks < 1:
+            raise BadCheckpoint(
+                f"a KV block of this model does not fit {config.kv_bytes} bytes: raise BLITZ_WORKER_KV_MIB"
+            )
+        # More blocks than every running request at full context could use would only cost lookups.
+        most = config.max_running_requests * -(-layout.spec.max_position // config.block_size)
+        num_blocks = min(num_blocks, most)
+        if config.engine == "mock":
+            return MockEngine(
+                num_layers=layout.num_layers,
+                num_blocks=num_blocks,
+                block_size=config.block_size,
+                vocab_size=layout.spec.vocab_size,
+                timing=config.mock,
+            )
+        return TorchEngine(layout, self._arena, self._kv, num_blocks=num_blocks, block_size=config.block_size)
+
+    def release(self) -> None:
+        """The instance is gone: its pages may go back to the system."""
+        self._arena.release()
+        self._kv.release()

@@ -1,0 +1,187 @@
+"""The worker's shell: registration, plans, requests and reports around one instance slot."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge
+
+from services.worker.config import WorkerConfig
+from services.worker.instance import InstanceFactory
+from services.worker.peers import Peers
+from services.worker.registration import Registration
+from services.worker.scaling import Scaling
+from services.worker.serving import Serving
+from shared import subjects
+from shared.bus.base import Bus
+from shared.errors import BlitzError
+from shared.messages.common import InstanceState
+from shared.messages.generation import AckTerminal, Cancel, GatewayHeartbeat, Resend, Submit
+from shared.messages.load import LoadReport
+from shared.messages.registry import InstanceInfo, ModelRecord, WorkerInfo
+from shared.messages.scaling import DrainPlan, FetchRange, ScalePlan
+from shared.transport.base import TensorTransport
+
+log = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 5.0
+
+
+class WorkerService:
+    """One process, one device, at most one instance."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        transport: TensorTransport,
+        config: WorkerConfig,
+        *,
+        pid: int = 0,
+        fatal: Callable[[str], None],
+        metrics: CollectorRegistry = REGISTRY,
+    ) -> None:
+        """``fatal(why)`` must end the process soon: its memory can no longer be trusted."""
+        self._bus = bus
+        self._config = config
+        self.info = WorkerInfo(
+            worker_id=config.worker_id,
+            incarnation=secrets.token_hex(8),
+            host=config.host,
+            device=config.device,
+            engine=config.engine,
+            transport_address=transport.address,
+            arena_bytes=config.arena_bytes,
+            kv_bytes=config.kv_bytes,
+            leaf=config.leaf,
+            nic_gbps=config.nic_gbps,
+            pid=pid,
+        )
+        self._serving = Serving(bus, config.worker_id, lambda: self._scaling.instance)
+        factory = InstanceFactory(config, self._serving.on_output, self._on_engine_failure)
+        self._peers = Peers(bus, transport, self.info)
+        self._scaling = Scaling(bus, transport, self.info, self._peers, factory, stall_s=config.stall_s, fatal=fatal)
+        self._registration = Registration(bus, self.info, self._state, self._model, self._scaling.on_stop_instance)
+        self._scaling.registration = self._registration
+        self._loop = asyncio.get_running_loop()
+        self._fatal = fatal
+        self._running_gauge = Gauge("blitz_worker_running_requests", "Running requests", registry=metrics)
+        self._queued_gauge = Gauge("blitz_worker_queued_requests", "Waiting requests", registry=metrics)
+        self._kv_gauge = Gauge("blitz_worker_kv_usage_ratio", "Used share of the KV blocks", registry=metrics)
+
+    @property
+    def registered(self) -> asyncio.Event:
+        """Set once the pool knows this worker."""
+        return self._registration.registered
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serve until ``stopping``, then drain for at most the configured time."""
+        worker_id, serving, scaling = self._config.worker_id, self._serving, self._scaling
+        subscriptions = [
+            await self._bus.respond(subjects.worker_submit(worker_id), Submit, serving.on_submit),
+            await self._bus.respond(subjects.worker_resend(worker_id), Resend, serving.on_resend),
+            await self._bus.respond(subjects.worker_fetch(worker_id), FetchRange, scaling.on_fetch),
+            await self._bus.subscribe(subjects.worker_cancel(worker_id), Cancel, serving.on_cancel),
+            await self._bus.subscribe(subjects.worker_ack(worker_id), AckTerminal, serving.on_ack),
+            await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, serving.on_gateway),
+            await self._bus.subscribe_events(subjects.scale_plans(), ScalePlan, scaling.on_scale_plan),
+            await self._bus.subscribe_events(subjects.drain_plans(), DrainPlan, scaling.on_drain_plan),
+        ]
+        tasks = [
+            asyncio.create_task(work)
+            for work in (
+                self._registration.run(),
+                self._peers.run(),
+                serving.publish_forever(),
+                self._report_load(),
+            )
+        ]
+        stopped = asyncio.create_task(stopping.wait())
+        try:
+            # A task that ends is a bug of ours: let it surface instead of limping on.
+            done, _ = await asyncio.wait({stopped, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {stopped}:
+                task.result()
+            await self._drain()
+        finally:
+            stopped.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for subscription in subscriptions:
+                await subscription.close()
+            await scaling.close()
+            await self._registration.leave()
+
+    async def _drain(self) -> None:
+        """Take nothing new and finish what runs. New requests are routed elsewhere meanwhile."""
+        self._serving.admitting = False
+        instance = self._scaling.instance
+        if instance is None or instance.state not in ("serving", "draining"):
+            return
+        if instance.state == "serving":
+            instance.drain()
+        await self._registration.confirmed(JOIN_TIMEOUT_S)
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await instance.idle()
+                await self._serving.flushed()
+        except TimeoutError:
+            log.warning(
+                "%d requests are still running after %.0f s: they continue elsewhere",
+                instance.num_requests,
+                self._config.drain_timeout_s,
+            )
+
+    def _state(self) -> tuple[InstanceState, InstanceInfo | None]:
+        instance = self._scaling.instance
+        return ("spare", None) if instance is None else (instance.state, instance.info())
+
+    def _model(self) -> ModelRecord | None:
+        instance = self._scaling.instance
+        return None if instance is None else instance.record
+
+    def _on_engine_failure(self, error: BlitzError) -> None:
+        self._loop.call_soon_threadsafe(self._fatal, f"the engine's thread ended: {error}")
+
+    async def _report_load(self) -> None:
+        """Publish the instance's load, and do what is due now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(self._config.report_interval_s)
+            self._serving.expire()
+            instance = self._scaling.instance
+            if instance is None or instance.state not in ("live", "serving", "draining"):
+                self._running_gauge.set(0)
+                self._queued_gauge.set(0)
+                self._kv_gauge.set(0)
+                continue
+            stats = instance.engine.stats()
+            load = stats.load
+            self._running_gauge.set(load.running_requests)
+            self._queued_gauge.set(load.queued_requests)
+            self._kv_gauge.set(load.blocks_used / load.blocks_total)
+            report = LoadReport(
+                worker_id=self._config.worker_id,
+                instance_id=instance.instance_id,
+                model=instance.record.name,
+                state=instance.state,
+                role="colocated",
+                published_at_s=time.time(),
+                queued_requests=load.queued_requests,
+                queued_tokens=load.queued_tokens,
+                running_requests=load.running_requests,
+                running_tokens=load.running_tokens,
+                prefill_tokens_total=load.prefill_tokens_total,
+                decode_tokens_total=load.decode_tokens_total,
+                busy_s_total=stats.busy_s_total,
+                kv_blocks_total=load.blocks_total,
+                kv_blocks_used=load.blocks_used,
+                preemptions_total=load.preemptions_total,
+            )
+            try:
+                await self._bus.publish(subjects.load(), report)
+            except BlitzError as error:
+                log.debug("load not published: %s", error)

@@ -1,0 +1,197 @@
+"""Requests in, tokens out: the worker's side of the conversation with the gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+
+from services.worker.core.output import TokenOutput
+from services.worker.core.sequence import Sequence
+from services.worker.engine.loop import StepOutput
+from services.worker.instance import Instance
+from services.worker.streams import Streams
+from shared import subjects
+from shared.bus.base import Bus
+from shared.errors import BlitzError, Conflict
+from shared.messages.common import Ack
+from shared.messages.generation import (
+    AckTerminal,
+    Cancel,
+    GatewayHeartbeat,
+    Resend,
+    StreamPart,
+    Submit,
+    TokenBatch,
+)
+from shared.telemetry import tracer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Gateway:
+    heard_at_s: float
+    lease_s: float
+
+
+class Serving:
+    """Event loop only, except ``on_output``, which the engine thread calls."""
+
+    def __init__(self, bus: Bus, worker_id: str, instance: Callable[[], Instance | None]) -> None:
+        self._bus = bus
+        self._worker_id = worker_id
+        self._instance = instance
+        self._loop = asyncio.get_running_loop()
+        self._streams = Streams()
+        self._spans: dict[tuple[str, int], Span] = {}
+        self._gateways: dict[str, _Gateway] = {}
+        self._steps: deque[StepOutput] = deque()
+        self._stepped = asyncio.Event()
+        self._publishing = False
+        self.admitting = True
+
+    # --- from the engine ---------------------------------------------------------------------
+
+    def on_output(self, output: StepOutput) -> None:
+        """A step's tokens. Called on the engine thread; order is kept."""
+        if not output.outputs:
+            return
+        self._steps.append(output)
+        self._loop.call_soon_threadsafe(self._stepped.set)
+
+    async def publish_forever(self) -> None:
+        """Send every step's tokens, one message per gateway, until cancelled."""
+        while True:
+            await self._stepped.wait()
+            self._stepped.clear()
+            self._publishing = True
+            while self._steps:
+                await self._publish(self._steps.popleft())
+            self._publishing = False
+
+    async def flushed(self) -> None:
+        """Wait until everything that the engine produced was sent."""
+        while self._steps or self._publishing:
+            await asyncio.sleep(0.005)
+
+    async def _publish(self, step: StepOutput) -> None:
+        instance = self._instance()
+        instance_id = instance.instance_id if instance else ""
+        for gateway_id, parts in self._streams.take(step.outputs, time.monotonic()).items():
+            await self._send(gateway_id, instance_id, parts)
+        for output in step.outputs:
+            if output.finish_reason is not None:
+                self._end_span(output)
+
+    async def _send(self, gateway_id: str, instance_id: str, parts: list[StreamPart]) -> None:
+        batch = TokenBatch(worker_id=self._worker_id, instance_id=instance_id, parts=tuple(parts))
+        try:
+            await self._bus.publish(subjects.tokens(gateway_id), batch)
+        except BlitzError as error:
+            # Kept in the streams: the gateway sees the gap and asks again.
+            log.warning("tokens for gateway %s not sent: %s", gateway_id, error)
+
+    # --- from the gateways -------------------------------------------------------------------
+
+    async def on_submit(self, request: Submit) -> Ack:
+        """Take a request. Raises ``Conflict`` (not this instance, not serving), ``Overloaded``,
+        ``ContextLengthExceeded``; then nothing was taken."""
+        instance = self._instance()
+        if instance is None or not self.admitting:
+            raise Conflict(f"worker {self._worker_id} has no instance that takes requests")
+        instance.check_admits(request.instance_id)
+        offset = len(request.output_token_ids)
+        if not self._streams.open(request.request_id, request.attempt, request.gateway_id, offset):
+            return Ack()  # the submit was repeated: it runs already
+        self._gateways.setdefault(request.gateway_id, _Gateway(time.monotonic(), 30.0))
+        key = (request.request_id, request.attempt)
+        span = tracer().start_span(
+            "worker.request",
+            kind=SpanKind.SERVER,
+            attributes={
+                "gen_ai.operation.name": "generate",
+                "gen_ai.request.model": request.model,
+                "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
+                "blitz.request_id": request.request_id,
+                "blitz.attempt": request.attempt,
+                "blitz.worker_id": self._worker_id,
+                "blitz.instance_id": request.instance_id,
+            },
+        )
+        self._spans[key] = span
+        sequence = Sequence(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            gateway_id=request.gateway_id,
+            prompt=request.prompt_token_ids,
+            params=request.sampling,
+            eos_token_ids=instance.record.spec.eos_token_ids,
+            output=request.output_token_ids,
+        )
+        try:
+            await asyncio.wrap_future(instance.engine.submit(sequence))
+        except BlitzError as error:
+            self._streams.forget(*key)
+            self._spans.pop(key).end()
+            span.set_status(Status(StatusCode.ERROR, str(error)))
+            raise
+        return Ack()
+
+    def on_cancel(self, request: Cancel) -> None:
+        """The gateway wants no more of a request."""
+        instance = self._instance()
+        self._streams.forget(request.request_id, request.attempt)
+        if instance is not None:
+            instance.engine.cancel(request.request_id, request.attempt)
+
+    def on_ack(self, message: AckTerminal) -> None:
+        """The gateway has these streams' ends."""
+        for stream in message.streams:
+            self._streams.forget(stream.request_id, stream.attempt)
+
+    async def on_resend(self, request: Resend) -> Ack:
+        """Send a stream's tokens again. Raises ``NotFound`` when they are not here."""
+        gateway_id, part = self._streams.resend(request.request_id, request.attempt, request.offset)
+        instance = self._instance()
+        await self._send(gateway_id, instance.instance_id if instance else "", [part])
+        return Ack()
+
+    def on_gateway(self, heartbeat: GatewayHeartbeat) -> None:
+        """A gateway lives."""
+        self._gateways[heartbeat.gateway_id] = _Gateway(time.monotonic(), heartbeat.lease_s)
+
+    def expire(self) -> None:
+        """Free the requests of gateways that are silent for a lease. Their silence counts only
+        while our own connection has been up as long."""
+        now_s = time.monotonic()
+        self._streams.expire(time.monotonic())
+        connected_since_s = self._bus.connected_since_s
+        if connected_since_s is None:
+            return
+        connected_s = time.monotonic() - connected_since_s
+        for gateway_id, gateway in list(self._gateways.items()):
+            if connected_s > gateway.lease_s and now_s - gateway.heard_at_s > gateway.lease_s:
+                log.warning("gateway %s is silent for %.1f s: its requests are freed", gateway_id, gateway.lease_s)
+                del self._gateways[gateway_id]
+                self._streams.forget_gateway(gateway_id)
+                instance = self._instance()
+                if instance is not None:
+                    instance.engine.cancel_gateway(gateway_id)
+
+    def _end_span(self, output: TokenOutput) -> None:
+        span = self._spans.pop((output.request_id, output.attempt), None)
+        if span is None:
+            return
+        if output.queued_s is not None:
+            span.set_attribute("blitz.queued_s", output.queued_s)
+        span.set_attribute("gen_ai.usage.output_tokens", output.offset + len(output.token_ids))
+        span.set_attribute("gen_ai.response.finish_reasons", [output.finish_reason or ""])
+        if output.error is not None:
+            span.set_status(Status(StatusCode.ERROR, output.error.message))
+        span.end()

@@ -1,0 +1,33 @@
+"""Being sure that the server has seen what this client sent.
+
+The client's own ``flush`` writes its PING ahead of commands that wait in its buffer, so it can return
+before the server knows of a subscription just made. A request queues behind them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.subscription import Subscription
+
+_TIMEOUT_S = 2.0
+
+
+async def round_trip(client: Client) -> None:
+    """Return once the server has processed everything sent so far, or after 2 s. At once while disconnected."""
+    if client.is_connected:
+        with contextlib.suppress(nats.errors.Error):  # "no responders" is the answer expected
+            await client.request(client.new_inbox(), timeout=_TIMEOUT_S)
+
+
+async def drain(client: Client, subscription: Subscription) -> None:
+    """Withdraw the subscription; what the server had sent by then is handled before this returns."""
+    with contextlib.suppress(nats.errors.Error):  # closed before, or disconnected meanwhile
+        if client.is_connected:
+            await client._send_unsubscribe(subscription._id)
+            await round_trip(client)
+            await subscription.drain()  # type: ignore[no-untyped-call]
+        else:
+            await subscription.unsubscribe()

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+SERVICES = ("gateway", "monitor", "planner", "pool", "worker")
+
+
+def compose_file(name: str = "docker-compose.yml") -> dict[str, Any]:
+    loaded = yaml.safe_load((ROOT / "compose" / name).read_text())
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def known_variables(service: str) -> set[str]:
+    return set(re.findall(r'"(BLITZ_[A-Z0-9_]+)"', (ROOT / "services" / service / "config.py").read_text()))
+
+
+def dockerfile() -> str:
+    return (ROOT / "compose" / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_variable_that_is_set_is_read_by_the_service(service: str) -> None:
+    environment = compose_file()["services"][service]["environment"]
+    blitz = {name for name in environment if name.startswith("BLITZ_")}
+    assert blitz - known_variables(service) == set()
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT" in environment
+
+
+def test_images_set_only_variables_that_some_service_reads() -> None:
+    known = set().union(*(known_variables(service) for service in SERVICES))
+    assert set(re.findall(r"\b(BLITZ_[A-Z_]+)=", dockerfile())) - known == set()
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_service_is_built_from_a_target_of_its_own(service: str) -> None:
+    build = compose_file()["services"][service]["build"]
+    assert (ROOT / "compose" / build["context"] / build["dockerfile"]).resolve() == ROOT / "compose" / "Dockerfile"
+    assert build["target"] == service
+    targets = re.findall(r"^FROM \S+ AS (\S+)$", dockerfile(), re.MULTILINE)
+    assert targets.count(service) == 1
+    assert f'ENTRYPOINT ["python", "-m", "services.{service}"]' in dockerfile()
+
+
+def test_stages_build_on_stages_that_exist_and_run_without_root() -> None:
+    stages = re.findall(r"^FROM (\S+) AS (\S+)$", dockerfile(), re.MULTILINE)
+    names = [name for _, name in stages]
+    for base, name in stages[1:]:
+        assert base in names[: names.index(name)]
+    assert {base for base, name in stages if name in SERVICES} == {"runtime"}
+    runtime = dockerfile().split("AS runtime", 1)[1].split("FROM", 1)[0]
+    assert "\nUSER blitz\n" in runtime
+
+
+def test_only_the_worker_image_installs_torch() -> None:
+    for stage in dockerfile().split("\nFROM ")[1:]:
+        name = stage.split(" AS ", 1)[1].split()[0]
+        if "TORCH_INDEX" in stage:
+            assert name == "build-worker"
+    for service in SERVICES[:-1]:
+        assert f"'.[{service}]'" in dockerfile()
+
+
+def test_extras_that_images_install_exist() -> None:
+    extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    assert {*SERVICES, "gpu"} <= extras
+
+
+def test_everything_has_a_health_check_a_restart_policy_and_healthy_dependencies() -> None:
+    services = compose_file()["services"]
+    for name, service in services.items():
+        assert service["healthcheck"]["test"], name
+        assert service["restart"] == "unless-stopped", name
+        for dependency, how in service.get("depends_on", {}).items():
+            assert dependency in services
+            assert how == {"condition": "service_healthy"}
+
+
+def test_checkpoints_are_read_only_and_at_one_path_where_they_are_read() -> None:
+    services = compose_file()["services"]
+    mounts = [services[name]["volumes"][0] for name in ("gateway", "pool", "worker")]
+    assert mounts[0] == mounts[1] == mounts[2]
+    assert mounts[0]["read_only"] is True
+    assert mounts[0]["target"] == "${BLITZ_MODELS}"
+
+
+def test_workers_share_one_shared_memory_of_a_set_size() -> None:
+    services = compose_file()["services"]
+    assert services["worker"]["ipc"] == services["worker"]["pid"] == "service:shm"
+    assert services["shm"]["ipc"] == "shareable"
+    assert "gb" in services["shm"]["shm_size"]
+    assert "BLITZ_WORKER_ID" not in services["worker"]["environment"]
+    assert "ports" not in services["worker"]
+
+
+def test_nothing_but_the_gateway_and_the_traces_is_published() -> None:
+    services = compose_file()["services"]
+    assert {name for name, service in services.items() if "ports" in service} == {"gateway", "jaeger"}
+    assert compose_file()["networks"]["backend"] == {"internal": True}
+
+
+def test_the_gpu_file_changes_services_that_exist() -> None:
+    changed = compose_file("docker-compose.gpu.yml")["services"]
+    assert set(changed) <= set(compose_file()["services"])
+    assert set(changed["worker"]["build"]["args"]) <= set(re.findall(r"^ARG (\w+)", dockerfile(), re.MULTILINE))
+
+
+def test_what_the_build_copies_is_in_its_context() -> None:
+    kept = set(re.findall(r"^!(\S+?)/?$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
+    copied = re.findall(r"^COPY ([^.-].*) \./$", dockerfile(), re.MULTILINE)
+    assert set(copied[0].split()) <= kept
+    assert {"services", "shared", "compose"} <= kept
+
+
+def test_constraints_pin_each_package_once_and_torch_to_a_plain_version() -> None:
+    lines = (ROOT / "constraints.txt").read_text().split()
+    names = [line.partition("==")[0].lower().replace("_", "-") for line in lines]
+    assert len(names) == len(set(names))
+    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][0-9a-z.]*", line) for line in lines)
+    assert {"torch", "xxhash", "types-psutil"} <= set(names)

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+
+from compose.log_lines import ConsoleSink, LineSplitter, ProcessLog
+
+
+def test_lines_come_out_whole_however_the_bytes_come_in() -> None:
+    splitter = LineSplitter()
+    text = "first\r\nsécond\n\nlast".encode()
+    lines = [line for index in range(len(text)) for line in splitter.feed(text[index : index + 1])]
+    assert [*lines, *splitter.flush()] == [b"first", "sécond".encode(), b"", b"last"]
+    assert list(splitter.flush()) == []
+
+
+def test_an_endless_line_is_cut_and_loses_nothing() -> None:
+    splitter = LineSplitter()
+    lines = list(splitter.feed(b"x" * 200_000))
+    assert max(map(len, lines)) <= 64 * 1024
+    assert sum(map(len, [*lines, *splitter.flush()])) == 200_000
+
+
+def test_console_lines_have_an_aligned_name_and_no_colour_off_a_terminal() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(stream)
+    sink("gateway", "ready")
+    sink("worker-0", "ready")
+    first, second = stream.getvalue().splitlines()
+    assert first == "gateway   | ready"
+    assert first.index("|") == second.index("|")
+
+
+def test_names_are_coloured_on_a_terminal_each_differently() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(stream, colour=True)
+    sink("gateway", "a")
+    sink("pool", "b")
+    sink("gateway", "c")
+    prefixes = [line.split("|")[0] for line in stream.getvalue().splitlines()]
+    assert prefixes[0] == prefixes[2] != prefixes[1]
+    assert prefixes[0].startswith("\x1b[")
+
+
+def test_a_reader_that_went_away_does_not_stop_the_stack() -> None:
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    stream = os.fdopen(write_fd, "w")
+    sink = ConsoleSink(stream)
+    sink("pool", "nobody reads this")
+    sink("pool", "nor this")
+    with contextlib.suppress(BrokenPipeError):
+        stream.close()
+
+
+def test_a_log_keeps_the_former_run_and_the_last_lines(tmp_path: Path) -> None:
+    log = ProcessLog("pool", tmp_path)
+    log.write(b"old run")
+    log.close()
+    log = ProcessLog("pool", tmp_path)
+    for number in range(100):
+        log.write(f"line {number} \xff".encode("latin-1"))
+    log.close()
+    assert (tmp_path / "pool.log.1").read_text() == "old run\n"
+    assert len((tmp_path / "pool.log").read_bytes().splitlines()) == 100
+    assert log.last_lines[-1] == "line 99 �"
+    assert len(log.last_lines) == 40

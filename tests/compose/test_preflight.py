@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from compose import preflight
+from compose.config import StackConfig, default_state_dir, default_workers
+from compose.errors import StackRefused
+from compose.state_dir import StateDir
+
+
+def config(tmp_path: Path, **settings: object) -> StackConfig:
+    return StackConfig(**({"models": (), "state_dir": tmp_path, "port": 0} | settings))  # type: ignore[arg-type]
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen(1)
+        port = holder.getsockname()[1]
+        with pytest.raises(StackRefused, match=f"port {port} on 127.0.0.1 is in use.*--port"):
+            preflight.check(config(tmp_path, port=port))
+
+
+def test_an_address_that_is_not_ours_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StackRefused, match=r"cannot listen on 192\.0\.2\.1 port 8123"):
+        preflight.check(config(tmp_path, host="192.0.2.1", port=8123))
+
+
+def test_a_path_that_is_no_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for name in ("file", "absent"):
+        with pytest.raises(StackRefused, match=f"{tmp_path / name} is not a directory"):
+            preflight.check(config(tmp_path, models=(tmp_path / name,)))
+
+
+def test_a_bad_checkpoint_is_refused_with_file_and_tensor(tmp_path: Path, demo_model: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(demo_model, broken)
+    settings = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 9}))
+    with pytest.raises(StackRefused, match=r"broken cannot be served: model.safetensors: tensor model.layers.8\."):
+        preflight.check(config(tmp_path, models=(broken,)))
+
+
+def test_a_good_checkpoint_passes(tmp_path: Path, demo_model: Path) -> None:
+    assert preflight.check(config(tmp_path, models=(demo_model,))) == 0
+    assert preflight.model_names((demo_model, demo_model)) == {"demo": demo_model}
+
+
+def test_two_directories_of_one_name_are_refused(tmp_path: Path) -> None:
+    for parent in ("a", "b"):
+        (tmp_path / parent / "llama").mkdir(parents=True)
+    with pytest.raises(StackRefused, match="would both be served as 'llama'"):
+        preflight.model_names((tmp_path / "a" / "llama", tmp_path / "b" / "llama"))
+
+
+@pytest.mark.parametrize("workers", [0, -3])
+def test_fewer_than_one_worker_is_refused(tmp_path: Path, workers: int) -> None:
+    with pytest.raises(StackRefused, match=f"--workers must be at least 1, not {workers}"):
+        config(tmp_path, workers=workers)
+
+
+def test_a_port_out_of_range_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StackRefused, match="--port must be between 0 and 65535, not 70000"):
+        config(tmp_path, port=70000)
+
+
+def test_cuda_without_a_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_CUDA_PROBE", "print(0)")
+    with pytest.raises(StackRefused, match="no CUDA device"):
+        preflight.check(config(tmp_path, device="cuda"))
+    monkeypatch.setattr(preflight, "_CUDA_PROBE", "import no_such_torch")
+    with pytest.raises(StackRefused, match="No module named 'no_such_torch'"):
+        preflight.check(config(tmp_path, device="cuda"))
+    monkeypatch.setattr(preflight, "_CUDA_PROBE", "print(2)")
+    assert preflight.check(config(tmp_path, device="cuda")) == 2
+
+
+def test_a_state_directory_belongs_to_one_stack_at_a_time(tmp_path: Path) -> None:
+    first, second = StateDir(tmp_path / "state"), StateDir(tmp_path / "state")
+    first.acquire()
+    with pytest.raises(StackRefused, match=r"another stack \(process \d+\) uses the state directory"):
+        second.acquire()
+    first.release()
+    second.acquire()
+    second.release()
+    second.release()
+
+
+def test_a_new_stack_starts_without_the_former_registry_but_keeps_the_plans(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    state.acquire()
+    (state.redis / "appendonly.aof").write_text("old")
+    (state.nats / "plans").write_text("record")
+    state.release()
+    state.acquire()
+    assert list(state.redis.iterdir()) == []
+    assert (state.nats / "plans").read_text() == "record"
+    state.release()
+
+
+def test_a_state_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StackRefused, match="cannot be used"):
+        StateDir(tmp_path / "file" / "state").acquire()
+
+
+def test_a_long_path_has_no_socket(tmp_path: Path) -> None:
+    assert StateDir(Path("/short")).redis_socket == Path("/short/redis/redis.sock")
+    assert StateDir(tmp_path / ("x" * 100)).redis_socket is None
+
+
+def test_defaults_follow_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("compose.config.num_cores", lambda: 2)
+    assert default_workers() == 2
+    assert config(tmp_path, workers=4).worker_threads == 1
+    monkeypatch.setattr("compose.config.num_cores", lambda: 16)
+    assert default_workers() == 4
+    assert config(tmp_path, workers=4).worker_threads == 4
+    monkeypatch.setenv("XDG_STATE_HOME", "/x")
+    assert default_state_dir() == Path("/x/blitzscale")

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from compose.child import ChildSpec, describe_exit
+from compose.errors import StackRefused
+from compose.restart_policy import RestartPolicy
+from compose.supervisor import Supervisor
+from tests.compose.waiting import until
+
+QUICK = RestartPolicy(first_delay_s=0.02, max_delay_s=0.05, stable_s=5.0, max_young_deaths=3)
+FOREVER = "import time\nprint('up', flush=True)\ntime.sleep(600)"
+
+
+def python(name: str, code: str, *, grace_s: float = 5.0) -> ChildSpec:
+    return ChildSpec(name, (sys.executable, "-S", "-c", code), dict(os.environ), grace_s)
+
+
+class Told:
+    """What the supervisor printed."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str]] = []
+        self.said: list[str] = []
+
+    def line(self, name: str, text: str) -> None:
+        self.lines.append((name, text))
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+async def supervisor(tmp_path: Path, told: Told) -> AsyncIterator[Supervisor]:
+    made = Supervisor(tmp_path / "logs", sink=told.line, say=told.said.append, policy=QUICK)
+    yield made
+    pids = [child.pid for child in made.children.values() if child.pid is not None]
+    made.kill_all()
+    await made.stop([])
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+async def test_a_childs_lines_reach_the_sink_and_its_file(supervisor: Supervisor, told: Told) -> None:
+    child = await supervisor.start(
+        python("talker", "import sys, time\nprint('out')\nsys.stderr.write('err')\ntime.sleep(600)")
+    )
+    await supervisor.start(python("other", FOREVER))
+    await until(lambda: ("other", "up") in told.lines)
+    supervisor.kill_all()
+    await supervisor.stop([])
+    assert ("talker", "err") in told.lines
+    assert "err" in child.log.path.read_text()
+
+
+async def test_a_child_that_dies_is_started_again_and_it_is_said(supervisor: Supervisor, told: Told) -> None:
+    child = await supervisor.start(python("worker-0", FOREVER))
+    await until(lambda: ("worker-0", "up") in told.lines)
+    first = child.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: child.pid not in (None, first))
+    assert child.num_restarts == 1
+    assert any("worker-0 died (killed by SIGKILL" in text for text in told.said)
+
+
+async def test_a_crash_loop_is_given_up_with_the_last_lines(supervisor: Supervisor, told: Told) -> None:
+    child = await supervisor.start(python("pool", "raise SystemExit('no such setting')"))
+    error = await supervisor.wait_gave_up()
+    assert child.state == "gave_up"
+    assert error.name == "pool"
+    assert "pool keeps dying (exit status 1" in str(error)
+    assert error.last_lines[-1] == "no such setting"
+    assert child.num_restarts == 2
+
+
+async def test_deaths_that_were_asked_for_are_not_a_crash_loop(supervisor: Supervisor, told: Told) -> None:
+    child = await supervisor.start(python("worker-0", FOREVER))
+    for _ in range(5):
+        before = child.pid
+        child.signal(signal.SIGKILL)
+        await until(lambda before=before: child.pid not in (None, before))  # type: ignore[misc]
+    assert child.state == "running"
+
+
+async def test_a_command_that_cannot_be_started_is_refused_by_name(supervisor: Supervisor) -> None:
+    with pytest.raises(StackRefused, match=r"nats cannot be started \(/no/such/nats-server\)"):
+        await supervisor.start(ChildSpec("nats", ("/no/such/nats-server",), {}))
+
+
+async def test_stop_follows_the_order_and_lets_children_finish(
+    supervisor: Supervisor, told: Told, tmp_path: Path
+) -> None:
+    journal = tmp_path / "journal"
+    code = (
+        "import signal, sys, time\n"
+        "def stop(number, frame):\n"
+        "    time.sleep({delay})\n"
+        "    open({journal!r}, 'a').write({name!r} + '\\n')\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "print('up', flush=True)\n"
+        "while True: time.sleep(0.05)\n"
+    )
+    for name, delay in (("nats", 0.0), ("worker-0", 0.1), ("gateway", 0.3)):
+        await supervisor.start(python(name, code.format(delay=delay, journal=str(journal), name=name)))
+    await until(lambda: len(told.lines) == 3)
+    await supervisor.stop([["gateway"], ["worker-0"], ["nats"]])
+    assert journal.read_text().split() == ["gateway", "worker-0", "nats"]
+    assert {child.state for child in supervisor.children.values()} == {"stopped"}
+
+
+async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(supervisor: Supervisor, told: Told) -> None:
+    code = (
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(600)"
+    )
+    child = await supervisor.start(python("monitor", code, grace_s=0.3))
+    await until(lambda: bool(told.lines))
+    pid = child.pid
+    await supervisor.stop([["monitor"]])
+    assert pid is not None
+    assert not psutil.pid_exists(pid)
+    assert any("monitor did not stop within 0.3 s" in text for text in told.said)
+
+
+async def test_a_suspended_child_still_stops(supervisor: Supervisor, told: Told) -> None:
+    child = await supervisor.start(python("worker-0", FOREVER))
+    await until(lambda: bool(told.lines))
+    child.signal(signal.SIGSTOP)
+    began_s = time.monotonic()
+    await supervisor.stop([["worker-0"]])
+    assert time.monotonic() - began_s < 4.0
+    assert child.pid is None
+
+
+async def test_stopping_while_a_restart_waits_does_not_start_it_again(tmp_path: Path, told: Told) -> None:
+    slow = RestartPolicy(first_delay_s=60.0, max_delay_s=60.0)
+    supervisor = Supervisor(tmp_path / "logs", sink=told.line, say=told.said.append, policy=slow)
+    child = await supervisor.start(python("pool", "pass"))
+    await until(lambda: child.state == "waiting")
+    await supervisor.stop([])
+    assert child.state == "stopped"
+    assert child.num_restarts == 1
+
+
+async def test_ctrl_c_in_the_terminal_does_not_reach_the_children(supervisor: Supervisor) -> None:
+    child = await supervisor.start(python("gateway", FOREVER))
+    assert child.pid is not None
+    assert os.getpgid(child.pid) == child.pid != os.getpgrp()
+
+
+async def test_two_children_of_one_name_are_refused(supervisor: Supervisor) -> None:
+    await supervisor.start(python("pool", FOREVER))
+    with pytest.raises(ValueError, match="pool"):
+        await supervisor.start(python("pool", FOREVER))
+
+
+def test_exits_are_described_for_people() -> None:
+    assert describe_exit(3) == "exit status 3"
+    assert describe_exit(-9) == "killed by SIGKILL"
+    assert describe_exit(-99) == "killed by signal 99"

@@ -1,0 +1,243 @@
+"""A pool and workers made of nothing: they answer on a memory bus what the tests tell them to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shared import subjects
+from shared.bus.base import Subscription
+from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.errors import BlitzError, NotFound
+from shared.messages.common import Ack, ErrorInfo, InstanceState
+from shared.messages.generation import (
+    AckTerminal,
+    Cancel,
+    Resend,
+    StreamPart,
+    StreamRef,
+    Submit,
+    TokenBatch,
+    TokenLogprobs,
+)
+from shared.messages.registry import (
+    AddModel,
+    GetSnapshot,
+    InstanceInfo,
+    ModelRecord,
+    RemoveModel,
+    Route,
+    RouteTable,
+    Snapshot,
+    WorkerInfo,
+    WorkerRecord,
+)
+from tests.services.gateway.checkpoint import CONTEXT_TOKENS
+
+Script = Callable[[Submit], list[int]]
+"""The whole output of a request, as token ids; its terminal part follows."""
+
+
+def say(text: str) -> Script:
+    """Answer every request with a text, byte by byte."""
+    return lambda submit: list(text.encode())
+
+
+@dataclass
+class FakeWorker:
+    """Serves one instance: streams a script, one token per step, from the offset that the request has."""
+
+    broker: MemoryBroker
+    name: str
+    script: Script = field(default_factory=lambda: say("hello"))
+    step_s: float = 0.0
+    max_running: int = 64
+    max_queued_tokens: int = 100_000
+    state: InstanceState = "serving"
+    refuse_with: BlitzError | None = None
+    pause_after: int | None = None
+    """Send this many tokens of each request, then wait until ``resume`` is set."""
+    end_reason: str | None = None
+    logprobs: TokenLogprobs | None = None
+
+    def __post_init__(self) -> None:
+        self.bus: MemoryBus = self.broker.bus(self.name)
+        self.submits: list[Submit] = []
+        self.cancels: list[Cancel] = []
+        self.resends: list[Resend] = []
+        self.acks: list[StreamRef] = []
+        self.resume = asyncio.Event()
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._sent: dict[tuple[str, int], list[StreamPart]] = {}
+        self._gateway: dict[str, str] = {}
+        self._subscriptions: list[Subscription] = []
+
+    @property
+    def instance_id(self) -> str:
+        return f"{self.name}-i"
+
+    async def start(self) -> None:
+        bus = self.bus
+        self._subscriptions = [
+            await bus.respond(subjects.worker_submit(self.name), Submit, self._on_submit),
+            await bus.respond(subjects.worker_resend(self.name), Resend, self._on_resend),
+            await bus.subscribe(subjects.worker_cancel(self.name), Cancel, self._on_cancel),
+            await bus.subscribe(subjects.worker_ack(self.name), AckTerminal, self._on_ack),
+        ]
+
+    async def stop(self) -> None:
+        """Die: nothing more is sent or answered."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        for subscription in self._subscriptions:
+            await subscription.close()
+        self._subscriptions = []
+
+    async def send(self, gateway_id: str, *parts: StreamPart) -> None:
+        batch = TokenBatch(worker_id=self.name, instance_id=self.instance_id, parts=parts)
+        await self.bus.publish(subjects.tokens(gateway_id), batch)
+
+    async def _on_submit(self, submit: Submit) -> Ack:
+        self.submits.append(submit)
+        if self.refuse_with is not None:
+            raise self.refuse_with
+        self._gateway[submit.request_id] = submit.gateway_id
+        key = (submit.request_id, submit.attempt)
+        self._tasks[key] = asyncio.create_task(self._generate(submit))
+        return Ack()
+
+    async def _on_resend(self, resend: Resend) -> Ack:
+        self.resends.append(resend)
+        key = (resend.request_id, resend.attempt)
+        if key not in self._tasks:
+            raise NotFound("no such stream")
+        again = [part for part in self._sent.get(key, []) if part.offset >= resend.offset]
+        await self.send(self._gateway[resend.request_id], *again)
+        return Ack()
+
+    def _on_cancel(self, cancel: Cancel) -> None:
+        self.cancels.append(cancel)
+        task = self._tasks.get((cancel.request_id, cancel.attempt))
+        if task is not None:
+            task.cancel()
+
+    def _on_ack(self, ack: AckTerminal) -> None:
+        self.acks.extend(ack.streams)
+
+    def part(self, submit: Submit, offset: int, token_ids: list[int], reason: str | None = None) -> StreamPart:
+        return StreamPart(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            offset=offset,
+            token_ids=tuple(token_ids),
+            logprobs=(self.logprobs,) * len(token_ids) if self.logprobs is not None else None,
+            finish_reason=reason,
+            error=ErrorInfo(code="unavailable", message="broken") if reason == "error" else None,
+        )
+
+    async def _generate(self, submit: Submit) -> None:
+        key = (submit.request_id, submit.attempt)
+        ids = self.script(submit)[: submit.sampling.max_tokens]
+        start = len(submit.output_token_ids)
+        parts = self._sent[key] = []
+        for offset in range(start, len(ids)):
+            if self.pause_after is not None and offset - start >= self.pause_after:
+                await self.resume.wait()
+            last = offset == len(ids) - 1
+            default = "length" if len(ids) == submit.sampling.max_tokens else "stop"
+            reason = (self.end_reason or default) if last else None
+            parts.append(self.part(submit, offset, [ids[offset]], reason))
+            await self.send(submit.gateway_id, parts[-1])
+            await asyncio.sleep(self.step_s)
+
+    def route(self) -> Route:
+        return Route(
+            instance_id=self.instance_id,
+            worker_id=self.name,
+            state=self.state,
+            role="colocated",
+            max_running_requests=self.max_running,
+            max_queued_tokens=self.max_queued_tokens,
+            context_tokens=CONTEXT_TOKENS,
+        )
+
+    def record(self, model: ModelRecord) -> WorkerRecord:
+        worker = WorkerInfo(
+            worker_id=self.name,
+            incarnation="1",
+            host="h",
+            device="cpu",
+            engine="mock",
+            transport_address=b"",
+            arena_bytes=1,
+            kv_bytes=1,
+        )
+        instance = InstanceInfo(
+            instance_id=self.instance_id,
+            model=model.name,
+            model_hash=model.model_hash,
+            layout_hash=model.layout_hash,
+            state=self.state,
+            role="colocated",
+            epoch=1,
+            weights_digest="d",
+            layers_ready=1,
+            max_running_requests=self.max_running,
+            max_queued_tokens=self.max_queued_tokens,
+            context_tokens=CONTEXT_TOKENS,
+        )
+        return WorkerRecord(worker=worker, state=self.state, instance=instance)
+
+
+class FakePool:
+    """Answers snapshots (two workers per page) and publishes route tables."""
+
+    def __init__(self, broker: MemoryBroker, models: list[ModelRecord], workers: list[FakeWorker]) -> None:
+        self.bus = broker.bus("pool")
+        self.models = models
+        self.workers = workers
+        self.sequence = 0
+
+    async def start(self) -> None:
+        await self.bus.respond(subjects.pool("snapshot"), GetSnapshot, self._on_snapshot)
+        await self.bus.respond(subjects.pool("add_model"), AddModel, self._on_add)
+        await self.bus.respond(subjects.pool("remove_model"), RemoveModel, self._on_remove)
+
+    async def _on_snapshot(self, request: GetSnapshot) -> Snapshot:
+        rows = [w.record(self.models[0]) for w in sorted(self.workers, key=lambda w: w.name)] if self.models else []
+        rows = [row for row in rows if row.worker.worker_id > request.after_worker_id]
+        return Snapshot(
+            publisher="pool",
+            sequence=self.sequence,
+            taken_at_s=0.0,
+            models=tuple(self.models),
+            workers=tuple(rows[:2]),
+            next_worker_id=rows[1].worker.worker_id if len(rows) > 2 else "",
+        )
+
+    async def _on_add(self, request: AddModel) -> ModelRecord:
+        return self.models[0]
+
+    async def _on_remove(self, request: RemoveModel) -> Ack:
+        if request.name not in [m.name for m in self.models]:
+            raise NotFound(f"model {request.name!r} is not registered")
+        self.models = [m for m in self.models if m.name != request.name]
+        return Ack()
+
+    async def publish(self) -> None:
+        """Tell gateways what there is now."""
+        self.sequence += 1
+        for model in self.models:
+            await self.bus.publish(
+                subjects.routes(),
+                RouteTable(
+                    publisher="pool",
+                    sequence=self.sequence,
+                    published_at_s=0.0,
+                    name=model.name,
+                    model=model,
+                    routes=tuple(w.route() for w in self.workers),
+                ),
+            )

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from services.gateway.config import GatewayConfig
+from services.gateway.http.app import GatewayApp
+from services.gateway.server import Server, listen
+from services.gateway.service import Gateway
+from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.messages.registry import ModelRecord
+from tests.services.gateway.checkpoint import model_record, write_checkpoint
+from tests.services.gateway.cluster import FakePool, FakeWorker
+
+CONFIG = GatewayConfig(
+    gateway_id="gw-test",
+    queue_timeout_s=5.0,
+    submit_timeout_s=0.5,
+    stall_s=0.4,
+    probe_s=0.2,
+    drain_timeout_s=3.0,
+)
+
+
+@dataclass
+class Stack:
+    """A gateway over a memory bus, with its pool, workers and an HTTP client."""
+
+    broker: MemoryBroker
+    bus: MemoryBus
+    gateway: Gateway
+    pool: FakePool
+    workers: list[FakeWorker]
+    url: str
+    http: httpx.AsyncClient
+    openai: AsyncOpenAI
+    server: Server
+
+    async def until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+        """Wait for something to become true."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "tiny")
+
+
+StackFactory = Callable[..., Awaitable[Stack]]
+
+
+@asynccontextmanager
+async def _stack(record: ModelRecord, num_workers: int, broker: MemoryBroker, **settings: Any) -> AsyncIterator[Stack]:
+    config = replace(CONFIG, **settings)
+    workers = [FakeWorker(broker, f"w{index}") for index in range(num_workers)]
+    for worker in workers:
+        await worker.start()
+    pool = FakePool(broker, [record], workers)
+    await pool.start()
+    bus = broker.bus("gateway")
+    gateway = Gateway(bus, config)
+    listener = listen("127.0.0.1", 0)
+    server = Server(GatewayApp(gateway), drain_timeout_s=1)
+    url = "http://127.0.0.1:{}".format(listener.getsockname()[1])
+    bus_side = asyncio.create_task(gateway.run())
+    http_side = asyncio.create_task(server.serve(sockets=[listener]))
+    async with httpx.AsyncClient(base_url=url, timeout=10) as http:
+        stack = Stack(
+            broker, bus, gateway, pool, workers, url, http,
+            AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=10), server,
+        )  # fmt: skip
+        await stack.until(lambda: gateway.ready and server.started)
+        try:
+            yield stack
+        finally:
+            await stack.openai.close()
+            server.stop()
+            await http_side
+            bus_side.cancel()
+            await asyncio.gather(bus_side, return_exceptions=True)
+            for worker in workers:
+                await worker.stop()
+            # Whatever a test did, nothing may be left behind.
+            assert gateway.dispatcher.num_active == 0
+            listener.close()
+
+
+@pytest.fixture
+async def make_stack(checkpoint: Path) -> AsyncIterator[StackFactory]:
+    """Start a gateway; keyword arguments are settings."""
+    async with AsyncExitStack() as running:
+
+        async def make(
+            num_workers: int = 1,
+            *,
+            record: ModelRecord | None = None,
+            broker: MemoryBroker | None = None,
+            **settings: Any,
+        ) -> Stack:
+            context = _stack(record or model_record(checkpoint), num_workers, broker or MemoryBroker(), **settings)
+            return await running.enter_async_context(context)
+
+        yield make
+
+
+@pytest.fixture
+async def stack(make_stack: StackFactory) -> Stack:
+    """One gateway, one worker."""
+    return await make_stack()
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from services.pool.service import PoolService
+from services.pool.store import Store
+from shared import subjects
+from shared.bus.memory import MemoryBroker
+from shared.errors import BadCheckpoint, BadRequest, BlitzError, Conflict, ModelNotFound, NoCapacity, Unavailable
+from shared.messages.common import Ack
+from shared.messages.registry import (
+    AddModel,
+    GetSnapshot,
+    HeartbeatAck,
+    LeaseGrant,
+    LeaseWorkers,
+    ModelRecord,
+    ReleaseWorkers,
+    RemoveModel,
+    RestoreModel,
+    RouteTable,
+    SetFloor,
+    Snapshot,
+    WorkerHeartbeat,
+)
+from tests.checkpoints import write_checkpoint
+from tests.records import heartbeat, model
+
+LEASE_S = 0.6
+
+
+@dataclass
+class Pool:
+    broker: MemoryBroker
+    redis: Redis
+    tables: list[RouteTable]
+
+    async def ask(self, operation: str, message: object, reply: type) -> object:
+        return await self.broker.bus("client").request(subjects.pool(operation), message, reply, timeout_s=5.0)  # type: ignore[arg-type, type-var]
+
+    async def beat(self, report: WorkerHeartbeat) -> HeartbeatAck:
+        return await self.ask("heartbeat", report, HeartbeatAck)  # type: ignore[return-value]
+
+    async def snapshot(self, **fields: object) -> Snapshot:
+        return await self.ask("snapshot", GetSnapshot(**fields), Snapshot)  # type: ignore[return-value, arg-type]
+
+    async def lease(self, *worker_ids: str, plan_id: str = "plan", ttl_s: float = 5.0) -> LeaseGrant:
+        message = LeaseWorkers(plan_id=plan_id, model="m", worker_ids=worker_ids, ttl_s=ttl_s)
+        return await self.ask("lease", message, LeaseGrant)  # type: ignore[return-value]
+
+    async def know_model(self) -> ModelRecord:
+        record = model("m")
+        await self.ask("restore_model", RestoreModel(model=record), Ack)
+        return record
+
+
+@contextlib.asynccontextmanager
+async def running_pool(redis_url: str, *, flush: bool = True, patient: bool = True) -> AsyncIterator[Pool]:
+    redis = Redis.from_url(redis_url)
+    if flush:
+        await redis.flushdb()
+    broker = MemoryBroker()
+    tables: list[RouteTable] = []
+    await broker.bus("reader").subscribe(subjects.routes(), RouteTable, tables.append)
+    stopping = asyncio.Event()
+    service = PoolService(broker.bus("pool"), Store.connect(redis_url), lease_s=LEASE_S, metrics=CollectorRegistry())
+    running = asyncio.create_task(service.run(stopping))
+    await asyncio.sleep(LEASE_S + 0.3 if patient else 0.05)
+    yield Pool(broker, redis, tables)
+    stopping.set()
+    await running
+    await redis.aclose()
+
+
+@pytest.fixture
+async def pool(redis_url: str) -> AsyncIterator[Pool]:
+    async with running_pool(redis_url) as running:
+        yield running
+
+
+async def eventually(condition: object, timeout_s: float = 3.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.02)
+
+
+async def test_a_silent_worker_is_forgotten_after_its_lease_and_its_route_goes(pool: Pool) -> None:
+    record = await pool.know_model()
+    await pool.beat(heartbeat("w0", record, "serving"))
+    await pool.beat(heartbeat("w1"))
+    await eventually(lambda: pool.tables[-1].routes)
+    assert [r.worker_id for r in pool.tables[-1].routes] == ["w0"]
+    await eventually(lambda: not pool.tables[-1].routes)
+    assert (await pool.snapshot()).workers == ()
+
+
+async def test_an_older_report_does_not_overwrite_a_newer_one(pool: Pool) -> None:
+    record = await pool.know_model()
+    await pool.beat(heartbeat("w0", record, "serving", sequence=5))
+    await pool.beat(heartbeat("w0", sequence=4))
+    assert (await pool.snapshot()).workers[0].state == "serving"
+    await pool.beat(heartbeat("w0", sequence=1, incarnation="reborn"))
+    assert (await pool.snapshot()).workers[0].state == "spare"
+
+
+async def test_a_leaving_worker_is_forgotten_at_once_but_not_by_its_predecessor(pool: Pool) -> None:
+    await pool.beat(heartbeat("w0", incarnation="new"))
+    await pool.beat(heartbeat("w0", leaving=True, incarnation="old", sequence=99))
+    assert len((await pool.snapshot()).workers) == 1
+    await pool.beat(heartbeat("w0", leaving=True, incarnation="new", sequence=2))
+    assert (await pool.snapshot()).workers == ()
+
+
+async def test_leases_are_all_or_none_and_epochs_grow(pool: Pool) -> None:
+    await pool.know_model()
+    for worker_id in ("w0", "w1", "w2"):
+        await pool.beat(heartbeat(worker_id))
+    grant = await pool.lease("w0", "w1")
+    first, second = (epoch for _, epoch in grant.epochs)
+    assert 0 < first < second < 1 << 39
+    with pytest.raises(Conflict):
+        await pool.lease("w1", "w2", plan_id="other")
+    assert [w.lease_plan_id for w in (await pool.snapshot()).workers] == ["plan", "plan", ""]
+    later = await pool.lease("w2", plan_id="other")
+    assert later.epochs[0][1] > second
+
+
+async def test_released_and_expired_leases_can_be_granted_again(pool: Pool) -> None:
+    await pool.know_model()
+    await pool.beat(heartbeat("w0"))
+    await pool.lease("w0", plan_id="a")
+    await pool.ask("release", ReleaseWorkers(plan_id="stranger", worker_ids=("w0",)), Ack)
+    with pytest.raises(Conflict):
+        await pool.lease("w0", plan_id="b")
+    await pool.ask("release", ReleaseWorkers(plan_id="a", worker_ids=("w0",)), Ack)
+    await pool.lease("w0", plan_id="b", ttl_s=0.05)
+    await asyncio.sleep(0.1)
+    await pool.lease("w0", plan_id="c")
+
+
+async def test_a_busy_or_missing_worker_is_not_leased(pool: Pool) -> None:
+    record = await pool.know_model()
+    await pool.beat(heartbeat("w0", record, "serving"))
+    with pytest.raises(Conflict):
+        await pool.lease("w0")
+    with pytest.raises(NoCapacity):
+        await pool.lease("nobody")
+    with pytest.raises(BadRequest):
+        await pool.lease()
+
+
+async def test_a_lease_is_used_up_when_its_worker_reports_under_it(pool: Pool) -> None:
+    record = await pool.know_model()
+    await pool.beat(heartbeat("w0"))
+    epoch = (await pool.lease("w0")).epochs[0][1]
+    await pool.beat(heartbeat("w0", record, "loading", sequence=2, epoch=epoch))
+    assert (await pool.snapshot()).workers[0].lease_plan_id == ""
+    await pool.beat(heartbeat("w0", sequence=3))
+    await pool.lease("w0", plan_id="next")
+
+
+async def test_a_started_pool_grants_nothing_until_a_lease_has_passed(redis_url: str) -> None:
+    async with running_pool(redis_url, patient=False) as pool:
+        await pool.know_model()
+        await pool.beat(heartbeat("w0"))
+        with pytest.raises(Unavailable) as refused:
+            await pool.lease("w0")
+        assert refused.value.retry_after_s is not None
+
+
+async def test_a_bus_outage_kills_nobody(pool: Pool) -> None:
+    record = await pool.know_model()
+    await pool.beat(heartbeat("w0", record, "serving"))
+    pool.broker.disconnect()
+    await asyncio.sleep(2 * LEASE_S)
+    pool.broker.reconnect()
+    await asyncio.sleep(LEASE_S / 2)
+    await pool.beat(heartbeat("w0", record, "serving", sequence=2))
+    await asyncio.sleep(0.2)
+    assert len((await pool.snapshot()).workers) == 1
+
+
+async def test_an_emptied_redis_heals_from_the_workers(pool: Pool) -> None:
+    record = await pool.know_model()
+    await pool.beat(heartbeat("w0", record, "serving"))
+    await pool.redis.flushdb()
+    ack = await pool.beat(heartbeat("w0", record, "serving", sequence=2))
+    assert ack.wants_model
+    await pool.ask("restore_model", RestoreModel(model=record), Ack)
+    assert not (await pool.beat(heartbeat("w0", record, "serving", sequence=3))).wants_model
+    assert (await pool.snapshot()).models == (record,)
+    await eventually(lambda: pool.tables[-1].routes)
+
+
+async def test_instances_of_a_removed_model_are_stopped_and_not_restored(pool: Pool) -> None:
+    record = await pool.know_model()
+    await pool.beat(heartbeat("w0", record, "serving"))
+    await pool.ask("remove_model", RemoveModel(name="m"), Ack)
+    await eventually(lambda: pool.tables[-1].model is None)
+    ack = await pool.beat(heartbeat("w0", record, "serving", sequence=2))
+    assert ack.stop_instance == "i-w0"
+    assert not ack.wants_model
+    await pool.ask("restore_model", RestoreModel(model=record), Ack)
+    assert (await pool.snapshot()).models == ()
+    with pytest.raises(ModelNotFound):
+        await pool.ask("remove_model", RemoveModel(name="m"), Ack)
+
+
+async def test_snapshots_are_paged(pool: Pool) -> None:
+    for index in range(5):
+        await pool.beat(heartbeat(f"w{index}"))
+    first = await pool.snapshot(page_size=3)
+    assert [w.worker.worker_id for w in first.workers] == ["w0", "w1", "w2"]
+    rest = await pool.snapshot(page_size=3, after_worker_id=first.next_worker_id)
+    assert [w.worker.worker_id for w in rest.workers] == ["w3", "w4"]
+    assert rest.next_worker_id == ""
+
+
+async def test_a_floor_holds_until_it_is_lifted(pool: Pool) -> None:
+    await pool.know_model()
+    await pool.ask("set_floor", SetFloor(model="m", instances=3, hold_s=60.0), Ack)
+    assert [(f.model, f.instances) for f in (await pool.snapshot()).floors] == [("m", 3)]
+    await pool.ask("set_floor", SetFloor(model="m", instances=0, hold_s=0.0), Ack)
+    assert (await pool.snapshot()).floors == ()
+    with pytest.raises(ModelNotFound):
+        await pool.ask("set_floor", SetFloor(model="x", instances=3, hold_s=60.0), Ack)
+
+
+async def test_a_model_is_validated_and_registered_under_its_directorys_name(pool: Pool, tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "tiny", "llama")
+    record = await pool.ask("add_model", AddModel(path=str(path)), ModelRecord)
+    assert isinstance(record, ModelRecord)
+    assert record.name == "tiny"
+    assert record.weights_bytes > 0
+    again = await pool.ask("add_model", AddModel(path=str(path)), ModelRecord)
+    assert again == record
+    await eventually(lambda: any(t.name == "tiny" for t in pool.tables))
+
+
+async def test_another_checkpoint_under_a_taken_name_is_refused(pool: Pool, tmp_path: Path) -> None:
+    await pool.ask("add_model", AddModel(path=str(write_checkpoint(tmp_path / "a", "llama")), name="m"), ModelRecord)
+    with pytest.raises(Conflict):
+        await pool.ask(
+            "add_model", AddModel(path=str(write_checkpoint(tmp_path / "b", "qwen2")), name="m"), ModelRecord
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"name": "no spaces"}, BadRequest),
+        ({"min_instances": 3, "max_instances": 2}, BadRequest),
+        ({"min_instances": -1}, BadRequest),
+        ({"path": "/nowhere"}, BadCheckpoint),
+    ],
+)
+async def test_a_refused_model_leaves_nothing_registered(
+    pool: Pool, tmp_path: Path, changes: dict[str, object], error: type[BlitzError]
+) -> None:
+    fields: dict[str, object] = {"path": str(write_checkpoint(tmp_path / "tiny", "llama"))}
+    with pytest.raises(error):
+        await pool.ask("add_model", AddModel(**(fields | changes)), ModelRecord)  # type: ignore[arg-type]
+    assert (await pool.snapshot()).models == ()
+    assert pool.tables == []

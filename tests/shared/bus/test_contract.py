@@ -1,0 +1,503 @@
+"""Every promise of ``shared.bus.base``, kept by both buses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from prometheus_client import REGISTRY
+
+from shared import subjects
+from shared.errors import (
+    BlitzError,
+    DeadlineExceeded,
+    Internal,
+    ModelNotFound,
+    NoResponder,
+    Overloaded,
+    PayloadTooLarge,
+    Unavailable,
+)
+from shared.messages.codec import MalformedMessage
+from shared.messages.common import Ack
+from shared.messages.generation import Cancel
+from shared.telemetry import current_traceparent
+from tests.shared.bus.conftest import Place, eventually
+
+GARBAGE = (b"", b"\xc1", b"not msgpack", b"\x81\xa4kind\xa6ack.v1", b"\xff" * 100, b"\x91" * 5000)
+
+
+def subject() -> str:
+    return f"{subjects.PREFIX}.test.{uuid.uuid4().hex}"
+
+
+def event_subject() -> str:
+    return f"{subjects.PREFIX}.plans.test-{uuid.uuid4().hex}"
+
+
+def cancel(attempt: int = 0, request_id: str = "r") -> Cancel:
+    return Cancel(request_id=request_id, attempt=attempt)
+
+
+def malformed_count() -> float:
+    return REGISTRY.get_sample_value("blitz_bus_malformed_total", {"kind": "cancel.v1"}) or 0.0
+
+
+async def acknowledge(message: Cancel) -> Ack:
+    return Ack()
+
+
+async def test_listeners_receive_equal_messages_in_order_of_arrival(place: Place) -> None:
+    here, there, on = await place.bus("here"), await place.bus("there"), subject()
+    got: list[Cancel] = []
+    await there.subscribe(on, Cancel, got.append)
+    sent = [cancel(n) for n in range(500)]
+    for message in sent:
+        await here.publish(on, message)
+    await eventually(lambda: len(got) == len(sent))
+    assert got == sent
+
+
+async def test_every_subscriber_gets_every_message_and_wildcards_match(place: Place) -> None:
+    bus, on = await place.bus("a"), subject()
+    got: dict[str, list[Cancel]] = {"exact": [], "star": [], "rest": [], "other": [], "short": []}
+    for name, pattern in {
+        "exact": f"{on}.x.y", "star": f"{on}.*.y", "rest": f"{on}.>", "other": f"{on}.*.z", "short": f"{on}.*",
+    }.items():  # fmt: skip
+        await bus.subscribe(pattern, Cancel, got[name].append)
+    await bus.publish(f"{on}.x.y", cancel())
+    await eventually(lambda: got["exact"] and got["star"] and got["rest"])
+    assert [len(messages) for messages in got.values()] == [1, 1, 1, 0, 0]
+
+
+async def test_a_closed_subscription_receives_nothing_and_closes_twice(place: Place) -> None:
+    bus, on = await place.bus("a"), subject()
+    closed: list[Cancel] = []
+    open_: list[Cancel] = []
+    subscription = await bus.subscribe(on, Cancel, closed.append)
+    await bus.subscribe(on, Cancel, open_.append)
+    await bus.publish(on, cancel(1))
+    await eventually(lambda: closed)
+    await subscription.close()
+    await subscription.close()
+    await bus.publish(on, cancel(2))
+    await eventually(lambda: len(open_) == 2)
+    assert closed == [cancel(1)]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+async def test_garbage_never_reaches_a_listener_and_is_counted(place: Place, garbage: bytes) -> None:
+    bus, on, before = await place.bus("a"), subject(), malformed_count()
+    got: list[Cancel] = []
+    await bus.subscribe(on, Cancel, got.append)
+    await place.raw(on, garbage)
+    await bus.publish(on, cancel())
+    await eventually(lambda: got and malformed_count() == before + 1)
+    assert got == [cancel()]
+
+
+async def test_malformed_messages_are_logged_once_per_kind(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    bus, on, before = await place.bus("a"), subject(), malformed_count()
+    await bus.subscribe(on, Cancel, lambda message: None)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            await place.raw(on, b"garbage")
+        await eventually(lambda: malformed_count() == before + 3)
+    assert len([record for record in caplog.records if "malformed cancel.v1" in record.getMessage()]) == 1
+
+
+async def test_a_listener_that_raises_loses_that_message_only(place: Place) -> None:
+    bus, on = await place.bus("a"), subject()
+    got: list[int] = []
+
+    def listener(message: Cancel) -> None:
+        if message.attempt == 0:
+            raise RuntimeError("bug")
+        got.append(message.attempt)
+
+    await bus.subscribe(on, Cancel, listener)
+    await bus.publish(on, cancel(0))
+    await bus.publish(on, cancel(1))
+    await eventually(lambda: got == [1])
+
+
+async def test_publish_refuses_more_than_max_payload_and_the_connection_lives(place: Place) -> None:
+    bus, on = await place.bus("a"), subject()
+    got: list[Cancel] = []
+    await bus.subscribe(on, Cancel, got.append)
+    too_large = cancel(request_id="x" * bus.max_payload_bytes)
+    since_s = bus.connected_since_s
+    with pytest.raises(PayloadTooLarge, match=str(bus.max_payload_bytes)):
+        await bus.publish(on, too_large)
+    with pytest.raises(PayloadTooLarge):
+        await bus.request(on, too_large, Ack, timeout_s=1.0)
+    with pytest.raises(PayloadTooLarge):
+        await bus.publish_event(event_subject(), too_large, message_id=uuid.uuid4().hex)
+    just_right = cancel(request_id="x" * (bus.max_payload_bytes - 100))
+    await bus.publish(on, just_right)
+    await eventually(lambda: got == [just_right])
+    assert bus.connected_since_s == since_s
+
+
+async def test_headers_count_towards_max_payload(place: Place) -> None:
+    bus, on = await place.bus("a"), subject()
+    empty_bytes = len(b"\x83\xa4kind\xa9cancel.v1\xaarequest_id\xdb0000\xa7attempt\x00")
+    message = cancel(request_id="x" * (bus.max_payload_bytes - empty_bytes - 2))
+    await bus.publish(on, message)
+    with TracerProvider().get_tracer("test").start_as_current_span("sender"), pytest.raises(PayloadTooLarge):
+        await bus.publish(on, message)
+
+
+async def test_each_request_goes_to_one_of_several_responders(place: Place) -> None:
+    caller, on = await place.bus("caller"), subject()
+    counts = {"one": 0, "two": 0}
+    for name in counts:
+
+        async def count(message: Cancel, name: str = name) -> Ack:
+            counts[name] += 1
+            return Ack()
+
+        await (await place.bus(name)).respond(on, Cancel, count)
+    for _ in range(40):
+        assert await caller.request(on, cancel(), Ack, timeout_s=2.0) == Ack()
+    assert sum(counts.values()) == 40
+    assert min(counts.values()) > 0
+
+
+async def test_responders_answer_concurrently_and_to_their_own_caller(place: Place) -> None:
+    here, there, on = await place.bus("here"), await place.bus("there"), subject()
+    running = 0
+    together = asyncio.Event()
+
+    async def echo(message: Cancel) -> Cancel:
+        nonlocal running
+        running += 1
+        if running == 5:
+            together.set()
+        await together.wait()
+        return message
+
+    await there.respond(on, Cancel, echo)
+    asked = [cancel(n) for n in range(5)]
+    replies = await asyncio.gather(*(here.request(on, message, Cancel, timeout_s=3.0) for message in asked))
+    assert list(replies) == asked
+
+
+async def test_a_request_that_nobody_hears_fails_at_once(place: Place) -> None:
+    bus, started_s = await place.bus("a"), time.monotonic()
+    with pytest.raises(NoResponder):
+        await bus.request(subject(), cancel(), Ack, timeout_s=30.0)
+    assert time.monotonic() - started_s < 5.0
+
+
+async def test_a_slow_responder_ends_in_a_deadline_and_stays_usable(place: Place) -> None:
+    bus, on = await place.bus("a"), subject()
+    release = asyncio.Event()
+
+    async def slow(message: Cancel) -> Ack:
+        if message.attempt == 0:
+            await release.wait()
+        return Ack()
+
+    await bus.respond(on, Cancel, slow)
+    with pytest.raises(DeadlineExceeded, match=r"0\.1 s"):
+        await bus.request(on, cancel(0), Ack, timeout_s=0.1)
+    release.set()
+    assert await bus.request(on, cancel(1), Ack, timeout_s=2.0) == Ack()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModelNotFound("no model 'ä'\nsecond line: 100 % \r\n", param="model"),
+        Overloaded("full", retry_after_s=0.25),
+        NoResponder("x" * 3000),
+        BlitzError(""),
+    ],
+)
+async def test_a_typed_error_reaches_the_caller_whole(place: Place, error: BlitzError) -> None:
+    here, there, on = await place.bus("here"), await place.bus("there"), subject()
+
+    async def refuse(message: Cancel) -> Ack:
+        raise error
+
+    await there.respond(on, Cancel, refuse)
+    with pytest.raises(BlitzError) as caught:
+        await here.request(on, cancel(), Ack, timeout_s=2.0)
+    assert caught.value.code == error.code
+    assert error.message.strip() in caught.value.message
+    assert (caught.value.param, caught.value.retry_after_s) == (error.param, error.retry_after_s)
+    assert type(error) in (type(caught.value), BlitzError)
+
+
+async def test_a_bug_in_a_responder_is_answered_internal_and_logged(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    bus, on = await place.bus("a"), subject()
+
+    async def buggy(message: Cancel) -> Ack:
+        if message.attempt == 0:
+            raise KeyError("secret")
+        return Ack()
+
+    await bus.respond(on, Cancel, buggy)
+    with pytest.raises(Internal, match="KeyError") as caught:
+        await bus.request(on, cancel(0), Ack, timeout_s=2.0)
+    assert "secret" not in caught.value.message
+    assert any(record.exc_info for record in caplog.records)
+    assert await bus.request(on, cancel(1), Ack, timeout_s=2.0) == Ack()
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+async def test_a_garbage_request_is_answered_malformed_message(place: Place, garbage: bytes) -> None:
+    bus, on, before = await place.bus("a"), subject(), malformed_count()
+    await bus.respond(on, Cancel, acknowledge)
+    headers = await place.raw_request(on, garbage)
+    assert headers["Blitz-Error-Code"] == "malformed_message"
+    assert headers["Nats-Service-Error-Code"] == "400"
+    assert headers["Nats-Service-Error"]
+    assert malformed_count() == before + 1
+    assert await bus.request(on, cancel(), Ack, timeout_s=2.0) == Ack()
+
+
+async def test_a_reply_of_another_kind_is_malformed_for_the_caller(place: Place) -> None:
+    bus, on = await place.bus("a"), subject()
+    await bus.respond(on, Cancel, acknowledge)
+    with pytest.raises(MalformedMessage, match="Cancel"):
+        await bus.request(on, cancel(), Cancel, timeout_s=2.0)
+
+
+async def test_a_reply_over_max_payload_is_answered_typed(place: Place) -> None:
+    bus, on = await place.bus("a"), subject()
+
+    async def verbose(message: Cancel) -> Cancel:
+        return cancel(request_id="x" * bus.max_payload_bytes)
+
+    await bus.respond(on, Cancel, verbose)
+    with pytest.raises(PayloadTooLarge):
+        await bus.request(on, cancel(), Cancel, timeout_s=2.0)
+
+
+async def test_closing_a_responder_finishes_what_runs_and_then_nobody_listens(place: Place) -> None:
+    here, there, on = await place.bus("here"), await place.bus("there"), subject()
+    started = asyncio.Event()
+
+    async def slow(message: Cancel) -> Ack:
+        started.set()
+        await asyncio.sleep(0.1)
+        return Ack()
+
+    subscription = await there.respond(on, Cancel, slow)
+    asked = asyncio.create_task(here.request(on, cancel(), Ack, timeout_s=3.0))
+    await started.wait()
+    await subscription.close()
+    assert await asked == Ack()
+    with pytest.raises(NoResponder):
+        await here.request(on, cancel(), Ack, timeout_s=3.0)
+
+
+async def test_events_arrive_in_order_once_per_message_id_and_only_new_ones(place: Place) -> None:
+    here, there, on = await place.bus("here"), await place.bus("there"), event_subject()
+    await here.publish_event(on, cancel(0), message_id=f"{on}-before")
+    got: list[int] = []
+
+    async def listen(message: Cancel) -> None:
+        await asyncio.sleep(0.001)
+        got.append(message.attempt)
+
+    await there.subscribe_events(on, Cancel, listen)
+    for attempt in (1, 2, 2, 3, 1):
+        await here.publish_event(on, cancel(attempt), message_id=f"{on}-{attempt}")
+    await eventually(lambda: len(got) >= 3)
+    await asyncio.sleep(0.05)
+    assert got == [1, 2, 3]
+
+
+async def test_event_listeners_are_awaited_one_at_a_time(place: Place) -> None:
+    bus, on = await place.bus("a"), event_subject()
+    running = most = done = 0
+
+    async def listen(message: Cancel) -> None:
+        nonlocal running, most, done
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        done += 1
+
+    await bus.subscribe_events(on, Cancel, listen)
+    for attempt in range(5):
+        await bus.publish_event(on, cancel(attempt), message_id=f"{on}-{attempt}")
+    await eventually(lambda: done == 5)
+    assert most == 1
+
+
+async def test_an_event_whose_listener_raises_does_not_come_again(place: Place) -> None:
+    bus, on = await place.bus("a"), event_subject()
+    got: list[int] = []
+
+    async def listen(message: Cancel) -> None:
+        got.append(message.attempt)
+        if message.attempt == 0:
+            raise Overloaded("no")
+        if message.attempt == 1:
+            raise RuntimeError("bug")
+
+    await bus.subscribe_events(on, Cancel, listen)
+    for attempt in range(3):
+        await bus.publish_event(on, cancel(attempt), message_id=f"{on}-{attempt}")
+    await eventually(lambda: 2 in got)
+    assert got == [0, 1, 2]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+async def test_a_garbage_event_is_dropped_and_the_next_one_comes(place: Place, garbage: bytes) -> None:
+    bus, on, before = await place.bus("a"), event_subject(), malformed_count()
+    got: list[Cancel] = []
+
+    async def listen(message: Cancel) -> None:
+        got.append(message)
+
+    await bus.subscribe_events(on, Cancel, listen)
+    await place.raw_event(on, garbage)
+    await bus.publish_event(on, cancel(), message_id=on)
+    await eventually(lambda: got)
+    assert got == [cancel()]
+    assert malformed_count() == before + 1
+
+
+async def test_closing_an_event_subscription_awaits_its_listener(place: Place) -> None:
+    bus, on = await place.bus("a"), event_subject()
+    started = asyncio.Event()
+    finished = False
+
+    async def listen(message: Cancel) -> None:
+        nonlocal finished
+        started.set()
+        await asyncio.sleep(0.1)
+        finished = True
+
+    subscription = await bus.subscribe_events(on, Cancel, listen)
+    await bus.publish_event(on, cancel(), message_id=on)
+    await started.wait()
+    await subscription.close()
+    assert finished
+
+
+async def test_trace_context_reaches_every_handler_and_no_other(place: Place) -> None:
+    here, there = await place.bus("here"), await place.bus("there")
+    tracer = TracerProvider().get_tracer("test")
+    seen: dict[str, list[str]] = {"listener": [], "responder": [], "event": []}
+
+    async def respond(message: Cancel) -> Ack:
+        await asyncio.sleep(0)
+        seen["responder"].append(current_traceparent())
+        return Ack()
+
+    async def listen(message: Cancel) -> None:
+        seen["event"].append(current_traceparent())
+
+    plain, rpc, event = subject(), subject(), event_subject()
+    with tracer.start_as_current_span("subscriber's own, which must not leak"):
+        await there.subscribe(plain, Cancel, lambda message: seen["listener"].append(current_traceparent()))
+        await there.respond(rpc, Cancel, respond)
+        await there.subscribe_events(event, Cancel, listen)
+
+    async def send(number: int) -> None:
+        await here.publish(plain, cancel())
+        await here.request(rpc, cancel(), Ack, timeout_s=2.0)
+        await here.publish_event(event, cancel(), message_id=f"{event}-{number}")
+
+    with tracer.start_as_current_span("sender"):
+        expected = current_traceparent()
+        await send(0)
+    assert not trace.get_current_span().get_span_context().is_valid
+    await send(1)
+    await eventually(lambda: all(len(contexts) == 2 for contexts in seen.values()))
+    assert expected
+    assert seen == {"listener": [expected, ""], "responder": [expected, ""], "event": [expected, ""]}
+
+
+async def test_an_outage_is_seen_survived_and_restarts_the_clock(place: Place) -> None:
+    here, there, plain, rpc, event = (
+        await place.bus("here"), await place.bus("there"), subject(), subject(), event_subject(),
+    )  # fmt: skip
+    got: list[Cancel] = []
+    events: list[int] = []
+
+    async def listen(message: Cancel) -> None:
+        events.append(message.attempt)
+
+    await there.subscribe(plain, Cancel, got.append)
+    await there.respond(rpc, Cancel, acknowledge)
+    await there.subscribe_events(event, Cancel, listen)
+    await here.publish_event(event, cancel(0), message_id=f"{event}-0")
+    await eventually(lambda: events == [0])
+    before_s = here.connected_since_s
+    assert before_s is not None
+
+    await place.go_down()
+    assert here.connected_since_s is None
+    with pytest.raises(DeadlineExceeded):
+        await here.request(rpc, cancel(), Ack, timeout_s=0.1)
+    await place.go_up()
+
+    assert here.connected_since_s is not None
+    assert before_s < here.connected_since_s <= time.monotonic()
+    await eventually(lambda: there.connected_since_s is not None)
+    await here.publish(plain, cancel(7))
+    await eventually(lambda: got == [cancel(7)])
+    assert await here.request(rpc, cancel(), Ack, timeout_s=5.0) == Ack()
+    await here.publish_event(event, cancel(1), message_id=f"{event}-1")
+    await eventually(lambda: events == [0, 1])
+
+
+async def test_publishing_while_disconnected_is_buffered_until_the_buffer_is_full(place: Place) -> None:
+    bus, on = await place.bus("a"), subject()
+    await place.go_down()
+    large = cancel(request_id="x" * 500_000)
+    for _ in range(3):
+        await bus.publish(on, large)
+    with pytest.raises(Unavailable, match="buffer is full"):  # noqa: PT012 - whichever is the first too many
+        for _ in range(5):
+            await bus.publish(on, large)
+    await place.go_up()
+    await bus.publish(on, large)
+
+
+async def test_an_event_that_nobody_takes_is_unavailable(place: Place) -> None:
+    bus = await place.bus("a")
+    await place.go_down()
+    with pytest.raises(Unavailable, match="plan stream"):
+        await bus.publish_event(event_subject(), cancel(), message_id=uuid.uuid4().hex)
+    await place.go_up()
+
+
+async def test_close_flushes_awaits_handlers_and_ends_the_bus(place: Place) -> None:
+    here, there, plain, rpc = await place.bus("here"), await place.bus("there"), subject(), subject()
+    got: list[Cancel] = []
+    started = asyncio.Event()
+
+    async def slow(message: Cancel) -> Ack:
+        started.set()
+        await asyncio.sleep(0.1)
+        return Ack()
+
+    await there.subscribe(plain, Cancel, got.append)
+    await here.respond(rpc, Cancel, slow)
+    asked = asyncio.create_task(there.request(rpc, cancel(), Ack, timeout_s=3.0))
+    await started.wait()
+    for attempt in range(100):
+        await here.publish(plain, cancel(attempt))
+    await here.close()
+    assert await asked == Ack()
+    await eventually(lambda: len(got) == 100)
+    assert here.connected_since_s is None
+    with pytest.raises(Unavailable):
+        await here.publish(plain, cancel())
+    await here.close()

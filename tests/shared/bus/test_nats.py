@@ -1,0 +1,149 @@
+"""What only a real NATS server shows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+
+import nats
+import pytest
+
+from shared import subjects
+from shared.bus.nats import NatsBus
+from shared.errors import Overloaded, Unavailable
+from shared.messages.common import Ack
+from shared.messages.generation import Cancel
+from tests.servers import free_port
+from tests.shared.bus.conftest import NatsPlace, eventually
+
+CANCEL = Cancel(request_id="r", attempt=0)
+
+
+async def test_an_unreachable_server_is_named_without_its_password() -> None:
+    url, started_s = f"nats://me:secret@127.0.0.1:{free_port()}", time.monotonic()
+    with pytest.raises(Unavailable) as caught:
+        await NatsBus.connect(url, name="a", connect_timeout_s=0.5)
+    assert url.replace("me:secret@", "") in caught.value.message
+    assert "secret" not in caught.value.message
+    assert time.monotonic() - started_s < 5.0
+
+
+async def test_a_server_that_accepts_and_says_nothing_is_unreachable() -> None:
+    silent = await asyncio.start_server(lambda reader, writer: asyncio.sleep(30), "127.0.0.1", 0)
+    port = silent.sockets[0].getsockname()[1]
+    with pytest.raises(Unavailable, match=str(port)):
+        await NatsBus.connect(f"nats://127.0.0.1:{port}", name="a", connect_timeout_s=0.5)
+    silent.close()
+
+
+async def test_a_frozen_server_counts_as_disconnected_before_a_lease_has_passed(nats_place: NatsPlace) -> None:
+    bus = await nats_place.bus("a")
+    before_s = bus.connected_since_s
+    nats_place.server.pause()
+    try:
+        await eventually(lambda: bus.connected_since_s is None, timeout_s=2.0)
+    finally:
+        nats_place.server.resume()
+    await eventually(lambda: bus.connected_since_s is not None)
+    assert before_s is not None
+    assert (bus.connected_since_s or 0.0) > before_s
+
+
+async def test_services_answer_discovery_and_count_requests_and_errors(nats_place: NatsPlace) -> None:
+    name = f"pool {uuid.uuid4().hex}"
+    bus, on = await nats_place.bus(name), f"{subjects.PREFIX}.test.{uuid.uuid4().hex}"
+
+    async def respond(message: Cancel) -> Ack:
+        if message.attempt:
+            raise Overloaded("full")
+        return Ack()
+
+    await bus.respond(on, Cancel, respond)
+    await bus.request(on, CANCEL, Ack, timeout_s=2.0)
+    with pytest.raises(Overloaded):
+        await bus.request(on, Cancel(request_id="r", attempt=1), Ack, timeout_s=2.0)
+    async with await nats.connect(nats_place.server.url) as client:
+        verb = name.replace(" ", "-")
+        info = json.loads((await client.request(f"$SRV.INFO.{verb}", timeout=2.0)).data)
+        stats = json.loads((await client.request(f"$SRV.STATS.{verb}", timeout=2.0)).data)
+    (endpoint,) = info["endpoints"]
+    assert (endpoint["subject"], endpoint["name"]) == (on, on.replace(".", "-"))
+    (figures,) = stats["endpoints"]
+    assert (figures["num_requests"], figures["num_errors"]) == (2, 1)
+    assert figures["processing_time"] > 0
+
+
+async def test_a_subscription_is_known_to_the_server_when_subscribe_returns(nats_place: NatsPlace) -> None:
+    here, there = await nats_place.bus("here"), await nats_place.bus("there")
+
+    async def respond(message: Cancel) -> Ack:
+        return Ack()
+
+    for _ in range(100):
+        on = f"{subjects.PREFIX}.test.{uuid.uuid4().hex}"
+        await there.respond(on, Cancel, respond)
+        assert await here.request(on, CANCEL, Ack, timeout_s=2.0) == Ack()
+
+
+async def test_events_published_between_outage_and_resumption_are_not_lost(nats_place: NatsPlace) -> None:
+    bus, on = await nats_place.bus("a"), f"{subjects.PREFIX}.plans.test-{uuid.uuid4().hex}"
+    got: list[int] = []
+
+    async def listen(message: Cancel) -> None:
+        got.append(message.attempt)
+
+    await bus.subscribe_events(on, Cancel, listen)
+    await nats_place.go_down()
+    await asyncio.to_thread(nats_place.server.start)
+    async with await nats.connect(nats_place.server.url) as client:
+        await client.jetstream().publish(on, b"\x83\xa4kind\xa9cancel.v1\xaarequest_id\xa1r\xa7attempt\x05")
+    await eventually(lambda: got == [5])
+
+
+async def test_events_go_on_when_the_stream_was_lost_with_the_server(nats_place: NatsPlace) -> None:
+    bus, on = await nats_place.bus("a"), f"{subjects.PREFIX}.plans.test-{uuid.uuid4().hex}"
+    got: list[int] = []
+
+    async def listen(message: Cancel) -> None:
+        got.append(message.attempt)
+
+    await bus.subscribe_events(on, Cancel, listen)
+    await bus.publish_event(on, CANCEL, message_id=f"{on}-0")
+    await eventually(lambda: got == [0])
+    async with await nats.connect(nats_place.server.url) as client:
+        await client.jetstream().delete_stream(subjects.PLAN_STREAM)
+    await nats_place.go_down()
+    await nats_place.go_up()
+    await bus.publish_event(on, Cancel(request_id="r", attempt=1), message_id=f"{on}-1")
+    await eventually(lambda: got == [0, 1])
+
+
+async def test_the_plan_stream_keeps_events_for_a_week_on_disk(nats_place: NatsPlace) -> None:
+    bus = await nats_place.bus("a")
+    await bus.publish_event(subjects.scale_plans(), CANCEL, message_id=uuid.uuid4().hex)
+    async with await nats.connect(nats_place.server.url) as client:
+        config = (await client.jetstream().stream_info(subjects.PLAN_STREAM)).config
+    assert config.subjects == [subjects.plans()]
+    assert (config.storage, config.discard) == ("file", "old")
+    assert (config.max_age, config.duplicate_window) == (7 * 24 * 3600, 120)
+
+
+async def test_two_processes_may_create_the_stream_at_once(nats_place: NatsPlace) -> None:
+    async with await nats.connect(nats_place.server.url) as client:
+        await client.jetstream().delete_stream(subjects.PLAN_STREAM)
+    buses = [await nats_place.bus(str(n)) for n in range(4)]
+    await asyncio.gather(
+        *(bus.publish_event(subjects.scale_plans(), CANCEL, message_id=uuid.uuid4().hex) for bus in buses)
+    )
+
+
+async def test_an_outage_is_logged_in_few_lines(nats_place: NatsPlace, caplog: pytest.LogCaptureFixture) -> None:
+    await nats_place.bus("a")
+    with caplog.at_level(logging.INFO):
+        await nats_place.go_down()
+        await asyncio.sleep(1.0)
+        await nats_place.go_up()
+    assert 0 < len([record for record in caplog.records if record.name.startswith("shared.bus")]) <= 6

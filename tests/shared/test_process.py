@@ -1,0 +1,179 @@
+"""Service processes, run as processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.servers import free_port
+
+PREAMBLE = """
+import asyncio, logging, sys, os, time
+from shared.errors import Unavailable
+from shared.process import Lifecycle, run_service
+log = logging.getLogger("x")
+async def serve(lifecycle):
+    lifecycle.ready = True
+    print("up", flush=True)
+    await lifecycle.wait_stopping()
+    log.info("drained")
+"""
+
+Start = Callable[[str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started: list[subprocess.Popen[str]] = []
+
+    def run(code: str) -> subprocess.Popen[str]:
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", PREAMBLE + code],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"PYTHONPATH": os.getcwd()},
+            )
+        )
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def up(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "up"
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_service_drain_and_exit_with_0(start: Start, number: signal.Signals) -> None:
+    process = start("sys.exit(run_service('demo', serve))")
+    up(process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert any(line.endswith("INFO demo: drained") for line in err.splitlines())
+
+
+def test_a_second_signal_ends_at_once(start: Start) -> None:
+    process = start(
+        "async def stuck(lifecycle):\n    await serve(lifecycle)\n    print('stopping', flush=True)\n"
+        "    await asyncio.sleep(60)\nsys.exit(run_service('demo', stuck))"
+    )
+    up(process)
+    process.terminate()
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+
+
+def test_an_expected_error_is_one_line_without_a_traceback(start: Start) -> None:
+    process = start(
+        "async def fail(lifecycle):\n    raise Unavailable('cannot reach x')\nsys.exit(run_service('demo', fail))"
+    )
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert err == "demo: cannot reach x\n"
+
+
+def test_an_unexpected_error_is_logged_with_its_traceback(start: Start) -> None:
+    process = start("async def fail(lifecycle):\n    1 / 0\nsys.exit(run_service('demo', fail))")
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "ZeroDivisionError" in err
+    assert "Traceback" in err
+
+
+def test_health_follows_readiness_and_metrics_are_served(start: Start) -> None:
+    port = free_port()
+    process = start(
+        "async def slow(lifecycle):\n    print('up', flush=True)\n"
+        "    await asyncio.to_thread(sys.stdin.readline) if False else await asyncio.sleep(1.5)\n"
+        f"    await serve(lifecycle)\n    await asyncio.sleep(2.0)\n"
+        f"sys.exit(run_service('demo', slow, health_port={port}, health_host='127.0.0.1'))"
+    )
+    up(process)
+    assert get(port, "/live")[0] == 200
+    assert get(port, "/health") == (503, "not ready\n")
+    up(process)
+    assert get(port, "/health") == (200, "ready\n")
+    assert get(port, "/ready")[0] == 200
+    status, text = get(port, "/metrics")
+    assert status == 200
+    assert "# TYPE" in text
+    assert get(port, "/nothing")[0] == 404
+    process.terminate()
+    time.sleep(0.5)
+    assert get(port, "/health")[0] == 503
+    assert get(port, "/live")[0] == 200
+
+
+def test_a_stuck_event_loop_is_not_live(start: Start) -> None:
+    port = free_port()
+    process = start(
+        "async def stuck(lifecycle):\n    print('up', flush=True)\n    time.sleep(60)\n"
+        f"sys.exit(run_service('demo', stuck, health_port={port}, health_host='127.0.0.1'))"
+    )
+    up(process)
+    assert get(port, "/live")[0] == 503
+
+
+def test_a_health_port_in_use_is_a_clear_error(start: Start) -> None:
+    port = free_port()
+    code = f"sys.exit(run_service('demo', serve, health_port={port}, health_host='127.0.0.1'))"
+    up(start(code))
+    second = start(code)
+    _, err = second.communicate(timeout=20)
+    assert second.returncode == 1
+    assert err.startswith(f"demo: cannot listen on 127.0.0.1:{port}")
+    assert "Traceback" not in err
+
+
+def test_a_wrong_log_level_is_a_clear_error(start: Start) -> None:
+    process = start("sys.exit(run_service('demo', serve, log_level='loud'))")
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "'loud'" in err
+
+
+def test_a_service_stops_when_its_parent_is_killed(start: Start) -> None:
+    child = f"{PREAMBLE}\nprint(os.getpid(), flush=True)\nrun_service('demo', serve, die_with_parent=True)"
+    parent = start(f"import subprocess\nsubprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(60)")
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    up(parent)
+    parent.kill()
+    deadline_s = time.monotonic() + 10.0
+    while os.path.exists(f"/proc/{pid}") and _state(pid) != "Z":
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def _state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
