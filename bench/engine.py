@@ -193,7 +193,8 @@ def run_engine_bench(
             checkpoint = inspect_checkpoint(Path(folder), with_hash=False)
             blocks_each = -(-(settings.max_prompt_tokens + settings.output_tokens) // BLOCK_SIZE)
             engine = _load_engine(checkpoint, max(settings.batch_sizes) * (blocks_each + 1))
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            model.eval()
         results = []
         for batch_size in settings.batch_sizes:
             progress(f"measuring batch {batch_size}")

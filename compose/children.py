@@ -114,6 +114,7 @@ def worker_spec(config: StackConfig, addresses: Addresses, index: int, num_cuda_
 
 
 def stop_order(names: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """The gateway first, while those that compute its streams still run; the servers last."""
-    services = tuple(name for name in names if name not in ("gateway", "redis", "nats"))
-    return (("gateway",), services, ("redis",), ("nats",))
+    """The gateway first, while those that compute its streams still run. Then what would scale to make up for
+    workers that leave, the workers while the pool still hears them, the pool, and the servers."""
+    workers = tuple(name for name in names if name.startswith("worker-"))
+    return (("gateway",), ("planner", "monitor"), workers, ("pool",), ("redis",), ("nats",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 
 from opentelemetry import context as otel_context
@@ -11,7 +12,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 
 TRACEPARENT = "traceparent"
-_FLUSH_TIMEOUT_MS = 5000
+_FLUSH_TIMEOUT_S = 5.0
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 
@@ -45,8 +46,10 @@ def setup_telemetry(service_name: str, instance_id: str = "") -> Callable[[], No
     trace.set_tracer_provider(provider)
 
     def flush() -> None:
-        provider.force_flush(_FLUSH_TIMEOUT_MS)
-        provider.shutdown()
+        # A thread, because an exporter that cannot reach its collector retries for longer than asked.
+        ending = threading.Thread(target=provider.shutdown, name="telemetry", daemon=True)
+        ending.start()
+        ending.join(_FLUSH_TIMEOUT_S)
 
     return flush
 

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from compose.admin import AdminClient
 from compose.cli.connection import URL_DEFAULT, Json, Url, ask
@@ -58,27 +56,22 @@ async def _scale(client: AdminClient, model: str, instances: int, hold_s: float,
 
 
 def _print(record: ScaleRecord) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    rows = {
-        "model": record.model,
-        "plan_id": record.plan_id,
-        "status": record.status,
-        "direction": record.direction,
-        "desired": str(record.desired),
-        "trigger_to_first_byte_ms": _ms(record.trigger_to_first_byte_ms),
-        "layer_ready_ms": "[" + ", ".join(f"{at_ms:.1f}" for at_ms in record.layer_ready_ms) + "]",
-        "trigger_to_loaded_ms": _ms(record.trigger_to_loaded_ms),
-        "trigger_to_serving_ms": _ms(record.trigger_to_serving_ms),
-        "bytes": str(record.bytes),
-        "gbps": f"{record.gbps:.3f}",
-    }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    for line in record.left_out:
-        table.add_row("left out", line)
-    Console(highlight=False).print(table)
+    rows = [
+        ("model", record.model),
+        ("plan_id", record.plan_id),
+        ("status", record.status),
+        ("direction", record.direction),
+        ("desired", str(record.desired)),
+        ("trigger_to_first_byte_ms", _ms(record.trigger_to_first_byte_ms)),
+        ("layer_ready_ms", "[" + ", ".join(f"{at_ms:.1f}" for at_ms in record.layer_ready_ms) + "]"),
+        ("trigger_to_loaded_ms", _ms(record.trigger_to_loaded_ms)),
+        ("trigger_to_serving_ms", _ms(record.trigger_to_serving_ms)),
+        ("bytes", str(record.bytes)),
+        ("gbps", f"{record.gbps:.3f}"),
+        *(("left_out", line) for line in record.left_out),
+    ]
+    for name, value in rows:
+        typer.echo(f"{name:<24}  {value}")
 
 
 def _ms(value: float | None) -> str:

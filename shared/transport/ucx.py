@@ -26,7 +26,7 @@ from shared.transport.transfer import PostedTransfer
 _log = logging.getLogger(__name__)
 
 # With work posted the thread spins this long after the last event, then sleeps until the next.
-_SPIN_S = 0.0002
+_SPIN_S = 0.003
 # Bounds of a sleep: a lost event costs this much and no more. Ten wake-ups a second are 0.1 % of a core.
 _BUSY_SLEEP_S = 0.002
 _IDLE_SLEEP_S = 0.1
@@ -258,7 +258,7 @@ class UcxTransport:
         if tag & CONTROL_TAG:
             data = bytearray(message.length)
             request = self._worker.tag_recv_with_handle(self._array(data), message)
-            self._track(request, data, lambda error: self._on_control(data) if error is None else None)
+            self._track(request, data, lambda error: self._on_control(bytes(data)) if error is None else None)
         elif (expected := self._expected.pop(tag, None)) is not None:
             self._take(expected[0], expected[1], message)
         elif tag in self._aborted_tags:
@@ -285,7 +285,7 @@ class UcxTransport:
 
     def _on_control(self, data: bytes) -> None:
         try:
-            control = Control.decode(bytes(data))
+            control = Control.decode(data)
         except ValueError as error:
             _log.warning("transport %s: bad control message: %s", self._name, error)
             return
@@ -324,9 +324,7 @@ class UcxTransport:
                 endpoint.set_close_callback(self._lost.append, (peer,))
         return peer
 
-    def _dial(
-        self, address: bytes, same_host: bool, future: concurrent.futures.Future[UcxChannel]
-    ) -> None:
+    def _dial(self, address: bytes, same_host: bool, future: concurrent.futures.Future[UcxChannel]) -> None:
         try:
             peer = self._peer_at(address, same_host)
         except (self._ucx.UCXError, ValueError) as error:
@@ -364,7 +362,7 @@ class UcxTransport:
     def _peer_lost(self, peer: _Peer) -> None:
         if peer.lost:
             return
-        self._disconnect(peer)
+        self._disconnect(peer, broken=True)
         error = PeerLost("the peer of a connection was lost")
         self._answer(peer, error)
         for tag, (transfer, _, source) in list(self._expected.items()):
@@ -373,14 +371,16 @@ class UcxTransport:
                 self._remember_aborted(tag)
                 transfer.finish(error)
 
-    def _disconnect(self, peer: _Peer) -> None:
+    def _disconnect(self, peer: _Peer, *, broken: bool = False) -> None:
+        # A broken endpoint is closed by ucxx itself; closing it again crashes the process.
         peer.lost = True
         self._dials.pop(peer.dial, None)
         if self._peers.get(peer.address) is peer:
             del self._peers[peer.address]
-        if not peer.same_host:
-            peer.endpoint.remove_close_callback()
-        peer.endpoint.close()
+        if not broken:
+            if not peer.same_host:
+                peer.endpoint.remove_close_callback()
+            peer.endpoint.close()
 
     def _control(self, peer: _Peer, control: Control) -> None:
         data = self._array(bytearray(control.encode()))

@@ -110,7 +110,7 @@ def test_health_follows_readiness_and_metrics_are_served(start: Start) -> None:
     port = free_port()
     process = start(
         "async def slow(lifecycle):\n    print('up', flush=True)\n"
-        "    await asyncio.to_thread(sys.stdin.readline) if False else await asyncio.sleep(1.5)\n"
+        "    await asyncio.sleep(1.5)\n"
         f"    await serve(lifecycle)\n    await asyncio.sleep(2.0)\n"
         f"sys.exit(run_service('demo', slow, health_port={port}, health_host='127.0.0.1'))"
     )

@@ -82,6 +82,14 @@ async def running_pool(redis_url: str, *, flush: bool = True, patient: bool = Tr
 
 @pytest.fixture
 async def pool(redis_url: str) -> AsyncIterator[Pool]:
+    """A pool that just started: it answers, and grants and expires nothing yet."""
+    async with running_pool(redis_url, patient=False) as running:
+        yield running
+
+
+@pytest.fixture
+async def granting_pool(redis_url: str) -> AsyncIterator[Pool]:
+    """A pool whose first lease has passed."""
     async with running_pool(redis_url) as running:
         yield running
 
@@ -92,14 +100,14 @@ async def eventually(condition: object, timeout_s: float = 3.0) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_silent_worker_is_forgotten_after_its_lease_and_its_route_goes(pool: Pool) -> None:
-    record = await pool.know_model()
-    await pool.beat(heartbeat("w0", record, "serving"))
-    await pool.beat(heartbeat("w1"))
-    await eventually(lambda: pool.tables[-1].routes)
-    assert [r.worker_id for r in pool.tables[-1].routes] == ["w0"]
-    await eventually(lambda: not pool.tables[-1].routes)
-    assert (await pool.snapshot()).workers == ()
+async def test_a_silent_worker_is_forgotten_after_its_lease_and_its_route_goes(granting_pool: Pool) -> None:
+    record = await granting_pool.know_model()
+    await granting_pool.beat(heartbeat("w0", record, "serving"))
+    await granting_pool.beat(heartbeat("w1"))
+    await eventually(lambda: granting_pool.tables[-1].routes)
+    assert [r.worker_id for r in granting_pool.tables[-1].routes] == ["w0"]
+    await eventually(lambda: not granting_pool.tables[-1].routes)
+    assert (await granting_pool.snapshot()).workers == ()
 
 
 async def test_an_older_report_does_not_overwrite_a_newer_one(pool: Pool) -> None:
@@ -119,52 +127,52 @@ async def test_a_leaving_worker_is_forgotten_at_once_but_not_by_its_predecessor(
     assert (await pool.snapshot()).workers == ()
 
 
-async def test_leases_are_all_or_none_and_epochs_grow(pool: Pool) -> None:
-    await pool.know_model()
+async def test_leases_are_all_or_none_and_epochs_grow(granting_pool: Pool) -> None:
+    await granting_pool.know_model()
     for worker_id in ("w0", "w1", "w2"):
-        await pool.beat(heartbeat(worker_id))
-    grant = await pool.lease("w0", "w1")
+        await granting_pool.beat(heartbeat(worker_id))
+    grant = await granting_pool.lease("w0", "w1")
     first, second = (epoch for _, epoch in grant.epochs)
     assert 0 < first < second < 1 << 39
     with pytest.raises(Conflict):
-        await pool.lease("w1", "w2", plan_id="other")
-    assert [w.lease_plan_id for w in (await pool.snapshot()).workers] == ["plan", "plan", ""]
-    later = await pool.lease("w2", plan_id="other")
+        await granting_pool.lease("w1", "w2", plan_id="other")
+    assert [w.lease_plan_id for w in (await granting_pool.snapshot()).workers] == ["plan", "plan", ""]
+    later = await granting_pool.lease("w2", plan_id="other")
     assert later.epochs[0][1] > second
 
 
-async def test_released_and_expired_leases_can_be_granted_again(pool: Pool) -> None:
-    await pool.know_model()
-    await pool.beat(heartbeat("w0"))
-    await pool.lease("w0", plan_id="a")
-    await pool.ask("release", ReleaseWorkers(plan_id="stranger", worker_ids=("w0",)), Ack)
+async def test_released_and_expired_leases_can_be_granted_again(granting_pool: Pool) -> None:
+    await granting_pool.know_model()
+    await granting_pool.beat(heartbeat("w0"))
+    await granting_pool.lease("w0", plan_id="a")
+    await granting_pool.ask("release", ReleaseWorkers(plan_id="stranger", worker_ids=("w0",)), Ack)
     with pytest.raises(Conflict):
-        await pool.lease("w0", plan_id="b")
-    await pool.ask("release", ReleaseWorkers(plan_id="a", worker_ids=("w0",)), Ack)
-    await pool.lease("w0", plan_id="b", ttl_s=0.05)
+        await granting_pool.lease("w0", plan_id="b")
+    await granting_pool.ask("release", ReleaseWorkers(plan_id="a", worker_ids=("w0",)), Ack)
+    await granting_pool.lease("w0", plan_id="b", ttl_s=0.05)
     await asyncio.sleep(0.1)
-    await pool.lease("w0", plan_id="c")
+    await granting_pool.lease("w0", plan_id="c")
 
 
-async def test_a_busy_or_missing_worker_is_not_leased(pool: Pool) -> None:
-    record = await pool.know_model()
-    await pool.beat(heartbeat("w0", record, "serving"))
+async def test_a_busy_or_missing_worker_is_not_leased(granting_pool: Pool) -> None:
+    record = await granting_pool.know_model()
+    await granting_pool.beat(heartbeat("w0", record, "serving"))
     with pytest.raises(Conflict):
-        await pool.lease("w0")
+        await granting_pool.lease("w0")
     with pytest.raises(NoCapacity):
-        await pool.lease("nobody")
+        await granting_pool.lease("nobody")
     with pytest.raises(BadRequest):
-        await pool.lease()
+        await granting_pool.lease()
 
 
-async def test_a_lease_is_used_up_when_its_worker_reports_under_it(pool: Pool) -> None:
-    record = await pool.know_model()
-    await pool.beat(heartbeat("w0"))
-    epoch = (await pool.lease("w0")).epochs[0][1]
-    await pool.beat(heartbeat("w0", record, "loading", sequence=2, epoch=epoch))
-    assert (await pool.snapshot()).workers[0].lease_plan_id == ""
-    await pool.beat(heartbeat("w0", sequence=3))
-    await pool.lease("w0", plan_id="next")
+async def test_a_lease_is_used_up_when_its_worker_reports_under_it(granting_pool: Pool) -> None:
+    record = await granting_pool.know_model()
+    await granting_pool.beat(heartbeat("w0"))
+    epoch = (await granting_pool.lease("w0")).epochs[0][1]
+    await granting_pool.beat(heartbeat("w0", record, "loading", sequence=2, epoch=epoch))
+    assert (await granting_pool.snapshot()).workers[0].lease_plan_id == ""
+    await granting_pool.beat(heartbeat("w0", sequence=3))
+    await granting_pool.lease("w0", plan_id="next")
 
 
 async def test_a_started_pool_grants_nothing_until_a_lease_has_passed(redis_url: str) -> None:
@@ -176,16 +184,16 @@ async def test_a_started_pool_grants_nothing_until_a_lease_has_passed(redis_url:
         assert refused.value.retry_after_s is not None
 
 
-async def test_a_bus_outage_kills_nobody(pool: Pool) -> None:
-    record = await pool.know_model()
-    await pool.beat(heartbeat("w0", record, "serving"))
-    pool.broker.disconnect()
+async def test_a_bus_outage_kills_nobody(granting_pool: Pool) -> None:
+    record = await granting_pool.know_model()
+    await granting_pool.beat(heartbeat("w0", record, "serving"))
+    granting_pool.broker.disconnect()
     await asyncio.sleep(2 * LEASE_S)
-    pool.broker.reconnect()
+    granting_pool.broker.reconnect()
     await asyncio.sleep(LEASE_S / 2)
-    await pool.beat(heartbeat("w0", record, "serving", sequence=2))
+    await granting_pool.beat(heartbeat("w0", record, "serving", sequence=2))
     await asyncio.sleep(0.2)
-    assert len((await pool.snapshot()).workers) == 1
+    assert len((await granting_pool.snapshot()).workers) == 1
 
 
 async def test_an_emptied_redis_heals_from_the_workers(pool: Pool) -> None:

@@ -131,9 +131,7 @@ async def test_invalid_bytes_at_the_end_become_replacement_characters(stack: Sta
 
 async def test_end_token_is_counted_but_not_shown(stack: Stack) -> None:
     stack.workers[0].script = lambda submit: [*b"ok", EOS]
-    answer = await stack.openai.completions.create(
-        model="tiny", prompt="a", extra_body={"skip_special_tokens": False}
-    )
+    answer = await stack.openai.completions.create(model="tiny", prompt="a", extra_body={"skip_special_tokens": False})
     assert answer.choices[0].text == "ok"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 3
@@ -149,9 +147,7 @@ async def test_echo_puts_the_prompt_first(stack: Stack) -> None:
 async def test_chat_logprobs(stack: Stack) -> None:
     stack.workers[0].logprobs = TokenLogprobs(logprob=-0.5, top=((104, -0.5), (105, float("-inf"))))
     stack.workers[0].script = say("h")
-    answer = await stack.openai.chat.completions.create(
-        model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=2
-    )
+    answer = await stack.openai.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=2)
     assert answer.choices[0].logprobs is not None
     [entry] = answer.choices[0].logprobs.content or []
     assert (entry.token, entry.logprob, entry.bytes) == ("h", -0.5, [104])

@@ -1,0 +1,5 @@
+"""``python -m compose``: the ``blitzscale`` command without the console script."""
+
+from compose.cli import main
+
+main()

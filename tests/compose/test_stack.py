@@ -1,0 +1,233 @@
+"""The stack with real NATS and Redis servers and stand-ins for the services."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from compose.config import StackConfig
+from compose.errors import ProcessGaveUp, StackNotReady, StackRefused
+from compose.ports import free_port
+from compose.restart_policy import RestartPolicy
+from compose.stack import Stack
+from tests.compose.fake_services import journal, write_fake_services
+from tests.compose.waiting import until, until_sync
+
+pytestmark = pytest.mark.stack
+QUICK = RestartPolicy(first_delay_s=0.05, max_delay_s=0.1, max_young_deaths=3)
+NAMES = {"nats", "redis", "pool", "planner", "monitor", "gateway", "worker-0", "worker-1"}
+
+
+@pytest.fixture
+def fake_env(tmp_path: Path) -> dict[str, str]:
+    folder = tmp_path / "fake"
+    folder.mkdir()
+    return write_fake_services(folder)
+
+
+def stack_config(tmp_path: Path, env: dict[str, str], demo: Path, **more: object) -> StackConfig:
+    settings = {"models": (demo,), "state_dir": tmp_path / "state", "port": 0, "env": env, "stop_grace_s": 5.0}
+    return StackConfig(**(settings | more))  # type: ignore[arg-type]
+
+
+def living(pids: list[int]) -> list[int]:
+    def lives(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    return [pid for pid in pids if lives(pid)]
+
+
+async def test_everything_starts_serves_the_model_and_stops_in_order(
+    tmp_path: Path, fake_env: dict[str, str], demo_model: Path
+) -> None:
+    said: list[str] = []
+    async with Stack(stack_config(tmp_path, fake_env, demo_model), say=said.append) as stack:
+        status = await stack.wait_ready(20)
+        assert set(stack.processes) == NAMES
+        assert [model.name for model in status.models] == ["demo"]
+        assert status.models[0].path == str(demo_model)
+        pids = [child.pid or 0 for child in stack.processes.values()]
+        assert living(pids) == pids
+    assert living(pids) == []
+    stops = [line.split()[1] for line in journal(tmp_path / "fake") if line.startswith("stop")]
+    assert stops[0] == "gateway"
+    assert set(stops[1:3]) == {"planner", "monitor"}
+    assert set(stops[3:5]) == {"worker-0", "worker-1"}
+    assert stops[5:] == ["pool"]
+    assert any("registered model demo" in text for text in said)
+
+
+async def test_children_get_their_environment(
+    tmp_path: Path, fake_env: dict[str, str], demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://traces:4318")
+    monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
+    monkeypatch.setenv("BLITZ_ADMIN_KEY", "secret")
+    per_service = {"worker": {"EXTRA": "all", "BLITZ_WORKER_LEAF": "leaf-7"}, "worker-1": {"EXTRA": "one"}}
+    config = stack_config(tmp_path, fake_env, demo_model, service_env=per_service, engine="mock")
+    async with Stack(config) as stack:
+        await stack.wait_ready(20)
+        found = {
+            name: json.loads((tmp_path / "fake" / f"{name}.env").read_text()) for name in NAMES - {"nats", "redis"}
+        }
+        assert {env["BLITZ_NATS_URL"] for env in found.values()} == {stack.nats_url}
+        assert {env["OTEL_EXPORTER_OTLP_ENDPOINT"] for env in found.values()} == {"http://traces:4318"}
+        assert all("OTEL_SERVICE_NAME" not in env for env in found.values())
+        assert found["pool"]["BLITZ_REDIS_URL"] == stack.redis_url
+        assert f"http://{found['gateway']['BLITZ_GATEWAY_HOST']}:{found['gateway']['BLITZ_GATEWAY_PORT']}" == stack.url
+        assert found["gateway"]["BLITZ_ADMIN_KEYS"] == "secret"
+        worker = found["worker-1"]
+        assert worker["BLITZ_WORKER_ENGINE"] == "mock"
+        assert worker["BLITZ_WORKER_THREADS"] == worker["OMP_NUM_THREADS"] == str(config.worker_threads)
+        assert (worker["EXTRA"], found["worker-0"]["EXTRA"], worker["BLITZ_WORKER_LEAF"]) == ("one", "all", "leaf-7")
+        assert "EXTRA" not in found["pool"]
+
+
+async def test_whatever_dies_comes_back(tmp_path: Path, fake_env: dict[str, str], demo_model: Path) -> None:
+    async with Stack(stack_config(tmp_path, fake_env, demo_model), policy=QUICK) as stack:
+        await stack.wait_ready(20)
+        before = {name: child.pid for name, child in stack.processes.items()}
+        for name in ("nats", "redis", "worker-0", "gateway"):
+            stack.kill(name)
+            await until(lambda name=name: stack.processes[name].pid not in (None, before[name]))  # type: ignore[misc]
+        assert stack.processes["pool"].pid == before["pool"]
+
+
+async def test_workers_can_be_added_and_taken_away(tmp_path: Path, fake_env: dict[str, str], demo_model: Path) -> None:
+    async with Stack(stack_config(tmp_path, fake_env, demo_model, workers=1)) as stack:
+        await stack.wait_ready(20)
+        assert await stack.add_worker() == "worker-1"
+        await until(lambda: (tmp_path / "fake" / "worker-1").exists())
+        pid = stack.processes["worker-0"].pid
+        await stack.remove_process("worker-0")
+        assert pid is not None
+        assert living([pid]) == []
+        assert "worker-0" not in stack.processes
+
+
+async def test_a_service_that_cannot_start_ends_the_wait_with_its_last_lines(
+    tmp_path: Path, fake_env: dict[str, str], demo_model: Path
+) -> None:
+    broken = {"pool": {"FAKE_BROKEN": "1"}}
+    stack = Stack(stack_config(tmp_path, fake_env, demo_model, service_env=broken), policy=QUICK)
+    with pytest.raises(ProcessGaveUp, match="pool keeps dying") as caught:
+        async with stack:
+            await stack.wait_ready(20)
+    assert caught.value.last_lines[-1] == "the wrong kind of electricity"
+
+
+async def test_a_deadline_says_what_is_missing(tmp_path: Path, fake_env: dict[str, str], demo_model: Path) -> None:
+    broken = {"worker-1": {"FAKE_BROKEN": "1"}}
+    slow = RestartPolicy(first_delay_s=30.0, max_delay_s=30.0)
+    with pytest.raises(StackNotReady, match="waiting for workers: 1 of 2 are here"):
+        async with Stack(stack_config(tmp_path, fake_env, demo_model, service_env=broken), policy=slow) as stack:
+            await stack.wait_ready(2)
+
+
+async def test_a_second_stack_on_the_same_state_is_refused_and_disturbs_nothing(
+    tmp_path: Path, fake_env: dict[str, str], demo_model: Path
+) -> None:
+    config = stack_config(tmp_path, fake_env, demo_model)
+    async with Stack(config) as stack:
+        with pytest.raises(StackRefused, match="another stack"):
+            async with Stack(config):
+                pass
+        await stack.wait_ready(20)
+
+
+class Up:
+    """``blitzscale up`` as a process of its own."""
+
+    def __init__(self, tmp_path: Path, env: dict[str, str], *arguments: str) -> None:
+        self.state = tmp_path / "state"
+        command = [sys.executable, "-m", "compose", "up", "--state-dir", str(self.state), *arguments]
+        self.output = tmp_path / "up.txt"
+        with self.output.open("w") as output:
+            root = str(Path(__file__).parents[2])
+            environment = {**os.environ, **env, "PYTHONPATH": f"{env['PYTHONPATH']}"}
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=root, start_new_session=True
+            )
+        self.pids: list[int] = []
+
+    def wait_serving(self) -> None:
+        until_sync(lambda: "BlitzScale serves at" in self.text() or self.process.poll() is not None, 30)
+        assert "BlitzScale serves at" in self.text(), self.text()
+        self.pids = [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
+        assert len(self.pids) == len(NAMES)
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+
+
+def test_up_serves_the_demo_and_ctrl_c_stops_everything(tmp_path: Path, fake_env: dict[str, str]) -> None:
+    port = free_port()
+    up = Up(tmp_path, fake_env, "--port", str(port), "--workers", "2")
+    try:
+        up.wait_serving()
+        assert f"curl http://127.0.0.1:{port}/v1/chat/completions" in up.text()
+        assert "random" in up.text()
+        assert "\nworker-1  | started\n" in up.text()
+        assert (up.state / "logs" / "worker-1.log").read_text() == "started\n"
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(20) == 0
+        assert living(up.pids) == []
+        assert up.text().rstrip().endswith("blitz     | stopped")
+    finally:
+        up.end()
+
+
+def test_up_killed_outright_leaves_nothing(tmp_path: Path, fake_env: dict[str, str]) -> None:
+    up = Up(tmp_path, fake_env, "--port", "0", "--workers", "2")
+    try:
+        up.wait_serving()
+        up.process.kill()
+        up.process.wait(10)
+        until_sync(lambda: not living(up.pids), 5)
+    finally:
+        up.end()
+    again = Up(tmp_path, fake_env, "--port", "0", "--workers", "2")
+    try:
+        again.wait_serving()
+    finally:
+        again.end()
+        until_sync(lambda: not living(again.pids), 5)
+
+
+def test_a_second_ctrl_c_kills_at_once(tmp_path: Path, fake_env: dict[str, str]) -> None:
+    up = Up(tmp_path, fake_env | {"FAKE_DEAF": "1"}, "--port", "0", "--workers", "2")
+    try:
+        up.wait_serving()
+        up.process.send_signal(signal.SIGINT)
+        until_sync(lambda: "once more" in up.text())
+        assert living(up.pids)
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(5) == 0
+        assert living(up.pids) == []
+    finally:
+        up.end()
+
+
+def test_up_ends_when_a_service_cannot_run(tmp_path: Path, fake_env: dict[str, str]) -> None:
+    up = Up(tmp_path, fake_env | {"FAKE_BROKEN": "1"}, "--port", "0")
+    try:
+        assert up.process.wait(30) == 1
+        assert "the wrong kind of electricity" in up.text()
+        assert "keeps dying (exit status 1" in up.text().splitlines()[-1]
+    finally:
+        up.end()

@@ -1,0 +1,181 @@
+"""Both tensor transports keep the contract of ``shared.transport.base``."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.errors import DeadlineExceeded, TransferAborted, TransportError
+from shared.transport.base import TensorTransport, Transfer, tag_of
+from shared.transport.memory import MemoryFabric
+from shared.transport.ucx import UcxTransport
+
+Start = Callable[[str], Any]
+SIZES = (0, 5, 100_000, 1 << 20)
+
+
+@pytest.fixture(params=["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
+async def start(request: pytest.FixtureRequest) -> AsyncIterator[Start]:
+    """Start transports of one kind; they are closed at the end and leave no thread."""
+    fabric = MemoryFabric()
+    started: list[TensorTransport] = []
+
+    def make(name: str) -> TensorTransport:
+        transport = fabric.start(name=name) if request.param == "memory" else UcxTransport.start(name=name)
+        started.append(transport)
+        return transport
+
+    yield make
+    for transport in started:
+        await transport.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith(("ucx-", "memory-"))]
+
+
+def pattern(num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8)
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+@pytest.mark.parametrize("posted_first", [True, False])
+async def test_message_lands_in_the_posted_buffer(start: Start, same_host: bool, posted_first: bool) -> None:
+    sender, receiver = start("a"), start("b")
+    channel = await sender.connect(receiver.address, same_host=same_host)
+    for i, size in enumerate(SIZES):
+        data, buffer = pattern(size), np.zeros(size, np.uint8)
+        if posted_first:
+            received = receiver.recv(buffer, tag_of(1, i))
+            sent = channel.send(data, tag_of(1, i))
+        else:
+            sent = channel.send(data, tag_of(1, i))
+            await asyncio.sleep(0.01)
+            received = receiver.recv(buffer, tag_of(1, i))
+        await received.wait(10)
+        await sent.wait(10)
+        assert np.array_equal(buffer, data)
+
+
+async def test_channel_is_cached_until_closed(start: Start) -> None:
+    sender, receiver = start("a"), start("b")
+    first = await sender.connect(receiver.address, same_host=True)
+    assert await sender.connect(receiver.address, same_host=True) is first
+    await first.close()
+    assert not first.alive
+    second = await sender.connect(receiver.address, same_host=True)
+    assert second is not first
+    buffer = np.zeros(8, np.uint8)
+    received = receiver.recv(buffer, tag_of(1, 0))
+    await second.send(np.ones(8, np.uint8), tag_of(1, 0)).wait(5)
+    await received.wait(5)
+    refused = first.send(np.ones(8, np.uint8), tag_of(1, 1))
+    assert isinstance(refused.error, TransferAborted)
+
+
+@pytest.mark.parametrize(("sent_bytes", "posted_bytes"), [(10, 5), (5, 10), (1 << 20, 100), (1 << 20, 2 << 20)])
+async def test_wrong_length_fails_the_receive_and_writes_nothing(
+    start: Start, sent_bytes: int, posted_bytes: int
+) -> None:
+    sender, receiver = start("a"), start("b")
+    channel = await sender.connect(receiver.address, same_host=True)
+    buffer = np.zeros(posted_bytes, np.uint8)
+    received = receiver.recv(buffer, tag_of(1, 0))
+    sent = channel.send(np.ones(sent_bytes, np.uint8), tag_of(1, 0))
+    with pytest.raises(TransportError, match="bytes"):
+        await received.wait(5)
+    await sent.wait(5)
+    assert not buffer.any()
+
+
+async def test_aborted_receive_is_never_written(start: Start) -> None:
+    sender, receiver = start("a"), start("b")
+    channel = await sender.connect(receiver.address, same_host=True)
+    buffer = np.zeros(1 << 20, np.uint8)
+    received = receiver.recv(buffer, tag_of(1, 0))
+    received.abort()
+    with pytest.raises(TransferAborted):
+        await received.wait(5)
+    await channel.send(np.ones(1 << 20, np.uint8), tag_of(1, 0)).wait(5)
+    assert received.done
+    assert not buffer.any()
+
+
+async def test_deadline_aborts_a_receive(start: Start) -> None:
+    receiver = start("b")
+    received = receiver.recv(np.zeros(4, np.uint8), tag_of(1, 0))
+    with pytest.raises(DeadlineExceeded):
+        await received.wait(0.05)
+    with pytest.raises(TransferAborted):
+        await received.wait(5)
+
+
+async def test_aborted_send_to_a_living_peer_ends(start: Start) -> None:
+    sender, receiver = start("a"), start("b")
+    channel = await sender.connect(receiver.address, same_host=True)
+    sent = channel.send(np.ones(1 << 20, np.uint8), tag_of(1, 0))
+    await asyncio.sleep(0.02)
+    assert not sent.done
+    sent.abort()
+    with pytest.raises(TransferAborted):
+        await sent.wait(5)
+
+
+async def test_callback_runs_on_the_transport_thread_and_forwards(start: Start) -> None:
+    first, middle, last = start("a"), start("b"), start("c")
+    incoming = await first.connect(middle.address, same_host=True)
+    outgoing = await middle.connect(last.address, same_host=True)
+    hop, end = np.zeros(1 << 18, np.uint8), np.zeros(1 << 18, np.uint8)
+    threads: list[str] = []
+
+    def forward(_: Transfer) -> None:
+        threads.append(threading.current_thread().name)
+        outgoing.send(hop, tag_of(1, 0))
+
+    received = last.recv(end, tag_of(1, 0))
+    middle.recv(hop, tag_of(1, 0)).add_done_callback(forward)
+    data = pattern(1 << 18)
+    await incoming.send(data, tag_of(1, 0)).wait(5)
+    await received.wait(5)
+    assert np.array_equal(end, data)
+    assert threads[0].endswith("-b")
+
+
+async def test_close_ends_what_is_posted(start: Start) -> None:
+    sender, receiver = start("a"), start("b")
+    channel = await sender.connect(receiver.address, same_host=True)
+    sent = channel.send(np.ones(1 << 20, np.uint8), tag_of(1, 0))
+    received = sender.recv(np.zeros(4, np.uint8), tag_of(1, 1))
+    await sender.close()
+    assert isinstance(received.error, TransferAborted)
+    assert sent.done
+    assert isinstance(sent.error, TransferAborted)
+    assert isinstance(sender.recv(np.zeros(4, np.uint8), tag_of(1, 2)).error, TransferAborted)
+    with pytest.raises(TransportError):
+        await sender.connect(receiver.address, same_host=True)
+
+
+@pytest.mark.parametrize(
+    "buffer", [np.zeros((4, 4), np.uint8)[:, 1], "text", b"read-only"], ids=["strided", "text", "ro"]
+)
+async def test_bad_buffer_fails_the_receive(start: Start, buffer: object) -> None:
+    with pytest.raises(TransportError):
+        await start("a").recv(buffer, tag_of(1, 0)).wait(5)
+
+
+async def test_idle_transports_burn_no_cpu(start: Start) -> None:
+    sender, receiver = start("a"), start("b")
+    await sender.connect(receiver.address, same_host=True)
+    await asyncio.sleep(0.1)
+    before_s = time.process_time()
+    await asyncio.sleep(1.0)
+    assert time.process_time() - before_s < 0.02
+
+
+def test_tag_leaves_the_top_bit_to_the_transport() -> None:
+    assert tag_of((1 << 39) - 1, (1 << 24) - 1) == (1 << 63) - 1
+    with pytest.raises(ValueError, match="39-bit"):
+        tag_of(1 << 39, 0)

@@ -1,0 +1,83 @@
+"""UCX between processes: bulk transfers, chains, and peers that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import numpy as np
+import pytest
+
+from shared.errors import DeadlineExceeded, PeerLost
+from shared.transport.base import tag_of
+from shared.transport.ucx import UcxChannel, UcxTransport
+from tests.shared.transport.ucx_process import forwarder, receiver, spawn, victim
+
+pytestmark = pytest.mark.ucx
+MIB = 1 << 20
+
+
+def pattern(num_chunks: int, chunk_bytes: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 256, (num_chunks, chunk_bytes), np.uint8)
+
+
+async def send_all(channel: UcxChannel, data: np.ndarray) -> None:
+    for transfer in [channel.send(chunk, tag_of(1, i)) for i, chunk in enumerate(data)]:
+        await transfer.wait(30)
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+async def test_64_mib_in_1_mib_chunks_arrive_in_place(same_host: bool) -> None:
+    process, pipe = spawn(receiver, 64, MIB)
+    transport = UcxTransport.start(name="sender")
+    channel = await transport.connect(await asyncio.to_thread(pipe.recv), same_host=same_host)
+    data = pattern(64, MIB)
+    await send_all(channel, data)
+    assert await asyncio.to_thread(pipe.recv_bytes) == data.tobytes()
+    await transport.close()
+    process.join(10)
+    assert process.exitcode == 0
+
+
+async def test_chain_of_three_processes_forwards_every_chunk() -> None:
+    last, last_pipe = spawn(receiver, 32, 256 << 10)
+    middle, middle_pipe = spawn(forwarder, 32, 256 << 10)
+    transport = UcxTransport.start(name="head")
+    middle_pipe.send(await asyncio.to_thread(last_pipe.recv))
+    channel = await transport.connect(await asyncio.to_thread(middle_pipe.recv), same_host=True)
+    data = pattern(32, 256 << 10)
+    await send_all(channel, data)
+    assert await asyncio.to_thread(last_pipe.recv_bytes) == data.tobytes()
+    await transport.close()
+    for process in (last, middle):
+        process.join(10)
+        assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+async def test_survivor_of_a_killed_peer_goes_on(same_host: bool) -> None:
+    before = set(os.listdir("/dev/shm"))
+    process, pipe = spawn(victim, same_host)
+    transport = UcxTransport.start(name="survivor")
+    channel = await transport.connect(await asyncio.to_thread(pipe.recv), same_host=same_host)
+    pipe.send(transport.address)
+    assert await asyncio.to_thread(pipe.recv) == "connected"
+    sent = channel.send(np.ones(MIB, np.uint8), tag_of(9, 0))
+    received = transport.recv(np.zeros(MIB, np.uint8), tag_of(9, 1), source=channel)
+    process.kill()
+    process.join(10)
+    lost: type[Exception] = DeadlineExceeded if same_host else PeerLost
+    for transfer in (sent, received):
+        with pytest.raises(lost):
+            await transfer.wait(1 if same_host else 5)
+    assert channel.alive == same_host
+
+    fresh, pipe = spawn(receiver, 4, MIB)
+    channel = await transport.connect(await asyncio.to_thread(pipe.recv), same_host=same_host)
+    data = pattern(4, MIB)
+    await send_all(channel, data)
+    assert await asyncio.to_thread(pipe.recv_bytes) == data.tobytes()
+    await transport.close()
+    assert sent.done
+    fresh.join(10)
+    assert set(os.listdir("/dev/shm")) <= before

@@ -1,0 +1,74 @@
+"""Roles that tests run in processes of their own, over UCX."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+
+from shared.transport.base import Transfer, tag_of
+from shared.transport.ucx import UcxTransport
+
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+def spawn(role: Callable[..., Any], *args: object) -> tuple[BaseProcess, Any]:
+    """Start ``role(pipe, *args)`` in a new process; the process and our end of the pipe."""
+    ours, theirs = _SPAWN.Pipe()
+    process = _SPAWN.Process(target=_main, args=(role, theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _main(role: Callable[..., Any], pipe: Connection, *args: object) -> None:
+    asyncio.run(role(pipe, *args))
+
+
+async def receiver(pipe: Connection, num_chunks: int, chunk_bytes: int) -> None:
+    """Receive one transfer with every receive posted ahead, send its bytes up the pipe."""
+    transport = UcxTransport.start(name="receiver")
+    buffer = np.zeros(num_chunks * chunk_bytes, np.uint8)
+    posted = [transport.recv(buffer[i * chunk_bytes : (i + 1) * chunk_bytes], tag_of(1, i)) for i in range(num_chunks)]
+    pipe.send(transport.address)
+    for transfer in posted:
+        await transfer.wait(30)
+    pipe.send_bytes(buffer.tobytes())
+    await transport.close()
+
+
+async def forwarder(pipe: Connection, num_chunks: int, chunk_bytes: int) -> None:
+    """Send every received chunk on to the next process from the done-callback."""
+    transport = UcxTransport.start(name="forwarder")
+    pipe.send(transport.address)
+    channel = await transport.connect(pipe.recv(), same_host=True)
+    buffer = np.zeros((num_chunks, chunk_bytes), np.uint8)
+    sends: list[Transfer] = []
+    received = [transport.recv(buffer[i], tag_of(1, i)) for i in range(num_chunks)]
+
+    def send_on(i: int) -> Callable[[Transfer], None]:
+        return lambda _: sends.append(channel.send(buffer[i], tag_of(1, i)))
+
+    for i, transfer in enumerate(received):
+        transfer.add_done_callback(send_on(i))
+    for transfer in received:
+        await transfer.wait(30)
+    while len(sends) < num_chunks:
+        await asyncio.sleep(0.001)
+    for transfer in sends:
+        await transfer.wait(30)
+    await transport.close()
+
+
+async def victim(pipe: Connection, same_host: bool) -> None:
+    """Connect both ways, then wait to be killed."""
+    transport = UcxTransport.start(name="victim")
+    pipe.send(transport.address)
+    await transport.connect(pipe.recv(), same_host=same_host)
+    pipe.send("connected")
+    await asyncio.sleep(60)
