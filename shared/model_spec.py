@@ -88,10 +88,13 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
         return theta, None
     if kind != "llama3":
         raise BadCheckpoint(f"config.json: rope type {kind!r} is not supported (default, llama3)")
+    low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
+    if high <= low:
+        raise BadCheckpoint(f"config.json: high_freq_factor {high} must be over low_freq_factor {low}")
     return theta, Llama3Rope(
         factor=_number(parameters, "factor"),
-        low_freq_factor=_number(parameters, "low_freq_factor"),
-        high_freq_factor=_number(parameters, "high_freq_factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_max_position=_positive_int(parameters, "original_max_position_embeddings"),
     )
 

@@ -116,6 +116,8 @@ class MemoryTransport:
         channel = self._channels.get(address)
         if channel is not None and channel.alive:
             return channel
+        if timeout_s <= 0:
+            raise DeadlineExceeded(f"no answer from {address!r} in {timeout_s} s")
         peer = self._fabric.find(address)
         if self._stopping or peer is None:
             raise TransportError(f"cannot connect to {address!r}: no such transport, or this one is closed")

@@ -72,7 +72,7 @@ async def _stack(record: ModelRecord, num_workers: int, broker: MemoryBroker, **
     gateway = Gateway(bus, config)
     listener = listen("127.0.0.1", 0)
     server = Server(GatewayApp(gateway), drain_timeout_s=1)
-    url = "http://127.0.0.1:{}".format(listener.getsockname()[1])
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     bus_side = asyncio.create_task(gateway.run())
     http_side = asyncio.create_task(server.serve(sockets=[listener]))
     async with httpx.AsyncClient(base_url=url, timeout=10) as http:

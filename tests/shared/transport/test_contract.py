@@ -124,6 +124,30 @@ async def test_aborted_send_to_a_living_peer_ends(start: Start) -> None:
         await sent.wait(5)
 
 
+@pytest.mark.parametrize("same_host", [True, False])
+async def test_aborted_channel_ends_its_sends_and_can_be_dialed_again(start: Start, same_host: bool) -> None:
+    sender, receiver = start("a"), start("b")
+    channel = await sender.connect(receiver.address, same_host=same_host)
+    sent = channel.send(np.ones(1 << 20, np.uint8), tag_of(1, 0))
+    await asyncio.sleep(0.02)
+    channel.abort()
+    with pytest.raises(TransferAborted):
+        await sent.wait(5)
+    channel = await sender.connect(receiver.address, same_host=same_host)
+    buffer = np.zeros(1 << 20, np.uint8)
+    received = receiver.recv(buffer, tag_of(1, 1))
+    await channel.send(np.ones(1 << 20, np.uint8), tag_of(1, 1)).wait(5)
+    await received.wait(5)
+    assert buffer.all()
+
+
+async def test_connect_gives_up_in_time(start: Start) -> None:
+    sender, receiver = start("a"), start("b")
+    with pytest.raises(DeadlineExceeded):
+        await sender.connect(receiver.address, same_host=True, timeout_s=0)
+    assert (await sender.connect(receiver.address, same_host=True)).alive
+
+
 async def test_callback_runs_on_the_transport_thread_and_forwards(start: Start) -> None:
     first, middle, last = start("a"), start("b"), start("c")
     incoming = await first.connect(middle.address, same_host=True)

@@ -1,0 +1,113 @@
+"""What is read from ``config.json``, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from shared.errors import BadCheckpoint
+from shared.model_spec import Llama3Rope, parse_config
+from tests.checkpoints import KINDS, tiny_checkpoint
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_transformers_writes_is_understood(kind: str) -> None:
+    spec = parse_config(json.loads((tiny_checkpoint(kind) / "config.json").read_text()))
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.dtype) == (4, 4, 2, "float32")
+    assert spec.head_dim == (24 if kind == "mistral" else 16)
+    assert spec.sliding_window == (24 if kind == "mistral" else None)
+    assert spec.qkv_bias == spec.tied_embeddings == (kind == "qwen2")
+    assert (spec.llama3_rope is not None) == (kind == "llama3_rope")
+    assert spec.kv_bytes_per_token == 2 * 4 * 2 * spec.head_dim * 4
+
+
+def test_defaults_of_a_sparse_config() -> None:
+    spec = parse_config(LLAMA)
+    assert (spec.num_kv_heads, spec.head_dim, spec.rope_theta, spec.rms_norm_eps) == (4, 16, 10_000.0, 1e-6)
+    assert (spec.dtype, spec.tied_embeddings, spec.bos_token_id, spec.eos_token_ids) == ("float32", False, None, ())
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+        {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "type": "llama3"}},
+        {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}},
+    ],
+)
+def test_llama3_rope_in_the_old_and_the_new_spelling(rope: dict[str, Any]) -> None:
+    spec = parse_config({**LLAMA, **rope})
+    assert spec.rope_theta == 5e5
+    assert spec.llama3_rope == Llama3Rope(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=128
+    )
+
+
+def test_generation_config_adds_ends_of_sequence() -> None:
+    spec = parse_config({**LLAMA, "eos_token_id": 1}, {"eos_token_id": [1, 5]})
+    assert spec.eos_token_ids == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 7}, 7)]
+)
+def test_a_mistral_window_that_is_not_mentioned_is_transformers_default(
+    window: dict[str, Any], expected: int | None
+) -> None:
+    assert parse_config({**LLAMA, "architectures": ["MistralForCausalLM"], **window}).sliding_window == expected
+
+
+def test_a_qwen2_window_that_is_switched_off_is_none() -> None:
+    qwen = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 128, "use_sliding_window": False}
+    assert parse_config(qwen).sliding_window is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": None}, "architecture None"),
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "use_sliding_window": True},
+            "use_sliding_window",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"quantization_config": {"bits": 4}}, "quantiz"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"torch_dtype": "float64"}, "dtype 'float64'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is over"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"vocab_size": True}, "vocab_size"),
+        ({"hidden_size": 66}, "hidden_size 66"),
+        ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
+        ({"head_dim": 15}, "head_dim must be even"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope type 'yarn'"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
+        ({"rope_scaling": "llama3"}, "rope_parameters must be an object"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"eos_token_id": "x"}, "eos_token_id"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_key_and_value(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadCheckpoint, match=rf"config\.json: .*{message}"):
+        parse_config({**LLAMA, **changes})
