@@ -9,9 +9,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
-# On x86-64 Linux, PyPI's torch brings gigabytes of CUDA libraries. For a CPU-only box:
-#   make up TORCH_INDEX=https://download.pytorch.org/whl/cpu
-TORCH_INDEX ?=
+# PyPI's torch for Linux brings gigabytes of CUDA libraries: without a GPU it comes from PyTorch's CPU index, if that
+# can be reached. TORCH_INDEX= takes it from pip's usual index.
+TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo https://download.pytorch.org/whl/cpu)
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
@@ -25,10 +25,13 @@ install: $(STAMP) ## Create .venv and install everything into it
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "BlitzScale needs Python 3.11 or newer; $$(python3 --version 2>&1) is what 'python3' is here. Install one, or: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "BlitzScale needs Python 3.11 or newer; $(PYTHON) is $$("$(PYTHON)" --version 2>&1)" >&2; exit 1; }
-	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@test -x $(BIN)/pip || "$(PYTHON)" -m venv $(VENV)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(VENV) has a Python older than 3.11: make clean, then again" >&2; exit 1; }
 	@echo "installing into $(VENV) ..."
-	@if [ -n "$(TORCH_INDEX)" ]; then $(BIN)/python -m pip install --quiet --disable-pip-version-check --index-url "$(TORCH_INDEX)" "$(TORCH)"; fi
+	@if [ -n "$(TORCH_INDEX)" ] && ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 15 \
+			--index-url "$(TORCH_INDEX)" "$(TORCH)" \
+		|| echo "torch is not to be had from $(TORCH_INDEX): taking it from pip's usual index"; fi
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 

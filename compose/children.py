@@ -60,6 +60,8 @@ def redis_spec(config: StackConfig, state: StateDir, addresses: Addresses) -> Ch
     return ChildSpec("redis", argv, inherited_environment(), config.stop_grace_s, state.path)
 
 
+# Services run in the state directory: with ``-m``, Python imports from the current one first, which could hold
+# anything when it is the user's.
 def _environment(config: StackConfig, addresses: Addresses, name: str, own: Mapping[str, str]) -> dict[str, str]:
     kind = name.partition("-")[0]
     # Not BLITZ_DIE_WITH_PARENT, which asks for SIGTERM and a drain: these children have the kernel's SIGKILL on
@@ -76,7 +78,7 @@ def _environment(config: StackConfig, addresses: Addresses, name: str, own: Mapp
     }
 
 
-def service_spec(config: StackConfig, addresses: Addresses, name: str) -> ChildSpec:
+def service_spec(config: StackConfig, state: StateDir, addresses: Addresses, name: str) -> ChildSpec:
     """One of the control plane's services, or the gateway."""
     own: dict[str, str] = {}
     grace_s = config.stop_grace_s
@@ -91,10 +93,12 @@ def service_spec(config: StackConfig, addresses: Addresses, name: str) -> ChildS
         }
         grace_s = config.drain_s + _MARGIN_S
     argv = (sys.executable, "-m", f"services.{name}")
-    return ChildSpec(name, argv, _environment(config, addresses, name, own), grace_s)
+    return ChildSpec(name, argv, _environment(config, addresses, name, own), grace_s, state.path)
 
 
-def worker_spec(config: StackConfig, addresses: Addresses, index: int, num_cuda_devices: int = 0) -> ChildSpec:
+def worker_spec(
+    config: StackConfig, state: StateDir, addresses: Addresses, index: int, num_cuda_devices: int = 0
+) -> ChildSpec:
     """Worker ``index``, with its share of the cores and, on CUDA, one device (workers take them in turn)."""
     name = f"worker-{index}"
     threads = str(config.worker_threads)
@@ -110,7 +114,7 @@ def worker_spec(config: StackConfig, addresses: Addresses, index: int, num_cuda_
     if num_cuda_devices > 1:
         own["CUDA_VISIBLE_DEVICES"] = str(index % num_cuda_devices)
     argv = (sys.executable, "-m", "services.worker")
-    return ChildSpec(name, argv, _environment(config, addresses, name, own), config.stop_grace_s)
+    return ChildSpec(name, argv, _environment(config, addresses, name, own), config.stop_grace_s, state.path)
 
 
 def stop_order(names: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:

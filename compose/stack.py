@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from compose import preflight
 from compose.admin import AdminClient
 from compose.admin_types import Status
-from compose.child import Child
+from compose.child import Child, ChildSpec
 from compose.children import CONTROL_PLANE, Addresses, nats_spec, redis_spec, service_spec, stop_order, worker_spec
 from compose.config import StackConfig
 from compose.errors import StackNotReady
@@ -129,9 +129,9 @@ class Stack:
             await self._unless_given_up(wait_until(probe, name, timeout_s=_SERVER_START_S))
         # Workers take longest to start.
         for index in range(self.config.workers):
-            await start(worker_spec(self.config, addresses, index, self._num_cuda_devices))
+            await start(self._worker_spec(index))
         for name in (*CONTROL_PLANE, "gateway"):
-            await start(service_spec(self.config, addresses, name))
+            await start(service_spec(self.config, self.state_dir, addresses, name))
 
     async def stop(self) -> None:
         """Stop everything in order and give the state directory back. Safe to call twice."""
@@ -152,7 +152,7 @@ class Stack:
     async def add_worker(self) -> str:
         """Start one more worker; its name."""
         index, self._next_worker = self._next_worker, self._next_worker + 1
-        await self._supervisor.start(worker_spec(self.config, self.addresses, index, self._num_cuda_devices))
+        await self._supervisor.start(self._worker_spec(index))
         return f"worker-{index}"
 
     async def remove_process(self, name: str) -> None:
@@ -170,6 +170,9 @@ class Stack:
         for a model that it refuses.
         """
         return await self._unless_given_up(self._become_ready(time.monotonic() + timeout_s, timeout_s))
+
+    def _worker_spec(self, index: int) -> ChildSpec:
+        return worker_spec(self.config, self.state_dir, self.addresses, index, self._num_cuda_devices)
 
     async def _become_ready(self, deadline_s: float, timeout_s: float) -> Status:
         models = preflight.model_names(self.config.models)

@@ -33,7 +33,7 @@ def _figure(value: float | None, digits: int) -> str:
 
 def result_table(document: dict[str, Any]) -> Table:
     """The result file as a table."""
-    table = Table(title="One gateway process, mock engine that takes no time", title_justify="left")
+    table = Table(title="One gateway process, mock engine", title_justify="left")
     headings = (
         "streams",
         "added p50 (ms)",
@@ -66,8 +66,8 @@ def command(
 ) -> None:
     """What gateway, bus and worker loop add to the first token, and tokens/s of one gateway process.
 
-    Starts a stack with one worker whose engine takes no time, so that all of a first token's time
-    is added, and then a bare FastAPI and NATS sketch as a reference on the same machine.
+    Starts a stack with one worker and a mock engine (its own time is subtracted from a first
+    token's), and then a bare FastAPI and NATS sketch as a reference on the same machine.
     """
     errors = Console(stderr=True)
     try:

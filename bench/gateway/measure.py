@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +23,14 @@ PROMPT_TOKENS = 16
 FIRST_TOKEN_OUTPUT = 50
 THROUGHPUT_OUTPUT = 200
 WARMUP_S = 1.5
+ENGINE_STEP_MS = 1.0
+"""While first tokens are measured. An engine that takes no time at all never lets go of the
+interpreter, so that its first token would wait for its last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The figures at one number of streams. The engine takes no time: a first token's is all added."""
+    """The figures at one number of streams. The engine's own step is subtracted from a first token's time."""
 
     streams: int
     added_ms: Summary | None
@@ -61,9 +65,9 @@ async def run_client(spec: LoadSpec) -> LoadResult:
     return msgspec.json.decode(output, type=LoadResult)
 
 
-async def measure_point(url: str, streams: int, measure_s: float) -> Point:
-    """Added time at a moderate pace (50 tokens/s and stream), then tokens/s flat out."""
-    first = await run_client(
+async def measure_first_token(url: str, streams: int, measure_s: float) -> LoadResult:
+    """First tokens at a moderate pace: 50 tokens/s and stream, as if people read along."""
+    return await run_client(
         LoadSpec(
             url=url,
             mode="first_token",
@@ -76,7 +80,11 @@ async def measure_point(url: str, streams: int, measure_s: float) -> Point:
             measure_s=measure_s,
         )
     )
-    flat_out = await run_client(
+
+
+async def measure_throughput(url: str, streams: int, measure_s: float) -> LoadResult:
+    """Tokens flat out."""
+    return await run_client(
         LoadSpec(
             url=url,
             mode="throughput",
@@ -87,14 +95,17 @@ async def measure_point(url: str, streams: int, measure_s: float) -> Point:
             measure_s=measure_s,
         )
     )
-    faults = dict(first.faults)
-    for kind, count in flat_out.faults.items():
-        faults[kind] = faults.get(kind, 0) + count
+
+
+def point_of(streams: int, first: LoadResult, flat_out: LoadResult, *, engine_ms: float) -> Point:
+    """The figures at one number of streams; ``engine_ms`` is the engine's own part of a first token."""
+    faults = Counter(first.faults)
+    faults.update(flat_out.faults)
     return Point(
         streams=streams,
-        added_ms=Summary.of(first.ttft_ms),
+        added_ms=Summary.of(ttft - engine_ms for ttft in first.ttft_ms),
         tokens_per_s=flat_out.tokens / flat_out.measure_s,
-        faults=faults,
+        faults=dict(faults),
         fault_example=first.fault_example or flat_out.fault_example,
         client_cpu_share=flat_out.cpu_share,
     )
@@ -104,19 +115,33 @@ async def measure_all(
     streams: Sequence[int], measure_s: float, *, on_step: Callable[[str], None]
 ) -> tuple[list[Point], list[Point]]:
     """Points of the stack and of the sketch, in the order of ``streams``."""
+    first: list[LoadResult] = []
+    flat_out: list[LoadResult] = []
+    max_running = max(*streams, 128)
     with TemporaryDirectory(prefix="blitz-bench-") as folder:
         on_step("starting the stack")
-        async with mock_stack(Path(folder), max_running=max(*streams, 128)) as url:
-            stack = [await _announced(url, count, measure_s, "gateway", on_step) for count in streams]
+        async with mock_stack(Path(folder), max_running=max_running, step_ms=ENGINE_STEP_MS) as url:
+            for count in streams:
+                on_step(f"gateway: first tokens of {count} streams")
+                first.append(await measure_first_token(url, count, measure_s))
+    with TemporaryDirectory(prefix="blitz-bench-") as folder:
+        on_step("starting the stack again")
+        async with mock_stack(Path(folder), max_running=max_running, step_ms=0.0) as url:
+            for count in streams:
+                on_step(f"gateway: throughput of {count} streams")
+                flat_out.append(await measure_throughput(url, count, measure_s))
+    stack = [
+        point_of(count, one, other, engine_ms=ENGINE_STEP_MS)
+        for count, one, other in zip(streams, first, flat_out, strict=True)
+    ]
     on_step("starting the sketch")
+    bare = []
     async with sketch() as url:
-        bare = [await _announced(url, count, measure_s, "sketch", on_step) for count in streams]
+        for count in streams:
+            on_step(f"sketch: {count} streams")
+            one = await measure_first_token(url, count, measure_s)
+            bare.append(point_of(count, one, await measure_throughput(url, count, measure_s), engine_ms=0.0))
     return stack, bare
-
-
-async def _announced(url: str, streams: int, measure_s: float, what: str, on_step: Callable[[str], None]) -> Point:
-    on_step(f"{what}: {streams} streams")
-    return await measure_point(url, streams, measure_s)
 
 
 def as_json(stack: Sequence[Point], bare: Sequence[Point], measure_s: float) -> dict[str, Any]:
@@ -141,5 +166,6 @@ def as_json(stack: Sequence[Point], bare: Sequence[Point], measure_s: float) -> 
         "client_cpu_share": {str(point.streams): point.client_cpu_share for point in stack},
         "faults": {str(point.streams): point.faults for point in stack},
         "fault_examples": [point.fault_example for point in stack if point.fault_example],
+        "engine_step_ms": ENGINE_STEP_MS,
         "measure_s": measure_s,
     }

@@ -23,20 +23,20 @@ _READY_S = 60.0
 
 
 @asynccontextmanager
-async def mock_stack(folder: Path, *, max_running: int) -> AsyncIterator[str]:
-    """The whole stack with one worker whose engine takes no time; gives its URL."""
+async def mock_stack(folder: Path, *, max_running: int, step_ms: float) -> AsyncIterator[str]:
+    """The whole stack with one worker whose engine takes ``step_ms`` per step and nothing else; gives its URL."""
     config = StackConfig(
         models=(ensure_demo_model(folder),),
         state_dir=folder / "state",
         workers=1,
         port=0,
         engine="mock",
-        log_level="warning",
+        log_level="error",
         service_env={
             "worker": {
                 "BLITZ_MOCK_LAYER_BASE_MS": "0",
                 "BLITZ_MOCK_LAYER_PER_TOKEN_US": "0",
-                "BLITZ_MOCK_STEP_MS": "0",
+                "BLITZ_MOCK_STEP_MS": str(step_ms),
                 "BLITZ_WORKER_MAX_RUNNING": str(max_running),
             }
         },

@@ -26,7 +26,7 @@ class GatewayConfig:
     """Requests waiting here per model."""
     queue_timeout_s: float = 120.0
     """Longest wait for an instance."""
-    submit_timeout_s: float = 2.0
+    submit_timeout_s: float = 5.0
     """An instance that does not accept a request within this is suspected."""
     stall_s: float = 10.0
     """A stream without a token for this long is asked for, and after as long again given up."""

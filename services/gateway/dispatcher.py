@@ -25,6 +25,7 @@ from shared.bus.base import Bus
 from shared.errors import (
     BadRequest,
     BlitzError,
+    Conflict,
     DeadlineExceeded,
     Internal,
     ModelNotFound,
@@ -80,6 +81,8 @@ class _Active:
     context: contextvars.Context
     deadline_s: float
     progress_s: float = -math.inf
+    submitting: bool = False
+    """The instance has not answered the Submit yet: it need not know the stream."""
     asking: bool = False
     """A Resend of this stream is on its way."""
     asked: bool = False
@@ -112,6 +115,7 @@ class Dispatcher:
         self._submit_timeout_s = submit_timeout_s
         self._stall_s = stall_s
         self._probe_s = probe_s
+        self._probe_timeout_s = min(2.0, submit_timeout_s)
         self._max_attempts = max_attempts
         self._clock = clock
         self.router = Router(max_queued_requests=max_queued_requests)
@@ -188,7 +192,9 @@ class Dispatcher:
         asked = set()
         for active in list(self._active.values()):
             stream = active.stream
-            if stream.instance_id in changes.lost_instances and stream.worker_id not in asked:
+            if stream.instance_id not in changes.lost_instances or active.submitting:
+                continue
+            if stream.worker_id not in asked:
                 asked.add(stream.worker_id)
                 self._probe(active)
 
@@ -237,14 +243,14 @@ class Dispatcher:
         if verdict is Verdict.FOREIGN:
             self._on_stray(batch, part)
             return
-        active.progress_s = now_s
-        active.asked = False
         if verdict is Verdict.GAP:
             self._ask(active)
             return
-        reason = part.finish_reason
         if verdict is Verdict.DUPLICATE:
             return
+        active.progress_s = now_s
+        active.asked = False
+        reason = part.finish_reason
         if was is Phase.SUBMITTED:
             self.router.started(stream.request_id)
             self.pump(stream.model)
@@ -304,6 +310,7 @@ class Dispatcher:
             arrived_at_s=stream.arrived_at_s,
         )
         worker_id = stream.worker_id
+        active.submitting = True
         try:
             await self._bus.request(subjects.worker_submit(worker_id), message, Ack, timeout_s=self._submit_timeout_s)
         except BlitzError as error:
@@ -312,6 +319,9 @@ class Dispatcher:
                 self._attempt_failed(active, error)
         else:
             self._seen_s[worker_id] = self._clock()
+        finally:
+            if stream.attempt == attempt:
+                active.submitting = False
 
     def _attempt_failed(self, active: _Active, error: BlitzError) -> None:
         """Continue elsewhere, or end with the error when no other instance could do better."""
@@ -332,7 +342,7 @@ class Dispatcher:
         fault = not isinstance(error, Overloaded)
         if isinstance(error, Overloaded):
             self.router.suspend(instance_id, until_s=now_s + FULL_PAUSE_S)
-        elif isinstance(error, Unavailable | DeadlineExceeded | NotFound):
+        elif isinstance(error, Unavailable | DeadlineExceeded | NotFound | Conflict):
             self.router.suspend(instance_id, until_s=now_s + SUSPECT_PAUSE_S)
         stream.requeued(fault=fault)
         if stream.model not in self._book.models:
@@ -369,7 +379,7 @@ class Dispatcher:
         for active in list(self._active.values()):
             stream = active.stream
             worker_id = stream.worker_id
-            if not worker_id:
+            if not worker_id or active.submitting:
                 continue
             quiet_s = now_s - max(active.progress_s, since_s)
             if quiet_s >= self._stall_s:
@@ -400,7 +410,7 @@ class Dispatcher:
 
     def _probe(self, active: _Active) -> None:
         worker_id = active.stream.worker_id
-        if worker_id and worker_id not in self._probing:
+        if worker_id and not active.submitting and worker_id not in self._probing:
             self._probing.add(worker_id)
             self._own(self._probe_worker(worker_id, active))
 
@@ -422,7 +432,7 @@ class Dispatcher:
         active.asking = True
         self._metrics.of(stream.model).resends += 1
         try:
-            await self._bus.request(subjects.worker_resend(worker_id), message, Ack, timeout_s=self._submit_timeout_s)
+            await self._bus.request(subjects.worker_resend(worker_id), message, Ack, timeout_s=self._probe_timeout_s)
         except NoResponder as error:
             self._worker_lost(worker_id, error)
         except DeadlineExceeded as error:

@@ -25,8 +25,8 @@ from shared.transport.transfer import PostedTransfer
 
 _log = logging.getLogger(__name__)
 
-# With work posted the thread spins this long after the last event, then sleeps until the next. Spinning
-# 3 ms instead cost half the throughput on two shared cores: the peer needs the core.
+# With work posted the thread spins this long after the last event, then sleeps until the next.
+# A long spin takes the core that the peer needs where cores are few.
 _SPIN_S = 0.0002
 # Bounds of a sleep: a lost event costs this much and no more. Ten wake-ups a second are 0.1 % of a core.
 _BUSY_SLEEP_S = 0.002

@@ -118,9 +118,9 @@ async def test_workers_can_be_added_and_taken_away(tmp_path: Path, fake_env: dic
 async def test_a_service_that_cannot_start_ends_the_wait_with_its_last_lines(
     tmp_path: Path, fake_env: dict[str, str], demo_model: Path
 ) -> None:
-    broken = {"pool": {"FAKE_BROKEN": "1"}}
+    broken = {"worker-1": {"FAKE_BROKEN": "1"}}
     stack = Stack(stack_config(tmp_path, fake_env, demo_model, service_env=broken), policy=QUICK)
-    with pytest.raises(ProcessGaveUp, match="pool keeps dying") as caught:
+    with pytest.raises(ProcessGaveUp, match="worker-1 keeps dying") as caught:
         async with stack:
             await stack.wait_ready(20)
     assert caught.value.last_lines[-1] == "the wrong kind of electricity"
@@ -154,7 +154,7 @@ class Up:
         self.output = tmp_path / "up.txt"
         with self.output.open("w") as output:
             root = str(Path(__file__).parents[2])
-            environment = {**os.environ, **env, "PYTHONPATH": f"{env['PYTHONPATH']}"}
+            environment = {**os.environ, **env}
             self.process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=root, start_new_session=True
             )

@@ -104,6 +104,9 @@ class StreamState:
             return Verdict.FOREIGN, 0
         output = self.output_token_ids
         skip = len(output) - part.offset
+        if skip >= 0 and not part.token_ids and part.finish_reason is None:
+            # A worker's "nothing new": no progress, and no sign that the prompt was begun.
+            return Verdict.DUPLICATE, 0
         if skip < 0:
             return Verdict.GAP, 0
         token_ids = part.token_ids

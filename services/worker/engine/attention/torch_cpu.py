@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from services.worker.engine.arena import TORCH_DTYPES
 from shared.model_spec import ModelSpec
 
 QUERY_TILE_TOKENS = 256
 """Prefill queries behind a prefix are taken in tiles: a mask is [tile, keys], not [queries, keys]."""
-PADDED_MAX_TOKENS = 128
-"""Decode slices up to this many keys are gathered and padded together; longer ones are read in
-place, as the copy would cost more than the call saves (measured at 4 heads of 64)."""
+IN_PLACE_BYTES = 1024 * 1024
+"""A decode slice with more K and V than this per layer is read in place, on its own. Below, the
+copy into a padded batch costs less than a call per sequence: each call is a meeting of all threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,20 @@ class _Pages:
     """The blocks as indices for a gather; None where they are one run."""
     first_token: int
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """One query, in row ``row`` of q, over keys ``first_key .. last_key`` of its blocks."""
+
+    row: int
+    blocks: tuple[int, ...]
+    first_key: int
+    last_key: int
+
+    @property
+    def num_keys(self) -> int:
+        return self.last_key - self.first_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +62,14 @@ class _Single:
 
 @dataclass(frozen=True, slots=True)
 class _Padded:
-    """Decode slices attended together: ``rows [B]`` of q, tokens' slots ``[B * keys]``, mask ``[B, 1, 1, keys]``."""
+    """B decode slices attended together, all padded to S keys and regrouped by key-value head."""
 
-    rows: torch.Tensor | slice
+    rows: torch.Tensor
+    """``[B]``: their rows of q."""
     index: torch.Tensor
-    mask: torch.Tensor
+    """``[B * num_kv_heads * S]``: which rows ``[head_dim]`` of the flattened cache to gather."""
+    bias: torch.Tensor
+    """``[B * num_kv_heads, 1, S]``: 0 for keys, -inf for padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +78,16 @@ class TorchPlan:
 
     singles: tuple[_Single, ...]
     padded: tuple[_Padded, ...]
+
+
+def _by_length(decodes: Sequence[_Decode]) -> list[list[_Decode]]:
+    """Groups in which padding to the longest costs less than another group would."""
+    groups: list[list[_Decode]] = []
+    for decode in sorted(decodes, key=lambda d: d.num_keys):
+        if not groups or decode.num_keys > 2 * groups[-1][0].num_keys + 64:
+            groups.append([])
+        groups[-1].append(decode)
+    return groups
 
 
 class TorchAttention:
@@ -71,6 +99,10 @@ class TorchAttention:
         self._head_dim = spec.head_dim
         self._window = spec.sliding_window
         self._block_size = block_size
+        self._dtype = TORCH_DTYPES[spec.dtype]
+        self._scale = spec.head_dim**-0.5
+        # Kept from batch to batch: fresh memory would be paged in for every layer.
+        self._gathered = torch.empty(2, 0, self._head_dim, dtype=self._dtype)
 
     def plan(
         self,
@@ -80,25 +112,36 @@ class TorchAttention:
         kv_last_page_len: Sequence[int],
     ) -> TorchPlan:
         singles: list[_Single] = []
-        short: list[tuple[int, tuple[int, ...], int]] = []
+        short: list[_Decode] = []
+        key_bytes = 2 * self._num_kv_heads * self._head_dim * self._dtype.itemsize
         for i, last_page_len in enumerate(kv_last_page_len):
             begin, end = qo_indptr[i], qo_indptr[i + 1]
             blocks = tuple(kv_indices[kv_indptr[i] : kv_indptr[i + 1]])
             num_keys = (len(blocks) - 1) * self._block_size + last_page_len
             if end - begin > 1:
                 singles += self._prefill(begin, end, blocks, num_keys)
-            elif num_keys <= PADDED_MAX_TOKENS:
-                short.append((begin, blocks, num_keys))
+                continue
+            decode = _Decode(begin, blocks, self._first_key(num_keys), num_keys)
+            if decode.num_keys * key_bytes > IN_PLACE_BYTES:
+                singles.append(self._alone(decode))
             else:
-                singles.append(
-                    _Single(begin, end, self._pages(blocks, self._first_key(num_keys), num_keys), None, False)
-                )
-        if len(short) == 1:
-            begin, blocks, num_keys = short.pop()
-            singles.append(
-                _Single(begin, begin + 1, self._pages(blocks, self._first_key(num_keys), num_keys), None, False)
-            )
-        return TorchPlan(tuple(singles), (self._pad(short),) if short else ())
+                short.append(decode)
+        padded: list[_Padded] = []
+        for group in _by_length(short):
+            if len(group) == 1:
+                singles.append(self._alone(group[0]))
+            else:
+                padded.append(self._pad(group))
+        self._reserve(max((len(group.index) for group in padded), default=0))
+        return TorchPlan(tuple(singles), tuple(padded))
+
+    def _reserve(self, num_rows: int) -> None:
+        if num_rows > self._gathered.shape[1]:
+            self._gathered = torch.empty(2, num_rows + num_rows // 4, self._head_dim, dtype=self._dtype)
+
+    def _alone(self, decode: _Decode) -> _Single:
+        pages = self._pages(decode.blocks, decode.first_key, decode.last_key)
+        return _Single(decode.row, decode.row + 1, pages, None, False)
 
     def _first_key(self, num_keys: int) -> int:
         return 0 if self._window is None else max(0, num_keys - self._window)
@@ -129,23 +172,24 @@ class TorchAttention:
             tiles.append(_Single(begin + offset, begin + offset + count, pages, seen, False))
         return tiles
 
-    def _pad(self, slices: list[tuple[int, tuple[int, ...], int]]) -> _Padded:
-        size = self._block_size
-        longest = min(max(num_keys for _, _, num_keys in slices), self._window or PADDED_MAX_TOKENS)
-        tokens = np.empty((len(slices), longest), dtype=np.int64)
-        lengths = []
-        for row, (_, blocks, num_keys) in enumerate(slices):
-            at = np.arange(self._first_key(num_keys), num_keys)
-            lengths.append(len(at))
-            tokens[row, : len(at)] = np.asarray(blocks)[at // size] * size + at % size
+    def _pad(self, group: Sequence[_Decode]) -> _Padded:
+        size, num_kv_heads = self._block_size, self._num_kv_heads
+        longest = max(decode.num_keys for decode in group)
+        tokens = np.empty((len(group), longest), dtype=np.int64)
+        for row, decode in enumerate(group):
+            at = np.arange(decode.first_key, decode.last_key)
+            tokens[row, : len(at)] = np.asarray(decode.blocks)[at // size] * size + at % size
             # Padding repeats a token of the sequence itself: what other sequences left in the pool is
             # never touched, so that a NaN of theirs cannot leak through the mask.
             tokens[row, len(at) :] = tokens[row, 0]
-        seen = torch.arange(longest)[None, :] < torch.tensor(lengths)[:, None]
-        begin = slices[0][0]
-        consecutive = all(row == begin + i for i, (row, _, _) in enumerate(slices))
-        rows = slice(begin, begin + len(slices)) if consecutive else torch.tensor([row for row, _, _ in slices])
-        return _Padded(rows, torch.from_numpy(tokens).view(-1), seen[:, None, None, :])
+        index = tokens[:, None, :] * num_kv_heads + np.arange(num_kv_heads)[None, :, None]
+        padding = torch.arange(longest)[None, :] >= torch.tensor([decode.num_keys for decode in group])[:, None]
+        bias = torch.zeros(len(group), longest, dtype=self._dtype).masked_fill_(padding, -torch.inf)
+        return _Padded(
+            torch.tensor([decode.row for decode in group]),
+            torch.from_numpy(index.reshape(-1)),
+            bias.repeat_interleave(num_kv_heads, 0)[:, None, :],
+        )
 
     def run(self, plan: TorchPlan, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape[0], self._num_kv_heads, self._group, self._head_dim, dtype=q.dtype)
@@ -161,14 +205,27 @@ class TorchAttention:
             v = v[0][:, None].expand(-1, self._group, -1, -1)
             attended = scaled_dot_product_attention(queries, k, v, attn_mask=single.mask, is_causal=single.is_causal)
             out[single.begin : single.end] = attended.permute(2, 0, 1, 3)
-        flat = (-1, self._num_kv_heads, self._head_dim)
         for padded in plan.padded:
-            shape = (padded.mask.shape[0], -1, self._num_kv_heads, self._head_dim)
-            k = k_cache.view(flat).index_select(0, padded.index).view(shape).transpose(1, 2)
-            v = v_cache.view(flat).index_select(0, padded.index).view(shape).transpose(1, 2)
-            # A head group is the rows of one query: no causality among them, all at one position.
-            out[padded.rows] = scaled_dot_product_attention(heads[padded.rows], k, v, attn_mask=padded.mask)
+            out.index_copy_(0, padded.rows, self._attend_padded(padded, heads, k_cache, v_cache))
         return out.view(q.shape[0], -1)
+
+    def _attend_padded(
+        self, padded: _Padded, heads: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """``[B, num_kv_heads, group, head_dim]``. The heads of a group are the rows of one query matrix."""
+        num_rows, dim = len(padded.index), self._head_dim
+        k, v = self._gathered[0, :num_rows], self._gathered[1, :num_rows]
+        torch.index_select(k_cache.view(-1, dim), 0, padded.index, out=k)
+        torch.index_select(v_cache.view(-1, dim), 0, padded.index, out=v)
+        queries = heads.index_select(0, padded.rows)
+        if self._dtype != torch.float32:  # the fused kernel keeps its scores in float32
+            k, v = (x.view(len(queries), self._num_kv_heads, -1, dim) for x in (k, v))
+            bias = padded.bias.view(len(queries), self._num_kv_heads, 1, -1)
+            return scaled_dot_product_attention(queries, k, v, attn_mask=bias)
+        # Two batched products take 0.7 of the fused kernel's time for so few queries (measured).
+        k, v = (x.view(padded.bias.shape[0], -1, dim) for x in (k, v))
+        scores = torch.baddbmm(padded.bias, queries.view(-1, self._group, dim), k.transpose(1, 2), alpha=self._scale)
+        return torch.bmm(torch.softmax(scores, -1), v).view(queries.shape)
 
     def _keys(self, pages: _Pages, cache: torch.Tensor) -> torch.Tensor:
         """[1, num_kv_heads, num_tokens, head_dim], without a copy where the blocks are one run."""

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import pytest
+
+from services.gateway.core.router import Router
+from services.gateway.core.stream import StreamState
+from shared.errors import Overloaded
+from shared.messages.common import InstanceState
+from shared.messages.generation import SamplingParams
+from shared.messages.registry import Route
+
+
+def route(
+    name: str, *, running: int = 2, queued_tokens: int = 100, state: InstanceState = "serving", context: int = 0
+) -> Route:
+    return Route(
+        instance_id=name,
+        worker_id=f"w-{name}",
+        state=state,
+        role="colocated",
+        max_running_requests=running,
+        max_queued_tokens=queued_tokens,
+        context_tokens=context,
+    )
+
+
+def stream(name: str, prompt: int = 10, max_tokens: int = 1) -> StreamState:
+    return StreamState(
+        request_id=name,
+        model="m",
+        prompt_token_ids=(1,) * prompt,
+        sampling=SamplingParams(max_tokens=max_tokens, seed=0),
+        arrived_at_s=0.0,
+    )
+
+
+class Harness:
+    def __init__(self, *routes: Route, max_queued: int = 100) -> None:
+        self.router = Router(max_queued_requests=max_queued)
+        self.router.set_routes("m", routes)
+
+    def add(self, *streams: StreamState) -> None:
+        for one in streams:
+            self.router.enqueue(one, deadline_s=10.0, retry_after_s=1.0)
+
+    def sent(self, now_s: float = 0.0) -> list[tuple[str, str]]:
+        return [(a.request_id, a.route.instance_id) for a in self.router.dispatch("m", now_s=now_s)]
+
+
+def test_requests_spread_by_outstanding_tokens_and_the_rest_waits() -> None:
+    h = Harness(route("a"), route("b"))
+    h.add(*(stream(str(i)) for i in range(5)))
+    assert h.sent() == [("0", "a"), ("1", "b"), ("2", "a"), ("3", "b")]
+    assert h.router.queued("m") == (1, 10)
+    h.router.finish("1", "m")
+    assert h.sent() == [("4", "b")]
+    assert h.router.queued("m") == (0, 0)
+
+
+def test_a_long_request_weighs_more_than_a_short_one() -> None:
+    h = Harness(route("a", running=9), route("b", running=9))
+    h.add(stream("long", 90), stream("1"), stream("2"), stream("3"))
+    assert h.sent() == [("long", "a"), ("1", "b"), ("2", "b"), ("3", "b")]
+
+
+def test_prompts_not_begun_are_bounded_but_an_idle_instance_takes_any() -> None:
+    h = Harness(route("a", running=9, queued_tokens=50))
+    h.add(stream("huge", 500), stream("small", 10))
+    assert h.sent() == [("huge", "a")]
+    assert h.sent() == []
+    h.router.started("huge")
+    assert h.sent() == [("small", "a")]
+
+
+def test_nobody_overtakes() -> None:
+    h = Harness(route("a", running=9, queued_tokens=50))
+    h.add(stream("1", 40), stream("2", 40), stream("3", 5))
+    assert h.sent() == [("1", "a")]
+
+
+def test_draining_and_suspended_instances_take_nothing() -> None:
+    h = Harness(route("a", state="draining"), route("b"))
+    h.router.suspend("b", until_s=1.0)
+    h.add(stream("1"))
+    assert h.sent(now_s=0.5) == []
+    assert h.sent(now_s=1.0) == [("1", "b")]
+
+
+def test_a_request_that_does_not_fit_an_instances_context_goes_where_it_does() -> None:
+    h = Harness(route("a", context=10), route("b", context=100))
+    h.add(stream("1", 10, max_tokens=20))
+    assert h.sent() == [("1", "b")]
+
+
+def test_a_failed_instance_is_avoided_unless_it_is_the_only_one() -> None:
+    h = Harness(route("a"), route("b"))
+    one = stream("1")
+    one.avoid.add("a")
+    h.add(one)
+    assert h.sent() == [("1", "b")]
+    alone = Harness(route("a"))
+    two = stream("2")
+    two.avoid.add("a")
+    alone.add(two)
+    assert alone.sent() == [("2", "a")]
+
+
+def test_resubmitted_requests_return_to_their_place() -> None:
+    h = Harness(route("a", running=2))
+    streams = [stream(str(i)) for i in range(4)]
+    h.add(*streams)
+    assert h.sent() == [("0", "a"), ("1", "a")]
+    h.router.set_routes("m", [])
+    h.router.requeue(streams[1], deadline_s=10.0)
+    h.router.requeue(streams[0], deadline_s=10.0)
+    h.router.set_routes("m", [route("b", running=9)])
+    assert [request for request, _ in h.sent()] == ["0", "1", "2", "3"]
+
+
+def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
+    h = Harness(max_queued=1)
+    h.add(stream("1"))
+    with pytest.raises(Overloaded) as caught:
+        h.add(stream("2"))
+    assert caught.value.retry_after_s == 1.0
+
+
+def test_a_full_queue_still_takes_resubmitted_requests_back() -> None:
+    h = Harness(route("a", running=1), max_queued=1)
+    first = stream("1")
+    h.add(first)
+    h.sent()
+    h.add(stream("2"))
+    h.router.requeue(first, deadline_s=10.0)
+    assert h.router.queued("m") == (2, 20)
+
+
+def test_requests_leave_the_queue_at_their_deadline_or_with_their_model() -> None:
+    h = Harness()
+    h.add(stream("1"), stream("2"))
+    assert [s.request_id for s in h.router.expired(now_s=9.9)] == []
+    assert [s.request_id for s in h.router.expired(now_s=10.0)] == ["1", "2"]
+    h.add(stream("3"))
+    assert [s.request_id for s in h.router.remove_model("m")] == ["3"]
+    assert h.router.queued("m") == (0, 0)
+
+
+def test_finishing_everything_leaves_no_load() -> None:
+    h = Harness(route("a"), route("b"))
+    h.add(*(stream(str(i)) for i in range(6)))
+    h.sent()
+    h.router.started("0")
+    for i in range(6):
+        h.router.finish(str(i), "m")
+    for name in ("a", "b"):
+        load = h.router.load_of(name)
+        assert (load.inflight_requests, load.unstarted_requests, load.unstarted_tokens, load.outstanding_tokens) == (
+            0,
+            0,
+            0,
+            0,
+        )
+    assert h.router.queued("m") == (0, 0)

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.gateway.core.routes import RouteBook
+from shared.messages.common import InstanceState
+from shared.messages.registry import ModelRecord, Route, RouteTable, Snapshot
+from tests.services.gateway.checkpoint import model_record
+
+MODEL = model_record(Path("/m"), "m")
+
+
+def route(name: str, state: InstanceState = "serving", context: int = 100) -> Route:
+    return Route(
+        instance_id=name,
+        worker_id=f"w-{name}",
+        state=state,
+        role="colocated",
+        max_running_requests=1,
+        max_queued_tokens=1,
+        context_tokens=context,
+    )
+
+
+def table(sequence: int, *routes: Route, model: ModelRecord | None = MODEL, publisher: str = "p") -> RouteTable:
+    return RouteTable(publisher=publisher, sequence=sequence, published_at_s=0.0, name="m", model=model, routes=routes)
+
+
+def snapshot(sequence: int, *models: ModelRecord, publisher: str = "p") -> Snapshot:
+    return Snapshot(publisher=publisher, sequence=sequence, taken_at_s=0.0, models=models, workers=())
+
+
+def test_events_in_order_ask_for_nothing_and_gaps_for_a_snapshot() -> None:
+    book = RouteBook()
+    book.apply_snapshot([snapshot(4, MODEL)])
+    assert not book.apply_event(table(5, route("a"))).gap
+    assert book.apply_event(table(7, route("b"))).gap
+    assert book.apply_event(table(1, publisher="other")).gap
+
+
+def test_stale_events_change_nothing() -> None:
+    book = RouteBook()
+    book.apply_snapshot([snapshot(4, MODEL)])
+    book.apply_event(table(5, route("a")))
+    assert not book.apply_event(table(5, route("b"))).models
+    assert not book.apply_event(table(3, model=None)).removed
+    assert list(book.models["m"].routes) == ["a"]
+
+
+def test_a_snapshot_does_not_undo_newer_events() -> None:
+    book = RouteBook()
+    book.apply_snapshot([snapshot(4, MODEL)])
+    book.apply_event(table(5, route("a")))
+    assert not book.apply_snapshot([snapshot(4, MODEL)]).lost_instances
+    assert list(book.models["m"].routes) == ["a"]
+    assert book.apply_snapshot([snapshot(5, MODEL)]).lost_instances == {"a"}
+
+
+def test_lost_instances_and_removed_models_are_told() -> None:
+    book = RouteBook()
+    book.apply_event(table(1, route("a"), route("b")))
+    assert book.apply_event(table(2, route("b"))).lost_instances == {"a"}
+    assert not book.apply_event(table(3, route("b", "draining"))).lost_instances
+    changes = book.apply_event(table(4, model=None))
+    assert (changes.removed, changes.lost_instances) == ({"m"}, {"b"})
+    assert book.find("m") is None
+
+
+def test_context_is_the_best_instances_within_the_models() -> None:
+    book = RouteBook()
+    book.apply_event(table(1))
+    assert book.models["m"].context_tokens == MODEL.spec.max_position
+    book.apply_event(table(2, route("a", context=50), route("b", context=70)))
+    assert book.models["m"].context_tokens == 70
+    book.apply_event(table(3, route("a", context=10**6)))
+    assert book.models["m"].context_tokens == MODEL.spec.max_position
+
+
+def test_it_is_ready_with_the_first_snapshot_only() -> None:
+    book = RouteBook()
+    book.apply_event(table(1))
+    assert not book.ready
+    book.apply_snapshot([snapshot(1, MODEL)])
+    assert book.ready

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shared import subjects
+from shared.errors import PlanNotFound
+from shared.messages.registry import AddModel
+from shared.messages.scaling import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
+from tests.services.gateway.conftest import Stack, StackFactory
+
+RECORD = ScaleRecord(
+    plan_id="p1", model="tiny", status="running", direction="out", desired=2, reason="manual", triggered_at_s=1.0
+)
+
+
+async def planner(stack: Stack) -> list[Any]:
+    """A planner that knows one operation; returns what it was asked."""
+    asked: list[Any] = []
+    bus = stack.broker.bus("planner")
+
+    async def scale(message: StartScale) -> ScaleRecord:
+        asked.append(message)
+        return RECORD
+
+    async def record(message: GetScaleRecord) -> ScaleRecord:
+        asked.append(message)
+        if message.plan_id != "p1":
+            raise PlanNotFound(f"no scale operation {message.plan_id!r}")
+        return RECORD
+
+    async def records(message: ListScaleRecords) -> ScaleRecords:
+        asked.append(message)
+        return ScaleRecords(records=(RECORD,))
+
+    await bus.respond(subjects.planner("scale"), StartScale, scale)
+    await bus.respond(subjects.planner("record"), GetScaleRecord, record)
+    await bus.respond(subjects.planner("records"), ListScaleRecords, records)
+    return asked
+
+
+async def test_status_shows_models_instances_and_workers_of_all_pages(make_stack: StackFactory) -> None:
+    stack = await make_stack(5)
+    status = (await stack.http.get("/admin/status")).json()
+    assert [w["id"] for w in status["workers"]] == ["w0", "w1", "w2", "w3", "w4"]
+    assert len(status["instances"]) == 5
+    assert status["instances"][0] == {
+        "id": "w0-i", "model": "tiny", "state": "serving", "role": "colocated", "workers": ["w0"],
+        "layers_ready": 1, "weights_digest": "d", "epoch": 1, "plan_id": "",
+        "context_tokens": 256, "max_running_requests": 64,
+    }  # fmt: skip
+    [model] = status["models"]
+    assert (model["name"], model["instances"], model["weights_bytes"], model["model_hash"]) == ("tiny", 5, 1000, "hash")
+    assert status["floors"] == []
+    assert (await stack.http.get("/admin/models")).json() == {"models": status["models"]}
+
+
+async def test_scaling_asks_the_planner_and_shows_its_record(stack: Stack) -> None:
+    asked = await planner(stack)
+    response = await stack.http.post("/admin/models/tiny/scale", json={"instances": 2, "hold_s": 30})
+    assert response.status_code == 200
+    assert (response.json()["plan_id"], response.json()["status"]) == ("p1", "running")
+    assert (await stack.http.get("/admin/scale/p1?wait_s=1.5")).json()["plan_id"] == "p1"
+    assert [r["plan_id"] for r in (await stack.http.get("/admin/scale?limit=3")).json()["records"]] == ["p1"]
+    assert asked == [
+        StartScale(model="tiny", instances=2, hold_s=30.0),
+        GetScaleRecord(plan_id="p1", wait_s=1.5),
+        ListScaleRecords(limit=3),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/admin/models/tiny/scale", {}, "instances"),
+        ("/admin/models/tiny/scale", {"instances": -1}, "instances"),
+        ("/admin/models/tiny/scale", {"instances": "2"}, "instances"),
+        ("/admin/models/tiny/scale", {"instances": 2, "hold_s": -1}, "hold_s"),
+        ("/admin/models", {}, "path"),
+        ("/admin/models", {"path": 1}, "path"),
+        ("/admin/models", {"path": "/m", "min_instances": -1}, "min_instances"),
+    ],
+)
+async def test_wrong_admin_bodies_name_the_parameter(stack: Stack, path: str, body: Any, param: str) -> None:
+    response = await stack.http.post(path, json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_admin_errors_are_typed(stack: Stack) -> None:
+    await planner(stack)
+    answers = {
+        "/admin/scale/none": (404, "plan_not_found"),
+        "/admin/scale/p1?wait_s=-1": (400, "bad_request"),
+        "/admin/scale/p1?wait_s=nan": (400, "bad_request"),
+        "/admin/scale?limit=0": (400, "bad_request"),
+    }
+    for path, expected in answers.items():
+        response = await stack.http.get(path)
+        assert (response.status_code, response.json()["error"]["code"]) == expected, path
+    absent = await stack.http.post("/admin/models/none/scale", json={"instances": 1})
+    assert (absent.status_code, absent.json()["error"]["code"]) == (404, "model_not_found")
+    assert (await stack.http.delete("/admin/models/none")).status_code == 404
+
+
+async def test_without_a_planner_scaling_is_unavailable(stack: Stack) -> None:
+    response = await stack.http.post("/admin/models/tiny/scale", json={"instances": 1})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "no_responder")
+
+
+async def test_models_are_added_and_names_may_hold_slashes(stack: Stack) -> None:
+    from msgspec.structs import replace
+
+    stack.pool.models[0] = replace(stack.pool.models[0], name="org/tiny")
+    response = await stack.http.post("/admin/models", json={"path": "/m", "name": "org/tiny", "max_instances": 3})
+    assert (response.status_code, response.json()["name"]) == (201, "org/tiny")
+    # The very next request finds it.
+    answer = await stack.openai.completions.create(model="org/tiny", prompt="a")
+    assert answer.choices[0].text == "hello"
+    assert (await stack.openai.models.retrieve("org/tiny")).id == "org/tiny"
+    asked = await planner(stack)
+    for name in ("org/tiny", "org%2Ftiny"):
+        response = await stack.http.post(f"/admin/models/{name}/scale", json={"instances": 1})
+        assert response.status_code == 200
+    assert [a.model for a in asked] == ["org/tiny"] * 2
+    assert (await stack.http.delete("/admin/models/org/tiny")).status_code == 200
+    assert AddModel(path="/m").min_instances == 1

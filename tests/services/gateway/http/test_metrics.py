@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import re
+
+from services.gateway.metrics import Histogram
+from shared import subjects
+from shared.messages.load import LoadReport
+from tests.services.gateway.cluster import say
+from tests.services.gateway.conftest import Stack
+
+
+async def scrape(stack: Stack) -> dict[str, float]:
+    text = (await stack.http.get("/metrics")).text
+    return {m[1]: float(m[2]) for m in re.finditer(r"^([^#\s]+(?:\{.*\})?) (\S+)$", text, re.MULTILINE)}
+
+
+async def test_requests_show_up_under_vllms_names(stack: Stack) -> None:
+    stack.workers[0].script = say("abcd")
+    await stack.openai.completions.create(model="tiny", prompt="xy", max_tokens=10)
+    await stack.openai.completions.create(model="tiny", prompt="xy", max_tokens=2)
+    values = await scrape(stack)
+    label = '{model_name="tiny"}'
+    assert values["vllm:prompt_tokens_total" + label] == 6
+    assert values["vllm:generation_tokens_total" + label] == 6
+    assert values['vllm:request_success_total{finished_reason="stop",model_name="tiny"}'] == 1
+    assert values['vllm:request_success_total{finished_reason="length",model_name="tiny"}'] == 1
+    assert values["vllm:time_to_first_token_seconds_count" + label] == 2
+    assert values["vllm:inter_token_latency_seconds_count" + label] == 4
+    assert values["vllm:e2e_request_latency_seconds_count" + label] == 2
+    assert values['blitz_gateway_http_responses_total{route="/v1/completions",status="200"}'] == 2
+
+
+async def test_load_reports_become_gauges(stack: Stack) -> None:
+    report = LoadReport(
+        worker_id="w0", instance_id="w0-i", model="tiny", state="serving", role="colocated", published_at_s=0.0,
+        queued_requests=2, queued_tokens=9, running_requests=3, running_tokens=30, prefill_tokens_total=0,
+        decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=10, kv_blocks_used=4,
+    )  # fmt: skip
+    await stack.workers[0].bus.publish(subjects.load(), report)
+    await stack.until(lambda: list(stack.gateway.load_board.gauges(stack.gateway.book, stack.gateway.dispatcher)))
+    values = await scrape(stack)
+    assert values['vllm:num_requests_running{model_name="tiny"}'] == 3
+    assert values['vllm:num_requests_waiting{model_name="tiny"}'] == 2
+    assert values['vllm:kv_cache_usage_perc{model_name="tiny"}'] == 0.4
+
+
+async def test_raw_paths_never_become_labels(stack: Stack) -> None:
+    await stack.http.get("/secret-path")
+    await stack.http.get("/v1/models/tiny")
+    text = (await stack.http.get("/metrics")).text
+    assert "secret-path" not in text
+    assert 'route="unmatched",status="404"' in text
+    assert "models/tiny" not in text
+
+
+def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.observe(value)
+    assert histogram.cumulative() == ([("1.0", 2.0), ("2.0", 3.0), ("+Inf", 4.0)], 12.0)

@@ -1,0 +1,140 @@
+"""The gateway as a process, over a real NATS server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.gateway.config import GatewayConfig
+from shared.bus.nats import NatsBus
+from shared.settings import SettingsError
+from tests.services.gateway.checkpoint import model_record
+from tests.services.gateway.cluster import FakePool, FakeWorker, say
+
+NATS = Path(sys.executable).parent / "nats-server"
+
+
+class NatsBroker:
+    """Hands out real buses that were connected before."""
+
+    def __init__(self, buses: list[NatsBus]) -> None:
+        self._buses = buses
+
+    def bus(self, name: str) -> NatsBus:
+        return self._buses.pop()
+
+
+@pytest.fixture
+def nats_url(free_port: int, tmp_path: Path) -> Iterator[str]:
+    process = subprocess.Popen(
+        [NATS, "-a", "127.0.0.1", "-p", str(free_port), "-js", "-sd", str(tmp_path / "js")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    yield f"nats://127.0.0.1:{free_port}"
+    process.kill()
+    process.wait()
+
+
+def spare_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(nats_url: str, port: int) -> dict[str, str]:
+    return {**os.environ, "BLITZ_NATS_URL": nats_url, "BLITZ_GATEWAY_PORT": str(port), "BLITZ_DIE_WITH_PARENT": "1"}
+
+
+@pytest.mark.stack
+async def test_sigterm_finishes_streams_and_exits_cleanly(nats_url: str, checkpoint: Path) -> None:
+    port = spare_port()
+    buses = []
+    async with asyncio.timeout(10):
+        while len(buses) < 2:
+            try:
+                buses.append(await NatsBus.connect(nats_url, name="test", connect_timeout_s=5))
+            except Exception:  # noqa: BLE001 - the server may still be starting; the timeout above ends this
+                await asyncio.sleep(0.1)
+    broker = NatsBroker(list(buses))
+    worker = FakeWorker(broker, "w0", script=say("hello world"))  # type: ignore[arg-type]
+    worker.pause_after = 5
+    await worker.start()
+    pool = FakePool(broker, [model_record(checkpoint)], [worker])  # type: ignore[arg-type]
+    await pool.start()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.gateway", env=environment(nats_url, port), stderr=subprocess.PIPE
+    )
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as http:
+            async with asyncio.timeout(20):
+                while True:
+                    try:
+                        if (await http.get("/health")).status_code == 200:
+                            break
+                    except httpx.TransportError:
+                        await asyncio.sleep(0.05)
+            body = {"model": "tiny", "prompt": "a", "stream": True, "max_tokens": 64}
+            async with http.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.aiter_lines()
+                assert "h" in await anext(lines)
+                process.terminate()
+                await asyncio.sleep(0.2)
+                assert (await http.get("/health")).status_code == 503
+                worker.resume.set()
+                rest = [line async for line in lines if line]
+            assert rest[-1] == "data: [DONE]"
+            assert '"finish_reason":"stop"' in rest[-2]
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await worker.stop()
+        for bus in buses:
+            await bus.close()
+
+
+@pytest.mark.stack
+def test_a_port_in_use_is_one_clear_line_and_code_1(nats_url: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = subprocess.run(
+            [sys.executable, "-m", "services.gateway"],
+            env=environment(nats_url, port),
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+    assert result.returncode == 1
+    [line] = result.stderr.strip().splitlines()
+    assert f"127.0.0.1:{port}" in line
+    assert "in use" in line
+
+
+def test_settings_come_from_the_environment() -> None:
+    config = GatewayConfig.from_env(
+        {"BLITZ_API_KEYS": "a, b", "BLITZ_GATEWAY_PORT": "81", "BLITZ_GATEWAY_ID": "g1", "BLITZ_GATEWAY_STALL_S": "3"}
+    )
+    assert (config.api_keys, config.port, config.gateway_id, config.stall_s) == (("a", "b"), 81, "g1", 3.0)
+    assert GatewayConfig.from_env({}).gateway_id != GatewayConfig.from_env({}).gateway_id
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("BLITZ_GATEWAY_PORT", "99999"), ("BLITZ_GATEWAY_ID", "a.b"), ("BLITZ_GATEWAY_MAX_QUEUED", "0")],
+)
+def test_wrong_settings_name_the_variable(key: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=key):
+        GatewayConfig.from_env({key: value})

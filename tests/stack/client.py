@@ -1,0 +1,81 @@
+"""What the stack tests ask a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+
+from openai import AsyncOpenAI
+
+from compose.admin_types import Status
+from compose.stack import Stack
+from shared.bus.nats import NatsBus
+from shared.messages.scaling import ScaleRecord
+
+PROMPT = [5, 17, 33, 2, 90, 41, 7]
+
+
+def openai_client(stack: Stack) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, timeout=60.0)
+
+
+async def complete(client: AsyncOpenAI, model: str, *, max_tokens: int = 24, prompt: list[int] | None = None) -> str:
+    """Greedy text of exactly ``max_tokens`` tokens."""
+    answer = await client.completions.create(
+        model=model,
+        prompt=prompt or PROMPT,
+        max_tokens=max_tokens,
+        temperature=0.0,
+        extra_body={"ignore_eos": True},
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == max_tokens
+    assert answer.choices[0].finish_reason == "length"
+    return answer.choices[0].text
+
+
+async def stream(
+    client: AsyncOpenAI, model: str, *, max_tokens: int, prompt: list[int] | None = None
+) -> AsyncIterator[str]:
+    """The same, piece by piece."""
+    events = await client.completions.create(
+        model=model,
+        prompt=prompt or PROMPT,
+        max_tokens=max_tokens,
+        temperature=0.0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    async for event in events:
+        yield event.choices[0].text
+
+
+async def scale(stack: Stack, model: str, instances: int, *, hold_s: float = 60.0) -> ScaleRecord:
+    """Scale and wait for the end of the operation."""
+    record = await stack.admin.scale(model, instances, hold_s=hold_s)
+    deadline_s = time.monotonic() + 30
+    while record.status == "running" and time.monotonic() < deadline_s:
+        record = await stack.admin.scale_record(record.plan_id, wait_s=5.0)
+    return record
+
+
+async def until(stack: Stack, condition: Callable[[Status], bool], timeout_s: float = 20.0) -> Status:
+    """Poll the status until it fulfils the condition."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        status = await stack.admin.status()
+        if condition(status):
+            return status
+        assert time.monotonic() < deadline_s, status
+        await asyncio.sleep(0.05)
+
+
+@contextlib.asynccontextmanager
+async def bus(stack: Stack) -> AsyncIterator[NatsBus]:
+    connected = await NatsBus.connect(stack.nats_url, name="test")
+    try:
+        yield connected
+    finally:
+        await connected.close()

@@ -1,0 +1,127 @@
+"""Real processes are killed; no accepted request is lost and no token is lost or repeated."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import nats
+import pytest
+import pytest_asyncio
+
+from compose.stack import Stack
+from shared import subjects
+from tests.stack.client import complete, openai_client, scale, stream, until
+from tests.stack.conftest import MODEL, READY_S, mock_config
+
+pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
+
+TOKENS = 400
+"""At 4 layers of 1 ms: a stream of about two seconds."""
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    async with Stack(mock_config(tmp_path_factory.mktemp("faults"))) as running:
+        await running.wait_ready(READY_S)
+        yield running
+
+
+async def _streams_through(stack: Stack, *names: str, wait_s: float = 0.6) -> None:
+    """Six streams run while processes are killed; each must give the undisturbed text."""
+    client = openai_client(stack)
+    expected = await complete(client, MODEL, max_tokens=TOKENS)
+
+    async def read() -> str:
+        return "".join([piece async for piece in stream(client, MODEL, max_tokens=TOKENS)])
+
+    reading = [asyncio.create_task(read()) for _ in range(6)]
+    await asyncio.sleep(wait_s)
+    assert not any(task.done() for task in reading)
+    for name in names:
+        stack.kill(name)
+    assert await asyncio.gather(*reading) == [expected] * 6
+
+
+async def test_a_killed_workers_streams_continue_elsewhere(stack: Stack) -> None:
+    await scale(stack, MODEL, 2)
+    status = await until(stack, lambda s: s.serving(MODEL) == 2)
+    await _streams_through(stack, status.instances[0].workers[0])
+    await until(stack, lambda s: s.serving(MODEL) == 2 and len(s.workers) == 3)
+
+
+async def test_the_only_instance_dies_and_its_streams_wait_for_the_next(stack: Stack) -> None:
+    await scale(stack, MODEL, 1)
+    status = await until(stack, lambda s: len(s.instances) == 1)
+    await _streams_through(stack, status.instances[0].workers[0])
+    await until(stack, lambda s: s.serving(MODEL) >= 1 and len(s.workers) == 3)
+
+
+async def test_streams_survive_a_restart_of_nats(stack: Stack) -> None:
+    await scale(stack, MODEL, 2)
+    before = await until(stack, lambda s: s.serving(MODEL) == 2)
+    await _streams_through(stack, "nats")
+    after = await until(stack, lambda s: s.serving(MODEL) >= 2)
+    assert {i.id for i in before.instances} <= {i.id for i in after.instances}, "an outage is not a mass death"
+
+
+async def test_streams_survive_the_control_plane(stack: Stack) -> None:
+    await scale(stack, MODEL, 2)
+    before = await until(stack, lambda s: s.serving(MODEL) == 2)
+    await _streams_through(stack, "redis", "pool", "planner", "monitor")
+    after = await until(stack, lambda s: s.serving(MODEL) >= 2, timeout_s=30.0)
+    assert {i.id for i in before.instances} <= {i.id for i in after.instances}
+    # And scaling works again.
+    record = await scale(stack, MODEL, 3)
+    assert record.status == "done", record
+    await scale(stack, MODEL, 1)
+
+
+async def test_garbage_on_every_subject_changes_nothing(stack: Stack) -> None:
+    await until(stack, lambda s: s.serving(MODEL) >= 1)
+    pids = {name: child.pid for name, child in stack.processes.items()}
+    client = await nats.connect(stack.nats_url)
+    workers = [w.id for w in (await stack.admin.status()).workers]
+    everywhere = [
+        subjects.gateway_heartbeat(),
+        subjects.load(),
+        subjects.queue(),
+        subjects.demand(),
+        subjects.routes(),
+        subjects.progress(),
+        subjects.scale_plans(),
+        subjects.drain_plans(),
+        *(subjects.pool(o) for o in ("heartbeat", "add_model", "remove_model", "snapshot", "lease", "set_floor")),
+        *(subjects.planner(o) for o in ("scale", "record", "records")),
+        *(s(w) for w in workers for s in (subjects.worker_submit, subjects.worker_cancel, subjects.worker_ack)),
+    ]
+    for subject in everywhere:
+        for payload in (b"", b"\xc1\xff\x00", b"\x81\xa4kind\xaanothing.v9", b"{}" * 50_000):
+            await client.publish(subject, payload)
+    await client.flush()
+    answer = await client.request(subjects.pool("snapshot"), b"\xc1", timeout=5)
+    assert answer.headers is not None
+    assert "malformed_message" in answer.headers.values()
+    await client.close()
+    assert await complete(openai_client(stack), MODEL, max_tokens=5)
+    assert {name: child.pid for name, child in stack.processes.items()} == pids
+
+
+async def test_a_killed_gateway_comes_back_and_its_requests_are_freed(stack: Stack) -> None:
+    client = openai_client(stack)
+    events = stream(client, MODEL, max_tokens=TOKENS)
+    await anext(events)
+    stack.kill("gateway")
+    with pytest.raises(Exception, match=r".*"):
+        async for _ in events:
+            pass
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                assert await complete(openai_client(stack), MODEL, max_tokens=5)
+                break
+            except Exception:
+                await asyncio.sleep(0.2)
+    async with httpx.AsyncClient() as http:
+        assert (await http.get(f"{stack.url}/health")).status_code == 200

@@ -1,0 +1,67 @@
+"""One trace per request across gateway and worker; one per scale operation across the control plane."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compose.stack import Stack
+from tests.checkpoints import tiny_checkpoint
+from tests.otlp import OtlpReceiver, ReceivedSpan
+from tests.stack.client import complete, openai_client
+from tests.stack.conftest import MODEL, READY_S, mock_config
+
+pytestmark = [pytest.mark.stack, pytest.mark.ucx]
+
+
+def _named(spans: list[ReceivedSpan], name: str) -> list[ReceivedSpan]:
+    return [s for s in spans if s.name == name]
+
+
+def _ancestors(spans: list[ReceivedSpan], span: ReceivedSpan) -> list[str]:
+    """Names from the span's parent up to the root."""
+    by_id = {s.span_id: s for s in spans}
+    names = []
+    while span.parent_span_id and span.parent_span_id in by_id:
+        span = by_id[span.parent_span_id]
+        names.append(f"{span.service}:{span.name}")
+    return names
+
+
+async def test_the_two_span_trees(tmp_path: Path, otlp_receiver: OtlpReceiver) -> None:
+    config = mock_config(
+        tmp_path,
+        workers=2,
+        OTEL_EXPORTER_OTLP_ENDPOINT=otlp_receiver.url,
+        OTEL_BSP_SCHEDULE_DELAY="200",
+        BLITZ_MONITOR_RUNNING_LIMIT="2",
+    )
+    async with Stack(config) as stack:
+        await stack.wait_ready(READY_S)
+        await complete(openai_client(stack), MODEL)
+        assert tiny_checkpoint("llama").exists()
+        spans = otlp_receiver.wait_for(
+            lambda s: bool(_named(s, "worker.request") and _named(s, "worker.load") and _named(s, "planner.plan")), 20.0
+        )
+        spans = otlp_receiver.wait_for(
+            lambda s: any(m.trace_id == _named(s, "worker.load")[0].trace_id for m in _named(s, "monitor.demand")),
+            20.0,
+        )
+
+    (request,) = _named(spans, "worker.request")
+    root = f"gateway:text_completion {MODEL}"
+    assert _ancestors(spans, request)[-1] == root
+    (gateway,) = [s for s in spans if f"{s.service}:{s.name}" == root]
+    assert gateway.trace_id == request.trace_id
+    assert gateway.attributes["gen_ai.request.model"] == MODEL
+    assert gateway.attributes["gen_ai.usage.output_tokens"] == 24
+    assert gateway.attributes["gen_ai.usage.input_tokens"] == 7
+
+    load = _named(spans, "worker.load")[0]
+    ancestors = _ancestors(spans, load)
+    assert ancestors[-1] == "monitor:monitor.demand"
+    assert "planner:planner.plan" in ancestors
+    lease = [s for s in _named(spans, "pool.lease") if s.trace_id == load.trace_id]
+    assert lease
+    assert "planner:planner.plan" in _ancestors(spans, lease[0])
