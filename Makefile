@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(VENV) has a Python older than 3.11: make clean, then again" >&2; exit 1; }
 	@echo "installing into $(VENV) ..."
 	@if [ -n "$(TORCH_INDEX)" ] && ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 15 \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 0 --timeout 15 --no-deps \
 			--index-url "$(TORCH_INDEX)" "$(TORCH)" \
 		|| echo "torch is not to be had from $(TORCH_INDEX): taking it from pip's usual index"; fi
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

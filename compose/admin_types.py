@@ -26,6 +26,7 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     role: str = "colocated"
     workers: tuple[str, ...] = ()
     layers_ready: int | None = None
+    weights_digest: str = ""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):

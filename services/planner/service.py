@@ -19,7 +19,7 @@ from services.planner.core.multicast import Multicast, PlannedChain, Source, pla
 from services.planner.core.operations import Direction, Operation, Operations
 from shared import subjects
 from shared.bus.base import Bus, Subscription
-from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, NoCapacity, PlanNotFound
+from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, NoCapacity, PlanNotFound, Unavailable
 from shared.messages.common import Ack
 from shared.messages.load import Demand
 from shared.messages.registry import (
@@ -51,6 +51,8 @@ from shared.telemetry import tracer
 log = logging.getLogger(__name__)
 
 RPC_TIMEOUT_S = 5.0
+RECOVERY_WAIT_S = 4.0
+"""How long a manual scale waits for a registry that just started."""
 MAX_WAIT_S = 30.0
 """Longest that one record RPC waits; callers ask again."""
 
@@ -85,6 +87,7 @@ class PlannerService:
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[str, Demand] = {}
+        self._last_refusal: dict[str, str] = {}
         self._plans = Counter("blitz_planner_plans_total", "Plans published", ["direction"], registry=metrics)
         self._refused = Counter("blitz_planner_refused_total", "Demands without a plan", ["code"], registry=metrics)
         self._plan_seconds = Histogram(
@@ -132,10 +135,13 @@ class PlannerService:
             demand = self._waiting.pop(model)
             try:
                 await self._scale(model, demand.desired, demand.triggered_at_s, demand.reason)
+                self._last_refusal.pop(model, None)
             except BlitzError as error:
                 # The monitor repeats itself while the number is wrong, so nothing is lost here.
                 self._refused.labels(error.code).inc()
-                log.warning("no plan for %s (%d instances wanted): %s", model, demand.desired, error)
+                level = logging.DEBUG if self._last_refusal.get(model) == error.code else logging.WARNING
+                self._last_refusal[model] = error.code
+                log.log(level, "no plan for %s (%d instances wanted): %s", model, demand.desired, error)
 
     async def _on_start_scale(self, request: StartScale) -> ScaleRecord:
         triggered_at_s = time.time()
@@ -153,7 +159,18 @@ class PlannerService:
             floor = SetFloor(model=request.model, instances=request.instances, hold_s=request.hold_s)
             await self._bus.request(subjects.pool("set_floor"), floor, Ack, timeout_s=RPC_TIMEOUT_S)
             reason = f"asked for {request.instances} instances"
-            operation = await self._scale(request.model, request.instances, triggered_at_s, reason, record_nothing=True)
+            deadline_s = time.monotonic() + RECOVERY_WAIT_S
+            while True:
+                try:
+                    operation = await self._scale(
+                        request.model, request.instances, triggered_at_s, reason, record_nothing=True
+                    )
+                    break
+                except Unavailable as error:
+                    # A registry that recovers grants nothing for a lease; somebody waits for this answer.
+                    if error.retry_after_s is None or time.monotonic() + error.retry_after_s > deadline_s:
+                        raise
+                    await asyncio.sleep(error.retry_after_s + 0.05)
         assert operation is not None  # record_nothing gives one in every case
         return operation.record()
 

@@ -16,6 +16,7 @@ from shared.settings import SettingsError
 from shared.telemetry import setup_telemetry
 from shared.transport.ucx import UcxTransport
 
+SWITCH_INTERVAL_S = 0.001
 BROKEN_EXIT_CODE = 70
 """EX_SOFTWARE: the supervisor starts a fresh process."""
 
@@ -32,6 +33,9 @@ def main() -> int:
         os._exit(BROKEN_EXIT_CODE)
 
     async def serve(lifecycle: Lifecycle) -> None:
+        # The engine's thread holds the interpreter between two kernels; the event loop and the transport
+        # must not wait the default 5 ms for their turn.
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         if config.engine == "torch":
             import torch
 

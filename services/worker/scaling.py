@@ -175,6 +175,7 @@ class Scaling:
             raise NotFound(f"chain of {plan.plan_id} has no source for {self._me.worker_id}")
         upstream_id = upstream.worker_id
         target = chain.targets[position]
+        source = await self._peers.channel(upstream.transport_address, upstream.host)
 
         async def fetch_again(index: int, unit: int, offset: int, num_bytes: int) -> None:
             request = FetchRange(
@@ -195,6 +196,7 @@ class Scaling:
             self._transport,
             header,
             target.epoch,
+            source,
             downstream,
             first_byte,
             ready,

@@ -73,6 +73,8 @@ class Serving:
             self._publishing = True
             while self._steps:
                 await self._publish(self._steps.popleft())
+                # A fast engine must not keep the bus from being flushed, nor requests from being heard.
+                await asyncio.sleep(0)
             self._publishing = False
 
     async def flushed(self) -> None:

@@ -18,6 +18,7 @@ from opentelemetry import context as otel_context
 
 from shared import subjects
 from shared.bus.base import AsyncListener, M
+from shared.bus.nats_order import end
 from shared.bus.wire import Headers, MalformedLog, enter_sender_context, leave_sender_context
 from shared.errors import Unavailable
 from shared.messages.codec import MalformedMessage, decode
@@ -137,14 +138,12 @@ class EventSubscription(Generic[M]):
         self._on_close(self)
         handler, watcher = self._tasks
         self._tasks = []
-        watcher.cancel()
-        await asyncio.wait([watcher])
+        await end(watcher)
         await self._detach()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self._arrived.join()
-        handler.cancel()
-        await asyncio.wait([handler])
+        await end(handler)
 
     async def _attach(self) -> None:
         info = await self._stream.info()
@@ -236,7 +235,7 @@ class EventSubscription(Generic[M]):
             _log.exception("the listener of %s failed", msg.subject)
         finally:
             leave_sender_context(token)
-            keep_alive.cancel()
+            await end(keep_alive)
         await self._acknowledge(msg)
 
     async def _extend(self, msg: Msg) -> None:

@@ -1,4 +1,4 @@
-"""Being sure that the server has seen what this client sent.
+"""What the client library leaves open: being sure that the server has seen what was sent, and that a task ends.
 
 The client's own ``flush`` writes its PING ahead of commands that wait in its buffer, so it can return
 before the server knows of a subscription just made. A request queues behind them.
@@ -6,6 +6,7 @@ before the server knows of a subscription just made. A request queues behind the
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 
 import nats.errors
@@ -13,6 +14,7 @@ from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 
 _TIMEOUT_S = 2.0
+_CANCEL_AGAIN_S = 0.1
 
 
 async def round_trip(client: Client) -> None:
@@ -31,3 +33,10 @@ async def drain(client: Client, subscription: Subscription) -> None:
             await subscription.drain()  # type: ignore[no-untyped-call]
         else:
             await subscription.unsubscribe()
+
+
+async def end(task: asyncio.Task[None]) -> None:
+    """Cancel a task until it is done: the client swallows a cancellation that meets it while it flushes."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=_CANCEL_AGAIN_S)

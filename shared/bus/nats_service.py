@@ -19,7 +19,7 @@ from opentelemetry import context as otel_context
 
 from shared.bus.answer import answer
 from shared.bus.base import M, R, Responder
-from shared.bus.nats_order import drain
+from shared.bus.nats_order import drain, end
 from shared.bus.wire import MalformedLog, check_size, error_headers
 from shared.errors import PayloadTooLarge
 
@@ -69,11 +69,9 @@ class RpcEndpoint(Generic[M, R]):
         if not self._tasks:
             return
         _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
-        for task in late:
-            task.cancel()
         if late:
             _log.warning("cancelled %d answers on %s after %.0f s", len(late), self._subject, timeout_s)
-            await asyncio.wait(late)
+            await asyncio.gather(*(end(task) for task in late))
 
     async def _respond(self, request: Request) -> None:
         started_ns = time.perf_counter_ns()

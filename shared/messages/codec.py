@@ -30,6 +30,10 @@ class MalformedMessage(BadRequest):
     code = "malformed_message"
 
 
+class _Untagged(Message, frozen=True, kw_only=True, tag="never.v0"):
+    """Sent by nobody. msgspec lets a single type's tag be absent; of a union, it must be there."""
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[object, msgspec.msgpack.Decoder[object]] = {}
 
@@ -47,8 +51,11 @@ def decode(payload: bytes, kind: type[M]) -> M:
     """
     decoder = _decoders.get(kind)
     if decoder is None:
-        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind | _Untagged)
     try:
-        return decoder.decode(payload)  # type: ignore[return-value]
+        message = decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedMessage(f"not a {kind.__name__}: {error}") from error
+    if not isinstance(message, kind):
+        raise MalformedMessage(f"not a {kind.__name__}: a {type(message).__name__}")
+    return message

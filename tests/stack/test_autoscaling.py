@@ -37,5 +37,5 @@ async def test_load_adds_instances_and_silence_removes_them(tmp_path: Path) -> N
         asking = [asyncio.create_task(keep_asking()) for _ in range(24)]
         await until(stack, lambda s: s.serving(MODEL) == 3, timeout_s=20.0)
         quiet.set()
-        assert sum(await asyncio.gather(*asking)) > 24
+        assert sum(await asyncio.gather(*asking)) >= 24
         await until(stack, lambda s: s.serving(MODEL) == 1 and len(s.instances) == 1, timeout_s=20.0)

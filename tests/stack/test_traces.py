@@ -33,7 +33,7 @@ async def test_the_two_span_trees(tmp_path: Path, otlp_receiver: OtlpReceiver) -
     config = mock_config(
         tmp_path,
         workers=2,
-        OTEL_EXPORTER_OTLP_ENDPOINT=otlp_receiver.url,
+        OTEL_EXPORTER_OTLP_ENDPOINT=otlp_receiver.endpoint,
         OTEL_BSP_SCHEDULE_DELAY="200",
         BLITZ_MONITOR_RUNNING_LIMIT="2",
     )

@@ -120,6 +120,7 @@ class Inflow:
     def __init__(
         self,
         transport: TensorTransport,
+        source: Channel,
         copy: WeightCopy,
         pieces: tuple[Piece, ...],
         epoch: int,
@@ -131,6 +132,7 @@ class Inflow:
         """``on_unit(unit)``: all bytes and checksums of a unit arrived, unverified. Callbacks run on the
         transport's thread; ``on_error`` is called at most once, and nothing after it."""
         self._transport = transport
+        self._source = source
         self._copy = copy
         self._pieces = pieces
         self._epoch = epoch
@@ -194,7 +196,7 @@ class Inflow:
             self._post(self._copy.buffer(piece), piece.index, partial(self._got, position))
 
     def _post(self, buffer: object, index: int, arrived: Callable[[Transfer], None]) -> None:
-        transfer = self._transport.recv(buffer, tag_of(self._epoch, index))
+        transfer = self._transport.recv(buffer, tag_of(self._epoch, index), source=self._source)
         with self._lock:
             self._posted.add(transfer)
         transfer.add_done_callback(lambda t: self._received(t, arrived))

@@ -165,6 +165,7 @@ async def load_from_chain(
     transport: TensorTransport,
     expected: Header,
     epoch: int,
+    source: Channel,
     to: Downstream | None,
     on_first_byte: Callable[[], Awaitable[None]],
     on_ready: OnReady,
@@ -172,7 +173,7 @@ async def load_from_chain(
     *,
     stall_s: float,
 ) -> int:
-    """Receive a copy from upstream under ``epoch``, in place, forwarding chunks as they arrive; the bytes received.
+    """Receive a copy from ``source`` under ``epoch``, in place, forwarding chunks as they arrive; the bytes received.
 
     Each unit is verified against its checksums before it counts as ready; a bad block is fetched
     again from upstream. Raises ``TransportError`` (wrong model, lost peer, bad data that stays bad)
@@ -181,7 +182,7 @@ async def load_from_chain(
     pieces = cut(copy.layout, expected.chunk_bytes)
     outcome = _Outcome()
     packed = bytearray(HEADER_BYTES)
-    flow = Inflow(transport, copy, pieces, epoch, packed, outcome.got_header, outcome.got_unit, outcome.fail)
+    flow = Inflow(transport, source, copy, pieces, epoch, packed, outcome.got_header, outcome.got_unit, outcome.fail)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(_settle, flow)
         stack.callback(outcome.done.cancel)
@@ -197,7 +198,7 @@ async def load_from_chain(
             refetched = 0
             for _ in copy.layout.units:
                 unit = await outcome.units.get()
-                refetched = await _verify(copy, transport, epoch, unit, fetch_again, refetched)
+                refetched = await _verify(copy, transport, source, epoch, unit, fetch_again, refetched)
                 copy.mark_ready(unit)
                 await on_ready(unit)
 
@@ -247,7 +248,13 @@ def _check_header(got: Header, expected: Header) -> None:
 
 
 async def _verify(
-    copy: WeightCopy, transport: TensorTransport, epoch: int, unit: int, fetch_again: FetchAgain, refetched: int
+    copy: WeightCopy,
+    transport: TensorTransport,
+    source: Channel,
+    epoch: int,
+    unit: int,
+    fetch_again: FetchAgain,
+    refetched: int,
 ) -> int:
     """Verify a unit, fetching bad blocks again; the number of blocks fetched again so far."""
     for _ in range(MAX_FETCHES):
@@ -258,7 +265,7 @@ async def _verify(
         for offset, num_bytes in bad:
             index = REFETCH_INDEX + refetched
             refetched += 1
-            receive = transport.recv(copy.arena.memory(offset, num_bytes), tag_of(epoch, index))
+            receive = transport.recv(copy.arena.memory(offset, num_bytes), tag_of(epoch, index), source=source)
             try:
                 await fetch_again(index, unit, offset, num_bytes)
                 await receive.wait(timeout_s=SETTLE_S)

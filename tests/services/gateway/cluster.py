@@ -14,6 +14,7 @@ from shared.messages.common import Ack, ErrorInfo, InstanceState
 from shared.messages.generation import (
     AckTerminal,
     Cancel,
+    FinishReason,
     Resend,
     StreamPart,
     StreamRef,
@@ -58,7 +59,7 @@ class FakeWorker:
     refuse_with: BlitzError | None = None
     pause_after: int | None = None
     """Send this many tokens of each request, then wait until ``resume`` is set."""
-    end_reason: str | None = None
+    end_reason: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
 
     def __post_init__(self) -> None:
@@ -114,7 +115,8 @@ class FakeWorker:
         if key not in self._tasks:
             raise NotFound("no such stream")
         again = [part for part in self._sent.get(key, []) if part.offset >= resend.offset]
-        await self.send(self._gateway[resend.request_id], *again)
+        nothing_new = StreamPart(request_id=resend.request_id, attempt=resend.attempt, offset=resend.offset)
+        await self.send(self._gateway[resend.request_id], *(again or [nothing_new]))
         return Ack()
 
     def _on_cancel(self, cancel: Cancel) -> None:
@@ -126,7 +128,7 @@ class FakeWorker:
     def _on_ack(self, ack: AckTerminal) -> None:
         self.acks.extend(ack.streams)
 
-    def part(self, submit: Submit, offset: int, token_ids: list[int], reason: str | None = None) -> StreamPart:
+    def part(self, submit: Submit, offset: int, token_ids: list[int], reason: FinishReason | None = None) -> StreamPart:
         return StreamPart(
             request_id=submit.request_id,
             attempt=submit.attempt,
@@ -146,7 +148,7 @@ class FakeWorker:
             if self.pause_after is not None and offset - start >= self.pause_after:
                 await self.resume.wait()
             last = offset == len(ids) - 1
-            default = "length" if len(ids) == submit.sampling.max_tokens else "stop"
+            default: FinishReason = "length" if len(ids) == submit.sampling.max_tokens else "stop"
             reason = (self.end_reason or default) if last else None
             parts.append(self.part(submit, offset, [ids[offset]], reason))
             await self.send(submit.gateway_id, parts[-1])

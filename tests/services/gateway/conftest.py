@@ -42,7 +42,8 @@ class Stack:
     workers: list[FakeWorker]
     url: str
     http: httpx.AsyncClient
-    openai: AsyncOpenAI
+    openai: Any
+    """An ``AsyncOpenAI``; its overloads do not take plain dictionaries."""
     server: Server
 
     async def until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -13,21 +15,23 @@ MESSAGES = [
     {"role": "user", "content": "go"},
 ]
 TEMPLATES = [
-    "{{ bos_token }}{% for m in messages %}\n    {%- if m.role == 'system' %}\n{{ m.content | trim }}\n    {% endif %}\n"
-    "[{{ loop.index0 }}] {{ m['content'] }}\n{% endfor %}",
+    "{{ bos_token }}{% for m in messages %}\n    {%- if m.role == 'system' %}\n{{ m.content | trim }}\n"
+    "    {% endif %}\n["
+    "{{ loop.index0 }}] {{ m['content'] }}\n{% endfor %}",
     "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}",
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}>{% endif %}",
-    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}{{ tools is none }}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}"
+    "{{ tools is none }}",
 ]
 
 
 @pytest.mark.parametrize("source", TEMPLATES)
 def test_templates_render_as_transformers_renders_them(source: str) -> None:
-    [[expected], _] = render_jinja_template(
+    rendered: Any = render_jinja_template(
         conversations=[MESSAGES], chat_template=source, add_generation_prompt=True, bos_token="<s>"
     )
-    assert ChatTemplate(source, {"bos_token": "<s>"}).render(MESSAGES) == expected
+    assert ChatTemplate(source, {"bos_token": "<s>"}).render(MESSAGES) == rendered[0][0]
 
 
 def test_a_templates_own_refusal_reaches_the_caller() -> None:
@@ -41,7 +45,7 @@ def test_a_templates_own_refusal_reaches_the_caller() -> None:
     [
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
-        "{{ raise_exception.__globals__ }}",
+        "{{ raise_exception.__globals__['json'] }}",
         "{% for i in range(1000000000) %}{% endfor %}",
         "{{ messages[99].content.x.y }}",
         "{{ 1 / 0 }}",

@@ -57,7 +57,7 @@ def environment(nats_url: str, port: int) -> dict[str, str]:
 @pytest.mark.stack
 async def test_sigterm_finishes_streams_and_exits_cleanly(nats_url: str, checkpoint: Path) -> None:
     port = spare_port()
-    buses = []
+    buses: list[NatsBus] = []
     async with asyncio.timeout(10):
         while len(buses) < 2:
             try:

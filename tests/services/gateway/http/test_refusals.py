@@ -239,7 +239,7 @@ async def test_api_keys_guard_v1_and_nothing_else(make_stack: StackFactory) -> N
     stack = await make_stack(api_keys=("alpha", "beta"))
     check(await stack.http.get("/v1/models"), 401, "authentication_error", "unauthorized")
     for wrong in ("Bearer gamma", "Basic alpha", "Bearer", "alpha", "Bearer \xff"):
-        response = await stack.http.post(CHAT, headers={"authorization": wrong.encode("latin-1")}, json={})
+        response = await stack.http.post(CHAT, headers={b"authorization": wrong.encode("latin-1")}, json={})
         check(response, 401, "authentication_error", "unauthorized")
     for key in ("alpha", "beta"):
         assert (await stack.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})).status_code == 200

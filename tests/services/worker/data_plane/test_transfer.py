@@ -14,7 +14,7 @@ from services.worker.data_plane.transfer import Downstream, load_from_chain, loa
 from services.worker.data_plane.weight_copy import WeightCopy
 from services.worker.engine.arena import HostArena
 from shared.checkpoint import inspect_checkpoint
-from shared.errors import Conflict, DeadlineExceeded, TransportError
+from shared.errors import Conflict, DeadlineExceeded, PeerLost, TransportError
 from shared.layout import CHECK_BYTES, ArenaLayout, layout_of
 from shared.transport.base import TensorTransport
 from shared.transport.memory import MemoryFabric
@@ -73,22 +73,23 @@ async def downstream(of: Member, to: Member, *, same_host: bool = True) -> Downs
     return Downstream(await of.transport.connect(to.transport.address, same_host=same_host), to.epoch)
 
 
-async def receive(member: Member, to: Downstream | None, upstream: Member | None = None, **fields: Any) -> int:
+async def receive(member: Member, to: Downstream | None, upstream: Member, **fields: Any) -> int:
     before_fetch = fields.pop("before_fetch", lambda: None)
 
     async def fetch_again(index: int, unit: int, offset: int, num_bytes: int) -> None:
-        assert upstream is not None
         before_fetch()
         member.fetched.append((unit, offset))
         await send_range(upstream.copy, unit, offset, num_bytes, await downstream(upstream, member), index)
 
     fields = {"stall_s": 5.0} | fields
+    source = await member.transport.connect(upstream.transport.address, same_host=fields.pop("same_host", True))
     header = fields.pop("header", HEADER)
     return await load_from_chain(
         member.copy,
         member.transport,
         header,
         member.epoch,
+        source,
         to,
         member.on_first_byte,
         member.on_ready,
@@ -101,7 +102,8 @@ async def test_a_chain_of_three_gives_everyone_identical_weights() -> None:
     async with members(4, random_copy()) as (_, (source, *targets)):
         links = [await downstream(a, b) for a, b in zip([source, *targets], targets, strict=False)]
         receives = [
-            asyncio.create_task(receive(t, links[i + 1] if i + 1 < len(links) else None)) for i, t in enumerate(targets)
+            asyncio.create_task(receive(t, links[i + 1] if i + 1 < len(links) else None, [source, *targets][i]))
+            for i, t in enumerate(targets)
         ]
         await send_copy(source.copy, HEADER, links[0], stall_s=5.0)
         await asyncio.gather(*receives)
@@ -122,7 +124,7 @@ async def test_a_disk_chain_forwards_what_the_first_member_reads() -> None:
     async with members(2) as (_, (first, second)):
         for member in (first, second):
             member.copy = WeightCopy(layout, HostArena.allocate(layout.num_bytes))
-        receiving = asyncio.create_task(receive(second, None, header=header))
+        receiving = asyncio.create_task(receive(second, None, first, header=header))
         link = await downstream(first, second)
         await load_from_disk(first.copy, checkpoint, header, link, first.on_ready, stall_s=5.0)
         await receiving
@@ -141,7 +143,7 @@ async def test_a_corrupted_chunk_is_fetched_again_before_its_unit_is_ready() -> 
             source.copy.arena.memory(at, 1)[0] ^= 0xFF
 
         # What is sent is bad; what is fetched again is not.
-        receiving = asyncio.create_task(receive(target, None, upstream=source, before_fetch=heal))
+        receiving = asyncio.create_task(receive(target, None, source, before_fetch=heal))
         await send_copy(source.copy, HEADER, link, stall_s=5.0)
         await receiving
         assert target.fetched[0] == (1, LAYOUT.units[1].offset + CHECK_BYTES)
@@ -153,7 +155,7 @@ async def test_data_that_stays_bad_fails_the_transfer() -> None:
     async with members(2, random_copy()) as (_, (source, target)):
         source.copy.arena.memory(LAYOUT.units[0].offset, 1)[0] ^= 0xFF
         link = await downstream(source, target)
-        receiving = asyncio.create_task(receive(target, None, upstream=source))
+        receiving = asyncio.create_task(receive(target, None, source))
         await send_copy(source.copy, HEADER, link, stall_s=5.0)
         with pytest.raises(TransportError, match="checksums"):
             await receiving
@@ -165,7 +167,7 @@ async def test_weights_of_another_model_or_plan_are_refused(field_name: str) -> 
     async with members(2, random_copy()) as (_, (source, target)):
         link = await downstream(source, target)
         fields = {"plan_id": "p", "model_hash": "m", "layout_hash": LAYOUT.hash} | {field_name: "other"}
-        receiving = asyncio.create_task(receive(target, None))
+        receiving = asyncio.create_task(receive(target, None, source))
         with contextlib.suppress(TransportError, DeadlineExceeded):
             await send_copy(source.copy, Header(chunk_bytes=CHECK_BYTES, **fields), link, stall_s=0.5)
         with pytest.raises(TransportError, match=field_name):
@@ -176,11 +178,11 @@ async def test_weights_of_another_model_or_plan_are_refused(field_name: str) -> 
 async def test_a_silent_source_ends_in_a_deadline_and_frees_the_buffers() -> None:
     async with members(2, random_copy()) as (_, (source, target)):
         with pytest.raises(DeadlineExceeded):
-            await receive(target, None, stall_s=0.3)
+            await receive(target, None, source, stall_s=0.3)
         # The same arena takes the next transfer at once.
         target.epoch += 1
         link = await downstream(source, target)
-        receiving = asyncio.create_task(receive(target, None))
+        receiving = asyncio.create_task(receive(target, None, source))
         await send_copy(source.copy, HEADER, link, stall_s=5.0)
         await receiving
         assert target.copy.complete
@@ -202,7 +204,7 @@ async def test_a_lost_successor_does_not_stop_the_copy_before_it() -> None:
         first = await downstream(source, target)
         second = await downstream(target, lost, same_host=False)
         fabric.kill(lost.transport.address)
-        receiving = asyncio.create_task(receive(target, second, stall_s=1.0))
+        receiving = asyncio.create_task(receive(target, second, source, stall_s=1.0))
         await send_copy(source.copy, HEADER, first, stall_s=5.0)
         await receiving
         assert target.copy.complete
@@ -221,3 +223,12 @@ async def test_only_verified_ranges_of_the_unit_are_sent_again() -> None:
 def test_a_model_larger_than_the_arena_is_refused() -> None:
     with pytest.raises(TransportError, match="ARENA"):
         WeightCopy(LAYOUT, HostArena.allocate(4096))
+
+
+async def test_a_lost_source_on_another_host_ends_the_receive_at_once() -> None:
+    async with members(2, random_copy()) as (fabric, (source, target)):
+        receiving = asyncio.create_task(receive(target, None, source, stall_s=30.0, same_host=False))
+        await asyncio.sleep(0.1)
+        fabric.kill(source.transport.address)
+        with pytest.raises(PeerLost):
+            await asyncio.wait_for(receiving, timeout=5.0)

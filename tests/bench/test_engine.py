@@ -1,0 +1,44 @@
+"""The engine benchmark end to end, on a model small enough for a test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from bench.engine import EngineBenchSettings, run_engine_bench
+
+SMALL = EngineBenchSettings(
+    batch_sizes=(1, 3),
+    min_prompt_tokens=4,
+    max_prompt_tokens=40,
+    output_tokens=8,
+    repetitions=1,
+    threads=1,
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+)
+
+
+def test_both_sides_write_the_same_tokens_and_the_report_is_written(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    report = run_engine_bench(tmp_path / "engine.json", SMALL)
+    assert json.loads((tmp_path / "engine.json").read_text()).keys() == report.keys()
+    assert set(report["vs_transformers"]) == {"1", "3"}
+    for batch in report["batches"]:
+        assert batch["same_tokens"] == 1.0
+        assert batch["ratio"] == batch["engine_tokens_per_s"] / batch["transformers_tokens_per_s"] > 0
+    assert torch.get_num_threads() == threads
+
+
+def test_the_standard_model_has_over_100_million_parameters() -> None:
+    s = EngineBenchSettings()
+    head_dim = s.hidden_size // s.num_heads
+    attention = s.hidden_size * head_dim * 2 * (s.num_heads + s.num_kv_heads)
+    layer = attention + 3 * s.hidden_size * s.intermediate_size
+    assert s.num_layers * layer + 2 * s.vocab_size * s.hidden_size >= 100_000_000

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from shared import subjects
+from shared.messages.common import Ack
+from shared.messages.generation import Submit
+from tests.services.gateway.conftest import Stack
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+
+
+async def test_one_span_per_request_joins_the_callers_trace_and_reaches_the_worker(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr("services.gateway.http.request_span.tracer", lambda: provider.get_tracer("test"))
+    worker = stack.workers[0]
+    parents: list[trace.SpanContext] = []
+
+    async def on_submit(submit: Submit) -> Ack:
+        parents.append(trace.get_current_span().get_span_context())
+        return await worker._on_submit(submit)
+
+    await worker.stop()
+    await worker.bus.respond(subjects.worker_submit("w0"), Submit, on_submit)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "max_tokens": 9}
+    headers = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
+    answer = await stack.http.post("/v1/chat/completions", json=body, headers=headers)
+    [span] = exporter.get_finished_spans()
+    assert span.name == "chat tiny"
+    assert span.kind is trace.SpanKind.SERVER
+    assert f"{span.context.trace_id:032x}" == TRACE_ID
+    assert span.attributes is not None
+    expected = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.request.model": "tiny",
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.max_tokens": 9,
+        "gen_ai.response.id": answer.json()["id"],
+        "gen_ai.usage.output_tokens": 5,
+        "gen_ai.response.finish_reasons": ("stop",),
+    }
+    assert {key: span.attributes[key] for key in expected} == expected
+    assert [(p.trace_id, p.span_id) for p in parents] == [(span.context.trace_id, span.context.span_id)]

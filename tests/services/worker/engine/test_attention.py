@@ -1,0 +1,98 @@
+"""The paged backend against attention written out token by token in float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from services.worker.engine.attention import torch_cpu
+from services.worker.engine.attention.torch_cpu import TorchAttention
+from shared.model_spec import ModelSpec
+
+BLOCK_SIZE = 8
+NUM_BLOCKS = 400
+
+
+def _spec(window: int | None, num_heads: int, num_kv_heads: int, dtype: str) -> ModelSpec:
+    return ModelSpec(
+        architecture="MistralForCausalLM",
+        dtype=dtype,
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=16,
+        max_position=4096,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        sliding_window=window,
+    )
+
+
+def _written_out(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None) -> torch.Tensor:
+    """``q [n, Hq, D]`` are the last of the positions of ``keys, values [m, Hkv, D]``."""
+    group = q.shape[1] // keys.shape[1]
+    out = torch.empty_like(q)
+    for i in range(len(q)):
+        position = len(keys) - len(q) + i
+        first = 0 if window is None else max(0, position - window + 1)
+        for head in range(q.shape[1]):
+            seen = keys[first : position + 1, head // group]
+            weights = torch.softmax(seen @ q[i, head] / q.shape[2] ** 0.5, 0)
+            out[i, head] = weights @ values[first : position + 1, head // group]
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 13, 300])
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (3, 1)])
+@pytest.mark.parametrize("in_place_bytes", [0, 1 << 30], ids=["in place", "padded"])
+@pytest.mark.parametrize("is_run", [True, False], ids=["runs", "scattered"])
+def test_a_mixed_batch_attends_as_written_out(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, heads: tuple[int, int], in_place_bytes: int, is_run: bool
+) -> None:
+    monkeypatch.setattr(torch_cpu, "IN_PLACE_BYTES", in_place_bytes)
+    monkeypatch.setattr(torch_cpu, "QUERY_TILE_TOKENS", 16)
+    _check(_spec(window, *heads, "float32"), is_run, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_lower_precision_attends_alike(dtype: str) -> None:
+    _check(_spec(20, 4, 2, dtype), is_run=True, atol=3e-2)
+
+
+def _check(spec: ModelSpec, is_run: bool, atol: float) -> None:
+    draw = random.Random(1)
+    torch.manual_seed(1)
+    dtype = getattr(torch, spec.dtype)
+    # What no sequence owns is NaN: whoever reads it shows.
+    shape = (NUM_BLOCKS, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+    k_cache, v_cache = torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
+    free = list(range(NUM_BLOCKS))
+    if not is_run:
+        draw.shuffle(free)
+    # (queries, keys): decode slices of many lengths between prefills with and without a prefix
+    sizes = [(1, 1), (1, 40), (30, 30), (1, 8), (50, 120), (1, 200), (1, 9), (1, 399), (2, 3), (1, 41)]
+    qo_indptr, kv_indptr, kv_indices, last_page_len, expected = [0], [0], [], [], []
+    q = torch.randn(sum(n for n, _ in sizes), spec.num_heads, spec.head_dim, dtype=dtype)
+    for num_queries, num_keys in sizes:
+        keys, values = (torch.randn(num_keys, spec.num_kv_heads, spec.head_dim, dtype=dtype) for _ in range(2))
+        num_pages = -(-num_keys // BLOCK_SIZE)
+        pages, free = free[:num_pages], free[num_pages:]
+        for position in range(num_keys):
+            k_cache[pages[position // BLOCK_SIZE], position % BLOCK_SIZE] = keys[position]
+            v_cache[pages[position // BLOCK_SIZE], position % BLOCK_SIZE] = values[position]
+        own = q[qo_indptr[-1] : qo_indptr[-1] + num_queries]
+        expected.append(_written_out(own.double(), keys.double(), values.double(), spec.sliding_window))
+        qo_indptr.append(qo_indptr[-1] + num_queries)
+        kv_indices += pages
+        kv_indptr.append(len(kv_indices))
+        last_page_len.append(num_keys - (num_pages - 1) * BLOCK_SIZE)
+    backend = TorchAttention(spec, BLOCK_SIZE)
+    plan = backend.plan(qo_indptr, kv_indptr, kv_indices, last_page_len)
+    for _ in range(2):  # a plan serves every layer
+        out = backend.run(plan, q, k_cache, v_cache)
+        torch.testing.assert_close(out.double(), torch.cat(expected).flatten(1), atol=atol, rtol=0)
