@@ -27,7 +27,7 @@ from rich.table import Table
 from services.worker.core.scheduler import SchedulerConfig
 from services.worker.core.sequence import Sequence
 from services.worker.engine.arena import HostArena
-from services.worker.engine.kv_pool import KvPool, kv_block_bytes
+from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.loader import load_unit
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.torch_engine import TorchEngine
@@ -94,8 +94,7 @@ def _write_checkpoint(path: Path, settings: EngineBenchSettings) -> int:
 def _load_engine(checkpoint: Checkpoint, num_blocks: int) -> TorchEngine:
     layout = checkpoint.layout
     arena = HostArena.allocate(layout.num_bytes)
-    block_bytes = kv_block_bytes(layout.spec, BLOCK_SIZE)
-    pool = KvPool.allocate((num_blocks + 1) * block_bytes)
+    pool = KvPool.allocate(kv_pool_bytes(layout.spec, BLOCK_SIZE, num_blocks))
     for unit in layout.units:
         load_unit(checkpoint, layout, unit, arena)
     return TorchEngine(layout, arena, pool, num_blocks=num_blocks, block_size=BLOCK_SIZE)

@@ -18,6 +18,7 @@ PROMPT = [5, 17, 33, 2, 90, 41, 7]
 
 
 def openai_client(stack: Stack) -> AsyncOpenAI:
+    """The unmodified client; use it with ``async with``, so that its connections are closed."""
     return AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, timeout=60.0)
 
 

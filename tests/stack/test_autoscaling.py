@@ -24,18 +24,18 @@ async def test_load_adds_instances_and_silence_removes_them(tmp_path: Path) -> N
     )
     async with Stack(config) as stack:
         await stack.wait_ready(READY_S)
-        client = openai_client(stack)
-        quiet = asyncio.Event()
+        async with openai_client(stack) as client:
+            quiet = asyncio.Event()
 
-        async def keep_asking() -> int:
-            asked = 0
-            while not quiet.is_set():
-                await complete(client, MODEL, prompt=[7] * 300, max_tokens=4)
-                asked += 1
-            return asked
+            async def keep_asking() -> int:
+                asked = 0
+                while not quiet.is_set():
+                    await complete(client, MODEL, prompt=[7] * 300, max_tokens=4)
+                    asked += 1
+                return asked
 
-        asking = [asyncio.create_task(keep_asking()) for _ in range(24)]
-        await until(stack, lambda s: s.serving(MODEL) == 3, timeout_s=20.0)
-        quiet.set()
-        assert sum(await asyncio.gather(*asking)) >= 24
-        await until(stack, lambda s: s.serving(MODEL) == 1 and len(s.instances) == 1, timeout_s=20.0)
+            asking = [asyncio.create_task(keep_asking()) for _ in range(24)]
+            await until(stack, lambda s: s.serving(MODEL) == 3, timeout_s=20.0)
+            quiet.set()
+            assert sum(await asyncio.gather(*asking)) >= 24
+            await until(stack, lambda s: s.serving(MODEL) == 1 and len(s.instances) == 1, timeout_s=20.0)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 import torch
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer
@@ -24,9 +26,10 @@ pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 
 
-@pytest.fixture
-def client(torch_stack: Stack) -> AsyncOpenAI:
-    return openai_client(torch_stack)
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(torch_stack: Stack) -> AsyncIterator[AsyncOpenAI]:
+    async with openai_client(torch_stack) as connected:
+        yield connected
 
 
 async def test_greedy_tokens_are_those_of_transformers(client: AsyncOpenAI) -> None:

@@ -16,46 +16,46 @@ pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope
 
 
 async def test_three_instances_hold_identical_weights_and_answer_identically(torch_stack: Stack) -> None:
-    client = openai_client(torch_stack)
-    alone = await complete(client, MODEL)
-    record = await scale(torch_stack, MODEL, 3)
-    assert record.status == "done", record
-    assert len(record.targets) == 2
-    assert record.trigger_to_first_byte_ms is not None
-    assert record.trigger_to_serving_ms is not None
-    assert len(record.layer_ready_ms) == 4
-    assert record.bytes == sum(t.received_bytes for t in record.targets) > 0
-    status = await until(torch_stack, lambda s: s.serving(MODEL) == 3)
-    digests = {i.weights_digest for i in status.instances}
-    assert len(digests) == 1
-    assert digests != {""}
+    async with openai_client(torch_stack) as client:
+        alone = await complete(client, MODEL)
+        record = await scale(torch_stack, MODEL, 3)
+        assert record.status == "done", record
+        assert len(record.targets) == 2
+        assert record.trigger_to_first_byte_ms is not None
+        assert record.trigger_to_serving_ms is not None
+        assert len(record.layer_ready_ms) == 4
+        assert record.bytes == sum(t.received_bytes for t in record.targets) > 0
+        status = await until(torch_stack, lambda s: s.serving(MODEL) == 3)
+        digests = {i.weights_digest for i in status.instances}
+        assert len(digests) == 1
+        assert digests != {""}
 
-    reports: dict[str, LoadReport] = {}
-    async with bus(torch_stack) as listening:
-        await listening.subscribe(subjects.load(), LoadReport, lambda r: reports.update({r.instance_id: r}))
-        texts = await asyncio.gather(*(complete(client, MODEL) for _ in range(30)))
-        await asyncio.sleep(0.3)
-    assert set(texts) == {alone}
-    assert len(reports) == 3
-    assert all(r.decode_tokens_total > 0 for r in reports.values()), "requests did not spread over all instances"
+        reports: dict[str, LoadReport] = {}
+        async with bus(torch_stack) as listening:
+            await listening.subscribe(subjects.load(), LoadReport, lambda r: reports.update({r.instance_id: r}))
+            texts = await asyncio.gather(*(complete(client, MODEL) for _ in range(30)))
+            await asyncio.sleep(0.3)
+        assert set(texts) == {alone}
+        assert len(reports) == 3
+        assert all(r.decode_tokens_total > 0 for r in reports.values()), "requests did not spread over all instances"
 
 
 async def test_scaling_in_lets_streams_finish(torch_stack: Stack) -> None:
-    client = openai_client(torch_stack)
-    await scale(torch_stack, MODEL, 3)
-    expected = await complete(client, MODEL, max_tokens=300)
+    async with openai_client(torch_stack) as client:
+        await scale(torch_stack, MODEL, 3)
+        expected = await complete(client, MODEL, max_tokens=300)
 
-    async def read() -> str:
-        return "".join([piece async for piece in stream(client, MODEL, max_tokens=300)])
+        async def read() -> str:
+            return "".join([piece async for piece in stream(client, MODEL, max_tokens=300)])
 
-    reading = [asyncio.create_task(read()) for _ in range(9)]
-    await asyncio.sleep(0.2)
-    record = await scale(torch_stack, MODEL, 1)
-    assert record.status == "done", record
-    assert record.direction == "in"
-    assert await asyncio.gather(*reading) == [expected] * 9
-    status = await until(torch_stack, lambda s: s.serving(MODEL) == 1)
-    assert sum(1 for w in status.workers if w.state == "spare") == 3
+        reading = [asyncio.create_task(read()) for _ in range(9)]
+        await asyncio.sleep(0.2)
+        record = await scale(torch_stack, MODEL, 1)
+        assert record.status == "done", record
+        assert record.direction == "in"
+        assert await asyncio.gather(*reading) == [expected] * 9
+        status = await until(torch_stack, lambda s: s.serving(MODEL) == 1)
+        assert sum(1 for w in status.workers if w.state == "spare") == 3
 
 
 async def test_more_instances_than_workers_give_what_there_is_and_say_so(torch_stack: Stack) -> None:
@@ -71,7 +71,7 @@ async def test_a_worker_that_dies_while_it_loads_is_replaced(torch_stack: Stack)
     starting = await torch_stack.admin.scale(MODEL, 3, hold_s=60.0)
     torch_stack.kill(starting.targets[0].worker_id)
     await until(torch_stack, lambda s: s.serving(MODEL) == 3, timeout_s=40.0)
-    client = openai_client(torch_stack)
-    texts = await asyncio.gather(*(complete(client, MODEL) for _ in range(12)))
-    assert len(set(texts)) == 1
-    await scale(torch_stack, MODEL, 1)
+    async with openai_client(torch_stack) as client:
+        texts = await asyncio.gather(*(complete(client, MODEL) for _ in range(12)))
+        assert len(set(texts)) == 1
+        await scale(torch_stack, MODEL, 1)

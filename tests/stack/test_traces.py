@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from compose.stack import Stack
-from tests.checkpoints import tiny_checkpoint
 from tests.otlp import OtlpReceiver, ReceivedSpan
 from tests.stack.client import complete, openai_client
 from tests.stack.conftest import MODEL, READY_S, mock_config
@@ -29,6 +28,17 @@ def _ancestors(spans: list[ReceivedSpan], span: ReceivedSpan) -> list[str]:
     return names
 
 
+def _is_whole(spans: list[ReceivedSpan], root: str) -> bool:
+    """Whether both trees have arrived: services export on their own time."""
+    loads = _named(spans, "worker.load")
+    return (
+        bool(loads and _named(spans, "worker.request"))
+        and any(f"{s.service}:{s.name}" == root for s in spans)
+        and any(s.trace_id == loads[0].trace_id for s in _named(spans, "monitor.demand"))
+        and any(s.trace_id == loads[0].trace_id for s in _named(spans, "planner.plan"))
+    )
+
+
 async def test_the_two_span_trees(tmp_path: Path, otlp_receiver: OtlpReceiver) -> None:
     config = mock_config(
         tmp_path,
@@ -39,18 +49,12 @@ async def test_the_two_span_trees(tmp_path: Path, otlp_receiver: OtlpReceiver) -
     )
     async with Stack(config) as stack:
         await stack.wait_ready(READY_S)
-        await complete(openai_client(stack), MODEL)
-        assert tiny_checkpoint("llama").exists()
-        spans = otlp_receiver.wait_for(
-            lambda s: bool(_named(s, "worker.request") and _named(s, "worker.load") and _named(s, "planner.plan")), 20.0
-        )
-        spans = otlp_receiver.wait_for(
-            lambda s: any(m.trace_id == _named(s, "worker.load")[0].trace_id for m in _named(s, "monitor.demand")),
-            20.0,
-        )
+        async with openai_client(stack) as client:
+            await complete(client, MODEL)
+        root = f"gateway:text_completion {MODEL}"
+        spans = otlp_receiver.wait_for(lambda s: _is_whole(s, root), 20.0)
 
     (request,) = _named(spans, "worker.request")
-    root = f"gateway:text_completion {MODEL}"
     assert _ancestors(spans, request)[-1] == root
     (gateway,) = [s for s in spans if f"{s.service}:{s.name}" == root]
     assert gateway.trace_id == request.trace_id

@@ -34,6 +34,11 @@ def kv_block_bytes(spec: ModelSpec, block_size: int) -> int:
     return spec.kv_bytes_per_token * block_size
 
 
+def kv_pool_bytes(spec: ModelSpec, block_size: int, num_blocks: int) -> int:
+    """Capacity of a pool that holds ``num_blocks`` blocks: them, and the alignment of K and V of each layer."""
+    return num_blocks * kv_block_bytes(spec, block_size) + 2 * spec.num_layers * _ALIGN_BYTES
+
+
 class KvPool:
     """The buffer. One model uses it at a time."""
 
@@ -59,8 +64,8 @@ class KvPool:
 
     def num_blocks(self, spec: ModelSpec, block_size: int) -> int:
         """How many blocks of that size fit."""
-        regions_bytes = 2 * spec.num_layers * _ALIGN_BYTES
-        return max(0, self.capacity_bytes - regions_bytes) // kv_block_bytes(spec, block_size)
+        usable_bytes = self.capacity_bytes - kv_pool_bytes(spec, block_size, 0)
+        return max(0, usable_bytes) // kv_block_bytes(spec, block_size)
 
     def view(self, spec: ModelSpec, block_size: int, num_blocks: int | None = None) -> KvCache:
         """The pool as pages of a model, zeroed: what another model left could read as NaN.

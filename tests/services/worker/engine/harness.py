@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.worker.engine.arena import HostArena
 from services.worker.engine.base import Batch, Slice
-from services.worker.engine.kv_pool import KvPool
+from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.loader import load_unit
 from services.worker.engine.torch_engine import TorchEngine
 from shared.checkpoint import inspect_checkpoint
@@ -56,7 +56,7 @@ def loaded_engine(
     checkpoint = inspect_checkpoint(tiny_checkpoint(kind, dtype=dtype, sharded=sharded), with_hash=False)
     layout = checkpoint.layout
     arena = HostArena.allocate(layout.num_bytes)
-    pool = KvPool.allocate(4096 * 2 * layout.num_layers + num_blocks * layout.spec.kv_bytes_per_token * block_size)
+    pool = KvPool.allocate(kv_pool_bytes(layout.spec, block_size, num_blocks))
     engine = TorchEngine(layout, arena, pool, num_blocks=num_blocks, block_size=block_size)
     for unit in layout.units:
         load_unit(checkpoint, layout, unit, arena)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.engine.kv_pool import KvPool, kv_block_bytes
+from services.worker.engine.kv_pool import KvPool, kv_block_bytes, kv_pool_bytes
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BadRequest
 from shared.model_spec import ModelSpec
@@ -38,6 +38,15 @@ def test_a_new_view_starts_from_zeros_at_the_same_address() -> None:
     pool.view(_spec(), 16).k[0].fill_(float("nan"))
     assert not pool.view(_spec("llama"), 16).k[0].any()
     assert pool.address == address
+
+
+@pytest.mark.parametrize("kind", ["mistral", "llama"])
+@pytest.mark.parametrize("num_blocks", [1, 7, 200])
+def test_a_pool_made_for_so_many_blocks_holds_them(kind: str, num_blocks: int) -> None:
+    spec = _spec(kind)
+    pool = KvPool.allocate(kv_pool_bytes(spec, 16, num_blocks))
+    assert pool.num_blocks(spec, 16) == num_blocks
+    assert pool.view(spec, 16, num_blocks).v[-1].shape[0] == num_blocks
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1, 10_000])
