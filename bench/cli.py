@@ -12,16 +12,25 @@ app = typer.Typer(help="Measure parts of the system on this machine.", add_compl
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-def _hand_over(context: typer.Context, module: str) -> None:
-    """Run the typer function ``command`` of ``module``, which may need torch, with the arguments left."""
+def _hand_over(context: typer.Context, module: str, *, pass_on: bool = False) -> None:
+    """Run the typer function ``command`` of ``module``, which may need torch, with the arguments left.
+
+    ``pass_on``: it hands arguments that it does not know to yet another command.
+    """
     single = typer.Typer(add_completion=False)
-    single.command()(importlib.import_module(module).command)
+    single.command(context_settings=_PASS_ON if pass_on else None)(importlib.import_module(module).command)
     typer.main.get_command(single)(args=list(context.args), prog_name=context.command_path)
 
 
 @app.callback()
 def bench() -> None:
     """Measure parts of the system on this machine."""
+
+
+@app.command("autoscale", context_settings=_PASS_ON, add_help_option=False)
+def autoscale(context: typer.Context) -> None:
+    """A trace against a stack of one instance: how the monitor scales it, and whether every token stays right."""
+    _hand_over(context, "bench.autoscale", pass_on=True)
 
 
 @app.command("engine", context_settings=_PASS_ON, add_help_option=False)
