@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import random
 from collections.abc import Sequence
 
 from services.gateway.core.routes import ModelRoutes
@@ -27,8 +27,10 @@ async def encode(tokenizer: ModelTokenizer, text: str, *, add_special_tokens: bo
     return tuple(ids)
 
 
-def sampling_params(options: Options, model: ModelRoutes, prompt: Sequence[int], param: str) -> SamplingParams:
-    """The sampling of one stream: lengths against the context, and a seed.
+def sampling_params(
+    options: Options, model: ModelRoutes, prompt: Sequence[int], param: str, draw: random.Random
+) -> SamplingParams:
+    """The sampling of one stream: lengths against the context, and a seed, from ``draw`` unless the caller gave one.
 
     Raises ``BadRequest`` for an empty prompt, ``ContextLengthExceeded`` when prompt and output do not fit.
     """
@@ -50,7 +52,7 @@ def sampling_params(options: Options, model: ModelRoutes, prompt: Sequence[int],
         )
     if options.min_tokens > max_tokens:
         raise BadRequest(f"min_tokens {options.min_tokens} is above the {max_tokens} possible", param="min_tokens")
-    seed = options.seed if options.seed is not None else secrets.randbits(63)
+    seed = options.seed if options.seed is not None else draw.getrandbits(63)
     return SamplingParams(
         max_tokens=max_tokens,
         seed=seed % 2**63,

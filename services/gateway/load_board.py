@@ -29,7 +29,7 @@ class LoadBoard:
         now_s = time.monotonic()
         self._reports = {i: row for i, row in self._reports.items() if now_s - row[0] <= FRESH_S}
         reports = [report for _, report in self._reports.values()]
-        inflight = dispatcher.inflight_by_model()
+        inflight = dispatcher.requests.inflight_by_model()
         for name in book.models:
             mine = [report for report in reports if report.model == name]
             queued = dispatcher.router.queued(name)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import socket
 import time
 
@@ -55,6 +56,8 @@ class Gateway:
             probe_s=config.probe_s,
             max_attempts=config.max_attempts,
         )
+        self.seeds = random.Random()
+        """Seeded by the system once: a system call per request would cost more than all other checks of its options."""
         self.draining = False
         self.metrics.read_gauges_from(lambda: self.load_board.gauges(self.book, self.dispatcher))
         self._stale = asyncio.Event()
@@ -122,7 +125,7 @@ class Gateway:
         self.draining = True
         try:
             async with asyncio.timeout(self.config.drain_timeout_s):
-                await self.dispatcher.wait_idle()
+                await self.dispatcher.requests.wait_idle()
         except TimeoutError:
             log.warning(
                 "%d requests did not finish within %.0f s", self.dispatcher.num_active, self.config.drain_timeout_s
@@ -191,10 +194,10 @@ class Gateway:
 
     def _queue_report(self) -> QueueReport:
         queues = []
-        inflight = self.dispatcher.inflight_by_model()
+        inflight = self.dispatcher.requests.inflight_by_model()
         for name in sorted(self.book.models):
             queued_requests, queued_tokens = self.dispatcher.router.queued(name)
-            arrived = self.dispatcher.arrived(name)
+            arrived = self.dispatcher.requests.arrived(name)
             queues.append(
                 ModelQueue(
                     model=name,

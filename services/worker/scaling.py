@@ -11,40 +11,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
-from opentelemetry import trace
+from opentelemetry.trace import Span
 
-from services.worker.data_plane.pieces import Header
-from services.worker.data_plane.transfer import (
-    BuffersStuck,
-    Downstream,
-    load_from_chain,
-    load_from_disk,
-    send_copy,
-    send_range,
-)
+from services.worker.data_plane.transfer import BuffersStuck
 from services.worker.instance import Instance, InstanceFactory
-from services.worker.peers import Peers
-from services.worker.registration import Registration
-from shared import subjects
-from shared.bus.base import Bus
-from shared.checkpoint import inspect_checkpoint
+from services.worker.progress import ProgressReporter
+from services.worker.weight_mover import WeightMover
 from shared.errors import BlitzError, NotFound
 from shared.messages.common import Ack
-from shared.messages.registry import WorkerInfo
-from shared.messages.scaling import (
-    Chain,
-    ChainMember,
-    DrainPlan,
-    FetchRange,
-    ProgressEvent,
-    ScalePlan,
-    ScaleProgress,
-)
-from shared.telemetry import current_traceparent, tracer
-from shared.transport.base import TensorTransport
+from shared.messages.scaling import Chain, DrainPlan, FetchRange, ScalePlan
+from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
 
@@ -54,28 +32,25 @@ class Scaling:
 
     def __init__(
         self,
-        bus: Bus,
-        transport: TensorTransport,
-        me: WorkerInfo,
-        peers: Peers,
+        worker_id: str,
         factory: InstanceFactory,
+        mover: WeightMover,
+        progress: ProgressReporter,
         *,
-        stall_s: float,
+        changed: Callable[[], None],
         fatal: Callable[[str], None],
     ) -> None:
-        """``fatal(why)``: this process cannot go on and must be restarted."""
-        self._bus = bus
-        self._transport = transport
-        self._me = me
-        self._peers = peers
+        """``changed()``: the instance's state did, the registry should know. ``fatal(why)``: this process
+        cannot go on and must be restarted."""
+        self._worker_id = worker_id
         self._factory = factory
-        self._stall_s = stall_s
+        self._mover = mover
+        self._progress = progress
+        self._changed = changed
         self._fatal = fatal
-        self.registration: Registration | None = None
         self.instance: Instance | None = None
         self._last_epoch = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loading: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -92,16 +67,23 @@ class Scaling:
         if self.instance is not None:
             await self.instance.stop()
 
-    # --- plans -----------------------------------------------------------------------------
+    # --- load and send -----------------------------------------------------------------------
 
     async def on_scale_plan(self, plan: ScalePlan) -> None:
         """Take part in a plan, if it names this worker. Returns once accepted; the work goes on by itself."""
         for chain in plan.chains:
-            if chain.source is not None and chain.source.worker_id == self._me.worker_id and chain.targets:
-                self._spawn(self._send(plan, chain, chain.source))
+            if chain.source is not None and chain.source.worker_id == self._worker_id and chain.targets:
+                self._start_sending(plan, chain, chain.source.instance_id)
             for position, target in enumerate(chain.targets):
-                if target.worker_id == self._me.worker_id:
+                if target.worker_id == self._worker_id:
                     await self._accept(plan, chain, position)
+
+    def _start_sending(self, plan: ScalePlan, chain: Chain, instance_id: str) -> None:
+        instance = self.instance
+        if instance is None or instance.instance_id != instance_id or not instance.copy.complete:
+            log.warning("%s: this worker no longer holds the source copy", plan.plan_id)
+            return
+        self._spawn(self._mover.send(plan, chain, instance))
 
     async def _accept(self, plan: ScalePlan, chain: Chain, position: int) -> None:
         target = chain.targets[position]
@@ -109,139 +91,58 @@ class Scaling:
             log.info("%s is outdated (epoch %d, newest %d): ignored", plan.plan_id, target.epoch, self._last_epoch)
             return
         if self.instance is not None:
-            await self._tell(plan.plan_id, target.instance_id, "failed", detail=f"busy: {self.instance.state}")
+            detail = f"busy: {self.instance.state}"
+            await self._progress.tell(plan.plan_id, target.instance_id, "failed", detail=detail)
             return
         self._last_epoch = target.epoch
         try:
             self.instance = self._factory.create(plan, target)
         except BlitzError as error:
-            await self._tell(plan.plan_id, target.instance_id, "failed", detail=str(error))
+            await self._progress.tell(plan.plan_id, target.instance_id, "failed", detail=str(error))
             return
-        self._report()
-        self._loading = self._spawn(self._load(plan, chain, position, self.instance))
+        self._changed()
+        self._spawn(self._load(plan, chain, position, self.instance))
 
     async def _load(self, plan: ScalePlan, chain: Chain, position: int, instance: Instance) -> None:
-        with tracer().start_as_current_span(
-            "worker.load",
-            attributes={
-                "blitz.plan_id": plan.plan_id,
-                "blitz.model": plan.model.name,
-                "blitz.worker_id": self._me.worker_id,
-                "blitz.chain_position": position,
-                "blitz.source_kind": chain.source_kind if position == 0 else "gpu",
-            },
-        ) as span:
-            await self._tell(plan.plan_id, instance.instance_id, "accepted")
+        attributes: dict[str, str | int] = {
+            "blitz.plan_id": plan.plan_id,
+            "blitz.model": plan.model.name,
+            "blitz.worker_id": self._worker_id,
+            "blitz.chain_position": position,
+            "blitz.source_kind": chain.source_kind if position == 0 else "gpu",
+        }
+        with tracer().start_as_current_span("worker.load", attributes=attributes) as span:
+            tell = self._progress.tell
+            await tell(plan.plan_id, instance.instance_id, "accepted")
             try:
-                await self._fill(plan, chain, position, instance)
-                span.add_event("loaded")
-                await self._tell(plan.plan_id, instance.instance_id, "loaded", instance=instance)
+                await self._mover.fill(plan, chain, position, instance)
+                loaded_bytes = instance.received_bytes
+                span.set_attribute("blitz.bytes", loaded_bytes)
+                await tell(plan.plan_id, instance.instance_id, "loaded", received_bytes=loaded_bytes)
                 await instance.serve()
-                self._report()
-                await self._tell(plan.plan_id, instance.instance_id, "serving", instance=instance)
-                span.set_attribute("blitz.bytes", instance.received_bytes)
+                self._changed()
+                await tell(plan.plan_id, instance.instance_id, "serving", received_bytes=loaded_bytes)
                 log.info("%s serves %s", instance.instance_id, plan.model.name)
-            except BuffersStuck as error:
-                span.record_exception(error)
-                await self._tell(plan.plan_id, instance.instance_id, "failed", detail=str(error))
-                self._fatal(str(error))
             except (BlitzError, OSError, ValueError) as error:
-                span.record_exception(error)
-                log.warning("%s failed: %s", instance.instance_id, error)
-                await self._fail(instance, str(error))
+                await self._fail(instance, span, error)
 
-    async def _fill(self, plan: ScalePlan, chain: Chain, position: int, instance: Instance) -> None:
-        header = _header(plan, chain)
-        last = position + 1 == len(chain.targets)
-        downstream = None if last else await self._downstream(chain.targets[position + 1])
-
-        async def first_byte() -> None:
-            await self._tell(plan.plan_id, instance.instance_id, "first_byte")
-
-        async def ready(unit: int) -> None:
-            instance.received_bytes += instance.layout.units[unit].num_bytes
-            if unit < instance.layout.num_layers:
-                await self._tell(plan.plan_id, instance.instance_id, "layer_ready", layer=unit, instance=instance)
-
-        if position == 0 and chain.source_kind == "disk":
-            path = Path(plan.model.path)
-            # The hash was taken when the model was added; reading everything twice here would double the load time.
-            checkpoint = await asyncio.to_thread(inspect_checkpoint, path, with_hash=False)
-            await first_byte()
-            await load_from_disk(instance.copy, checkpoint, header, downstream, ready, stall_s=self._stall_s)
+    async def _fail(self, instance: Instance, span: Span, error: Exception) -> None:
+        span.record_exception(error)
+        log.warning("%s failed: %s", instance.instance_id, error)
+        instance.fail()
+        self._changed()
+        await self._progress.tell(instance.plan_id, instance.instance_id, "failed", detail=str(error))
+        if isinstance(error, BuffersStuck):
+            # A late write could land in whatever the arena holds next.
+            self._fatal(str(error))
             return
-        upstream = chain.targets[position - 1] if position else chain.source
-        if upstream is None:
-            raise NotFound(f"chain of {plan.plan_id} has no source for {self._me.worker_id}")
-        upstream_id = upstream.worker_id
-        target = chain.targets[position]
-        source = await self._peers.channel(upstream.transport_address, upstream.host)
-
-        async def fetch_again(index: int, unit: int, offset: int, num_bytes: int) -> None:
-            request = FetchRange(
-                plan_id=plan.plan_id,
-                worker_id=self._me.worker_id,
-                transport_address=self._me.transport_address,
-                host=self._me.host,
-                epoch=target.epoch,
-                index=index,
-                unit=unit,
-                offset=offset,
-                num_bytes=num_bytes,
-            )
-            await self._bus.request(subjects.worker_fetch(upstream_id), request, Ack, timeout_s=self._stall_s)
-
-        await load_from_chain(
-            instance.copy,
-            self._transport,
-            header,
-            target.epoch,
-            source,
-            downstream,
-            first_byte,
-            ready,
-            fetch_again,
-            stall_s=self._stall_s,
-        )
-
-    async def _downstream(self, member: ChainMember) -> Downstream:
-        channel = await self._peers.channel(member.transport_address, member.host)
-        return Downstream(channel, member.epoch)
-
-    async def _send(self, plan: ScalePlan, chain: Chain, source: ChainMember) -> None:
-        instance = self.instance
-        if instance is None or instance.instance_id != source.instance_id or not instance.copy.complete:
-            log.warning("%s: this worker no longer holds the source copy", plan.plan_id)
-            return
-        with (
-            tracer().start_as_current_span(
-                "worker.send",
-                attributes={"blitz.plan_id": plan.plan_id, "blitz.worker_id": self._me.worker_id},
-            ) as span,
-            instance.pinned(),
-        ):
-            try:
-                downstream = await self._downstream(chain.targets[0])
-                sent = await send_copy(instance.copy, _header(plan, chain), downstream, stall_s=self._stall_s)
-                span.set_attribute("blitz.bytes", sent)
-            except BuffersStuck as error:
-                # The buffers are only read: the copy stays good, the worker goes on.
-                span.record_exception(error)
-                log.warning("%s: %s", plan.plan_id, error)
-            except BlitzError as error:
-                span.record_exception(error)
-                log.warning("%s: sending to %s failed: %s", plan.plan_id, chain.targets[0].worker_id, error)
+        await self._vacate(instance)
 
     async def on_fetch(self, request: FetchRange) -> Ack:
-        """A receiver found a bad block: send it again, once it is verified here."""
-        instance = self.instance
-        if instance is None:
+        """A receiver found a bad block. Raises ``NotFound`` or ``Conflict`` if it cannot be sent again from here."""
+        if self.instance is None:
             raise NotFound("this worker holds no copy")
-        deadline = time.monotonic() + self._stall_s / 2
-        while not instance.copy.is_ready(request.unit) and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-        downstream = Downstream(await self._peers.channel(request.transport_address, request.host), request.epoch)
-        await send_range(instance.copy, request.unit, request.offset, request.num_bytes, downstream, request.index)
+        await self._mover.repair(request, self.instance)
         return Ack()
 
     # --- drain -----------------------------------------------------------------------------
@@ -249,96 +150,41 @@ class Scaling:
     async def on_drain_plan(self, plan: DrainPlan) -> None:
         """Drain or revive this worker's instance, if the plan names it."""
         instance = self.instance
-        if instance is None:
+        if instance is None or instance.instance_id not in {t.instance_id for t in plan.targets}:
             return
-        named = any(t.worker_id == self._me.worker_id and t.instance_id == instance.instance_id for t in plan.targets)
-        if not named:
-            return
-        if plan.revive:
-            if instance.revive():
-                self._report()
-                await self._tell(plan.plan_id, instance.instance_id, "serving", instance=instance)
-            return
-        self.start_drain(plan.plan_id)
-
-    def start_drain(self, plan_id: str) -> None:
-        """Refuse new requests, finish what runs, and become spare."""
-        instance = self.instance
-        if instance is None or self._draining is not None:
-            return
-        if instance.state != "serving":
-            return
-        instance.drain()
-        self._report()
-        self._draining = self._spawn(self._drained(instance, plan_id))
-
-    async def _drained(self, instance: Instance, plan_id: str) -> None:
-        with tracer().start_as_current_span(
-            "worker.drain", attributes={"blitz.plan_id": plan_id, "blitz.worker_id": self._me.worker_id}
-        ):
-            try:
-                if not await instance.idle():
-                    return  # revived
-                await self._vacate(instance)
-                await self._tell(plan_id, instance.instance_id, "spare")
-            finally:
-                self._draining = None
+        if not plan.revive:
+            self._start_drain(plan.plan_id)
+        elif instance.revive():
+            self._changed()
+            await self._progress.tell(plan.plan_id, instance.instance_id, "serving")
 
     async def on_stop_instance(self, instance_id: str) -> None:
         """The instance's model was removed."""
         if self.instance is not None and self.instance.instance_id == instance_id:
-            self.start_drain("model-removed")
+            self._start_drain("model-removed")
 
-    async def _fail(self, instance: Instance, why: str) -> None:
-        instance.fail()
-        self._report()
-        await self._tell(instance.plan_id, instance.instance_id, "failed", detail=why)
-        await self._vacate(instance)
+    def _start_drain(self, plan_id: str) -> None:
+        """Refuse new requests, finish what runs, and become spare."""
+        instance = self.instance
+        if instance is None or self._draining is not None or instance.state != "serving":
+            return
+        instance.drain()
+        self._changed()
+        self._draining = self._spawn(self._drain(instance, plan_id))
+
+    async def _drain(self, instance: Instance, plan_id: str) -> None:
+        attributes = {"blitz.plan_id": plan_id, "blitz.worker_id": self._worker_id}
+        with tracer().start_as_current_span("worker.drain", attributes=attributes):
+            try:
+                if not await instance.idle():
+                    return  # revived
+                await self._vacate(instance)
+                await self._progress.tell(plan_id, instance.instance_id, "spare")
+            finally:
+                self._draining = None
 
     async def _vacate(self, instance: Instance) -> None:
         await instance.stop()
         self._factory.release()
         self.instance = None
-        self._report()
-
-    # --- reports ---------------------------------------------------------------------------
-
-    def _report(self) -> None:
-        if self.registration is not None:
-            self.registration.changed()
-
-    async def _tell(
-        self,
-        plan_id: str,
-        instance_id: str,
-        event: ProgressEvent,
-        *,
-        layer: int = -1,
-        instance: Instance | None = None,
-        detail: str = "",
-    ) -> None:
-        trace.get_current_span().add_event(event, {"layer": layer} if layer >= 0 else {})
-        message = ScaleProgress(
-            plan_id=plan_id,
-            worker_id=self._me.worker_id,
-            instance_id=instance_id,
-            event=event,
-            at_s=time.time(),
-            layer=layer,
-            received_bytes=instance.received_bytes if instance else 0,
-            detail=detail,
-        )
-        try:
-            await self._bus.publish(subjects.progress(), message)
-        except BlitzError as error:
-            log.warning("progress %s of %s not published: %s", event, plan_id, error)
-
-
-def _header(plan: ScalePlan, chain: Chain) -> Header:
-    return Header(
-        plan_id=plan.plan_id,
-        model_hash=plan.model.model_hash,
-        layout_hash=plan.model.layout_hash,
-        chunk_bytes=chain.chunk_bytes,
-        traceparent=current_traceparent(),
-    )
+        self._changed()

@@ -13,9 +13,11 @@ from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 from services.worker.config import WorkerConfig
 from services.worker.instance import InstanceFactory
 from services.worker.peers import Peers
+from services.worker.progress import ProgressReporter
 from services.worker.registration import Registration
 from services.worker.scaling import Scaling
 from services.worker.serving import Serving
+from services.worker.weight_mover import WeightMover
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
@@ -63,9 +65,10 @@ class WorkerService:
         self._serving = Serving(bus, config.worker_id, lambda: self._scaling.instance)
         factory = InstanceFactory(config, self._serving.on_output, self._on_engine_failure)
         self._peers = Peers(bus, transport, self.info)
-        self._scaling = Scaling(bus, transport, self.info, self._peers, factory, stall_s=config.stall_s, fatal=fatal)
+        progress = ProgressReporter(bus, config.worker_id)
+        mover = WeightMover(bus, transport, self.info, self._peers, progress, stall_s=config.stall_s)
+        self._scaling = Scaling(config.worker_id, factory, mover, progress, changed=self._report_state, fatal=fatal)
         self._registration = Registration(bus, self.info, self._state, self._model, self._scaling.on_stop_instance)
-        self._scaling.registration = self._registration
         self._loop = asyncio.get_running_loop()
         self._fatal = fatal
         self._running_gauge = Gauge("blitz_worker_running_requests", "Running requests", registry=metrics)
@@ -135,6 +138,9 @@ class WorkerService:
                 instance.num_requests,
                 self._config.drain_timeout_s,
             )
+
+    def _report_state(self) -> None:
+        self._registration.changed()
 
     def _state(self) -> tuple[InstanceState, InstanceInfo | None]:
         instance = self._scaling.instance

@@ -15,6 +15,9 @@ from typing import Any, Protocol
 Buffer = Any
 """C-contiguous memory; see the module's docstring."""
 
+CLOSE_TIMEOUT_S = 5.0
+"""How long a channel's ``close`` waits for posted sends unless told otherwise."""
+
 TAG_CHUNK_BITS = 24
 _CHUNK_MASK = (1 << TAG_CHUNK_BITS) - 1
 
@@ -64,11 +67,14 @@ class Channel(Protocol):
     def send(self, buffer: Buffer, tag: int) -> Transfer:
         """Post a send. Raises nothing: failures end the transfer."""
 
-    async def close(self) -> None:
-        """Finish posted sends, then disconnect."""
+    async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Finish posted sends, then disconnect. What is not sent after ``timeout_s`` is aborted."""
 
     def abort(self) -> None:
-        """Disconnect at once; posted sends end with ``TransferAborted``."""
+        """Disconnect at once; posted sends end with ``TransferAborted``.
+
+        One exception: inside a host a send that a dead peer never took may stay quarantined, that is not ``done``,
+        until the transport closes. Who waits for it sets a deadline."""
 
 
 class TensorTransport(Protocol):
@@ -88,7 +94,11 @@ class TensorTransport(Protocol):
         """Post a receive of exactly ``len(buffer)`` bytes. A shorter or longer message is a ``TransportError``.
 
         A tag says nothing about the sender, so a receive that no message has matched yet can
-        only end with ``PeerLost`` when ``source`` names the channel to the peer that will send."""
+        only end with ``PeerLost`` when ``source`` names the channel to the peer that will send.
+
+        A message may come before its receive is posted. A limited number of such messages wait; beyond it
+        the oldest is thrown away, its sender counts it as sent, and a receive posted for it later ends with
+        ``TransportError`` (while its tag is remembered, then at its deadline)."""
 
     async def close(self) -> None:
-        """Abort what is posted, disconnect, stop the thread."""
+        """Abort what is posted, disconnect, stop the thread; ends in seconds whatever the peers do."""

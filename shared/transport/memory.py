@@ -8,9 +8,10 @@ import time
 from typing import Any
 
 from shared.errors import DeadlineExceeded, PeerLost, TransferAborted, TransportError
-from shared.transport.base import Buffer, Channel, Transfer
+from shared.transport.base import CLOSE_TIMEOUT_S, Buffer, Channel, Transfer
 from shared.transport.mailbox import Mailbox
-from shared.transport.transfer import PostedTransfer
+from shared.transport.tags import MAX_UNCLAIMED, RecentTags
+from shared.transport.transfer import PostedTransfer, ended_within
 
 _SLEEP_S = 1.0
 _CLOSE_S = 2.0
@@ -24,11 +25,11 @@ class MemoryFabric:
         self._next_id = 1
         self.bytes_per_s: float | None = None
 
-    def start(self, *, name: str) -> MemoryTransport:
-        """A new transport on this fabric."""
+    def start(self, *, name: str, max_unclaimed: int = MAX_UNCLAIMED) -> MemoryTransport:
+        """A new transport on this fabric. ``max_unclaimed``: messages kept for a receive not posted yet."""
         address = f"memory:{name}:{self._next_id}".encode()
         self._next_id += 1
-        transport = self._transports[address] = MemoryTransport(self, address, name)
+        transport = self._transports[address] = MemoryTransport(self, address, name, max_unclaimed)
         return transport
 
     def find(self, address: bytes) -> MemoryTransport | None:
@@ -72,14 +73,11 @@ class MemoryChannel:
         """Post a send; failures end the transfer."""
         return self._transport.post_send(self, buffer, tag)
 
-    async def close(self) -> None:
-        """Finish posted sends, then disconnect."""
+    async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Finish posted sends, then disconnect; after ``timeout_s`` disconnect as ``abort`` does."""
         self.closed = True
-        for transfer in self.sends.copy():
-            try:
-                await transfer.wait()
-            except TransportError:
-                continue  # its owner sees the error; here only the end counts
+        if not await ended_within(self.sends.copy(), timeout_s):
+            self.abort()
 
     def abort(self) -> None:
         """Disconnect at once; posted sends end with ``TransferAborted``."""
@@ -91,15 +89,18 @@ class MemoryChannel:
 class MemoryTransport:
     """A ``TensorTransport``; make it with ``MemoryFabric.start``."""
 
-    def __init__(self, fabric: MemoryFabric, address: bytes, name: str) -> None:
+    def __init__(self, fabric: MemoryFabric, address: bytes, name: str, max_unclaimed: int) -> None:
         self._fabric = fabric
         self._address = address
         self._name = name
         self.killed = False
         self._channels: dict[bytes, MemoryChannel] = {}
         self._expected: dict[int, tuple[PostedTransfer, memoryview, MemoryChannel | None]] = {}
-        self._unexpected: dict[int, tuple[PostedTransfer, memoryview, MemoryTransport]] = {}
-        self._aborted_tags: set[int] = set()
+        self._unclaimed: dict[int, tuple[PostedTransfer, memoryview, MemoryTransport]] = {}
+        self._max_unclaimed = max_unclaimed
+        self._aborted_tags = RecentTags()
+        self._overflowed = RecentTags()
+        self.num_overflowed = 0
         self._mailbox = Mailbox()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"memory-{name}", daemon=True)
@@ -143,6 +144,11 @@ class MemoryTransport:
         self.post(self._stop)
         await asyncio.to_thread(self._thread.join, _CLOSE_S)
 
+    @property
+    def num_unclaimed(self) -> int:
+        """Messages that wait for their receive."""
+        return len(self._unclaimed)
+
     # From here on: for channels, peers and the fabric.
 
     def post(self, command: Any) -> bool:
@@ -185,7 +191,7 @@ class MemoryTransport:
         elif (expected := self._expected.pop(send.tag, None)) is not None:
             self._deliver(send, data, sender, expected[0], expected[1])
         else:
-            self._unexpected[send.tag] = (send, data, sender)
+            self._set_aside(send, data, sender)
 
     # From here on: the transport's thread.
 
@@ -201,7 +207,7 @@ class MemoryTransport:
             channel.closed = True
             for transfer in channel.sends.copy():
                 transfer.finish(closed)
-        for send, _, sender in self._unexpected.values():
+        for send, _, sender in self._unclaimed.values():
             sender.post(send.finish)
         self._fabric.forget(self._address)
         self._mailbox.close()
@@ -228,12 +234,26 @@ class MemoryTransport:
     def _recv(self, transfer: PostedTransfer, view: memoryview, source: MemoryChannel | None) -> None:
         if transfer.tag in self._expected:
             transfer.finish(TransportError(f"tag {transfer.tag:#x} is posted already"))
-        elif (message := self._unexpected.pop(transfer.tag, None)) is not None:
+        elif (message := self._unclaimed.pop(transfer.tag, None)) is not None:
             self._deliver(*message, transfer, view)
+        elif transfer.tag in self._overflowed:
+            transfer.finish(
+                TransportError(f"the message with tag {transfer.tag:#x} came too early and was thrown away")
+            )
         elif source is not None and source.lost:
             transfer.finish(PeerLost(f"the peer {source.address!r} is lost"))
         else:
             self._expected[transfer.tag] = (transfer, view, source)
+
+    def _set_aside(self, send: PostedTransfer, data: memoryview, sender: MemoryTransport) -> None:
+        if (same := self._unclaimed.pop(send.tag, None)) is not None:
+            same[2].post(same[0].finish)
+        self._unclaimed[send.tag] = (send, data, sender)
+        if len(self._unclaimed) > self._max_unclaimed:
+            oldest, _, its_sender = self._unclaimed.pop(next(iter(self._unclaimed)))
+            its_sender.post(oldest.finish)
+            self._overflowed.add(oldest.tag)
+            self.num_overflowed += 1
 
     def _deliver(
         self, send: PostedTransfer, data: memoryview, sender: MemoryTransport, recv: PostedTransfer, view: memoryview
@@ -269,7 +289,7 @@ class MemoryTransport:
     def withdraw(self, send: PostedTransfer, error: TransferAborted, sender: MemoryTransport) -> None:
         """Forget an unexpected message whose sender gave it up."""
         if not self.killed:
-            self._unexpected.pop(send.tag, None)
+            self._unclaimed.pop(send.tag, None)
             sender.post(lambda: send.finish(error))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from shared.errors import DeadlineExceeded
+from shared.errors import DeadlineExceeded, TransportError
 from shared.transport.base import Buffer, Transfer
 
 _log = logging.getLogger(__name__)
@@ -91,3 +91,17 @@ class PostedTransfer:
             callback(self)
         except Exception:  # noqa: BLE001 - a faulty callback is logged; it must not stop everybody's transfers
             _log.exception("the done-callback of a transfer raised")
+
+
+async def ended_within(transfers: Iterable[PostedTransfer], timeout_s: float) -> bool:
+    """Wait for the ends of transfers, good or bad; False when some are not there after ``timeout_s`` in all."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            for transfer in transfers:
+                try:
+                    await transfer.wait()
+                except TransportError:
+                    continue  # its owner sees the error; here only the end counts
+    except TimeoutError:
+        return False
+    return True

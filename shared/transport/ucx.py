@@ -1,9 +1,8 @@
-"""The tensor transport over UCX. The one file that imports ``ucxx``, and only when a transport starts.
+"""The tensor transport over UCX.
 
-One thread owns the UCX worker and makes every call. Receives are not posted to UCX: the thread takes
-each arriving message by a wildcard probe, sees its tag and length, and only then receives it, straight
-into the buffer posted for that tag. So a message of the wrong length writes nothing, and a receive
-that no message has matched can be dropped at once. Large messages (rendezvous) have moved no data by then.
+One thread owns the UCX worker and makes every call: it runs the commands that other threads post, lets UCX work,
+hands arriving messages out and ends what completed. ``ucx_worker`` holds the requests in flight,
+``ucx_peers`` the connections, ``ucx_receives`` the matching of messages and buffers.
 """
 
 from __future__ import annotations
@@ -13,15 +12,18 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from shared.errors import DeadlineExceeded, PeerLost, TransferAborted, TransportError
-from shared.transport.base import Buffer, Channel, Transfer
+from shared.transport.base import CLOSE_TIMEOUT_S, Buffer, Channel, Transfer
 from shared.transport.control import CONTROL_TAG, Control, Kind
 from shared.transport.mailbox import Mailbox
-from shared.transport.transfer import PostedTransfer
+from shared.transport.tags import MAX_UNCLAIMED
+from shared.transport.transfer import PostedTransfer, ended_within
+from shared.transport.ucx_peers import Peer, Peers
+from shared.transport.ucx_receives import Receives, finish
+from shared.transport.ucx_worker import UcxWorker, open_worker
 
 _log = logging.getLogger(__name__)
 
@@ -31,15 +33,16 @@ _SPIN_S = 0.0002
 # Bounds of a sleep: a lost event costs this much and no more. Ten wake-ups a second are 0.1 % of a core.
 _BUSY_SLEEP_S = 0.002
 _IDLE_SLEEP_S = 0.1
-_CLOSE_S = 2.0
-# Tags of aborted receives, kept so that a late message is thrown away and its sender set free.
-_MAX_ABORTED_TAGS = 1 << 16
+# UCX opens in 0.2 s; its last messages take microseconds to leave, unless a peer is dead.
+_START_TIMEOUT_S = 60.0
+_FAREWELL_S = 2.0
+_JOIN_TIMEOUT_S = 10.0
 
 
 class UcxChannel:
     """A ``Channel``; made by ``UcxTransport.connect``."""
 
-    def __init__(self, transport: UcxTransport, peer: _Peer) -> None:
+    def __init__(self, transport: UcxTransport, peer: Peer) -> None:
         self._transport = transport
         self._peer = peer
         self.closed = False
@@ -53,69 +56,70 @@ class UcxChannel:
         """Post a send; failures end the transfer."""
         return self._transport.post_send(self, self._peer, buffer, tag)
 
-    async def close(self) -> None:
-        """Finish posted sends, then disconnect."""
+    async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Finish posted sends, then disconnect; after ``timeout_s`` disconnect as ``abort`` does."""
         pending = [t for t in self._peer.sends.copy() if not t.done]
         self.closed = True
-        for transfer in pending:
-            try:
-                await transfer.wait()
-            except TransportError:
-                continue  # its owner sees the error; here only the end counts
-        self._transport.post(lambda: self._transport.drop_channel(self, self._peer, force=False))
+        in_time = await ended_within(pending, timeout_s)
+        self._transport.post(lambda: self._transport.drop_channel(self, self._peer, force=not in_time))
 
     def abort(self) -> None:
-        """Disconnect at once; posted sends end with ``TransferAborted``."""
+        """Disconnect at once; posted sends end with ``TransferAborted``.
+
+        UCX cannot take back a send: a living peer is asked to throw the message away, which ends it. A send to a
+        dead peer of the same host, about whose death UCX says nothing, ends when the transport closes; until
+        then its buffer is quarantined, and the rest of the transport works on.
+        """
         self.closed = True
         self._transport.post(lambda: self._transport.drop_channel(self, self._peer, force=True))
 
-
-class _Peer:
-    """An endpoint and who uses it. Touched by the transport's thread only, but for reads of ``lost``."""
-
-    def __init__(self, address: bytes, same_host: bool, endpoint: Any) -> None:
-        self.address = address
-        self.same_host = same_host
-        self.endpoint = endpoint
-        self.lost = False
-        self.used_by_remote = False
-        self.channel: UcxChannel | None = None
-        self.dial = 0
-        self.waiters: list[concurrent.futures.Future[UcxChannel]] = []
-        self.sends: set[PostedTransfer] = set()
+    def leads_to(self) -> Peer:
+        """The peer; for the transport only."""
+        return self._peer
 
 
 class UcxTransport:
     """A ``TensorTransport``; make it with ``start``."""
 
-    def __init__(self, *, name: str) -> None:
+    def __init__(self, *, name: str, max_unclaimed: int = MAX_UNCLAIMED) -> None:
         self._name = name
+        self._max_unclaimed = max_unclaimed
         self._mailbox = Mailbox()
-        self._peers: dict[bytes, _Peer] = {}
-        self._dials: dict[int, _Peer] = {}
-        self._next_dial = 1
-        self._lost: list[_Peer] = []
-        self._expected: dict[int, tuple[PostedTransfer, Any, _Peer | None]] = {}
-        self._unexpected: dict[int, Any] = {}
-        self._aborted_tags: OrderedDict[int, None] = OrderedDict()
-        # UCX request -> its buffer, which UCX does not keep alive, and what to do when it completes.
-        self._active: dict[Any, tuple[Any, Callable[[Exception | None], None]]] = {}
         self._stopping = False
-        self._address = b""
-        started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._worker: UcxWorker
+        self._peers: Peers
+        self._receives: Receives
+        started: concurrent.futures.Future[bytes] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name=f"ucx-{name}", daemon=True)
         self._thread.start()
-        started.result()
+        try:
+            self._address = started.result(_START_TIMEOUT_S)
+        except TimeoutError:
+            self._mailbox.post(self._stop)
+            raise TransportError(f"UCX did not start in {_START_TIMEOUT_S} s") from None
 
     @classmethod
-    def start(cls, *, name: str) -> UcxTransport:
-        """Create the UCX worker and its thread. Raises ``TransportError`` when UCX does not start."""
-        return cls(name=name)
+    def start(cls, *, name: str, max_unclaimed: int = MAX_UNCLAIMED) -> UcxTransport:
+        """Create the UCX worker and its thread. Raises ``TransportError`` when UCX does not start.
+
+        ``max_unclaimed``: messages kept for a receive that is not posted yet; see ``base``.
+        """
+        return cls(name=name, max_unclaimed=max_unclaimed)
 
     @property
     def address(self) -> bytes:
         """The UCX worker address, what peers connect to."""
         return self._address
+
+    @property
+    def num_unclaimed(self) -> int:
+        """Messages that wait for their receive."""
+        return self._receives.num_unclaimed
+
+    @property
+    def num_overflowed(self) -> int:
+        """Messages thrown away because too many waited for a receive."""
+        return self._receives.num_overflowed
 
     async def connect(self, address: bytes, *, same_host: bool, timeout_s: float = 10.0) -> UcxChannel:
         """Connect to a peer and wait for its answer. Raises ``DeadlineExceeded``, ``PeerLost``, ``TransportError``.
@@ -124,27 +128,33 @@ class UcxTransport:
         with it UCX falls back to TCP, 1 GB/s). So such a channel never notices a lost peer.
         """
         future: concurrent.futures.Future[UcxChannel] = concurrent.futures.Future()
-        if not self.post(lambda: self._dial(address, same_host, future)):
+        if not self.post(lambda: self._peers.dial(address, same_host, future)):
             raise TransportError(f"transport {self._name} is closed")
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.wrap_future(future)
         except TimeoutError:
-            self.post(lambda: self._forget_dial(address))
+            self.post(lambda: self._peers.forget_dial(address))
             raise DeadlineExceeded(f"no answer from a peer of transport {self._name} in {timeout_s} s") from None
 
     def recv(self, buffer: Buffer, tag: int, *, source: Channel | None = None) -> Transfer:
         """Post a receive of exactly ``len(buffer)`` bytes; see ``base``."""
         transfer = PostedTransfer(buffer, tag, self._abort_recv)
-        peer = source._peer if isinstance(source, UcxChannel) else None
+        peer = source.leads_to() if isinstance(source, UcxChannel) else None
         if not self.post(lambda: self._recv(transfer, peer)):
             transfer.finish(TransferAborted(f"transport {self._name} is closed"))
         return transfer
 
     async def close(self) -> None:
-        """Abort what is posted, disconnect, stop the thread."""
+        """Abort what is posted, disconnect, stop the thread.
+
+        Takes at most 2 s for peers that do not answer. Raises ``TransportError`` when UCX itself hangs: then, and
+        only then, transfers may be left that never end, and the process should.
+        """
         self.post(self._stop)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, _JOIN_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise TransportError(f"UCX did not end transport {self._name} in {_JOIN_TIMEOUT_S} s; end the process")
 
     # From here on: for channels.
 
@@ -152,7 +162,7 @@ class UcxTransport:
         """Run ``command`` on the transport's thread; False when that has ended."""
         return self._mailbox.post(command)
 
-    def post_send(self, channel: UcxChannel, peer: _Peer, buffer: Buffer, tag: int) -> PostedTransfer:
+    def post_send(self, channel: UcxChannel, peer: Peer, buffer: Buffer, tag: int) -> PostedTransfer:
         """Post a send on a channel."""
         transfer = PostedTransfer(buffer, tag, lambda t: self._abort_send(t, peer))
         if channel.closed:
@@ -164,31 +174,30 @@ class UcxTransport:
             transfer.finish(TransferAborted(f"transport {self._name} is closed"))
         return transfer
 
-    def drop_channel(self, channel: UcxChannel, peer: _Peer, *, force: bool) -> None:
-        """Give up this side's use of a peer; disconnect when the peer does not use the endpoint either."""
-        if peer.channel is not channel:
-            return
-        if force:
-            for transfer in tuple(peer.sends):
-                transfer.abort()
-        peer.channel = None
-        if peer.lost or (peer.used_by_remote and not (force and peer.sends)):
-            return
-        self._control(peer, Control(Kind.BYE, same_host=peer.same_host, address=self._address))
-        self._disconnect(peer)
+    def drop_channel(self, channel: UcxChannel, peer: Peer, *, force: bool) -> None:
+        """Give up this side's use of a peer. On the transport's thread."""
+        self._peers.drop(channel, peer, force=force)
 
     # From here on: the transport's thread.
 
-    def _run(self, started: concurrent.futures.Future[None]) -> None:
+    def _run(self, started: concurrent.futures.Future[bytes]) -> None:
         self._mailbox.own()
         try:
-            self._open()
+            self._worker = open_worker()
         except Exception as error:  # noqa: BLE001 - whatever UCX raises goes to the caller of start
             self._mailbox.close()
             started.set_exception(TransportError(f"UCX did not start: {error}"))
             return
-        self._address = self._worker.address.tobytes()
-        started.set_result(None)
+        self._mailbox.watch(self._worker.event_fd)
+        self._receives = Receives(self._worker, self._name, self._max_unclaimed)
+        self._peers = Peers(
+            self._worker,
+            self._name,
+            make_channel=lambda peer: UcxChannel(self, peer),
+            on_lost=self._receives.peer_lost,
+            on_cancel=self._receives.cancelled,
+        )
+        started.set_result(self._worker.address)
         try:
             self._serve()
         except Exception:  # noqa: BLE001 - a fault here must end every transfer rather than leave it waiting
@@ -202,318 +211,100 @@ class UcxTransport:
             if self._turn():
                 last_event_s = now_s
                 continue
-            busy = bool(self._active or self._expected or self._dials)
+            busy = self._worker.busy or self._receives.busy or self._peers.busy
             if (busy and now_s - last_event_s < _SPIN_S) or not self._worker.arm():
                 continue
             self._mailbox.sleep(_BUSY_SLEEP_S if busy else _IDLE_SLEEP_S)
 
-    def _open(self) -> None:
-        from ucxx._lib import libucxx
-        from ucxx._lib.arr import Array
-
-        self._ucx: Any = libucxx
-        self._array: Any = Array
-        # UCX reads UCX_* from the environment for every option that is not given here.
-        self._context: Any = libucxx.UCXContext({}, (libucxx.Feature.TAG, libucxx.Feature.WAKEUP))
-        self._worker: Any = libucxx.UCXWorker(self._context)
-        self._worker.init_blocking_progress_mode()
-        self._mailbox.watch(self._worker.epoll_file_descriptor)
-        self._any_tag = libucxx.UCXXTag(0)
-        self._any_mask = libucxx.UCXXTagMask(0)
-
     def _turn(self) -> bool:
         """One round of commands, progress and completions; whether anything happened."""
+        worker = self._worker
         moved = self._mailbox.run_posted()
-        if self._worker.progress_once():
+        moved |= worker.progress()
+        while (message := worker.probe()) is not None:
             moved = True
-            self._worker.progress()
-        while (message := self._worker.tag_probe(self._any_tag, self._any_mask, True)).matched:
-            moved = True
-            self._arrived(message)
-        while self._lost:
-            self._peer_lost(self._lost.pop())
-        if moved and self._active:
-            for request in [request for request in self._active if request.completed]:
-                _, ended = self._active.pop(request)
-                ended(self._error_of(request))
+            tag = message.sender_tag.value
+            if tag & CONTROL_TAG:
+                self._receive_control(message)
+            else:
+                self._receives.arrived(tag, message)
+        self._peers.end_broken()
+        if moved and worker.busy:
+            worker.end_completed()
         return moved
 
-    def _track(self, request: Any, array: Any, ended: Callable[[Exception | None], None]) -> None:
-        if request.completed:
-            ended(self._error_of(request))
-        else:
-            self._active[request] = (array, ended)
+    def _receive_control(self, message: Any) -> None:
+        data = bytearray(message.length)
+        self._worker.receive(
+            message,
+            self._worker.array(data),
+            lambda error: self._peers.on_control(bytes(data)) if error is None else None,
+        )
 
-    def _error_of(self, request: Any) -> Exception | None:
+    def _send(self, transfer: PostedTransfer, peer: Peer) -> None:
         try:
-            request.check_error()
-        except self._ucx.UCXMessageTruncatedError as error:
-            return TransportError(str(error))
-        except self._ucx.UCXError as error:
-            return PeerLost(f"the connection broke: {error}")
-        return None
+            if transfer.aborted:
+                raise TransferAborted("the send was aborted")
+            if peer.lost:
+                raise PeerLost("the peer of this channel is lost")
+            array = self._array_of(transfer)
+            self._worker.send(peer.endpoint, array, transfer.tag, lambda error: self._sent(transfer, peer, error))
+        except TransportError as error:
+            peer.sends.discard(transfer)
+            transfer.finish(error)
 
-    # Messages that arrive.
+    def _sent(self, transfer: PostedTransfer, peer: Peer, error: Exception | None) -> None:
+        peer.sends.discard(transfer)
+        finish(transfer, error)
 
-    def _arrived(self, message: Any) -> None:
-        tag = message.sender_tag.value
-        if tag & CONTROL_TAG:
-            data = bytearray(message.length)
-            request = self._worker.tag_recv_with_handle(self._array(data), message)
-            self._track(request, data, lambda error: self._on_control(bytes(data)) if error is None else None)
-        elif (expected := self._expected.pop(tag, None)) is not None:
-            self._take(expected[0], expected[1], message)
-        elif tag in self._aborted_tags:
-            self._discard(message)
-        else:
-            self._unexpected[tag] = message
-
-    def _take(self, transfer: PostedTransfer, array: Any, message: Any) -> None:
-        if message.length != transfer.nbytes:
-            self._discard(message)
-            transfer.finish(
-                TransportError(
-                    f"the message with tag {transfer.tag:#x} has {message.length} bytes, not {transfer.nbytes}"
-                )
-            )
-            return
-        request = self._worker.tag_recv_with_handle(array, message)
-        self._track(request, array, lambda error: self._finish(transfer, error))
-
-    def _discard(self, message: Any) -> None:
-        """Let UCX throw a message away: received into nothing, it counts as truncated and its sender is done."""
-        nothing = self._array(bytearray(1))
-        self._track(self._worker.tag_recv_with_handle(nothing, message), nothing, lambda _: None)
-
-    def _on_control(self, data: bytes) -> None:
-        try:
-            control = Control.decode(data)
-        except ValueError as error:
-            _log.warning("transport %s: bad control message: %s", self._name, error)
-            return
-        if control.kind is Kind.HELLO:
-            try:
-                peer = self._peer_at(control.address, control.same_host)
-            except self._ucx.UCXError as error:
-                _log.warning("transport %s: cannot answer a peer: %s", self._name, error)
-                return
-            peer.used_by_remote = True
-            self._control(peer, Control(Kind.WELCOME, control.value))
-        elif control.kind is Kind.WELCOME:
-            if (dialed := self._dials.pop(control.value, None)) is not None:
-                dialed.dial = 0
-                dialed.channel = UcxChannel(self, dialed)
-                self._answer(dialed, dialed.channel)
-        elif control.kind is Kind.BYE:
-            gone = self._peers.get(control.address)
-            if gone is not None:
-                gone.used_by_remote = False
-                if gone.channel is None and not gone.dial:
-                    self._disconnect(gone)
-        elif (message := self._unexpected.pop(control.value, None)) is not None:
-            self._discard(message)
-
-    # Peers.
-
-    def _peer_at(self, address: bytes, same_host: bool) -> _Peer:
-        peer = self._peers.get(address)
-        if peer is None:
-            endpoint = self._worker.create_endpoint_from_worker_address(
-                self._ucx.UCXAddress.create_from_buffer(address), not same_host
-            )
-            peer = self._peers[address] = _Peer(address, same_host, endpoint)
-            if not same_host:
-                endpoint.set_close_callback(self._lost.append, (peer,))
-        return peer
-
-    def _dial(self, address: bytes, same_host: bool, future: concurrent.futures.Future[UcxChannel]) -> None:
-        if future.cancelled():
+    def _recv(self, transfer: PostedTransfer, peer: Peer | None) -> None:
+        if transfer.done:
             return
         try:
-            peer = self._peer_at(address, same_host)
-        except (self._ucx.UCXError, ValueError) as error:
-            _settle(future, TransportError(f"cannot connect: {error}"))
+            array = self._array_of(transfer)
+            if not array.cuda and memoryview(transfer.buffer).readonly:
+                raise TransportError("the buffer of a receive is read-only")
+        except TransportError as error:
+            transfer.finish(error)
             return
-        if peer.channel is not None and peer.channel.alive:
-            _settle(future, peer.channel)
-            return
-        peer.waiters.append(future)
-        if not peer.dial:
-            peer.dial, self._next_dial = self._next_dial, self._next_dial + 1
-            self._dials[peer.dial] = peer
-            self._control(peer, Control(Kind.HELLO, peer.dial, peer.same_host, self._address))
-
-    def _answer(self, peer: _Peer, result: UcxChannel | Exception) -> None:
-        waiters, peer.waiters = peer.waiters, []
-        for future in waiters:
-            _settle(future, result)
-
-    def _forget_dial(self, address: bytes) -> None:
-        peer = self._peers.get(address)
-        if peer is None or not peer.dial or any(not future.cancelled() for future in peer.waiters):
-            return
-        self._dials.pop(peer.dial, None)
-        peer.dial = 0
-        peer.waiters = []
-        if not peer.used_by_remote:
-            self._disconnect(peer)
-
-    def _peer_lost(self, peer: _Peer) -> None:
-        if peer.lost:
-            return
-        self._disconnect(peer, broken=True)
-        error = PeerLost("the peer of a connection was lost")
-        self._answer(peer, error)
-        for tag, (transfer, _, source) in list(self._expected.items()):
-            if source is peer:
-                del self._expected[tag]
-                self._remember_aborted(tag)
-                transfer.finish(error)
-
-    def _disconnect(self, peer: _Peer, *, broken: bool = False) -> None:
-        # A broken endpoint is closed by ucxx itself; closing it again crashes the process.
-        peer.lost = True
-        self._dials.pop(peer.dial, None)
-        if self._peers.get(peer.address) is peer:
-            del self._peers[peer.address]
-        if not broken:
-            if not peer.same_host:
-                peer.endpoint.remove_close_callback()
-            peer.endpoint.close()
-
-    def _control(self, peer: _Peer, control: Control) -> None:
-        data = self._array(bytearray(control.encode()))
-        try:
-            request = peer.endpoint.tag_send(data, self._ucx.UCXXTag(CONTROL_TAG))
-        except self._ucx.UCXError as error:
-            _log.info("transport %s: a connection broke: %s", self._name, error)
-            self._lost.append(peer)
-            return
-        self._track(request, data, lambda _: None)
-
-    # Transfers.
+        self._receives.post(transfer, array, peer)
 
     def _array_of(self, transfer: PostedTransfer) -> Any:
-        """The buffer as UCX wants it, or None when the transfer has ended by this."""
         if not 0 <= transfer.tag < CONTROL_TAG:
-            transfer.finish(TransportError(f"tag {transfer.tag:#x} is not a 63-bit number"))
-            return None
-        try:
-            array = self._array(transfer.buffer)
-        except (TypeError, ValueError, BufferError) as error:
-            transfer.finish(TransportError(f"not a buffer: {error}"))
-            return None
-        if not array.c_contiguous:
-            transfer.finish(TransportError("the buffer is not C-contiguous"))
-            return None
+            raise TransportError(f"tag {transfer.tag:#x} is not a 63-bit number")
+        array = self._worker.array(transfer.buffer)
         transfer.nbytes = array.nbytes
         return array
 
-    def _send(self, transfer: PostedTransfer, peer: _Peer) -> None:
-        error: Exception | None = None
-        if transfer.aborted:
-            error = TransferAborted("the send was aborted")
-        elif peer.lost:
-            error = PeerLost("the peer of this channel is lost")
-        elif (array := self._array_of(transfer)) is not None:
-            try:
-                request = peer.endpoint.tag_send(array, self._ucx.UCXXTag(transfer.tag))
-            except self._ucx.UCXError as raised:
-                error = PeerLost(f"the connection broke: {raised}")
-            else:
-                self._track(request, array, lambda failed: self._sent(transfer, peer, failed))
-                return
-        peer.sends.discard(transfer)
-        transfer.finish(error)
-
-    def _sent(self, transfer: PostedTransfer, peer: _Peer, error: Exception | None) -> None:
-        peer.sends.discard(transfer)
-        self._finish(transfer, error)
-
-    def _recv(self, transfer: PostedTransfer, peer: _Peer | None) -> None:
-        array = None if transfer.done else self._array_of(transfer)
-        if array is None:
-            return
-        if not array.cuda and memoryview(transfer.buffer).readonly:
-            transfer.finish(TransportError("the buffer of a receive is read-only"))
-        elif transfer.tag in self._expected:
-            transfer.finish(TransportError(f"tag {transfer.tag:#x} is posted already"))
-        elif (message := self._unexpected.pop(transfer.tag, None)) is not None:
-            self._take(transfer, array, message)
-        elif peer is not None and peer.lost:
-            transfer.finish(PeerLost("the peer of a connection was lost"))
-        else:
-            self._expected[transfer.tag] = (transfer, array, peer)
-
-    def _finish(self, transfer: PostedTransfer, error: Exception | None) -> None:
-        if transfer.aborted:
-            error = TransferAborted(f"the transfer with tag {transfer.tag:#x} was aborted")
-        transfer.finish(error)
-
     def _abort_recv(self, transfer: PostedTransfer) -> None:
-        self.post(lambda: self._drop_recv(transfer))
+        self.post(lambda: self._receives.drop(transfer))
 
-    def _drop_recv(self, transfer: PostedTransfer) -> None:
-        """End a receive that nothing has matched; one that is being written ends when UCX says so."""
-        transfer.aborted = True
-        if (expected := self._expected.get(transfer.tag)) is not None and expected[0] is transfer:
-            del self._expected[transfer.tag]
-            self._remember_aborted(transfer.tag)
-            self._finish(transfer, None)
-
-    def _remember_aborted(self, tag: int) -> None:
-        self._aborted_tags[tag] = None
-        if len(self._aborted_tags) > _MAX_ABORTED_TAGS:
-            self._aborted_tags.popitem(last=False)
-
-    def _abort_send(self, transfer: PostedTransfer, peer: _Peer) -> None:
+    def _abort_send(self, transfer: PostedTransfer, peer: Peer) -> None:
         transfer.aborted = True
         self.post(lambda: self._cancel_send(transfer, peer))
 
-    def _cancel_send(self, transfer: PostedTransfer, peer: _Peer) -> None:
+    def _cancel_send(self, transfer: PostedTransfer, peer: Peer) -> None:
         """UCX cannot take a send back; ask the peer to throw it away if it is waiting there."""
         if not transfer.done and not peer.lost:
-            self._control(peer, Control(Kind.CANCEL, transfer.tag))
-
-    # The end.
+            self._peers.tell(peer, Control(Kind.CANCEL, transfer.tag))
 
     def _stop(self) -> None:
         self._stopping = True
 
     def _shut(self) -> None:
         closed = TransferAborted(f"transport {self._name} was closed")
-        for tag, (transfer, _, _) in list(self._expected.items()):
-            del self._expected[tag]
-            transfer.finish(closed)
-        for message in self._unexpected.values():
-            self._discard(message)
-        self._unexpected.clear()
-        for peer in list(self._peers.values()):
+        self._receives.end(closed)
+        for peer in self._peers.all():
             for transfer in tuple(peer.sends):
                 transfer.aborted = True
                 self._cancel_send(transfer, peer)
-            self._control(peer, Control(Kind.BYE, same_host=peer.same_host, address=self._address))
-            self._answer(peer, closed)
-        deadline_s = time.monotonic() + _CLOSE_S
-        while self._active and time.monotonic() < deadline_s:
+        self._peers.farewell(closed)
+        deadline_s = time.monotonic() + _FAREWELL_S
+        while self._worker.busy and time.monotonic() < deadline_s:
             if not self._turn():
                 time.sleep(0.0001)
-        for peer in list(self._peers.values()):
-            self._disconnect(peer)
-        self._worker.progress()
-        leftovers, self._active = list(self._active.values()), {}
+        self._peers.disconnect_all()
+        left = self._worker.release()
         self._mailbox.close()
-        # Without its worker UCX touches no buffer any more.
-        del self._worker
-        for _, ended in leftovers:
+        for ended in left:
             ended(closed)
-
-
-def _settle(future: concurrent.futures.Future[UcxChannel], result: UcxChannel | Exception) -> None:
-    """Answer a waiter of ``connect``, unless it has given up."""
-    if not future.set_running_or_notify_cancel():
-        return
-    if isinstance(result, Exception):
-        future.set_exception(result)
-    else:
-        future.set_result(result)

@@ -12,6 +12,7 @@ from openai import AsyncOpenAI
 from compose.admin_types import Status
 from compose.stack import Stack
 from shared.bus.nats import NatsBus
+from shared.errors import Unavailable
 from shared.messages.scaling import ScaleRecord
 
 PROMPT = [5, 17, 33, 2, 90, 41, 7]
@@ -55,8 +56,15 @@ async def stream(
 
 async def scale(stack: Stack, model: str, instances: int, *, hold_s: float = 60.0) -> ScaleRecord:
     """Scale and wait for the end of the operation."""
-    record = await stack.admin.scale(model, instances, hold_s=hold_s)
     deadline_s = time.monotonic() + 30
+    while True:
+        try:
+            record = await stack.admin.scale(model, instances, hold_s=hold_s)
+            break
+        except Unavailable:
+            # The planner or the pool was just killed and is not back yet.
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.1)
     while record.status == "running" and time.monotonic() < deadline_s:
         record = await stack.admin.scale_record(record.plan_id, wait_s=5.0)
     return record

@@ -54,8 +54,10 @@ async def test_scaling_in_lets_streams_finish(torch_stack: Stack) -> None:
         assert record.status == "done", record
         assert record.direction == "in"
         assert await asyncio.gather(*reading) == [expected] * 9
-        status = await until(torch_stack, lambda s: s.serving(MODEL) == 1)
-        assert sum(1 for w in status.workers if w.state == "spare") == 3
+        await until(
+            torch_stack,
+            lambda s: s.serving(MODEL) == 1 and sum(1 for w in s.workers if w.state == "spare") == 3,
+        )
 
 
 async def test_more_instances_than_workers_give_what_there_is_and_say_so(torch_stack: Stack) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from services.gateway.core.prompt_size import refuse_large_ids, refuse_large_text
 from services.gateway.http.fields import Fields, is_token_id
 from services.gateway.http.options import MAX_LOGPROBS, Options, read_options, refuse_unsupported
 from shared.errors import BadRequest
@@ -25,8 +26,11 @@ class CompletionRequest:
     options: Options
 
 
-def read_completion_request(body: dict[str, Any], *, vocab_size: int) -> CompletionRequest:
-    """Raises ``BadRequest`` and ``UnsupportedParameter`` naming the parameter."""
+def read_completion_request(body: dict[str, Any], *, vocab_size: int, max_prompt_bytes: int) -> CompletionRequest:
+    """Raises ``BadRequest`` and ``UnsupportedParameter`` naming the parameter.
+
+    Raises ``PayloadTooLarge`` for a single prompt that cannot fit ``max_prompt_bytes``; together they may exceed it.
+    """
     fields = Fields(body)
     refuse_unsupported(fields)
     logprobs = fields.optional_integer("logprobs", low=0, high=MAX_LOGPROBS)
@@ -35,14 +39,14 @@ def read_completion_request(body: dict[str, Any], *, vocab_size: int) -> Complet
         raise fields.unsupported("echo", "echo with logprobs is")
     limit = fields.integer("max_tokens", DEFAULT_MAX_TOKENS, low=1, high=2**31)
     return CompletionRequest(
-        prompts=_prompts(fields, vocab_size),
+        prompts=_prompts(fields, vocab_size, max_prompt_bytes),
         echo=echo,
         add_special_tokens=fields.flag("add_special_tokens", True),
         options=read_options(fields, vocab_size=vocab_size, max_tokens=limit, logprobs=logprobs),
     )
 
 
-def _prompts(fields: Fields, vocab_size: int) -> tuple[Prompt, ...]:
+def _prompts(fields: Fields, vocab_size: int, max_bytes: int) -> tuple[Prompt, ...]:
     value = fields.raw("prompt")
     if value is None:
         raise BadRequest("prompt is required", param="prompt")
@@ -56,14 +60,18 @@ def _prompts(fields: Fields, vocab_size: int) -> tuple[Prompt, ...]:
         raise fields.wrong("prompt", "a string, an array of token ids, or a non-empty array of either")
     if len(prompts) > MAX_PROMPTS:
         raise BadRequest(f"prompt has {len(prompts)} prompts; at most {MAX_PROMPTS} are taken", param="prompt")
-    return tuple(_prompt(prompt, vocab_size) for prompt in prompts)
+    return tuple(_prompt(prompt, vocab_size, max_bytes) for prompt in prompts)
 
 
-def _prompt(prompt: Any, vocab_size: int) -> Prompt:
+def _prompt(prompt: Any, vocab_size: int, max_bytes: int) -> Prompt:
     if isinstance(prompt, str):
         if not prompt:
             raise BadRequest("prompt must not be empty", param="prompt")
+        refuse_large_text(prompt, max_bytes=max_bytes, param="prompt")
         return prompt
+    if isinstance(prompt, list):
+        # First: looking at millions of ids one by one would stall the other streams.
+        refuse_large_ids(prompt, max_bytes=max_bytes, param="prompt")
     if not isinstance(prompt, list) or not all(is_token_id(i) for i in prompt):
         raise BadRequest("prompt must be strings or arrays of token ids", param="prompt")
     if not prompt:

@@ -13,6 +13,7 @@ from opentelemetry.trace import Span
 from starlette.types import Receive, Scope, Send
 
 from services.gateway import admission
+from services.gateway.core.prompt_size import refuse_large_text
 from services.gateway.core.routes import ModelRoutes
 from services.gateway.core.stream import StreamState
 from services.gateway.http.asgi import header, read_body, send_body
@@ -77,6 +78,7 @@ class Generation:
 
     async def _check(self, body: dict[str, Any], model: ModelRoutes) -> _Job:
         vocab_size = model.record.spec.vocab_size
+        max_prompt_bytes = self._gateway.bus.max_payload_bytes
         if self._kind == "chat":
             chat = read_chat_request(body, vocab_size=vocab_size)
             tokenizer = await self._gateway.tokenizer(model)
@@ -95,11 +97,12 @@ class Generation:
                 text = await asyncio.to_thread(render)
             else:
                 text = render()
+            refuse_large_text(text, max_bytes=max_prompt_bytes, param="messages")
             ids = await admission.encode(tokenizer, text, add_special_tokens=chat.add_special_tokens)
             return _Job(
                 "chat", f"chatcmpl-{secrets.token_hex(16)}", model, tokenizer, chat.options, (_Prompt(ids, ""),)
             )
-        request = read_completion_request(body, vocab_size=vocab_size)
+        request = read_completion_request(body, vocab_size=vocab_size, max_prompt_bytes=max_prompt_bytes)
         tokenizer = await self._gateway.tokenizer(model)
         prompts = []
         for prompt in request.prompts:
@@ -116,7 +119,9 @@ class Generation:
     ) -> None:
         gateway, options = self._gateway, job.options
         param = "messages" if job.kind == "chat" else "prompt"
-        samplings = [admission.sampling_params(options, job.model, p.token_ids, param) for p in job.prompts]
+        samplings = [
+            admission.sampling_params(options, job.model, p.token_ids, param, gateway.seeds) for p in job.prompts
+        ]
         streams = [
             admission.stream_state(
                 f"{job.response_id}-{index}", job.model, prompt.token_ids, sampling, arrived_at_s=arrived_at_s

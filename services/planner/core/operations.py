@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shared.messages.registry import WorkerRecord
 from shared.messages.scaling import ScaleProgress, ScaleRecord, TargetRecord
 
 Direction = Literal["out", "in", "none"]
+
+MISSING_S = 2.0
+"""A target's worker that the registry has not known for this long is dead."""
 
 
 @dataclass(slots=True)
@@ -21,6 +26,7 @@ class _Target:
     serving_s: float | None = None
     spare_s: float | None = None
     received_bytes: int = 0
+    missing_since_s: float | None = None
     failure: str = ""
 
 
@@ -40,13 +46,16 @@ class Operation:
         explain: tuple[str, ...] = (),
         left_out: tuple[str, ...] = (),
         trace_id: str = "",
+        accept_by_s: float = float("inf"),
         deadline_s: float = float("inf"),
     ) -> None:
-        """``targets`` are (worker_id, instance_id); ``deadline_s`` is when waiting for them ends."""
+        """``targets`` are (worker_id, instance_id). A target that has not accepted by ``accept_by_s``, or
+        not ended by ``deadline_s``, has failed."""
         self.plan_id = plan_id
         self.model = model
-        self.deadline_s = deadline_s
-        self._direction = direction
+        self._accept_by_s = accept_by_s
+        self._deadline_s = deadline_s
+        self.direction = direction
         self._desired = desired
         self._reason = reason
         self._triggered_s = triggered_at_s
@@ -60,7 +69,7 @@ class Operation:
         """Whether every target has ended, well or not."""
         if self._failure:
             return True
-        return all(t.failure or (t.spare_s if self._direction == "in" else t.serving_s) for t in self._targets.values())
+        return all(t.failure or (t.spare_s if self.direction == "in" else t.serving_s) for t in self._targets.values())
 
     @property
     def open_targets(self) -> tuple[tuple[str, str], ...]:
@@ -68,7 +77,7 @@ class Operation:
         return tuple(
             (t.worker_id, t.instance_id)
             for t in self._targets.values()
-            if not t.failure and (t.spare_s if self._direction == "in" else t.serving_s) is None
+            if not t.failure and (t.spare_s if self.direction == "in" else t.serving_s) is None
         )
 
     def planned(self, at_s: float) -> None:
@@ -102,12 +111,29 @@ class Operation:
                 target.serving_s = target.serving_s or event.at_s
             case "spare":
                 target.spare_s = target.spare_s or event.at_s
-                if self._direction == "out" and target.serving_s is None and not target.failure:
+                if self.direction == "out" and target.serving_s is None and not target.failure:
                     target.failure = event.detail or "the worker went back to spare"
             case "failed":
                 target.failure = target.failure or event.detail or "failed"
             case "accepted":
                 pass
+
+    def check(self, workers: Mapping[str, WorkerRecord], now_s: float) -> None:
+        """Fail the open targets that will not end by themselves, given all living workers by id."""
+        for worker_id, instance_id in self.open_targets:
+            worker = workers.get(worker_id)
+            target = self._targets[worker_id]
+            if worker is None:
+                # A registry that was emptied knows nobody for a moment.
+                target.missing_since_s = target.missing_since_s or now_s
+                if now_s - target.missing_since_s >= MISSING_S:
+                    self.fail_target(worker_id, "the worker died")
+                continue
+            target.missing_since_s = None
+            if now_s > self._deadline_s:
+                self.fail_target(worker_id, "it did not end within the deadline")
+            elif now_s > self._accept_by_s and not _works_on(worker, self.plan_id, instance_id):
+                self.fail_target(worker_id, "the plan was never accepted")
 
     def record(self) -> ScaleRecord:
         """The record as of now."""
@@ -123,7 +149,7 @@ class Operation:
             plan_id=self.plan_id,
             model=self.model,
             status=status,
-            direction=self._direction,
+            direction=self.direction,
             desired=self._desired,
             reason=self._failure or self._reason,
             triggered_at_s=self._triggered_s,
@@ -158,6 +184,12 @@ class Operation:
     def _last_ms(self, times: list[float | None]) -> float | None:
         known = [t for t in times if t is not None]
         return self._ms(max(known)) if known and len(known) == len(times) else None
+
+
+def _works_on(worker: WorkerRecord, plan_id: str, instance_id: str) -> bool:
+    if worker.lease_plan_id == plan_id:
+        return True
+    return worker.instance is not None and worker.instance.instance_id == instance_id
 
 
 def _gbps(target: _Target) -> float | None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from services.planner.core.operations import Direction, Operation, Operations
 from shared.messages.scaling import ScaleProgress
+from tests.records import model, worker_record
 
 
 def operation(direction: Direction = "out", plan_id: str = "p") -> Operation:
@@ -92,3 +93,32 @@ def test_finished_operations_are_forgotten_first() -> None:
     assert operations.get("b") is None
     assert operations.get("a") is running
     assert [o.plan_id for o in operations.newest(5)] == ["c", "a"]
+
+
+def test_targets_that_died_or_never_took_the_plan_fail() -> None:
+    op = Operation(
+        plan_id="p",
+        model="m",
+        direction="out",
+        desired=3,
+        reason="load",
+        triggered_at_s=100.0,
+        targets=(("w1", "i-w1"), ("w2", "i-w2"), ("w3", "i-w3")),
+        accept_by_s=110.0,
+        deadline_s=120.0,
+    )
+    m = model("m")
+    workers = {
+        "w2": worker_record("w2"),
+        "w3": worker_record("w3", m, "loading"),
+    }
+    op.check(workers, 101.0)
+    assert [t.failure for t in op.record().targets] == ["", "", ""]
+    op.check(workers, 103.0)
+    assert [t.failure for t in op.record().targets] == ["the worker died", "", ""]
+    op.check(workers, 111.0)
+    assert op.record().targets[1].failure == "the plan was never accepted"
+    assert not op.finished
+    op.check(workers, 121.0)
+    assert op.finished
+    assert op.record().status == "failed"

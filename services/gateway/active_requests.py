@@ -1,0 +1,118 @@
+"""The requests that this gateway has accepted and not ended, and where their tokens go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from services.gateway.core.stream import Phase, StreamState
+from shared.errors import BlitzError
+from shared.messages.generation import FinishReason, TokenLogprobs
+
+
+class Sink(Protocol):
+    """Where one request's tokens go. Called inline: must be quick and must not raise."""
+
+    def on_tokens(
+        self,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        finish_reason: FinishReason | None,
+        now_s: float,
+    ) -> bool:
+        """New tokens in order; a finish reason ends the request. True ends it early (a stop string)."""
+
+    def on_error(self, error: BlitzError) -> None:
+        """The request ended without a finish reason."""
+
+
+@dataclass(slots=True)
+class ActiveRequest:
+    """One accepted request. Times are monotonic."""
+
+    stream: StreamState
+    sink: Sink
+    deadline_s: float
+    """Until then it may wait for an instance."""
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    """The caller's trace: submits are made in it."""
+    progress_s: float = -math.inf
+    """The current attempt's begin, or its latest new token."""
+    submitting: bool = False
+    """The instance has not answered the Submit yet: it need not know the stream."""
+    asking: bool = False
+    """A Resend of this stream is on its way."""
+    asked: bool = False
+    """The current silence was answered by a Resend already."""
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """Counters of one model's admitted requests."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+
+
+class ActiveRequests:
+    """The active requests by id, and what has arrived so far."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, ActiveRequest] = {}
+        self._arrivals: dict[str, Arrivals] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, request: ActiveRequest) -> None:
+        """Keep a request that was just accepted, and count it as arrived."""
+        stream = request.stream
+        arrivals = self.arrived(stream.model)
+        arrivals.requests += 1
+        arrivals.prompt_tokens += len(stream.prompt_token_ids)
+        self._idle.clear()
+        self._by_id[stream.request_id] = request
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request that ended. Unknown ids are ignored."""
+        self._by_id.pop(request_id, None)
+        if not self._by_id:
+            self._idle.set()
+
+    def find(self, request_id: str) -> ActiveRequest | None:
+        """The request of that id, None when it ended or never was."""
+        return self._by_id.get(request_id)
+
+    def __getitem__(self, request_id: str) -> ActiveRequest:
+        """The request of that id, which must be active."""
+        return self._by_id[request_id]
+
+    def all(self) -> list[ActiveRequest]:
+        """A copy: safe to walk while requests end."""
+        return list(self._by_id.values())
+
+    def at_worker(self, worker_id: str) -> list[ActiveRequest]:
+        """The requests whose current attempt is at a worker."""
+        return [request for request in self._by_id.values() if request.stream.worker_id == worker_id]
+
+    def arrived(self, model: str) -> Arrivals:
+        """What has arrived for a model since this gateway started."""
+        return self._arrivals.setdefault(model, Arrivals())
+
+    def inflight_by_model(self) -> dict[str, int]:
+        """Requests that are at instances."""
+        counts: dict[str, int] = {}
+        for request in self._by_id.values():
+            stream = request.stream
+            if stream.phase is not Phase.QUEUED:
+                counts[stream.model] = counts.get(stream.model, 0) + 1
+        return counts
+
+    async def wait_idle(self) -> None:
+        """Until no request is left."""
+        await self._idle.wait()

@@ -1,0 +1,74 @@
+"""Submits requests to the instances that they were bound to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.gateway.active_requests import ActiveRequest
+from services.gateway.core.stream import Phase
+from services.gateway.owned_tasks import OwnedTasks
+from services.gateway.silence_watch import SilenceWatch
+from shared import subjects
+from shared.bus.base import Bus
+from shared.errors import BlitzError
+from shared.messages.common import Ack
+from shared.messages.generation import Submit
+from shared.messages.registry import Route
+
+
+class Submitter:
+    """Makes the Submit RPC of each attempt. Calls ``on_failed`` when the instance does not accept."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        watch: SilenceWatch,
+        tasks: OwnedTasks,
+        on_failed: Callable[[ActiveRequest, BlitzError], None],
+        clock: Callable[[], float],
+        *,
+        gateway_id: str,
+        timeout_s: float,
+    ) -> None:
+        self._bus = bus
+        self._watch = watch
+        self._tasks = tasks
+        self._on_failed = on_failed
+        self._clock = clock
+        self._gateway_id = gateway_id
+        self._timeout_s = timeout_s
+
+    def submit(self, request: ActiveRequest, route: Route) -> None:
+        """Begin the next attempt, at ``route``."""
+        stream = request.stream
+        stream.submitted_to(route.instance_id, route.worker_id)
+        request.progress_s = self._clock()
+        request.asked = False
+        request.submitting = True
+        self._tasks.start(self._submit(request, stream.attempt), request.context)
+
+    async def _submit(self, request: ActiveRequest, attempt: int) -> None:
+        stream = request.stream
+        worker_id = stream.worker_id
+        message = Submit(
+            request_id=stream.request_id,
+            attempt=attempt,
+            gateway_id=self._gateway_id,
+            instance_id=stream.instance_id,
+            model=stream.model,
+            prompt_token_ids=stream.prompt_token_ids,
+            sampling=stream.sampling,
+            output_token_ids=tuple(stream.output_token_ids),
+            arrived_at_s=stream.arrived_at_s,
+        )
+        try:
+            await self._bus.request(subjects.worker_submit(worker_id), message, Ack, timeout_s=self._timeout_s)
+        except BlitzError as error:
+            # Tokens prove acceptance even when the answer was lost; a later attempt is none of ours.
+            if stream.attempt == attempt and stream.phase is Phase.SUBMITTED:
+                self._on_failed(request, error)
+        else:
+            self._watch.heard(worker_id, self._clock())
+        finally:
+            if stream.attempt == attempt:
+                request.submitting = False

@@ -1,0 +1,172 @@
+"""Turns a wanted number of instances into leases and published plans."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from opentelemetry import trace
+
+from services.planner.core.decision import Decision, decide
+from services.planner.core.multicast import plan_multicast
+from services.planner.core.operations import Direction, Operation, Operations
+from services.planner.core.plan_events import drain_plan, scale_plan, sources_of, targets_of
+from services.planner.registry_view import RegistryView, read_registry
+from shared import subjects
+from shared.bus.base import Bus
+from shared.errors import BlitzError, ModelNotFound, NoCapacity
+from shared.messages.common import Ack
+from shared.messages.registry import LeaseGrant, LeaseWorkers, ModelRecord, ReleaseWorkers, WorkerRecord
+from shared.telemetry import tracer
+
+log = logging.getLogger(__name__)
+
+RPC_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Who wants how many instances, since when, and why."""
+
+    model: str
+    desired: int
+    triggered_at_s: float
+    reason: str
+
+
+class Scaler:
+    """Executes one wish at a time per model (the caller's duty); operations are recorded in ``operations``."""
+
+    def __init__(self, bus: Bus, operations: Operations, *, lease_ttl_s: float, load_floor_gbps: float) -> None:
+        self._bus = bus
+        self._operations = operations
+        self._lease_ttl_s = lease_ttl_s
+        self._load_floor_gbps = load_floor_gbps
+
+    async def fulfil(self, wish: Wish) -> Operation | None:
+        """Plan and publish what leads to the wish; None when nothing is to do.
+
+        Raises ``ModelNotFound``, ``NoCapacity``, ``Conflict`` (another plan took a worker), ``Unavailable``.
+        Then nothing was published and no lease is held.
+        """
+        with tracer().start_as_current_span("planner.plan") as span:
+            view = await read_registry(self._bus, timeout_s=RPC_TIMEOUT_S)
+            model = view.models.get(wish.model)
+            if model is None:
+                raise ModelNotFound(f"model {wish.model!r} is not registered", param="model")
+            decision = decide(model, view.workers, wish.desired, view.floors.get(wish.model))
+            plan_id = f"plan-{secrets.token_hex(6)}"
+            span.set_attributes(
+                {
+                    "blitz.model": wish.model,
+                    "blitz.desired": decision.desired,
+                    "blitz.current": decision.current,
+                    "blitz.plan_id": plan_id,
+                }
+            )
+            if decision.nothing:
+                return None
+            if decision.load:
+                if decision.revive:
+                    await self._publish_drain(f"{plan_id}-revive", model, decision.revive, wish, revive=True)
+                operation = await self._load(plan_id, model, decision, view, wish)
+            else:
+                operation = await self._drain_or_revive(plan_id, model, decision, wish)
+            operation.planned(time.time())
+            return operation
+
+    def nothing_to_do(self, wish: Wish) -> Operation:
+        """The record of a wish that was fulfilled already."""
+        operation = Operation(
+            plan_id=f"plan-{secrets.token_hex(6)}",
+            model=wish.model,
+            direction="none",
+            desired=wish.desired,
+            reason=f"{wish.reason}; nothing to do",
+            triggered_at_s=wish.triggered_at_s,
+            targets=(),
+        )
+        self._operations.add(operation)
+        return operation
+
+    async def _load(
+        self, plan_id: str, model: ModelRecord, decision: Decision, view: RegistryView, wish: Wish
+    ) -> Operation:
+        spare = [w.worker for w in view.workers if w.state == "spare" and not w.lease_plan_id]
+        multicast = plan_multicast(sources_of(view.workers, model), spare, decision.load, model.weights_bytes)
+        if not multicast.chains:
+            raise NoCapacity("; ".join(multicast.left_out))
+        worker_ids = tuple(w.worker_id for chain in multicast.chains for w in chain.targets)
+        request = LeaseWorkers(plan_id=plan_id, model=model.name, worker_ids=worker_ids, ttl_s=self._lease_ttl_s)
+        grant = await self._bus.request(subjects.pool("lease"), request, LeaseGrant, timeout_s=RPC_TIMEOUT_S)
+        now_s = time.time()
+        plan = scale_plan(
+            plan_id,
+            model,
+            multicast,
+            grant,
+            triggered_at_s=wish.triggered_at_s,
+            planned_at_s=now_s,
+            reason=wish.reason,
+        )
+        load_s = model.weights_bytes * 8 / (self._load_floor_gbps * 1e9)
+        operation = Operation(
+            plan_id=plan_id,
+            model=model.name,
+            direction="out",
+            desired=decision.desired,
+            reason=wish.reason,
+            triggered_at_s=wish.triggered_at_s,
+            targets=targets_of(plan),
+            explain=multicast.explain,
+            left_out=multicast.left_out,
+            trace_id=_trace_id(),
+            accept_by_s=now_s + self._lease_ttl_s,
+            deadline_s=now_s + self._lease_ttl_s + load_s,
+        )
+        # Known before it is published: a target's first report may overtake the server's reply.
+        self._operations.add(operation)
+        try:
+            await self._bus.publish_event(subjects.scale_plans(), plan, message_id=plan_id)
+        except BlitzError as error:
+            operation.fail(f"the plan could not be published: {error}")
+            release = ReleaseWorkers(plan_id=plan_id, worker_ids=worker_ids)
+            await self._bus.request(subjects.pool("release"), release, Ack, timeout_s=RPC_TIMEOUT_S)
+            raise
+        log.info("%s: %s; %s", plan_id, wish.reason, "; ".join(multicast.explain + multicast.left_out))
+        return operation
+
+    async def _drain_or_revive(self, plan_id: str, model: ModelRecord, decision: Decision, wish: Wish) -> Operation:
+        records = decision.drain or decision.revive
+        targets = tuple((w.worker.worker_id, w.instance.instance_id) for w in records if w.instance)
+        direction: Direction = "in" if decision.drain else "out"
+        operation = Operation(
+            plan_id=plan_id,
+            model=model.name,
+            direction=direction,
+            desired=decision.desired,
+            reason=wish.reason,
+            triggered_at_s=wish.triggered_at_s,
+            targets=targets,
+            explain=(("drain: " if decision.drain else "revive: ") + ", ".join(w for w, _ in targets),),
+            trace_id=_trace_id(),
+        )
+        self._operations.add(operation)
+        await self._publish_drain(plan_id, model, records, wish, revive=not decision.drain)
+        return operation
+
+    async def _publish_drain(
+        self, plan_id: str, model: ModelRecord, records: Sequence[WorkerRecord], wish: Wish, *, revive: bool
+    ) -> None:
+        plan = drain_plan(plan_id, model, records, revive=revive, reason=wish.reason)
+        await self._bus.publish_event(subjects.drain_plans(), plan, message_id=plan_id)
+        verb = "revive" if revive else "drain"
+        log.info("%s: %s; %s %s", plan_id, wish.reason, verb, ", ".join(t.worker_id for t in plan.targets))
+
+
+def _trace_id() -> str:
+    context = trace.get_current_span().get_span_context()
+    return f"{context.trace_id:032x}" if context.is_valid else ""

@@ -1,0 +1,225 @@
+"""The peers of a UCX transport: endpoints, dialing, and the control messages between transports.
+
+A dial is HELLO there and WELCOME back: the connection carries data in both directions then. An endpoint
+closes when neither side uses it. Everything here runs on the transport's thread, but for reads of ``Peer.lost``.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from shared.errors import PeerLost, TransportError
+from shared.transport.base import Channel
+from shared.transport.control import CONTROL_TAG, Control, Kind
+from shared.transport.transfer import PostedTransfer
+from shared.transport.ucx_worker import UcxWorker
+
+_log = logging.getLogger(__name__)
+
+Waiter = concurrent.futures.Future[Any]
+"""Of a caller of ``connect``; its result is the channel."""
+
+
+class Peer:
+    """An endpoint and who uses it."""
+
+    def __init__(self, address: bytes, same_host: bool, endpoint: Any) -> None:
+        self.address = address
+        self.same_host = same_host
+        self.endpoint = endpoint
+        self.lost = False
+        self.used_by_remote = False
+        self.channel: Channel | None = None
+        self.dial = 0
+        self.waiters: list[Waiter] = []
+        self.sends: set[PostedTransfer] = set()
+
+
+class Peers:
+    """All peers of one transport, by address."""
+
+    def __init__(
+        self,
+        worker: UcxWorker,
+        name: str,
+        make_channel: Callable[[Peer], Channel],
+        on_lost: Callable[[Peer, PeerLost], None],
+        on_cancel: Callable[[int], None],
+    ) -> None:
+        """``on_lost``: a peer's connection broke; ``on_cancel``: a sender gave the message of a tag up."""
+        self._worker = worker
+        self._name = name
+        self._make_channel = make_channel
+        self._on_lost = on_lost
+        self._on_cancel = on_cancel
+        self._peers: dict[bytes, Peer] = {}
+        self._dials: dict[int, Peer] = {}
+        self._next_dial = 1
+        self._broken: list[Peer] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether dials wait for their answer."""
+        return bool(self._dials)
+
+    def all(self) -> list[Peer]:
+        """The peers with an open endpoint."""
+        return list(self._peers.values())
+
+    # Connecting.
+
+    def dial(self, address: bytes, same_host: bool, waiter: Waiter) -> None:
+        """Answer ``waiter`` with a channel to the peer, the living one or a new one."""
+        if waiter.cancelled():
+            return
+        try:
+            peer = self._at(address, same_host)
+        except TransportError as error:
+            _settle(waiter, error)
+            return
+        if peer.channel is not None and peer.channel.alive:
+            _settle(waiter, peer.channel)
+            return
+        peer.waiters.append(waiter)
+        if not peer.dial:
+            peer.dial, self._next_dial = self._next_dial, self._next_dial + 1
+            self._dials[peer.dial] = peer
+            self.tell(peer, Control(Kind.HELLO, peer.dial, peer.same_host, self._worker.address))
+
+    def forget_dial(self, address: bytes) -> None:
+        """Give a dial up that nobody waits for any more."""
+        peer = self._peers.get(address)
+        if peer is None or not peer.dial or any(not waiter.cancelled() for waiter in peer.waiters):
+            return
+        self._dials.pop(peer.dial, None)
+        peer.dial = 0
+        peer.waiters = []
+        if not peer.used_by_remote:
+            self._disconnect(peer)
+
+    def drop(self, channel: Channel, peer: Peer, *, force: bool) -> None:
+        """Give up this side's use of a peer; disconnect when the peer does not use the endpoint either."""
+        if peer.channel is not channel:
+            return
+        if force:
+            for transfer in tuple(peer.sends):
+                transfer.abort()
+        peer.channel = None
+        if peer.lost or (peer.used_by_remote and not (force and peer.sends)):
+            return
+        self._hang_up(peer)
+
+    # Control messages.
+
+    def tell(self, peer: Peer, control: Control) -> None:
+        """Send a control message; a broken connection shows up in ``end_broken``."""
+        data = self._worker.array(bytearray(control.encode()))
+        try:
+            self._worker.send(peer.endpoint, data, CONTROL_TAG, lambda _: None)
+        except PeerLost as error:
+            _log.info("transport %s: %s", self._name, error)
+            self._broken.append(peer)
+
+    def on_control(self, data: bytes) -> None:
+        """A control message came."""
+        try:
+            control = Control.decode(data)
+        except ValueError as error:
+            _log.warning("transport %s: bad control message: %s", self._name, error)
+            return
+        if control.kind is Kind.HELLO:
+            self._on_hello(control)
+        elif control.kind is Kind.WELCOME:
+            self._on_welcome(control)
+        elif control.kind is Kind.BYE:
+            self._on_bye(control)
+        else:
+            self._on_cancel(control.value)
+
+    def _on_hello(self, control: Control) -> None:
+        try:
+            peer = self._at(control.address, control.same_host)
+        except TransportError as error:
+            _log.warning("transport %s: cannot answer a peer: %s", self._name, error)
+            return
+        peer.used_by_remote = True
+        self.tell(peer, Control(Kind.WELCOME, control.value))
+
+    def _on_welcome(self, control: Control) -> None:
+        if (peer := self._dials.pop(control.value, None)) is not None:
+            peer.dial = 0
+            peer.channel = self._make_channel(peer)
+            _answer(peer, peer.channel)
+
+    def _on_bye(self, control: Control) -> None:
+        if (peer := self._peers.get(control.address)) is not None:
+            peer.used_by_remote = False
+            if peer.channel is None and not peer.dial:
+                self._disconnect(peer)
+
+    # The end of a peer.
+
+    def end_broken(self) -> None:
+        """End what waits for peers whose connection broke."""
+        while self._broken:
+            peer = self._broken.pop()
+            if peer.lost:
+                continue
+            self._disconnect(peer, broken=True)
+            error = PeerLost("the peer of a connection was lost")
+            _answer(peer, error)
+            self._on_lost(peer, error)
+
+    def farewell(self, error: TransportError) -> None:
+        """Tell every peer that this transport closes, and every caller of ``connect``."""
+        for peer in self.all():
+            self.tell(peer, Control(Kind.BYE, same_host=peer.same_host, address=self._worker.address))
+            _answer(peer, error)
+
+    def disconnect_all(self) -> None:
+        """Close every endpoint."""
+        for peer in self.all():
+            self._disconnect(peer)
+
+    def _hang_up(self, peer: Peer) -> None:
+        self.tell(peer, Control(Kind.BYE, same_host=peer.same_host, address=self._worker.address))
+        self._disconnect(peer)
+
+    def _at(self, address: bytes, same_host: bool) -> Peer:
+        peer = self._peers.get(address)
+        if peer is None:
+            endpoint = self._worker.endpoint(address, same_host=same_host)
+            peer = self._peers[address] = Peer(address, same_host, endpoint)
+            if not same_host:
+                endpoint.set_close_callback(self._broken.append, (peer,))
+        return peer
+
+    def _disconnect(self, peer: Peer, *, broken: bool = False) -> None:
+        # A broken endpoint is closed by ucxx itself; closing it again crashes the process.
+        peer.lost = True
+        self._dials.pop(peer.dial, None)
+        if self._peers.get(peer.address) is peer:
+            del self._peers[peer.address]
+        if not broken:
+            if not peer.same_host:
+                peer.endpoint.remove_close_callback()
+            peer.endpoint.close()
+
+
+def _answer(peer: Peer, result: Channel | Exception) -> None:
+    waiters, peer.waiters = peer.waiters, []
+    for waiter in waiters:
+        _settle(waiter, result)
+
+
+def _settle(waiter: Waiter, result: Channel | Exception) -> None:
+    """Answer a waiter of ``connect``, unless it has given up."""
+    if not waiter.set_running_or_notify_cancel():
+        return
+    if isinstance(result, Exception):
+        waiter.set_exception(result)
+    else:
+        waiter.set_result(result)

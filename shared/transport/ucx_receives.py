@@ -1,0 +1,135 @@
+"""Receives over UCX: messages that arrived and buffers that were posted, brought together by tag.
+
+Receives are not posted to UCX: each arriving message is taken by a wildcard probe, which shows its tag and length,
+and only then received, straight into the buffer posted for that tag. So a message of the wrong length
+writes nothing, and a receive that no message has matched can be dropped at once. Large messages
+(rendezvous) have moved no data by then: what waits unclaimed is a handle, and for a small one at most UCX's 8 KiB.
+Everything here runs on the transport's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from typing import Any
+
+from shared.errors import PeerLost, TransferAborted, TransportError
+from shared.transport.tags import RecentTags
+from shared.transport.transfer import PostedTransfer
+from shared.transport.ucx_peers import Peer
+from shared.transport.ucx_worker import UcxWorker
+
+_log = logging.getLogger(__name__)
+
+
+class Receives:
+    """The posted receives of one transport, and the messages that nobody has asked for yet."""
+
+    def __init__(self, worker: UcxWorker, name: str, max_unclaimed: int) -> None:
+        self._worker = worker
+        self._name = name
+        self._max_unclaimed = max_unclaimed
+        self._expected: dict[int, tuple[PostedTransfer, Any, Peer | None]] = {}
+        self._unclaimed: OrderedDict[int, Any] = OrderedDict()
+        self._aborted = RecentTags()
+        self._overflowed = RecentTags()
+        self.num_overflowed = 0
+
+    @property
+    def num_unclaimed(self) -> int:
+        """Messages that wait for their receive."""
+        return len(self._unclaimed)
+
+    @property
+    def busy(self) -> bool:
+        """Whether receives wait for their message."""
+        return bool(self._expected)
+
+    def post(self, transfer: PostedTransfer, array: Any, peer: Peer | None) -> None:
+        """Receive into ``array`` what carries the transfer's tag."""
+        tag = transfer.tag
+        if tag in self._expected:
+            transfer.finish(TransportError(f"tag {tag:#x} is posted already"))
+        elif (message := self._unclaimed.pop(tag, None)) is not None:
+            self._take(transfer, array, message)
+        elif tag in self._overflowed:
+            transfer.finish(TransportError(f"the message with tag {tag:#x} came too early and was thrown away"))
+        elif peer is not None and peer.lost:
+            transfer.finish(PeerLost("the peer of a connection was lost"))
+        else:
+            self._expected[tag] = (transfer, array, peer)
+
+    def arrived(self, tag: int, message: Any) -> None:
+        """A message came: into its buffer, away, or aside."""
+        if (expected := self._expected.pop(tag, None)) is not None:
+            self._take(expected[0], expected[1], message)
+        elif tag in self._aborted:
+            self._worker.discard(message)
+        else:
+            self._set_aside(tag, message)
+
+    def drop(self, transfer: PostedTransfer) -> None:
+        """Abort. What nothing has matched ends now; what is being written ends when UCX says so."""
+        transfer.aborted = True
+        if (expected := self._expected.get(transfer.tag)) is not None and expected[0] is transfer:
+            del self._expected[transfer.tag]
+            self._aborted.add(transfer.tag)
+            finish(transfer, None)
+
+    def cancelled(self, tag: int) -> None:
+        """The sender of a message wants it thrown away."""
+        if (message := self._unclaimed.pop(tag, None)) is not None:
+            self._worker.discard(message)
+
+    def peer_lost(self, peer: Peer, error: PeerLost) -> None:
+        """End the receives that only this peer could have matched."""
+        for tag, (transfer, _, source) in list(self._expected.items()):
+            if source is peer:
+                del self._expected[tag]
+                self._aborted.add(tag)
+                transfer.finish(error)
+
+    def end(self, error: TransferAborted) -> None:
+        """End every receive and throw every message away."""
+        for tag, (transfer, _, _) in list(self._expected.items()):
+            del self._expected[tag]
+            transfer.finish(error)
+        for message in self._unclaimed.values():
+            self._worker.discard(message)
+        self._unclaimed.clear()
+
+    def _take(self, transfer: PostedTransfer, array: Any, message: Any) -> None:
+        if message.length != transfer.nbytes:
+            self._worker.discard(message)
+            transfer.finish(
+                TransportError(
+                    f"the message with tag {transfer.tag:#x} has {message.length} bytes, not {transfer.nbytes}"
+                )
+            )
+            return
+        self._worker.receive(message, array, lambda error: finish(transfer, error))
+
+    def _set_aside(self, tag: int, message: Any) -> None:
+        if (same := self._unclaimed.pop(tag, None)) is not None:
+            self._worker.discard(same)  # a tag is used once; a second message must not leak the first
+        self._unclaimed[tag] = message
+        if len(self._unclaimed) <= self._max_unclaimed:
+            return
+        oldest, message = self._unclaimed.popitem(last=False)
+        self._worker.discard(message)
+        self._overflowed.add(oldest)
+        self.num_overflowed += 1
+        if self.num_overflowed.bit_count() == 1:  # 1, 2, 4, 8 ...: a flood must not flood the log as well
+            _log.warning(
+                "transport %s: %d messages thrown away because more than %d waited for a receive",
+                self._name,
+                self.num_overflowed,
+                self._max_unclaimed,
+            )
+
+
+def finish(transfer: PostedTransfer, error: Exception | None) -> None:
+    """End a transfer that UCX is done with, as aborted if that was asked for."""
+    if transfer.aborted:
+        error = TransferAborted(f"the transfer with tag {transfer.tag:#x} was aborted")
+    transfer.finish(error)

@@ -1,0 +1,133 @@
+"""The UCX worker and the requests in flight on it. The one file that imports ``ucxx``, when a worker opens.
+
+Everything here runs on the thread that opened the worker. UCX errors leave as typed errors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from shared.errors import PeerLost, TransportError
+from shared.transport.base import Buffer
+
+Ended = Callable[[Exception | None], None]
+"""What to do when a request completes: with its error, or None."""
+
+
+class UcxWorker:
+    """Made by ``open_worker``; ``release`` ends it."""
+
+    def __init__(self, ucx: Any, array: Any) -> None:
+        self._ucx = ucx
+        self._array = array
+        # UCX reads UCX_* from the environment for every option that is not given here.
+        self._context: Any = ucx.UCXContext({}, (ucx.Feature.TAG, ucx.Feature.WAKEUP))
+        self._worker: Any = ucx.UCXWorker(self._context)
+        self._worker.init_blocking_progress_mode()
+        self._any_tag = ucx.UCXXTag(0)
+        self._any_mask = ucx.UCXXTagMask(0)
+        # UCX request -> its buffer, which UCX does not keep alive, and what to do when it completes.
+        self._active: dict[Any, tuple[Any, Ended]] = {}
+        self.address: bytes = self._worker.address.tobytes()
+        self.event_fd: int = self._worker.epoll_file_descriptor
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are in flight."""
+        return bool(self._active)
+
+    def array(self, buffer: Buffer) -> Any:
+        """The buffer as UCX wants it. Raises ``TransportError`` for what is no C-contiguous buffer."""
+        try:
+            array = self._array(buffer)
+        except (TypeError, ValueError, BufferError) as error:
+            raise TransportError(f"not a buffer: {error}") from error
+        if not array.c_contiguous:
+            raise TransportError("the buffer is not C-contiguous")
+        return array
+
+    def endpoint(self, address: bytes, *, same_host: bool) -> Any:
+        """An endpoint to a worker address, with error handling between hosts only. Raises ``TransportError``."""
+        try:
+            return self._worker.create_endpoint_from_worker_address(
+                self._ucx.UCXAddress.create_from_buffer(address), not same_host
+            )
+        except (self._ucx.UCXError, ValueError) as error:
+            raise TransportError(f"cannot connect: {error}") from error
+
+    def send(self, endpoint: Any, array: Any, tag: int, ended: Ended) -> None:
+        """Send ``array``. Raises ``PeerLost`` at once for a broken endpoint."""
+        try:
+            request = endpoint.tag_send(array, self._ucx.UCXXTag(tag))
+        except self._ucx.UCXError as error:
+            raise PeerLost(f"the connection broke: {error}") from error
+        self._track(request, array, ended)
+
+    def receive(self, message: Any, array: Any, ended: Ended) -> None:
+        """Receive a probed message of exactly the array's length into it."""
+        self._track(self._worker.tag_recv_with_handle(array, message), array, ended)
+
+    def discard(self, message: Any) -> None:
+        """Let UCX throw a probed message away: received into nothing, it counts as truncated and its sender is done."""
+        self.receive(message, self._array(bytearray(1)), lambda _: None)
+
+    def probe(self) -> Any | None:
+        """The next message that arrived, taken off UCX's own list; None when there is none."""
+        message = self._worker.tag_probe(self._any_tag, self._any_mask, True)
+        return message if message.matched else None
+
+    def progress(self) -> bool:
+        """Let UCX work; whether it did anything."""
+        if not self._worker.progress_once():
+            return False
+        self._worker.progress()
+        return True
+
+    def end_completed(self) -> None:
+        """Run what waits for requests that completed."""
+        for request in [request for request in self._active if request.completed]:
+            _, ended = self._active.pop(request)
+            ended(self._error_of(request))
+
+    def arm(self) -> bool:
+        """Whether ``event_fd`` will now tell of the next event; False when one is there already."""
+        return bool(self._worker.arm())
+
+    def release(self) -> list[Ended]:
+        """Give UCX's resources back. Returns what waited for requests that never completed;
+        without its worker UCX touches no buffer any more."""
+        self._worker.progress()
+        left = [ended for _, ended in self._active.values()]
+        self._active.clear()
+        del self._worker
+        return left
+
+    def _track(self, request: Any, array: Any, ended: Ended) -> None:
+        if request.completed:
+            ended(self._error_of(request))
+        else:
+            self._active[request] = (array, ended)
+
+    def _error_of(self, request: Any) -> Exception | None:
+        try:
+            request.check_error()
+        except self._ucx.UCXMessageTruncatedError as error:
+            return TransportError(str(error))
+        except self._ucx.UCXError as error:
+            return PeerLost(f"the connection broke: {error}")
+        return None
+
+
+def open_worker() -> UcxWorker:
+    """Open UCX on the calling thread. Raises ``ImportError`` without ``ucxx`` and whatever UCX raises."""
+    # On import ucxx loads UCX and then sets this variable, too late for UCX to read it:
+    # UCX would warn of an unused variable that nobody set. One that the user set stays.
+    given = "UCX_MEMTYPE_CACHE" in os.environ
+    from ucxx._lib import libucxx
+    from ucxx._lib.arr import Array
+
+    if not given:
+        os.environ.pop("UCX_MEMTYPE_CACHE", None)
+    return UcxWorker(libucxx, Array)
