@@ -57,7 +57,7 @@ class Gateway:
             max_attempts=config.max_attempts,
         )
         self.seeds = random.Random()
-        """Seeded by the system once: a system call per request would cost more than all other checks of its options."""
+        """Draws the seeds of requests that bring none. Seeded by the system once, not asked of it per request."""
         self.draining = False
         self.metrics.read_gauges_from(lambda: self.load_board.gauges(self.book, self.dispatcher))
         self._stale = asyncio.Event()

@@ -27,6 +27,8 @@ HEARTBEAT = (
     + """
 local known = redis.call('HMGET', KEYS[2], 'incarnation', 'sequence')
 if known[1] == ARGV[2] and tonumber(known[2]) >= tonumber(ARGV[3]) then return 0 end
+-- A new incarnation knows nothing of a plan that its predecessor was leased for.
+if known[1] and known[1] ~= ARGV[2] then redis.call('DEL', KEYS[3]) end
 redis.call('HSET', KEYS[2], 'incarnation', ARGV[2], 'sequence', ARGV[3], 'state', ARGV[4],
            'report', ARGV[5], 'epoch', ARGV[7])
 redis.call('ZADD', KEYS[1], now + tonumber(ARGV[6]), ARGV[1])

@@ -114,8 +114,8 @@ class Scaling:
         with tracer().start_as_current_span("worker.load", attributes=attributes) as span:
             tell = self._progress.tell
             await tell(plan.plan_id, instance.instance_id, "accepted")
-            try:
-                await self._mover.fill(plan, chain, position, instance)
+
+            async def complete() -> None:
                 loaded_bytes = instance.received_bytes
                 span.set_attribute("blitz.bytes", loaded_bytes)
                 await tell(plan.plan_id, instance.instance_id, "loaded", received_bytes=loaded_bytes)
@@ -123,6 +123,11 @@ class Scaling:
                 self._changed()
                 await tell(plan.plan_id, instance.instance_id, "serving", received_bytes=loaded_bytes)
                 log.info("%s serves %s", instance.instance_id, plan.model.name)
+
+            try:
+                # While it forwards, its copy is a source: a drain waits.
+                with instance.pinned():
+                    await self._mover.fill(plan, chain, position, instance, complete)
             except (BlitzError, OSError, ValueError) as error:
                 await self._fail(instance, span, error)
 

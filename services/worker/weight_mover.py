@@ -8,7 +8,14 @@ import time
 from pathlib import Path
 
 from services.worker.data_plane.pieces import Header
-from services.worker.data_plane.transfer import Downstream, load_from_chain, load_from_disk, send_copy, send_range
+from services.worker.data_plane.transfer import (
+    Downstream,
+    OnComplete,
+    load_from_chain,
+    load_from_disk,
+    send_copy,
+    send_range,
+)
 from services.worker.instance import Instance
 from services.worker.peers import Peers
 from services.worker.progress import ProgressReporter
@@ -46,9 +53,12 @@ class WeightMover:
         self._progress = progress
         self._stall_s = stall_s
 
-    async def fill(self, plan: ScalePlan, chain: Chain, position: int, instance: Instance) -> None:
+    async def fill(
+        self, plan: ScalePlan, chain: Chain, position: int, instance: Instance, on_complete: OnComplete
+    ) -> None:
         """Load the copy of target ``position``, forwarding to the next one meanwhile.
 
+        ``on_complete`` is awaited when the copy is whole; this returns when it was forwarded, too.
         Raises ``BadCheckpoint``, ``TransportError`` or ``DeadlineExceeded``; every buffer is free then
         (or ``BuffersStuck``).
         """
@@ -74,7 +84,9 @@ class WeightMover:
             # The hash was taken when the model was added; taking it again would read everything twice.
             checkpoint = await asyncio.to_thread(inspect_checkpoint, Path(plan.model.path), with_hash=False)
             await first_byte()
-            await load_from_disk(instance.copy, checkpoint, header, downstream, ready, stall_s=self._stall_s)
+            await load_from_disk(
+                instance.copy, checkpoint, header, downstream, ready, on_complete, stall_s=self._stall_s
+            )
             return
         upstream = chain.targets[position - 1] if position else chain.source
         if upstream is None:
@@ -104,6 +116,7 @@ class WeightMover:
             downstream,
             first_byte,
             ready,
+            on_complete,
             fetch_again,
             stall_s=self._stall_s,
         )

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 
-from shared.errors import DeadlineExceeded, TransportError
+from shared.errors import DeadlineExceeded, TransferAborted, TransportError
 from shared.transport.base import Buffer, Transfer
 
 _log = logging.getLogger(__name__)
@@ -58,6 +58,12 @@ class PostedTransfer:
             self.buffer = None
         for callback in callbacks:
             self._call(callback)
+
+    def finish_or_abort(self, error: Exception | None) -> None:
+        """``finish``, with ``TransferAborted`` if the end was asked for. For transports only."""
+        if self.aborted:
+            error = TransferAborted(f"the transfer with tag {self.tag:#x} was aborted")
+        self.finish(error)
 
     async def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the end and raise its error. Aborts and raises ``DeadlineExceeded`` after ``timeout_s``."""

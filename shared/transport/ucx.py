@@ -2,7 +2,7 @@
 
 One thread owns the UCX worker and makes every call: it runs the commands that other threads post, lets UCX work,
 hands arriving messages out and ends what completed. ``ucx_worker`` holds the requests in flight,
-``ucx_peers`` the connections, ``ucx_receives`` the matching of messages and buffers.
+``ucx_peers`` the connections, ``ucx_channel`` the sends, ``ucx_receives`` the matching of messages and buffers.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shared.errors import DeadlineExceeded, PeerLost, TransferAborted, TransportError
-from shared.transport.base import CLOSE_TIMEOUT_S, Buffer, Channel, Transfer
-from shared.transport.control import CONTROL_TAG, Control, Kind
+from shared.errors import DeadlineExceeded, TransferAborted, TransportError
+from shared.transport.base import Buffer, Channel, Transfer
+from shared.transport.control import CONTROL_TAG
 from shared.transport.mailbox import Mailbox
 from shared.transport.tags import MAX_UNCLAIMED
-from shared.transport.transfer import PostedTransfer, ended_within
+from shared.transport.transfer import PostedTransfer
+from shared.transport.ucx_channel import Sends, UcxChannel, array_of
 from shared.transport.ucx_peers import Peer, Peers
-from shared.transport.ucx_receives import Receives, finish
+from shared.transport.ucx_receives import Receives
 from shared.transport.ucx_worker import UcxWorker, open_worker
+
+__all__ = ["UcxChannel", "UcxTransport"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,45 +42,6 @@ _FAREWELL_S = 2.0
 _JOIN_TIMEOUT_S = 10.0
 
 
-class UcxChannel:
-    """A ``Channel``; made by ``UcxTransport.connect``."""
-
-    def __init__(self, transport: UcxTransport, peer: Peer) -> None:
-        self._transport = transport
-        self._peer = peer
-        self.closed = False
-
-    @property
-    def alive(self) -> bool:
-        """False once the peer is known to be lost or the channel was closed."""
-        return not self.closed and not self._peer.lost
-
-    def send(self, buffer: Buffer, tag: int) -> Transfer:
-        """Post a send; failures end the transfer."""
-        return self._transport.post_send(self, self._peer, buffer, tag)
-
-    async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Finish posted sends, then disconnect; after ``timeout_s`` disconnect as ``abort`` does."""
-        pending = [t for t in self._peer.sends.copy() if not t.done]
-        self.closed = True
-        in_time = await ended_within(pending, timeout_s)
-        self._transport.post(lambda: self._transport.drop_channel(self, self._peer, force=not in_time))
-
-    def abort(self) -> None:
-        """Disconnect at once; posted sends end with ``TransferAborted``.
-
-        UCX cannot take back a send: a living peer is asked to throw the message away, which ends it. A send to a
-        dead peer of the same host, about whose death UCX says nothing, ends when the transport closes; until
-        then its buffer is quarantined, and the rest of the transport works on.
-        """
-        self.closed = True
-        self._transport.post(lambda: self._transport.drop_channel(self, self._peer, force=True))
-
-    def leads_to(self) -> Peer:
-        """The peer; for the transport only."""
-        return self._peer
-
-
 class UcxTransport:
     """A ``TensorTransport``; make it with ``start``."""
 
@@ -89,6 +53,7 @@ class UcxTransport:
         self._worker: UcxWorker
         self._peers: Peers
         self._receives: Receives
+        self._sends: Sends
         started: concurrent.futures.Future[bytes] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name=f"ucx-{name}", daemon=True)
         self._thread.start()
@@ -140,7 +105,7 @@ class UcxTransport:
     def recv(self, buffer: Buffer, tag: int, *, source: Channel | None = None) -> Transfer:
         """Post a receive of exactly ``len(buffer)`` bytes; see ``base``."""
         transfer = PostedTransfer(buffer, tag, self._abort_recv)
-        peer = source.leads_to() if isinstance(source, UcxChannel) else None
+        peer = source.peer if isinstance(source, UcxChannel) else None
         if not self.post(lambda: self._recv(transfer, peer)):
             transfer.finish(TransferAborted(f"transport {self._name} is closed"))
         return transfer
@@ -156,27 +121,9 @@ class UcxTransport:
         if self._thread.is_alive():
             raise TransportError(f"UCX did not end transport {self._name} in {_JOIN_TIMEOUT_S} s; end the process")
 
-    # From here on: for channels.
-
     def post(self, command: Callable[[], None]) -> bool:
         """Run ``command`` on the transport's thread; False when that has ended."""
         return self._mailbox.post(command)
-
-    def post_send(self, channel: UcxChannel, peer: Peer, buffer: Buffer, tag: int) -> PostedTransfer:
-        """Post a send on a channel."""
-        transfer = PostedTransfer(buffer, tag, lambda t: self._abort_send(t, peer))
-        if channel.closed:
-            transfer.finish(TransferAborted("the channel is closed"))
-            return transfer
-        peer.sends.add(transfer)
-        if not self.post(lambda: self._send(transfer, peer)):
-            peer.sends.discard(transfer)
-            transfer.finish(TransferAborted(f"transport {self._name} is closed"))
-        return transfer
-
-    def drop_channel(self, channel: UcxChannel, peer: Peer, *, force: bool) -> None:
-        """Give up this side's use of a peer. On the transport's thread."""
-        self._peers.drop(channel, peer, force=force)
 
     # From here on: the transport's thread.
 
@@ -193,10 +140,11 @@ class UcxTransport:
         self._peers = Peers(
             self._worker,
             self._name,
-            make_channel=lambda peer: UcxChannel(self, peer),
+            make_channel=lambda peer: UcxChannel(self._sends, peer),
             on_lost=self._receives.peer_lost,
             on_cancel=self._receives.cancelled,
         )
+        self._sends = Sends(self._worker, self._peers, self.post)
         started.set_result(self._worker.address)
         try:
             self._serve()
@@ -241,27 +189,11 @@ class UcxTransport:
             lambda error: self._peers.on_control(bytes(data)) if error is None else None,
         )
 
-    def _send(self, transfer: PostedTransfer, peer: Peer) -> None:
-        try:
-            if transfer.aborted:
-                raise TransferAborted("the send was aborted")
-            if peer.lost:
-                raise PeerLost("the peer of this channel is lost")
-            array = self._array_of(transfer)
-            self._worker.send(peer.endpoint, array, transfer.tag, lambda error: self._sent(transfer, peer, error))
-        except TransportError as error:
-            peer.sends.discard(transfer)
-            transfer.finish(error)
-
-    def _sent(self, transfer: PostedTransfer, peer: Peer, error: Exception | None) -> None:
-        peer.sends.discard(transfer)
-        finish(transfer, error)
-
     def _recv(self, transfer: PostedTransfer, peer: Peer | None) -> None:
         if transfer.done:
             return
         try:
-            array = self._array_of(transfer)
+            array = array_of(self._worker, transfer)
             if not array.cuda and memoryview(transfer.buffer).readonly:
                 raise TransportError("the buffer of a receive is read-only")
         except TransportError as error:
@@ -269,24 +201,8 @@ class UcxTransport:
             return
         self._receives.post(transfer, array, peer)
 
-    def _array_of(self, transfer: PostedTransfer) -> Any:
-        if not 0 <= transfer.tag < CONTROL_TAG:
-            raise TransportError(f"tag {transfer.tag:#x} is not a 63-bit number")
-        array = self._worker.array(transfer.buffer)
-        transfer.nbytes = array.nbytes
-        return array
-
     def _abort_recv(self, transfer: PostedTransfer) -> None:
         self.post(lambda: self._receives.drop(transfer))
-
-    def _abort_send(self, transfer: PostedTransfer, peer: Peer) -> None:
-        transfer.aborted = True
-        self.post(lambda: self._cancel_send(transfer, peer))
-
-    def _cancel_send(self, transfer: PostedTransfer, peer: Peer) -> None:
-        """UCX cannot take a send back; ask the peer to throw it away if it is waiting there."""
-        if not transfer.done and not peer.lost:
-            self._peers.tell(peer, Control(Kind.CANCEL, transfer.tag))
 
     def _stop(self) -> None:
         self._stopping = True
@@ -296,8 +212,7 @@ class UcxTransport:
         self._receives.end(closed)
         for peer in self._peers.all():
             for transfer in tuple(peer.sends):
-                transfer.aborted = True
-                self._cancel_send(transfer, peer)
+                self._sends.abort(transfer, peer)
         self._peers.farewell(closed)
         deadline_s = time.monotonic() + _FAREWELL_S
         while self._worker.busy and time.monotonic() < deadline_s:

@@ -74,7 +74,7 @@ class Receives:
         if (expected := self._expected.get(transfer.tag)) is not None and expected[0] is transfer:
             del self._expected[transfer.tag]
             self._aborted.add(transfer.tag)
-            finish(transfer, None)
+            transfer.finish_or_abort(None)
 
     def cancelled(self, tag: int) -> None:
         """The sender of a message wants it thrown away."""
@@ -107,7 +107,7 @@ class Receives:
                 )
             )
             return
-        self._worker.receive(message, array, lambda error: finish(transfer, error))
+        self._worker.receive(message, array, transfer.finish_or_abort)
 
     def _set_aside(self, tag: int, message: Any) -> None:
         if (same := self._unclaimed.pop(tag, None)) is not None:
@@ -126,10 +126,3 @@ class Receives:
                 self.num_overflowed,
                 self._max_unclaimed,
             )
-
-
-def finish(transfer: PostedTransfer, error: Exception | None) -> None:
-    """End a transfer that UCX is done with, as aborted if that was asked for."""
-    if transfer.aborted:
-        error = TransferAborted(f"the transfer with tag {transfer.tag:#x} was aborted")
-    transfer.finish(error)

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 OnReady = Callable[[int], Awaitable[None]]
 """A unit is verified and ready."""
+OnComplete = Callable[[], Awaitable[None]]
+"""Every unit is ready; what is left is to forward."""
 FetchAgain = Callable[[int, int, int, int], Awaitable[None]]
 """Ask upstream to send (index, unit, offset, num_bytes) again; returns once it will."""
 
@@ -92,14 +94,21 @@ async def _progressing(outcome: asyncio.Future[None], progress: Callable[[], int
             raise DeadlineExceeded(f"{what}: no byte moved for {stall_s:g} s")
 
 
-async def _settle(flow: Inflow | Outflow) -> None:
-    """Abort a flow and wait until its buffers are free. Raises ``BuffersStuck``."""
+async def _settled(flow: Inflow | Outflow) -> bool:
+    """Abort a flow and wait until its buffers are free; False if some stay posted."""
     flow.abort()
     deadline = asyncio.get_running_loop().time() + SETTLE_S
     while not flow.quiet:
         if asyncio.get_running_loop().time() > deadline:
-            raise BuffersStuck(f"buffers of an aborted transfer are still posted after {SETTLE_S:g} s")
+            return False
         await asyncio.sleep(0.005)
+    return True
+
+
+async def _quarantine(flow: Inflow) -> None:
+    """End a receive. Raises ``BuffersStuck`` when late bytes could still land in the arena."""
+    if not await _settled(flow):
+        raise BuffersStuck(f"buffers of an aborted transfer are still posted after {SETTLE_S:g} s")
 
 
 @contextlib.asynccontextmanager
@@ -113,7 +122,9 @@ async def _outflow(
         yield flow, outcome
     finally:
         outcome.done.cancel()
-        await _settle(flow)
+        if not await _settled(flow):
+            # Only reads: whatever the arena holds later, a peer that is gone cannot be harmed by it.
+            log.warning("sends to a lost peer are still posted for %s", header.plan_id)
 
 
 async def send_copy(copy: WeightCopy, header: Header, to: Downstream, *, stall_s: float) -> int:
@@ -134,12 +145,14 @@ async def load_from_disk(
     header: Header,
     to: Downstream | None,
     on_ready: OnReady,
+    on_complete: OnComplete,
     *,
     stall_s: float,
 ) -> None:
     """Read the checkpoint unit by unit, and forward each unit while the next is read.
 
-    Raises ``BadCheckpoint``. A downstream that fails does not stop the loading here.
+    Returns when the last byte was forwarded; ``on_complete`` comes before that. Raises ``BadCheckpoint``.
+    A downstream that fails does not stop the loading here.
     """
     pieces = cut(copy.layout, header.chunk_bytes)
     ends = [i + 1 for i, p in enumerate(pieces) if p.last_of_unit]
@@ -156,6 +169,7 @@ async def load_from_disk(
             if forward is not None:
                 forward[0].make_available(ends[unit])
             await on_ready(unit)
+        await on_complete()
         if forward is not None:
             await _finish_forwarding(*forward, header.plan_id, stall_s)
 
@@ -169,6 +183,7 @@ async def load_from_chain(
     to: Downstream | None,
     on_first_byte: Callable[[], Awaitable[None]],
     on_ready: OnReady,
+    on_complete: OnComplete,
     fetch_again: FetchAgain,
     *,
     stall_s: float,
@@ -176,15 +191,16 @@ async def load_from_chain(
     """Receive a copy from ``source`` under ``epoch``, in place, forwarding chunks as they arrive; the bytes received.
 
     Each unit is verified against its checksums before it counts as ready; a bad block is fetched
-    again from upstream. Raises ``TransportError`` (wrong model, lost peer, bad data that stays bad)
-    or ``DeadlineExceeded`` when nothing moves for ``stall_s``.
+    again from upstream. Returns when the last byte was forwarded; ``on_complete`` comes before that.
+    Raises ``TransportError`` (wrong model, lost peer, bad data that stays bad) or ``DeadlineExceeded``
+    when nothing moves for ``stall_s``.
     """
     pieces = cut(copy.layout, expected.chunk_bytes)
     outcome = _Outcome()
     packed = bytearray(HEADER_BYTES)
     flow = Inflow(transport, source, copy, pieces, epoch, packed, outcome.got_header, outcome.got_unit, outcome.fail)
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(_settle, flow)
+        stack.push_async_callback(_quarantine, flow)
         stack.callback(outcome.done.cancel)
         forward = None if to is None else await stack.enter_async_context(_outflow(copy, pieces, expected, to))
         flow.start()
@@ -211,6 +227,7 @@ async def load_from_chain(
             stall_s,
             f"receiving for {expected.plan_id}",
         )
+        await on_complete()
         if forward is not None:
             await _finish_forwarding(*forward, expected.plan_id, stall_s)
         return flow.received_bytes

@@ -34,10 +34,14 @@ class Member:
     epoch: int
     ready: list[int] = field(default_factory=list)
     first_bytes: int = 0
+    completed: int = 0
     fetched: list[tuple[int, int]] = field(default_factory=list)
 
     async def on_ready(self, unit: int) -> None:
         self.ready.append(unit)
+
+    async def on_complete(self) -> None:
+        self.completed += 1
 
     async def on_first_byte(self) -> None:
         self.first_bytes += 1
@@ -93,6 +97,7 @@ async def receive(member: Member, to: Downstream | None, upstream: Member, **fie
         to,
         member.on_first_byte,
         member.on_ready,
+        member.on_complete,
         fetch_again,
         **fields,
     )
@@ -126,8 +131,9 @@ async def test_a_disk_chain_forwards_what_the_first_member_reads() -> None:
             member.copy = WeightCopy(layout, HostArena.allocate(layout.num_bytes))
         receiving = asyncio.create_task(receive(second, None, first, header=header))
         link = await downstream(first, second)
-        await load_from_disk(first.copy, checkpoint, header, link, first.on_ready, stall_s=5.0)
+        await load_from_disk(first.copy, checkpoint, header, link, first.on_ready, first.on_complete, stall_s=5.0)
         await receiving
+        assert first.completed == 1
         assert first.copy.complete
         assert second.copy.digest() == first.copy.digest()
 
@@ -208,6 +214,19 @@ async def test_a_lost_successor_does_not_stop_the_copy_before_it() -> None:
         await send_copy(source.copy, HEADER, first, stall_s=5.0)
         await receiving
         assert target.copy.complete
+
+
+async def test_a_copy_is_complete_before_a_slow_successor_has_it_all() -> None:
+    async with members(3, random_copy()) as (_, (source, target, slow)):
+        first, second = await downstream(source, target), await downstream(target, slow)
+        receiving = asyncio.create_task(receive(target, second, source, stall_s=3.0))
+        await send_copy(source.copy, HEADER, first, stall_s=5.0)
+        async with asyncio.timeout(2.0):
+            while not target.completed:
+                await asyncio.sleep(0.01)
+        assert not receiving.done()
+        await receive(slow, None, target)
+        await receiving
 
 
 async def test_only_verified_ranges_of_the_unit_are_sent_again() -> None:

@@ -1,0 +1,50 @@
+"""docs/configuration.md names every environment variable, and none that does not exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_VARIABLE = re.compile(r"\bBLITZ_[A-Z0-9_]*[A-Z0-9]\b")
+_TEXT_FILES = {".py", ".yml", ".yaml", ".conf", ""}
+_NOT_SETTINGS = {"BLITZ_PLANS"}
+"""The JetStream stream's name."""
+
+
+def _names(files: Iterable[Path]) -> set[str]:
+    return {name for file in files for name in _VARIABLE.findall(file.read_text(encoding="utf-8"))}
+
+
+def _in_code() -> set[str]:
+    files = list(ROOT.glob("services/*/config.py"))
+    for folder in ("compose", "bench"):
+        files += [f for f in (ROOT / folder).rglob("*") if f.is_file() and f.suffix in _TEXT_FILES]
+    return _names(files) - _NOT_SETTINGS
+
+
+def _documented() -> set[str]:
+    # "BLITZ_WORKER_*" stands for a family, not for a variable.
+    text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    return set(_VARIABLE.findall(re.sub(r"BLITZ_[A-Z_]*\*", "", text))) - _NOT_SETTINGS
+
+
+def test_every_variable_in_the_code_is_documented() -> None:
+    assert len(_in_code()) > 50, "the pattern finds nothing"
+    assert _in_code() - _documented() == set()
+
+
+def test_every_documented_variable_exists() -> None:
+    assert _documented() - _in_code() == set()
+
+
+def test_relative_links_lead_somewhere() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text(encoding="utf-8"))
+        if not (page.parent / target).exists()
+    ]
+    assert broken == []

@@ -1,0 +1,122 @@
+"""A gateway made of nothing: submits, collects what workers stream, and acknowledges the ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.worker.engine.mock import next_token
+from shared import subjects
+from shared.bus.memory import MemoryBroker
+from shared.messages.common import Ack
+from shared.messages.generation import (
+    AckTerminal,
+    Cancel,
+    GatewayHeartbeat,
+    Resend,
+    SamplingParams,
+    StreamPart,
+    StreamRef,
+    Submit,
+    TokenBatch,
+)
+from tests.services.waiting import TIMEOUT_S
+
+PROMPT = tuple(b"a prompt of some length")
+RPC_TIMEOUT_S = 5.0
+
+
+def expected_tokens(count: int, prompt: tuple[int, ...] = PROMPT) -> tuple[int, ...]:
+    """What an undisturbed mock engine says after a prompt."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tuple(tokens[len(prompt) :])
+
+
+class FakeGateway:
+    """Keeps every part that arrived, in order, by (request, attempt)."""
+
+    def __init__(self, broker: MemoryBroker, gateway_id: str = "gw") -> None:
+        self.bus = broker.bus(f"gateway-{gateway_id}")
+        self.gateway_id = gateway_id
+        self.parts: dict[tuple[str, int], list[StreamPart]] = {}
+        self.batches: list[TokenBatch] = []
+        self._arrived = asyncio.Event()
+
+    async def start(self) -> None:
+        await self.bus.subscribe(subjects.tokens(self.gateway_id), TokenBatch, self._on_tokens)
+
+    def _on_tokens(self, batch: TokenBatch) -> None:
+        self.batches.append(batch)
+        for part in batch.parts:
+            self.parts.setdefault((part.request_id, part.attempt), []).append(part)
+        self._arrived.set()
+
+    async def submit(
+        self,
+        worker_id: str,
+        instance_id: str,
+        request_id: str,
+        *,
+        attempt: int = 1,
+        prompt: tuple[int, ...] = PROMPT,
+        output: tuple[int, ...] = (),
+        max_tokens: int = 8,
+    ) -> Ack:
+        """One Submit RPC. Raises the worker's typed refusal."""
+        request = Submit(
+            request_id=request_id,
+            attempt=attempt,
+            gateway_id=self.gateway_id,
+            instance_id=instance_id,
+            model="m",
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=max_tokens, seed=1, temperature=0.0),
+            output_token_ids=output,
+        )
+        return await self.bus.request(subjects.worker_submit(worker_id), request, Ack, timeout_s=RPC_TIMEOUT_S)
+
+    async def resend(self, worker_id: str, request_id: str, *, attempt: int = 1, offset: int = 0) -> Ack:
+        request = Resend(request_id=request_id, attempt=attempt, offset=offset)
+        return await self.bus.request(subjects.worker_resend(worker_id), request, Ack, timeout_s=RPC_TIMEOUT_S)
+
+    async def cancel(self, worker_id: str, request_id: str, *, attempt: int = 1) -> None:
+        await self.bus.publish(subjects.worker_cancel(worker_id), Cancel(request_id=request_id, attempt=attempt))
+
+    async def ack(self, worker_id: str, *request_ids: str, attempt: int = 1) -> None:
+        streams = tuple(StreamRef(request_id=r, attempt=attempt) for r in request_ids)
+        await self.bus.publish(subjects.worker_ack(worker_id), AckTerminal(streams=streams))
+
+    async def beat(self, lease_s: float) -> None:
+        message = GatewayHeartbeat(gateway_id=self.gateway_id, lease_s=lease_s)
+        await self.bus.publish(subjects.gateway_heartbeat(), message)
+
+    async def tokens_arrived(self, request_id: str, count: int, *, attempt: int = 1) -> None:
+        """Wait until ``count`` tokens of a stream are here."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while sum(len(p.token_ids) for p in self.parts.get((request_id, attempt), [])) < count:
+                await self._next_batch()
+
+    async def end_of(self, request_id: str, *, attempt: int = 1) -> StreamPart:
+        """Wait for a stream's terminal part."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                for part in self.parts.get((request_id, attempt), []):
+                    if part.finish_reason is not None:
+                        return part
+                await self._next_batch()
+
+    async def _next_batch(self) -> None:
+        self._arrived.clear()
+        await self._arrived.wait()
+
+    def tokens(self, request_id: str, *, attempt: int = 1, start: int = 0) -> tuple[int, ...]:
+        """A stream's tokens so far. Asserts consecutive offsets from ``start`` and nothing behind a terminal part."""
+        tokens: list[int] = []
+        ended = False
+        for part in self.parts.get((request_id, attempt), []):
+            assert not ended, f"{part} follows the terminal part"
+            assert part.offset == start + len(tokens), f"offset {part.offset} behind {start + len(tokens)} tokens"
+            tokens.extend(part.token_ids)
+            ended = part.finish_reason is not None
+        return tuple(tokens)

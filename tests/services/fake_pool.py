@@ -1,0 +1,101 @@
+"""A registry made of nothing: answers on a memory bus what the tests tell it to, and remembers what it was asked."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+
+from shared import subjects
+from shared.bus.memory import MemoryBroker
+from shared.errors import BlitzError
+from shared.messages.codec import M, R
+from shared.messages.common import Ack
+from shared.messages.registry import (
+    Floor,
+    GetSnapshot,
+    HeartbeatAck,
+    LeaseGrant,
+    LeaseWorkers,
+    ModelRecord,
+    ReleaseWorkers,
+    RestoreModel,
+    SetFloor,
+    Snapshot,
+    WorkerHeartbeat,
+    WorkerRecord,
+)
+
+FAR_FUTURE_S = 4e9
+"""Unix time at which leases end unless a test says otherwise."""
+
+
+class FakePool:
+    """``models``, ``workers`` and ``floors`` are what snapshots show; ``errors[operation]`` are raised one by one."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self.bus = broker.bus("pool")
+        self.models: tuple[ModelRecord, ...] = ()
+        self.workers: tuple[WorkerRecord, ...] = ()
+        self.floors: tuple[Floor, ...] = ()
+        self.page_size = 500
+        self.ack = HeartbeatAck(lease_s=0.6)
+        self.errors: dict[str, list[BlitzError]] = defaultdict(list)
+        self.heartbeats: list[WorkerHeartbeat] = []
+        self.restored: list[ModelRecord] = []
+        self.leases: list[LeaseWorkers] = []
+        self.releases: list[ReleaseWorkers] = []
+        self.floors_set: list[SetFloor] = []
+        self.num_snapshots = 0
+        self._epoch = 100
+
+    async def start(self) -> None:
+        await self._respond("heartbeat", WorkerHeartbeat, self._on_heartbeat)
+        await self._respond("restore_model", RestoreModel, self._on_restore)
+        await self._respond("snapshot", GetSnapshot, self._on_snapshot)
+        await self._respond("lease", LeaseWorkers, self._on_lease)
+        await self._respond("release", ReleaseWorkers, self._on_release)
+        await self._respond("set_floor", SetFloor, self._on_set_floor)
+
+    async def _respond(self, operation: str, kind: type[M], handler: Callable[[M], Awaitable[R]]) -> None:
+        async def guarded(message: M) -> R:
+            if self.errors[operation]:
+                raise self.errors[operation].pop(0)
+            return await handler(message)
+
+        await self.bus.respond(subjects.pool(operation), kind, guarded)
+
+    async def _on_heartbeat(self, report: WorkerHeartbeat) -> HeartbeatAck:
+        self.heartbeats.append(report)
+        return self.ack
+
+    async def _on_restore(self, request: RestoreModel) -> Ack:
+        self.restored.append(request.model)
+        return Ack()
+
+    async def _on_snapshot(self, request: GetSnapshot) -> Snapshot:
+        self.num_snapshots += 1
+        rest = [w for w in self.workers if w.worker.worker_id > request.after_worker_id]
+        page = rest[: self.page_size]
+        return Snapshot(
+            publisher="fake",
+            sequence=self.num_snapshots,
+            taken_at_s=0.0,
+            models=self.models,
+            workers=tuple(page),
+            floors=self.floors,
+            next_worker_id=page[-1].worker.worker_id if len(page) < len(rest) else "",
+        )
+
+    async def _on_lease(self, request: LeaseWorkers) -> LeaseGrant:
+        self.leases.append(request)
+        self._epoch += len(request.worker_ids)
+        epochs = tuple((worker_id, self._epoch + i) for i, worker_id in enumerate(request.worker_ids))
+        return LeaseGrant(plan_id=request.plan_id, epochs=epochs, expires_at_s=FAR_FUTURE_S)
+
+    async def _on_release(self, request: ReleaseWorkers) -> Ack:
+        self.releases.append(request)
+        return Ack()
+
+    async def _on_set_floor(self, request: SetFloor) -> Ack:
+        self.floors_set.append(request)
+        return Ack()

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+from services.gateway.core.patience import Patience, Reaction
+from services.gateway.core.stream import Phase
+
+PATIENCE = Patience(stall_s=2.0, probe_s=1.0, queue_timeout_s=30.0)
+
+
+@pytest.mark.parametrize(
+    ("phase", "quiet_s", "asked", "reaction"),
+    [
+        (Phase.RUNNING, 1.9, False, Reaction.WAIT),
+        (Phase.RUNNING, 2.0, False, Reaction.ASK),
+        (Phase.RUNNING, 3.9, True, Reaction.WAIT),
+        (Phase.RUNNING, 4.0, True, Reaction.GIVE_UP),
+        (Phase.RUNNING, 4.0, False, Reaction.GIVE_UP),
+        (Phase.SUBMITTED, 2.0, False, Reaction.ASK),
+        (Phase.SUBMITTED, 29.9, True, Reaction.WAIT),
+        (Phase.SUBMITTED, 30.0, True, Reaction.GIVE_UP),
+    ],
+)
+def test_a_silent_stream_is_asked_for_once_and_given_up_later(
+    phase: Phase, quiet_s: float, asked: bool, reaction: Reaction
+) -> None:
+    assert PATIENCE.with_stream(phase, quiet_s, asked=asked) is reaction
+
+
+def test_a_worker_is_doubted_only_when_it_and_its_stream_are_silent() -> None:
+    assert PATIENCE.doubts_worker(1.0, 1.0)
+    assert not PATIENCE.doubts_worker(0.9, 5.0)
+    assert not PATIENCE.doubts_worker(5.0, 0.9)
+
+
+def test_silence_is_looked_at_several_times_per_probe_but_not_all_the_time() -> None:
+    assert PATIENCE.check_every_s == 0.25
+    assert Patience(stall_s=1.0, probe_s=0.2, queue_timeout_s=1.0).check_every_s == pytest.approx(0.05)

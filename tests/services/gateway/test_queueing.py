@@ -1,0 +1,60 @@
+"""Requests that wait at the gateway: bounded, bound the moment an instance takes them, never for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.services.gateway.cluster import FakeWorker
+from tests.services.gateway.conftest import Stack, StackFactory
+from tests.services.gateway.test_failover import collect
+
+
+async def test_a_full_queue_refuses_with_retry_after(make_stack: StackFactory) -> None:
+    stack = await make_stack(1, max_queued_requests=1)
+    worker = stack.workers[0]
+    worker.max_running = 1
+    worker.pause_after = 1
+    await stack.gateway.refresh()
+    body = {"model": "tiny", "prompt": "a"}
+    tasks = [asyncio.create_task(stack.http.post("/v1/completions", json=body)) for _ in range(2)]
+    await stack.until(lambda: stack.gateway.dispatcher.num_active == 2)
+    response = await stack.http.post("/v1/completions", json=body)
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "1"
+    assert response.json()["error"]["type"] == "rate_limit_error"
+    worker.resume.set()
+    assert [(await task).status_code for task in tasks] == [200, 200]
+
+
+async def test_waiting_requests_go_to_a_new_instance_the_moment_its_route_comes(make_stack: StackFactory) -> None:
+    stack = await make_stack(0)
+    answer = asyncio.create_task(collect(stack))
+    await stack.until(lambda: stack.gateway.dispatcher.num_active == 1)
+    worker = FakeWorker(stack.broker, "w9")
+    await worker.start()
+    stack.workers.append(worker)
+    await stack.pool.publish()
+    async with asyncio.timeout(1):
+        assert await answer == "hello"
+
+
+async def test_a_request_that_nobody_takes_in_time_gets_503(make_stack: StackFactory) -> None:
+    stack = await make_stack(0, queue_timeout_s=0.2)
+    response = await stack.http.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
+    assert response.status_code == 503
+    assert response.headers["retry-after"]
+
+
+async def test_a_removed_models_waiting_requests_get_404_and_running_ones_finish(stack: Stack) -> None:
+    worker = stack.workers[0]
+    worker.max_running = 1
+    worker.pause_after = 1
+    await stack.gateway.refresh()
+    running = asyncio.create_task(collect(stack))
+    await stack.until(lambda: worker.submits)
+    waiting = asyncio.create_task(stack.http.post("/v1/completions", json={"model": "tiny", "prompt": "a"}))
+    await stack.until(lambda: stack.gateway.dispatcher.num_active == 2)
+    assert (await stack.http.delete("/admin/models/tiny")).status_code == 200
+    assert (await waiting).json()["error"]["code"] == "model_not_found"
+    worker.resume.set()
+    assert await running == "hello"

@@ -1,0 +1,85 @@
+"""A transport that lets a test touch what is sent: flip its bytes, or lose it on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shared.transport.base import TAG_CHUNK_BITS, Buffer, Channel, TensorTransport, Transfer
+
+Tamper = Callable[[Buffer, int], tuple[Buffer, int]]
+"""(buffer, tag) as posted -> as sent."""
+
+_ASTRAY = 1 << 62
+
+
+def index_of(tag: int) -> int:
+    """The piece's index in its transfer."""
+    return tag & ((1 << TAG_CHUNK_BITS) - 1)
+
+
+def corrupt(index: int) -> Tamper:
+    """Flip a byte of the first message with this index, once."""
+    done = False
+
+    def tamper(buffer: Buffer, tag: int) -> tuple[Buffer, int]:
+        nonlocal done
+        if done or index_of(tag) != index:
+            return buffer, tag
+        done = True
+        bad = bytearray(buffer)
+        bad[len(bad) // 2] ^= 0xFF
+        return bad, tag
+
+    return tamper
+
+
+def lose_from(index: int) -> Tamper:
+    """From this index on, messages reach nobody and their sends never complete, as on a link that stalls."""
+
+    def tamper(buffer: Buffer, tag: int) -> tuple[Buffer, int]:
+        return buffer, tag | _ASTRAY if index_of(tag) >= index else tag
+
+    return tamper
+
+
+class TamperingTransport(TensorTransport):
+    """Passes everything to a real transport; ``tamper`` changes what goes out."""
+
+    def __init__(self, real: TensorTransport) -> None:
+        self.real = real
+        self.tamper: Tamper | None = None
+
+    @property
+    def address(self) -> bytes:
+        return self.real.address
+
+    async def connect(self, address: bytes, *, same_host: bool, timeout_s: float = 10.0) -> Channel:
+        return _TamperingChannel(self, await self.real.connect(address, same_host=same_host, timeout_s=timeout_s))
+
+    def recv(self, buffer: Buffer, tag: int, *, source: Channel | None = None) -> Transfer:
+        return self.real.recv(
+            buffer, tag, source=source.channel if isinstance(source, _TamperingChannel) else source
+        )
+
+    async def close(self) -> None:
+        await self.real.close()
+
+
+class _TamperingChannel(Channel):
+    def __init__(self, transport: TamperingTransport, channel: Channel) -> None:
+        self._transport = transport
+        self.channel = channel
+
+    @property
+    def alive(self) -> bool:
+        return self.channel.alive
+
+    def send(self, buffer: Buffer, tag: int) -> Transfer:
+        tamper = self._transport.tamper
+        return self.channel.send(*(tamper(buffer, tag) if tamper else (buffer, tag)))
+
+    async def close(self, timeout_s: float = 5.0) -> None:
+        await self.channel.close(timeout_s)
+
+    def abort(self) -> None:
+        self.channel.abort()

@@ -1,0 +1,99 @@
+"""Worker services inside the test's event loop: mock engine, memory bus and transport, small memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from prometheus_client import CollectorRegistry
+
+from services.worker.config import WorkerConfig
+from services.worker.engine.mock import MockTiming
+from services.worker.instance import Instance
+from services.worker.service import WorkerService
+from shared.bus.memory import MemoryBroker
+from shared.transport.memory import MemoryFabric
+from tests.services.tampering import TamperingTransport
+
+MIB = 1 << 20
+
+
+def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
+    """A worker of a host of its own, so that a lost peer is noticed at once."""
+    fields: dict[str, object] = {
+        "nats_url": "",
+        "worker_id": worker_id,
+        "host": f"host-of-{worker_id}",
+        "device": "cpu",
+        "engine": "mock",
+        "num_threads": 1,
+        "arena_bytes": 4 * MIB,
+        "kv_bytes": 4 * MIB,
+        "block_size": 16,
+        "max_running_requests": 8,
+        "max_batch_tokens": 512,
+        "prefill_chunk_tokens": 64,
+        "max_queued_requests": 16,
+        "max_queued_tokens": 4096,
+        "leaf": "leaf-0",
+        "nic_gbps": 10.0,
+        "report_interval_s": 0.05,
+        "stall_s": 1.0,
+        "drain_timeout_s": 10.0,
+        "mock": MockTiming(),
+        "health_port": 0,
+        "log_level": "info",
+        "die_with_parent": False,
+    }
+    return WorkerConfig(**(fields | changes))  # type: ignore[arg-type]
+
+
+class RunningWorker:
+    """One worker process, as far as others can tell. ``fatal`` collects why it asked to be restarted."""
+
+    def __init__(self, broker: MemoryBroker, fabric: MemoryFabric, config: WorkerConfig) -> None:
+        self.config = config
+        self.fatal: list[str] = []
+        self.stopping = asyncio.Event()
+        self.bus = broker.bus(config.worker_id)
+        self.transport = TamperingTransport(fabric.start(name=config.worker_id))
+        self._fabric = fabric
+        self.service = WorkerService(
+            self.bus, self.transport, config, fatal=self.fatal.append, metrics=CollectorRegistry()
+        )
+        self.task = asyncio.create_task(self.service.run(self.stopping))
+
+    @property
+    def worker_id(self) -> str:
+        return self.config.worker_id
+
+    @property
+    def instance(self) -> Instance | None:
+        return self.service._scaling.instance
+
+    @property
+    def serving(self) -> Instance:
+        """Its instance, which must be there."""
+        assert self.instance is not None
+        return self.instance
+
+    async def stop(self) -> None:
+        """As SIGTERM does; waits for the end."""
+        self.stopping.set()
+        await self.task
+        await self._close()
+
+    async def kill(self) -> None:
+        """As SIGKILL does: no word to anybody, no byte more."""
+        if self.task.done():
+            return
+        self.bus.go_down()
+        self._fabric.kill(self.transport.address)
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+        await self._close()
+
+    async def _close(self) -> None:
+        await self.bus.close()
+        await self.transport.close()
