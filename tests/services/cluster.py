@@ -1,0 +1,159 @@
+"""A whole cluster in the test's event loop: pool on a real Redis, planner, monitor, workers and a gateway double."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from services.monitor.core.demand import DemandPolicy
+from services.monitor.service import MonitorService
+from services.planner.service import PlannerService
+from services.pool.service import PoolService
+from services.pool.store import Store
+from shared import subjects
+from shared.bus.memory import MemoryBroker
+from shared.messages.codec import decode
+from shared.messages.common import Ack
+from shared.messages.registry import AddModel, GetSnapshot, ModelRecord, RemoveModel, Snapshot, WorkerRecord
+from shared.messages.scaling import GetScaleRecord, ScalePlan, ScaleProgress, ScaleRecord, StartScale
+from shared.transport.memory import MemoryFabric
+from tests.checkpoints import tiny_checkpoint
+from tests.services.fake_gateway import FakeGateway
+from tests.services.waiting import TIMEOUT_S, eventually
+from tests.services.workers import RunningWorker, worker_config
+
+LEASE_S = 0.5
+POLICY = DemandPolicy(rate_window_s=0.2, down_window_s=0.3)
+HOLD_S = 600.0
+
+
+class Cluster:
+    """Made by ``running_cluster``."""
+
+    def __init__(self, redis_url: str) -> None:
+        self.broker = MemoryBroker()
+        self.fabric = MemoryFabric()
+        self.redis = Redis.from_url(redis_url)
+        self.client = self.broker.bus("client")
+        self.gateway = FakeGateway(self.broker)
+        self.workers: dict[str, RunningWorker] = {}
+        self.progress: list[ScaleProgress] = []
+        self._store = Store.connect(redis_url)
+        self._stopping = asyncio.Event()
+        self._services: list[asyncio.Task[None]] = []
+
+    async def start(self, num_workers: int, *, monitor: bool) -> None:
+        await self.redis.flushdb()
+        await self.gateway.start()
+        await self.broker.bus("observer").subscribe(subjects.progress(), ScaleProgress, self.progress.append)
+        metrics = CollectorRegistry()
+        pool = PoolService(self.broker.bus("pool"), self._store, lease_s=LEASE_S, metrics=metrics)
+        planner = PlannerService(self.broker.bus("planner"), lease_ttl_s=5.0, metrics=metrics)
+        runs = [pool.run(self._stopping), planner.run(self._stopping)]
+        if monitor:
+            service = MonitorService(
+                self.broker.bus("monitor"), POLICY, interval_s=0.02, repeat_s=0.1, metrics=metrics
+            )
+            runs.append(service.run(self._stopping))
+        self._services = [asyncio.create_task(run) for run in runs]
+        for index in range(num_workers):
+            self.add_worker(f"w{index}")
+        await eventually(lambda: all(w.service.registered.is_set() for w in self.workers.values()))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(w.stop() for w in self.workers.values() if not w.task.done()))
+        self._stopping.set()
+        await asyncio.gather(*self._services)
+        await self._store.close()
+        await self.redis.aclose()
+
+    def add_worker(self, worker_id: str) -> RunningWorker:
+        """Start a worker; the cluster stops it at the end unless it was killed."""
+        worker = self.workers[worker_id] = RunningWorker(self.broker, self.fabric, worker_config(worker_id))
+        return worker
+
+    # --- models and scale operations ---------------------------------------------------------
+
+    async def add_model(self, name: str = "m", *, kind: str = "llama", min_instances: int = 0) -> ModelRecord:
+        path: Path = tiny_checkpoint(kind)
+        message = AddModel(path=str(path), name=name, min_instances=min_instances)
+        return await self.client.request(subjects.pool("add_model"), message, ModelRecord, timeout_s=TIMEOUT_S)
+
+    async def remove_model(self, name: str = "m") -> None:
+        await self.client.request(subjects.pool("remove_model"), RemoveModel(name=name), Ack, timeout_s=TIMEOUT_S)
+
+    async def start_scale(self, instances: int, model: str = "m") -> ScaleRecord:
+        """Ask for instances; the record as of the plan. Raises the planner's refusal."""
+        message = StartScale(model=model, instances=instances, hold_s=HOLD_S)
+        return await self.client.request(subjects.planner("scale"), message, ScaleRecord, timeout_s=TIMEOUT_S)
+
+    async def record(self, plan_id: str) -> ScaleRecord:
+        """The record of an operation that has ended, or 20 s later."""
+        message = GetScaleRecord(plan_id=plan_id, wait_s=TIMEOUT_S)
+        return await self.client.request(subjects.planner("record"), message, ScaleRecord, timeout_s=TIMEOUT_S + 5)
+
+    async def scale(self, instances: int, model: str = "m") -> ScaleRecord:
+        """Ask for instances, and wait for the operation's end and for the registry to show it."""
+        record = await self.record((await self.start_scale(instances, model)).plan_id)
+        await self.serving(instances, model)
+        return record
+
+    def plans(self) -> list[ScalePlan]:
+        """Every scale plan published, oldest first."""
+        return [decode(e.payload, ScalePlan) for e in self.broker.events if e.subject == subjects.scale_plans()]
+
+    async def reported(self, plan_id: str, event: str, worker_id: str) -> None:
+        """Wait until a worker has reported an event on a plan."""
+        await eventually(
+            lambda: any((p.plan_id, p.event, p.worker_id) == (plan_id, event, worker_id) for p in self.progress)
+        )
+
+    # --- what the registry shows -------------------------------------------------------------
+
+    async def snapshot(self) -> Snapshot:
+        return await self.client.request(subjects.pool("snapshot"), GetSnapshot(), Snapshot, timeout_s=TIMEOUT_S)
+
+    async def instances(self, model: str = "m") -> list[WorkerRecord]:
+        """The workers that have an instance of a model, in the order of ids."""
+        return [w for w in (await self.snapshot()).workers if w.instance is not None and w.instance.model == model]
+
+    async def serving(self, count: int, model: str = "m") -> list[WorkerRecord]:
+        """Wait until exactly ``count`` instances of the model are there and all of them serve."""
+        found: list[WorkerRecord] = []
+
+        async def there() -> bool:
+            found[:] = await self.instances(model)
+            return len(found) == count and all(w.state == "serving" for w in found)
+
+        await eventually(there)
+        return found
+
+    async def states(self, **states: str) -> None:
+        """Wait until the registry shows these workers in these states."""
+
+        async def there() -> bool:
+            shown = {w.worker.worker_id: w.state for w in (await self.snapshot()).workers}
+            return all(shown.get(worker_id) == state for worker_id, state in states.items())
+
+        await eventually(there)
+
+    def digests(self, records: list[WorkerRecord]) -> set[str]:
+        return {w.instance.weights_digest for w in records if w.instance is not None}
+
+
+@contextlib.asynccontextmanager
+async def running_cluster(
+    redis_url: str, num_workers: int = 3, *, monitor: bool = True
+) -> AsyncIterator[Cluster]:
+    """A cluster whose workers are registered. Every service ends with the block, whatever happened in it."""
+    cluster = Cluster(redis_url)
+    try:
+        await cluster.start(num_workers, monitor=monitor)
+        yield cluster
+    finally:
+        await cluster.close()

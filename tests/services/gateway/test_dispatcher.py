@@ -1,0 +1,96 @@
+"""The dispatcher between its calls, where HTTP tests cannot look."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.gateway.core.routes import RouteBook, RouteChanges
+from services.gateway.core.stream import StreamState
+from services.gateway.dispatcher import Dispatcher
+from services.gateway.metrics import GatewayMetrics
+from shared.bus.memory import MemoryBroker
+from shared.errors import BlitzError
+from shared.messages.generation import FinishReason, SamplingParams, TokenLogprobs
+from tests.services.gateway.cluster import FakeWorker
+
+
+class Ends:
+    """A sink that keeps how the request ended."""
+
+    def __init__(self) -> None:
+        self.reason: FinishReason | None = None
+        self.errors: list[BlitzError] = []
+
+    def on_tokens(
+        self,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        finish_reason: FinishReason | None,
+        now_s: float,
+    ) -> bool:
+        self.reason = finish_reason
+        return False
+
+    def on_error(self, error: BlitzError) -> None:
+        self.errors.append(error)
+
+
+def dispatcher(broker: MemoryBroker, worker: FakeWorker) -> Dispatcher:
+    made = Dispatcher(
+        broker.bus("gateway"),
+        RouteBook(),
+        GatewayMetrics(),
+        gateway_id="gw-test",
+        max_queued_requests=10,
+        queue_timeout_s=5.0,
+        submit_timeout_s=1.0,
+        stall_s=1.0,
+        probe_s=0.5,
+        max_attempts=3,
+    )
+    made.router.set_routes("m", [worker.route()])
+    return made
+
+
+def request(name: str) -> StreamState:
+    return StreamState(
+        request_id=name,
+        model="m",
+        prompt_token_ids=(1,),
+        sampling=SamplingParams(max_tokens=4, seed=0),
+        arrived_at_s=0.0,
+    )
+
+
+async def test_a_worker_is_not_asked_for_a_stream_before_it_can_know_it() -> None:
+    broker = MemoryBroker()
+    worker = FakeWorker(broker, "w0", pause_after=0)
+    await worker.start()
+    running = dispatcher(broker, worker)
+    running.start(request("r"), Ends())
+    # The submit is made, but not a step of it has run: the worker would deny that it has the stream.
+    running.routes_changed(RouteChanges(lost_instances={worker.instance_id}))
+    await asyncio.sleep(0.05)
+    assert (len(worker.submits), worker.resends) == (1, [])
+    running.routes_changed(RouteChanges(lost_instances={worker.instance_id}))
+    await asyncio.sleep(0.05)
+    assert len(worker.resends) == 1
+    await running.close()
+    await worker.stop()
+
+
+async def test_closing_ends_every_request_once_and_leaves_no_task() -> None:
+    broker = MemoryBroker()
+    worker = FakeWorker(broker, "w0", pause_after=0, max_running=1)
+    await worker.start()
+    running = dispatcher(broker, worker)
+    before = asyncio.all_tasks()
+    ends = [Ends() for _ in range(3)]
+    for index, end in enumerate(ends):
+        running.start(request(str(index)), end)
+    await asyncio.sleep(0.05)
+    await running.close()
+    await asyncio.wait_for(running.requests.wait_idle(), 1)
+    assert [[error.code for error in end.errors] for end in ends] == [["unavailable"]] * 3
+    await worker.stop()
+    assert asyncio.all_tasks() <= before

@@ -1,0 +1,304 @@
+"""Pool, planner, monitor and workers together, in one process: they scale, and they heal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.planner.core import operations
+from shared.errors import Conflict, NoCapacity
+from shared.messages.scaling import ScaleRecord
+from tests.services.cluster import LEASE_S, Cluster, running_cluster
+from tests.services.fake_gateway import expected_tokens
+from tests.services.tampering import corrupt, lose_from
+from tests.services.waiting import eventually
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "MISSING_S", 0.2)
+
+
+@pytest.fixture
+async def cluster(redis_url: str) -> AsyncIterator[Cluster]:
+    """Three workers, and a monitor that repairs."""
+    async with running_cluster(redis_url) as running:
+        yield running
+
+
+@pytest.fixture
+async def unwatched(redis_url: str) -> AsyncIterator[Cluster]:
+    """Three workers without a monitor: nothing happens that a test does not ask for."""
+    async with running_cluster(redis_url, monitor=False) as running:
+        yield running
+
+
+def check_times(record: ScaleRecord) -> None:
+    """The order in which things happen must be the order of their times."""
+    assert record.trigger_to_plan_ms is not None
+    assert record.trigger_to_first_byte_ms is not None
+    assert record.trigger_to_loaded_ms is not None
+    assert record.trigger_to_serving_ms is not None
+    assert 0 < record.trigger_to_first_byte_ms <= record.trigger_to_loaded_ms <= record.trigger_to_serving_ms
+    assert list(record.layer_ready_ms) == sorted(record.layer_ready_ms)
+    assert record.layer_ready_ms[-1] <= record.trigger_to_loaded_ms
+    for target in record.targets:
+        assert target.first_byte_ms is not None
+        assert target.loaded_ms is not None
+        assert target.serving_ms is not None
+        assert target.first_byte_ms <= target.layer_ready_ms[0] <= target.loaded_ms <= target.serving_ms
+        assert target.failure == ""
+
+
+async def test_the_monitor_alone_brings_the_first_instance_up_from_disk(cluster: Cluster) -> None:
+    model = await cluster.add_model(min_instances=1)
+    (only,) = await cluster.serving(1)
+    assert only.instance is not None
+    assert only.instance.layers_ready == model.spec.num_layers
+    (plan,) = cluster.plans()
+    assert [c.source_kind for c in plan.chains] == ["disk"]
+    record = await cluster.record(plan.plan_id)
+    assert (record.status, record.direction, record.desired) == ("done", "out", 1)
+
+
+async def test_scaling_out_gives_identical_weights_and_a_consistent_record(unwatched: Cluster) -> None:
+    model = await unwatched.add_model()
+    await unwatched.scale(1)
+    record = await unwatched.scale(3)
+    instances = await unwatched.serving(3)
+    assert len(unwatched.digests(instances)) == 1
+    assert "" not in unwatched.digests(instances)
+    contents = [bytes(w.serving.copy.arena.memory(0, model.weights_bytes)) for w in unwatched.workers.values()]
+    assert contents[0] == contents[1] == contents[2]
+    plan = unwatched.plans()[-1]
+    assert [c.source_kind for c in plan.chains] == ["gpu"]
+    assert (record.status, record.direction, record.desired) == ("done", "out", 3)
+    assert {t.worker_id for t in record.targets} == {m.worker_id for c in plan.chains for m in c.targets}
+    assert record.bytes == 2 * model.weights_bytes
+    assert [t.received_bytes for t in record.targets] == [model.weights_bytes] * 2
+    assert len(record.layer_ready_ms) == model.spec.num_layers
+    assert record.gbps > 0
+    check_times(record)
+
+
+async def test_scaling_in_gives_the_newest_workers_back(cluster: Cluster) -> None:
+    await cluster.add_model()
+    await cluster.scale(1)
+    (oldest,) = await cluster.serving(1)
+    await cluster.scale(3)
+    record = await cluster.scale(1)
+    assert (record.status, record.direction) == ("done", "in")
+    assert [w.worker.worker_id for w in await cluster.serving(1)] == [oldest.worker.worker_id]
+    await cluster.states(**{w: "spare" for w in cluster.workers if w != oldest.worker.worker_id})
+
+
+async def test_asking_for_what_is_there_changes_nothing(unwatched: Cluster) -> None:
+    await unwatched.add_model()
+    await unwatched.scale(1)
+    record = await unwatched.start_scale(1)
+    assert (record.status, record.direction, record.targets) == ("done", "none", ())
+    assert len(unwatched.plans()) == 1
+
+
+async def test_a_drain_finishes_running_requests_and_refuses_new_ones(unwatched: Cluster) -> None:
+    await unwatched.add_model()
+    await unwatched.scale(1)
+    (record,) = await unwatched.serving(1)
+    worker = unwatched.workers[record.worker.worker_id]
+    engine, instance_id = worker.serving.engine, worker.serving.instance_id
+    await asyncio.wrap_future(engine.pause())
+    await unwatched.gateway.submit(worker.worker_id, instance_id, "running")
+    drain = await unwatched.start_scale(0)
+    await unwatched.states(**{worker.worker_id: "draining"})
+    with pytest.raises(Conflict):
+        await unwatched.gateway.submit(worker.worker_id, instance_id, "late")
+    assert unwatched.gateway.parts == {}
+    engine.resume()
+    assert (await unwatched.gateway.end_of("running")).finish_reason == "length"
+    assert unwatched.gateway.tokens("running") == expected_tokens(8)
+    assert (await unwatched.record(drain.plan_id)).status == "done"
+    await unwatched.states(**{worker.worker_id: "spare"})
+
+
+async def test_a_draining_instance_is_revived_with_its_requests(unwatched: Cluster) -> None:
+    await unwatched.add_model()
+    await unwatched.scale(1)
+    (record,) = await unwatched.serving(1)
+    worker = unwatched.workers[record.worker.worker_id]
+    instance = worker.serving
+    await asyncio.wrap_future(instance.engine.pause())
+    await unwatched.gateway.submit(worker.worker_id, instance.instance_id, "before")
+    drain = await unwatched.start_scale(0)
+    await unwatched.states(**{worker.worker_id: "draining"})
+    revival = await unwatched.scale(1)
+    assert (revival.status, revival.direction) == ("done", "out")
+    assert len(unwatched.plans()) == 1, "nothing was loaded"
+    await unwatched.gateway.submit(worker.worker_id, instance.instance_id, "after")
+    instance.engine.resume()
+    for request_id in ("before", "after"):
+        await unwatched.gateway.end_of(request_id)
+        assert unwatched.gateway.tokens(request_id) == expected_tokens(8)
+    assert worker.instance is instance
+    cancelled = await unwatched.record(drain.plan_id)
+    assert cancelled.status == "failed"
+    assert revival.plan_id in cancelled.targets[0].failure
+    # It can be drained again.
+    assert (await unwatched.scale(0)).status == "done"
+
+
+async def test_a_target_killed_while_loading_fails_alone_and_is_replaced(redis_url: str) -> None:
+    async with running_cluster(redis_url, 4) as cluster:
+        await cluster.add_model()
+        await cluster.scale(1)
+        (source,) = await cluster.serving(1)
+        targets = sorted(set(cluster.workers) - {source.worker.worker_id})[:2]
+        # The first target forwards nothing beyond the second piece to the last one.
+        cluster.workers[targets[0]].transport.tamper = lose_from(2)
+        plan_id = (await cluster.start_scale(3)).plan_id
+        assert [m.worker_id for m in cluster.plans()[-1].chains[0].targets] == targets
+        await cluster.reported(plan_id, "first_byte", targets[1])
+        await cluster.workers[targets[1]].kill()
+        cluster.workers[targets[0]].transport.tamper = None
+        record = await cluster.record(plan_id)
+        assert record.status == "failed"
+        assert [bool(t.failure) for t in record.targets] == [False, True]
+        assert record.targets[0].serving_ms is not None
+        instances = await cluster.serving(3)
+        assert targets[1] not in {w.worker.worker_id for w in instances}
+        assert len(cluster.digests(instances)) == 1
+
+
+async def test_a_source_killed_while_sending_is_survived(cluster: Cluster) -> None:
+    await cluster.add_model()
+    await cluster.scale(1)
+    (source,) = await cluster.serving(1)
+    cluster.workers[source.worker.worker_id].transport.tamper = lose_from(2)
+    plan_id = (await cluster.start_scale(2)).plan_id
+    (target,) = (m.worker_id for m in cluster.plans()[-1].chains[0].targets)
+    await cluster.reported(plan_id, "first_byte", target)
+    await cluster.workers[source.worker.worker_id].kill()
+    assert (await cluster.record(plan_id)).status == "failed"
+    # Nobody holds a copy any more: the next chain starts at the disk.
+    assert len(cluster.digests(await cluster.serving(2))) == 1
+    assert cluster.plans()[-1].chains[0].source_kind == "disk"
+
+
+async def test_a_chunk_corrupted_in_flight_is_healed_for_everybody_behind_it(unwatched: Cluster) -> None:
+    await unwatched.add_model()
+    await unwatched.scale(1)
+    (source,) = await unwatched.serving(1)
+    unwatched.workers[source.worker.worker_id].transport.tamper = corrupt(3)
+    record = await unwatched.scale(3)
+    assert record.status == "done"
+    assert len(unwatched.digests(await unwatched.serving(3))) == 1
+    for worker in unwatched.workers.values():
+        assert all(worker.serving.copy.bad_ranges(unit) == () for unit in range(len(worker.serving.layout.units)))
+
+
+async def test_a_stalled_transfer_fails_and_its_target_takes_the_next_plan(redis_url: str) -> None:
+    async with running_cluster(redis_url, 2, monitor=False) as cluster:
+        await cluster.add_model()
+        await cluster.scale(1)
+        (source,) = await cluster.serving(1)
+        (target,) = set(cluster.workers) - {source.worker.worker_id}
+        cluster.workers[source.worker.worker_id].transport.tamper = lose_from(2)
+        record = await cluster.record((await cluster.start_scale(2)).plan_id)
+        assert record.status == "failed"
+        assert "no byte moved" in record.targets[0].failure
+        await cluster.states(**{target: "spare"})
+        assert cluster.workers[target].fatal == []
+        cluster.workers[source.worker.worker_id].transport.tamper = None
+        assert (await cluster.scale(2)).status == "done"
+        assert len(cluster.digests(await cluster.serving(2))) == 1
+
+
+async def test_a_removed_models_instances_drain_and_do_not_bring_it_back(cluster: Cluster) -> None:
+    await cluster.add_model(min_instances=1)
+    await cluster.scale(2)
+    await cluster.remove_model()
+    await cluster.states(w0="spare", w1="spare", w2="spare")
+    assert (await cluster.snapshot()).models == ()
+    num_plans = len(cluster.plans())
+    # Several heartbeats and monitor rounds later it is still gone.
+    await asyncio.sleep(2 * LEASE_S)
+    assert (await cluster.snapshot()).models == ()
+    assert len(cluster.plans()) == num_plans
+    # It may be registered again on purpose.
+    await cluster.add_model(min_instances=1)
+    await cluster.serving(1)
+
+
+async def test_an_emptied_registry_heals_without_touching_an_instance(cluster: Cluster) -> None:
+    model = await cluster.add_model()
+    await cluster.scale(2)
+    before = [w.instance for w in cluster.workers.values()]
+    await cluster.redis.flushdb()
+
+    async def healed() -> bool:
+        snapshot = await cluster.snapshot()
+        return len(snapshot.workers) == 3 and snapshot.models == (model,)
+
+    await eventually(healed)
+    await cluster.serving(2)
+    assert [w.instance for w in cluster.workers.values()] == before
+    record = await cluster.scale(3)
+    assert record.status == "done"
+    assert len(cluster.digests(await cluster.serving(3))) == 1
+
+
+async def test_two_models_that_want_the_same_workers_never_share_one(redis_url: str) -> None:
+    async with running_cluster(redis_url, 4) as cluster:
+        await cluster.add_model("a", kind="llama")
+        await cluster.add_model("b", kind="qwen2")
+        await cluster.scale(1, "a")
+        await cluster.scale(1, "b")
+        answers = await asyncio.gather(
+            cluster.start_scale(3, "a"), cluster.start_scale(3, "b"), return_exceptions=True
+        )
+        winners = [name for name, a in zip("ab", answers, strict=True) if isinstance(a, ScaleRecord)]
+        refusals = [a for a in answers if isinstance(a, BaseException)]
+        assert len(winners) == 1
+        assert len(refusals) == 1
+        assert isinstance(refusals[0], Conflict | NoCapacity)
+        (loser,) = {"a", "b"} - set(winners)
+        await cluster.serving(3, winners[0])
+        await cluster.serving(1, loser)
+        used = [(m.worker_id, m.epoch) for plan in cluster.plans() for c in plan.chains for m in c.targets]
+        assert len({worker_id for worker_id, _ in used}) == len(used), "a worker was given away twice"
+        # The loser's wish stands as a floor: when workers come free, the monitor has it fulfilled.
+        await cluster.start_scale(1, winners[0])
+        instances = await cluster.serving(3, loser)
+        assert len(cluster.digests(instances)) == 1
+
+
+async def test_a_bus_outage_kills_nobody_and_streams_go_on(unwatched: Cluster) -> None:
+    await unwatched.add_model()
+    await unwatched.scale(2)
+    before = [w.instance for w in unwatched.workers.values()]
+    (first, _) = await unwatched.serving(2)
+    worker = unwatched.workers[first.worker.worker_id]
+    await asyncio.wrap_future(worker.serving.engine.pause())
+    await unwatched.gateway.submit(worker.worker_id, worker.serving.instance_id, "r", max_tokens=20)
+    unwatched.broker.disconnect()
+    worker.serving.engine.resume()
+    await asyncio.sleep(3 * LEASE_S)
+    assert unwatched.gateway.parts == {}
+    unwatched.broker.reconnect()
+    await unwatched.gateway.end_of("r")
+    assert unwatched.gateway.tokens("r") == expected_tokens(20)
+    await asyncio.sleep(2 * LEASE_S)
+    assert len((await unwatched.snapshot()).workers) == 3
+    await unwatched.serving(2)
+    assert [w.instance for w in unwatched.workers.values()] == before
+    assert (await unwatched.scale(3)).status == "done"
+
+
+async def test_a_worker_that_leaves_takes_no_part_any_more(cluster: Cluster) -> None:
+    await cluster.add_model()
+    await cluster.scale(2)
+    leaver = (await cluster.serving(2))[0].worker.worker_id
+    await cluster.workers[leaver].stop()
+    assert leaver not in {w.worker.worker_id for w in (await cluster.snapshot()).workers}, "it said goodbye"
+    assert leaver not in {w.worker.worker_id for w in await cluster.serving(2)}

@@ -1,0 +1,83 @@
+"""``blitzscale up`` as a user runs it: it serves, and leaves nothing behind however it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.stack, pytest.mark.ucx]
+
+START_S = 90.0
+END_S = 30.0
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A running ``blitzscale up`` with the demo model, and its URL."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "compose", "up", "--workers", "2", "--port", "0", "--state-dir", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"BLITZ_WORKER_ARENA_MIB": "64", "BLITZ_WORKER_KV_MIB": "64"},
+    )
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        served = re.search(r"serves at (http://\S+)", line)
+        if served:
+            break
+    else:
+        pytest.fail("".join(lines))
+    yield process, served.group(1)
+    process.kill()
+    process.stdout.close()
+    process.wait()
+
+
+def _family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 8, "NATS, Redis, four services and two workers"
+    return children
+
+
+def _gone(processes: list[psutil.Process]) -> bool:
+    return all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in processes)
+
+
+def _wait_gone(processes: list[psutil.Process]) -> None:
+    deadline_s = time.monotonic() + END_S
+    while not _gone(processes):
+        assert time.monotonic() < deadline_s, [p.cmdline() for p in processes if p.is_running()]
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_when_it_ends(up: tuple[subprocess.Popen[str], str], how: signal.Signals) -> None:
+    process, url = up
+    answer = httpx.post(
+        f"{url}/v1/chat/completions",
+        json={"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8},
+        timeout=30.0,
+    )
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] <= 8
+    family = _family(process)
+    mine = {str(p.pid) for p in family}
+    process.send_signal(how)
+    _wait_gone(family)
+    if how == signal.SIGINT:
+        assert process.wait(END_S) == 0
+    left = [name for name in os.listdir("/dev/shm") if mine & set(re.findall(r"\d+", name))]
+    assert left == []
