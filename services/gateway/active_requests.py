@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -63,8 +62,6 @@ class ActiveRequests:
 
     def __init__(self) -> None:
         self._by_id: dict[str, ActiveRequest] = {}
-        self.find: Callable[[str], ActiveRequest | None] = self._by_id.get
-        """The request of that id, None when it ended or never was. Called per token: the dictionary's own method."""
         self._arrivals: dict[str, Arrivals] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -86,6 +83,10 @@ class ActiveRequests:
         self._by_id.pop(request_id, None)
         if not self._by_id:
             self._idle.set()
+
+    def find(self, request_id: str) -> ActiveRequest | None:
+        """The request of that id, None when it ended or never was."""
+        return self._by_id.get(request_id)
 
     def __getitem__(self, request_id: str) -> ActiveRequest:
         """The request of that id, which must be active."""

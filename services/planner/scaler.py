@@ -143,6 +143,8 @@ class Scaler:
         records = decision.drain or decision.revive
         targets = tuple((w.worker.worker_id, w.instance.instance_id) for w in records if w.instance)
         direction: Direction = "in" if decision.drain else "out"
+        # A drain ends when its requests do. A revival that came too late must not be waited for.
+        end_by_s = float("inf") if decision.drain else time.time() + self._lease_ttl_s
         operation = Operation(
             plan_id=plan_id,
             model=model.name,
@@ -153,9 +155,15 @@ class Scaler:
             targets=targets,
             explain=(("drain: " if decision.drain else "revive: ") + ", ".join(w for w, _ in targets),),
             trace_id=_trace_id(),
+            accept_by_s=end_by_s,
+            deadline_s=end_by_s,
         )
         self._operations.add(operation)
-        await self._publish_drain(plan_id, model, records, wish, revive=not decision.drain)
+        try:
+            await self._publish_drain(plan_id, model, records, wish, revive=not decision.drain)
+        except BlitzError as error:
+            operation.fail(f"the plan could not be published: {error}")
+            raise
         return operation
 
     async def _publish_drain(
@@ -163,6 +171,8 @@ class Scaler:
     ) -> None:
         plan = drain_plan(plan_id, model, records, revive=revive, reason=wish.reason)
         await self._bus.publish_event(subjects.drain_plans(), plan, message_id=plan_id)
+        if revive:
+            self._operations.overrule_drains(((t.worker_id, t.instance_id) for t in plan.targets), plan_id)
         verb = "revive" if revive else "drain"
         log.info("%s: %s; %s %s", plan_id, wish.reason, verb, ", ".join(t.worker_id for t in plan.targets))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -130,7 +130,9 @@ class Operation:
                     self.fail_target(worker_id, "the worker died")
                 continue
             target.missing_since_s = None
-            if now_s > self._deadline_s:
+            if self.direction == "in" and not _holds(worker, instance_id):
+                target.spare_s = now_s  # its own report was lost
+            elif now_s > self._deadline_s:
                 self.fail_target(worker_id, "it did not end within the deadline")
             elif now_s > self._accept_by_s and not _works_on(worker, self.plan_id, instance_id):
                 self.fail_target(worker_id, "the plan was never accepted")
@@ -187,8 +189,10 @@ class Operation:
 
 
 def _works_on(worker: WorkerRecord, plan_id: str, instance_id: str) -> bool:
-    if worker.lease_plan_id == plan_id:
-        return True
+    return worker.lease_plan_id == plan_id or _holds(worker, instance_id)
+
+
+def _holds(worker: WorkerRecord, instance_id: str) -> bool:
     return worker.instance is not None and worker.instance.instance_id == instance_id
 
 
@@ -217,6 +221,14 @@ class Operations:
     def newest(self, limit: int) -> list[Operation]:
         """At most ``limit`` operations, newest first."""
         return list(reversed(self._by_id.values()))[: max(0, limit)]
+
+    def overrule_drains(self, targets: Iterable[tuple[str, str]], plan_id: str) -> None:
+        """These (worker_id, instance_id) were revived by a newer plan: older drains of them end there."""
+        revived = set(targets)
+        for operation in self.running():
+            if operation.direction == "in":
+                for worker_id, _ in revived.intersection(operation.open_targets):
+                    operation.fail_target(worker_id, f"revived by {plan_id}")
 
     def running(self) -> list[Operation]:
         """Operations with targets that have not ended."""

@@ -16,7 +16,7 @@ from shared.transport.base import TensorTransport, Transfer, tag_of
 from shared.transport.memory import MemoryFabric
 from shared.transport.ucx import UcxTransport
 
-Start = Callable[[str], Any]
+Start = Callable[..., Any]
 SIZES = (0, 5, 100_000, 1 << 20)
 
 
@@ -26,8 +26,9 @@ async def start(request: pytest.FixtureRequest) -> AsyncIterator[Start]:
     fabric = MemoryFabric()
     started: list[TensorTransport] = []
 
-    def make(name: str) -> TensorTransport:
-        transport = fabric.start(name=name) if request.param == "memory" else UcxTransport.start(name=name)
+    def make(name: str, **limits: int) -> TensorTransport:
+        kind = fabric if request.param == "memory" else UcxTransport
+        transport = kind.start(name=name, **limits)
         started.append(transport)
         return transport
 
@@ -122,6 +123,51 @@ async def test_aborted_send_to_a_living_peer_ends(start: Start) -> None:
     sent.abort()
     with pytest.raises(TransferAborted):
         await sent.wait(5)
+
+
+async def test_closing_a_channel_finishes_its_sends(start: Start) -> None:
+    sender, receiver = start("a"), start("b")
+    channel = await sender.connect(receiver.address, same_host=True)
+    sent = channel.send(np.ones(1 << 20, np.uint8), tag_of(1, 0))
+    closing = asyncio.create_task(channel.close())
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    await receiver.recv(np.zeros(1 << 20, np.uint8), tag_of(1, 0)).wait(5)
+    await closing
+    assert sent.done
+    assert sent.error is None
+
+
+async def test_closing_a_channel_aborts_sends_that_nobody_takes(start: Start) -> None:
+    sender, receiver = start("a"), start("b")
+    channel = await sender.connect(receiver.address, same_host=True)
+    sent = channel.send(np.ones(1 << 20, np.uint8), tag_of(1, 0))
+    async with asyncio.timeout(2):
+        await channel.close(timeout_s=0.05)
+        with pytest.raises(TransferAborted):
+            await sent.wait()
+    assert not channel.alive
+
+
+@pytest.mark.parametrize("num_bytes", [100, 1 << 20], ids=["eager", "rendezvous"])
+async def test_oldest_messages_that_nobody_asks_for_are_thrown_away(start: Start, num_bytes: int) -> None:
+    sender, receiver = start("a"), start("b", max_unclaimed=4)
+    channel = await sender.connect(receiver.address, same_host=True)
+    data = np.arange(10, dtype=np.uint8)[:, None] * np.ones(num_bytes, np.uint8)
+    sent = [channel.send(data[i], tag_of(1, i)) for i in range(10)]
+    async with asyncio.timeout(5):
+        for transfer in sent[:6]:
+            await transfer.wait()  # the oldest six, so that their senders are free
+        while receiver.num_overflowed + receiver.num_unclaimed < 10:
+            await asyncio.sleep(0.001)
+    assert (receiver.num_unclaimed, receiver.num_overflowed) == (4, 6)
+    with pytest.raises(TransportError, match="too early"):
+        await receiver.recv(np.zeros(num_bytes, np.uint8), tag_of(1, 0)).wait(5)
+    for i in range(6, 10):
+        buffer = np.zeros(num_bytes, np.uint8)
+        await receiver.recv(buffer, tag_of(1, i)).wait(5)
+        assert np.array_equal(buffer, data[i])
+    assert receiver.num_unclaimed == 0
 
 
 @pytest.mark.parametrize("same_host", [True, False])

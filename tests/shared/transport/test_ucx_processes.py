@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from shared.errors import DeadlineExceeded, PeerLost
+from shared.errors import DeadlineExceeded, PeerLost, TransferAborted
 from shared.transport.base import tag_of
 from shared.transport.ucx import UcxChannel, UcxTransport
 from tests.shared.transport.ucx_process import forwarder, receiver, spawn, victim
@@ -81,3 +81,20 @@ async def test_survivor_of_a_killed_peer_goes_on(same_host: bool) -> None:
     assert sent.done
     fresh.join(10)
     assert set(os.listdir("/dev/shm")) <= before
+
+
+async def test_sends_to_a_killed_peer_of_the_host_end_with_the_transport() -> None:
+    process, pipe = spawn(victim, True)
+    transport = UcxTransport.start(name="survivor")
+    channel = await transport.connect(await asyncio.to_thread(pipe.recv), same_host=True)
+    pipe.send(transport.address)
+    assert await asyncio.to_thread(pipe.recv) == "connected"
+    process.kill()
+    process.join(10)
+    sent = channel.send(np.ones(MIB, np.uint8), tag_of(9, 0))
+    async with asyncio.timeout(2):
+        await channel.close(timeout_s=0.1)
+    assert not channel.alive
+    async with asyncio.timeout(8):
+        await transport.close()
+    assert isinstance(sent.error, TransferAborted)

@@ -1,0 +1,269 @@
+"""Requests in, tokens out, over the bus and a mock engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.worker.engine.mock import MockTiming
+from shared.errors import Conflict, ContextLengthExceeded, NotFound, Overloaded
+from tests.services.fake_gateway import PROMPT, FakeGateway, expected_tokens
+from tests.services.waiting import eventually
+from tests.services.worker.lone_worker import LoneWorker, lone_worker
+
+LEASE_S = 0.3
+
+
+async def test_tokens_come_with_consecutive_offsets_and_one_end(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    for index in range(5):
+        await alone.submit(instance_id, f"r{index}", max_tokens=10 + index)
+    for index in range(5):
+        assert (await alone.gateway.end_of(f"r{index}")).finish_reason == "length"
+        assert alone.gateway.tokens(f"r{index}") == expected_tokens(10 + index)
+    first = alone.gateway.parts["r0", 1][0]
+    assert first.queued_s is not None
+    assert first.queued_s >= 0
+    assert {(b.worker_id, b.instance_id) for b in alone.gateway.batches} == {("w0", instance_id)}
+
+
+async def test_a_steps_tokens_travel_in_one_message_per_gateway(alone: LoneWorker) -> None:
+    other = FakeGateway(alone.broker, "gw2")
+    await other.start()
+    instance_id = await alone.serve()
+    await alone.pause()
+    for gateway in (alone.gateway, other):
+        for request_id in "ab":
+            await gateway.submit("w0", instance_id, f"{gateway.gateway_id}-{request_id}", max_tokens=4)
+    alone.resume()
+    for gateway in (alone.gateway, other):
+        for request_id in "ab":
+            await gateway.end_of(f"{gateway.gateway_id}-{request_id}")
+        assert [len(b.parts) for b in gateway.batches] == [2, 2, 2, 2]
+        assert {request_id for request_id, _ in gateway.parts} == {f"{gateway.gateway_id}-{r}" for r in "ab"}
+
+
+async def test_a_repeated_submit_changes_nothing(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    await alone.pause()
+    for _ in range(3):
+        await alone.submit(instance_id, "r")
+    assert (await alone.stats()).load.queued_requests == 1
+    alone.resume()
+    await alone.gateway.end_of("r")
+    await alone.submit(instance_id, "r")
+    await alone.submit(instance_id, "next")
+    await alone.gateway.end_of("next")
+    assert alone.gateway.tokens("r") == expected_tokens(8)
+
+
+async def test_a_newer_attempt_replaces_the_older_one_and_frees_its_place(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    await alone.pause()
+    await alone.submit(instance_id, "r", attempt=1)
+    await alone.submit(instance_id, "r", attempt=2)
+    assert (await alone.stats()).load.queued_requests == 1, "nobody reads the older attempt"
+    await alone.submit(instance_id, "r", attempt=1)  # delayed on its way
+    alone.resume()
+    await alone.gateway.end_of("r", attempt=2)
+    assert alone.gateway.tokens("r", attempt=2) == expected_tokens(8)
+    assert set(alone.gateway.parts) == {("r", 2)}
+
+
+async def test_a_continuation_gives_the_tokens_of_an_undisturbed_run(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    whole = expected_tokens(20)
+    await alone.submit(instance_id, "r", attempt=2, output=whole[:7], max_tokens=20)
+    await alone.gateway.end_of("r", attempt=2)
+    assert alone.gateway.tokens("r", attempt=2, start=7) == whole[7:]
+
+
+async def test_a_continuation_that_has_everything_ends_at_once(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    await alone.submit(instance_id, "r", attempt=2, output=expected_tokens(8), max_tokens=8)
+    end = await alone.gateway.end_of("r", attempt=2)
+    assert (end.offset, end.token_ids, end.finish_reason) == (8, (), "length")
+
+
+@pytest.mark.parametrize("offset", [0, 3, 8])
+async def test_a_resend_gives_exactly_the_missing_tokens(alone: LoneWorker, offset: int) -> None:
+    instance_id = await alone.serve()
+    await alone.submit(instance_id, "r")
+    await alone.gateway.end_of("r")
+    alone.gateway.parts.clear()
+    await alone.gateway.resend("w0", "r", offset=offset)
+    end = await alone.gateway.end_of("r")
+    assert (end.offset, end.token_ids, end.finish_reason) == (offset, expected_tokens(8)[offset:], "length")
+    assert len(alone.gateway.parts["r", 1]) == 1
+
+
+async def test_a_resend_in_the_middle_of_a_stream_leaves_no_gap(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    await alone.pause()
+    await alone.submit(instance_id, "r", max_tokens=50)
+    alone.broker.disconnect("gateway-gw")  # what is sent now is lost to it
+    alone.resume()
+    await eventually(lambda: alone.worker.serving.num_requests == 0)
+    await alone.worker.service._serving.flushed()
+    alone.broker.reconnect("gateway-gw")
+    await alone.gateway.resend("w0", "r")
+    await alone.gateway.end_of("r")
+    assert alone.gateway.tokens("r") == expected_tokens(50)
+
+
+async def test_a_stream_nobody_knows_cannot_be_resent(alone: LoneWorker) -> None:
+    with pytest.raises(NotFound):
+        await alone.gateway.resend("w0", "r")
+    instance_id = await alone.serve()
+    await alone.submit(instance_id, "r")
+    await alone.gateway.end_of("r")
+    with pytest.raises(NotFound):
+        await alone.gateway.resend("w0", "r", attempt=2)
+
+
+async def test_an_acknowledged_end_is_forgotten(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    for request_id in ("r", "kept"):
+        await alone.submit(instance_id, request_id)
+        await alone.gateway.end_of(request_id)
+    await alone.gateway.ack("w0", "r")
+    with pytest.raises(NotFound):
+        await alone.gateway.resend("w0", "r")
+    await alone.gateway.resend("w0", "kept")
+
+
+async def test_a_cancel_frees_the_kv_within_a_step_and_sends_no_more(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    await alone.submit(instance_id, "long", max_tokens=900)
+    await alone.gateway.tokens_arrived("long", 1)
+    await alone.pause()
+    steps = (await alone.stats()).steps_total
+    assert (await alone.stats()).load.blocks_used > 0
+    await alone.gateway.cancel("w0", "long")
+    await eventually(lambda: alone.worker.serving.engine.stats().load.blocks_used == 0)
+    assert (await alone.stats()).steps_total == steps
+    sent = alone.gateway.tokens("long")
+    alone.resume()
+    await alone.submit(instance_id, "next")
+    await alone.gateway.end_of("next")
+    assert alone.gateway.tokens("long") == sent
+    assert len(sent) < 900
+
+
+async def test_a_cancel_of_an_older_attempt_leaves_the_newer_one(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    await alone.pause()
+    await alone.submit(instance_id, "r", attempt=2)
+    await alone.gateway.cancel("w0", "r", attempt=1)
+    alone.resume()
+    await alone.gateway.end_of("r", attempt=2)
+
+
+async def test_a_silent_gateways_requests_are_freed_after_its_lease(alone: LoneWorker) -> None:
+    other = FakeGateway(alone.broker, "living")
+    await other.start()
+    instance_id = await alone.serve()
+    await alone.pause()
+    await alone.gateway.beat(LEASE_S)
+    await other.beat(60.0)
+    await alone.submit(instance_id, "orphan")
+    await other.submit("w0", instance_id, "cared-for")
+    assert (await alone.stats()).load.queued_requests == 2
+    await eventually(lambda: alone.worker.serving.num_requests == 1)
+    alone.resume()
+    await other.end_of("cared-for")
+    with pytest.raises(NotFound):
+        await alone.gateway.resend("w0", "orphan")
+
+
+async def test_an_outage_of_our_own_bus_is_not_a_gateways_silence() -> None:
+    async with lone_worker(report_interval_s=0.01) as alone:
+        instance_id = await alone.serve()
+        await alone.pause()
+        await alone.gateway.beat(LEASE_S)
+        await alone.submit(instance_id, "r")
+        alone.broker.disconnect("w0")
+        await asyncio.sleep(2 * LEASE_S)
+        assert (await alone.stats()).load.queued_requests == 1
+        alone.broker.reconnect("w0")
+        # It is silent for longer than its lease, but we could not have heard it: not yet counted.
+        await asyncio.sleep(LEASE_S / 3)
+        assert (await alone.stats()).load.queued_requests == 1
+        await alone.gateway.beat(60.0)
+        await asyncio.sleep(2 * LEASE_S)
+        alone.resume()
+        assert (await alone.gateway.end_of("r")).finish_reason == "length"
+
+
+async def test_a_full_queue_refuses_and_forgets_what_it_refused() -> None:
+    async with lone_worker(max_queued_requests=2) as alone:
+        instance_id = await alone.serve()
+        await alone.pause()
+        for index in range(2):
+            await alone.submit(instance_id, f"r{index}")
+        with pytest.raises(Overloaded):
+            await alone.submit(instance_id, "refused")
+        with pytest.raises(NotFound):
+            await alone.gateway.resend("w0", "refused")
+        alone.resume()
+        await alone.gateway.end_of("r1")
+        await alone.submit(instance_id, "refused")
+        await alone.gateway.end_of("refused")
+
+
+async def test_a_prompt_beyond_the_context_is_refused(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    context_tokens = alone.worker.serving.info().context_tokens
+    with pytest.raises(ContextLengthExceeded):
+        await alone.submit(instance_id, "long", prompt=(65,) * context_tokens)
+    with pytest.raises(ContextLengthExceeded):
+        await alone.submit(instance_id, "empty", prompt=())
+    await alone.submit(instance_id, "fits", prompt=(65,) * (context_tokens - 1), max_tokens=8)
+    assert (await alone.gateway.end_of("fits")).finish_reason == "length"
+    assert len(alone.gateway.tokens("fits")) == 1
+
+
+async def test_another_instances_request_is_refused(alone: LoneWorker) -> None:
+    with pytest.raises(Conflict):
+        await alone.submit("i1", "spare")
+    await alone.serve()
+    with pytest.raises(Conflict):
+        await alone.submit("older-instance", "r")
+    assert alone.gateway.parts == {}
+
+
+async def test_a_stopped_worker_finishes_what_runs_before_it_leaves() -> None:
+    async with lone_worker(mock=MockTiming(step_overhead_s=0.005)) as alone:
+        instance_id = await alone.serve()
+        await alone.submit(instance_id, "r", max_tokens=40)
+        await alone.gateway.tokens_arrived("r", 1)
+        stopping = asyncio.create_task(alone.worker.stop())
+        await eventually(lambda: alone.pool.heartbeats[-1].state == "draining")
+        with pytest.raises(Conflict):
+            await alone.submit(instance_id, "late")
+        assert not alone.pool.heartbeats[-1].leaving
+        await stopping
+        await alone.gateway.end_of("r")
+        assert alone.gateway.tokens("r") == expected_tokens(40)
+        assert alone.pool.heartbeats[-1].leaving
+
+
+async def test_a_drain_that_takes_too_long_is_cut_short() -> None:
+    async with lone_worker(drain_timeout_s=0.1) as alone:
+        instance_id = await alone.serve()
+        await alone.pause()
+        await alone.submit(instance_id, "stuck")
+        await alone.worker.stop()
+        assert alone.pool.heartbeats[-1].leaving
+        assert alone.gateway.tokens("stuck") == ()
+
+
+async def test_prompts_share_the_engine_without_disturbing_each_other(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    prompts = {f"r{i}": (*PROMPT, *range(65, 65 + 13 * i)) for i in range(8)}
+    for request_id, prompt in prompts.items():
+        await alone.submit(instance_id, request_id, prompt=prompt, max_tokens=30)
+    for request_id, prompt in prompts.items():
+        await alone.gateway.end_of(request_id)
+        assert alone.gateway.tokens(request_id) == expected_tokens(30, prompt)
