@@ -1,9 +1,9 @@
 """How fast the tensor transport moves bytes between two processes of one host, beside a plain memory copy.
 
 The windows are those of the worker's data plane: 4 sends and 16 receives posted ahead, each posted from the
-done-callback of an earlier one. Three kinds of receive buffer tell the transport from the kernel, which must find and
-clear every page that is written for the first time: ``touched`` (written before), ``fresh`` (4 KiB pages, never
-written) and ``fresh_huge`` (the same with huge pages, which is what a weight arena has).
+done-callback of an earlier one. Kinds of receive buffers tell the transport from the kernel, which must find and clear
+every page that is written for the first time, and look up every page that another process copies into:
+``huge`` pages are what a weight arena has, ``small`` ones are 4 KiB; ``touched`` were written before, ``fresh`` never.
 
 Every round measures everything once, in turn, so that a noisy machine disturbs all alike; medians are reported.
 """
@@ -35,7 +35,7 @@ from shared.transport.ucx import UcxTransport
 SEND_WINDOW = 4
 """Sends in flight, as in the data plane; four times as many receives are posted ahead."""
 CHUNK_BYTES = (256 << 10, 1 << 20, 8 << 20)
-PAGES = ("touched", "fresh", "fresh_huge")
+PAGES = ("huge_touched", "huge_fresh", "small_touched", "small_fresh")
 _PAIR_TIMEOUT_S = 60.0
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -139,9 +139,9 @@ def _memory(num_bytes: int, pages: str) -> Bytes:
     """Memory of its own mapping, so that fresh pages are fresh."""
     mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     begin = -np.frombuffer(mapping, np.uint8).ctypes.data % _HUGE_PAGE_BYTES
-    mapping.madvise(mmap.MADV_HUGEPAGE if pages == "fresh_huge" else mmap.MADV_NOHUGEPAGE)
+    mapping.madvise(mmap.MADV_HUGEPAGE if pages.startswith("huge") else mmap.MADV_NOHUGEPAGE)
     memory: Bytes = np.frombuffer(mapping, np.uint8)[begin : begin + num_bytes]
-    if pages == "touched":
+    if pages.endswith("touched"):
         memory[:] = 1
     return memory
 

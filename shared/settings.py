@@ -93,10 +93,6 @@ class Settings:
             raise _error(key, value, f"must be at least {minimum:g} s")
         return seconds
 
-    def unknown(self, prefix: str) -> tuple[str, ...]:
-        """Set keys that start with ``prefix`` and that no getter was asked for: likely misspelt."""
-        return tuple(sorted(key for key in self._environ if key.startswith(prefix) and key not in self._known))
-
     def _value(self, key: str) -> str | None:
         self._known.add(key)
         return self._environ.get(key, "").strip() or None

@@ -128,7 +128,7 @@ def replay(
             "or arrival_s,input_tokens,output_tokens[,model].",
         ),
     ] = None,
-    url: Annotated[str, typer.Option(help="The endpoint.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="The endpoint.", envvar="BLITZ_URL")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Model to ask for; by default the first that is served.")] = None,
     synthetic: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"Instead of a file, a look-alike: {', '.join(FIGURES)}.")

@@ -56,18 +56,26 @@ async def _scale(client: AdminClient, model: str, instances: int, hold_s: float,
 
 
 def _print(record: ScaleRecord) -> None:
+    if record.direction == "out":
+        times = [
+            ("trigger_to_first_byte_ms", _ms(record.trigger_to_first_byte_ms)),
+            ("layer_ready_ms", "[" + ", ".join(f"{at_ms:.1f}" for at_ms in record.layer_ready_ms) + "]"),
+            ("trigger_to_loaded_ms", _ms(record.trigger_to_loaded_ms)),
+            ("trigger_to_serving_ms", _ms(record.trigger_to_serving_ms)),
+            ("bytes", str(record.bytes)),
+            ("gbps", f"{record.gbps:.3f}"),
+        ]
+    elif record.direction == "in":
+        times = [("trigger_to_spare_ms", _ms(record.trigger_to_spare_ms))]
+    else:
+        times = [("reason", record.reason)]
     rows = [
         ("model", record.model),
         ("plan_id", record.plan_id),
         ("status", record.status),
         ("direction", record.direction),
         ("desired", str(record.desired)),
-        ("trigger_to_first_byte_ms", _ms(record.trigger_to_first_byte_ms)),
-        ("layer_ready_ms", "[" + ", ".join(f"{at_ms:.1f}" for at_ms in record.layer_ready_ms) + "]"),
-        ("trigger_to_loaded_ms", _ms(record.trigger_to_loaded_ms)),
-        ("trigger_to_serving_ms", _ms(record.trigger_to_serving_ms)),
-        ("bytes", str(record.bytes)),
-        ("gbps", f"{record.gbps:.3f}"),
+        *times,
         *(("left_out", line) for line in record.left_out),
     ]
     for name, value in rows:

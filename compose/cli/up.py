@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from compose import preflight
 from compose.config import DEFAULT_PORT, StackConfig, default_state_dir, default_workers
 from compose.demo_model import ensure_demo_model
 from compose.errors import StackRefused
@@ -56,6 +57,8 @@ def up(
         log_level=log_level,
     )
     if not config.models:
+        # A port in use is refused before anything is written.
+        preflight.check(config)
         config = _with_demo(config, lambda text: sink(_NAME, text))
     asyncio.run(_serve(config, sink, quiet, timeout_s))
 

@@ -32,6 +32,8 @@ class _Model:
     floor: Floor | None = None
     sent: int | None = None
     sent_at_s: float = field(default=float("-inf"))
+    told: bool | None = None
+    """Whether the log says that more (True) or fewer are wanted: it gets a line per change of direction."""
     triggered_at_s: float = 0.0
 
 
@@ -120,7 +122,8 @@ class MonitorService:
                 if not after:
                     break
         except BlitzError as error:
-            log.warning("no snapshot from the pool (%s): deciding on the last one", error)
+            level = logging.WARNING if self._models else logging.DEBUG
+            log.log(level, "no snapshot from the pool (%s): deciding on the last one", error)
             return
         for name in set(self._models) - set(models):
             del self._models[name]
@@ -141,7 +144,7 @@ class MonitorService:
             self._desired_gauge.labels(name).set(desired)
             self._needed_gauge.labels(name).set(verdict.needed)
             if desired == model.observed:
-                model.sent = None
+                model.sent = model.told = None
                 continue
             if desired != model.sent:
                 model.triggered_at_s = time.time()
@@ -172,5 +175,7 @@ class MonitorService:
             except BlitzError as error:
                 log.warning("demand for %s not published: %s", name, error)
                 return
-        if model.sent != desired:
+        direction = desired > model.observed
+        if model.told != direction:
+            model.told = direction
             log.info("%s: %d instances wanted, %d there: %s", name, desired, model.observed, verdict.reason)

@@ -19,7 +19,7 @@ from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.mock import MockEngine
 from services.worker.engine.thread import EngineThread
 from services.worker.engine.torch_engine import TorchEngine
-from shared.errors import BadCheckpoint, BlitzError, Conflict
+from shared.errors import BadCheckpoint, BlitzError, Conflict, Unavailable
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.common import InstanceState
 from shared.messages.registry import InstanceInfo, ModelRecord
@@ -57,6 +57,7 @@ class Instance:
         self._lifecycle.move_to("loading")
         self._thread = EngineThread(EngineLoop(engine, scheduler, time.monotonic), on_output, on_failure)
         self._pins = 0
+        self._retired = False
 
     @property
     def layout(self) -> ArenaLayout:
@@ -99,8 +100,8 @@ class Instance:
         self._lifecycle.move_to("draining")
 
     def revive(self) -> bool:
-        """Serve again if it still drains."""
-        if self.state != "draining":
+        """Serve again if it still drains; False once it was found idle and is on its way out."""
+        if self.state != "draining" or self._retired:
             return False
         self._lifecycle.move_to("serving")
         return True
@@ -132,8 +133,12 @@ class Instance:
         """Wait until nothing runs here and nobody reads the copy; False if it was revived meanwhile."""
         while self.state == "draining":
             # The thread's own figures may lag behind a request it was just handed.
-            queued = await asyncio.wrap_future(self._thread.call(lambda loop: loop.scheduler.num_requests))
+            try:
+                queued = await asyncio.wrap_future(self._thread.call(lambda loop: loop.scheduler.num_requests))
+            except Unavailable:
+                return True  # another waiter found it idle first, and stopped the engine
             if queued == 0 and self._pins == 0 and self.state == "draining":
+                self._retired = True
                 return True
             await asyncio.sleep(0.01)
         return False

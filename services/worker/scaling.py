@@ -52,6 +52,8 @@ class Scaling:
         self._last_epoch = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining: asyncio.Task[None] | None = None
+        self._drain_plan_id = ""
+        """The newest drain: a revival and the next drain may come while the first one still waits."""
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -171,20 +173,22 @@ class Scaling:
     def _start_drain(self, plan_id: str) -> None:
         """Refuse new requests, finish what runs, and become spare."""
         instance = self.instance
-        if instance is None or self._draining is not None or instance.state != "serving":
+        if instance is None or instance.state != "serving":
             return
         instance.drain()
         self._changed()
-        self._draining = self._spawn(self._drain(instance, plan_id))
+        self._drain_plan_id = plan_id
+        if self._draining is None:
+            self._draining = self._spawn(self._drain(instance))
 
-    async def _drain(self, instance: Instance, plan_id: str) -> None:
-        attributes = {"blitz.plan_id": plan_id, "blitz.worker_id": self._worker_id}
+    async def _drain(self, instance: Instance) -> None:
+        attributes = {"blitz.plan_id": self._drain_plan_id, "blitz.worker_id": self._worker_id}
         with tracer().start_as_current_span("worker.drain", attributes=attributes):
             try:
                 if not await instance.idle():
                     return  # revived
                 await self._vacate(instance)
-                await self._progress.tell(plan_id, instance.instance_id, "spare")
+                await self._progress.tell(self._drain_plan_id, instance.instance_id, "spare")
             finally:
                 self._draining = None
 

@@ -109,8 +109,12 @@ class Serving:
             raise Conflict(f"worker {self._worker_id} has no instance that takes requests")
         instance.check_admits(request.instance_id)
         offset = len(request.output_token_ids)
+        older = self._streams.attempt_of(request.request_id)
         if not self._streams.open(request.request_id, request.attempt, request.gateway_id, offset):
             return Ack()  # the submit was repeated: it runs already
+        if older is not None:
+            # Its cancel may be lost on the way, and nobody reads it any more.
+            instance.engine.cancel(request.request_id, older)
         self._gateways.setdefault(request.gateway_id, _Gateway(time.monotonic(), 30.0))
         key = (request.request_id, request.attempt)
         span = tracer().start_span(
@@ -140,8 +144,8 @@ class Serving:
             await asyncio.wrap_future(instance.engine.submit(sequence))
         except BlitzError as error:
             self._streams.forget(*key)
-            self._spans.pop(key).end()
             span.set_status(Status(StatusCode.ERROR, str(error)))
+            self._spans.pop(key).end()
             raise
         return Ack()
 

@@ -46,6 +46,11 @@ class Streams:
         self._streams[request_id] = _Stream(gateway_id, attempt, offset)
         return True
 
+    def attempt_of(self, request_id: str) -> int | None:
+        """The attempt that is open here, if any is."""
+        known = self._streams.get(request_id)
+        return None if known is None else known.attempt
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
 

@@ -134,6 +134,7 @@ class TargetRecord(msgspec.Struct, frozen=True, kw_only=True):
     layer_ready_ms: tuple[float, ...] = ()
     loaded_ms: float | None = None
     serving_ms: float | None = None
+    spare_ms: float | None = None
     received_bytes: int = 0
     failure: str = ""
 
@@ -154,6 +155,8 @@ class ScaleRecord(Message, frozen=True, kw_only=True, tag="scale_record.v1"):
     """Per layer, when the last target had it."""
     trigger_to_loaded_ms: float | None = None
     trigger_to_serving_ms: float | None = None
+    trigger_to_spare_ms: float | None = None
+    """Scaling in: when the last target had drained."""
     bytes: int = 0
     """Bytes received by all targets."""
     gbps: float = 0.0

@@ -56,9 +56,7 @@ class Cluster:
         planner = PlannerService(self.broker.bus("planner"), lease_ttl_s=5.0, metrics=metrics)
         runs = [pool.run(self._stopping), planner.run(self._stopping)]
         if monitor:
-            service = MonitorService(
-                self.broker.bus("monitor"), POLICY, interval_s=0.02, repeat_s=0.1, metrics=metrics
-            )
+            service = MonitorService(self.broker.bus("monitor"), POLICY, interval_s=0.02, repeat_s=0.1, metrics=metrics)
             runs.append(service.run(self._stopping))
         self._services = [asyncio.create_task(run) for run in runs]
         for index in range(num_workers):
@@ -147,9 +145,7 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def running_cluster(
-    redis_url: str, num_workers: int = 3, *, monitor: bool = True
-) -> AsyncIterator[Cluster]:
+async def running_cluster(redis_url: str, num_workers: int = 3, *, monitor: bool = True) -> AsyncIterator[Cluster]:
     """A cluster whose workers are registered. Every service ends with the block, whatever happened in it."""
     cluster = Cluster(redis_url)
     try:

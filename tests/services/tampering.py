@@ -57,9 +57,7 @@ class TamperingTransport(TensorTransport):
         return _TamperingChannel(self, await self.real.connect(address, same_host=same_host, timeout_s=timeout_s))
 
     def recv(self, buffer: Buffer, tag: int, *, source: Channel | None = None) -> Transfer:
-        return self.real.recv(
-            buffer, tag, source=source.channel if isinstance(source, _TamperingChannel) else source
-        )
+        return self.real.recv(buffer, tag, source=source.channel if isinstance(source, _TamperingChannel) else source)
 
     async def close(self) -> None:
         await self.real.close()

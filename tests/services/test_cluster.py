@@ -254,9 +254,7 @@ async def test_two_models_that_want_the_same_workers_never_share_one(redis_url: 
         await cluster.add_model("b", kind="qwen2")
         await cluster.scale(1, "a")
         await cluster.scale(1, "b")
-        answers = await asyncio.gather(
-            cluster.start_scale(3, "a"), cluster.start_scale(3, "b"), return_exceptions=True
-        )
+        answers = await asyncio.gather(cluster.start_scale(3, "a"), cluster.start_scale(3, "b"), return_exceptions=True)
         winners = [name for name, a in zip("ab", answers, strict=True) if isinstance(a, ScaleRecord)]
         refusals = [a for a in answers if isinstance(a, BaseException)]
         assert len(winners) == 1

@@ -62,9 +62,3 @@ def test_a_bad_value_is_refused_by_key_and_value(value: str, get: Callable[[Sett
 def test_a_required_value_that_is_absent_is_named() -> None:
     with pytest.raises(SettingsError, match="KEY is not set"):
         Settings({}).text("KEY")
-
-
-def test_keys_that_nobody_asked_for_are_listed() -> None:
-    settings = Settings({"BLITZ_PROT": "1", "BLITZ_PORT": "1", "HOME": "/"})
-    settings.integer("BLITZ_PORT")
-    assert settings.unknown("BLITZ_") == ("BLITZ_PROT",)

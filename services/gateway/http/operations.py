@@ -15,6 +15,7 @@ def operations_router(gateway: Gateway) -> APIRouter:
     registry = CollectorRegistry()
     registry.register(gateway.metrics)
 
+    @router.get("/ready", include_in_schema=False)
     @router.get("/health")
     async def health() -> dict[str, str]:
         """200 while requests can be served."""

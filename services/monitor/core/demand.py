@@ -1,4 +1,4 @@
-"""How many instances a model needs (design section 9; paper section 5.3).
+"""How many instances a model needs (paper section 5.3).
 
 In units of one instance:
 
@@ -31,7 +31,7 @@ class DemandPolicy:
     """Within how long a backlog should be drained (the TTFT objective's slack)."""
     prefill_tokens_per_s: float = 0.0
     """Offline profile of one instance; 0 measures it."""
-    assumed_tokens_per_s: float = 5000.0
+    assumed_tokens_per_s: float = 2000.0
     """Until something was measured."""
     utilisation: float = 0.9
     kv_upper_bound: float = 0.9

@@ -1,4 +1,4 @@
-"""The record of each scale operation, built from progress events (design section 12)."""
+"""The record of each scale operation, built from progress events."""
 
 from __future__ import annotations
 
@@ -160,6 +160,7 @@ class Operation:
             layer_ready_ms=ready,
             trigger_to_loaded_ms=self._last_ms([t.loaded_s for t in targets]),
             trigger_to_serving_ms=self._last_ms([t.serving_s for t in targets]),
+            trigger_to_spare_ms=self._last_ms([t.spare_s for t in targets]),
             bytes=sum(t.received_bytes for t in targets),
             gbps=min((g for g in map(_gbps, targets) if g is not None), default=0.0),
             targets=tuple(
@@ -170,6 +171,7 @@ class Operation:
                     layer_ready_ms=tuple(self._ms(t.layers_s[i]) or 0.0 for i in sorted(t.layers_s)),
                     loaded_ms=self._ms(t.loaded_s),
                     serving_ms=self._ms(t.serving_s),
+                    spare_ms=self._ms(t.spare_s),
                     received_bytes=t.received_bytes,
                     failure=t.failure,
                 )

@@ -65,6 +65,7 @@ def test_scaling_in_ends_when_every_target_is_spare() -> None:
     assert not op.finished
     op.apply(event("w2", "spare", 102.0))
     assert op.record().status == "done"
+    assert op.record().trigger_to_spare_ms == 2000.0
 
 
 def test_a_target_that_returns_to_spare_without_serving_failed() -> None:

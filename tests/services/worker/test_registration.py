@@ -1,0 +1,65 @@
+"""A worker's standing with the registry."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.worker import service
+from shared.errors import Unavailable
+from shared.messages.registry import HeartbeatAck
+from tests.services.waiting import eventually
+from tests.services.worker.lone_worker import LoneWorker, lone_worker
+
+
+async def test_reports_carry_growing_sequences_of_one_incarnation(alone: LoneWorker) -> None:
+    alone.pool.ack = HeartbeatAck(lease_s=0.1)
+    await alone.serve()
+    await eventually(lambda: len(alone.pool.heartbeats) >= 6)
+    sequences = [h.sequence for h in alone.pool.heartbeats]
+    assert sequences == sorted(set(sequences))
+    assert len({h.worker.incarnation for h in alone.pool.heartbeats}) == 1
+
+
+async def test_every_change_of_state_is_reported_at_once(alone: LoneWorker) -> None:
+    alone.pool.ack = HeartbeatAck(lease_s=3600.0)
+    known = len(alone.pool.heartbeats)
+    await eventually(lambda: len(alone.pool.heartbeats) > known)  # the one that brings the long lease
+    instance_id = await alone.serve()
+    await eventually(lambda: alone.pool.heartbeats[-1].state == "serving")
+    await alone.drain(instance_id)
+    await eventually(lambda: alone.pool.heartbeats[-1].state == "spare")
+    states = [h.state for h in alone.pool.heartbeats]
+    assert "loading" in states
+    assert alone.pool.heartbeats[-1].instance is None
+
+
+async def test_refused_reports_are_repeated_soon(alone: LoneWorker) -> None:
+    alone.pool.errors["heartbeat"] = [Unavailable("Redis is away")] * 3
+    known = len(alone.pool.heartbeats)
+    await eventually(lambda: len(alone.pool.heartbeats) > known, timeout_s=5.0)
+    assert alone.pool.errors["heartbeat"] == []
+
+
+async def test_a_registry_that_lost_the_model_gets_it_back(alone: LoneWorker) -> None:
+    alone.pool.ack = HeartbeatAck(lease_s=0.6, wants_model=True)
+    known = len(alone.pool.heartbeats)
+    await eventually(lambda: len(alone.pool.heartbeats) > known)
+    assert alone.pool.restored == [], "a spare worker has none to give"
+    await alone.serve()
+    await eventually(lambda: alone.pool.restored)
+    assert alone.pool.restored[0] == alone.model
+
+
+async def test_the_last_report_says_goodbye() -> None:
+    async with lone_worker() as alone:
+        await alone.worker.stop()
+        assert [h.leaving for h in alone.pool.heartbeats][-2:] == [False, True]
+
+
+async def test_a_worker_can_leave_without_a_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "JOIN_TIMEOUT_S", 0.2)
+    async with lone_worker() as alone:
+        await alone.serve()
+        await alone.pool.bus.close()
+        await alone.worker.stop()
+        assert not alone.pool.heartbeats[-1].leaving

@@ -1,0 +1,227 @@
+"""Plans as one worker carries them out, or does not."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shared import subjects
+from shared.bus.memory import MemoryBroker
+from shared.errors import Conflict, NotFound
+from shared.messages.common import Ack
+from shared.messages.registry import HeartbeatAck
+from shared.messages.scaling import Chain, FetchRange
+from tests.services.fake_gateway import expected_tokens
+from tests.services.waiting import eventually
+from tests.services.worker.lone_worker import CHUNK_BYTES, LoneWorker, lone_worker
+
+
+async def test_a_plan_is_reported_step_by_step_and_its_instance_registered(alone: LoneWorker) -> None:
+    plan = alone.plan(epoch=10)
+    await alone.publish(plan)
+    await alone.reported(plan.plan_id, "serving")
+    assert alone.events(plan.plan_id) == ["accepted", "first_byte", "loaded", "serving"]
+    layers = [p.layer for p in alone.progress if p.event == "layer_ready"]
+    assert layers == list(range(alone.model.spec.num_layers))
+    received = [p.received_bytes for p in alone.progress if p.event in ("layer_ready", "loaded")]
+    assert received == sorted(received)
+    assert received[-1] == alone.model.weights_bytes
+    await eventually(lambda: alone.pool.heartbeats[-1].state == "serving")
+    instance = alone.pool.heartbeats[-1].instance
+    assert instance is not None
+    assert (instance.instance_id, instance.epoch, instance.plan_id) == ("i1", 10, plan.plan_id)
+    assert instance.weights_digest
+    assert instance.layers_ready == alone.model.spec.num_layers
+
+
+async def test_an_expired_plan_is_ignored(alone: LoneWorker) -> None:
+    expired = alone.plan(epoch=10, expires_in_s=-1.0)
+    await alone.publish(expired)
+    await alone.serve(epoch=11)
+    assert alone.events(expired.plan_id) == []
+
+
+@pytest.mark.parametrize("epoch", [9, 10])
+async def test_a_plan_of_an_older_lease_is_ignored_even_by_a_spare_worker(alone: LoneWorker, epoch: int) -> None:
+    instance_id = await alone.serve(epoch=10)
+    await alone.drain(instance_id)
+    await alone.reported("drain-1", "spare")
+    outdated = alone.plan(epoch=epoch)
+    await alone.publish(outdated)
+    await alone.serve(epoch=11)
+    assert alone.events(outdated.plan_id) == []
+
+
+async def test_a_plan_for_a_busy_worker_is_reported_failed_and_disturbs_nothing(alone: LoneWorker) -> None:
+    instance_id = await alone.serve(epoch=10)
+    second = alone.plan(epoch=11)
+    await alone.publish(second)
+    await alone.reported(second.plan_id, "failed")
+    assert "busy" in next(p.detail for p in alone.progress if p.plan_id == second.plan_id)
+    await alone.submit(instance_id, "r")
+    await alone.gateway.end_of("r")
+    assert alone.gateway.tokens("r") == expected_tokens(8)
+
+
+async def test_a_plan_for_somebody_else_is_nobodys_business(alone: LoneWorker) -> None:
+    member = msgspec.structs.replace(alone.chain_member("i9", 10), worker_id="w9")
+    chain = Chain(source_kind="disk", source=None, targets=(member,), chunk_bytes=CHUNK_BYTES)
+    plan = alone.plan(epoch=10, chain=chain)
+    await alone.publish(plan)
+    await alone.serve(epoch=11)
+    assert alone.events(plan.plan_id) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "hint"),
+    [({"arena_bytes": 1 << 16}, "BLITZ_WORKER_ARENA_MIB"), ({"kv_bytes": 1 << 14}, "BLITZ_WORKER_KV_MIB")],
+)
+async def test_a_model_that_does_not_fit_is_refused_with_the_setting_to_raise(
+    config: dict[str, object], hint: str
+) -> None:
+    async with lone_worker(**config) as alone:
+        plan = alone.plan(epoch=10)
+        await alone.publish(plan)
+        await alone.reported(plan.plan_id, "failed")
+        assert hint in alone.progress[-1].detail
+        assert alone.worker.instance is None
+
+
+async def test_another_layout_than_the_planners_is_refused(alone: LoneWorker) -> None:
+    plan = alone.plan(epoch=10, model=msgspec.structs.replace(alone.model, layout_hash="other"))
+    await alone.publish(plan)
+    await alone.reported(plan.plan_id, "failed")
+    assert "layout" in alone.progress[-1].detail
+    await alone.serve(epoch=11)
+
+
+async def test_a_checkpoint_that_is_gone_fails_the_load_and_the_worker_is_spare_again(
+    alone: LoneWorker, tmp_path: Path
+) -> None:
+    path = shutil.copytree(alone.model.path, tmp_path / "gone")
+    (path / "model.safetensors").unlink()
+    plan = alone.plan(epoch=10, model=msgspec.structs.replace(alone.model, path=str(path)))
+    await alone.publish(plan)
+    await alone.reported(plan.plan_id, "failed")
+    assert "model.safetensors" in alone.progress[-1].detail
+    await eventually(lambda: alone.pool.heartbeats[-1].state == "spare")
+    assert alone.worker.fatal == []
+    await alone.serve(epoch=11)
+
+
+async def test_a_chain_without_a_source_fails_its_target(alone: LoneWorker) -> None:
+    chain = Chain(source_kind="gpu", source=None, targets=(alone.chain_member("i9", 10),), chunk_bytes=CHUNK_BYTES)
+    plan = alone.plan(epoch=10, chain=chain)
+    await alone.publish(plan)
+    await alone.reported(plan.plan_id, "failed")
+    assert "no source" in alone.progress[-1].detail
+
+
+async def test_a_drain_right_after_a_revival_is_carried_out(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    await alone.pause()
+    await alone.submit(instance_id, "r")
+    await alone.drain(instance_id, "drain-1")
+    await alone.drain(instance_id, "revive-1", revive=True)
+    await alone.drain(instance_id, "drain-2")
+    await alone.reported("revive-1", "serving")
+    alone.resume()
+    await alone.gateway.end_of("r")
+    await alone.reported("drain-2", "spare")
+    assert alone.worker.instance is None
+
+
+async def test_a_drain_of_another_instance_is_ignored(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    await alone.drain("older-instance", "drain-1")
+    await alone.drain(instance_id, "drain-2")
+    await alone.reported("drain-2", "spare")
+    assert alone.events("drain-1") == []
+
+
+async def test_a_drain_waits_until_nobody_reads_the_copy(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    with alone.worker.serving.pinned():
+        await alone.drain(instance_id)
+        await eventually(lambda: alone.worker.serving.state == "draining")
+        await asyncio.sleep(0.1)
+        assert alone.worker.instance is not None
+    await alone.reported("drain-1", "spare")
+
+
+async def test_an_instance_whose_model_was_removed_drains(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    alone.pool.ack = HeartbeatAck(lease_s=0.6, stop_instance="older-instance")
+    known = len(alone.pool.heartbeats)
+    await eventually(lambda: len(alone.pool.heartbeats) > known + 1)
+    assert alone.worker.serving.state == "serving"
+    alone.pool.ack = HeartbeatAck(lease_s=0.6, stop_instance=instance_id)
+    await eventually(lambda: alone.worker.instance is None)
+
+
+async def test_the_next_model_in_the_same_memory_serves_its_own_tokens(alone: LoneWorker) -> None:
+    for epoch in (10, 11, 12):
+        instance_id = await alone.serve(epoch=epoch)
+        await alone.submit(instance_id, f"r{epoch}")
+        await alone.gateway.end_of(f"r{epoch}")
+        assert alone.gateway.tokens(f"r{epoch}") == expected_tokens(8)
+        await alone.drain(instance_id, f"drain-{epoch}")
+        await alone.reported(f"drain-{epoch}", "spare")
+
+
+async def test_a_broken_engine_asks_for_a_restart_and_ends_its_requests(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    await alone.pause()
+    await alone.submit(instance_id, "r")
+
+    def sabotage(loop: object) -> None:
+        loop.step = None  # type: ignore[attr-defined]
+
+    await asyncio.wrap_future(alone.worker.serving.engine.call(sabotage))
+    alone.resume()
+    end = await alone.gateway.end_of("r")
+    assert end.finish_reason == "error"
+    assert end.error is not None
+    await eventually(lambda: alone.worker.fatal)
+    assert "engine" in alone.worker.fatal[0]
+    await alone.worker.kill()
+
+
+def _fetch(alone: LoneWorker, **changes: object) -> FetchRange:
+    unit = alone.worker.serving.layout.units[1] if alone.worker.instance else None
+    fields: dict[str, object] = {
+        "plan_id": "p",
+        "worker_id": "w1",
+        "transport_address": b"",
+        "host": "host-b",
+        "epoch": 7,
+        "index": 1 << 23,
+        "unit": 1,
+        "offset": unit.offset if unit else 0,
+        "num_bytes": 64,
+    }
+    return FetchRange(**(fields | changes))  # type: ignore[arg-type]
+
+
+async def _ask(broker: MemoryBroker, request: FetchRange) -> Ack:
+    return await broker.bus("w1").request(subjects.worker_fetch("w0"), request, Ack, timeout_s=5.0)
+
+
+async def test_a_verified_range_is_sent_again_and_others_are_refused(alone: LoneWorker) -> None:
+    with pytest.raises(NotFound):
+        await _ask(alone.broker, _fetch(alone))
+    await alone.serve()
+    peer = alone.fabric.start(name="w1")
+    request = _fetch(alone, transport_address=peer.address)
+    into = bytearray(64)
+    receive = peer.recv(into, request.epoch << 24 | request.index)
+    await _ask(alone.broker, request)
+    await receive.wait(timeout_s=5.0)
+    assert into == bytes(alone.worker.serving.copy.arena.memory(request.offset, 64))
+    with pytest.raises(Conflict):
+        await _ask(alone.broker, _fetch(alone, transport_address=peer.address, offset=0))
+    await peer.close()
