@@ -27,6 +27,12 @@ def bench() -> None:
     """Measure parts of the system on this machine."""
 
 
+@app.command("transport", context_settings=_PASS_ON, add_help_option=False)
+def transport(context: typer.Context) -> None:
+    """GB/s between two processes of this machine over UCX, beside a plain memory copy in the same run."""
+    _hand_over(context, "bench.transport")
+
+
 @app.command("autoscale", context_settings=_PASS_ON, add_help_option=False)
 def autoscale(context: typer.Context) -> None:
     """A trace against a stack of one instance: how the monitor scales it, and whether every token stays right."""

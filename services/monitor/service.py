@@ -127,6 +127,8 @@ class MonitorService:
             return
         for name in set(self._models) - set(models):
             del self._models[name]
+            self._desired_gauge.remove(name)
+            self._needed_gauge.remove(name)
         for name, record in models.items():
             known = self._models.get(name)
             if known is None or known.record.model_hash != record.model_hash:

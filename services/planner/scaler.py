@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opentelemetry import trace
 
@@ -96,7 +96,11 @@ class Scaler:
         self, plan_id: str, model: ModelRecord, decision: Decision, view: RegistryView, wish: Wish
     ) -> Operation:
         spare = [w.worker for w in view.workers if w.state == "spare" and not w.lease_plan_id]
-        multicast = plan_multicast(sources_of(view.workers, model), spare, decision.load, model.weights_bytes)
+        fitting = [w for w in spare if w.arena_bytes >= model.weights_bytes]
+        multicast = plan_multicast(sources_of(view.workers, model), fitting, decision.load, model.weights_bytes)
+        if multicast.left_out and len(fitting) < len(spare):
+            small = f"{len(spare) - len(fitting)} spare workers' arenas hold less than {model.weights_bytes} bytes"
+            multicast = replace(multicast, left_out=(*multicast.left_out, small))
         if not multicast.chains:
             raise NoCapacity("; ".join(multicast.left_out))
         worker_ids = tuple(w.worker_id for chain in multicast.chains for w in chain.targets)

@@ -25,6 +25,7 @@ class WorkerConfig:
     engine: Literal["torch", "mock"]
     num_threads: int
     arena_bytes: int
+    prefault_bytes: int
     kv_bytes: int
     block_size: int
     max_running_requests: int
@@ -58,6 +59,7 @@ class WorkerConfig:
             engine=cast(Literal["torch", "mock"], engine),
             num_threads=env.integer("BLITZ_WORKER_THREADS", default=1, minimum=1),
             arena_bytes=env.integer("BLITZ_WORKER_ARENA_MIB", default=8192, minimum=1) * MIB,
+            prefault_bytes=env.integer("BLITZ_WORKER_PREFAULT_MIB", default=0, minimum=0) * MIB,
             kv_bytes=env.integer("BLITZ_WORKER_KV_MIB", default=1024, minimum=1) * MIB,
             block_size=env.integer("BLITZ_WORKER_BLOCK_SIZE", default=16, minimum=1),
             max_running_requests=env.integer("BLITZ_WORKER_MAX_RUNNING", default=128, minimum=1),

@@ -162,6 +162,7 @@ class InstanceFactory:
         self._on_output = on_output
         self._on_failure = on_failure
         self._arena = HostArena.allocate(config.arena_bytes)
+        self._arena.prefault(config.prefault_bytes)
         self._kv = KvPool.allocate(config.kv_bytes)
 
     def create(self, plan: ScalePlan, member: ChainMember) -> Instance:
@@ -209,6 +210,9 @@ class InstanceFactory:
         return TorchEngine(layout, self._arena, self._kv, num_blocks=num_blocks, block_size=config.block_size)
 
     def release(self) -> None:
-        """The instance is gone: its pages may go back to the system."""
-        self._arena.release()
+        """The instance is gone: the KV pool's pages may go back to the system.
+
+        The arena keeps its own: it may be registered with a NIC, and the next model arrives
+        faster in pages that exist.
+        """
         self._kv.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shared.transport.base import TAG_CHUNK_BITS, Buffer, Channel, TensorTransport, Transfer
+from shared.transport.transfer import PostedTransfer
 
 Tamper = Callable[[Buffer, int], tuple[Buffer, int]]
 """(buffer, tag) as posted -> as sent."""
@@ -48,6 +49,8 @@ class TamperingTransport(TensorTransport):
     def __init__(self, real: TensorTransport) -> None:
         self.real = real
         self.tamper: Tamper | None = None
+        self.stuck_from: int | None = None
+        """Receives from this index on never end, not even when they are aborted."""
 
     @property
     def address(self) -> bytes:
@@ -57,6 +60,8 @@ class TamperingTransport(TensorTransport):
         return _TamperingChannel(self, await self.real.connect(address, same_host=same_host, timeout_s=timeout_s))
 
     def recv(self, buffer: Buffer, tag: int, *, source: Channel | None = None) -> Transfer:
+        if self.stuck_from is not None and index_of(tag) >= self.stuck_from:
+            return PostedTransfer(buffer, tag, lambda _: None)
         return self.real.recv(buffer, tag, source=source.channel if isinstance(source, _TamperingChannel) else source)
 
     async def close(self) -> None:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.planner.core import operations
+from services.worker.data_plane import transfer
+from services.worker.data_plane.pieces import REFETCH_INDEX
 from shared.errors import Conflict, NoCapacity
 from shared.messages.scaling import ScaleRecord
 from tests.services.cluster import LEASE_S, Cluster, running_cluster
@@ -212,6 +214,25 @@ async def test_a_stalled_transfer_fails_and_its_target_takes_the_next_plan(redis
         cluster.workers[source.worker.worker_id].transport.tamper = None
         assert (await cluster.scale(2)).status == "done"
         assert len(cluster.digests(await cluster.serving(2))) == 1
+
+
+@pytest.mark.parametrize("index", [2, REFETCH_INDEX])
+async def test_a_buffer_that_is_never_given_back_asks_for_a_restart(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, index: int
+) -> None:
+    monkeypatch.setattr(transfer, "SETTLE_S", 0.2)
+    async with running_cluster(redis_url, 2, monitor=False) as cluster:
+        await cluster.add_model()
+        await cluster.scale(1)
+        (source,) = await cluster.serving(1)
+        (target,) = set(cluster.workers) - {source.worker.worker_id}
+        cluster.workers[source.worker.worker_id].transport.tamper = corrupt(3)
+        cluster.workers[target].transport.stuck_from = index
+        record = await cluster.record((await cluster.start_scale(2)).plan_id)
+        assert record.status == "failed"
+        assert "still posted" in cluster.workers[target].fatal[0]
+        # A late write could still come: this memory takes no other model.
+        await cluster.states(**{target: "failed"})
 
 
 async def test_a_removed_models_instances_drain_and_do_not_bring_it_back(cluster: Cluster) -> None:

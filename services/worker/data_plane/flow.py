@@ -15,10 +15,17 @@ from services.worker.data_plane.pieces import HEADER_INDEX, Piece
 from services.worker.data_plane.weight_copy import WeightCopy
 from shared.transport.base import Channel, TensorTransport, Transfer, tag_of
 
-SEND_WINDOW = 4
-"""Sends in flight to one peer: enough to keep a link full, few enough to stop soon."""
-RECEIVE_WINDOW = 16
-"""Receives posted ahead, so that no chunk waits for its buffer."""
+SEND_WINDOW_BYTES = 8 * 1024 * 1024
+"""In flight to one peer: enough to keep a link full, little enough to stop soon."""
+RECEIVE_WINDOW_BYTES = 4 * SEND_WINDOW_BYTES
+"""Posted ahead, so that no chunk waits for its buffer."""
+MIN_WINDOW = 4
+
+
+def _window(pieces: tuple[Piece, ...], window_bytes: int) -> int:
+    """Pieces in flight: by bytes, but never so few that the link waits for this process."""
+    return max(MIN_WINDOW, window_bytes // max(p.num_bytes for p in pieces))
+
 
 OnError = Callable[[Exception], None]
 
@@ -45,6 +52,7 @@ class Outflow:
         self._on_done = on_done
         self._on_error = on_error
         self._lock = threading.Lock()
+        self._window = _window(pieces, SEND_WINDOW_BYTES)
         self._available = 0
         self._next = 0
         self._posted: set[Transfer] = set()
@@ -83,7 +91,7 @@ class Outflow:
             self._pumping = True
         while True:
             with self._lock:
-                full = len(self._posted) >= SEND_WINDOW
+                full = len(self._posted) >= self._window
                 if self._ended or full or self._next >= self._available:
                     self._pumping = False
                     return
@@ -142,6 +150,7 @@ class Inflow:
         self._on_error = on_error
         self._lock = threading.Lock()
         self._next = 0
+        self._window = _window(pieces, RECEIVE_WINDOW_BYTES)
         self._arrived = [False] * len(pieces)
         self._prefix = 0
         self._missing = [0] * len(copy.layout.units)
@@ -186,7 +195,7 @@ class Inflow:
             self._pumping = True
         while True:
             with self._lock:
-                full = len(self._posted) >= RECEIVE_WINDOW
+                full = len(self._posted) >= self._window
                 if self._ended or full or self._next >= len(self._pieces):
                     self._pumping = False
                     return

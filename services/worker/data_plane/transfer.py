@@ -253,7 +253,9 @@ def _settle_outcome(task: asyncio.Task[None], done: asyncio.Future[None]) -> Non
 
 async def _cancelled(task: asyncio.Task[None]) -> None:
     task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    (outcome,) = await asyncio.gather(task, return_exceptions=True)
+    if isinstance(outcome, BuffersStuck):
+        raise outcome
 
 
 def _check_header(got: Header, expected: Header) -> None:
@@ -287,7 +289,9 @@ async def _verify(
                 await fetch_again(index, unit, offset, num_bytes)
                 await receive.wait(timeout_s=SETTLE_S)
             finally:
+                # It may be matched already, and its bytes on their way into the arena.
                 receive.abort()
+                await _quiet(lambda receive=receive: receive.done)  # type: ignore[misc]
     raise TransportError(f"unit {unit} does not match its checksums after {MAX_FETCHES} tries")
 
 

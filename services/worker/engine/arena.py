@@ -104,6 +104,10 @@ class HostMemory:
         self.check_range(offset, count * dtype.itemsize)
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._begin + offset).view(*shape)
 
+    def prefault(self, num_bytes: int) -> None:
+        """Commit the first ``num_bytes`` now: a first touch costs more than the copy that causes it."""
+        self.bytes[: min(num_bytes, self.capacity_bytes) : mmap.PAGESIZE] = 0
+
     def release(self) -> None:
         """Give all pages back to the system; contents become zeros."""
         self._map.madvise(mmap.MADV_DONTNEED, self._begin, self.capacity_bytes)
@@ -142,6 +146,10 @@ class HostArena:
             xxhash.xxh3_64_intdigest(whole[begin : begin + CHECK_BYTES])
             for begin in range(0, unit.num_bytes, CHECK_BYTES)
         )
+
+    def prefault(self, num_bytes: int) -> None:
+        """Commit pages before weights arrive. Only for an empty arena: it writes."""
+        self._host.prefault(num_bytes)
 
     def release(self) -> None:
         self._host.release()

@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
+from safetensors.torch import load_file, save_file
 
 from services.pool.service import PoolService
 from services.pool.store import Store
@@ -31,7 +35,7 @@ from shared.messages.registry import (
     Snapshot,
     WorkerHeartbeat,
 )
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import tiny_checkpoint, write_checkpoint
 from tests.records import heartbeat, model
 
 LEASE_S = 0.6
@@ -44,7 +48,7 @@ class Pool:
     tables: list[RouteTable]
 
     async def ask(self, operation: str, message: object, reply: type) -> object:
-        return await self.broker.bus("client").request(subjects.pool(operation), message, reply, timeout_s=5.0)  # type: ignore[arg-type, type-var]
+        return await self.broker.bus("client").request(subjects.pool(operation), message, reply, timeout_s=5.0)  # type: ignore[arg-type]
 
     async def beat(self, report: WorkerHeartbeat) -> HeartbeatAck:
         return await self.ask("heartbeat", report, HeartbeatAck)  # type: ignore[return-value]
@@ -278,3 +282,68 @@ async def test_a_refused_model_leaves_nothing_registered(
         await pool.ask("add_model", AddModel(**(fields | changes)), ModelRecord)  # type: ignore[arg-type]
     assert (await pool.snapshot()).models == ()
     assert pool.tables == []
+
+
+WEIGHTS = "model.safetensors"
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+def _truncate(path: Path) -> None:
+    raw = (path / WEIGHTS).read_bytes()
+    (path / WEIGHTS).write_bytes(raw[: len(raw) // 2])
+
+
+def _write_garbage_header(path: Path) -> None:
+    with (path / WEIGHTS).open("r+b") as stream:
+        stream.seek(8)
+        stream.write(b"\xff" * 64)
+
+
+def _edit_tensors(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = {name: tensor.clone() for name, tensor in load_file(path / WEIGHTS).items()}
+    edit(tensors)
+    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+
+
+def _lose_a_tensor(path: Path) -> None:
+    _edit_tensors(path, lambda tensors: tensors.pop(Q_PROJ))
+
+
+def _reshape_a_tensor(path: Path) -> None:
+    _edit_tensors(path, lambda tensors: tensors.update({Q_PROJ: torch.zeros(64, 63)}))
+
+
+def _rename_the_architecture(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+
+
+def _keep_pickle_only(path: Path) -> None:
+    (path / WEIGHTS).rename(path / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (_truncate, (WEIGHTS, "truncated")),
+        (_write_garbage_header, (WEIGHTS, "header")),
+        (_lose_a_tensor, (WEIGHTS, Q_PROJ, "missing")),
+        (_reshape_a_tensor, (WEIGHTS, Q_PROJ, "[64, 63]")),
+        (_rename_the_architecture, ("config.json", "GPT2LMHeadModel")),
+        (_keep_pickle_only, ("pytorch_model.bin", "pickl")),
+    ],
+)
+async def test_a_damaged_checkpoint_is_refused_by_name_and_not_registered(
+    pool: Pool, tmp_path: Path, damage: Callable[[Path], None], named: tuple[str, ...]
+) -> None:
+    path = Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "bad"))
+    damage(path)
+    with pytest.raises(BadCheckpoint) as refused:
+        await pool.ask("add_model", AddModel(path=str(path)), ModelRecord)
+    for part in named:
+        assert part in refused.value.message
+    assert (await pool.snapshot()).models == ()
+    assert pool.tables == []
+    # The name is free for a good checkpoint.
+    good = await pool.ask("add_model", AddModel(path=str(tiny_checkpoint("llama")), name="bad"), ModelRecord)
+    assert isinstance(good, ModelRecord)

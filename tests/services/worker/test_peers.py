@@ -48,14 +48,17 @@ class Cluster:
         me = worker("w0", transport_address=self.transports["w0"].address)
         self.peers = Peers(self.broker.bus("w0"), self.recording, me, interval_s=0.02)  # type: ignore[arg-type]
 
-    def record(self, worker_id: str, *, serving: bool = False, **changes: object) -> WorkerRecord:
-        address = self.transports[worker_id].address
+    def record(
+        self, worker_id: str, *, serving: bool = False, host: str = "host-a", leaf: str = "leaf-0", life: int = 1
+    ) -> WorkerRecord:
         return worker_record(
             worker_id,
             model() if serving else None,
             "serving" if serving else "spare",
-            transport_address=address,
-            **changes,
+            transport_address=self.transports[worker_id].address,
+            host=host,
+            leaf=leaf,
+            incarnation=f"{worker_id}-{life}",
         )
 
     def connected(self) -> list[str]:
@@ -111,7 +114,7 @@ async def test_a_peer_that_fails_is_tried_again_and_holds_up_nobody(cluster: Clu
 async def test_a_restarted_peer_is_connected_again(cluster: Cluster) -> None:
     cluster.pool.workers = (cluster.record("w1"),)
     await eventually(lambda: cluster.connected() == ["w1"])
-    cluster.pool.workers = (cluster.record("w1", incarnation="reborn"),)
+    cluster.pool.workers = (cluster.record("w1", life=2),)
     await eventually(lambda: cluster.connected() == ["w1", "w1"])
 
 

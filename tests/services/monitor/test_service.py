@@ -1,0 +1,217 @@
+"""The monitor's shell: reports and snapshots in, demand out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.monitor import service as monitor_service
+from services.monitor.core.demand import DemandPolicy
+from services.monitor.service import MonitorService
+from shared import subjects
+from shared.bus.memory import MemoryBroker
+from shared.errors import Unavailable
+from shared.messages.load import Demand, ModelQueue, QueueReport
+from shared.messages.registry import Floor, ModelRecord, RouteTable
+from tests.records import model, worker_record
+from tests.services.fake_pool import FAR_FUTURE_S, FakePool
+from tests.services.waiting import eventually
+
+POLICY = DemandPolicy(rate_window_s=0.2, down_window_s=0.1, report_ttl_s=0.3, prefill_tokens_per_s=1000.0, slack_s=1.0)
+REPEAT_S = 0.1
+
+
+@dataclass
+class Rig:
+    """A monitor between a registry double and whoever listens to demand."""
+
+    broker: MemoryBroker = field(default_factory=MemoryBroker)
+    metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
+    demands: list[Demand] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pool = FakePool(self.broker)
+        self.client = self.broker.bus("client")
+        self.stopping = asyncio.Event()
+
+    async def start(self) -> None:
+        await self.pool.start()
+        await self.client.subscribe(subjects.demand(), Demand, self.demands.append)
+        monitor = MonitorService(
+            self.broker.bus("monitor"), POLICY, interval_s=0.01, repeat_s=REPEAT_S, metrics=self.metrics
+        )
+        self.task = asyncio.create_task(monitor.run(self.stopping))
+
+    async def show(self, record: ModelRecord | None, *, serving: int = 0, floor: int | None = None) -> None:
+        """Let the registry show this many serving instances, and wait until the monitor has looked."""
+        self.pool.models = () if record is None else (record,)
+        self.pool.workers = tuple(worker_record(f"w{i}", record, "serving") for i in range(serving)) if record else ()
+        self.pool.floors = (
+            (Floor(model=record.name, instances=floor, until_s=FAR_FUTURE_S),) if record and floor is not None else ()
+        )
+        known = self.pool.num_snapshots
+        await eventually(lambda: self.pool.num_snapshots >= known + 2)
+
+    async def queue(self, tokens: int) -> None:
+        """A gateway reports this many waiting prompt tokens."""
+        queue = ModelQueue(
+            model="m",
+            queued_requests=1,
+            queued_tokens=tokens,
+            arrived_requests_total=1,
+            arrived_prompt_tokens_total=tokens,
+            inflight_requests=0,
+        )
+        message = QueueReport(gateway_id="gw", published_at_s=time.time(), models=(queue,))
+        await self.client.publish(subjects.queue(), message)
+
+    async def wanted(self, desired: int) -> Demand:
+        """Wait for a demand of this number that is not older than now."""
+        known = len(self.demands)
+        await eventually(lambda: any(d.desired == desired for d in self.demands[known:]))
+        return next(d for d in self.demands[known:] if d.desired == desired)
+
+    async def quiet(self) -> None:
+        """Nothing is demanded for several repeats."""
+        known = len(self.demands)
+        await asyncio.sleep(3 * REPEAT_S)
+        assert self.demands[known:] == []
+
+    def gauge(self) -> float | None:
+        return self.metrics.get_sample_value("blitz_monitor_desired_instances", {"model": "m"})
+
+
+@contextlib.asynccontextmanager
+async def running() -> AsyncIterator[Rig]:
+    rig = Rig()
+    await rig.start()
+    yield rig
+    rig.stopping.set()
+    await rig.task
+
+
+@pytest.fixture
+async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
+    """A monitor that looks at the registry often."""
+    monkeypatch.setattr(monitor_service, "SNAPSHOT_INTERVAL_S", 0.02)
+    async with running() as made:
+        yield made
+
+
+async def test_an_unmet_demand_is_repeated_until_it_is_met(rig: Rig) -> None:
+    await rig.show(model(min_instances=2))
+    await eventually(lambda: len(rig.demands) >= 3)
+    assert {(d.model, d.desired, d.observed) for d in rig.demands} == {("m", 2, 0)}
+    assert len({d.publisher for d in rig.demands}) == 1
+    assert [d.sequence for d in rig.demands] == list(range(1, len(rig.demands) + 1))
+    assert len({d.triggered_at_s for d in rig.demands}) == 1, "a repeat is the same wish"
+    gaps = [b.published_at_s - a.published_at_s for a, b in zip(rig.demands, rig.demands[1:], strict=False)]
+    assert min(gaps) > 0.8 * REPEAT_S
+    await rig.show(model(min_instances=2), serving=2)
+    await rig.quiet()
+    assert rig.gauge() == 2
+
+
+async def test_a_lost_instance_is_asked_for_again(rig: Rig) -> None:
+    await rig.show(model(min_instances=2), serving=2)
+    await rig.quiet()
+    await rig.show(model(min_instances=2), serving=1)
+    assert (await rig.wanted(2)).observed == 1
+
+
+async def test_workers_leased_for_a_model_count_as_on_their_way(rig: Rig) -> None:
+    rig.pool.models = (model(min_instances=2),)
+    rig.pool.workers = (
+        worker_record("w0", lease_plan_id="p", lease_model="m"),
+        worker_record("w1", model(), "loading"),
+        worker_record("w2", model(), "draining"),
+    )
+    await eventually(lambda: rig.pool.num_snapshots >= 2)
+    rig.demands.clear()
+    await rig.quiet()
+
+
+async def test_a_floor_holds_while_there_is_no_load(rig: Rig) -> None:
+    await rig.show(model(min_instances=0), serving=3, floor=3)
+    await rig.quiet()
+    await rig.show(model(min_instances=0), serving=3, floor=1)
+    await rig.wanted(1)
+    await rig.show(model(min_instances=0), serving=1)
+    await rig.wanted(0)
+
+
+async def test_load_is_met_within_the_models_limits(rig: Rig) -> None:
+    await rig.show(model(min_instances=1, max_instances=3), serving=1)
+
+    async def keep_reporting() -> None:
+        while True:
+            await rig.queue(20_000)
+            await asyncio.sleep(0.02)
+
+    reporting = asyncio.create_task(keep_reporting())
+    demand = await rig.wanted(3)
+    assert "20000 waiting" in demand.reason
+    await rig.show(model(min_instances=1, max_instances=3), serving=3)
+    await rig.quiet()
+    reporting.cancel()
+    # The reports age, and the load is forgotten with them; the minimum stays.
+    await rig.wanted(1)
+    assert 0 not in {d.desired for d in rig.demands}
+
+
+async def test_a_removed_model_is_forgotten(rig: Rig) -> None:
+    await rig.show(model(min_instances=2))
+    await rig.wanted(2)
+    await rig.show(None)
+    await rig.quiet()
+    assert rig.gauge() is None, "its last figure is not shown for ever"
+
+
+async def test_a_model_of_another_hash_starts_afresh(rig: Rig) -> None:
+    await rig.show(model(min_instances=0, max_instances=5), serving=0)
+    await rig.queue(2000)
+    await eventually(lambda: any(d.desired >= 2 for d in rig.demands))
+    await rig.show(model(min_instances=0, max_instances=5, model_hash="other"), serving=0)
+    rig.demands.clear()
+    await rig.quiet()
+
+
+async def test_an_outage_of_the_registry_leaves_the_last_picture(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    await rig.show(model(min_instances=2), serving=1)
+    rig.pool.errors["snapshot"] = [Unavailable("Redis is away")] * 10_000
+    await eventually(lambda: "deciding on the last one" in caplog.text)
+    assert (await rig.wanted(2)).observed == 1
+    rig.pool.errors["snapshot"].clear()
+    await rig.show(model(min_instances=2), serving=2)
+    await rig.quiet()
+
+
+async def test_changed_routes_are_looked_at_without_waiting_for_the_next_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(monitor_service, "SNAPSHOT_INTERVAL_S", 3600.0)
+    async with running() as rig:
+        await eventually(lambda: rig.pool.num_snapshots == 1)
+        rig.pool.models = (model(min_instances=1),)
+        await rig.quiet()
+        table = RouteTable(publisher="p", sequence=1, published_at_s=0.0, name="m", model=model(), routes=())
+        await rig.client.publish(subjects.routes(), table)
+        await rig.wanted(1)
+
+
+async def test_a_bus_outage_is_survived(rig: Rig) -> None:
+    rig.broker.buffer_bytes = 0
+    await rig.show(model(min_instances=2), serving=1)
+    await rig.wanted(2)
+    rig.broker.disconnect("monitor")
+    await asyncio.sleep(2 * REPEAT_S)
+    known = len(rig.demands)
+    rig.broker.reconnect("monitor")
+    await eventually(lambda: len(rig.demands) > known)
+    assert not rig.task.done()

@@ -1,0 +1,373 @@
+"""The planner's shell: demand and wishes in, leases and plans out, records kept."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.planner import service as planner_service
+from services.planner.core import operations
+from services.planner.service import PlannerService
+from shared import subjects
+from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, NoCapacity, PlanNotFound, Unavailable
+from shared.messages.codec import Message, decode
+from shared.messages.load import Demand
+from shared.messages.registry import Floor
+from shared.messages.scaling import (
+    DrainPlan,
+    GetScaleRecord,
+    ListScaleRecords,
+    ProgressEvent,
+    ScalePlan,
+    ScaleProgress,
+    ScaleRecord,
+    ScaleRecords,
+    StartScale,
+)
+from tests.records import model, worker_record
+from tests.services.fake_pool import FAR_FUTURE_S, FakePool
+from tests.services.waiting import TIMEOUT_S, eventually
+
+
+class Rig:
+    """A planner between a registry double and a client."""
+
+    def __init__(self) -> None:
+        self.broker = MemoryBroker(event_timeout_s=0.2)
+        self.pool = FakePool(self.broker)
+        self.bus: MemoryBus = self.broker.bus("planner")
+        self.client = self.broker.bus("client")
+        self.metrics = CollectorRegistry()
+        self.model = model("m", max_instances=4, min_instances=0)
+        self.pool.models = (self.model,)
+        self.stopping = asyncio.Event()
+        self._sequence = 0
+
+    async def start(self) -> None:
+        await self.pool.start()
+        planner = PlannerService(self.bus, lease_ttl_s=5.0, metrics=self.metrics)
+        self.task = asyncio.create_task(planner.run(self.stopping))
+        await eventually(lambda: any(r.subject == subjects.planner("records") for r in self.broker.responders))
+
+    def spare(self, *worker_ids: str) -> None:
+        """These workers, spare, are all there is."""
+        self.pool.workers = tuple(worker_record(w) for w in worker_ids)
+
+    async def demand(self, desired: int) -> None:
+        self._sequence += 1
+        message = Demand(
+            publisher="monitor",
+            sequence=self._sequence,
+            published_at_s=time.time(),
+            model="m",
+            role="colocated",
+            desired=desired,
+            observed=0,
+            triggered_at_s=time.time(),
+            reason="load",
+        )
+        await self.client.publish(subjects.demand(), message)
+
+    async def scale(self, instances: int, name: str = "m", hold_s: float = 60.0) -> ScaleRecord:
+        message = StartScale(model=name, instances=instances, hold_s=hold_s)
+        return await self.client.request(subjects.planner("scale"), message, ScaleRecord, timeout_s=TIMEOUT_S)
+
+    async def record(self, plan_id: str, wait_s: float = 0.0) -> ScaleRecord:
+        message = GetScaleRecord(plan_id=plan_id, wait_s=wait_s)
+        return await self.client.request(subjects.planner("record"), message, ScaleRecord, timeout_s=TIMEOUT_S)
+
+    async def records(self, limit: int = 20) -> tuple[ScaleRecord, ...]:
+        message = ListScaleRecords(limit=limit)
+        answer = await self.client.request(subjects.planner("records"), message, ScaleRecords, timeout_s=TIMEOUT_S)
+        return answer.records
+
+    async def report(self, plan_id: str, event: ProgressEvent, worker_id: str, instance_id: str) -> None:
+        message = ScaleProgress(
+            plan_id=plan_id, worker_id=worker_id, instance_id=instance_id, event=event, at_s=time.time()
+        )
+        await self.client.publish(subjects.progress(), message)
+
+    def plans(self) -> list[Message]:
+        """Everything published to the plan stream, oldest first."""
+        kinds: dict[str, type[Message]] = {subjects.scale_plans(): ScalePlan, subjects.drain_plans(): DrainPlan}
+        return [decode(e.payload, kinds[e.subject]) for e in self.broker.events]
+
+    def refused(self, code: str) -> float:
+        return self.metrics.get_sample_value("blitz_planner_refused_total", {"code": code}) or 0.0
+
+    def planned(self, direction: str) -> float:
+        return self.metrics.get_sample_value("blitz_planner_plans_total", {"direction": direction}) or 0.0
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    """A planner that serves."""
+    made = Rig()
+    await made.start()
+    yield made
+    made.stopping.set()
+    await made.task
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "no plan for" in r.getMessage()]
+
+
+async def test_demand_without_spare_workers_is_counted_each_time_and_logged_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(1, 4):
+        await rig.demand(1)
+        await eventually(lambda number=number: rig.refused("no_capacity") == number)
+    assert len(refusals(caplog)) == 1
+    # Once it went well, the next refusal is news again.
+    rig.spare("w0")
+    await rig.demand(1)
+    await eventually(lambda: rig.planned("out") == 1)
+    rig.spare()
+    await rig.demand(1)
+    await eventually(lambda: rig.refused("no_capacity") == 4)
+    assert len(refusals(caplog)) == 2
+
+
+async def test_demand_for_an_unknown_model_is_refused_by_code(rig: Rig) -> None:
+    rig.pool.models = ()
+    await rig.demand(1)
+    await eventually(lambda: rig.refused("model_not_found") == 1)
+
+
+async def test_a_burst_of_demands_gives_one_plan_for_the_newest(rig: Rig) -> None:
+    rig.spare("w0", "w1", "w2", "w3")
+    for desired in (4, 3, 1, 2):
+        await rig.demand(desired)
+    await eventually(lambda: rig.planned("out") == 1)
+    await eventually(lambda: rig.pool.num_snapshots >= 1)
+    (plan,) = rig.plans()
+    assert isinstance(plan, ScalePlan)
+    assert [m.worker_id for m in plan.chains[0].targets] == ["w0", "w1"]
+    assert len(rig.pool.leases) == 1
+
+
+async def test_demands_that_come_while_one_is_planned_become_one_more_look(rig: Rig) -> None:
+    rig.spare("w0", "w1")
+    await rig.demand(1)
+    await eventually(lambda: rig.pool.num_snapshots == 1)
+    # From now on the lease shows, as a real registry would have it.
+    rig.pool.workers = (worker_record("w0", lease_plan_id="p", lease_model="m"), worker_record("w1"))
+    for _ in range(20):
+        await rig.demand(1)
+    await eventually(lambda: rig.pool.num_snapshots == 2)
+    assert len(await rig.records()) == 1
+    assert rig.pool.num_snapshots <= 3, "twenty demands are not twenty looks"
+    assert len(rig.plans()) == 1
+
+
+async def test_the_plan_carries_leases_epochs_and_expiry(rig: Rig) -> None:
+    rig.pool.workers = (worker_record("w0", rig.model, "serving", epoch=3), worker_record("w1"), worker_record("w2"))
+    record = await rig.scale(3)
+    (plan,) = rig.plans()
+    assert isinstance(plan, ScalePlan)
+    assert plan.plan_id == record.plan_id == rig.pool.leases[0].plan_id
+    (chain,) = plan.chains
+    assert chain.source is not None
+    assert (chain.source.worker_id, chain.source.instance_id, chain.source.epoch) == ("w0", "i-w0", 3)
+    epochs = [m.epoch for m in chain.targets]
+    assert len(set(epochs)) == 2
+    assert plan.expires_at_s == FAR_FUTURE_S
+    assert record.explain == plan.explain != ()
+    assert (record.status, record.direction, record.desired) == ("running", "out", 3)
+
+
+async def test_a_registry_of_many_pages_is_read_whole(rig: Rig) -> None:
+    rig.spare(*(f"w{i}" for i in range(5)))
+    rig.pool.page_size = 2
+    await rig.scale(4)
+    (plan,) = rig.plans()
+    assert isinstance(plan, ScalePlan)
+    assert len(plan.chains[0].targets) == 4
+
+
+async def test_a_plan_that_cannot_be_published_gives_its_leases_back(rig: Rig) -> None:
+    rig.spare("w0", "w1")
+
+    async def unavailable(subject: str, message: Message, *, message_id: str) -> None:
+        raise Unavailable("the plan stream is away")
+
+    rig.bus.publish_event = unavailable  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        await rig.scale(2)
+    assert [(r.plan_id, r.worker_ids) for r in rig.pool.releases] == [
+        (rig.pool.leases[0].plan_id, ("w0", "w1")),
+    ]
+    (record,) = await rig.records()
+    assert record.status == "failed"
+    assert "could not be published" in record.reason
+    assert (await rig.record(record.plan_id, wait_s=TIMEOUT_S)).status == "failed"
+
+
+async def test_a_drain_that_cannot_be_published_has_failed(rig: Rig) -> None:
+    rig.pool.workers = (worker_record("w0", rig.model, "serving"),)
+
+    async def unavailable(subject: str, message: Message, *, message_id: str) -> None:
+        raise Unavailable("the plan stream is away")
+
+    rig.bus.publish_event = unavailable  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        await rig.scale(0)
+    assert [r.status for r in await rig.records()] == ["failed"]
+
+
+async def test_a_lost_race_for_a_worker_publishes_nothing(rig: Rig) -> None:
+    rig.spare("w0")
+    rig.pool.errors["lease"] = [Conflict("w0 is leased")]
+    with pytest.raises(Conflict):
+        await rig.scale(1)
+    assert rig.plans() == []
+    assert await rig.records() == ()
+
+
+@pytest.mark.parametrize(
+    ("instances", "hold_s", "name", "error"),
+    [
+        (-1, 60.0, "m", BadRequest),
+        (1, -1.0, "m", BadRequest),
+        (5, 60.0, "m", Conflict),
+        (1, 60.0, "unknown", ModelNotFound),
+    ],
+)
+async def test_a_wish_that_makes_no_sense_changes_nothing(
+    rig: Rig, instances: int, hold_s: float, name: str, error: type[BlitzError]
+) -> None:
+    rig.spare("w0", "w1", "w2", "w3", "w4")
+    with pytest.raises(error):
+        await rig.scale(instances, name, hold_s)
+    assert rig.pool.floors_set == []
+    assert rig.pool.leases == []
+    assert rig.plans() == []
+
+
+async def test_a_manual_scale_holds_its_number_as_a_floor(rig: Rig) -> None:
+    rig.spare("w0", "w1")
+    await rig.scale(2, hold_s=77.0)
+    assert [(f.model, f.instances, f.hold_s) for f in rig.pool.floors_set] == [("m", 2, 77.0)]
+
+
+async def test_a_manual_scale_without_capacity_is_refused(rig: Rig) -> None:
+    with pytest.raises(NoCapacity):
+        await rig.scale(1)
+
+
+async def test_a_worker_that_cannot_hold_the_model_is_never_leased(rig: Rig) -> None:
+    small = worker_record("w0", arena_bytes=rig.model.weights_bytes - 1)
+    rig.pool.workers = (small,)
+    with pytest.raises(NoCapacity, match="arena"):
+        await rig.scale(1)
+    rig.pool.workers = (small, worker_record("w1", arena_bytes=rig.model.weights_bytes))
+    record = await rig.scale(2)
+    assert [t.worker_id for t in record.targets] == ["w1"]
+    assert "arena" in record.left_out[-1]
+
+
+async def test_fewer_spare_workers_than_wanted_give_a_smaller_plan_that_says_so(rig: Rig) -> None:
+    rig.spare("w0")
+    record = await rig.scale(3)
+    assert len(record.targets) == 1
+    assert "2 of 3" in record.left_out[0]
+
+
+async def test_a_manual_scale_waits_for_a_recovering_registry(rig: Rig) -> None:
+    rig.spare("w0")
+    rig.pool.errors["lease"] = [Unavailable("recovering", retry_after_s=0.05)] * 2
+    assert (await rig.scale(1)).status == "running"
+    assert len(rig.plans()) == 1
+
+
+async def test_a_registry_that_recovers_too_slowly_is_not_waited_for(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_service, "RECOVERY_WAIT_S", 0.1)
+    rig.spare("w0")
+    rig.pool.errors["lease"] = [Unavailable("recovering", retry_after_s=60.0)]
+    with pytest.raises(Unavailable) as refused:
+        await rig.scale(1)
+    assert refused.value.retry_after_s == 60.0
+
+
+async def test_a_record_is_answered_when_its_operation_ends(rig: Rig) -> None:
+    rig.spare("w0")
+    plan_id = (await rig.scale(1)).plan_id
+    rig.pool.workers = (worker_record("w0", lease_plan_id=plan_id, lease_model="m"),)
+    assert (await rig.record(plan_id)).status == "running"
+    waiting = asyncio.create_task(rig.record(plan_id, wait_s=TIMEOUT_S))
+    instance_id = (await rig.record(plan_id)).targets[0].instance_id
+    await rig.report(plan_id, "serving", "w0", "somebody-elses")
+    await rig.report(plan_id, "serving", "w0", instance_id)
+    async with asyncio.timeout(TIMEOUT_S / 4):
+        assert (await waiting).status == "done"
+
+
+async def test_a_wait_that_is_over_gives_the_record_as_it_is(rig: Rig) -> None:
+    rig.spare("w0")
+    plan_id = (await rig.scale(1)).plan_id
+    rig.pool.workers = (worker_record("w0", lease_plan_id=plan_id, lease_model="m"),)
+    assert (await rig.record(plan_id, wait_s=0.1)).status == "running"
+
+
+async def test_unknown_plans_have_no_record_and_their_reports_are_ignored(rig: Rig) -> None:
+    await rig.report("plan-nobody", "failed", "w0", "i")
+    with pytest.raises(PlanNotFound):
+        await rig.record("plan-nobody", wait_s=5.0)
+
+
+async def test_records_are_listed_newest_first(rig: Rig) -> None:
+    rig.spare("w0")
+    plan_ids = [(await rig.scale(1)).plan_id for _ in range(3)]
+    assert [r.plan_id for r in await rig.records()] == plan_ids[::-1]
+    assert [r.plan_id for r in await rig.records(limit=2)] == plan_ids[:0:-1]
+    assert await rig.records(limit=-1) == ()
+
+
+async def test_a_target_whose_worker_is_gone_fails_its_operation(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "MISSING_S", 0.0)
+    rig.spare("w0")
+    plan_id = (await rig.scale(1)).plan_id
+    rig.spare()
+    record = await rig.record(plan_id, wait_s=TIMEOUT_S)
+    assert record.status == "failed"
+    assert "died" in record.targets[0].failure
+
+
+async def test_a_drain_whose_last_report_was_lost_ends_when_the_worker_is_spare(rig: Rig) -> None:
+    rig.pool.workers = (worker_record("w0", rig.model, "serving"),)
+    plan_id = (await rig.scale(0)).plan_id
+    assert (await rig.record(plan_id, wait_s=0.1)).status == "running"
+    rig.spare("w0")
+    assert (await rig.record(plan_id, wait_s=TIMEOUT_S)).status == "done"
+
+
+async def test_a_revival_overrules_the_drain(rig: Rig) -> None:
+    rig.pool.workers = (worker_record("w0", rig.model, "serving"),)
+    drain_id = (await rig.scale(0)).plan_id
+    rig.pool.workers = (worker_record("w0", rig.model, "draining"),)
+    revival = await rig.scale(1)
+    plan = rig.plans()[-1]
+    assert isinstance(plan, DrainPlan)
+    assert plan.revive
+    assert rig.pool.leases == []
+    drained = await rig.record(drain_id)
+    assert drained.status == "failed"
+    assert revival.plan_id in drained.targets[0].failure
+
+
+async def test_a_model_held_by_a_floor_is_not_drained_below_it(rig: Rig) -> None:
+    rig.pool.workers = tuple(worker_record(f"w{i}", rig.model, "serving", epoch=i) for i in range(3))
+    rig.pool.floors = (Floor(model="m", instances=2, until_s=FAR_FUTURE_S),)
+    await rig.demand(0)
+    await eventually(lambda: rig.planned("in") == 1)
+    plan = rig.plans()[-1]
+    assert isinstance(plan, DrainPlan)
+    assert [t.worker_id for t in plan.targets] == ["w2"]
