@@ -12,6 +12,7 @@ from pathlib import Path
 from compose.binaries import nats_server, redis_server
 from compose.child import ChildSpec
 from compose.config import ADMIN_KEYS_VARIABLE, StackConfig, inherited_environment
+from compose.preflight import Findings
 from compose.state_dir import StateDir
 
 CONTROL_PLANE = ("pool", "planner", "monitor")
@@ -97,7 +98,7 @@ def service_spec(config: StackConfig, state: StateDir, addresses: Addresses, nam
 
 
 def worker_spec(
-    config: StackConfig, state: StateDir, addresses: Addresses, index: int, num_cuda_devices: int = 0
+    config: StackConfig, state: StateDir, addresses: Addresses, index: int, findings: Findings
 ) -> ChildSpec:
     """Worker ``index``, with its share of the cores and, on CUDA, one device (workers take them in turn)."""
     name = f"worker-{index}"
@@ -109,10 +110,11 @@ def worker_spec(
         "BLITZ_WORKER_THREADS": threads,
         "BLITZ_WORKER_HOST": socket.gethostname(),
         "OMP_NUM_THREADS": threads,
+        "BLITZ_WORKER_PREFAULT_MIB": str(-(-findings.prefault_bytes // (1024 * 1024))),
         "BLITZ_WORKER_DRAIN_TIMEOUT_S": f"{max(0.0, config.stop_grace_s - _MARGIN_S):g}",
     }
-    if num_cuda_devices > 1:
-        own["CUDA_VISIBLE_DEVICES"] = str(index % num_cuda_devices)
+    if findings.num_cuda_devices > 1:
+        own["CUDA_VISIBLE_DEVICES"] = str(index % findings.num_cuda_devices)
     argv = (sys.executable, "-m", "services.worker")
     return ChildSpec(name, argv, _environment(config, addresses, name, own), config.stop_grace_s, state.path)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from compose.config import StackConfig
 from compose.errors import StackRefused
@@ -33,13 +36,18 @@ def model_names(models: tuple[Path, ...]) -> Mapping[str, Path]:
     return named
 
 
-def check_checkpoints(models: tuple[Path, ...]) -> None:
-    """Headers and configuration only, weights unread. Raises ``StackRefused`` naming file and tensor."""
+def largest_checkpoint_bytes(models: tuple[Path, ...]) -> int:
+    """Bytes of the largest model's weights in memory; headers and configuration are read, weights are not.
+
+    Raises ``StackRefused`` naming file and tensor.
+    """
+    largest = 0
     for path in model_names(models).values():
         try:
-            inspect_checkpoint(path, with_hash=False)
+            largest = max(largest, inspect_checkpoint(path, with_hash=False).layout.num_bytes)
         except BadCheckpoint as error:
             raise StackRefused(f"{path} cannot be served: {error.message}") from error
+    return largest
 
 
 def num_cuda_devices() -> int:
@@ -62,11 +70,25 @@ def num_cuda_devices() -> int:
     return devices
 
 
-def check(config: StackConfig) -> int:
-    """Everything that can be refused early; gives the number of CUDA devices (0 with ``--device cpu``)."""
-    check_checkpoints(config.models)
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What the checks learned about models and machine."""
+
+    num_cuda_devices: int
+    """0 with ``--device cpu``."""
+    prefault_bytes: int
+    """Of each worker's arena to commit at start: what the largest model needs, where memory is plenty."""
+
+
+def check(config: StackConfig) -> Findings:
+    """Everything that can be refused early. Raises ``StackRefused``."""
+    largest = largest_checkpoint_bytes(config.models)
     if config.port:
         require_free(config.host, config.port, "--port")
     if config.nats_port:
         require_free("127.0.0.1", config.nats_port, "another NATS port")
-    return num_cuda_devices() if config.device == "cuda" and config.engine == "torch" else 0
+    plenty = config.workers * largest <= psutil.virtual_memory().available // 2
+    return Findings(
+        num_cuda_devices=num_cuda_devices() if config.device == "cuda" and config.engine == "torch" else 0,
+        prefault_bytes=largest if plenty else 0,
+    )

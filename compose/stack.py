@@ -23,6 +23,7 @@ from compose.config import StackConfig
 from compose.errors import StackNotReady
 from compose.log_lines import LineSink
 from compose.ports import free_port
+from compose.preflight import Findings
 from compose.probes import nats_probe, redis_probe, wait_until
 from compose.restart_policy import RestartPolicy
 from compose.state_dir import StateDir
@@ -59,7 +60,7 @@ class Stack:
         self._supervisor = Supervisor(self.state_dir.logs, sink=sink, say=self._say, policy=policy)
         self._addresses: Addresses | None = None
         self._admin: AdminClient | None = None
-        self._num_cuda_devices = 0
+        self._findings = Findings(num_cuda_devices=0, prefault_bytes=0)
         self._next_worker = config.workers
 
     @property
@@ -111,7 +112,7 @@ class Stack:
 
     async def start(self) -> None:
         """Check, then start every process. Raises ``StackRefused`` with nothing left behind, ``StackNotReady``."""
-        self._num_cuda_devices = await asyncio.to_thread(preflight.check, self.config)
+        self._findings = await asyncio.to_thread(preflight.check, self.config)
         self.state_dir.acquire()
         socket = self.state_dir.redis_socket
         self._addresses = addresses = Addresses(
@@ -172,7 +173,7 @@ class Stack:
         return await self._unless_given_up(self._become_ready(time.monotonic() + timeout_s, timeout_s))
 
     def _worker_spec(self, index: int) -> ChildSpec:
-        return worker_spec(self.config, self.state_dir, self.addresses, index, self._num_cuda_devices)
+        return worker_spec(self.config, self.state_dir, self.addresses, index, self._findings)
 
     async def _become_ready(self, deadline_s: float, timeout_s: float) -> Status:
         models = preflight.model_names(self.config.models)

@@ -48,7 +48,9 @@ def test_a_bad_checkpoint_is_refused_with_file_and_tensor(tmp_path: Path, demo_m
 
 
 def test_a_good_checkpoint_passes(tmp_path: Path, demo_model: Path) -> None:
-    assert preflight.check(config(tmp_path, models=(demo_model,))) == 0
+    findings = preflight.check(config(tmp_path, models=(demo_model,)))
+    assert findings.num_cuda_devices == 0
+    assert findings.prefault_bytes > 20_000_000
     assert preflight.model_names((demo_model, demo_model)) == {"demo": demo_model}
 
 
@@ -78,7 +80,7 @@ def test_cuda_without_a_device_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(StackRefused, match="No module named 'no_such_torch'"):
         preflight.check(config(tmp_path, device="cuda"))
     monkeypatch.setattr(preflight, "_CUDA_PROBE", "print(2)")
-    assert preflight.check(config(tmp_path, device="cuda")) == 2
+    assert preflight.check(config(tmp_path, device="cuda")).num_cuda_devices == 2
 
 
 def test_a_state_directory_belongs_to_one_stack_at_a_time(tmp_path: Path) -> None:
