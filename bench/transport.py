@@ -14,13 +14,13 @@ import asyncio
 import json
 import mmap
 import multiprocessing
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -239,7 +239,7 @@ def command(
     total_mib: Annotated[int, typer.Option(min=1, help="Bytes per measurement, in MiB.")] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each kind; medians are reported.")] = 5,
     window: Annotated[int, typer.Option(min=1, help="Sends in flight.")] = SEND_WINDOW,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")] = None,
 ) -> None:
     """GB/s of the tensor transport between two processes over shared memory, beside a plain memory copy."""
     sizes = tuple(kib << 10 for kib in chunk_kib) if chunk_kib else CHUNK_BYTES
@@ -247,9 +247,8 @@ def command(
         rates = measure(chunk_bytes=sizes, total_bytes=total_mib << 20, num_rounds=rounds, send_window=window)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    if as_json:
-        sys.stdout.write(json.dumps([asdict(rate) for rate in rates], indent=2) + "\n")
-        return
+    if json_file is not None:
+        json_file.write_text(json.dumps([asdict(rate) for rate in rates], indent=2) + "\n")
     table = Table("receive pages", "chunk KiB", "transport GB/s", "copy GB/s", "ratio")
     for rate in rates:
         table.add_row(

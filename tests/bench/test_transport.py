@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import typer
@@ -24,9 +25,11 @@ def test_a_total_that_is_no_whole_number_of_chunks_is_refused() -> None:
         measure(chunk_bytes=(3,), total_bytes=1 << 20)
 
 
-def test_json_has_one_entry_for_each_line() -> None:
+def test_json_has_one_entry_for_each_line(tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(command)
-    result = CliRunner().invoke(app, ["--chunk-kib", "256", "--total-mib", "1", "--rounds", "1", "--json"])
-    assert result.exit_code == 0
-    assert [entry["pages"] for entry in json.loads(result.stdout)] == list(PAGES)
+    file = tmp_path / "rates.json"
+    arguments = ["--chunk-kib", "256", "--total-mib", "1", "--rounds", "1", "--json", str(file)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert [entry["pages"] for entry in json.loads(file.read_text())] == list(PAGES)
