@@ -28,6 +28,7 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
         "engine": "mock",
         "num_threads": 1,
         "arena_bytes": 4 * MIB,
+        "prefault_bytes": 0,
         "kv_bytes": 4 * MIB,
         "block_size": 16,
         "max_running_requests": 8,

@@ -8,6 +8,7 @@ is forwarded without a trip through the event loop. The event loop hears of whol
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 
@@ -20,58 +21,32 @@ SEND_WINDOW_BYTES = 8 * 1024 * 1024
 RECEIVE_WINDOW_BYTES = 4 * SEND_WINDOW_BYTES
 """Posted ahead, so that no chunk waits for its buffer."""
 MIN_WINDOW = 4
-
-
-def _window(pieces: tuple[Piece, ...], window_bytes: int) -> int:
-    """Pieces in flight: by bytes, but never so few that the link waits for this process."""
-    return max(MIN_WINDOW, window_bytes // max(p.num_bytes for p in pieces))
-
+"""Never so few pieces in flight that the link waits for this process."""
 
 OnError = Callable[[Exception], None]
+_OnDone = Callable[[], None]
 
 
-class Outflow:
-    """Sends ``pieces`` in order, each once it is available. Thread-safe."""
+class _Flow(ABC):
+    """Keeps a window of transfers posted, in the order of the pieces. Thread-safe.
 
-    def __init__(
-        self,
-        channel: Channel,
-        copy: WeightCopy,
-        pieces: tuple[Piece, ...],
-        header: bytearray,
-        epoch: int,
-        on_done: Callable[[], None],
-        on_error: OnError,
-    ) -> None:
-        """``epoch`` is the receiver's; ``on_done`` and ``on_error`` may be called on any thread, once in total."""
-        self._channel = channel
+    A subclass says which piece may be posted next, and how. An error ends the flow: ``on_error``
+    is called once, on any thread, and no callback after it.
+    """
+
+    def __init__(self, copy: WeightCopy, pieces: tuple[Piece, ...], window_bytes: int, on_error: OnError) -> None:
         self._copy = copy
         self._pieces = pieces
-        self._header = header
-        self._epoch = epoch
-        self._on_done = on_done
+        self._window = max(MIN_WINDOW, window_bytes // max(p.num_bytes for p in pieces))
         self._on_error = on_error
         self._lock = threading.Lock()
-        self._window = _window(pieces, SEND_WINDOW_BYTES)
-        self._available = 0
         self._next = 0
         self._posted: set[Transfer] = set()
         self._pumping = False
         self._ended = False
-        self.sent_bytes = 0
-
-    def start(self) -> None:
-        """Send the header."""
-        self._post(self._header, HEADER_INDEX, 0)
-
-    def make_available(self, count: int) -> None:
-        """The first ``count`` pieces may be sent."""
-        with self._lock:
-            self._available = max(self._available, count)
-        self._pump()
 
     def abort(self) -> None:
-        """Stop sending. Buffers are free when ``quiet``."""
+        """Stop. The copy's memory is the caller's again when ``quiet``."""
         with self._lock:
             self._ended = True
             posted = list(self._posted)
@@ -80,8 +55,16 @@ class Outflow:
 
     @property
     def quiet(self) -> bool:
-        """Whether no posted send holds a buffer any more."""
+        """Whether no posted transfer holds a buffer any more."""
         return not self._posted
+
+    def _limit(self) -> int:
+        """How many pieces may have been posted by now. Called with the lock held."""
+        return len(self._pieces)
+
+    @abstractmethod
+    def _post_piece(self, piece: Piece) -> None:
+        """Post the piece's transfer and ``_track`` it."""
 
     def _pump(self) -> None:
         # One pump at a time: a transfer may complete while it is posted, and would recurse.
@@ -91,126 +74,19 @@ class Outflow:
             self._pumping = True
         while True:
             with self._lock:
-                full = len(self._posted) >= self._window
-                if self._ended or full or self._next >= self._available:
+                if self._ended or len(self._posted) >= self._window or self._next >= self._limit():
                     self._pumping = False
                     return
                 piece = self._pieces[self._next]
                 self._next += 1
-            self._post(self._copy.buffer(piece), piece.index, piece.num_bytes)
+            self._post_piece(piece)
 
-    def _post(self, buffer: object, index: int, num_bytes: int) -> None:
-        transfer = self._channel.send(buffer, tag_of(self._epoch, index))
+    def _track(self, transfer: Transfer, on_done: _OnDone) -> None:
         with self._lock:
             self._posted.add(transfer)
-        transfer.add_done_callback(lambda t: self._sent(t, num_bytes))
+        transfer.add_done_callback(partial(self._ended_one, on_done))
 
-    def _sent(self, transfer: Transfer, num_bytes: int) -> None:
-        with self._lock:
-            self._posted.discard(transfer)
-            if self._ended:
-                return
-            error = transfer.error
-            self.sent_bytes += num_bytes
-            all_sent = self._next == len(self._pieces) and not self._posted
-            self._ended = error is not None or all_sent
-        if error is not None:
-            self._on_error(error)
-        elif all_sent:
-            self._on_done()
-        else:
-            self._pump()
-
-
-class Inflow:
-    """Receives ``pieces`` into a copy, in place. Thread-safe."""
-
-    def __init__(
-        self,
-        transport: TensorTransport,
-        source: Channel,
-        copy: WeightCopy,
-        pieces: tuple[Piece, ...],
-        epoch: int,
-        header: bytearray,
-        on_header: Callable[[], None],
-        on_unit: Callable[[int], None],
-        on_error: OnError,
-    ) -> None:
-        """``on_unit(unit)``: all bytes and checksums of a unit arrived, unverified. Callbacks run on the
-        transport's thread; ``on_error`` is called at most once, and nothing after it."""
-        self._transport = transport
-        self._source = source
-        self._copy = copy
-        self._pieces = pieces
-        self._epoch = epoch
-        self._header = header
-        self._on_header = on_header
-        self._on_unit = on_unit
-        self._on_error = on_error
-        self._lock = threading.Lock()
-        self._next = 0
-        self._window = _window(pieces, RECEIVE_WINDOW_BYTES)
-        self._arrived = [False] * len(pieces)
-        self._prefix = 0
-        self._missing = [0] * len(copy.layout.units)
-        for piece in pieces:
-            self._missing[piece.unit] += 1
-        self._posted: set[Transfer] = set()
-        self._pumping = False
-        self._ended = False
-        self._outflow: Outflow | None = None
-        self.received_bytes = 0
-
-    def forward_to(self, outflow: Outflow) -> None:
-        """Send on what arrived and what will."""
-        with self._lock:
-            self._outflow = outflow
-            prefix = self._prefix
-        outflow.make_available(prefix)
-
-    def start(self) -> None:
-        """Post the first receives."""
-        self._post(self._header, HEADER_INDEX, self._got_header)
-        self._pump()
-
-    def abort(self) -> None:
-        """Stop receiving. The copy's memory is free when ``quiet``."""
-        with self._lock:
-            self._ended = True
-            posted = list(self._posted)
-        for transfer in posted:
-            transfer.abort()
-
-    @property
-    def quiet(self) -> bool:
-        """Whether no posted receive can write any more."""
-        return not self._posted
-
-    def _pump(self) -> None:
-        # One pump at a time: a transfer may complete while it is posted, and would recurse.
-        with self._lock:
-            if self._pumping:
-                return
-            self._pumping = True
-        while True:
-            with self._lock:
-                full = len(self._posted) >= self._window
-                if self._ended or full or self._next >= len(self._pieces):
-                    self._pumping = False
-                    return
-                position = self._next
-                self._next += 1
-            piece = self._pieces[position]
-            self._post(self._copy.buffer(piece), piece.index, partial(self._got, position))
-
-    def _post(self, buffer: object, index: int, arrived: Callable[[Transfer], None]) -> None:
-        transfer = self._transport.recv(buffer, tag_of(self._epoch, index), source=self._source)
-        with self._lock:
-            self._posted.add(transfer)
-        transfer.add_done_callback(lambda t: self._received(t, arrived))
-
-    def _received(self, transfer: Transfer, arrived: Callable[[Transfer], None]) -> None:
+    def _ended_one(self, on_done: _OnDone, transfer: Transfer) -> None:
         with self._lock:
             self._posted.discard(transfer)
             if self._ended:
@@ -220,23 +96,119 @@ class Inflow:
         if error is not None:
             self._on_error(error)
             return
-        arrived(transfer)
+        on_done()
         self._pump()
 
-    def _got_header(self, _: Transfer) -> None:
-        self._on_header()
 
-    def _got(self, position: int, _: Transfer) -> None:
-        piece = self._pieces[position]
+class Outflow(_Flow):
+    """Sends a copy's pieces, each once it is available."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        copy: WeightCopy,
+        pieces: tuple[Piece, ...],
+        header: bytearray,
+        epoch: int,
+        on_all_sent: _OnDone,
+        on_error: OnError,
+    ) -> None:
+        """``epoch`` is the receiver's; ``on_all_sent`` may be called on any thread, once."""
+        super().__init__(copy, pieces, SEND_WINDOW_BYTES, on_error)
+        self._channel = channel
+        self._header = header
+        self._epoch = epoch
+        self._on_all_sent = on_all_sent
+        self._available = 0
+        self._num_sent = 0
+        self.sent_bytes = 0
+
+    def start(self) -> None:
+        """Send the header."""
+        self._track(self._channel.send(self._header, tag_of(self._epoch, HEADER_INDEX)), lambda: None)
+
+    def make_available(self, count: int) -> None:
+        """The first ``count`` pieces may be sent."""
         with self._lock:
-            self._arrived[position] = True
+            self._available = max(self._available, count)
+        self._pump()
+
+    def _limit(self) -> int:
+        return self._available
+
+    def _post_piece(self, piece: Piece) -> None:
+        transfer = self._channel.send(self._copy.buffer(piece), tag_of(self._epoch, piece.index))
+        self._track(transfer, partial(self._sent, piece))
+
+    def _sent(self, piece: Piece) -> None:
+        with self._lock:
+            self.sent_bytes += piece.num_bytes
+            self._num_sent += 1
+            is_last = self._num_sent == len(self._pieces)
+        if is_last:
+            self._on_all_sent()
+
+
+class Inflow(_Flow):
+    """Receives pieces into a copy, in place."""
+
+    def __init__(
+        self,
+        transport: TensorTransport,
+        source: Channel,
+        copy: WeightCopy,
+        pieces: tuple[Piece, ...],
+        epoch: int,
+        header: bytearray,
+        on_header: _OnDone,
+        on_unit: Callable[[int], None],
+        on_error: OnError,
+    ) -> None:
+        """``on_unit(unit)``: all bytes and checksums of a unit arrived, unverified. Callbacks run on
+        the transport's thread."""
+        super().__init__(copy, pieces, RECEIVE_WINDOW_BYTES, on_error)
+        self._transport = transport
+        self._source = source
+        self._epoch = epoch
+        self._header = header
+        self._on_header = on_header
+        self._on_unit = on_unit
+        self._arrived = [False] * len(pieces)
+        self._prefix = 0
+        self._missing = [0] * len(copy.layout.units)
+        for piece in pieces:
+            self._missing[piece.unit] += 1
+        self._outflow: Outflow | None = None
+        self.received_bytes = 0
+
+    def start(self) -> None:
+        """Post the first receives."""
+        self._receive(self._header, HEADER_INDEX, self._on_header)
+        self._pump()
+
+    def forward_to(self, outflow: Outflow) -> None:
+        """Send on what arrived and what will."""
+        with self._lock:
+            self._outflow = outflow
+            prefix = self._prefix
+        outflow.make_available(prefix)
+
+    def _receive(self, buffer: object, index: int, on_done: _OnDone) -> None:
+        self._track(self._transport.recv(buffer, tag_of(self._epoch, index), source=self._source), on_done)
+
+    def _post_piece(self, piece: Piece) -> None:
+        self._receive(self._copy.buffer(piece), piece.index, partial(self._got, piece))
+
+    def _got(self, piece: Piece) -> None:
+        with self._lock:
+            self._arrived[piece.index - 1] = True
             while self._prefix < len(self._arrived) and self._arrived[self._prefix]:
                 self._prefix += 1
             prefix, outflow = self._prefix, self._outflow
             self.received_bytes += piece.num_bytes
             self._missing[piece.unit] -= 1
-            whole = self._missing[piece.unit] == 0
+            is_whole = self._missing[piece.unit] == 0
         if outflow is not None:
             outflow.make_available(prefix)
-        if whole:
+        if is_whole:
             self._on_unit(piece.unit)

@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from services.worker.data_plane.flow import Inflow, Outflow
 from services.worker.data_plane.pieces import HEADER_BYTES, REFETCH_INDEX, Header, Piece, cut
@@ -97,8 +98,12 @@ async def _progressing(outcome: asyncio.Future[None], progress: Callable[[], int
 async def _settled(flow: Inflow | Outflow) -> bool:
     """Abort a flow and wait until its buffers are free; False if some stay posted."""
     flow.abort()
+    return await _ended(lambda: flow.quiet)
+
+
+async def _ended(is_quiet: Callable[[], bool]) -> bool:
     deadline = asyncio.get_running_loop().time() + SETTLE_S
-    while not flow.quiet:
+    while not is_quiet():
         if asyncio.get_running_loop().time() > deadline:
             return False
         await asyncio.sleep(0.005)
@@ -291,7 +296,8 @@ async def _verify(
             finally:
                 # It may be matched already, and its bytes on their way into the arena.
                 receive.abort()
-                await _quiet(lambda receive=receive: receive.done)  # type: ignore[misc]
+                if not await _ended(partial(getattr, receive, "done")):
+                    raise BuffersStuck(f"a block fetched again is still posted after {SETTLE_S:g} s")
     raise TransportError(f"unit {unit} does not match its checksums after {MAX_FETCHES} tries")
 
 
