@@ -2,6 +2,7 @@
 
     BlitzError                       code                    HTTP
     ├── BadRequest                   bad_request             400
+    │   ├── BadTopology              bad_topology            400
     │   ├── UnsupportedParameter     unsupported_parameter   400
     │   └── ContextLengthExceeded    context_length_exceeded 400
     ├── Unauthorized                 unauthorized            401
@@ -49,6 +50,12 @@ class BadRequest(BlitzError):
 
     code = "bad_request"
     http_status = 400
+
+
+class BadTopology(BadRequest):
+    """Records of workers, sources or flows that contradict each other or name what is not there."""
+
+    code = "bad_topology"
 
 
 class UnsupportedParameter(BadRequest):

@@ -19,7 +19,7 @@ from shared.bus.base import Bus, Subscription
 from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, PlanNotFound, Unavailable
 from shared.messages.common import Ack
 from shared.messages.load import Demand
-from shared.messages.registry import SetFloor
+from shared.messages.registry import ReleaseWorkers, SetFloor
 from shared.messages.scaling import (
     GetScaleRecord,
     ListScaleRecords,
@@ -162,8 +162,17 @@ class PlannerService:
         operation.apply(event)
         if event.event == "failed":
             log.warning("%s: %s failed: %s", event.plan_id, event.worker_id, event.detail)
+            self._spawn(self._release(event.plan_id, event.worker_id))
         if operation.finished:
             self._spawn(self._tell_waiters())
+
+    async def _release(self, plan_id: str, worker_id: str) -> None:
+        """A worker that refused its plan is free again; one that took it has used the lease up."""
+        request = ReleaseWorkers(plan_id=plan_id, worker_ids=(worker_id,))
+        try:
+            await self._bus.request(subjects.pool("release"), request, Ack, timeout_s=RPC_TIMEOUT_S)
+        except BlitzError as error:
+            log.info("the lease of %s runs out by itself: %s", worker_id, error)
 
     async def _tell_waiters(self) -> None:
         async with self._changed:

@@ -8,6 +8,7 @@ any this worker has worked under; what fails ends in ``failed``, frees its memor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -85,7 +86,14 @@ class Scaling:
         if instance is None or instance.instance_id != instance_id or not instance.copy.complete:
             log.warning("%s: this worker no longer holds the source copy", plan.plan_id)
             return
-        self._spawn(self._mover.send(plan, chain, instance))
+        # Pinned from here on, not from when the task first runs: a drain may come in between.
+        pins = contextlib.ExitStack()
+        pins.enter_context(instance.pinned())
+        self._spawn(self._send(plan, chain, instance, pins))
+
+    async def _send(self, plan: ScalePlan, chain: Chain, instance: Instance, pins: contextlib.ExitStack) -> None:
+        with pins:
+            await self._mover.send(plan, chain, instance)
 
     async def _accept(self, plan: ScalePlan, chain: Chain, position: int) -> None:
         target = chain.targets[position]

@@ -122,9 +122,12 @@ class WeightMover:
         )
 
     async def send(self, plan: ScalePlan, chain: Chain, instance: Instance) -> None:
-        """Send this worker's complete copy to the chain's first target. A failure is logged: the target reports it."""
+        """Send this worker's complete copy, which the caller pins, to the chain's first target.
+
+        A failure is logged: the target reports it.
+        """
         attributes = {"blitz.plan_id": plan.plan_id, "blitz.worker_id": self._me.worker_id}
-        with tracer().start_as_current_span("worker.send", attributes=attributes) as span, instance.pinned():
+        with tracer().start_as_current_span("worker.send", attributes=attributes) as span:
             try:
                 downstream = await self._downstream(chain.targets[0])
                 sent = await send_copy(instance.copy, _header(plan, chain), downstream, stall_s=self._stall_s)

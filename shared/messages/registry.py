@@ -42,6 +42,14 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     leaf: str = "leaf-0"
     nic_gbps: float = 10.0
     pid: int = 0
+    nic: str = ""
+    """The NIC that this worker uses; workers of one host may share one. Empty: the host's only NIC."""
+    scale_up_domain: str = ""
+    """Workers joined by NVLink. Empty: unknown (a GPU counts alone; CPU workers of one host share its memory)."""
+    scale_up_gbps: float | None = None
+    host_link_gbps: float | None = None
+    """Between this worker and its host's memory, per direction. None: a typical value of the device."""
+    ssd_gbps: float | None = None
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
