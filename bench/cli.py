@@ -49,3 +49,15 @@ def engine(context: typer.Context) -> None:
 def gateway(context: typer.Context) -> None:
     """What gateway, bus and worker loop add to the first token, and tokens per second of one gateway process."""
     _hand_over(context, "bench.gateway.cli")
+
+
+@app.command("plan", context_settings=_PASS_ON, add_help_option=False)
+def plan(context: typer.Context) -> None:
+    """How long the multicast planner thinks at a thousand and ten thousand GPUs."""
+    _hand_over(context, "bench.plan")
+
+
+@app.command("scaleout", context_settings=_PASS_ON, add_help_option=False)
+def scaleout(context: typer.Context) -> None:
+    """Time to scale out by chain, star and disk, between several hosts on this machine with a rate on each link."""
+    _hand_over(context, "bench.scaleout.cli")

@@ -15,8 +15,8 @@ from shared.messages.scaling import ScaleRecord
 
 T = TypeVar("T")
 _TIMEOUT_S = 10.0
-_ADD_TIMEOUT_S = 300.0
-"""Adding a model hashes its weights."""
+_ADD_TIMEOUT_S = 660.0
+"""Adding a model hashes its weights. Longer than the gateway waits for it, whose error says more."""
 
 
 class GatewayUnreachable(Unavailable):

@@ -44,7 +44,10 @@ def sampling_params(
             f"this model's context of {limit} tokens",
             param=param,
         )
-    max_tokens = options.max_tokens if options.max_tokens is not None else limit - num_prompt
+    max_tokens = options.max_tokens
+    if max_tokens is None:
+        room = limit - num_prompt
+        max_tokens = min(room, options.default_max_tokens) if options.default_max_tokens is not None else room
     if num_prompt + max_tokens > limit:
         raise ContextLengthExceeded(
             f"this model's context is {limit} tokens; {num_prompt} of the prompt and {max_tokens} of output exceed it",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 
@@ -19,15 +20,21 @@ class LoadBoard:
 
     def __init__(self) -> None:
         self._reports: dict[str, tuple[float, LoadReport]] = {}
+        self._pruned_s = -math.inf
 
     def take(self, report: LoadReport, now_s: float) -> None:
-        """Keep a report; ``now_s`` is monotonic."""
+        """Keep a report; ``now_s`` is monotonic. Instances that fell silent are forgotten, scraped or not."""
         self._reports[report.instance_id] = (now_s, report)
+        if now_s - self._pruned_s > FRESH_S:
+            self._prune(now_s)
+
+    def __len__(self) -> int:
+        """Reports held."""
+        return len(self._reports)
 
     def gauges(self, book: RouteBook, dispatcher: Dispatcher) -> Iterator[ModelGauges]:
-        """One row per registered model; forgets reports that are no longer fresh."""
-        now_s = time.monotonic()
-        self._reports = {i: row for i, row in self._reports.items() if now_s - row[0] <= FRESH_S}
+        """One row per registered model, from fresh reports."""
+        self._prune(time.monotonic())
         reports = [report for _, report in self._reports.values()]
         inflight = dispatcher.requests.inflight_by_model()
         for name in book.models:
@@ -42,3 +49,7 @@ class LoadBoard:
                 gateway_inflight_requests=inflight.get(name, 0),
                 kv_usage=sum(report.kv_blocks_used for report in mine) / blocks if blocks else 0.0,
             )
+
+    def _prune(self, now_s: float) -> None:
+        self._reports = {i: row for i, row in self._reports.items() if now_s - row[0] <= FRESH_S}
+        self._pruned_s = now_s

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
@@ -15,7 +17,7 @@ from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.messages.load import Demand, LoadReport, QueueReport
-from shared.messages.registry import Floor, GetSnapshot, ModelRecord, RouteTable, Snapshot
+from shared.messages.registry import Floor, GetSnapshot, ModelRecord, RouteTable, Snapshot, WorkerRecord
 from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
@@ -104,7 +106,7 @@ class MonitorService:
     async def _take_snapshot(self) -> None:
         models: dict[str, ModelRecord] = {}
         floors: dict[str, Floor] = {}
-        observed: dict[str, int] = {}
+        workers: list[WorkerRecord] = []
         after = ""
         try:
             while True:
@@ -112,12 +114,7 @@ class MonitorService:
                 page = await self._bus.request(subjects.pool("snapshot"), request, Snapshot, timeout_s=2.0)
                 models.update({m.name: m for m in page.models})
                 floors.update({f.model: f for f in page.floors})
-                for worker in page.workers:
-                    name = worker.lease_model
-                    if worker.instance is not None and worker.state in ("loading", "live", "serving"):
-                        name = worker.instance.model
-                    if name:
-                        observed[name] = observed.get(name, 0) + 1
+                workers.extend(page.workers)
                 after = page.next_worker_id
                 if not after:
                     break
@@ -129,12 +126,13 @@ class MonitorService:
             del self._models[name]
             self._desired_gauge.remove(name)
             self._needed_gauge.remove(name)
+        observed = _observed(models, workers)
         for name, record in models.items():
             known = self._models.get(name)
             if known is None or known.record.model_hash != record.model_hash:
                 known = self._models[name] = _Model(record, ModelDemand(self._policy))
             known.record = record
-            known.observed = observed.get(name, 0)
+            known.observed = observed[name]
             known.floor = floors.get(name)
 
     async def _evaluate(self) -> None:
@@ -181,3 +179,17 @@ class MonitorService:
         if model.told != direction:
             model.told = direction
             log.info("%s: %d instances wanted, %d there: %s", name, desired, model.observed, verdict.reason)
+
+
+def _observed(models: Mapping[str, ModelRecord], workers: Iterable[WorkerRecord]) -> Counter[str]:
+    """Instances by model that serve or are on their way. Those of other weights under the same name are none."""
+    observed: Counter[str] = Counter()
+    for worker in workers:
+        instance = worker.instance
+        if instance is None:
+            observed[worker.lease_model] += 1
+        elif worker.state in ("loading", "live", "serving"):
+            model = models.get(instance.model)
+            if model is not None and model.model_hash == instance.model_hash:
+                observed[model.name] += 1
+    return observed

@@ -25,7 +25,12 @@ def main() -> int:
         bus = await NatsBus.connect(config.nats_url, name="planner")
         try:
             lifecycle.ready = True
-            planner = PlannerService(bus, lease_ttl_s=config.lease_ttl_s, load_floor_gbps=config.load_floor_gbps)
+            planner = PlannerService(
+                bus,
+                lease_ttl_s=config.lease_ttl_s,
+                load_floor_gbps=config.load_floor_gbps,
+                strategy=config.strategy,
+            )
             await planner.run(lifecycle.stopping)
         finally:
             lifecycle.ready = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from services.planner.core.strategies import STRATEGIES, Strategy
 from shared.settings import Settings
 
 
@@ -15,6 +16,7 @@ class PlannerConfig:
     nats_url: str
     lease_ttl_s: float
     load_floor_gbps: float
+    strategy: Strategy
     health_port: int
     log_level: str
     die_with_parent: bool
@@ -27,6 +29,7 @@ class PlannerConfig:
             nats_url=env.text("BLITZ_NATS_URL", default="nats://127.0.0.1:4222"),
             lease_ttl_s=env.number("BLITZ_PLANNER_LEASE_TTL_S", default=15.0, minimum=0.5),
             load_floor_gbps=env.number("BLITZ_PLANNER_LOAD_FLOOR_GBPS", default=0.1, minimum=0.0001),
+            strategy=env.choice("BLITZ_PLANNER_STRATEGY", STRATEGIES, default="chain"),
             health_port=env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
             log_level=env.text("BLITZ_LOG_LEVEL", default="info"),
             die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from opentelemetry import trace
 
 from services.planner.core.decision import Decision, decide
-from services.planner.core.multicast import plan_multicast
 from services.planner.core.operations import Direction, Operation, Operations
 from services.planner.core.plan_events import drain_plan, scale_plan, sources_of, targets_of
+from services.planner.core.strategies import Strategy, plan_by
 from services.planner.registry_view import RegistryView, read_registry
 from shared import subjects
 from shared.bus.base import Bus
@@ -40,8 +40,17 @@ class Wish:
 class Scaler:
     """Executes one wish at a time per model (the caller's duty); operations are recorded in ``operations``."""
 
-    def __init__(self, bus: Bus, operations: Operations, *, lease_ttl_s: float, load_floor_gbps: float) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        operations: Operations,
+        *,
+        lease_ttl_s: float,
+        load_floor_gbps: float,
+        strategy: Strategy = "chain",
+    ) -> None:
         self._bus = bus
+        self._strategy = strategy
         self._operations = operations
         self._lease_ttl_s = lease_ttl_s
         self._load_floor_gbps = load_floor_gbps
@@ -97,7 +106,8 @@ class Scaler:
     ) -> Operation:
         spare = [w.worker for w in view.workers if w.state == "spare" and not w.lease_plan_id]
         fitting = [w for w in spare if w.arena_bytes >= model.weights_bytes]
-        multicast = plan_multicast(sources_of(view.workers, model), fitting, decision.load, model.weights_bytes)
+        sources = sources_of(view.workers, model)
+        multicast = plan_by(self._strategy, sources, fitting, decision.load, model.weights_bytes)
         if multicast.left_out and len(fitting) < len(spare):
             small = f"{len(spare) - len(fitting)} spare workers' arenas hold less than {model.weights_bytes} bytes"
             multicast = replace(multicast, left_out=(*multicast.left_out, small))

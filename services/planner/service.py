@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 
 from services.planner.core.operations import Operation, Operations
+from services.planner.core.strategies import Strategy
 from services.planner.registry_view import read_registry
 from services.planner.scaler import RPC_TIMEOUT_S, Scaler, Wish
 from shared import subjects
@@ -47,13 +48,16 @@ class PlannerService:
         *,
         lease_ttl_s: float = 15.0,
         load_floor_gbps: float = 0.1,
+        strategy: Strategy = "chain",
         metrics: CollectorRegistry = REGISTRY,
     ) -> None:
         """``lease_ttl_s``: how long a leased worker may take to accept its plan. ``load_floor_gbps``:
         a target slower than this on average is given up."""
         self._bus = bus
         self._operations = Operations()
-        self._scaler = Scaler(bus, self._operations, lease_ttl_s=lease_ttl_s, load_floor_gbps=load_floor_gbps)
+        self._scaler = Scaler(
+            bus, self._operations, lease_ttl_s=lease_ttl_s, load_floor_gbps=load_floor_gbps, strategy=strategy
+        )
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -130,10 +134,20 @@ class PlannerService:
                 raise Conflict(
                     f"{request.instances} instances are more than the model's max_instances {model.max_instances}"
                 )
-            floor = SetFloor(model=request.model, instances=request.instances, hold_s=request.hold_s)
-            await self._bus.request(subjects.pool("set_floor"), floor, Ack, timeout_s=RPC_TIMEOUT_S)
-            operation = await self._fulfil_patiently(wish)
+            # Set first: the old floor may be above what is asked for now. Set back if nothing comes of it.
+            await self._set_floor(request.model, request.instances, request.hold_s)
+            try:
+                operation = await self._fulfil_patiently(wish)
+            except BlitzError:
+                before = view.floors.get(request.model)
+                hold_s = max(0.0, before.until_s - time.time()) if before else 0.0
+                await self._set_floor(request.model, before.instances if before else 0, hold_s)
+                raise
         return (operation or self._scaler.nothing_to_do(wish)).record()
+
+    async def _set_floor(self, model: str, instances: int, hold_s: float) -> None:
+        floor = SetFloor(model=model, instances=instances, hold_s=hold_s)
+        await self._bus.request(subjects.pool("set_floor"), floor, Ack, timeout_s=RPC_TIMEOUT_S)
 
     async def _fulfil_patiently(self, wish: Wish) -> Operation | None:
         """A registry that recovers grants nothing for a lease; somebody waits for this answer."""

@@ -18,7 +18,7 @@ from services.pool.store import Store
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.checkpoint import Checkpoint, inspect_checkpoint
-from shared.errors import BadRequest, Conflict, ModelNotFound, Unavailable
+from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, Unavailable
 from shared.messages.codec import M, R
 from shared.messages.common import Ack
 from shared.messages.registry import (
@@ -104,7 +104,7 @@ class PoolService:
         except RedisError as error:
             self._grace.observe(now, bus_since_s=self._bus.connected_since_s, store_ok=False)
             log.warning("Redis does not answer (%s); leases stand still until it does", error)
-        except Unavailable as error:
+        except BlitzError as error:
             log.warning("routes not published: %s", error)
 
     async def _publish_changes(self) -> None:
@@ -112,7 +112,7 @@ class PoolService:
         async with self._publishing:
             reports = await self._store.workers()
             records = {m.name: m for m in await self._store.models()}
-            current = routes_by_model(reports)
+            current = routes_by_model(reports, records.values())
             states = [r.state for r in reports]
             for state in ("spare", "loading", "live", "serving", "draining", "failed"):
                 self._workers_gauge.labels(state).set(states.count(state))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import secrets
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,8 +13,10 @@ from redis.asyncio import Redis
 
 from services.pool import scripts
 from shared.errors import Conflict, ModelNotFound, NoCapacity
-from shared.messages.codec import MalformedMessage, decode, encode
+from shared.messages.codec import M, MalformedMessage, decode, encode
 from shared.messages.registry import Floor, LeaseGrant, ModelRecord, WorkerHeartbeat
+
+log = logging.getLogger(__name__)
 
 PREFIX = "blitz:"
 
@@ -81,7 +85,8 @@ class Store:
             for worker_id in ids:
                 pipe.hget(f"{PREFIX}worker:{worker_id}", "report")
             raw = await pipe.execute()
-        return tuple(decode(report, WorkerHeartbeat) for report in raw if report is not None)
+        reports = (_readable(report, WorkerHeartbeat, worker_id) for worker_id, report in zip(ids, raw, strict=True))
+        return tuple(report for report in reports if report is not None)
 
     async def leases(self, worker_ids: tuple[str, ...]) -> dict[str, Lease]:
         """Open leases of these workers."""
@@ -142,11 +147,12 @@ class Store:
     async def models(self) -> tuple[ModelRecord, ...]:
         """All models, in the order of names."""
         raw = await cast(Any, self._redis.hgetall(f"{PREFIX}models"))
-        return tuple(decode(value, ModelRecord) for _, value in sorted(raw.items()))
+        records = (_readable(value, ModelRecord, name.decode()) for name, value in sorted(raw.items()))
+        return tuple(record for record in records if record is not None)
 
     async def model(self, name: str) -> ModelRecord | None:
         raw = await cast(Any, self._redis.hget(f"{PREFIX}models", name))
-        return None if raw is None else decode(raw, ModelRecord)
+        return _readable(raw, ModelRecord, name)
 
     async def was_removed(self, name: str) -> bool:
         """Whether the model was removed on purpose (rather than lost with Redis's data)."""
@@ -162,10 +168,10 @@ class Store:
     async def floors(self, now_s: float) -> tuple[Floor, ...]:
         """Floors in force at unix time ``now_s``."""
         raw = await cast(Any, self._redis.hgetall(f"{PREFIX}floors"))
-        try:
-            floors = [msgspec.msgpack.decode(value, type=Floor) for _, value in sorted(raw.items())]
-        except msgspec.MsgspecError as error:
-            raise MalformedMessage(f"a floor in Redis cannot be read: {error}") from error
+        floors = []
+        for _, value in sorted(raw.items()):
+            with contextlib.suppress(msgspec.MsgspecError):  # of another version: as good as none
+                floors.append(msgspec.msgpack.decode(value, type=Floor))
         return tuple(f for f in floors if f.until_s > now_s)
 
     async def next_sequence(self) -> tuple[str, int]:
@@ -182,3 +188,14 @@ class Store:
         """(publisher, sequence) of the last event."""
         publisher, sequence = await cast(Any, self._redis.mget(f"{PREFIX}publisher", f"{PREFIX}sequence"))
         return (publisher or b"").decode(), int(sequence or 0)
+
+
+def _readable(value: bytes | None, kind: type[M], name: str) -> M | None:
+    """The record, or None for one that this version cannot read: one bad entry must not hide the others."""
+    if value is None:
+        return None
+    try:
+        return decode(value, kind)
+    except MalformedMessage as error:
+        log.error("%s in Redis is passed over: %s", name, error)
+        return None

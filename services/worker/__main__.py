@@ -44,7 +44,7 @@ def main() -> int:
                 raise BlitzError("BLITZ_WORKER_DEVICE=cuda: this build serves on the CPU only")
         flush = setup_telemetry("worker", config.worker_id)
         bus = await NatsBus.connect(config.nats_url, name=f"worker-{config.worker_id}")
-        transport = UcxTransport.start(name=config.worker_id)
+        transport = UcxTransport.start(name=config.worker_id, on_failure=lambda error: fatal(str(error)))
         try:
             service = WorkerService(bus, transport, config, pid=os.getpid(), fatal=fatal)
             ready = asyncio.create_task(_follow_readiness(service, lifecycle))

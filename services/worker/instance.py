@@ -27,6 +27,9 @@ from shared.messages.scaling import ChainMember, ScalePlan
 
 log = logging.getLogger(__name__)
 
+STOP_S = 30.0
+"""Longest that one engine step may take when an instance is stopped."""
+
 OnOutput = Callable[[StepOutput], None]
 """Called on the engine thread."""
 
@@ -143,10 +146,10 @@ class Instance:
             await asyncio.sleep(0.01)
         return False
 
-    async def stop(self) -> None:
-        """End what still runs, and the engine's thread."""
+    async def stop(self) -> bool:
+        """End what still runs, and the engine's thread; False if a step did not end within ``STOP_S``."""
         self._thread.stop()
-        await asyncio.to_thread(self._thread.join, 30.0)
+        return await asyncio.to_thread(self._thread.join, STOP_S)
 
 
 class InstanceFactory:

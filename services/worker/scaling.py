@@ -50,6 +50,8 @@ class Scaling:
         self._changed = changed
         self._fatal = fatal
         self.instance: Instance | None = None
+        self.leaving = False
+        """The worker is being stopped: a drain is final."""
         self._last_epoch = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining: asyncio.Task[None] | None = None
@@ -59,8 +61,13 @@ class Scaling:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._reap)
         return task
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of this worker broke", exc_info=error)
 
     async def close(self) -> None:
         """Abort what runs and stop the engine."""
@@ -107,7 +114,8 @@ class Scaling:
         self._last_epoch = target.epoch
         try:
             self.instance = self._factory.create(plan, target)
-        except BlitzError as error:
+        except Exception as error:
+            log.warning("%s: no instance: %s", plan.plan_id, error, exc_info=not isinstance(error, BlitzError))
             await self._progress.tell(plan.plan_id, target.instance_id, "failed", detail=str(error))
             return
         self._changed()
@@ -138,15 +146,17 @@ class Scaling:
                 # While it forwards, its copy is a source: a drain waits.
                 with instance.pinned():
                     await self._mover.fill(plan, chain, position, instance, complete)
-            except (BlitzError, OSError, ValueError) as error:
+            except Exception as error:
+                log.warning("%s failed: %s", instance.instance_id, error, exc_info=not isinstance(error, BlitzError))
                 await self._fail(instance, span, error)
 
     async def _fail(self, instance: Instance, span: Span, error: Exception) -> None:
         span.record_exception(error)
-        log.warning("%s failed: %s", instance.instance_id, error)
         instance.fail()
         self._changed()
-        await self._progress.tell(instance.plan_id, instance.instance_id, "failed", detail=str(error))
+        await self._progress.tell(
+            instance.plan_id, instance.instance_id, "failed", detail=str(error) or type(error).__name__
+        )
         if isinstance(error, BuffersStuck):
             # A late write could land in whatever the arena holds next.
             self._fatal(str(error))
@@ -169,7 +179,7 @@ class Scaling:
             return
         if not plan.revive:
             self._start_drain(plan.plan_id)
-        elif instance.revive():
+        elif not self.leaving and instance.revive():
             self._changed()
             await self._progress.tell(plan.plan_id, instance.instance_id, "serving")
 
@@ -201,7 +211,10 @@ class Scaling:
                 self._draining = None
 
     async def _vacate(self, instance: Instance) -> None:
-        await instance.stop()
+        if not await instance.stop():
+            # A step that still runs reads weights and writes KV: the memory cannot be given to another model.
+            self._fatal(f"the engine of {instance.instance_id} does not end")
+            return
         self._factory.release()
         self.instance = None
         self._changed()

@@ -122,6 +122,7 @@ class WorkerService:
     async def _drain(self) -> None:
         """Take nothing new and finish what runs. New requests are routed elsewhere meanwhile."""
         self._serving.admitting = False
+        self._scaling.leaving = True
         instance = self._scaling.instance
         if instance is None or instance.state not in ("serving", "draining"):
             return

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
@@ -32,6 +32,12 @@ from shared.messages.generation import (
 from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
+
+
+RESEND_TOKENS = 50_000
+"""Tokens in one message that sends a stream again: well under 1 MB."""
+RESEND_LOGPROBS = 500
+"""The same with 20 alternatives each."""
 
 
 @dataclass(slots=True)
@@ -165,7 +171,8 @@ class Serving:
         """Send a stream's tokens again. Raises ``NotFound`` when they are not here."""
         gateway_id, part = self._streams.resend(request.request_id, request.attempt, request.offset)
         instance = self._instance()
-        await self._send(gateway_id, instance.instance_id if instance else "", [part])
+        for page in _pages(part):
+            await self._send(gateway_id, instance.instance_id if instance else "", [page])
         return Ack()
 
     def on_gateway(self, heartbeat: GatewayHeartbeat) -> None:
@@ -201,3 +208,21 @@ class Serving:
         if output.error is not None:
             span.set_status(Status(StatusCode.ERROR, output.error.message))
         span.end()
+
+
+def _pages(part: StreamPart) -> Iterator[StreamPart]:
+    """A long stream in parts that the bus takes; only the last one is terminal."""
+    step = RESEND_TOKENS if part.logprobs is None else RESEND_LOGPROBS
+    starts = range(0, max(1, len(part.token_ids)), step)
+    for start in starts:
+        is_last = start == starts[-1]
+        yield StreamPart(
+            request_id=part.request_id,
+            attempt=part.attempt,
+            offset=part.offset + start,
+            token_ids=part.token_ids[start : start + step],
+            logprobs=None if part.logprobs is None else part.logprobs[start : start + step],
+            finish_reason=part.finish_reason if is_last else None,
+            error=part.error if is_last else None,
+            queued_s=part.queued_s,
+        )

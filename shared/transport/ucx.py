@@ -48,8 +48,9 @@ _JOIN_TIMEOUT_S = 10.0
 class UcxTransport:
     """A ``TensorTransport``; make it with ``start``."""
 
-    def __init__(self, *, name: str, max_unclaimed: int = MAX_UNCLAIMED) -> None:
+    def __init__(self, *, name: str, max_unclaimed: int, on_failure: Callable[[TransportError], None]) -> None:
         self._name = name
+        self._on_failure = on_failure
         self._max_unclaimed = max_unclaimed
         self._mailbox = Mailbox()
         self._stopping = False
@@ -67,12 +68,19 @@ class UcxTransport:
             raise TransportError(f"UCX did not start in {_START_TIMEOUT_S} s") from None
 
     @classmethod
-    def start(cls, *, name: str, max_unclaimed: int = MAX_UNCLAIMED) -> UcxTransport:
+    def start(
+        cls,
+        *,
+        name: str,
+        max_unclaimed: int = MAX_UNCLAIMED,
+        on_failure: Callable[[TransportError], None] = lambda _: None,
+    ) -> UcxTransport:
         """Create the UCX worker and its thread. Raises ``TransportError`` when UCX does not start.
 
         ``max_unclaimed``: messages kept for a receive that is not posted yet; see ``base``.
+        ``on_failure``: called on the transport's thread if that breaks; every transfer then ends.
         """
-        return cls(name=name, max_unclaimed=max_unclaimed)
+        return cls(name=name, max_unclaimed=max_unclaimed, on_failure=on_failure)
 
     @property
     def address(self) -> bytes:
@@ -151,8 +159,9 @@ class UcxTransport:
         started.set_result(self._worker.address)
         try:
             self._serve()
-        except Exception:  # noqa: BLE001 - a fault here must end every transfer rather than leave it waiting
+        except Exception as error:  # noqa: BLE001 - a fault here must end every transfer rather than leave it waiting
             _log.exception("the thread of transport %s failed; the transport closes", self._name)
+            self._on_failure(TransportError(f"the thread of transport {self._name} failed: {error}"))
         self._shut()
 
     def _serve(self) -> None:

@@ -287,8 +287,10 @@ async def test_two_models_that_want_the_same_workers_never_share_one(redis_url: 
         await cluster.serving(1, loser)
         used = [(m.worker_id, m.epoch) for plan in cluster.plans() for c in plan.chains for m in c.targets]
         assert len({worker_id for worker_id, _ in used}) == len(used), "a worker was given away twice"
-        # The loser's wish stands as a floor: when workers come free, the monitor has it fulfilled.
-        await cluster.start_scale(1, winners[0])
+        # A refused wish changed nothing; once workers are free it can be asked for again.
+        await cluster.scale(1, winners[0])
+        await eventually(lambda: list(cluster.states().values()).count("spare") == 2)
+        await cluster.scale(3, loser)
         instances = await cluster.serving(3, loser)
         assert len(cluster.digests(instances)) == 1
 

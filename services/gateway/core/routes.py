@@ -46,12 +46,19 @@ class RouteChanges:
 
 
 def routes_of(workers: Iterable[Snapshot]) -> dict[str, dict[str, Route]]:
-    """Routes by model and instance id, from a snapshot's pages."""
+    """Routes by model and instance id, from a snapshot's pages.
+
+    Instances of other weights that had the same name before are no routes.
+    """
+    pages = tuple(workers)
+    hashes = {model.name: model.model_hash for page in pages for model in page.models}
     routes: dict[str, dict[str, Route]] = {}
-    for page in workers:
+    for page in pages:
         for record in page.workers:
             instance = record.instance
             if instance is None or instance.state not in KNOWN_STATES:
+                continue
+            if hashes.get(instance.model) != instance.model_hash:
                 continue
             routes.setdefault(instance.model, {})[instance.instance_id] = Route(
                 instance_id=instance.instance_id,

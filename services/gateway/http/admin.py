@@ -7,7 +7,8 @@ import math
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from services.gateway.http.asgi import JSON
+from services.gateway.http.asgi import JSON, header, read_body
+from services.gateway.http.errors import UnsupportedMediaType
 from services.gateway.http.fields import Fields, parse_object
 from services.gateway.http.status import status_json
 from services.gateway.service import Gateway
@@ -20,8 +21,8 @@ from shared.messages.scaling import GetScaleRecord, ListScaleRecords, ScaleRecor
 MAX_WAIT_S = 600.0
 MAX_INSTANCES = 1_000_000
 DEFAULT_HOLD_S = 300.0
-ADD_TIMEOUT_S = 60.0
-"""Registering inspects every tensor header of a checkpoint."""
+ADD_TIMEOUT_S = 600.0
+"""Registering reads every byte of a checkpoint, to hash it."""
 RPC_TIMEOUT_S = 10.0
 
 
@@ -30,9 +31,11 @@ def _json(value: object, status: int = 200) -> Response:
 
 
 async def _fields(request: Request, gateway: Gateway) -> Fields:
-    body = await request.body()
-    if len(body) > gateway.config.max_body_bytes:
-        raise BadRequest(f"the request body has more than {gateway.config.max_body_bytes} bytes")
+    # The types that a page of another site may send without asking first are all others.
+    content_type = header(request.scope, b"content-type").partition(";")[0].strip().lower()
+    if content_type != JSON.decode():
+        raise UnsupportedMediaType(f"the body needs Content-Type: application/json, not {content_type[:80]!r}")
+    body = await read_body(request.scope, request.receive, max_bytes=gateway.config.max_body_bytes)
     return Fields(parse_object(body))
 
 

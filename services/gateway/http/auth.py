@@ -1,9 +1,15 @@
-"""Who may call what: bearer keys for the API, and keys or the loopback interface for administration."""
+"""Who may call what: bearer keys for the API, and keys or the loopback interface for administration.
+
+Without admin keys, being local is all that a client shows, and a browser on this machine is local for every
+page that it has open. So what a page of another site can make it send is refused: requests that name another
+origin, and requests to another host name than this machine's own (a name that its owner made point here).
+"""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
@@ -28,8 +34,8 @@ class Access:
         elif path == "/admin" or path.startswith("/admin/"):
             if self._admin_keys:
                 self._check_key(scope, self._admin_keys, "an admin key")
-            elif not _is_loopback(scope):
-                raise Forbidden("admin routes are open to the loopback interface only; set BLITZ_ADMIN_KEYS for others")
+            else:
+                _check_local(scope)
 
     @staticmethod
     def _check_key(scope: Scope, keys: tuple[bytes, ...], what: str) -> None:
@@ -41,12 +47,40 @@ class Access:
             raise Unauthorized(f"{what} is needed; the one that was sent is not valid")
 
 
-def _is_loopback(scope: Scope) -> bool:
+def _check_local(scope: Scope) -> None:
     client = scope.get("client")
-    if client is None:
-        return False
+    if client is None or not _is_loopback(client[0]):
+        raise Forbidden("admin routes are open to the loopback interface only; set BLITZ_ADMIN_KEYS for others")
+    host = header(scope, b"host")
+    if not _names_loopback(host):
+        raise Forbidden(
+            f"admin routes without a key are open under 127.0.0.1, localhost and [::1] only, not under Host "
+            f"{host[:80]!r}; set BLITZ_ADMIN_KEYS for others"
+        )
+    origin = header(scope, b"origin")
+    if origin and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
+        raise Forbidden(
+            f"admin routes without a key are closed to pages of other sites, such as Origin {origin[:80]!r}; "
+            "set BLITZ_ADMIN_KEYS for them"
+        )
+
+
+def _names_loopback(host: str) -> bool:
+    """Whether a Host header is this machine's own name or loopback address, with any port."""
     try:
-        address = ipaddress.ip_address(client[0].partition("%")[0])
+        parts = urlsplit(f"//{host}")
+        name, _ = parts.hostname or "", parts.port
+    except ValueError:
+        return False
+    # Nothing but a host and a port: no user, path or query that would hide another host.
+    if parts.netloc != host or "@" in host:
+        return False
+    return name == "localhost" or _is_loopback(name)
+
+
+def _is_loopback(text: str) -> bool:
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
         return False
     mapped = getattr(address, "ipv4_mapped", None)

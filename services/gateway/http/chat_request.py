@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.http.fields import Fields, kind_of
+from services.gateway.http.fields import Fields, kind_of, shown
 from services.gateway.http.options import MAX_LOGPROBS, Options, read_options, refuse_unsupported
 from shared.errors import BadRequest, UnsupportedParameter
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+MAX_MESSAGES = 4096
+MESSAGE_CHARACTERS = 128
+"""What rendering a message costs, however short it is, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +27,8 @@ class ChatRequest:
 
     @property
     def num_characters(self) -> int:
-        """About how long the rendered prompt will be."""
-        return sum(len(message["content"]) for message in self.messages)
+        """About how much there is to render."""
+        return sum(MESSAGE_CHARACTERS + len(message["content"]) for message in self.messages)
 
 
 def read_chat_request(body: dict[str, Any], *, vocab_size: int) -> ChatRequest:
@@ -59,6 +62,8 @@ def _messages(fields: Fields) -> tuple[dict[str, Any], ...]:
         raise BadRequest("messages is required", param="messages")
     if not isinstance(value, list) or not value:
         raise fields.wrong("messages", "a non-empty array of messages")
+    if len(value) > MAX_MESSAGES:
+        raise BadRequest(f"messages has {len(value)} messages; at most {MAX_MESSAGES} are taken", param="messages")
     return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(value))
 
 
@@ -66,8 +71,10 @@ def _message(message: Any, name: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise BadRequest(f"{name} must be an object, not {kind_of(message)}", param=name)
     role = message.get("role")
-    if role not in ROLES:
-        raise BadRequest(f"{name}.role must be one of {', '.join(sorted(ROLES))}, not {role!r}", param=f"{name}.role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise BadRequest(
+            f"{name}.role must be one of {', '.join(sorted(ROLES))}, not {shown(role)}", param=f"{name}.role"
+        )
     if message.get("tool_calls"):
         raise UnsupportedParameter(f"{name}.tool_calls: tools are not supported", param=f"{name}.tool_calls")
     result = {"role": role, "content": _content(message.get("content"), f"{name}.content", role)}
@@ -96,7 +103,7 @@ def _content(content: Any, name: str, role: str) -> str:
             raise BadRequest(f"{where} must be an object, not {kind_of(part)}", param=where)
         if part.get("type") != "text":
             raise UnsupportedParameter(
-                f"{where}: parts of type {part.get('type')!r} are not supported (text is)", param=where
+                f"{where}: parts of type {shown(part.get('type'))} are not supported (text is)", param=where
             )
         text = part.get("text")
         if not isinstance(text, str):

@@ -37,12 +37,18 @@ def read_completion_request(body: dict[str, Any], *, vocab_size: int, max_prompt
     echo = fields.flag("echo", False)
     if echo and logprobs is not None:
         raise fields.unsupported("echo", "echo with logprobs is")
-    limit = fields.integer("max_tokens", DEFAULT_MAX_TOKENS, low=1, high=2**31)
+    limit = fields.optional_integer("max_tokens", low=1, high=2**31)
     return CompletionRequest(
         prompts=_prompts(fields, vocab_size, max_prompt_bytes),
         echo=echo,
         add_special_tokens=fields.flag("add_special_tokens", True),
-        options=read_options(fields, vocab_size=vocab_size, max_tokens=limit, logprobs=logprobs),
+        options=read_options(
+            fields,
+            vocab_size=vocab_size,
+            max_tokens=limit,
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            logprobs=logprobs,
+        ),
     )
 
 

@@ -16,6 +16,13 @@ class MethodNotAllowed(BadRequest):
     http_status = 405
 
 
+class UnsupportedMediaType(BadRequest):
+    """A body of another type than JSON."""
+
+    code = "unsupported_media_type"
+    http_status = 415
+
+
 class Forbidden(BlitzError):
     """The caller may not do this, whatever key it shows."""
 

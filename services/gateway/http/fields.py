@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -10,6 +9,9 @@ import msgspec
 from shared.errors import BadRequest, UnsupportedParameter
 
 _decoder = msgspec.json.Decoder()
+
+MAX_SHOWN_CHARACTERS = 80
+"""Of a wrong value, in an error's message."""
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -41,6 +43,12 @@ def is_token_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def shown(value: object) -> str:
+    """A value as an error shows it: short scalars as they are, of all else the type."""
+    text = repr(value) if value is None or isinstance(value, int | float | str) else kind_of(value)
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else kind_of(value)
+
+
 class Fields:
     """The fields of one JSON object. ``None`` counts as absent, as OpenAI does it."""
 
@@ -58,11 +66,7 @@ class Fields:
 
     def wrong(self, key: str, wanted: str) -> BadRequest:
         """The error for a value of another type or out of range."""
-        value = self._value.get(key)
-        shown = repr(value) if isinstance(value, int | float | bool) else kind_of(value)
-        if isinstance(value, str) and len(value) <= 80:
-            shown = repr(value)
-        return BadRequest(f"{self.name(key)} must be {wanted}, not {shown}", param=self.name(key))
+        return BadRequest(f"{self.name(key)} must be {wanted}, not {shown(self._value.get(key))}", param=self.name(key))
 
     def unsupported(self, key: str, what: str) -> UnsupportedParameter:
         """The error for something that OpenAI or vLLM know and this system does not do."""
@@ -106,8 +110,9 @@ class Fields:
         if value is None:
             return default
         allowed = f"a number {'above' if open_low else 'from'} {low:g} {'and at most' if open_low else 'to'} {high:g}"
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(key, allowed)
+        # The range refuses what is not finite too, and before an integer of any size becomes a float.
         if not low <= value <= high or (open_low and value == low):
             raise self.wrong(key, allowed)
         return float(value)

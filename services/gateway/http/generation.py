@@ -27,7 +27,7 @@ from services.gateway.http.options import Options
 from services.gateway.http.request_span import request_span, set_response_attributes
 from services.gateway.service import Gateway
 from services.gateway.tokenizer import ModelTokenizer
-from shared.errors import BadRequest, Internal
+from shared.errors import BadRequest, BlitzError, Internal
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -131,11 +131,9 @@ class Generation:
         reply = Reply(job.kind, job.response_id, job.model.record.name, int(arrived_at_s), options.include_usage)
         outlet = Outlet(len(streams))
         choices = [self._choice(job, reply, outlet, stream, index, arrived_s) for index, stream in enumerate(streams)]
-        gateway.metrics.of(job.model.record.name).prompt_tokens += sum(len(p.token_ids) for p in job.prompts)
+        self._admit(streams, choices)
         watcher = asyncio.create_task(_watch(receive, outlet))
         try:
-            for stream, choice in zip(streams, choices, strict=True):
-                gateway.dispatcher.start(stream, choice)
             await outlet.wait()
             if not outlet.disconnected:
                 if options.stream:
@@ -149,6 +147,20 @@ class Generation:
                     choice.abort()
                     gateway.dispatcher.cancel(stream.request_id)
             set_response_attributes(span, job.response_id, choices)
+
+    def _admit(self, streams: list[StreamState], choices: list[Choice]) -> None:
+        """Start all streams and count them as admitted, or none. Raises ``ModelNotFound``, ``Overloaded``."""
+        gateway, model = self._gateway, streams[0].model
+        # It may have been removed while the prompt was tokenized.
+        gateway.find_model(model)
+        try:
+            for stream, choice in zip(streams, choices, strict=True):
+                gateway.dispatcher.start(stream, choice)
+        except BlitzError:
+            for stream in streams:
+                gateway.dispatcher.cancel(stream.request_id)
+            raise
+        gateway.metrics.of(model).prompt_tokens += sum(len(stream.prompt_token_ids) for stream in streams)
 
     def _choice(
         self, job: _Job, reply: Reply, outlet: Outlet, stream: StreamState, index: int, arrived_s: float

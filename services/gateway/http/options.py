@@ -52,6 +52,8 @@ class Options:
     top_k: int
     seed: int | None
     max_tokens: int | None
+    default_max_tokens: int | None
+    """Without ``max_tokens``: this many, or fewer if the context leaves fewer; None for all that it leaves."""
     min_tokens: int
     ignore_eos: bool
     stop: tuple[str, ...]
@@ -88,7 +90,14 @@ def refuse_unsupported(fields: Fields) -> None:
         raise fields.unsupported("modalities", "anything but text is")
 
 
-def read_options(fields: Fields, *, vocab_size: int, max_tokens: int | None, logprobs: int | None) -> Options:
+def read_options(
+    fields: Fields,
+    *,
+    vocab_size: int,
+    max_tokens: int | None,
+    default_max_tokens: int | None = None,
+    logprobs: int | None,
+) -> Options:
     """The options in a request body; ``max_tokens`` and ``logprobs`` are read by the caller, whose names differ."""
     stream = fields.flag("stream", False)
     stream_options = fields.object("stream_options")
@@ -97,6 +106,8 @@ def read_options(fields: Fields, *, vocab_size: int, max_tokens: int | None, log
     min_tokens = fields.integer("min_tokens", 0, low=0, high=2**31)
     if max_tokens is not None and min_tokens > max_tokens:
         raise BadRequest(f"min_tokens {min_tokens} is above max_tokens {max_tokens}", param="min_tokens")
+    include_usage = stream_options.flag("include_usage", False)
+    continuous_usage = stream_options.flag("continuous_usage_stats", False)
     top_k = fields.integer("top_k", 0, low=-1, high=2**31)
     return Options(
         temperature=fields.number("temperature", 1.0, low=0, high=2),
@@ -104,6 +115,7 @@ def read_options(fields: Fields, *, vocab_size: int, max_tokens: int | None, log
         top_k=max(top_k, 0),
         seed=fields.optional_integer("seed", low=-(2**63), high=2**63 - 1),
         max_tokens=max_tokens,
+        default_max_tokens=default_max_tokens,
         min_tokens=min_tokens,
         ignore_eos=fields.flag("ignore_eos", False),
         stop=_stop(fields),
@@ -114,8 +126,8 @@ def read_options(fields: Fields, *, vocab_size: int, max_tokens: int | None, log
         logit_bias=_logit_bias(fields, vocab_size),
         logprobs=logprobs,
         stream=stream,
-        include_usage=stream_options.flag("include_usage", False),
-        continuous_usage=stream_options.flag("continuous_usage_stats", False),
+        include_usage=include_usage,
+        continuous_usage=include_usage and continuous_usage,
         include_stop_string=fields.flag("include_stop_str_in_output", False),
         skip_special_tokens=fields.flag("skip_special_tokens", True),
     )

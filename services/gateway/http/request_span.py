@@ -28,7 +28,8 @@ def request_span(operation: str, model: str, body: dict[str, Any], traceparent: 
             span.set_attribute("gen_ai.request.model", model)
             for name in _PARAMETERS:
                 value = body.get(name)
-                if isinstance(value, int | float) and not isinstance(value, bool):
+                # Attributes are 64 bits wide; the body is not checked yet.
+                if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63:
                     span.set_attribute(f"gen_ai.request.{name}", value)
         yield span
 

@@ -41,7 +41,12 @@ def decide(model: ModelRecord, workers: Sequence[WorkerRecord], desired: int, fl
     that serve least, never one that still loads (its plan runs; it can go when it is up).
     """
     wanted = bounded(desired, model, floor)
-    mine = [w for w in workers if w.instance is not None and w.instance.model == model.name]
+    # Instances of other weights that had this name before are none of its: they drain.
+    mine = [
+        w
+        for w in workers
+        if w.instance is not None and (w.instance.model, w.instance.model_hash) == (model.name, model.model_hash)
+    ]
     leased = sum(1 for w in workers if w.state == "spare" and w.lease_model == model.name)
     counted = [w for w in mine if w.state in COUNTED]
     current = len(counted) + leased

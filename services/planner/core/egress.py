@@ -42,16 +42,24 @@ class Egress:
         self.listed: dict[str, Outlet] = {}
         self.gbps = 0.0
 
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """The leaves in the order of the list."""
+        return tuple(self._ring)
+
     def leaf_gbps(self, leaf: str) -> float:
         entry = self._leaves.get(leaf)
         return entry.gbps if entry else 0.0
 
     def add(self, outlet: Outlet, *, fresh: bool = False, front: bool = True) -> None:
-        """List an unspent NIC. One listed already only changes its holder."""
+        """List an unspent NIC. One listed already keeps its place and changes its holder."""
         nic_id = outlet.nic.nic_id
         known = self.listed.get(nic_id)
         if known is not None:
             known.holder, known.is_host = outlet.holder, outlet.is_host
+            self._leaves[known.nic.leaf].gbps += outlet.gbps - known.gbps
+            self.gbps += outlet.gbps - known.gbps
+            known.gbps = outlet.gbps
             return
         leaf = outlet.nic.leaf
         entry = self._leaves.get(leaf)

@@ -1,112 +1,181 @@
-"""From sources and targets to forwarding chains (paper section 5.1, Figure 11).
+"""From sources and targets to forwarding chains: the paper's Figure 11 (section 5.1), completed.
 
-One chain from the best source: the time of a serial chain hardly depends on its length
-(|M|/B + (n-1)·chunk/B), so a single chain is as fast as the slowest link in it.
+``plan`` is pure and deterministic (ties go by id; the order of its inputs does not matter). Its four steps live in
+``greedy`` (pruning, the source list, the loop), ``targets`` (grouping and order) and ``stripes`` (sharded transfer).
+What the figure leaves open is decided where it is done; docs/decisions/0010 gives the reasons.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shared.messages.common import InstanceState
-from shared.messages.registry import WorkerInfo
-from shared.messages.scaling import SourceKind
-
-MIN_CHUNK_BYTES = 256 * 1024
-"""Below this the cost per message shows (one checksum block, too)."""
-MAX_CHUNK_BYTES = 8 * 1024 * 1024
-FILL_SHARE = 0.02
-"""Largest share of the transfer time that filling the chain may take (design section 5)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A complete copy of the model in a worker's memory."""
-
-    worker: WorkerInfo
-    instance_id: str
-    epoch: int
-    state: InstanceState
-    busy_sending: bool
-    """Whether it already sends weights: its egress is spent."""
+from services.planner.core.edges import Draft, Edge
+from services.planner.core.explain import explain
+from services.planner.core.flows import Flow, Load, Source
+from services.planner.core.greedy import Greedy
+from services.planner.core.targets import TargetGroup, fair_cap_gbps, first_gpus, group_targets, in_order
+from services.planner.core.timing import longest_chain, settle
+from services.planner.core.topology import Topology
+from shared.errors import BadRequest, BadTopology
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedChain:
-    """Where the bytes come from and the order in which targets forward them."""
+class EdgeChain:
+    """Edges one behind the other: the targets of each are the (first) sources of the next."""
 
-    source_kind: SourceKind
-    source: Source | None
-    targets: tuple[WorkerInfo, ...]
+    edges: tuple[Edge, ...]
     chunk_bytes: int
-    predicted_finish_s: float
+
+    @property
+    def predicted_finish_s(self) -> float:
+        return max(edge.finish_s for edge in self.edges)
 
 
 @dataclass(frozen=True, slots=True)
 class Multicast:
-    """The chains, and why they are as they are."""
+    """The plan. ``edges`` are in the order in which they were planned: whoever sends has received in an earlier one."""
 
-    chains: tuple[PlannedChain, ...]
-    explain: tuple[str, ...]
+    edges: tuple[Edge, ...]
+    chains: tuple[EdgeChain, ...]
+    tails: tuple[str, ...]
+    """Targets that feed nobody, the slowest first: candidates for live scaling."""
     left_out: tuple[str, ...]
+    """What was asked for and not planned, and why."""
+    pruned: tuple[str, ...]
+    """Sources whose outgoing direction is in use."""
+
+    @property
+    def finish_s(self) -> Mapping[str, float]:
+        """Predicted seconds until each target has all bytes."""
+        return {target: edge.finish_s for edge in self.edges for target in edge.targets}
+
+    @property
+    def predicted_finish_s(self) -> float:
+        return max((edge.finish_s for edge in self.edges), default=0.0)
+
+    @property
+    def explain(self) -> tuple[str, ...]:
+        """Why each source and this order, one line per decision."""
+        return explain(self.edges, self.pruned, self.tails)
 
 
-def chunk_bytes(model_bytes: int, num_hops: int) -> int:
-    """Chunk size for a chain of ``num_hops``: the fill (n-1)·chunk stays below 2 % of |M|.
-
-    With a single hop nothing has to fill, and the largest chunk costs least.
-    The result is a multiple of the floor, so that checksum blocks never straddle chunks.
-    """
-    wanted = MAX_CHUNK_BYTES if num_hops <= 1 else int(FILL_SHARE * model_bytes / (num_hops - 1))
-    blocks = max(1, min(wanted, MAX_CHUNK_BYTES) // MIN_CHUNK_BYTES)
-    return blocks * MIN_CHUNK_BYTES
-
-
-def plan_multicast(
-    sources: Sequence[Source], spare: Sequence[WorkerInfo], num_targets: int, model_bytes: int
+def plan(
+    topology: Topology,
+    sources: Iterable[Source],
+    targets: Iterable[str],
+    n: int,
+    flows: Iterable[Flow],
+    model_bytes: int,
+    *,
+    sharded: bool = True,
+    tails: int = 1,
 ) -> Multicast:
-    """Plan ``num_targets`` new copies on the spare workers.
+    """Bring ``model_bytes`` to ``n`` of the target GPUs, at most.
 
-    Sources whose egress is spent are pruned unless nothing is left; without any source the first
-    target reads the checkpoint from its disk and forwards it. Targets on the source's host come
-    first, then host by host, so that a chain enters each host once. Deterministic: ties are
-    broken by worker id. Fewer spare workers than targets give a smaller plan that says so.
+    ``sharded=False`` feeds every group from a single copy. ``tails``: chains to start at least, where copies with
+    unspent egress allow (one per overloaded instance to be paired).
+    Raises ``BadRequest`` for a negative ``n`` or no bytes, ``BadTopology`` for unknown, repeated or contradicting ids.
     """
-    left_out: tuple[str, ...] = ()
-    if len(spare) < num_targets:
-        left_out = (f"{num_targets - len(spare)} of {num_targets} instances: only {len(spare)} workers are spare",)
-    wanted = min(num_targets, len(spare))
-    if wanted == 0:
-        return Multicast((), (), left_out)
-    free = [s for s in sources if not s.busy_sending]
-    explain = []
-    if sources and not free:
-        explain.append(f"all {len(sources)} sources already send; the least bad one is shared")
-    candidates = free or list(sources)
-    source = min(candidates, key=_preference) if candidates else None
-    targets = _ordered_targets(source, spare)[:wanted]
-    link_gbps = min(w.nic_gbps for w in targets)
-    if source is None:
-        explain.append(f"no copy in any worker's memory: {targets[0].worker_id} reads the checkpoint and forwards it")
-    else:
-        link_gbps = min(link_gbps, source.worker.nic_gbps)
-        explain.append(
-            f"source {source.worker.worker_id} ({source.state}, {len(free)} of {len(sources)} sources free to send)"
-        )
-    explain.append("chain order " + " -> ".join(w.worker_id for w in targets) + ": same host first, then by host")
-    chunk = chunk_bytes(model_bytes, len(targets))
-    seconds = (model_bytes + (len(targets) - 1) * chunk) * 8 / (link_gbps * 1e9)
-    kind: SourceKind = "disk" if source is None else "gpu"
-    return Multicast((PlannedChain(kind, source, tuple(targets), chunk, seconds),), tuple(explain), left_out)
+    if n < 0 or tails < 1:
+        raise BadRequest(f"cannot plan {n} GPUs in {tails} chains", param="n")
+    if model_bytes <= 0:
+        raise BadRequest(f"a model of {model_bytes} bytes cannot be sent", param="model_bytes")
+    wanted = list(targets)
+    copies = sorted(sources, key=_preference)
+    _check(topology, copies, wanted)
+    load = Load.of(topology, flows)
+    left_out = []
+    if n > len(wanted):
+        left_out.append(f"{n - len(wanted)} of {n} instances: only {len(wanted)} workers are spare")
+    pruned = tuple([s.holder for s in copies if load.egress.get(_nic_id(topology, s))])
+
+    groups = group_targets(topology, wanted, load)
+    # The smallest chunk bounds the length of a chain; beyond it more chains fill faster.
+    width = max([len(g.ports) for g in groups], default=1) if sharded else 1
+    chains = max(tails, math.ceil(min(len(groups), n) / longest_chain(model_bytes, width)))
+    greedy = Greedy(topology, copies, load, sharded=sharded, chains=chains)
+    ordered = in_order(groups, greedy.leaf_order, greedy.source_domains, greedy.source_hosts)
+    chosen = _first(topology, ordered, n, load)
+    drafts: list[Draft] = []
+    if not copies and chosen:
+        head = max(range(len(chosen)), key=lambda i: (topology.hosts[chosen[i].host].ssd_gbps, -i))
+        group = chosen.pop(head)
+        host = topology.hosts[group.host]
+        drafts.append(Draft(group, "disk", [(host.host_id, "disk", group.gpus[0].gpu_id, host.ssd_gbps, "", "")], []))
+        greedy.joined(drafts[0])
+    by_network = [g for g in chosen if g.domain not in greedy.source_domains]
+    cap_gbps = fair_cap_gbps(by_network, greedy.egress.gbps)
+    drafts += [greedy.plan(group, cap_gbps) for group in chosen]
+    ready_s = {s.holder: s.ready_s for s in copies if s.ready_s}
+    chunk = settle(drafts, greedy, topology, ready_s, model_bytes)
+    return _multicast(drafts, model_bytes, chunk, tuple(left_out), pruned)
 
 
-def _preference(source: Source) -> tuple[bool, float, str]:
-    # A draining copy may go away; otherwise the widest link, then a stable order.
-    return source.state == "draining", -source.worker.nic_gbps, source.worker.worker_id
+def _preference(source: Source) -> tuple[bool, bool, float, str]:
+    """GPU before host, whole before loading, staying before leaving; then by id."""
+    return source.kind == "host", source.leaving, source.ready_s, source.holder
 
 
-def _ordered_targets(source: Source | None, spare: Sequence[WorkerInfo]) -> list[WorkerInfo]:
-    home = source.worker.host if source else ""
-    leaf = source.worker.leaf if source else ""
-    return sorted(spare, key=lambda w: (w.host != home, w.leaf != leaf, -w.nic_gbps, w.leaf, w.host, w.worker_id))
+def _nic_id(topology: Topology, source: Source) -> str:
+    end = topology.hosts[source.holder] if source.kind == "host" else topology.gpus[source.holder]
+    return end.nic.nic_id
+
+
+def _check(topology: Topology, sources: list[Source], targets: list[str]) -> None:
+    seen: set[tuple[str, str]] = set()
+    gpus = topology.gpus
+    for source in sources:
+        known = topology.hosts if source.kind == "host" else gpus if source.kind == "gpu" else {}
+        if source.holder not in known:
+            raise BadTopology(f"source {source.holder!r} ({source.kind}) is on no known leaf", param="sources")
+        if (source.kind, source.holder) in seen:
+            raise BadTopology(f"source {source.holder!r} is given twice", param="sources")
+        if not (0 <= source.ready_s < math.inf):
+            raise BadTopology(f"source {source.holder!r} is ready in {source.ready_s!r} s", param="sources")
+        seen.add((source.kind, source.holder))
+    if len(set(targets)) != len(targets):
+        raise BadTopology("a target is given twice", param="targets")
+    for target in targets:
+        if target not in gpus:
+            raise BadTopology(f"target {target!r} is not in the topology", param="targets")
+        if ("gpu", target) in seen:
+            raise BadTopology(f"{target!r} is a source and a target", param="targets")
+
+
+def _first(topology: Topology, ordered: list[TargetGroup], n: int, load: Load) -> list[TargetGroup]:
+    """The first groups with ``n`` GPUs together. The last one is cut: a GPU that was not asked for stays spare."""
+    chosen: list[TargetGroup] = []
+    for group in ordered:
+        if n <= 0:
+            break
+        chosen.append(group if len(group.gpus) <= n else first_gpus(topology, group, n, load))
+        n -= len(group.gpus)
+    return chosen
+
+
+def _multicast(
+    drafts: list[Draft], model_bytes: int, chunk: int, left_out: tuple[str, ...], pruned: tuple[str, ...]
+) -> Multicast:
+    edges = tuple([draft.edge(model_bytes) for draft in drafts])
+    feeding: set[int] = set()
+    chain_ending_in: dict[int, list[Edge]] = {}
+    chains: list[list[Edge]] = []
+    for draft, edge in zip(drafts, edges, strict=True):
+        feeding.update([id(p) for p in draft.parents])
+        chain = chain_ending_in.pop(id(draft.parents[0]), None) if draft.parents else None
+        if chain is None:
+            chain = []
+            chains.append(chain)
+        chain.append(edge)
+        chain_ending_in[id(draft)] = chain
+    ends = [d for d in drafts if id(d) not in feeding]
+    ends.sort(key=lambda d: (-d.finish_s, d.group.gpus[0].gpu_id))
+    return Multicast(
+        edges=edges,
+        chains=tuple([EdgeChain(tuple(c), chunk) for c in chains]),
+        tails=tuple([g.gpu_id for d in ends for g in d.group.gpus]),
+        left_out=left_out,
+        pruned=pruned,
+    )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from services.planner.core.multicast import Multicast, PlannedChain, Source
+from services.planner.core.worker_chains import PlannedChain, WorkerChains, WorkerSource
 from shared.messages.registry import LeaseGrant, ModelRecord, WorkerRecord
 from shared.messages.scaling import Chain, ChainMember, DrainPlan, DrainTarget, ScalePlan
 
 
-def sources_of(workers: Iterable[WorkerRecord], model: ModelRecord) -> list[Source]:
+def sources_of(workers: Iterable[WorkerRecord], model: ModelRecord) -> list[WorkerSource]:
     """Every complete copy of exactly this model and layout in a worker's memory."""
     return [
-        Source(w.worker, w.instance.instance_id, w.instance.epoch, w.state, busy_sending=False)
+        WorkerSource(w.worker, w.instance.instance_id, w.instance.epoch, w.state, busy_sending=False)
         for w in workers
         if w.instance is not None
         and w.instance.layout_hash == model.layout_hash
@@ -24,7 +24,7 @@ def sources_of(workers: Iterable[WorkerRecord], model: ModelRecord) -> list[Sour
 def scale_plan(
     plan_id: str,
     model: ModelRecord,
-    multicast: Multicast,
+    multicast: WorkerChains,
     grant: LeaseGrant,
     *,
     triggered_at_s: float,

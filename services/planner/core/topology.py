@@ -61,11 +61,10 @@ class Topology:
     """By domain: the slowest member counts."""
     crowded_hosts: frozenset[str]
     """Hosts with more than one scale-up domain: weights may pass inside them without a NIC."""
+    host_nics: dict[str, tuple[str, ...]]
 
 
-def build_topology(
-    gpus: Iterable[Gpu], hosts: Iterable[Host] = (), *, multi_host_domains: bool = False
-) -> Topology:
+def build_topology(gpus: Iterable[Gpu], hosts: Iterable[Host] = (), *, multi_host_domains: bool = False) -> Topology:
     """Check and index. Hosts that are not given get their first NIC and the fastest host link of their GPUs.
 
     Raises ``BadTopology`` for duplicate ids, empty names, bandwidths that are not positive and finite, a NIC that
@@ -105,12 +104,13 @@ def build_topology(
         if known is None:
             by_host[gpu.host] = Host(gpu.host, gpu.nic, gpu.host_link_gbps)
     crowded = frozenset(host for host, domains in domains_at.items() if len(domains) > 1)
-    return Topology(by_id, by_host, nics, scale_up, crowded)
+    host_nics: dict[str, tuple[str, ...]] = {}
+    for nic_id, name in nic_host.items():
+        host_nics[name] = (*host_nics.get(name, ()), nic_id)
+    return Topology(by_id, by_host, nics, scale_up, crowded, host_nics)
 
 
-def topology_of(
-    workers: Iterable[WorkerInfo], *, scale_up: bool = True, multi_host_domains: bool = False
-) -> Topology:
+def topology_of(workers: Iterable[WorkerInfo], *, scale_up: bool = True, multi_host_domains: bool = False) -> Topology:
     """The topology of registered workers. ``scale_up=False`` puts each worker into a domain of its own:
     what an executor that knows only chains of single workers can use.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shared.messages.registry import Route, WorkerHeartbeat
+from shared.messages.registry import ModelRecord, Route, WorkerHeartbeat
 
 ROUTABLE = ("serving", "draining")
 """States that a gateway must know of: ``draining`` finishes what it has and takes nothing new."""
@@ -27,11 +27,17 @@ def route_of(report: WorkerHeartbeat) -> Route | None:
     )
 
 
-def routes_by_model(reports: Iterable[WorkerHeartbeat]) -> dict[str, tuple[Route, ...]]:
-    """Routes of every model that has any, in the order of instance ids."""
+def routes_by_model(reports: Iterable[WorkerHeartbeat], models: Iterable[ModelRecord]) -> dict[str, tuple[Route, ...]]:
+    """Routes of every registered model that has any, in the order of instance ids.
+
+    Instances of other weights that had the same name before are left out: they only finish what they have.
+    """
+    hashes = {model.name: model.model_hash for model in models}
     found: dict[str, list[Route]] = {}
     for report in reports:
         route = route_of(report)
-        if route is not None and report.instance is not None:
+        if route is None or report.instance is None:
+            continue
+        if hashes.get(report.instance.model) == report.instance.model_hash:
             found.setdefault(report.instance.model, []).append(route)
     return {model: tuple(sorted(routes, key=lambda r: r.instance_id)) for model, routes in sorted(found.items())}

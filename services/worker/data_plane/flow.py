@@ -56,7 +56,8 @@ class _Flow(ABC):
     @property
     def quiet(self) -> bool:
         """Whether no posted transfer holds a buffer any more."""
-        return not self._posted
+        with self._lock:
+            return not self._posted and not self._pumping
 
     def _limit(self) -> int:
         """How many pieces may have been posted by now. Called with the lock held."""
@@ -79,12 +80,21 @@ class _Flow(ABC):
                     return
                 piece = self._pieces[self._next]
                 self._next += 1
-            self._post_piece(piece)
+            try:
+                self._post_piece(piece)
+            except BaseException:
+                with self._lock:
+                    self._pumping = False
+                raise
 
     def _track(self, transfer: Transfer, on_done: _OnDone) -> None:
         with self._lock:
             self._posted.add(transfer)
+            too_late = self._ended
         transfer.add_done_callback(partial(self._ended_one, on_done))
+        if too_late:
+            # ``abort`` came while this was being posted, and could not know it.
+            transfer.abort()
 
     def _ended_one(self, on_done: _OnDone, transfer: Transfer) -> None:
         with self._lock:

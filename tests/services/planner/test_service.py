@@ -263,6 +263,18 @@ async def test_a_manual_scale_without_capacity_is_refused(rig: Rig) -> None:
         await rig.scale(1)
 
 
+async def test_a_refused_scale_leaves_the_floor_as_it_was(rig: Rig) -> None:
+    rig.pool.workers = ()
+    with pytest.raises(NoCapacity):
+        await rig.scale(2)
+    assert (rig.pool.floors_set[-1].instances, rig.pool.floors_set[-1].hold_s) == (0, 0.0)
+    rig.pool.floors = (Floor(model="m", instances=1, until_s=FAR_FUTURE_S),)
+    with pytest.raises(NoCapacity):
+        await rig.scale(2)
+    assert rig.pool.floors_set[-1].instances == 1
+    assert rig.pool.floors_set[-1].hold_s > 1e6
+
+
 async def test_a_worker_that_cannot_hold_the_model_is_never_leased(rig: Rig) -> None:
     small = worker_record("w0", arena_bytes=rig.model.weights_bytes - 1)
     rig.pool.workers = (small,)

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -347,3 +348,16 @@ async def test_a_damaged_checkpoint_is_refused_by_name_and_not_registered(
     # The name is free for a good checkpoint.
     good = await pool.ask("add_model", AddModel(path=str(tiny_checkpoint("llama")), name="bad"), ModelRecord)
     assert isinstance(good, ModelRecord)
+
+
+async def test_an_unreadable_entry_in_redis_hides_nothing_else(pool: Pool) -> None:
+    record = await pool.know_model()
+    await pool.beat(heartbeat("w0", record, "serving"))
+    await cast(Any, pool.redis.hset("blitz:models", "broken", b"\xc1"))
+    await cast(Any, pool.redis.hset("blitz:worker:w1", mapping={"report": b"\xc1"}))
+    await pool.redis.zadd("blitz:workers", {"w1": 4e15})
+    await cast(Any, pool.redis.hset("blitz:floors", "m", b"\xc1"))
+    snapshot = await pool.snapshot()
+    assert [m.name for m in snapshot.models] == ["m"]
+    assert [w.worker.worker_id for w in snapshot.workers] == ["w0"]
+    await eventually(lambda: pool.tables and pool.tables[-1].routes)

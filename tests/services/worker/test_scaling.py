@@ -9,6 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from services.worker.instance import InstanceFactory
+from services.worker.weight_mover import WeightMover
 from shared import subjects
 from shared.bus.memory import MemoryBroker
 from shared.errors import Conflict, NotFound
@@ -225,3 +227,30 @@ async def test_a_verified_range_is_sent_again_and_others_are_refused(alone: Lone
     with pytest.raises(Conflict):
         await _ask(alone.broker, _fetch(alone, transport_address=peer.address, offset=0))
     await peer.close()
+
+
+async def test_a_load_that_breaks_unexpectedly_frees_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with lone_worker() as alone:
+        monkeypatch.setattr(WeightMover, "fill", broken)
+        plan = alone.plan(epoch=10)
+        await alone.publish(plan)
+        await eventually(lambda: "failed" in alone.events(plan.plan_id))
+        await eventually(lambda: alone.pool.heartbeats[-1].state == "spare")
+        monkeypatch.undo()
+        following = alone.plan(epoch=11)
+        await alone.publish(following)
+        await eventually(lambda: "serving" in alone.events(following.plan_id))
+
+
+async def test_an_instance_that_cannot_be_built_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise MemoryError
+
+    async with lone_worker() as alone:
+        monkeypatch.setattr(InstanceFactory, "create", broken)
+        plan = alone.plan(epoch=10)
+        await alone.publish(plan)
+        await eventually(lambda: alone.events(plan.plan_id) == ["failed"])

@@ -50,3 +50,10 @@ def test_the_number_is_kept_within_the_models_limits_and_above_the_floor() -> No
     assert bounded(0, M, None) == 1
     assert bounded(1, M, Floor(model="m", instances=3, until_s=1.0)) == 3
     assert bounded(1, M, Floor(model="m", instances=9, until_s=1.0)) == 4
+
+
+def test_instances_of_other_weights_under_the_same_name_are_neither_counted_nor_revived() -> None:
+    old = model("m", model_hash="old")
+    workers = [worker_record("w0", old, "serving"), worker_record("w1", old, "draining")]
+    decision = decide(M, workers, 2, None)
+    assert (decision.current, decision.load, decision.revive) == (0, 2, ())

@@ -1,0 +1,229 @@
+"""A whole BlitzScale in the lab: the control plane in the root namespace, one worker per host.
+
+with Network(4, rate) as network:
+    async with LabStack(network, folder, checkpoint, weights_bytes=n) as stack:
+        run = await stack.scale(4)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from bench.lab.errors import LabFailed
+from bench.lab.network import Network
+from bench.lab.plan import DATA_DEVICE, MANAGEMENT_ADDRESS, Host
+from compose.admin import AdminClient
+from compose.admin_types import Status
+from compose.binaries import nats_server
+from compose.child import ChildSpec
+from compose.children import CONTROL_PLANE, Addresses, redis_spec, service_spec, stop_order, worker_spec
+from compose.config import StackConfig, inherited_environment
+from compose.errors import StackNotReady
+from compose.ports import free_port
+from compose.preflight import Findings
+from compose.probes import nats_probe, redis_probe, wait_until
+from compose.state_dir import StateDir
+from compose.supervisor import Supervisor
+from shared.errors import Unavailable
+from shared.messages.scaling import ScaleRecord
+
+T = TypeVar("T")
+READY_S = 90.0
+HOLD_S = 600.0
+_SERVER_START_S = 20.0
+_POLL_S = 0.05
+_MIB = 1024 * 1024
+_KV_MIB = 64
+
+
+class LabStack:
+    """Starts with ``async with``, which returns once the model serves on one host and all workers are here.
+
+    ``worker_env`` is added to every worker's environment (``UCX_*`` settings to try). Raises ``StackError``
+    or ``LabFailed``, with everything stopped.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        folder: Path,
+        checkpoint: Path,
+        *,
+        weights_bytes: int,
+        worker_env: Mapping[str, str] | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._network = network
+        self._checkpoint = checkpoint
+        self._state = StateDir(folder)
+        self._mib = -(-weights_bytes // _MIB)
+        self._worker_env = dict(worker_env or {})
+        self._say = say
+        self._supervisor = Supervisor(self._state.logs, say=say)
+        self._config = StackConfig(
+            models=(checkpoint,), state_dir=folder, workers=len(network.hosts), engine="mock", stop_grace_s=5.0
+        )
+        self._addresses: Addresses | None = None
+        self._admin: AdminClient | None = None
+
+    @property
+    def admin(self) -> AdminClient:
+        """Raises ``RuntimeError`` before the stack has started."""
+        if self._admin is None:
+            raise RuntimeError("the lab's stack has not started")
+        return self._admin
+
+    @property
+    def model(self) -> str:
+        return self._checkpoint.name
+
+    def worker_pids(self) -> tuple[int, ...]:
+        """Process ids of the workers that run."""
+        return tuple(c.pid for n, c in self._supervisor.children.items() if n.startswith("worker-") and c.pid)
+
+    def host_of(self, worker_id: str) -> int:
+        """The index of the host that a worker runs on."""
+        return int(worker_id.rpartition("-")[2])
+
+    async def __aenter__(self) -> LabStack:
+        try:
+            await self._unless_given_up(self._start())
+        except BaseException:
+            # Also when cancelled half way: what has started must not stay.
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Stop everything in order. Safe to call twice."""
+        if self._admin is not None:
+            await self._admin.close()
+            self._admin = None
+        await self._supervisor.stop(stop_order(tuple(self._supervisor.children)))
+        self._state.release()
+
+    async def use_strategy(self, strategy: str) -> None:
+        """Start the planner again with another ``BLITZ_PLANNER_STRATEGY``."""
+        await self._supervisor.remove("planner")
+        await self._start_service("planner", BLITZ_PLANNER_STRATEGY=strategy)
+
+    async def scale(self, instances: int, *, timeout_s: float) -> ScaleRecord:
+        """Scale and wait for the end. Raises ``LabFailed`` unless every target serves within ``timeout_s``."""
+        return await self._unless_given_up(self._scale(instances, time.monotonic() + timeout_s, timeout_s))
+
+    async def _scale(self, instances: int, deadline_s: float, timeout_s: float) -> ScaleRecord:
+        while True:
+            try:
+                record = await self.admin.scale(self.model, instances, hold_s=HOLD_S)
+                break
+            except Unavailable as error:
+                # The planner was just started again.
+                if time.monotonic() > deadline_s:
+                    raise LabFailed(f"the planner does not answer: {error.message}") from error
+                await asyncio.sleep(_POLL_S)
+        while record.status == "running" and time.monotonic() < deadline_s:
+            record = await self.admin.scale_record(record.plan_id, wait_s=5.0)
+        if record.status != "done":
+            why = "; ".join(f"{t.worker_id}: {t.failure}" for t in record.targets if t.failure) or record.status
+            raise LabFailed(f"scaling to {instances} did not succeed within {timeout_s:.0f} s: {why}")
+        await self._until(lambda s: s.serving(self.model) == instances, f"{instances} instances serve", deadline_s)
+        return record
+
+    async def _start(self) -> None:
+        self._state.acquire()
+        socket = self._state.redis_socket
+        self._addresses = addresses = Addresses(
+            nats_port=free_port(MANAGEMENT_ADDRESS),
+            redis_port=0 if socket is not None else free_port(),
+            redis_socket=socket,
+            gateway_port=free_port(),
+        )
+        await self._supervisor.start(self._nats_spec(addresses))
+        await self._supervisor.start(redis_spec(self._config, self._state, addresses))
+        await wait_until(nats_probe(MANAGEMENT_ADDRESS, addresses.nats_port), "nats", timeout_s=_SERVER_START_S)
+        await wait_until(redis_probe(addresses.redis_socket, addresses.redis_port), "redis", timeout_s=_SERVER_START_S)
+        for name in (*CONTROL_PLANE, "gateway"):
+            await self._start_service(name)
+        keys = self._config.admin_keys
+        self._admin = AdminClient(f"http://127.0.0.1:{addresses.gateway_port}", api_key=next(iter(keys), None))
+        for host in self._network.hosts:
+            await self._supervisor.start(self._worker_spec(host))
+        deadline_s = time.monotonic() + READY_S
+        count = len(self._network.hosts)
+        await self._until(lambda s: len(s.workers) == count, f"{count} workers are here", deadline_s)
+        await self.admin.add_model(str(self._checkpoint), name=self.model)
+        await self._until(lambda s: s.serving(self.model) == 1, "the model serves", deadline_s)
+
+    async def _until(self, condition: Callable[[Status], bool], what: str, deadline_s: float) -> None:
+        last = "no answer"
+        while True:
+            with contextlib.suppress(Unavailable):
+                status = await self.admin.status()
+                if condition(status):
+                    return
+                last = f"{len(status.workers)} workers, {status.serving(self.model)} instances serve"
+            if time.monotonic() > deadline_s:
+                raise StackNotReady(f"waited in vain until {what}: {last}; see {self._state.logs}")
+            await asyncio.sleep(_POLL_S)
+
+    async def _start_service(self, name: str, **env: str) -> None:
+        spec = service_spec(self._config, self._state, self._require_addresses(), name)
+        await self._supervisor.start(replace(spec, env={**spec.env, "BLITZ_NATS_URL": self._nats_url, **env}))
+
+    def _nats_spec(self, addresses: Addresses) -> ChildSpec:
+        # Where the namespaces reach it and nobody else does.
+        where = ("--addr", MANAGEMENT_ADDRESS, "--port", str(addresses.nats_port))
+        config = str(files("compose").joinpath("nats.conf"))
+        argv = (str(nats_server()), "--config", config, *where, "--store_dir", str(self._state.nats))
+        return ChildSpec("nats", argv, inherited_environment(), self._config.stop_grace_s, self._state.path)
+
+    def _worker_spec(self, host: Host) -> ChildSpec:
+        findings = Findings(num_cuda_devices=0, prefault_bytes=self._mib * _MIB)
+        spec = worker_spec(self._config, self._state, self._require_addresses(), host.index, findings)
+        own = {
+            "BLITZ_NATS_URL": self._nats_url,
+            "BLITZ_WORKER_HOST": host.namespace,
+            "BLITZ_WORKER_NIC_GBPS": f"{self._network.rate.gbps:g}",
+            "BLITZ_WORKER_ARENA_MIB": str(self._mib + 1),
+            "BLITZ_WORKER_KV_MIB": str(_KV_MIB),
+            # UCX would otherwise find the shared memory of the one machine, or the unrated interface.
+            "UCX_TLS": "tcp",
+            "UCX_NET_DEVICES": DATA_DEVICE,
+        }
+        return replace(spec, argv=(*host.enter, *spec.argv), env={**spec.env, **own, **self._worker_env})
+
+    @property
+    def _nats_url(self) -> str:
+        return f"nats://{MANAGEMENT_ADDRESS}:{self._require_addresses().nats_port}"
+
+    def _require_addresses(self) -> Addresses:
+        if self._addresses is None:
+            raise RuntimeError("the lab's stack has not started")
+        return self._addresses
+
+    async def _unless_given_up(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``; ``ProcessGaveUp`` as soon as a process is given up meanwhile."""
+        task = asyncio.create_task(work)
+        gave_up = asyncio.create_task(self._supervisor.wait_gave_up())
+        try:
+            await asyncio.wait({task, gave_up}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise gave_up.result()
+        finally:
+            for each in (task, gave_up):
+                each.cancel()
+            await asyncio.gather(task, gave_up, return_exceptions=True)
