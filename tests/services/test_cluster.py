@@ -289,7 +289,11 @@ async def test_two_models_that_want_the_same_workers_never_share_one(redis_url: 
         assert len({worker_id for worker_id, _ in used}) == len(used), "a worker was given away twice"
         # A refused wish changed nothing; once workers are free it can be asked for again.
         await cluster.scale(1, winners[0])
-        await eventually(lambda: list(cluster.states().values()).count("spare") == 2)
+
+        async def two_are_spare() -> bool:
+            return [w.state for w in (await cluster.snapshot()).workers].count("spare") == 2
+
+        await eventually(two_are_spare)
         await cluster.scale(3, loser)
         instances = await cluster.serving(3, loser)
         assert len(cluster.digests(instances)) == 1

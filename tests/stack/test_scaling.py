@@ -9,6 +9,7 @@ import pytest
 from compose.stack import Stack
 from shared import subjects
 from shared.messages.load import LoadReport
+from tests.checkpoints import tiny_checkpoint
 from tests.stack.client import bus, complete, openai_client, scale, stream, until
 from tests.stack.conftest import MODEL
 
@@ -77,3 +78,20 @@ async def test_a_worker_that_dies_while_it_loads_is_replaced(torch_stack: Stack)
         texts = await asyncio.gather(*(complete(client, MODEL) for _ in range(12)))
         assert len(set(texts)) == 1
         await scale(torch_stack, MODEL, 1)
+
+
+async def test_other_weights_under_a_name_that_was_removed_are_never_mixed_with_the_old(torch_stack: Stack) -> None:
+    async with openai_client(torch_stack) as client:
+        await torch_stack.admin.add_model(str(tiny_checkpoint("llama")), name="swapped")
+        await until(torch_stack, lambda s: s.serving("swapped") == 1)
+        old = await complete(client, "swapped")
+        still_running = asyncio.create_task(complete(client, "swapped", max_tokens=300))
+        await asyncio.sleep(0.1)
+        await torch_stack.admin.remove_model("swapped")
+        await torch_stack.admin.add_model(str(tiny_checkpoint("qwen2")), name="swapped")
+        answers = [await complete(client, "swapped") for _ in range(5)]
+        assert len(set(answers)) == 1
+        assert answers[0] != old
+        assert (await still_running).startswith(old)
+        await torch_stack.admin.remove_model("swapped")
+        await until(torch_stack, lambda s: all(i.model != "swapped" for i in s.instances))

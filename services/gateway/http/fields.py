@@ -45,8 +45,10 @@ def is_token_id(value: object) -> bool:
 
 def shown(value: object) -> str:
     """A value as an error shows it: short scalars as they are, of all else the type."""
-    text = repr(value) if value is None or isinstance(value, int | float | str) else kind_of(value)
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else kind_of(value)
+    if not isinstance(value, int | float | str) or (isinstance(value, str) and len(value) > MAX_SHOWN_CHARACTERS):
+        return kind_of(value)
+    text = repr(value)
+    return text if len(text) <= 2 * MAX_SHOWN_CHARACTERS else kind_of(value)
 
 
 class Fields:

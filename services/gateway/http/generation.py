@@ -27,7 +27,7 @@ from services.gateway.http.options import Options
 from services.gateway.http.request_span import request_span, set_response_attributes
 from services.gateway.service import Gateway
 from services.gateway.tokenizer import ModelTokenizer
-from shared.errors import BadRequest, BlitzError, Internal
+from shared.errors import BadRequest, Internal
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -156,8 +156,8 @@ class Generation:
         try:
             for stream, choice in zip(streams, choices, strict=True):
                 gateway.dispatcher.start(stream, choice)
-        except BlitzError:
-            for stream in streams:
+        except BaseException:
+            for stream in reversed(streams):
                 gateway.dispatcher.cancel(stream.request_id)
             raise
         gateway.metrics.of(model).prompt_tokens += sum(len(stream.prompt_token_ids) for stream in streams)

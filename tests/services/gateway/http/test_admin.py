@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
+from compose import admin as admin_client
+from services.gateway.http import admin
 from shared import subjects
 from shared.errors import PlanNotFound
 from shared.messages.registry import AddModel
 from shared.messages.scaling import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
 from tests.services.gateway.conftest import Stack, StackFactory
+from tests.services.gateway.http.test_refusals import check
 
 RECORD = ScaleRecord(
     plan_id="p1", model="tiny", status="running", direction="out", desired=2, reason="manual", triggered_at_s=1.0
@@ -125,3 +130,66 @@ async def test_models_are_added_and_names_may_hold_slashes(stack: Stack) -> None
     assert [a.model for a in asked] == ["org/tiny"] * 2
     assert (await stack.http.delete("/admin/models/org/tiny")).status_code == 200
     assert AddModel(path="/m").min_instances == 1
+
+
+async def test_adding_a_model_leaves_the_pool_time_to_read_it_all(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: dict[str, float] = {}
+    request = stack.bus.request
+
+    async def noted(subject: str, *arguments: Any, timeout_s: float) -> Any:
+        waits[subject] = timeout_s
+        return await request(subject, *arguments, timeout_s=timeout_s)
+
+    monkeypatch.setattr(stack.bus, "request", noted)
+    assert (await stack.http.post("/admin/models", json={"path": "/m"})).status_code == 201
+    assert waits[subjects.pool("add_model")] >= 600
+    # The client hears the gateway's own error rather than giving up before it.
+    assert admin_client._ADD_TIMEOUT_S > admin.ADD_TIMEOUT_S
+
+
+async def test_too_large_an_admin_body_is_413_declared_or_not(make_stack: StackFactory) -> None:
+    stack = await make_stack(max_body_bytes=2000)
+    body = msgspec.json.encode({"path": "x" * 3000})
+    headers = {"content-type": "application/json"}
+    response = await stack.http.post("/admin/models", content=body, headers=headers)
+    check(response, 413, "invalid_request_error", "payload_too_large")
+    taken = 0
+
+    async def chunks() -> Any:
+        nonlocal taken
+        for _ in range(200):
+            taken += 1
+            yield b" " * 1000
+            await asyncio.sleep(0.005)
+
+    response = await stack.http.post("/admin/models", content=chunks(), headers=headers)
+    check(response, 413, "invalid_request_error", "payload_too_large")
+    # Answered once the limit is passed, not when all has come.
+    assert taken < 200
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]
+)
+async def test_an_admin_body_must_be_declared_as_json(stack: Stack, content_type: str | None) -> None:
+    asked = await planner(stack)
+    headers = {"content-type": content_type} if content_type else {}
+    for path in ("/admin/models", "/admin/models/tiny/scale"):
+        response = await stack.http.post(path, content=b'{"path": "/m", "instances": 1}', headers=headers)
+        check(response, 415, "invalid_request_error", "unsupported_media_type")
+    assert not asked
+    declared = {"content-type": "Application/JSON; charset=utf-8"}
+    response = await stack.http.post("/admin/models/tiny/scale", content=b'{"instances": 1}', headers=declared)
+    assert response.status_code == 200
+
+
+async def test_pages_of_other_sites_cannot_administrate_without_a_key(stack: Stack) -> None:
+    for headers in ({"origin": "https://evil.example"}, {"host": "evil.example"}):
+        for method, path in (("GET", "/admin/status"), ("DELETE", "/admin/models/tiny"), ("POST", "/admin/models")):
+            response = await stack.http.request(method, path, headers=headers)
+            check(response, 403, "permission_error", "forbidden")
+    assert stack.pool.models
+    # The API stays open to every page, as its key decides.
+    assert (await stack.http.get("/v1/models", headers={"origin": "https://evil.example"})).status_code == 200

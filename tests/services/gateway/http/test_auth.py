@@ -8,8 +8,13 @@ from services.gateway.http.auth import Access
 from services.gateway.http.errors import Forbidden
 
 
-def scope(client: str | None) -> dict[str, Any]:
-    return {"path": "/admin/status", "headers": [], "client": (client, 1) if client else None}
+def scope(client: str | None, host: str = "127.0.0.1:8000", origin: str = "") -> dict[str, Any]:
+    headers = [(b"host", host.encode("latin-1")), (b"origin", origin.encode("latin-1"))]
+    return {
+        "path": "/admin/status",
+        "headers": [pair for pair in headers if pair[1]],
+        "client": (client, 1) if client else None,
+    }
 
 
 @pytest.mark.parametrize("client", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"])
@@ -21,3 +26,37 @@ def test_without_admin_keys_the_loopback_interface_is_admitted(client: str) -> N
 def test_without_admin_keys_everybody_else_is_not(client: str | None) -> None:
     with pytest.raises(Forbidden):
         Access((), ()).check(scope(client))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]", "[::1]:8000"])
+def test_without_admin_keys_this_machines_own_names_are_admitted(host: str) -> None:
+    Access((), ()).check(scope("127.0.0.1", host))
+    Access((), ()).check(scope("127.0.0.1", host, origin=f"http://{host}"))
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "", "evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "[::2]",
+        "127.0.0.1@evil.example", "evil.example@127.0.0.1", "127.0.0.1/evil.example", "127.0.0.1:port", "[::1",
+        "localhost#evil.example", "0.0.0.0",
+    ],
+)  # fmt: skip
+def test_without_admin_keys_other_host_names_are_not(host: str) -> None:
+    with pytest.raises(Forbidden, match="BLITZ_ADMIN_KEYS"):
+        Access((), ()).check(scope("127.0.0.1", host))
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["https://evil.example", "null", "http://localhost:8000", "http://127.0.0.1:3000", "http://127.0.0.1:8000.evil"],
+)
+def test_without_admin_keys_pages_of_other_sites_are_not(origin: str) -> None:
+    with pytest.raises(Forbidden, match="BLITZ_ADMIN_KEYS"):
+        Access((), ()).check(scope("127.0.0.1", "127.0.0.1:8000", origin))
+
+
+def test_with_an_admin_key_the_key_alone_decides() -> None:
+    given = scope("10.0.0.1", "gateway.example", "https://console.example")
+    given["headers"].append((b"authorization", b"Bearer root"))
+    Access((), ("root",)).check(given)

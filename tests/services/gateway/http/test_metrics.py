@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import asyncio
 import re
+from typing import Any
 
+import pytest
+
+from services.gateway import admission
 from services.gateway.metrics import Histogram
 from shared import subjects
 from shared.messages.load import LoadReport
 from tests.services.gateway.cluster import say
-from tests.services.gateway.conftest import Stack
+from tests.services.gateway.conftest import Stack, StackFactory
 
 
 async def scrape(stack: Stack) -> dict[str, float]:
@@ -42,6 +47,45 @@ async def test_load_reports_become_gauges(stack: Stack) -> None:
     assert values['vllm:num_requests_running{model_name="tiny"}'] == 3
     assert values['vllm:num_requests_waiting{model_name="tiny"}'] == 2
     assert values['vllm:kv_cache_usage_perc{model_name="tiny"}'] == 0.4
+
+
+async def test_refused_requests_are_neither_prompt_tokens_nor_aborts(make_stack: StackFactory) -> None:
+    stack = await make_stack(1, max_queued_requests=1)
+    worker = stack.workers[0]
+    worker.max_running = 1
+    worker.pause_after = 1
+    await stack.gateway.refresh()
+    one = {"model": "tiny", "prompt": [1, 2, 3]}
+    # The queue has room for one of these three.
+    three = {"model": "tiny", "prompt": [[1, 2, 3, 4]] * 3}
+    running = asyncio.create_task(stack.http.post("/v1/completions", json=one))
+    await stack.until(lambda: worker.submits)
+    assert (await stack.http.post("/v1/completions", json=three)).status_code == 429
+    assert stack.gateway.dispatcher.num_active == 1
+    worker.resume.set()
+    assert (await running).status_code == 200
+    values = await scrape(stack)
+    assert values['vllm:prompt_tokens_total{model_name="tiny"}'] == 3
+    finished = {key: value for key, value in values.items() if key.startswith("vllm:request_success_total")}
+    assert finished == {'vllm:request_success_total{finished_reason="stop",model_name="tiny"}': 1}
+
+
+async def test_a_model_removed_while_its_prompt_is_tokenized_is_404_and_not_counted(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = admission.encode
+
+    async def slow(*arguments: Any, **keywords: Any) -> tuple[int, ...]:
+        stack.pool.models = []
+        await stack.gateway.refresh()
+        return await encode(*arguments, **keywords)
+
+    monkeypatch.setattr(admission, "encode", slow)
+    response = await stack.http.post("/v1/completions", json={"model": "tiny", "prompt": "xy"})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+    values = await scrape(stack)
+    assert not any(key.startswith("vllm:request_success_total") for key in values)
+    assert not values.get('vllm:prompt_tokens_total{model_name="tiny"}')
 
 
 async def test_raw_paths_never_become_labels(stack: Stack) -> None:

@@ -190,6 +190,13 @@ async def test_continuous_usage_counts_every_token(stack: Stack) -> None:
     assert counts == [1, 2, 3, 4, 5, 5]
 
 
+async def test_continuous_usage_is_part_of_include_usage(stack: Stack) -> None:
+    stream = await stack.openai.completions.create(
+        model="tiny", prompt="a", stream=True, stream_options={"continuous_usage_stats": True}
+    )
+    assert [c.usage async for c in stream] == [None] * 5
+
+
 async def test_every_terminal_part_is_acknowledged(stack: Stack) -> None:
     await stack.openai.completions.create(model="tiny", prompt="a")
     await stack.until(lambda: stack.workers[0].acks)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from services.gateway.chat_template import ChatTemplate
 from tests.services.gateway.checkpoint import model_record, write_checkpoint
 from tests.services.gateway.conftest import Stack, StackFactory
 
@@ -175,6 +177,35 @@ async def test_prompt_and_output_must_fit_the_context(stack: Stack) -> None:
     check(both, 400, "invalid_request_error", code, "max_tokens")
     fits = await stack.http.post(TEXT, json={"model": "tiny", "prompt": [1] * 56, "max_tokens": 200})
     assert fits.status_code == 200
+
+
+@pytest.mark.parametrize(("num_prompt", "num_output"), [(200, 16), (240, 16), (241, 15), (255, 1)])
+async def test_a_default_that_nobody_asked_for_never_refuses(stack: Stack, num_prompt: int, num_output: int) -> None:
+    response = await stack.http.post(TEXT, json={"model": "tiny", "prompt": [1] * num_prompt})
+    assert response.status_code == 200
+    assert stack.workers[0].submits[0].sampling.max_tokens == num_output
+
+
+async def test_a_chat_has_a_bounded_number_of_messages(stack: Stack) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": ""}] * 4097}
+    check(await stack.http.post(CHAT, json=body), 400, "invalid_request_error", "bad_request", "messages")
+
+
+async def test_many_short_messages_are_not_rendered_between_other_streams_tokens(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+    render = ChatTemplate.render
+
+    def noted(self: ChatTemplate, *arguments: Any, **keywords: Any) -> str:
+        threads.append(threading.current_thread() is not threading.main_thread())
+        return render(self, *arguments, **keywords)
+
+    monkeypatch.setattr(ChatTemplate, "render", noted)
+    for count in (4, 1000):
+        messages = [{"role": "user", "content": ""}] * count
+        await stack.http.post(CHAT, json={"model": "tiny", "messages": messages})
+    assert threads == [False, True]
 
 
 async def test_unknown_routes_methods_and_models_have_the_same_shape(stack: Stack) -> None:

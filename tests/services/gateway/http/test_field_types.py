@@ -1,0 +1,122 @@
+"""Every field takes every JSON value: an answer, or a refusal in the error shape, and never a fault of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.services.gateway.conftest import Stack
+from tests.services.gateway.http.test_admin import planner
+from tests.services.gateway.http.test_refusals import CHAT, MESSAGES, TEXT
+
+VALUES: list[Any] = [
+    None, True, False, [], [[]], {}, {"a": {}}, "", "x", "x" * 500, 0, -1, 0.5, 1e308, -1e308, 10**399, -(10**399),
+]  # fmt: skip
+
+SHARED = [
+    "model", "temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop",
+    "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "frequency_penalty", "presence_penalty",
+    "repetition_penalty", "logit_bias", "logprobs", "stream", "stream_options", "n", "best_of", "user", "suffix",
+    "tools", "tool_choice", "functions", "function_call", "response_format", "modalities", "audio", "prediction",
+    "guided_json", "prompt_logprobs", "min_p", "truncate_prompt_tokens", "web_search_options", "chat_template",
+    "add_special_tokens", "reasoning_effort",
+]  # fmt: skip
+CHAT_FIELDS = [
+    *SHARED, "messages", "max_completion_tokens", "top_logprobs", "add_generation_prompt", "chat_template_kwargs",
+]  # fmt: skip
+TEXT_FIELDS = [*SHARED, "prompt", "echo"]
+
+
+def chat_bodies(value: Any) -> list[dict[str, Any]]:
+    """Chat requests with ``value`` inside of their fields."""
+    messages: list[Any] = [
+        value,
+        {"role": value, "content": "x"},
+        {"role": "user", "content": value},
+        {"role": "assistant", "content": value},
+        {"role": "user", "content": [value]},
+        {"role": "user", "content": [{"type": value, "text": "x"}]},
+        {"role": "user", "content": [{"type": "text", "text": value}]},
+        {"role": "user", "content": "x", "name": value},
+        {"role": "assistant", "content": "x", "tool_calls": value},
+    ]
+    return [
+        *({"messages": [message]} for message in messages),
+        {"messages": MESSAGES, "logprobs": True, "top_logprobs": value},
+        {"messages": MESSAGES, "chat_template_kwargs": {"tools": value, "bos_token": value, "messages": value}},
+        {"messages": MESSAGES, "response_format": {"type": value}},
+        {"messages": MESSAGES, "modalities": [value]},
+    ]
+
+
+def text_bodies(value: Any) -> list[dict[str, Any]]:
+    """Text completion requests with ``value`` inside of their fields."""
+    return [
+        {"prompt": [value]},
+        {"prompt": [[value]]},
+        {"prompt": [1, value]},
+        {"prompt": "a", "stop": [value]},
+        {"prompt": "a", "stop_token_ids": [value]},
+        {"prompt": "a", "logit_bias": {"1": value}},
+        {"prompt": "a", "stream": True, "stream_options": {"include_usage": value}},
+        {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": value}},
+    ]
+
+
+def fault(response: httpx.Response) -> str:
+    """What is wrong with an answer; empty if nothing is."""
+    if response.status_code in (200, 201):
+        return ""
+    if not 400 <= response.status_code < 500:
+        return f"{response.status_code} {response.text}"
+    error = response.json().get("error", {})
+    if set(error) != {"message", "type", "param", "code"} or len(error["message"]) > 1000:
+        return response.text
+    return ""
+
+
+async def faults(stack: Stack, path: str, bodies: list[dict[str, Any]]) -> list[str]:
+    found = []
+    for body in bodies:
+        wrong = fault(await stack.http.post(path, json={"model": "tiny", **body}))
+        if wrong:
+            found.append(f"{str(body)[:120]}: {wrong[:300]}")
+    return found
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:12])
+async def test_no_json_value_in_any_chat_field_is_a_fault(stack: Stack, value: Any) -> None:
+    bodies = [{"messages": MESSAGES, field: value} for field in CHAT_FIELDS] + chat_bodies(value)
+    assert await faults(stack, CHAT, bodies) == []
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:12])
+async def test_no_json_value_in_any_completion_field_is_a_fault(stack: Stack, value: Any) -> None:
+    bodies = [{"prompt": "a", field: value} for field in TEXT_FIELDS] + text_bodies(value)
+    assert await faults(stack, TEXT, bodies) == []
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:12])
+async def test_no_json_value_in_any_admin_field_is_a_fault(stack: Stack, value: Any) -> None:
+    await planner(stack)
+    scale = [{"instances": 1, field: value} for field in ("instances", "hold_s")]
+    add = [{"path": "/m", field: value} for field in ("path", "name", "min_instances", "max_instances")]
+    assert await faults(stack, "/admin/models/tiny/scale", scale) == []
+    assert await faults(stack, "/admin/models", add) == []
+
+
+@pytest.mark.parametrize("role", [[], {}, [[]], 10**399])
+async def test_a_role_that_is_no_string_is_named(stack: Stack, role: Any) -> None:
+    response = await stack.http.post(CHAT, json={"model": "tiny", "messages": [{"role": role, "content": "x"}]})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "bad_request", "messages[0].role")
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "frequency_penalty", "presence_penalty"])
+async def test_a_number_beyond_floats_is_named(stack: Stack, field: str) -> None:
+    response = await stack.http.post(TEXT, json={"model": "tiny", "prompt": "a", field: 10**399})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "bad_request", field)
+    assert len(error["message"]) < 200

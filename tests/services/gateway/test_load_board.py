@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from services.gateway.load_board import FRESH_S, LoadBoard
+from shared.messages.load import LoadReport
+
+
+def report(instance_id: str) -> LoadReport:
+    return LoadReport(
+        worker_id="w", instance_id=instance_id, model="tiny", state="serving", role="colocated", published_at_s=0.0,
+        queued_requests=0, queued_tokens=0, running_requests=0, running_tokens=0, prefill_tokens_total=0,
+        decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=1, kv_blocks_used=0,
+    )  # fmt: skip
+
+
+def test_instances_that_fell_silent_are_forgotten_without_anybody_scraping() -> None:
+    board = LoadBoard()
+    for index in range(1000):
+        board.take(report(f"i{index}"), now_s=index * 0.1)
+    assert len(board) <= 2 * FRESH_S / 0.1 + 2
+
+
+def test_reporting_instances_are_kept() -> None:
+    board = LoadBoard()
+    for step in range(20):
+        for name in ("a", "b"):
+            board.take(report(name), now_s=step * FRESH_S / 2)
+        if step:
+            assert len(board) == 2
