@@ -37,8 +37,8 @@ def test_without_admin_keys_this_machines_own_names_are_admitted(host: str) -> N
 @pytest.mark.parametrize(
     "host",
     [
-        "", "evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "[::2]",
-        "127.0.0.1@evil.example", "evil.example@127.0.0.1", "127.0.0.1/evil.example", "127.0.0.1:port", "[::1",
+        "", "evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1",
+        "127.0.0.1@evil.example", "evil.example@127.0.0.1", "127.0.0.1/evil.example", "127.0.0.1:port", "[::1", "[::2]",
         "localhost#evil.example", "0.0.0.0",
     ],
 )  # fmt: skip
