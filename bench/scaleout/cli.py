@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -69,6 +70,8 @@ def command(
     if reason := system.missing():
         print(f"skipped: {reason}", file=sys.stderr)  # noqa: T201
         return
+    # As Ctrl-C: what was made is taken away on the way out.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     chosen = tuple(strategy or STRATEGIES)
     try:
         if unknown := set(chosen) - set(STRATEGIES):
