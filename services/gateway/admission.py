@@ -81,6 +81,7 @@ def stream_state(
     return StreamState(
         request_id=request_id,
         model=model.record.name,
+        model_hash=model.record.model_hash,
         prompt_token_ids=prompt,
         sampling=sampling,
         arrived_at_s=arrived_at_s,

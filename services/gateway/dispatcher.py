@@ -209,11 +209,12 @@ class Dispatcher:
     def _attempt_failed(self, request: ActiveRequest, error: BlitzError) -> None:
         """Continue elsewhere, or end."""
         stream = request.stream
+        model = self._book.find(stream.model)
         outcome = failover.after_failure(
             stream,
             error,
             max_attempts=self._max_attempts,
-            model_registered=self._book.find(stream.model) is not None,
+            model_registered=model is not None and model.record.model_hash == stream.model_hash,
         )
         if isinstance(outcome, failover.Refuse):
             self._fail(request, outcome.error)

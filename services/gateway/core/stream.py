@@ -43,6 +43,8 @@ class StreamState:
     sampling: SamplingParams
     arrived_at_s: float
     """Unix time."""
+    model_hash: str = ""
+    """The weights that the stream began with: it never continues on others of the same name."""
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end the output: the model's end-of-sequence tokens and the caller's stop tokens."""
     phase: Phase = Phase.QUEUED

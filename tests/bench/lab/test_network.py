@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -13,11 +14,24 @@ import pytest
 from bench.lab import goodput, system
 from bench.lab.checkpoint import make_checkpoint
 from bench.lab.errors import LabFailed, LabUnavailable
-from bench.lab.network import Network
+from bench.lab.network import LOCK, Network
 from bench.lab.plan import PREFIX, Rate
 from bench.lab.stack import LabStack
 from compose.ports import free_port
 from shared.checkpoint import inspect_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _one_lab_at_a_time() -> None:
+    """Tests of two checkouts may run at once; the machine has one lab."""
+    try:
+        with LOCK.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pytest.skip("another lab runs on this machine")
+    except OSError:
+        return  # no such folder, or not ours: the test's own checks say so
+
 
 RATE = Rate.parse("500mbit")
 needs_root = pytest.mark.skipif(bool(system.missing()), reason=system.missing() or "a lab can be made")
@@ -115,7 +129,7 @@ async def test_two_hosts_scale_out_over_the_rated_link_and_nothing_stays(tmp_pat
 @pytest.mark.root
 @needs_root
 def test_a_killed_run_is_cleaned_up_by_the_next() -> None:
-    code = "import time; from bench.lab.network import Network; from bench.lab.plan import Rate\n"
+    code = "import time; from bench.lab.network import LOCK, Network; from bench.lab.plan import Rate\n"
     code += "with Network(3, Rate.parse('1gbit')): print('up', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as killed:
         assert killed.stdout is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -52,6 +53,22 @@ async def test_a_dead_workers_stream_continues_elsewhere_exactly_behind_its_last
     assert bytes(again.output_token_ids).decode() == TEXT[:7]
     assert again.attempt == first.submits[0].attempt + 1
     assert again.sampling == first.submits[0].sampling
+
+
+async def test_a_stream_never_continues_on_other_weights_of_the_same_name(make_stack: StackFactory) -> None:
+    stack = await two_workers(make_stack)
+    for worker in stack.workers:
+        worker.pause_after = 7
+    answer = asyncio.create_task(collect(stack))
+    await stack.until(lambda: any(w.submits for w in stack.workers))
+    first = busy(stack)
+    second = next(w for w in stack.workers if w is not first)
+    stack.pool.models[:] = [msgspec.structs.replace(m, model_hash="other") for m in stack.pool.models]
+    await stack.pool.publish()
+    await first.stop()
+    with pytest.raises(openai.APIError, match="removed"):
+        await answer
+    assert second.submits == []
 
 
 async def test_usage_counts_tokens_of_all_attempts_once(make_stack: StackFactory) -> None:
