@@ -36,6 +36,8 @@ async def _run(*arguments: str, interrupt_after_s: float | None = None) -> tuple
         stderr=PIPE,
         cwd=ROOT,
         env={**os.environ, "BLITZ_API_KEY": "secret", "COLUMNS": "120"},
+        # A test run in the background of a shell ignores SIGINT, and its children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     if interrupt_after_s is not None:
         await asyncio.sleep(interrupt_after_s)
