@@ -133,22 +133,24 @@ async def test_an_acknowledged_end_is_forgotten(alone: LoneWorker) -> None:
     await alone.gateway.resend("w0", "kept")
 
 
-async def test_a_cancel_frees_the_kv_within_a_step_and_sends_no_more(alone: LoneWorker) -> None:
-    instance_id = await alone.serve()
-    await alone.submit(instance_id, "long", max_tokens=900)
-    await alone.gateway.tokens_arrived("long", 1)
-    await alone.pause()
-    steps = (await alone.stats()).steps_total
-    assert (await alone.stats()).load.blocks_used > 0
-    await alone.gateway.cancel("w0", "long")
-    await eventually(lambda: alone.worker.serving.engine.stats().load.blocks_used == 0)
-    assert (await alone.stats()).steps_total == steps
-    sent = alone.gateway.tokens("long")
-    alone.resume()
-    await alone.submit(instance_id, "next")
-    await alone.gateway.end_of("next")
-    assert alone.gateway.tokens("long") == sent
-    assert len(sent) < 900
+async def test_a_cancel_frees_the_kv_within_a_step_and_sends_no_more() -> None:
+    # Steps long enough that the request cannot end between its first token and the pause.
+    async with lone_worker(mock=MockTiming(step_overhead_s=0.005)) as alone:
+        instance_id = await alone.serve()
+        await alone.submit(instance_id, "long", max_tokens=900)
+        await alone.gateway.tokens_arrived("long", 1)
+        await alone.pause()
+        steps = (await alone.stats()).steps_total
+        assert (await alone.stats()).load.blocks_used > 0
+        await alone.gateway.cancel("w0", "long")
+        await eventually(lambda: alone.worker.serving.engine.stats().load.blocks_used == 0)
+        assert (await alone.stats()).steps_total == steps
+        sent = alone.gateway.tokens("long")
+        alone.resume()
+        await alone.submit(instance_id, "next")
+        await alone.gateway.end_of("next")
+        assert alone.gateway.tokens("long") == sent
+        assert len(sent) < 900
 
 
 async def test_a_cancel_of_an_older_attempt_leaves_the_newer_one(alone: LoneWorker) -> None:
