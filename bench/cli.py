@@ -61,3 +61,9 @@ def plan(context: typer.Context) -> None:
 def scaleout(context: typer.Context) -> None:
     """Time to scale out by chain, star and disk, between several hosts on this machine with a rate on each link."""
     _hand_over(context, "bench.scaleout.cli")
+
+
+@app.command("loaders", context_settings=_PASS_ON, add_help_option=False)
+def loaders(context: typer.Context) -> None:
+    """How fast a checkpoint comes into memory: safetensors, the Run:ai streamer, ours from disk and from a peer."""
+    _hand_over(context, "bench.loaders.cli")

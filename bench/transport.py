@@ -108,7 +108,7 @@ async def _measure(
                 await asyncio.to_thread(pipe.recv)
                 begin_s = time.perf_counter()
                 chunks = data.reshape(-1, size)
-                await _windowed(partial(_send, channel, chunks, transfer_id), len(chunks), send_window)
+                await windowed(partial(_send, channel, chunks, transfer_id), len(chunks), send_window)
                 await asyncio.to_thread(pipe.recv)
                 if round_index:  # the first round warms up
                     pair = (total_bytes / (time.perf_counter() - begin_s), total_bytes / copy_s)
@@ -160,7 +160,7 @@ async def _receive(pipe: Connection) -> None:
             break
         chunks = _memory(job.total_bytes, job.pages).reshape(-1, job.chunk_bytes)
         pipe.send("ready")
-        await _windowed(partial(_recv, transport, chunks, job.transfer_id), len(chunks), job.receive_window)
+        await windowed(partial(_recv, transport, chunks, job.transfer_id), len(chunks), job.receive_window)
         pipe.send("done")
     await transport.close()
 
@@ -173,8 +173,11 @@ def _recv(transport: TensorTransport, chunks: Bytes, transfer_id: int, index: in
     return transport.recv(chunks[index], tag_of(transfer_id, index))
 
 
-async def _windowed(post: Callable[[int], Transfer], num_chunks: int, window: int) -> None:
-    """Post ``num_chunks`` transfers, ``window`` at a time, the later ones from done-callbacks."""
+async def windowed(post: Callable[[int], Transfer], num_chunks: int, window: int) -> None:
+    """Post ``num_chunks`` transfers, ``window`` at a time, the later ones from done-callbacks.
+
+    Returns when all have ended. Raises the first transfer's error, or ``TimeoutError``.
+    """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
 

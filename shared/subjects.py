@@ -52,6 +52,31 @@ def worker_fetch(worker_id: str) -> str:
     return f"{PREFIX}.worker.{_token(worker_id)}.fetch"
 
 
+def worker_feed(worker_id: str) -> str:
+    """Feed -> Ack, RPC from a receiver to the worker whose copy it wants."""
+    return f"{PREFIX}.worker.{_token(worker_id)}.feed"
+
+
+def worker_feed_state(worker_id: str) -> str:
+    """GetFeedState -> FeedState, RPC from a receiver to its sender."""
+    return f"{PREFIX}.worker.{_token(worker_id)}.feed_state"
+
+
+def worker_feed_ended(worker_id: str) -> str:
+    """FeedEnded, from a sender to its receiver."""
+    return f"{PREFIX}.worker.{_token(worker_id)}.feed_ended"
+
+
+def worker_hold_copy(worker_id: str) -> str:
+    """HoldCopy -> Ack, RPC from the pool to one worker."""
+    return f"{PREFIX}.worker.{_token(worker_id)}.hold_copy"
+
+
+def worker_drop_copy(worker_id: str) -> str:
+    """DropCopy -> Ack, RPC from the pool to one worker."""
+    return f"{PREFIX}.worker.{_token(worker_id)}.drop_copy"
+
+
 def load() -> str:
     """LoadReport, workers to monitors."""
     return f"{PREFIX}.load.worker"
@@ -68,7 +93,8 @@ def demand() -> str:
 
 
 def pool(operation: str) -> str:
-    """Pool RPC: heartbeat, add_model, remove_model, restore_model, snapshot, lease, release, set_floor."""
+    """Pool RPC: heartbeat, add_model, remove_model, restore_model, snapshot, lease, release, set_floor,
+    retire_copy."""
     return f"{PREFIX}.pool.{_token(operation)}"
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from compose.demo_model import ensure_demo_model
 from shared.errors import BadRequest
+from shared.layout import Unit, layout_of
+from shared.model_spec import parse_config
 
 NAME = "lab"
 MIB = 1024 * 1024
@@ -23,10 +26,10 @@ def num_layers(mib: int) -> int:
     return mib // _LAYER_MIB
 
 
-def make_checkpoint(folder: Path, mib: int) -> Path:
+def make_checkpoint(folder: Path, mib: int, *, num_files: int = 1) -> Path:
     """Write a checkpoint directory of about ``mib`` MiB (8 MiB per layer, and 1 MiB besides); its path.
 
-    Raises ``BadRequest`` for less than a layer.
+    ``num_files``: shards that the weights are split into. Raises ``BadRequest`` for less than a layer.
     """
     layers = num_layers(mib)
     demo = ensure_demo_model(folder)
@@ -42,31 +45,40 @@ def make_checkpoint(folder: Path, mib: int) -> Path:
         "num_key_value_heads": _KV_HEADS,
         "torch_dtype": "bfloat16",
     }
-    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _write_weights(path, layers, config["vocab_size"])
+    _write_json(path / "config.json", config)
+    _write_weights(path, config, num_files)
     return path
 
 
-def _write_weights(path: Path, layers: int, vocab_size: int) -> None:
+def _write_weights(path: Path, config: dict[str, Any], num_files: int) -> None:
     import torch
     from safetensors.torch import save_file
 
-    kv = _HIDDEN // _HEADS * _KV_HEADS
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab_size, _HIDDEN)}
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}"
-        shapes |= {
-            f"{prefix}.input_layernorm.weight": (_HIDDEN,),
-            f"{prefix}.self_attn.q_proj.weight": (_HIDDEN, _HIDDEN),
-            f"{prefix}.self_attn.k_proj.weight": (kv, _HIDDEN),
-            f"{prefix}.self_attn.v_proj.weight": (kv, _HIDDEN),
-            f"{prefix}.self_attn.o_proj.weight": (_HIDDEN, _HIDDEN),
-            f"{prefix}.post_attention_layernorm.weight": (_HIDDEN,),
-            f"{prefix}.mlp.gate_proj.weight": (_INTERMEDIATE, _HIDDEN),
-            f"{prefix}.mlp.up_proj.weight": (_INTERMEDIATE, _HIDDEN),
-            f"{prefix}.mlp.down_proj.weight": (_HIDDEN, _INTERMEDIATE),
-        }
-    shapes |= {"model.norm.weight": (_HIDDEN,), "lm_head.weight": (vocab_size, _HIDDEN)}
     random = torch.Generator().manual_seed(_SEED)
-    tensors = {name: torch.rand(shape, generator=random, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    layout = layout_of(parse_config(config))
+    # Embedding and head first, as checkpoints have it; one shard is in memory at a time.
+    units = [layout.embed, *layout.units[: layout.num_layers], layout.final]
+    num_files = min(num_files, len(units))
+    weight_map: dict[str, str] = {}
+    for index in range(num_files):
+        file = "model.safetensors"
+        if num_files > 1:
+            file = f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"
+        shapes = _shapes(units[index * len(units) // num_files : (index + 1) * len(units) // num_files])
+        tensors = {name: torch.rand(shape, generator=random, dtype=torch.bfloat16) for name, shape in shapes.items()}
+        save_file(tensors, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shapes, file)
+    if num_files > 1:
+        _write_json(
+            path / "model.safetensors.index.json",
+            {"metadata": {"total_size": layout.num_bytes}, "weight_map": weight_map},
+        )
+
+
+def _shapes(units: list[Unit]) -> dict[str, tuple[int, ...]]:
+    """By the checkpoint's tensor names."""
+    return {part.checkpoint_name: part.shape for unit in units for slot in unit.slots for part in slot.parts}
+
+
+def _write_json(file: Path, value: object) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

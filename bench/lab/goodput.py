@@ -92,19 +92,22 @@ def receive(address: str, port: int, num_bytes: int) -> float:
             return time.monotonic() - started_s
 
 
-def send(address: str, port: int, num_bytes: int) -> None:
-    """Connect, as soon as the receiver listens, and send. Raises ``OSError``."""
-    buffer = memoryview(bytes(PIECE_BYTES))
+def connect(address: str, port: int) -> socket.socket:
+    """A connection, as soon as somebody listens. Raises ``OSError``."""
     deadline_s = time.monotonic() + _CONNECT_S
     while True:
         try:
-            connection = socket.create_connection((address, port), timeout=_CONNECT_S)
-            break
+            return socket.create_connection((address, port), timeout=_CONNECT_S)
         except ConnectionRefusedError:
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(0.02)
-    with connection:
+
+
+def send(address: str, port: int, num_bytes: int) -> None:
+    """Connect, as soon as the receiver listens, and send. Raises ``OSError``."""
+    buffer = memoryview(bytes(PIECE_BYTES))
+    with connect(address, port) as connection:
         connection.settimeout(_SLACK_S)
         left = num_bytes
         while left:

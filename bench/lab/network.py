@@ -69,6 +69,10 @@ class Network:
         """By host: what its data interface received since it was made."""
         return tuple(system.counters(host.namespace, DATA_DEVICE)[0] for host in self.hosts)
 
+    def sent_bytes(self) -> tuple[int, ...]:
+        """By host: what its data interface sent since it was made."""
+        return tuple(system.counters(host.namespace, DATA_DEVICE)[1] for host in self.hosts)
+
     def goodput(self, num_bytes: int, *, sender: int = 0, receiver: int = 1) -> goodput.Goodput:
         """A plain TCP transfer of ``num_bytes`` between two hosts. Raises ``LabUnavailable``."""
         at_least_s = self.rate.seconds(num_bytes)

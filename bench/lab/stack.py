@@ -32,7 +32,10 @@ from compose.preflight import Findings
 from compose.probes import nats_probe, redis_probe, wait_until
 from compose.state_dir import StateDir
 from compose.supervisor import Supervisor
+from services.planner.registry_view import read_registry
+from shared.bus.nats import NatsBus
 from shared.errors import Unavailable
+from shared.messages.registry import HostCopy, WorkerRecord
 from shared.messages.scaling import ScaleRecord
 
 T = TypeVar("T")
@@ -42,13 +45,18 @@ _SERVER_START_S = 20.0
 _POLL_S = 0.05
 _MIB = 1024 * 1024
 _KV_MIB = 64
+_HOST_COPIES = 2
+"""Room for the copy that the pool places and for one that the host-cache strategy keeps."""
+_REGISTRY_S = 5.0
+_COPIES_S = 60.0
 
 
 class LabStack:
     """Starts with ``async with``, which returns once the model serves on one host and all workers are here.
 
-    ``worker_env`` is added to every worker's environment (``UCX_*`` settings to try). Raises ``StackError``
-    or ``LabFailed``, with everything stopped.
+    ``worker_env`` is added to every worker's environment (``UCX_*`` settings to try). ``num_workers``: on the first
+    hosts only, all by default. ``host_copies``: whether workers offer memory for copies outside of their arenas.
+    Raises ``StackError`` or ``LabFailed``, with everything stopped.
     """
 
     def __init__(
@@ -59,9 +67,13 @@ class LabStack:
         *,
         weights_bytes: int,
         worker_env: Mapping[str, str] | None = None,
+        num_workers: int | None = None,
+        host_copies: bool = True,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._network = network
+        self._hosts = network.hosts[:num_workers]
+        self._host_cache = host_copies
         self._checkpoint = checkpoint
         self._state = StateDir(folder)
         self._mib = -(-weights_bytes // _MIB)
@@ -69,10 +81,11 @@ class LabStack:
         self._say = say
         self._supervisor = Supervisor(self._state.logs, say=say)
         self._config = StackConfig(
-            models=(checkpoint,), state_dir=folder, workers=len(network.hosts), engine="mock", stop_grace_s=5.0
+            models=(checkpoint,), state_dir=folder, workers=len(self._hosts), engine="mock", stop_grace_s=5.0
         )
         self._addresses: Addresses | None = None
         self._admin: AdminClient | None = None
+        self._bus: NatsBus | None = None
 
     @property
     def admin(self) -> AdminClient:
@@ -112,13 +125,37 @@ class LabStack:
         if self._admin is not None:
             await self._admin.close()
             self._admin = None
+        if self._bus is not None:
+            await self._bus.close()
+            self._bus = None
         await self._supervisor.stop(stop_order(tuple(self._supervisor.children)))
         self._state.release()
 
-    async def use_strategy(self, strategy: str) -> None:
-        """Start the planner again with another ``BLITZ_PLANNER_STRATEGY``."""
+    async def use_planner(self, **env: str) -> None:
+        """Start the planner again with other settings."""
         await self._supervisor.remove("planner")
-        await self._start_service("planner", BLITZ_PLANNER_STRATEGY=strategy)
+        await self._start_service("planner", **env)
+
+    async def workers(self) -> tuple[WorkerRecord, ...]:
+        """What the pool knows of the workers, in the order of ids."""
+        if self._bus is None:
+            raise RuntimeError("the lab's stack has not started")
+        return (await read_registry(self._bus, timeout_s=_REGISTRY_S)).workers
+
+    async def host_copies(self) -> dict[str, tuple[HostCopy, ...]]:
+        """All copies in host memory, by worker id, once one is ready and none loads.
+
+        Raises ``LabFailed`` when that does not come about.
+        """
+        deadline_s = time.monotonic() + _COPIES_S
+        while True:
+            held = {worker.worker.worker_id: worker.host_copies for worker in await self.workers()}
+            states = [copy.state for copies in held.values() for copy in copies]
+            if "ready" in states and "loading" not in states:
+                return held
+            if time.monotonic() > deadline_s:
+                raise LabFailed(f"no complete copy in host memory within {_COPIES_S:.0f} s: {states or 'none at all'}")
+            await asyncio.sleep(_POLL_S)
 
     async def scale(self, instances: int, *, timeout_s: float) -> ScaleRecord:
         """Scale and wait for the end. Raises ``LabFailed`` unless every target serves within ``timeout_s``."""
@@ -157,12 +194,13 @@ class LabStack:
         await wait_until(redis_probe(addresses.redis_socket, addresses.redis_port), "redis", timeout_s=_SERVER_START_S)
         for name in (*CONTROL_PLANE, "gateway"):
             await self._start_service(name)
+        self._bus = await NatsBus.connect(self._nats_url, name="bench-lab")
         keys = self._config.admin_keys
         self._admin = AdminClient(f"http://127.0.0.1:{addresses.gateway_port}", api_key=next(iter(keys), None))
-        for host in self._network.hosts:
+        for host in self._hosts:
             await self._supervisor.start(self._worker_spec(host))
         deadline_s = time.monotonic() + READY_S
-        count = len(self._network.hosts)
+        count = len(self._hosts)
         await self._until(lambda s: len(s.workers) == count, f"{count} workers are here", deadline_s)
         await self.admin.add_model(str(self._checkpoint), name=self.model)
         await self._until(lambda s: s.serving(self.model) == 1, "the model serves", deadline_s)
@@ -199,6 +237,7 @@ class LabStack:
             "BLITZ_WORKER_NIC_GBPS": f"{self._network.rate.gbps:g}",
             "BLITZ_WORKER_ARENA_MIB": str(self._mib + 1),
             "BLITZ_WORKER_KV_MIB": str(_KV_MIB),
+            "BLITZ_WORKER_HOST_CACHE_MIB": str(_HOST_COPIES * (self._mib + 1) if self._host_cache else 0),
             # UCX would otherwise find the shared memory of the one machine, or the unrated interface.
             "UCX_TLS": "tcp",
             "UCX_NET_DEVICES": DATA_DEVICE,

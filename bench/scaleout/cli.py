@@ -1,4 +1,4 @@
-"""``blitzscale bench scaleout``: how long new instances take by chain, star and disk, over rated links."""
+"""``blitzscale bench scaleout``: how long new instances take by chain, star, disk and host memory, over rated links."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from rich.table import Table
 
 from bench.lab import system
 from bench.lab.plan import Rate
-from bench.scaleout.measure import STRATEGIES, measure
+from bench.scaleout.background import MODES, Background
+from bench.scaleout.measure import measure
 from bench.scaleout.result import Result
+from bench.scaleout.rows import STRATEGIES
 from compose.errors import StackError
 from shared.errors import BadRequest, BlitzError
 
@@ -36,16 +38,36 @@ def _show(result: Result, console: Console) -> None:
         f"{result.ideal_s:.3f} s ideal (plain TCP in this run: {goodput} Mbit/s)"
     )
     table = Table("strategy", "targets", "trigger to serving s", "of ideal", "transfer s", "line share", "CPU s/GiB")
-    for strategy, count in result.strategies():
-        seconds = result.seconds(strategy, count)
+    for row, count in result.rows():
+        seconds = result.seconds(row, count)
         table.add_row(
-            strategy,
+            row.name,
             str(count),
             f"{seconds:.3f}",
             f"{seconds / result.ideal_s:.3f}",
-            f"{result.transfer_s(strategy, count):.3f}",
-            "" if strategy == "disk" else f"{100 * result.line_share(strategy, count):.1f} %",
-            f"{result.cpu_s_per_gib(strategy, count):.2f}",
+            f"{result.transfer_s(row, count):.3f}",
+            f"{100 * result.line_share(row, count):.1f} %" if row.over_network else "",
+            f"{result.cpu_s_per_gib(row, count):.2f}",
+        )
+    console.print(table)
+    cached = f"{result.host_bytes_cached / result.model_bytes:.2f}"
+    if result.host_cache_bytes_cached:
+        cached += f", and {result.host_cache_bytes_cached / result.model_bytes:.2f} by host-cache"
+    console.print(f"models' worth of host memory that holds copies, in the whole lab: {cached}")
+    if result.background is not None:
+        _show_background(result.background, console)
+
+
+def _show_background(background: Background, console: Console) -> None:
+    table = Table("beside a stream", "stream keeps", "worst 100 ms Gbit/s", "scale takes", "s", "alone s")
+    for mode in MODES:
+        table.add_row(
+            mode,
+            f"{background.median(mode, 'stream_ratio'):.2f}",
+            f"{background.median(mode, 'stream_lowest_gbps'):.2f}",
+            f"{background.median(mode, 'scale_ratio'):.2f} times",
+            f"{background.median(mode, 'scale_s'):.3f}",
+            f"{background.median(mode, 'undisturbed_s'):.3f}",
         )
     console.print(table)
 
@@ -56,8 +78,12 @@ def command(
     rate: Annotated[str, typer.Option(help="Of each host's link, per direction: 500mbit, 1gbit.")] = "1gbit",
     mib: Annotated[int, typer.Option(help="Size of the model.")] = 128,
     repetitions: Annotated[int, typer.Option(min=1, help="Medians are reported.")] = 3,
-    strategy: Annotated[list[str] | None, typer.Option(help="chain, star or disk; repeatable. All by default.")] = None,
-    cold: Annotated[bool, typer.Option(help="Drop the checkpoint from the page cache before each reading.")] = False,
+    strategy: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(STRATEGIES)}; repeatable. All by default.")
+    ] = None,
+    background: Annotated[
+        bool, typer.Option("--background", help="Also scale beside a stream that fills a source's link (4 hosts).")
+    ] = False,
     worker_env: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of every worker; repeatable.")
     ] = None,
@@ -85,7 +111,7 @@ def command(
                 mib,
                 repetitions=repetitions,
                 strategies=chosen,
-                cold=cold,
+                background=background,
                 worker_env=_environment(worker_env or []),
                 say=lambda line: print(line, file=sys.stderr),  # noqa: T201
             )

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
 
+from bench import page_cache
 from bench.lab.checkpoint import make_checkpoint, num_layers
+from bench.lab.errors import LabFailed
 from bench.lab.network import Network
 from bench.lab.plan import Rate
 from bench.lab.stack import LabStack
+from bench.scaleout.background import Background, require_hosts
+from bench.scaleout.background import measure as measure_background
 from bench.scaleout.result import Result, Run
-from shared.checkpoint import inspect_checkpoint
-from shared.messages.scaling import ScaleRecord
+from bench.scaleout.rows import CHAIN, HOST_CACHE, HOST_CACHE_MISS, ROWS, STRATEGIES, Row
+from shared.checkpoint import Checkpoint, inspect_checkpoint
 
-STRATEGIES = ("chain", "star", "disk")
 _SLACK_S = 30.0
 
 
@@ -29,87 +31,118 @@ async def measure(
     *,
     repetitions: int = 3,
     strategies: tuple[str, ...] = STRATEGIES,
-    cold: bool = False,
+    background: bool = False,
     worker_env: Mapping[str, str] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Result:
-    """Times for 1 and for ``num_hosts`` - 1 targets by each strategy.
+    """Times for 1 and for ``num_hosts`` - 1 targets by each strategy, and beside other traffic if ``background``.
 
-    ``cold``: the checkpoint is dropped from the page cache before each reading. Raises ``BadRequest`` for settings
-    that no lab has, ``LabUnavailable``, ``LabFailed``, ``StackError``; everything made is taken away again.
+    Raises ``BadRequest`` for settings that no lab has, ``LabUnavailable``, ``LabFailed``, ``StackError``,
+    ``CacheStays``; everything made is taken away again.
     """
     num_layers(mib)
+    if background:
+        require_hosts(num_hosts)
     with Network(num_hosts, rate) as network, tempfile.TemporaryDirectory(prefix="blitzscale-scaleout-") as folder:
-        checkpoint = await asyncio.to_thread(make_checkpoint, Path(folder) / "models", mib)
-        model_bytes = inspect_checkpoint(checkpoint, with_hash=False).layout.num_bytes
-        stack = LabStack(
-            network, Path(folder) / "state", checkpoint, weights_bytes=model_bytes, worker_env=worker_env, say=say
-        )
+        path = await asyncio.to_thread(make_checkpoint, Path(folder) / "models", mib)
+        checkpoint = inspect_checkpoint(path, with_hash=False)
+        model_bytes = checkpoint.layout.num_bytes
         goodput: list[float] = []
         runs: list[Run] = []
+        stack = LabStack(
+            network, Path(folder) / "state", path, weights_bytes=model_bytes, worker_env=worker_env, say=say
+        )
         async with stack:
-            bench = _Bench(network, stack, checkpoint, model_bytes, cold=cold)
+            bench = _Bench(network, stack, checkpoint)
+            await stack.host_copies()
             say("once through, not counted")
-            await bench.run("chain", num_hosts - 1)
-            for strategy in strategies:
-                await stack.use_strategy(strategy)
+            await bench.run(CHAIN, num_hosts - 1)
+            for row in [row for row in ROWS if row.name in strategies]:
+                await stack.use_planner(BLITZ_PLANNER_STRATEGY=row.planner)
+                if row is HOST_CACHE:
+                    runs.append(await bench.run(HOST_CACHE_MISS, num_hosts - 1))
+                    say(f"host-cache, nothing cached yet: {runs[-1].seconds:.3f} s")
                 for _ in range(repetitions):
                     transfer = await asyncio.to_thread(network.goodput, model_bytes)
                     goodput.append(transfer.gbps)
                     for num_targets in sorted({1, num_hosts - 1}):
-                        runs.append(await bench.run(strategy, num_targets))
-                        say(f"{strategy} to {num_targets}: {runs[-1].seconds:.3f} s")
+                        runs.append(await bench.run(row, num_targets))
+                        say(f"{row.name} to {num_targets}: {runs[-1].seconds:.3f} s")
+        beside: Background | None = None
+        if background:
+            say("beside other traffic")
+            beside = await measure_background(
+                network,
+                Path(folder) / "background",
+                path,
+                model_bytes,
+                repetitions=repetitions,
+                worker_env=worker_env,
+                say=say,
+            )
     return Result(
         num_hosts=num_hosts,
         rate_gbps=rate.gbps,
         model_bytes=model_bytes,
         goodput_gbps=tuple(goodput),
         runs=tuple(runs),
+        background=beside,
         worker_env=tuple(sorted((worker_env or {}).items())),
     )
 
 
 class _Bench:
-    def __init__(self, network: Network, stack: LabStack, checkpoint: Path, model_bytes: int, *, cold: bool) -> None:
+    def __init__(self, network: Network, stack: LabStack, checkpoint: Checkpoint) -> None:
         self._network = network
         self._stack = stack
-        self._checkpoint = checkpoint
-        self._model_bytes = model_bytes
-        self._cold = cold
+        self._files = checkpoint.weight_files
+        self._model_bytes = checkpoint.layout.num_bytes
 
-    async def run(self, strategy: str, num_targets: int) -> Run:
+    async def run(self, row: Row, num_targets: int) -> Run:
         """One scale operation, and back to one instance. Raises ``LabFailed``, also when bytes went astray."""
         timeout_s = 4 * num_targets * self._network.rate.seconds(self._model_bytes) + _SLACK_S
-        reads_disk = strategy == "disk"
-        if reads_disk and self._cold:
-            await asyncio.to_thread(_drop_from_page_cache, self._checkpoint)
+        await asyncio.to_thread(self._prepare_page_cache, row)
+        holders = {worker for worker, copies in (await self._stack.host_copies()).items() if copies}
         received = self._network.received_bytes()
         cpu_s = _cpu_s(self._stack.worker_pids())
         record = await self._stack.scale(1 + num_targets, timeout_s=timeout_s)
         cpu_s = _cpu_s(self._stack.worker_pids()) - cpu_s
-        hosts = self._targets(record)
-        if not reads_disk:
-            self._network.require_received(received, dict.fromkeys(hosts, self._model_bytes))
+        hosts = {target.worker_id: self._stack.host_of(target.worker_id) for target in record.targets}
+        local = tuple(worker for worker in hosts if worker in holders)
+        if row.over_network:
+            remote = [host for worker, host in hosts.items() if worker not in holders]
+            self._network.require_received(received, dict.fromkeys(remote, self._model_bytes))
         now = self._network.received_bytes()
+        self._check_files_read(row)
         await self._stack.scale(1, timeout_s=timeout_s)
-        counted = tuple(now[host] - received[host] for host in hosts)
-        return Run.of(strategy, record, cpu_s, counted, ("cold" if self._cold else "warm") if reads_disk else "")
+        copies = [copy for copies in (await self._stack.host_copies()).values() for copy in copies]
+        return Run.of(
+            row,
+            record,
+            cpu_s=cpu_s,
+            received_bytes=tuple(now[host] - received[host] for host in hosts.values()),
+            local=local,
+            host_bytes=sum(copy.num_bytes for copy in copies),
+        )
 
-    def _targets(self, record: ScaleRecord) -> list[int]:
-        return [self._stack.host_of(target.worker_id) for target in record.targets]
+    def _prepare_page_cache(self, row: Row) -> None:
+        if row.page_cache == "cold":
+            page_cache.drop(self._files)
+        elif row.page_cache == "warm":
+            page_cache.warm(self._files)
+
+    def _check_files_read(self, row: Row) -> None:
+        """What a cold page cache tells afterwards: whoever read the files has left them there."""
+        if row.page_cache != "cold":
+            return
+        num_bytes = sum(file.stat().st_size for file in self._files)
+        share = sum(page_cache.resident_bytes(file) for file in self._files) / num_bytes
+        if row.reads_files and share < 0.9:
+            raise LabFailed(f"{row.name} was to read the checkpoint and has read {share:.0%} of it")
+        if not row.reads_files and share > 0.1:
+            raise LabFailed(f"{row.name} was to use copies in memory and has read {share:.0%} of the checkpoint")
 
 
 def _cpu_s(pids: tuple[int, ...]) -> float:
     times = [psutil.Process(pid).cpu_times() for pid in pids]
     return sum(t.user + t.system for t in times)
-
-
-def _drop_from_page_cache(checkpoint: Path) -> None:
-    for file in checkpoint.glob("*.safetensors"):
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            # Pages that are not written back yet would stay.
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.scaleout.background import Background
+from bench.scaleout.rows import HOST_CACHE, HOST_CACHE_MISS, Row
 from shared.messages.scaling import ScaleRecord
 
 GIB = 1024**3
-NO_HOST_COPIES = (
-    "a scale operation makes no host copy: weights go from one worker's arena to the next, and disk is read into it"
-)
+_CACHING = (HOST_CACHE_MISS, HOST_CACHE)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """One scale operation."""
 
-    strategy: str
+    row: Row
     num_targets: int
     seconds: float
     """Trigger to the last target serving."""
@@ -33,19 +33,30 @@ class Run:
     """By target: what its interface counted."""
     targets: tuple[tuple[str, float, float, float], ...]
     """(worker, ms from trigger to first byte, to loaded, to serving)."""
-    page_cache: str
-    """``cold`` or ``warm`` where the checkpoint was read, else empty."""
+    local: tuple[str, ...]
+    """Targets that held a copy in host memory themselves: their bytes need not cross a link."""
+    host_bytes: int
+    """Of all copies in host memory, in the whole lab, once it was over."""
+    explain: tuple[str, ...]
+    """The plan's reasons."""
 
     @classmethod
     def of(
-        cls, strategy: str, record: ScaleRecord, cpu_s: float, received_bytes: tuple[int, ...], page_cache: str
+        cls,
+        row: Row,
+        record: ScaleRecord,
+        *,
+        cpu_s: float,
+        received_bytes: tuple[int, ...],
+        local: tuple[str, ...],
+        host_bytes: int,
     ) -> Run:
         """From a record whose targets all serve."""
         targets = tuple(
             (t.worker_id, t.first_byte_ms or 0.0, t.loaded_ms or 0.0, t.serving_ms or 0.0) for t in record.targets
         )
         return cls(
-            strategy=strategy,
+            row=row,
             num_targets=len(targets),
             seconds=max(serving for *_, serving in targets) / 1000,
             transfer_s=max(loaded - first for _, first, loaded, _ in targets) / 1000,
@@ -53,7 +64,9 @@ class Run:
             num_bytes=record.bytes,
             received_bytes=received_bytes,
             targets=targets,
-            page_cache=page_cache,
+            local=local,
+            host_bytes=host_bytes,
+            explain=record.explain,
         )
 
     @property
@@ -73,6 +86,7 @@ class Result:
     """Of plain TCP transfers of as many bytes over the same link, between the runs."""
     runs: tuple[Run, ...]
     worker_env: tuple[tuple[str, str], ...]
+    background: Background | None = None
 
     @property
     def ideal_s(self) -> float:
@@ -84,26 +98,36 @@ class Result:
         """The model's bytes at the nominal rate, headers not counted."""
         return self.model_bytes * 8 / (self.rate_gbps * 1e9)
 
-    def strategies(self) -> tuple[tuple[str, int], ...]:
-        """(strategy, number of targets), in the order of the first run of each."""
-        return tuple(dict.fromkeys((r.strategy, r.num_targets) for r in self.runs))
+    @property
+    def host_bytes_cached(self) -> int:
+        """Host memory that held copies while our own strategies scaled; of all hosts together, at most."""
+        return max((r.host_bytes for r in self.runs if r.row not in _CACHING), default=0)
 
-    def of(self, strategy: str, num_targets: int) -> Sequence[Run]:
-        return [r for r in self.runs if (r.strategy, r.num_targets) == (strategy, num_targets)]
+    @property
+    def host_cache_bytes_cached(self) -> int:
+        """The same under ``host-cache``, of the copies that it keeps and the one that the pool has placed."""
+        return max((r.host_bytes for r in self.runs if r.row in _CACHING), default=0)
 
-    def seconds(self, strategy: str, num_targets: int) -> float:
+    def rows(self) -> tuple[tuple[Row, int], ...]:
+        """(row, number of targets), in the order of the first run of each."""
+        return tuple(dict.fromkeys((r.row, r.num_targets) for r in self.runs))
+
+    def of(self, row: Row, num_targets: int) -> Sequence[Run]:
+        return [r for r in self.runs if (r.row, r.num_targets) == (row, num_targets)]
+
+    def seconds(self, row: Row, num_targets: int) -> float:
         """Median over the repetitions."""
-        return statistics.median(r.seconds for r in self.of(strategy, num_targets))
+        return statistics.median(r.seconds for r in self.of(row, num_targets))
 
-    def transfer_s(self, strategy: str, num_targets: int) -> float:
-        return statistics.median(r.transfer_s for r in self.of(strategy, num_targets))
+    def transfer_s(self, row: Row, num_targets: int) -> float:
+        return statistics.median(r.transfer_s for r in self.of(row, num_targets))
 
-    def cpu_s_per_gib(self, strategy: str, num_targets: int) -> float:
-        return statistics.median(r.cpu_s_per_gib for r in self.of(strategy, num_targets))
+    def cpu_s_per_gib(self, row: Row, num_targets: int) -> float:
+        return statistics.median(r.cpu_s_per_gib for r in self.of(row, num_targets))
 
-    def line_share(self, strategy: str, num_targets: int) -> float:
+    def line_share(self, row: Row, num_targets: int) -> float:
         """Of the nominal rate that each target received at on average, from trigger to serving."""
-        return self.nominal_s / self.seconds(strategy, num_targets)
+        return self.nominal_s / self.seconds(row, num_targets)
 
     def document(self) -> dict[str, Any]:
         """Numbers of targets are keys, as JSON has them: strings."""
@@ -114,32 +138,38 @@ class Result:
             "nominal_s": round(self.nominal_s, 4),
             "goodput_gbps": [round(g, 4) for g in self.goodput_gbps],
             "ideal_s": round(self.ideal_s, 4),
-            "host_bytes_cached": 0,
-            "host_bytes_cached_why": NO_HOST_COPIES,
+            "host_bytes_cached": self.host_bytes_cached,
             "worker_env": dict(self.worker_env),
         }
-        for strategy, count in self.strategies():
+        for row, count in self.rows():
             key = str(count)
             for name, value in (
-                (f"{strategy}_s", self.seconds(strategy, count)),
-                (f"{strategy}_of_ideal", self.seconds(strategy, count) / self.ideal_s),
-                (f"{strategy}_transfer_s", self.transfer_s(strategy, count)),
-                (f"{strategy}_cpu_s_per_gib", self.cpu_s_per_gib(strategy, count)),
+                (f"{row.key}_s", self.seconds(row, count)),
+                (f"{row.key}_of_ideal", self.seconds(row, count) / self.ideal_s),
+                (f"{row.key}_transfer_s", self.transfer_s(row, count)),
+                (f"{row.key}_cpu_s_per_gib", self.cpu_s_per_gib(row, count)),
             ):
                 document.setdefault(name, {})[key] = round(value, 4)
-            if strategy != "disk":
-                share = round(self.line_share(strategy, count), 4)
-                document.setdefault(f"{strategy}_line_share", {})[key] = share
-        document["page_cache"] = next((r.page_cache for r in self.runs if r.page_cache), "")
+            if row.over_network:
+                share = round(self.line_share(row, count), 4)
+                document.setdefault(f"{row.key}_line_share", {})[key] = share
+            if row in _CACHING:
+                document["host_cache_bytes_cached"] = self.host_cache_bytes_cached
+        if self.background is not None:
+            document["background"] = self.background.document()
         document["runs"] = [
             {
-                "strategy": r.strategy,
+                "strategy": r.row.name,
+                "page_cache": r.row.page_cache,
                 "targets": r.num_targets,
                 "seconds": round(r.seconds, 4),
                 "transfer_s": round(r.transfer_s, 4),
                 "cpu_s": round(r.cpu_s, 3),
                 "received_bytes": r.received_bytes,
                 "target_ms": r.targets,
+                "local_targets": r.local,
+                "host_bytes": r.host_bytes,
+                "explain": r.explain,
             }
             for r in self.runs
         ]

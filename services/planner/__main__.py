@@ -30,6 +30,8 @@ def main() -> int:
                 lease_ttl_s=config.lease_ttl_s,
                 load_floor_gbps=config.load_floor_gbps,
                 strategy=config.strategy,
+                knows_flows=config.knows_flows,
+                busy_nic_share=config.busy_nic_share,
             )
             await planner.run(lifecycle.stopping)
         finally:

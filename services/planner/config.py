@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.planner.core.strategies import STRATEGIES, Strategy
+from services.planner.core.traffic import BUSY_NIC_SHARE
 from shared.settings import Settings
 
 
@@ -17,6 +18,8 @@ class PlannerConfig:
     lease_ttl_s: float
     load_floor_gbps: float
     strategy: Strategy
+    knows_flows: bool
+    busy_nic_share: float
     health_port: int
     log_level: str
     die_with_parent: bool
@@ -30,6 +33,8 @@ class PlannerConfig:
             lease_ttl_s=env.number("BLITZ_PLANNER_LEASE_TTL_S", default=15.0, minimum=0.5),
             load_floor_gbps=env.number("BLITZ_PLANNER_LOAD_FLOOR_GBPS", default=0.1, minimum=0.0001),
             strategy=env.choice("BLITZ_PLANNER_STRATEGY", STRATEGIES, default="chain"),
+            knows_flows=env.boolean("BLITZ_PLANNER_KNOWS_FLOWS", default=True),
+            busy_nic_share=env.number("BLITZ_PLANNER_BUSY_NIC_SHARE", default=BUSY_NIC_SHARE, minimum=0.0, maximum=1.0),
             health_port=env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
             log_level=env.text("BLITZ_LOG_LEVEL", default="info"),
             die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),

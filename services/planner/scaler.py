@@ -6,14 +6,16 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from opentelemetry import trace
 
+from services.planner.core.cluster import cluster_of
 from services.planner.core.decision import Decision, decide
 from services.planner.core.operations import Direction, Operation, Operations
-from services.planner.core.plan_events import drain_plan, scale_plan, sources_of, targets_of
+from services.planner.core.plan_events import drain_plan, scale_plan, targets_of
 from services.planner.core.strategies import Strategy, plan_by
+from services.planner.core.traffic import BUSY_NIC_SHARE
 from services.planner.registry_view import RegistryView, read_registry
 from shared import subjects
 from shared.bus.base import Bus
@@ -48,9 +50,14 @@ class Scaler:
         lease_ttl_s: float,
         load_floor_gbps: float,
         strategy: Strategy = "chain",
+        knows_flows: bool = True,
+        busy_nic_share: float = BUSY_NIC_SHARE,
     ) -> None:
+        """``knows_flows=False`` plans as if no NIC carried anything: what flow-aware planning is compared with."""
         self._bus = bus
         self._strategy = strategy
+        self._knows_flows = knows_flows
+        self._busy_nic_share = busy_nic_share
         self._operations = operations
         self._lease_ttl_s = lease_ttl_s
         self._load_floor_gbps = load_floor_gbps
@@ -104,23 +111,25 @@ class Scaler:
     async def _load(
         self, plan_id: str, model: ModelRecord, decision: Decision, view: RegistryView, wish: Wish
     ) -> Operation:
-        spare = [w.worker for w in view.workers if w.state == "spare" and not w.lease_plan_id]
-        fitting = [w for w in spare if w.arena_bytes >= model.weights_bytes]
-        sources = sources_of(view.workers, model)
-        multicast = plan_by(self._strategy, sources, fitting, decision.load, model.weights_bytes)
-        if multicast.left_out and len(fitting) < len(spare):
-            small = f"{len(spare) - len(fitting)} spare workers' arenas hold less than {model.weights_bytes} bytes"
-            multicast = replace(multicast, left_out=(*multicast.left_out, small))
-        if not multicast.chains:
-            raise NoCapacity("; ".join(multicast.left_out))
-        worker_ids = tuple(w.worker_id for chain in multicast.chains for w in chain.targets)
+        cluster = cluster_of(
+            view.workers,
+            model,
+            transfers=self._operations.transfers(time.time()) if self._knows_flows else None,
+            remaining_s=self._operations.remaining_s(time.time()),
+            busy_nic_share=self._busy_nic_share,
+        )
+        planned = plan_by(self._strategy, cluster, decision.load, model.weights_bytes)
+        if not planned.chains:
+            raise NoCapacity("; ".join(planned.left_out))
+        worker_ids = planned.targets
         request = LeaseWorkers(plan_id=plan_id, model=model.name, worker_ids=worker_ids, ttl_s=self._lease_ttl_s)
         grant = await self._bus.request(subjects.pool("lease"), request, LeaseGrant, timeout_s=RPC_TIMEOUT_S)
         now_s = time.time()
         plan = scale_plan(
             plan_id,
             model,
-            multicast,
+            planned,
+            cluster,
             grant,
             triggered_at_s=wish.triggered_at_s,
             planned_at_s=now_s,
@@ -135,11 +144,13 @@ class Scaler:
             reason=wish.reason,
             triggered_at_s=wish.triggered_at_s,
             targets=targets_of(plan),
-            explain=multicast.explain,
-            left_out=multicast.left_out,
+            explain=planned.explain,
+            left_out=planned.left_out,
             trace_id=_trace_id(),
             accept_by_s=now_s + self._lease_ttl_s,
             deadline_s=now_s + self._lease_ttl_s + load_s,
+            links=planned.links,
+            predicted_s=planned.predicted_s,
         )
         # Known before it is published: a target's first report may overtake the server's reply.
         self._operations.add(operation)
@@ -150,7 +161,7 @@ class Scaler:
             release = ReleaseWorkers(plan_id=plan_id, worker_ids=worker_ids)
             await self._bus.request(subjects.pool("release"), release, Ack, timeout_s=RPC_TIMEOUT_S)
             raise
-        log.info("%s: %s; %s", plan_id, wish.reason, "; ".join(multicast.explain + multicast.left_out))
+        log.info("%s: %s; %s", plan_id, wish.reason, "; ".join(planned.explain + planned.left_out))
         return operation
 
     async def _drain_or_revive(self, plan_id: str, model: ModelRecord, decision: Decision, wish: Wish) -> Operation:

@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 
 from services.planner.core.operations import Operation, Operations
 from services.planner.core.strategies import Strategy
+from services.planner.core.traffic import BUSY_NIC_SHARE
 from services.planner.registry_view import read_registry
 from services.planner.scaler import RPC_TIMEOUT_S, Scaler, Wish
 from shared import subjects
@@ -49,14 +50,23 @@ class PlannerService:
         lease_ttl_s: float = 15.0,
         load_floor_gbps: float = 0.1,
         strategy: Strategy = "chain",
+        knows_flows: bool = True,
+        busy_nic_share: float = BUSY_NIC_SHARE,
         metrics: CollectorRegistry = REGISTRY,
     ) -> None:
         """``lease_ttl_s``: how long a leased worker may take to accept its plan. ``load_floor_gbps``:
-        a target slower than this on average is given up."""
+        a target slower than this on average is given up. ``knows_flows``: avoid NICs in use, which are those that
+        carry more than ``busy_nic_share`` of their bandwidth."""
         self._bus = bus
         self._operations = Operations()
         self._scaler = Scaler(
-            bus, self._operations, lease_ttl_s=lease_ttl_s, load_floor_gbps=load_floor_gbps, strategy=strategy
+            bus,
+            self._operations,
+            lease_ttl_s=lease_ttl_s,
+            load_floor_gbps=load_floor_gbps,
+            strategy=strategy,
+            knows_flows=knows_flows,
+            busy_nic_share=busy_nic_share,
         )
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._changed = asyncio.Condition()

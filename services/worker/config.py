@@ -5,13 +5,15 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, cast
 
 from services.worker.engine.mock import MockTiming
 from shared.messages.common import Device
-from shared.settings import Settings
+from shared.settings import Settings, SettingsError
 
 MIB = 1024 * 1024
+DEFAULT_LEAF = "leaf-0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,21 @@ class WorkerConfig:
     max_queued_requests: int
     max_queued_tokens: int
     leaf: str
-    nic_gbps: float
+    nic: str
+    """Name of the interface or RDMA port. Empty: found."""
+    nic_gbps: float | None
+    """Of this and the next: None or empty is found, measured, or stays unknown."""
+    scale_up_domain: str
+    scale_up_gbps: float | None
+    host_link_gbps: float | None
+    ssd_gbps: float | None
+    scratch_dir: Path | None
+    """Where the disk may be measured. None: it is not."""
+    visible_gpu: str
+    """The GPU of this worker, as CUDA_VISIBLE_DEVICES lists it: index or UUID. Empty: the first."""
+    host_cache_bytes: int
+    """Host memory offered for host copies; 0: none."""
+    host_cache_keep_alive_s: float
     report_interval_s: float
     stall_s: float
     drain_timeout_s: float
@@ -50,6 +66,7 @@ class WorkerConfig:
         host = env.text("BLITZ_WORKER_HOST", default=socket.gethostname())
         device = env.choice("BLITZ_WORKER_DEVICE", ("cpu", "cuda"), default="cpu")
         engine = env.choice("BLITZ_WORKER_ENGINE", ("torch", "mock"), default="torch")
+        scratch = env.text("BLITZ_WORKER_SCRATCH_DIR", default="")
         max_batch_tokens = env.integer("BLITZ_WORKER_MAX_BATCH_TOKENS", default=2048, minimum=1)
         return cls(
             nats_url=env.text("BLITZ_NATS_URL", default="nats://127.0.0.1:4222"),
@@ -67,8 +84,17 @@ class WorkerConfig:
             prefill_chunk_tokens=env.integer("BLITZ_WORKER_PREFILL_CHUNK", default=512, minimum=1),
             max_queued_requests=env.integer("BLITZ_WORKER_MAX_QUEUED", default=1024, minimum=1),
             max_queued_tokens=env.integer("BLITZ_WORKER_MAX_QUEUED_TOKENS", default=4 * max_batch_tokens, minimum=1),
-            leaf=env.text("BLITZ_WORKER_LEAF", default="leaf-0"),
-            nic_gbps=env.number("BLITZ_WORKER_NIC_GBPS", default=10.0, minimum=0.001),
+            leaf=env.text("BLITZ_WORKER_LEAF", default=DEFAULT_LEAF),
+            nic=_interface_name(env, "BLITZ_WORKER_NIC"),
+            nic_gbps=_bandwidth(env, "BLITZ_WORKER_NIC_GBPS"),
+            scale_up_domain=env.text("BLITZ_WORKER_SCALE_UP_DOMAIN", default=""),
+            scale_up_gbps=_bandwidth(env, "BLITZ_WORKER_SCALE_UP_GBPS"),
+            host_link_gbps=_bandwidth(env, "BLITZ_WORKER_HOST_LINK_GBPS"),
+            ssd_gbps=_bandwidth(env, "BLITZ_WORKER_SSD_GBPS"),
+            scratch_dir=Path(scratch) if scratch else None,
+            visible_gpu=env.text("CUDA_VISIBLE_DEVICES", default="").split(",")[0].strip(),
+            host_cache_bytes=env.integer("BLITZ_WORKER_HOST_CACHE_MIB", default=0, minimum=0) * MIB,
+            host_cache_keep_alive_s=env.number("BLITZ_WORKER_HOST_CACHE_KEEP_ALIVE_S", default=600.0, minimum=0.0),
             report_interval_s=env.number("BLITZ_WORKER_REPORT_INTERVAL_S", default=0.1, minimum=0.01),
             stall_s=env.number("BLITZ_WORKER_STALL_S", default=5.0, minimum=0.1),
             drain_timeout_s=env.number("BLITZ_WORKER_DRAIN_TIMEOUT_S", default=30.0, minimum=0.0),
@@ -81,6 +107,19 @@ class WorkerConfig:
             log_level=env.text("BLITZ_LOG_LEVEL", default="info"),
             die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
         )
+
+
+def _bandwidth(env: Settings, key: str) -> float | None:
+    """Gb/s; None if unset."""
+    return env.number(key, minimum=0.001) if env.text(key, default="") else None
+
+
+def _interface_name(env: Settings, key: str) -> str:
+    """As the kernel names interfaces; empty if unset."""
+    name = env.text(key, default="")
+    if "/" in name or any(c.isspace() for c in name):
+        raise SettingsError(f"{key}={name!r}: must be the name of a network interface or RDMA device", param=key)
+    return name
 
 
 def _subject_safe(name: str) -> str:

@@ -141,10 +141,14 @@ class Instance:
             except Unavailable:
                 return True  # another waiter found it idle first, and stopped the engine
             if queued == 0 and self._pins == 0 and self.state == "draining":
-                self._retired = True
                 return True
             await asyncio.sleep(0.01)
         return False
+
+    def retire(self) -> bool:
+        """It is on its way out and cannot be revived any more; False if it was revived, or is read, after all."""
+        self._retired = self.state == "draining" and self._pins == 0
+        return self._retired
 
     async def stop(self) -> bool:
         """End what still runs, and the engine's thread; False if a step did not end within ``STOP_S``."""

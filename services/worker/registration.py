@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.messages.common import Ack, InstanceState
+from shared.messages.copies import RetireCopy
 from shared.messages.registry import (
     HeartbeatAck,
+    HostCopy,
     InstanceInfo,
     ModelRecord,
     RestoreModel,
@@ -23,6 +27,18 @@ log = logging.getLogger(__name__)
 
 FIRST_LEASE_S = 1.0
 """Assumed until the pool tells."""
+RETIRE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a report says, as of now."""
+
+    state: InstanceState
+    instance: InstanceInfo | None
+    host_copies: tuple[HostCopy, ...]
+    nic_egress_gbps: float
+    nic_ingress_gbps: float
 
 
 class Registration:
@@ -32,15 +48,15 @@ class Registration:
         self,
         bus: Bus,
         worker: WorkerInfo,
-        state: Callable[[], tuple[InstanceState, InstanceInfo | None]],
+        standing: Callable[[], Standing],
         model: Callable[[], ModelRecord | None],
         stop_instance: Callable[[str], Awaitable[None]],
     ) -> None:
-        """``state`` gives what to report; ``model`` the record of the instance, if a registry lost it;
+        """``standing`` gives what to report; ``model`` the record of the instance, if a registry lost it;
         ``stop_instance`` is called when the registry says that the instance's model was removed."""
         self._bus = bus
         self._worker = worker
-        self._state = state
+        self._standing = standing
         self._model = model
         self._stop_instance = stop_instance
         self._sequence = 0
@@ -83,12 +99,43 @@ class Registration:
         self._leaving = True
         await self._report()
 
+    async def retire(self, instance: InstanceInfo, undo: bool) -> None:
+        """Ask whether the instance's copy may go, or say (``undo``) that it stays after all.
+
+        Raises ``Conflict`` when it is the model's last, or what ``Bus.request`` raises.
+        """
+        await self._retire("gpu", instance.model, instance.model_hash, instance.instance_id, undo)
+
+    async def retire_host(self, copy: HostCopy) -> None:
+        """Ask whether a host copy may go. Raises as ``retire``."""
+        await self._retire("host", copy.model, copy.model_hash, "", False)
+
+    async def _retire(
+        self, kind: Literal["gpu", "host"], model: str, model_hash: str, instance_id: str, undo: bool
+    ) -> None:
+        request = RetireCopy(
+            worker_id=self._worker.worker_id,
+            kind=kind,
+            model=model,
+            model_hash=model_hash,
+            instance_id=instance_id,
+            undo=undo,
+        )
+        await self._bus.request(subjects.pool("retire_copy"), request, Ack, timeout_s=RETIRE_TIMEOUT_S)
+
     async def _report(self) -> bool:
         self._sequence += 1
         sequence = self._sequence
-        state, instance = self._state()
+        now = self._standing()
         report = WorkerHeartbeat(
-            worker=self._worker, state=state, instance=instance, sequence=sequence, leaving=self._leaving
+            worker=self._worker,
+            state=now.state,
+            instance=now.instance,
+            sequence=sequence,
+            leaving=self._leaving,
+            host_copies=now.host_copies,
+            nic_egress_gbps=now.nic_egress_gbps,
+            nic_ingress_gbps=now.nic_ingress_gbps,
         )
         try:
             ack = await self._bus.request(
@@ -116,6 +163,6 @@ class Registration:
                 )
             except BlitzError as error:
                 log.warning("the pool did not take model %s back: %s", model.name, error)
-        if ack.stop_instance and instance is not None and ack.stop_instance == instance.instance_id:
+        if ack.stop_instance and now.instance is not None and ack.stop_instance == now.instance.instance_id:
             await self._stop_instance(ack.stop_instance)
         return True

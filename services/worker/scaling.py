@@ -1,8 +1,8 @@
-"""Scale operations as one worker executes them: load as a chain's target, send as its source, drain.
+"""Scale operations as one worker executes them: load as a plan's target, drain, revive.
 
 The planner decides, this executes and reports. A plan is accepted when its epoch is newer than
 any this worker has worked under; what fails ends in ``failed``, frees its memory, and returns to
-``spare``. Copies that others read from are pinned: a drain waits for the sends to end.
+``spare``. A copy that others read from is pinned, and the last copy of a model is kept: a drain waits.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from opentelemetry.trace import Span
 
-from services.worker.data_plane.transfer import BuffersStuck
+from services.worker.core.upstreams import Part, part_of
+from services.worker.data_plane.outcome import BuffersStuck
 from services.worker.instance import Instance, InstanceFactory
 from services.worker.progress import ProgressReporter
 from services.worker.weight_mover import WeightMover
-from shared.errors import BlitzError, NotFound
-from shared.messages.common import Ack
-from shared.messages.scaling import Chain, DrainPlan, FetchRange, ScalePlan
+from shared.errors import BadRequest, BlitzError
+from shared.messages.scaling import DrainPlan, ScalePlan
 from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
+
+DROP_RETRY_S = 0.5
+"""How often a drained instance that holds the model's last copy asks whether it may go."""
 
 
 class Scaling:
@@ -38,11 +41,17 @@ class Scaling:
         mover: WeightMover,
         progress: ProgressReporter,
         *,
+        retire: Callable[[Instance, bool], Awaitable[None]],
+        keep_on_host: Callable[[Instance], Awaitable[None]],
         changed: Callable[[], None],
         fatal: Callable[[str], None],
     ) -> None:
-        """``changed()``: the instance's state did, the registry should know. ``fatal(why)``: this process
-        cannot go on and must be restarted."""
+        """``retire(instance, undo)`` asks the pool whether the instance's copy may go, or says that it stays; it raises
+        unless the pool agrees. ``keep_on_host`` puts another copy into host memory. ``changed()``: the instance's state
+        did, the registry should know. ``fatal(why)``: this process cannot go on and must be restarted."""
+        self._retire = retire
+        self._keep_on_host = keep_on_host
+        self._kept = ""
         self._worker_id = worker_id
         self._factory = factory
         self._mover = mover
@@ -74,36 +83,27 @@ class Scaling:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._mover.sender.close()
         if self.instance is not None:
             await self.instance.stop()
 
-    # --- load and send -----------------------------------------------------------------------
+    # --- load --------------------------------------------------------------------------------
 
     async def on_scale_plan(self, plan: ScalePlan) -> None:
-        """Take part in a plan, if it names this worker. Returns once accepted; the work goes on by itself."""
-        for chain in plan.chains:
-            if chain.source is not None and chain.source.worker_id == self._worker_id and chain.targets:
-                self._start_sending(plan, chain, chain.source.instance_id)
-            for position, target in enumerate(chain.targets):
-                if target.worker_id == self._worker_id:
-                    await self._accept(plan, chain, position)
+        """Take part in a plan, if it names this worker as a target. Returns once accepted; the work goes on by itself.
 
-    def _start_sending(self, plan: ScalePlan, chain: Chain, instance_id: str) -> None:
-        instance = self.instance
-        if instance is None or instance.instance_id != instance_id or not instance.copy.complete:
-            log.warning("%s: this worker no longer holds the source copy", plan.plan_id)
+        Sources have nothing to do: targets ask them for what they want.
+        """
+        try:
+            part = part_of(plan, self._worker_id)
+        except BadRequest as error:
+            log.error("%s makes no sense: %s", plan.plan_id, error)
             return
-        # Pinned from here on, not from when the task first runs: a drain may come in between.
-        pins = contextlib.ExitStack()
-        pins.enter_context(instance.pinned())
-        self._spawn(self._send(plan, chain, instance, pins))
+        if part is not None:
+            await self._accept(plan, part)
 
-    async def _send(self, plan: ScalePlan, chain: Chain, instance: Instance, pins: contextlib.ExitStack) -> None:
-        with pins:
-            await self._mover.send(plan, chain, instance)
-
-    async def _accept(self, plan: ScalePlan, chain: Chain, position: int) -> None:
-        target = chain.targets[position]
+    async def _accept(self, plan: ScalePlan, part: Part) -> None:
+        target = part.member
         if target.epoch <= self._last_epoch or time.time() > plan.expires_at_s:
             log.info("%s is outdated (epoch %d, newest %d): ignored", plan.plan_id, target.epoch, self._last_epoch)
             return
@@ -118,22 +118,23 @@ class Scaling:
             log.warning("%s: no instance: %s", plan.plan_id, error, exc_info=not isinstance(error, BlitzError))
             await self._progress.tell(plan.plan_id, target.instance_id, "failed", detail=str(error))
             return
+        self._mover.offer(self.instance)
         self._changed()
-        self._spawn(self._load(plan, chain, position, self.instance))
+        self._spawn(self._load(plan, part, self.instance))
 
-    async def _load(self, plan: ScalePlan, chain: Chain, position: int, instance: Instance) -> None:
+    async def _load(self, plan: ScalePlan, part: Part, instance: Instance) -> None:
         attributes: dict[str, str | int] = {
             "blitz.plan_id": plan.plan_id,
             "blitz.model": plan.model.name,
             "blitz.worker_id": self._worker_id,
-            "blitz.chain_position": position,
-            "blitz.source_kind": chain.source_kind if position == 0 else "gpu",
+            "blitz.chain_position": part.position,
+            "blitz.source_kind": part.stripes[0].upstreams[0].kind,
         }
         with tracer().start_as_current_span("worker.load", attributes=attributes) as span:
             tell = self._progress.tell
             await tell(plan.plan_id, instance.instance_id, "accepted")
-
-            async def complete() -> None:
+            try:
+                await self._mover.fill(plan, part, instance)
                 loaded_bytes = instance.received_bytes
                 span.set_attribute("blitz.bytes", loaded_bytes)
                 await tell(plan.plan_id, instance.instance_id, "loaded", received_bytes=loaded_bytes)
@@ -141,14 +142,12 @@ class Scaling:
                 self._changed()
                 await tell(plan.plan_id, instance.instance_id, "serving", received_bytes=loaded_bytes)
                 log.info("%s serves %s", instance.instance_id, plan.model.name)
-
-            try:
-                # While it forwards, its copy is a source: a drain waits.
-                with instance.pinned():
-                    await self._mover.fill(plan, chain, position, instance, complete)
             except Exception as error:
                 log.warning("%s failed: %s", instance.instance_id, error, exc_info=not isinstance(error, BlitzError))
                 await self._fail(instance, span, error)
+                return
+        if plan.keep_on_host:
+            await self._keep_on_host(instance)
 
     async def _fail(self, instance: Instance, span: Span, error: Exception) -> None:
         span.record_exception(error)
@@ -161,14 +160,8 @@ class Scaling:
             # A late write could land in whatever the arena holds next.
             self._fatal(str(error))
             return
+        await self._mover.end_feeds(instance)
         await self._vacate(instance)
-
-    async def on_fetch(self, request: FetchRange) -> Ack:
-        """A receiver found a bad block. Raises ``NotFound`` or ``Conflict`` if it cannot be sent again from here."""
-        if self.instance is None:
-            raise NotFound("this worker holds no copy")
-        await self._mover.repair(request, self.instance)
-        return Ack()
 
     # --- drain -----------------------------------------------------------------------------
 
@@ -203,18 +196,39 @@ class Scaling:
         attributes = {"blitz.plan_id": self._drain_plan_id, "blitz.worker_id": self._worker_id}
         with tracer().start_as_current_span("worker.drain", attributes=attributes):
             try:
-                if not await instance.idle():
-                    return  # revived
-                await self._vacate(instance)
-                await self._progress.tell(self._drain_plan_id, instance.instance_id, "spare")
+                while await instance.idle():
+                    # Nobody may begin to read a copy that is about to go.
+                    self._mover.withdraw(instance)
+                    if await self._may_drop(instance) and instance.retire():
+                        await self._vacate(instance)
+                        await self._progress.tell(self._drain_plan_id, instance.instance_id, "spare")
+                        return
+                    self._mover.offer(instance)
+                    await asyncio.sleep(DROP_RETRY_S)
             finally:
                 self._draining = None
+
+    async def _may_drop(self, instance: Instance) -> bool:
+        """Whether the pool agrees that this copy may go: it is never the model's last."""
+        try:
+            await self._retire(instance, False)
+        except BlitzError as error:
+            if self._kept != instance.instance_id:
+                log.info("%s keeps its copy for now: %s", instance.instance_id, error)
+                self._kept = instance.instance_id
+            return False
+        if instance.state == "draining":
+            return True
+        with contextlib.suppress(BlitzError):  # revived meanwhile; the next heartbeat tells, too
+            await self._retire(instance, True)
+        return False
 
     async def _vacate(self, instance: Instance) -> None:
         if not await instance.stop():
             # A step that still runs reads weights and writes KV: the memory cannot be given to another model.
             self._fatal(f"the engine of {instance.instance_id} does not end")
             return
+        self._mover.withdraw(instance)
         self._factory.release()
         self.instance = None
         self._changed()

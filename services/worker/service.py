@@ -25,7 +25,7 @@ from shared.messages.common import InstanceState
 from shared.messages.generation import AckTerminal, Cancel, GatewayHeartbeat, Resend, Submit
 from shared.messages.load import LoadReport
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerInfo
-from shared.messages.scaling import DrainPlan, FetchRange, ScalePlan
+from shared.messages.scaling import DrainPlan, Feed, FeedEnded, FetchRange, GetFeedState, ScalePlan
 from shared.transport.base import TensorTransport
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,17 @@ class WorkerService:
         self._peers = Peers(bus, transport, self.info)
         progress = ProgressReporter(bus, config.worker_id)
         mover = WeightMover(bus, transport, self.info, self._peers, progress, stall_s=config.stall_s)
-        self._scaling = Scaling(config.worker_id, factory, mover, progress, changed=self._report_state, fatal=fatal)
+        self._mover = mover
+        self._scaling = Scaling(
+            config.worker_id,
+            factory,
+            mover,
+            progress,
+            retire=lambda instance, undo: self._registration.retire(instance.info(), undo),
+            keep_on_host=self._host_copies.keep,
+            changed=self._report_state,
+            fatal=fatal,
+        )
         self._registration = Registration(bus, self.info, self._state, self._model, self._scaling.on_stop_instance)
         self._loop = asyncio.get_running_loop()
         self._fatal = fatal
@@ -82,11 +92,14 @@ class WorkerService:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping``, then drain for at most the configured time."""
-        worker_id, serving, scaling = self._config.worker_id, self._serving, self._scaling
+        worker_id, serving, scaling, sender = self._config.worker_id, self._serving, self._scaling, self._mover.sender
         subscriptions = [
             await self._bus.respond(subjects.worker_submit(worker_id), Submit, serving.on_submit),
             await self._bus.respond(subjects.worker_resend(worker_id), Resend, serving.on_resend),
-            await self._bus.respond(subjects.worker_fetch(worker_id), FetchRange, scaling.on_fetch),
+            await self._bus.respond(subjects.worker_feed(worker_id), Feed, sender.on_feed),
+            await self._bus.respond(subjects.worker_feed_state(worker_id), GetFeedState, sender.on_feed_state),
+            await self._bus.respond(subjects.worker_fetch(worker_id), FetchRange, sender.on_fetch),
+            await self._bus.subscribe(subjects.worker_feed_ended(worker_id), FeedEnded, self._mover.on_feed_ended),
             await self._bus.subscribe(subjects.worker_cancel(worker_id), Cancel, serving.on_cancel),
             await self._bus.subscribe(subjects.worker_ack(worker_id), AckTerminal, serving.on_ack),
             await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, serving.on_gateway),

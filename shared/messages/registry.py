@@ -50,6 +50,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     host_link_gbps: float | None = None
     """Between this worker and its host's memory, per direction. None: a typical value of the device."""
     ssd_gbps: float | None = None
+    host_cache_bytes: int = 0
+    """Host memory that this worker offers for host copies."""
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +74,21 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     plan_id: str = ""
 
 
+class HostCopy(msgspec.Struct, frozen=True, kw_only=True):
+    """A copy of a model in the host memory of a worker's machine, held by the worker's process."""
+
+    model: str
+    model_hash: str
+    layout_hash: str
+    num_bytes: int
+    state: Literal["loading", "ready", "retired"]
+    """``retired``: it waits for the pool's word that it may go, and is no source any more."""
+    cached: bool = False
+    """Kept by the ``host-cache`` baseline, not placed by the pool."""
+    serial: int = 0
+    """Of this copy within its worker's process: the same model, held again later, has another."""
+
+
 class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker_heartbeat.v1"):
     """Everything about a worker, at every change and twice per lease: an empty registry heals itself."""
 
@@ -80,6 +97,10 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker_heartbeat.
     instance: InstanceInfo | None
     sequence: int
     leaving: bool = False
+    host_copies: tuple[HostCopy, ...] = ()
+    nic_egress_gbps: float = 0.0
+    """Traffic of the worker's NIC now, whoever causes it, averaged since the last report."""
+    nic_ingress_gbps: float = 0.0
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True, tag="heartbeat_ack.v1"):
@@ -90,6 +111,9 @@ class HeartbeatAck(Message, frozen=True, kw_only=True, tag="heartbeat_ack.v1"):
     """The registry does not know the instance's model: send ``RestoreModel``."""
     stop_instance: str = ""
     """The instance of this id was removed (its model is gone): drain it."""
+    wants_models: tuple[str, ...] = ()
+    """Hashes of models of which the worker reports host copies and that the registry does not know: send a
+    ``RestoreModel`` for each."""
 
 
 class RestoreModel(Message, frozen=True, kw_only=True, tag="restore_model.v1"):
@@ -129,6 +153,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     lease_plan_id: str = ""
     """The plan that leased this worker and that it has not reported on yet."""
     lease_model: str = ""
+    host_copies: tuple[HostCopy, ...] = ()
+    nic_egress_gbps: float = 0.0
+    nic_ingress_gbps: float = 0.0
 
 
 class Floor(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,6 +164,14 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     instances: int
     until_s: float
+
+
+class Unplaced(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that has no host copy, and none on its way."""
+
+    model: str
+    model_hash: str
+    reason: str
 
 
 class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot.v1"):
@@ -149,6 +184,7 @@ class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot.v1"):
     workers: tuple[WorkerRecord, ...]
     floors: tuple[Floor, ...] = ()
     next_worker_id: str = ""
+    unplaced: tuple[Unplaced, ...] = ()
 
 
 class LeaseWorkers(Message, frozen=True, kw_only=True, tag="lease_workers.v1"):

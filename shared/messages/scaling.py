@@ -18,37 +18,68 @@ SourceKind = Literal["gpu", "host", "disk"]
 
 
 class ChainMember(msgspec.Struct, frozen=True, kw_only=True):
-    """One hop of a chain. The source is member 0 unless the chain starts at a disk."""
+    """A worker that takes part in a plan, as target or with a copy to read from."""
 
     worker_id: str
     instance_id: str
+    """A target's instance, or the source's. Empty for a source of which only the host copy is used."""
     host: str
     transport_address: bytes
-    epoch: int
-    """The target's lease epoch, unique in the cluster: the tags of its incoming transfer carry it
-    (``transport.tag_of(epoch, chunk)``). For a source, its instance's epoch."""
+    epoch: int = 0
+    """A target's lease epoch, unique in the cluster: the tags of everything it receives carry it. 0 for sources."""
+
+
+class Stripe(msgspec.Struct, frozen=True, kw_only=True):
+    """A share of the model's bytes, on its way from one copy to one target of a hop (paper section 5.1, Figure 14)."""
+
+    source: str
+    """Worker id of the copy's holder; empty for a disk."""
+    source_kind: SourceKind
+    target: str
+    share: float = 1.0
+    """Of the model's bytes. The shares of a hop's stripes sum to 1."""
+    cap_gbps: float = 0.0
+    """Send no faster than this: the way is shared with serving traffic. 0: no cap."""
+
+
+class Hop(msgspec.Struct, frozen=True, kw_only=True):
+    """A scale-up group that loads together: each target receives its own stripes from their sources, and the
+    other stripes from the group's members that receive those (all-gather)."""
+
+    targets: tuple[str, ...]
+    """Worker ids."""
+    stripes: tuple[Stripe, ...]
+    predicted_finish_s: float = 0.0
+    """From the start of the transfer."""
 
 
 class Chain(msgspec.Struct, frozen=True, kw_only=True):
-    """A serial forwarding chain (paper section 5.1). Each member sends to the next while it receives.
+    """A serial forwarding chain (paper section 5.1): each hop sends to the next while it receives."""
 
-    ``source`` is None for a disk chain: the first target reads the checkpoint and forwards it.
-    """
-
-    source_kind: SourceKind
-    source: ChainMember | None
-    targets: tuple[ChainMember, ...]
+    hops: tuple[Hop, ...]
     chunk_bytes: int
-    predicted_finish_s: float = 0.0
 
 
-class ScalePlan(Message, frozen=True, kw_only=True, tag="scale_plan.v1"):
+class Copy(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete copy of the model in the memory of a worker's GPU, or of its host."""
+
+    worker_id: str
+    kind: Literal["gpu", "host"]
+
+
+class ScalePlan(Message, frozen=True, kw_only=True, tag="scale_plan.v2"):
     """Load ``model`` on the targets of ``chains``. Supersedes only the targets that it names."""
 
     plan_id: str
     model: ModelRecord
     role: Role
+    members: tuple[ChainMember, ...]
+    """Everyone that chains and fallbacks name, by worker id."""
     chains: tuple[Chain, ...]
+    fallbacks: tuple[Copy, ...] = ()
+    """Where a target whose upstreams are all lost continues, in this order; after them its disk."""
+    keep_on_host: bool = False
+    """Targets also keep a copy in their host's memory (the ``host-cache`` baseline)."""
     triggered_at_s: float
     planned_at_s: float
     expires_at_s: float
@@ -56,6 +87,19 @@ class ScalePlan(Message, frozen=True, kw_only=True, tag="scale_plan.v1"):
     explain: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     """What was asked for and not planned, and why."""
+
+    def member(self, worker_id: str) -> ChainMember:
+        """The member of that worker id. Raises ``KeyError``."""
+        for member in self.members:
+            if member.worker_id == worker_id:
+                return member
+        raise KeyError(worker_id)
+
+    @property
+    def targets(self) -> tuple[ChainMember, ...]:
+        """All targets, in the order of chains and hops."""
+        members = {m.worker_id: m for m in self.members}
+        return tuple(members[t] for chain in self.chains for hop in chain.hops for t in hop.targets)
 
 
 class DrainTarget(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,13 +119,64 @@ class DrainPlan(Message, frozen=True, kw_only=True, tag="drain_plan.v1"):
     reason: str = ""
 
 
-class FetchRange(Message, frozen=True, kw_only=True, tag="fetch_range.v1"):
+class Feed(Message, frozen=True, kw_only=True, tag="feed.v1"):
+    """A receiver asks the holder of a copy for pieces of it, each as soon as the holder has it itself.
+
+    Answered once the sender is connected and begins; the pieces follow over the transport, piece *i* under
+    ``tag_of(epoch, attempt_index(attempt, i))``. ``NotFound`` or ``Conflict``: no such copy here.
+    """
+
+    plan_id: str
+    model_hash: str
+    layout_hash: str
+    kind: Literal["gpu", "host"] = msgspec.field(name="copy_kind")
+    """``kind`` on the wire is the message's tag."""
+    chunk_bytes: int
+    worker_id: str
+    """The receiver, with where to send to."""
+    host: str
+    transport_address: bytes
+    epoch: int
+    attempt: int
+    """Of this receiver under its epoch: every feed has tags of its own."""
+    pieces: bytes
+    """A bit per piece, least significant first; set: wanted."""
+    cap_gbps: float = 0.0
+
+
+class GetFeedState(Message, frozen=True, kw_only=True, tag="get_feed_state.v1"):
+    """A receiver that gets nothing asks whether its sender still lives. ``NotFound``: it sends no such feed."""
+
+    epoch: int
+    attempt: int
+
+
+class FeedState(Message, frozen=True, kw_only=True, tag="feed_state.v1"):
+    """The feed is alive."""
+
+    starved: bool
+    """The sender waits for its own upstream: the link to the receiver is not to blame."""
+
+
+class FeedEnded(Message, frozen=True, kw_only=True, tag="feed_ended.v1"):
+    """A sender tells the receiver that a feed broke; sent once, and it may be lost."""
+
+    epoch: int
+    attempt: int
+    reason: str
+
+
+class FetchRange(Message, frozen=True, kw_only=True, tag="fetch_range.v2"):
     """A receiver's bad block: send these arena bytes again, under ``tag_of(epoch, index)``.
 
     Answered once the sender has the unit verified itself; the bytes follow over the transport.
     """
 
     plan_id: str
+    model_hash: str
+    layout_hash: str
+    kind: Literal["gpu", "host"] = msgspec.field(name="copy_kind")
+    """``kind`` on the wire is the message's tag."""
     worker_id: str
     """The receiver, with where to send to."""
     transport_address: bytes

@@ -12,6 +12,9 @@ from shared.messages.scaling import SourceKind
 
 Via = Literal["scale_up", "host", "network", "disk"]
 
+Late = Literal["", "sends_less", "disturbs"]
+"""Why a group comes after the others: it sends out less than it takes in, or serving has all its NICs."""
+
 Lane = tuple[str, SourceKind, str, float, str, str]
 """Source, its kind, target, Gbps, and the NICs that it leaves and enters ("" inside a host or domain)."""
 
@@ -29,6 +32,7 @@ class Edge(msgspec.Struct, frozen=True):
     crosses_leaf: bool
     shares: bool
     """It shares a direction of a NIC with serving or with another edge: there was no alternative."""
+    late: Late = ""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -72,4 +76,11 @@ class Draft:
             leaf=group.leaf,
             crosses_leaf=self.crosses_leaf,
             shares=self.shares,
+            late=self._late() if self.via == "network" else "",
         )
+
+    def _late(self) -> Late:
+        group = self.group
+        if group.disturbs:
+            return "disturbs"
+        return "sends_less" if group.egress_gbps < group.ingress_gbps else ""

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.planner.core.edges import Edge
+from services.planner.core.stripes import Stripe
 
 MAX_NAMES = 8
+MAX_EDGES = 50
+"""A plan travels with its explanation: one of thousands of edges is cut."""
 
 _WHY = {
     "scale_up": "a copy in their own scale-up domain, no NIC used",
     "host": "a copy on their own host, no NIC used",
     "disk": "no copy in any memory: the checkpoint is read from disk and forwarded",
+}
+_LATE = {
+    "": "",
+    "sends_less": "; late in the order: it sends out less than it takes in, so what follows would starve",
+    "disturbs": "; last in the order: serving traffic comes in through all its NICs",
 }
 
 
@@ -20,18 +28,44 @@ def explain(edges: Sequence[Edge], pruned: Sequence[str], tails: Sequence[str]) 
     lines: list[str] = []
     if pruned:
         lines.append(f"outgoing direction in use, avoided while others are left: {names(pruned)}")
-    for edge in edges:
-        why = _WHY.get(edge.via) or _network(edge)
-        striped = f" in {len(edge.stripes)} stripes" if len(edge.stripes) > 1 else ""
-        lines.append(f"{names(edge.sources)} -> {names(edge.targets)}{striped} at {edge.gbps:.3g} Gbps: {why}")
+    leaves = list(dict.fromkeys(edge.leaf for edge in edges))
+    if len(edges) > 1:
+        lines.append(f"order: next to a copy first, then leaf by leaf ({names(leaves)}), there the fastest first")
+    lines += [_line(edge) for edge in edges[:MAX_EDGES]]
+    if len(edges) > MAX_EDGES:
+        lines.append(f"and {len(edges) - MAX_EDGES} more groups in the same way")
     if tails:
         lines.append(f"chains end in {names(tails)}")
     return tuple(lines)
 
 
+def _line(edge: Edge) -> str:
+    sources = list(dict.fromkeys(_source(s) for s in edge.stripes))
+    why = _WHY.get(edge.via) or _network(edge)
+    return f"{names(sources)} -> {names(edge.targets)} at {edge.gbps:.3g} Gbps: {why}{_sharding(edge)}"
+
+
+def _source(stripe: Stripe) -> str:
+    return stripe.source if stripe.source_kind == "gpu" else f"{stripe.source}'s {_MEMORY[stripe.source_kind]}"
+
+
+_MEMORY = {"host": "host copy", "disk": "disk"}
+
+
+def _sharding(edge: Edge) -> str:
+    """Which stripes there are and why. A single one to a single target needs no words."""
+    together = "" if len(edge.targets) == 1 else "; what one gets the others have from it, over the scale-up network"
+    if len(edge.stripes) == 1:
+        return together
+    total = edge.stripes[-1].end_byte
+    shares = [f"{_source(s)} -> {s.target} {100 * (s.end_byte - s.first_byte) / total:.3g} %" for s in edge.stripes]
+    return f"; striped, by what each pair can carry: {names(shares)}{together}"
+
+
 def _network(edge: Edge) -> str:
     why = f"sources on other leaves: those on {edge.leaf} do not suffice" if edge.crosses_leaf else f"leaf {edge.leaf}"
-    return f"{why}; shares a NIC's direction, nothing else is left" if edge.shares else why
+    shared = "; shares a NIC's direction, nothing else is left" if edge.shares else ""
+    return f"{why}{shared}{_LATE[edge.late]}"
 
 
 def names(ids: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ class Source(msgspec.Struct, frozen=True):
     """A GPU's id, or a host's."""
     kind: SourceKind = "gpu"
     leaving: bool = False
-    """Draining: read it only after the others."""
+    """Draining, or sending already: read it only after the others."""
     ready_s: float = 0.0
     """When a copy that still loads will be whole, from now."""
 

@@ -7,11 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from services.planner.core.traffic import SETTLING_S, Link, Transfers
 from shared.messages.registry import WorkerRecord
 from shared.messages.scaling import ScaleProgress, ScaleRecord, TargetRecord
 
 Direction = Literal["out", "in", "none"]
 
+DEADLINE_FINISHES = 3.0
+"""A target may take this many times its predicted finish, where that is longer than what its bytes alone allow."""
 MISSING_S = 2.0
 """A target's worker that the registry has not known for this long is dead."""
 
@@ -48,13 +51,18 @@ class Operation:
         trace_id: str = "",
         accept_by_s: float = float("inf"),
         deadline_s: float = float("inf"),
+        links: tuple[Link, ...] = (),
+        predicted_s: Mapping[str, float] | None = None,
     ) -> None:
         """``targets`` are (worker_id, instance_id). A target that has not accepted by ``accept_by_s``, or
-        not ended by ``deadline_s``, has failed."""
+        not ended by ``deadline_s``, has failed. ``links``: who sends weights to whom. ``predicted_s``: the seconds
+        that each target should take once the plan is out; one that should take long has a later deadline."""
         self.plan_id = plan_id
         self.model = model
         self._accept_by_s = accept_by_s
         self._deadline_s = deadline_s
+        self._links = links
+        self._predicted_s = dict(predicted_s or {})
         self.direction = direction
         self._desired = desired
         self._reason = reason
@@ -79,6 +87,32 @@ class Operation:
             for t in self._targets.values()
             if not t.failure and (t.spare_s if self.direction == "in" else t.serving_s) is None
         )
+
+    def running_links(self) -> list[Link]:
+        """Transfers that go on: their target is open and has not reported ``loaded``."""
+        return [link for link in self._links if self._loads(link[1])]
+
+    def settled_links(self, since_s: float) -> list[Link]:
+        """Transfers whose target reported ``loaded`` at or after ``since_s``."""
+        return [link for link in self._links if (self._targets[link[1]].loaded_s or 0.0) >= since_s]
+
+    def remaining_s(self, now_s: float) -> dict[tuple[str, str], float]:
+        """Predicted seconds until each target that loads is whole, by (worker_id, instance_id)."""
+        start_s = self._planned_s or now_s
+        return {
+            (t.worker_id, t.instance_id): max(0.0, start_s + self._predicted_s[t.worker_id] - now_s)
+            for t in self._targets.values()
+            if self._predicted_s.get(t.worker_id) and self._loads(t.worker_id)
+        }
+
+    def _loads(self, worker_id: str) -> bool:
+        target = self._targets[worker_id]
+        ended = self._failure or target.failure or target.loaded_s or target.serving_s
+        return self.direction == "out" and not ended
+
+    def _must_end_by_s(self, worker_id: str) -> float:
+        slow_s = DEADLINE_FINISHES * self._predicted_s.get(worker_id, 0.0)
+        return max(self._deadline_s, self._accept_by_s + slow_s if slow_s else 0.0)
 
     def planned(self, at_s: float) -> None:
         """The plan was made and published."""
@@ -132,7 +166,7 @@ class Operation:
             target.missing_since_s = None
             if self.direction == "in" and not _holds(worker, instance_id):
                 target.spare_s = now_s  # its own report was lost
-            elif now_s > self._deadline_s:
+            elif now_s > self._must_end_by_s(worker_id):
                 self.fail_target(worker_id, "it did not end within the deadline")
             elif now_s > self._accept_by_s and not _works_on(worker, self.plan_id, instance_id):
                 self.fail_target(worker_id, "the plan was never accepted")
@@ -235,3 +269,16 @@ class Operations:
     def running(self) -> list[Operation]:
         """Operations with targets that have not ended."""
         return [o for o in self._by_id.values() if not o.finished]
+
+    def transfers(self, now_s: float) -> Transfers:
+        """Weights on their way by the plans that are known."""
+        since_s = now_s - SETTLING_S
+        operations = self._by_id.values()
+        return Transfers(
+            tuple(dict.fromkeys(link for o in operations for link in o.running_links())),
+            tuple(dict.fromkeys(link for o in operations for link in o.settled_links(since_s))),
+        )
+
+    def remaining_s(self, now_s: float) -> dict[tuple[str, str], float]:
+        """Predicted seconds until each instance that loads is whole, by (worker_id, instance_id)."""
+        return {key: left_s for o in self._by_id.values() for key, left_s in o.remaining_s(now_s).items()}

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from services.planner.core.worker_chains import PlannedChain, WorkerChains, WorkerSource
+from services.planner.core.cluster import Cluster
+from services.planner.core.worker_chains import WorkerChains
 from shared.messages.registry import LeaseGrant, ModelRecord, WorkerRecord
-from shared.messages.scaling import Chain, ChainMember, DrainPlan, DrainTarget, ScalePlan
-
-
-def sources_of(workers: Iterable[WorkerRecord], model: ModelRecord) -> list[WorkerSource]:
-    """Every complete copy of exactly this model and layout in a worker's memory."""
-    return [
-        WorkerSource(w.worker, w.instance.instance_id, w.instance.epoch, w.state, busy_sending=False)
-        for w in workers
-        if w.instance is not None
-        and w.instance.layout_hash == model.layout_hash
-        and w.instance.model_hash == model.model_hash
-        and w.state in ("serving", "draining")
-    ]
+from shared.messages.scaling import ChainMember, DrainPlan, DrainTarget, ScalePlan
 
 
 def scale_plan(
     plan_id: str,
     model: ModelRecord,
-    multicast: WorkerChains,
+    planned: WorkerChains,
+    cluster: Cluster,
     grant: LeaseGrant,
     *,
     triggered_at_s: float,
@@ -32,52 +22,52 @@ def scale_plan(
     reason: str,
 ) -> ScalePlan:
     """The plan as an event. Each target works under the epoch of its lease; its instance is named after the plan."""
-    epochs = dict(grant.epochs)
-
-    def chain_of(chain: PlannedChain) -> Chain:
-        source = None
-        if chain.source is not None:
-            source = ChainMember(
-                worker_id=chain.source.worker.worker_id,
-                instance_id=chain.source.instance_id,
-                host=chain.source.worker.host,
-                transport_address=chain.source.worker.transport_address,
-                epoch=chain.source.epoch,
-            )
-        return Chain(
-            source_kind=chain.source_kind,
-            source=source,
-            targets=tuple(
-                ChainMember(
-                    worker_id=w.worker_id,
-                    instance_id=f"{plan_id.removeprefix('plan-')}-{w.worker_id}",
-                    host=w.host,
-                    transport_address=w.transport_address,
-                    epoch=epochs[w.worker_id],
-                )
-                for w in chain.targets
-            ),
-            chunk_bytes=chain.chunk_bytes,
-            predicted_finish_s=chain.predicted_finish_s,
-        )
-
     return ScalePlan(
         plan_id=plan_id,
         model=model,
         role="colocated",
-        chains=tuple(chain_of(c) for c in multicast.chains),
+        members=_members(plan_id, planned, cluster, dict(grant.epochs)),
+        chains=planned.chains,
+        fallbacks=planned.fallbacks,
+        keep_on_host=planned.keep_on_host,
         triggered_at_s=triggered_at_s,
         planned_at_s=planned_at_s,
         expires_at_s=grant.expires_at_s,
         reason=reason,
-        explain=multicast.explain,
-        left_out=multicast.left_out,
+        explain=planned.explain,
+        left_out=planned.left_out,
     )
+
+
+def _members(plan_id: str, planned: WorkerChains, cluster: Cluster, epochs: dict[str, int]) -> tuple[ChainMember, ...]:
+    instances = {c.worker_id: c.instance_id for c in (*cluster.copies, *cluster.loading) if c.kind == "gpu"}
+    gpu_sources = {
+        s.source for chain in planned.chains for hop in chain.hops for s in hop.stripes if s.source_kind == "gpu"
+    } | {c.worker_id for c in planned.fallbacks if c.kind == "gpu"}
+    targets = frozenset(planned.targets)
+    involved = targets | gpu_sources
+    involved |= {source for source, _ in planned.links} | {c.worker_id for c in planned.fallbacks}
+
+    def member(name: str) -> ChainMember:
+        worker = cluster.workers[name]
+        if name in targets:
+            instance_id = f"{plan_id.removeprefix('plan-')}-{name}"
+        else:
+            instance_id = instances.get(name, "") if name in gpu_sources else ""
+        return ChainMember(
+            worker_id=name,
+            instance_id=instance_id,
+            host=worker.host,
+            transport_address=worker.transport_address,
+            epoch=epochs[name] if name in targets else 0,
+        )
+
+    return tuple(member(name) for name in sorted(involved))
 
 
 def targets_of(plan: ScalePlan) -> tuple[tuple[str, str], ...]:
     """(worker id, instance id) of every target."""
-    return tuple((m.worker_id, m.instance_id) for chain in plan.chains for m in chain.targets)
+    return tuple((m.worker_id, m.instance_id) for m in plan.targets)
 
 
 def drain_plan(

@@ -6,7 +6,7 @@ Bandwidth belongs to NICs, per direction. The spine is not modelled: routing bel
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -70,91 +70,127 @@ def build_topology(gpus: Iterable[Gpu], hosts: Iterable[Host] = (), *, multi_hos
     Raises ``BadTopology`` for duplicate ids, empty names, bandwidths that are not positive and finite, a NIC that
     changes leaf, speed or host, and a scale-up domain across hosts unless ``multi_host_domains``.
     """
-    by_id: dict[str, Gpu] = {}
-    nics: dict[str, Nic] = {}
-    nic_host: dict[str, str] = {}
-    domain_host: dict[str, str] = {}
-    domains_at: dict[str, set[str]] = {}
-    scale_up: dict[str, float] = {}
+    draft = _Draft(multi_host_domains=multi_host_domains)
     for gpu in sorted(gpus, key=lambda g: g.gpu_id):
-        if gpu.gpu_id in by_id:
+        draft.add(gpu)
+    for host in sorted(hosts, key=lambda h: h.host_id):
+        draft.add_host(host)
+    return draft.topology()
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The topology of the registered workers whose facts fit together."""
+
+    topology: Topology
+    refused: dict[str, str]
+    """The other workers by id, and what is wrong with them."""
+
+
+def topology_of(workers: Iterable[WorkerInfo], copy_holders: Collection[str] = ()) -> Registered:
+    """The topology of registered workers; ``copy_holders`` are those that hold a host copy, which leaves by their NIC.
+
+    Workers form a scale-up group only where they report the same domain; without one each stands alone, and those of
+    one host forward to each other over its memory. NICs are told apart by host and name.
+    One worker's wrong facts must not stop all scaling: workers are taken in the order of their ids, and one that
+    contradicts those before it, or itself, is refused.
+    """
+    draft = _Draft()
+    refused: dict[str, str] = {}
+    first: dict[str, Gpu] = {}
+    ssd_gbps: dict[str, float] = {}
+    for w in sorted(workers, key=lambda w: w.worker_id):
+        gpu = Gpu(
+            gpu_id=w.worker_id,
+            host=w.host,
+            domain=w.scale_up_domain or f"worker {w.worker_id}",
+            nic=Nic(f"{w.nic or 'nic'} of {w.host}", w.leaf, w.nic_gbps),
+            scale_up_gbps=SCALE_UP_GBPS[w.device] if w.scale_up_gbps is None else w.scale_up_gbps,
+            host_link_gbps=HOST_LINK_GBPS[w.device] if w.host_link_gbps is None else w.host_link_gbps,
+        )
+        disk = SSD_GBPS if w.ssd_gbps is None else w.ssd_gbps
+        try:
+            _positive(f"worker {w.worker_id!r}", ssd_gbps=disk)
+            draft.add(gpu)
+        except BadTopology as error:
+            refused[w.worker_id] = error.message
+            continue
+        ssd_gbps[w.host] = max(ssd_gbps.get(w.host, 0.0), disk)
+        known = first.setdefault(w.host, gpu)
+        if w.worker_id in copy_holders and known.gpu_id not in copy_holders:
+            first[w.host] = gpu
+    for name, gpu in first.items():
+        draft.add_host(Host(name, gpu.nic, gpu.host_link_gbps, ssd_gbps[name]))
+    return Registered(draft.topology(), refused)
+
+
+class _Draft:
+    """A topology as it is put together. What is refused leaves no trace."""
+
+    def __init__(self, *, multi_host_domains: bool = False) -> None:
+        self._multi_host_domains = multi_host_domains
+        self._gpus: dict[str, Gpu] = {}
+        self._hosts: dict[str, Host] = {}
+        self._nics: dict[str, Nic] = {}
+        self._nic_host: dict[str, str] = {}
+        self._domain_host: dict[str, str] = {}
+        self._domains_at: dict[str, set[str]] = {}
+        self._scale_up: dict[str, float] = {}
+
+    def add(self, gpu: Gpu) -> None:
+        """Raises ``BadTopology``."""
+        if gpu.gpu_id in self._gpus:
             raise BadTopology(f"two GPUs have the id {gpu.gpu_id!r}", param="gpu_id")
         for name in ("gpu_id", "host", "domain"):
             if not getattr(gpu, name):
                 raise BadTopology(f"GPU {gpu.gpu_id!r} has no {name}", param=name)
         _positive(f"GPU {gpu.gpu_id!r}", scale_up_gbps=gpu.scale_up_gbps, host_link_gbps=gpu.host_link_gbps)
-        by_id[gpu.gpu_id] = gpu
-        _add_nic(gpu.nic, gpu.host, nics, nic_host)
-        home = domain_host.setdefault(gpu.domain, gpu.host)
-        if home != gpu.host and not multi_host_domains:
+        home = self._domain_host.get(gpu.domain, gpu.host)
+        if home != gpu.host and not self._multi_host_domains:
             raise BadTopology(
                 f"scale-up domain {gpu.domain!r} is on hosts {home!r} and {gpu.host!r}", param="scale_up_domain"
             )
-        domains_at.setdefault(gpu.host, set()).add(gpu.domain)
-        scale_up[gpu.domain] = min(gpu.scale_up_gbps, scale_up.get(gpu.domain, math.inf))
-    by_host: dict[str, Host] = {}
-    for host in sorted(hosts, key=lambda h: h.host_id):
-        if not host.host_id or host.host_id in by_host:
+        self._add_nic(gpu.nic, gpu.host)
+        self._gpus[gpu.gpu_id] = gpu
+        self._domain_host.setdefault(gpu.domain, gpu.host)
+        self._domains_at.setdefault(gpu.host, set()).add(gpu.domain)
+        self._scale_up[gpu.domain] = min(gpu.scale_up_gbps, self._scale_up.get(gpu.domain, math.inf))
+
+    def add_host(self, host: Host) -> None:
+        """Raises ``BadTopology``."""
+        if not host.host_id or host.host_id in self._hosts:
             raise BadTopology(f"two hosts, or one without a name, have the id {host.host_id!r}", param="host_id")
         _positive(f"host {host.host_id!r}", host_link_gbps=host.host_link_gbps, ssd_gbps=host.ssd_gbps)
-        by_host[host.host_id] = host
-        _add_nic(host.nic, host.host_id, nics, nic_host)
-    for gpu in by_id.values():
-        known = by_host.get(gpu.host)
+        self._add_nic(host.nic, host.host_id)
+        self._hosts[host.host_id] = host
+
+    def _add_nic(self, nic: Nic, host: str) -> None:
+        known = self._nics.get(nic.nic_id)
         if known is None:
-            by_host[gpu.host] = Host(gpu.host, gpu.nic, gpu.host_link_gbps)
-    crowded = frozenset(host for host, domains in domains_at.items() if len(domains) > 1)
-    host_nics: dict[str, tuple[str, ...]] = {}
-    for nic_id, name in nic_host.items():
-        host_nics[name] = (*host_nics.get(name, ()), nic_id)
-    return Topology(by_id, by_host, nics, scale_up, crowded, host_nics)
+            if not nic.nic_id or not nic.leaf:
+                raise BadTopology(f"NIC {nic.nic_id!r} of host {host!r} has no id or no leaf", param="nic")
+            _positive(f"NIC {nic.nic_id!r}", nic_gbps=nic.gbps)
+            self._nics[nic.nic_id] = nic
+            self._nic_host[nic.nic_id] = host
+            return
+        if known.leaf != nic.leaf:
+            raise BadTopology(f"NIC {nic.nic_id!r} is on leaves {known.leaf!r} and {nic.leaf!r}", param="leaf")
+        if known.gbps != nic.gbps:
+            raise BadTopology(f"NIC {nic.nic_id!r} has {known.gbps:g} and {nic.gbps:g} Gbps", param="nic_gbps")
+        home = self._nic_host[nic.nic_id]
+        if home != host:
+            raise BadTopology(f"NIC {nic.nic_id!r} is on hosts {home!r} and {host!r}", param="nic")
 
-
-def topology_of(workers: Iterable[WorkerInfo], *, scale_up: bool = True, multi_host_domains: bool = False) -> Topology:
-    """The topology of registered workers. ``scale_up=False`` puts each worker into a domain of its own:
-    what an executor that knows only chains of single workers can use.
-
-    Raises ``BadTopology`` as ``build_topology`` does.
-    """
-    gpus: list[Gpu] = []
-    ssd_gbps: dict[str, float] = {}
-    for w in workers:
-        domain = w.scale_up_domain or (f"host {w.host}" if w.device == "cpu" else f"worker {w.worker_id}")
-        gpus.append(
-            Gpu(
-                gpu_id=w.worker_id,
-                host=w.host,
-                domain=domain if scale_up else f"worker {w.worker_id}",
-                nic=Nic(w.nic or f"nic of {w.host}", w.leaf, w.nic_gbps),
-                scale_up_gbps=SCALE_UP_GBPS[w.device] if w.scale_up_gbps is None else w.scale_up_gbps,
-                host_link_gbps=HOST_LINK_GBPS[w.device] if w.host_link_gbps is None else w.host_link_gbps,
-            )
-        )
-        ssd_gbps[w.host] = max(ssd_gbps.get(w.host, 0.0), SSD_GBPS if w.ssd_gbps is None else w.ssd_gbps)
-        if w.ssd_gbps is not None:
-            _positive(f"worker {w.worker_id!r}", ssd_gbps=w.ssd_gbps)
-    first: dict[str, Gpu] = {}
-    for gpu in sorted(gpus, key=lambda g: g.gpu_id):
-        first.setdefault(gpu.host, gpu)
-    hosts = [Host(name, gpu.nic, gpu.host_link_gbps, ssd_gbps[name]) for name, gpu in first.items()]
-    return build_topology(gpus, hosts, multi_host_domains=multi_host_domains)
-
-
-def _add_nic(nic: Nic, host: str, nics: dict[str, Nic], nic_host: dict[str, str]) -> None:
-    known = nics.get(nic.nic_id)
-    if known is None:
-        if not nic.nic_id or not nic.leaf:
-            raise BadTopology(f"NIC {nic.nic_id!r} of host {host!r} has no id or no leaf", param="nic")
-        _positive(f"NIC {nic.nic_id!r}", nic_gbps=nic.gbps)
-        nics[nic.nic_id] = nic
-        nic_host[nic.nic_id] = host
-        return
-    if known.leaf != nic.leaf:
-        raise BadTopology(f"NIC {nic.nic_id!r} is on leaves {known.leaf!r} and {nic.leaf!r}", param="leaf")
-    if known.gbps != nic.gbps:
-        raise BadTopology(f"NIC {nic.nic_id!r} has {known.gbps:g} and {nic.gbps:g} Gbps", param="nic_gbps")
-    if nic_host[nic.nic_id] != host:
-        raise BadTopology(f"NIC {nic.nic_id!r} is on hosts {nic_host[nic.nic_id]!r} and {host!r}", param="nic")
+    def topology(self) -> Topology:
+        """What was added."""
+        for gpu in self._gpus.values():
+            if gpu.host not in self._hosts:
+                self._hosts[gpu.host] = Host(gpu.host, gpu.nic, gpu.host_link_gbps)
+        crowded = frozenset(host for host, domains in self._domains_at.items() if len(domains) > 1)
+        host_nics: dict[str, tuple[str, ...]] = {}
+        for nic_id, name in self._nic_host.items():
+            host_nics[name] = (*host_nics.get(name, ()), nic_id)
+        return Topology(self._gpus, self._hosts, self._nics, self._scale_up, crowded, host_nics)
 
 
 def _positive(what: str, **gbps: float) -> None:

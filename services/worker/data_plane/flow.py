@@ -1,18 +1,20 @@
-"""One hop of a chain: receive pieces in place, and send them on.
+"""One link of a chain: pieces out of a copy to one peer, or into a copy from one peer.
 
-``Outflow`` sends a copy's pieces to one peer as they become available; ``Inflow`` receives them and
-feeds an ``Outflow`` while it does. Both run on the transport's thread, driven by completions: a chunk
-is forwarded without a trip through the event loop. The event loop hears of whole units only.
+``Outflow`` sends pieces in order, each once the copy has it; ``Inflow`` receives them in place. A copy that receives
+and sends at once forwards: both run on the transport's thread, driven by completions, so a chunk is forwarded without
+a trip through the event loop. The event loop hears of whole units only.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 
-from services.worker.data_plane.pieces import HEADER_INDEX, Piece
+from services.worker.data_plane.pacing import TokenBucket
+from services.worker.data_plane.pieces import Piece, feed_index
 from services.worker.data_plane.weight_copy import WeightCopy
 from shared.transport.base import Channel, TensorTransport, Transfer, tag_of
 
@@ -23,27 +25,49 @@ RECEIVE_WINDOW_BYTES = 4 * SEND_WINDOW_BYTES
 MIN_WINDOW = 4
 """Never so few pieces in flight that the link waits for this process."""
 
+OnDone = Callable[[], None]
 OnError = Callable[[Exception], None]
-_OnDone = Callable[[], None]
+CallLater = Callable[[float, OnDone], None]
+"""(seconds, callback): thread-safe; the callback may run on any thread."""
 
 
 class _Flow(ABC):
     """Keeps a window of transfers posted, in the order of the pieces. Thread-safe.
 
-    A subclass says which piece may be posted next, and how. An error ends the flow: ``on_error``
-    is called once, on any thread, and no callback after it.
+    A subclass says whether the next piece may be posted, and how. When all pieces went, ``on_done`` is called once; an
+    error ends the flow with one ``on_error`` instead. Both on any thread, and nothing after them.
     """
 
-    def __init__(self, copy: WeightCopy, pieces: tuple[Piece, ...], window_bytes: int, on_error: OnError) -> None:
+    def __init__(
+        self,
+        copy: WeightCopy,
+        pieces: tuple[Piece, ...],
+        epoch: int,
+        attempt: int,
+        window_bytes: int,
+        on_done: OnDone,
+        on_error: OnError,
+    ) -> None:
+        """``pieces``: at least one."""
         self._copy = copy
         self._pieces = pieces
+        self._epoch = epoch
+        self._attempt = attempt
         self._window = max(MIN_WINDOW, window_bytes // max(p.num_bytes for p in pieces))
+        self._on_done = on_done
         self._on_error = on_error
         self._lock = threading.Lock()
         self._next = 0
+        self._num_done = 0
         self._posted: set[Transfer] = set()
         self._pumping = False
         self._ended = False
+        self.moved_bytes = 0
+        """Bytes whose transfer is complete."""
+
+    def start(self) -> None:
+        """Post what may be posted."""
+        self._pump()
 
     def abort(self) -> None:
         """Stop. The copy's memory is the caller's again when ``quiet``."""
@@ -59,13 +83,17 @@ class _Flow(ABC):
         with self._lock:
             return not self._posted and not self._pumping
 
-    def _limit(self) -> int:
-        """How many pieces may have been posted by now. Called with the lock held."""
-        return len(self._pieces)
+    @abstractmethod
+    def _may_post(self, piece: Piece) -> bool:
+        """Whether the piece may go now; if not, somebody calls ``_pump`` when it may. Called with the lock held."""
 
     @abstractmethod
-    def _post_piece(self, piece: Piece) -> None:
-        """Post the piece's transfer and ``_track`` it."""
+    def _post(self, piece: Piece, tag: int) -> Transfer:
+        """Post the piece's transfer."""
+
+    @abstractmethod
+    def _moved(self, piece: Piece) -> None:
+        """A piece is complete. Not called with the lock held."""
 
     def _pump(self) -> None:
         # One pump at a time: a transfer may complete while it is posted, and would recurse.
@@ -75,88 +103,115 @@ class _Flow(ABC):
             self._pumping = True
         while True:
             with self._lock:
-                if self._ended or len(self._posted) >= self._window or self._next >= self._limit():
+                if (
+                    self._ended
+                    or self._next == len(self._pieces)
+                    or len(self._posted) >= self._window
+                    or not self._may_post(self._pieces[self._next])
+                ):
                     self._pumping = False
                     return
                 piece = self._pieces[self._next]
                 self._next += 1
             try:
-                self._post_piece(piece)
+                self._track(piece, self._post(piece, tag_of(self._epoch, feed_index(self._attempt, piece.index))))
             except BaseException:
                 with self._lock:
                     self._pumping = False
                 raise
 
-    def _track(self, transfer: Transfer, on_done: _OnDone) -> None:
+    def _track(self, piece: Piece, transfer: Transfer) -> None:
         with self._lock:
             self._posted.add(transfer)
             too_late = self._ended
-        transfer.add_done_callback(partial(self._ended_one, on_done))
+        transfer.add_done_callback(partial(self._transfer_ended, piece))
         if too_late:
             # ``abort`` came while this was being posted, and could not know it.
             transfer.abort()
 
-    def _ended_one(self, on_done: _OnDone, transfer: Transfer) -> None:
+    def _transfer_ended(self, piece: Piece, transfer: Transfer) -> None:
         with self._lock:
             self._posted.discard(transfer)
             if self._ended:
                 return
             error = transfer.error
-            self._ended = error is not None
+            is_last = False
+            if error is None:
+                self.moved_bytes += piece.num_bytes
+                self._num_done += 1
+                is_last = self._num_done == len(self._pieces)
+            self._ended = error is not None or is_last
         if error is not None:
             self._on_error(error)
             return
-        on_done()
-        self._pump()
+        self._moved(piece)
+        if is_last:
+            self._on_done()
+        else:
+            self._pump()
 
 
 class Outflow(_Flow):
-    """Sends a copy's pieces, each once it is available."""
+    """Sends pieces of a copy, each once the copy has it, no faster than the cap."""
 
     def __init__(
         self,
         channel: Channel,
         copy: WeightCopy,
         pieces: tuple[Piece, ...],
-        header: bytearray,
         epoch: int,
-        on_all_sent: _OnDone,
+        attempt: int,
+        on_done: OnDone,
         on_error: OnError,
+        *,
+        cap_gbps: float = 0.0,
+        call_later: CallLater | None = None,
     ) -> None:
-        """``epoch`` is the receiver's; ``on_all_sent`` may be called on any thread, once."""
-        super().__init__(copy, pieces, SEND_WINDOW_BYTES, on_error)
+        """``epoch`` and ``attempt`` are the receiver's. A cap needs ``call_later``."""
+        super().__init__(copy, pieces, epoch, attempt, SEND_WINDOW_BYTES, on_done, on_error)
         self._channel = channel
-        self._header = header
-        self._epoch = epoch
-        self._on_all_sent = on_all_sent
-        self._available = 0
-        self._num_sent = 0
-        self.sent_bytes = 0
+        self._bucket = TokenBucket(cap_gbps, time.monotonic()) if cap_gbps else None
+        self._call_later = call_later
+        self._timer_runs = False
 
     def start(self) -> None:
-        """Send the header."""
-        self._track(self._channel.send(self._header, tag_of(self._epoch, HEADER_INDEX)), lambda: None)
+        self._copy.listen(self._pump)
+        super().start()
 
-    def make_available(self, count: int) -> None:
-        """The first ``count`` pieces may be sent."""
+    def stop_listening(self) -> None:
+        """The flow ended, or will not be used any more."""
+        self._copy.unlisten(self._pump)
+
+    @property
+    def starved(self) -> bool:
+        """Whether everything that the copy has was sent: it waits for its own upstream."""
         with self._lock:
-            self._available = max(self._available, count)
+            done = self._next == len(self._pieces)
+            return not done and not self._posted and not self._copy.has(self._pieces[self._next])
+
+    def _may_post(self, piece: Piece) -> bool:
+        if not self._copy.has(piece):
+            return False
+        if self._bucket is None or self._call_later is None:
+            return True
+        if self._timer_runs:
+            return False
+        wait_s = self._bucket.take(piece.num_bytes, time.monotonic())
+        if wait_s > 0:
+            self._timer_runs = True
+            self._call_later(wait_s, self._tokens_are_there)
+        return wait_s <= 0
+
+    def _tokens_are_there(self) -> None:
+        with self._lock:
+            self._timer_runs = False
         self._pump()
 
-    def _limit(self) -> int:
-        return self._available
+    def _post(self, piece: Piece, tag: int) -> Transfer:
+        return self._channel.send(self._copy.buffer(piece), tag)
 
-    def _post_piece(self, piece: Piece) -> None:
-        transfer = self._channel.send(self._copy.buffer(piece), tag_of(self._epoch, piece.index))
-        self._track(transfer, partial(self._sent, piece))
-
-    def _sent(self, piece: Piece) -> None:
-        with self._lock:
-            self.sent_bytes += piece.num_bytes
-            self._num_sent += 1
-            is_last = self._num_sent == len(self._pieces)
-        if is_last:
-            self._on_all_sent()
+    def _moved(self, piece: Piece) -> None:
+        return  # whoever sends has the bytes
 
 
 class Inflow(_Flow):
@@ -169,56 +224,30 @@ class Inflow(_Flow):
         copy: WeightCopy,
         pieces: tuple[Piece, ...],
         epoch: int,
-        header: bytearray,
-        on_header: _OnDone,
+        attempt: int,
+        on_first: OnDone,
         on_unit: Callable[[int], None],
+        on_done: OnDone,
         on_error: OnError,
     ) -> None:
-        """``on_unit(unit)``: all bytes and checksums of a unit arrived, unverified. Callbacks run on
-        the transport's thread."""
-        super().__init__(copy, pieces, RECEIVE_WINDOW_BYTES, on_error)
+        """``on_first``: a first piece arrived. ``on_unit(unit)``: a unit of the copy is whole, unverified, because of
+        a piece of this flow."""
+        super().__init__(copy, pieces, epoch, attempt, RECEIVE_WINDOW_BYTES, on_done, on_error)
         self._transport = transport
         self._source = source
-        self._epoch = epoch
-        self._header = header
-        self._on_header = on_header
+        self._on_first = on_first
         self._on_unit = on_unit
-        self._arrived = [False] * len(pieces)
-        self._prefix = 0
-        self._missing = [0] * len(copy.layout.units)
-        for piece in pieces:
-            self._missing[piece.unit] += 1
-        self._outflow: Outflow | None = None
-        self.received_bytes = 0
+        self._any = False
 
-    def start(self) -> None:
-        """Post the first receives."""
-        self._receive(self._header, HEADER_INDEX, self._on_header)
-        self._pump()
+    def _may_post(self, piece: Piece) -> bool:
+        return True  # the buffer is there
 
-    def forward_to(self, outflow: Outflow) -> None:
-        """Send on what arrived and what will."""
-        with self._lock:
-            self._outflow = outflow
-            prefix = self._prefix
-        outflow.make_available(prefix)
+    def _post(self, piece: Piece, tag: int) -> Transfer:
+        return self._transport.recv(self._copy.buffer(piece), tag, source=self._source)
 
-    def _receive(self, buffer: object, index: int, on_done: _OnDone) -> None:
-        self._track(self._transport.recv(buffer, tag_of(self._epoch, index), source=self._source), on_done)
-
-    def _post_piece(self, piece: Piece) -> None:
-        self._receive(self._copy.buffer(piece), piece.index, partial(self._got, piece))
-
-    def _got(self, piece: Piece) -> None:
-        with self._lock:
-            self._arrived[piece.index - 1] = True
-            while self._prefix < len(self._arrived) and self._arrived[self._prefix]:
-                self._prefix += 1
-            prefix, outflow = self._prefix, self._outflow
-            self.received_bytes += piece.num_bytes
-            self._missing[piece.unit] -= 1
-            is_whole = self._missing[piece.unit] == 0
-        if outflow is not None:
-            outflow.make_available(prefix)
-        if is_whole:
+    def _moved(self, piece: Piece) -> None:
+        if not self._any:
+            self._any = True
+            self._on_first()
+        if self._copy.arrived(piece):
             self._on_unit(piece.unit)

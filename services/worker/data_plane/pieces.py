@@ -1,23 +1,26 @@
 """How a model's bytes are cut into messages. Both ends derive the same pieces from the layout.
 
-A transfer to one target is, in this order: the header (index 0), then for each unit its data
-pieces and one piece with the unit's checksums. Piece *i* travels under ``tag_of(epoch, i)``, where
-``epoch`` is the target's lease epoch, so tags are never reused.
+The pieces of a copy are, for each unit in order, its chunks and then one piece with the unit's checksums. A *feed*
+brings some of them to one receiver, in order; the receiver asks for them by number. Piece *i* travels under
+``tag_of(epoch, feed_index(attempt, i))``: the epoch is the receiver's lease, the attempt counts its feeds, so no tag
+is ever used twice, also when a feed broke and the rest comes from elsewhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import msgspec
+import numpy as np
 
-from shared.errors import TransportError
+from shared.errors import BadRequest
 from shared.layout import CHECK_BYTES, ArenaLayout
 
-HEADER_BYTES = 1024
-HEADER_INDEX = 0
+_PIECE_BITS = 18
+MAX_PIECES = 1 << _PIECE_BITS
+MAX_ATTEMPTS = 32
 REFETCH_INDEX = 1 << 23
-"""Pieces fetched again count from here, far above any transfer's."""
+"""Blocks fetched again count from here, above all pieces of all attempts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,6 @@ class Piece:
     """Byte in the arena (data), or in the copy's checksum table (checksums)."""
     num_bytes: int
     is_checksums: bool
-    last_of_unit: bool
 
 
 def check_blocks(num_bytes: int) -> int:
@@ -39,48 +41,62 @@ def check_blocks(num_bytes: int) -> int:
 
 
 def cut(layout: ArenaLayout, chunk_bytes: int) -> tuple[Piece, ...]:
-    """All pieces in transfer order.
+    """All pieces of a copy, in order; ``pieces[i].index`` is i.
 
-    Raises ``ValueError`` unless ``chunk_bytes`` is a positive multiple of ``CHECK_BYTES``.
+    Raises ``BadRequest`` unless ``chunk_bytes`` is a positive multiple of ``CHECK_BYTES`` that gives few enough pieces.
     """
     if chunk_bytes <= 0 or chunk_bytes % CHECK_BYTES:
-        raise ValueError(f"chunk_bytes {chunk_bytes} is not a positive multiple of {CHECK_BYTES}")
+        raise BadRequest(f"chunk_bytes {chunk_bytes} is not a positive multiple of {CHECK_BYTES}", param="chunk_bytes")
     pieces: list[Piece] = []
     checksum_offset = 0
     for number, unit in enumerate(layout.units):
         for begin in range(0, unit.num_bytes, chunk_bytes):
             size = min(chunk_bytes, unit.num_bytes - begin)
-            pieces.append(Piece(len(pieces) + 1, number, unit.offset + begin, size, False, False))
+            pieces.append(Piece(len(pieces), number, unit.offset + begin, size, False))
         size = 8 * check_blocks(unit.num_bytes)
-        pieces.append(Piece(len(pieces) + 1, number, checksum_offset, size, True, True))
+        pieces.append(Piece(len(pieces), number, checksum_offset, size, True))
         checksum_offset += size
-    if len(pieces) >= REFETCH_INDEX:
-        raise ValueError(f"{len(pieces)} pieces of {chunk_bytes} bytes are too many for one transfer")
+    if len(pieces) > MAX_PIECES:
+        raise BadRequest(f"{len(pieces)} pieces of {chunk_bytes} bytes are too many for one copy", param="chunk_bytes")
     return tuple(pieces)
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """First message of a transfer: what comes, and the trace it belongs to."""
+def deal(pieces: Sequence[Piece], shares: Sequence[float]) -> tuple[tuple[Piece, ...], ...]:
+    """The pieces of each stripe, in order: by bytes in proportion to ``shares``, and interleaved.
 
-    plan_id: str
-    model_hash: str
-    layout_hash: str
-    chunk_bytes: int
-    traceparent: str = ""
+    So every layer is spread over all stripes, and layers become ready in order. Each piece goes to the stripe that is
+    furthest behind its share. Raises ``BadRequest`` for shares that are not positive.
+    """
+    if not shares or min(shares) <= 0:
+        raise BadRequest(f"shares {tuple(shares)} are not all positive", param="shares")
+    dealt: list[list[Piece]] = [[] for _ in shares]
+    given = [0.0] * len(shares)
+    for piece in pieces:
+        behind = min(range(len(shares)), key=lambda s: (given[s] + piece.num_bytes) / shares[s])
+        dealt[behind].append(piece)
+        given[behind] += piece.num_bytes
+    return tuple(tuple(stripe) for stripe in dealt)
 
-    def pack(self) -> bytearray:
-        """Exactly ``HEADER_BYTES``: length, msgpack, zeros."""
-        body = msgspec.msgpack.encode(self)
-        packed = len(body).to_bytes(2, "little") + body
-        if len(packed) > HEADER_BYTES:
-            raise ValueError(f"transfer header of {len(packed)} bytes exceeds {HEADER_BYTES}")
-        return bytearray(packed.ljust(HEADER_BYTES, b"\0"))
 
-    @classmethod
-    def unpack(cls, packed: bytearray) -> Header:
-        """Raises ``TransportError`` for anything but a packed header."""
-        size = int.from_bytes(packed[:2], "little")
-        try:
-            return msgspec.msgpack.decode(packed[2 : 2 + size], type=cls)
-        except msgspec.MsgspecError as error:
-            raise TransportError(f"malformed transfer header: {error}") from error
+def wanted_bits(pieces: Iterable[Piece], total: int) -> bytes:
+    """One bit per piece of the copy (``total`` of them), least significant first; set for ``pieces``."""
+    flags = np.zeros(total, dtype=np.uint8)
+    flags[[piece.index for piece in pieces]] = 1
+    return np.packbits(flags, bitorder="little").tobytes()
+
+
+def wanted_pieces(pieces: Sequence[Piece], bits: bytes) -> tuple[Piece, ...]:
+    """The pieces whose bit is set. Raises ``BadRequest`` for bits of another number of pieces."""
+    if len(bits) != -(-len(pieces) // 8):
+        raise BadRequest(f"{len(bits)} bytes of wanted pieces, for {len(pieces)} pieces", param="pieces")
+    flags = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), bitorder="little")
+    if flags[len(pieces) :].any():
+        raise BadRequest(f"a piece beyond the {len(pieces)} of this copy is wanted", param="pieces")
+    return tuple(pieces[i] for i in np.flatnonzero(flags[: len(pieces)]).tolist())
+
+
+def feed_index(attempt: int, piece: int) -> int:
+    """The index part of a piece's tag. Raises ``BadRequest`` out of range."""
+    if not (0 <= attempt < MAX_ATTEMPTS and 0 <= piece < MAX_PIECES):
+        raise BadRequest(f"attempt {attempt} or piece {piece} is out of range", param="attempt")
+    return attempt << _PIECE_BITS | piece

@@ -1,10 +1,14 @@
-"""One copy of a model's weights: bytes in the arena, checksums, and which units are ready.
+"""One copy of a model's weights: bytes in an arena, checksums, what has arrived, and which units are ready.
 
-Units become ready one by one (read from disk, or received and verified) and stay ready until
-the copy is dropped. Checksums travel with the weights: whoever read the checkpoint computed them.
+Bytes *arrive* (unverified) in any order and may be sent on from then; units become *ready* one by one, once they are
+read from disk or verified, and stay ready until the copy is dropped. Checksums travel with the weights: whoever read
+the checkpoint computed them.
 """
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +19,11 @@ from shared.errors import TransportError
 from shared.layout import CHECK_BYTES, ArenaLayout
 from shared.transport.base import Buffer
 
+Listener = Callable[[], None]
+
 
 class WeightCopy:
-    """Buffers are touched from the transport's and loader's threads; readiness is the event loop's."""
+    """Buffers and arrivals are touched from the transport's and loader's threads; readiness is the event loop's."""
 
     def __init__(self, layout: ArenaLayout, arena: Arena) -> None:
         """Raises ``TransportError`` if the arena is too small."""
@@ -33,7 +39,15 @@ class WeightCopy:
         for unit in layout.units:
             self._starts.append(total)
             total += check_blocks(unit.num_bytes)
+        self._starts.append(total)
         self._checksums: npt.NDArray[np.uint64] = np.zeros(total, dtype=np.uint64)
+        self._blocks = bytearray(total)
+        """1 for each arrived block of ``CHECK_BYTES``; chunks are whole blocks, whoever cut them."""
+        self._missing = [self._starts[i + 1] - self._starts[i] + 1 for i in range(len(layout.units))]
+        """Blocks and checksum tables (one each) that a unit still lacks."""
+        self._tables = bytearray(len(layout.units))
+        self._lock = threading.Lock()
+        self._listeners: tuple[Listener, ...] = ()
         self._ready = [False] * len(layout.units)
 
     def buffer(self, piece: Piece) -> Buffer:
@@ -42,20 +56,76 @@ class WeightCopy:
             return self._checksums.view(np.uint8)[piece.offset : piece.offset + piece.num_bytes]
         return self.arena.memory(piece.offset, piece.num_bytes)
 
-    def checksums(self, unit: int) -> tuple[int, ...]:
-        """The unit's declared checksums, one per ``CHECK_BYTES``."""
-        start = self._starts[unit]
-        blocks = check_blocks(self.layout.units[unit].num_bytes)
-        return tuple(int(c) for c in self._checksums[start : start + blocks])
+    # --- arrival: any thread ---------------------------------------------------------------
+
+    def has(self, piece: Piece) -> bool:
+        """Whether the piece's bytes are here, verified or not."""
+        if piece.is_checksums:
+            return bool(self._tables[piece.unit])
+        first, end = self._block_range(piece)
+        return self._blocks.find(0, first, end) < 0
+
+    def arrived(self, piece: Piece) -> bool:
+        """The piece's bytes are here; True if its unit is whole now, and was not before."""
+        with self._lock:
+            if piece.is_checksums:
+                fresh = 1 - self._tables[piece.unit]
+                self._tables[piece.unit] = 1
+            else:
+                first, end = self._block_range(piece)
+                fresh = self._blocks.count(0, first, end)
+                self._blocks[first:end] = b"\1" * (end - first)
+            self._missing[piece.unit] -= fresh
+            whole = fresh > 0 and self._missing[piece.unit] == 0
+        for listener in self._listeners:
+            listener()
+        return whole
+
+    def unit_arrived(self, unit: int) -> bool:
+        """Whether all bytes of the unit are here, verified or not."""
+        return self._missing[unit] == 0
+
+    def listen(self, listener: Listener) -> None:
+        """Call ``listener`` at every arrival, on the thread that it happens on."""
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+
+    def unlisten(self, listener: Listener) -> None:
+        """Undo ``listen``; a call may still be under way."""
+        with self._lock:
+            self._listeners = tuple(known for known in self._listeners if known != listener)
+
+    def _block_range(self, piece: Piece) -> tuple[int, int]:
+        start = self._starts[piece.unit] + (piece.offset - self.layout.units[piece.unit].offset) // CHECK_BYTES
+        return start, start + check_blocks(piece.num_bytes)
+
+    # --- whole units: slow, not on the event loop --------------------------------------------
 
     def seal(self, unit: int) -> None:
-        """Compute and declare the checksums of a unit read from the checkpoint. Slow: not on the event loop."""
-        start = self._starts[unit]
+        """Compute and declare the checksums of a unit read from the checkpoint: it has arrived."""
         computed = self.arena.unit_checksums(self.layout.units[unit])
-        self._checksums[start : start + len(computed)] = computed
+        self._checksums[self._starts[unit] : self._starts[unit + 1]] = computed
+        self._whole_unit_arrived(unit)
+
+    def copy_unit(self, unit: int, source: WeightCopy) -> None:
+        """Copy a unit and its checksums from a copy in this process's memory: it has arrived."""
+        target = self.layout.units[unit]
+        self.arena.memory(target.offset, target.num_bytes)[:] = source.arena.memory(target.offset, target.num_bytes)
+        first, end = self._starts[unit], self._starts[unit + 1]
+        self._checksums[first:end] = source._checksums[first:end]
+        self._whole_unit_arrived(unit)
+
+    def _whole_unit_arrived(self, unit: int) -> None:
+        with self._lock:
+            first, end = self._starts[unit], self._starts[unit + 1]
+            self._blocks[first:end] = b"\1" * (end - first)
+            self._tables[unit] = 1
+            self._missing[unit] = 0
+        for listener in self._listeners:
+            listener()
 
     def bad_ranges(self, unit: int) -> tuple[tuple[int, int], ...]:
-        """(arena offset, bytes) of the unit's blocks that differ from their checksum. Slow: not on the event loop."""
+        """(arena offset, bytes) of the unit's blocks that differ from their checksum."""
         declared = self.checksums(unit)
         target = self.layout.units[unit]
         return tuple(
@@ -63,6 +133,12 @@ class WeightCopy:
             for i, computed in enumerate(self.arena.unit_checksums(target))
             if computed != declared[i]
         )
+
+    # --- readiness: the event loop -----------------------------------------------------------
+
+    def checksums(self, unit: int) -> tuple[int, ...]:
+        """The unit's declared checksums, one per ``CHECK_BYTES``."""
+        return tuple(int(c) for c in self._checksums[self._starts[unit] : self._starts[unit + 1]])
 
     def mark_ready(self, unit: int) -> None:
         """The unit's bytes are verified."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,28 @@ def test_units_are_converted() -> None:
     )
 
 
+def test_facts_of_the_machine_are_left_to_be_found_unless_set() -> None:
+    unset = WorkerConfig.from_env({"BLITZ_WORKER_NIC_GBPS": "", "BLITZ_WORKER_SCRATCH_DIR": " "})
+    assert (unset.nic, unset.nic_gbps, unset.scratch_dir) == ("", None, None)
+    assert (unset.scale_up_domain, unset.scale_up_gbps, unset.host_link_gbps) == ("", None, None)
+    assert (unset.ssd_gbps, unset.host_cache_bytes) == (None, 0)
+    config = WorkerConfig.from_env(
+        {
+            "BLITZ_WORKER_NIC": "mlx5_0:2",
+            "BLITZ_WORKER_NIC_GBPS": "0.5",
+            "BLITZ_WORKER_SCRATCH_DIR": "/scratch",
+            "BLITZ_WORKER_HOST_CACHE_MIB": "2",
+        }
+    )
+    assert (config.nic, config.nic_gbps, config.scratch_dir) == ("mlx5_0:2", 0.5, Path("/scratch"))
+    assert config.host_cache_bytes == 2 * MIB
+
+
+@pytest.mark.parametrize(("visible", "gpu"), [("", ""), ("3", "3"), ("2,0,1", "2"), ("GPU-8a4e0c5f", "GPU-8a4e0c5f")])
+def test_the_first_visible_gpu_is_the_workers(visible: str, gpu: str) -> None:
+    assert WorkerConfig.from_env({"CUDA_VISIBLE_DEVICES": visible}).visible_gpu == gpu
+
+
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
@@ -46,6 +69,15 @@ def test_units_are_converted() -> None:
         ("BLITZ_WORKER_BLOCK_SIZE", "0"),
         ("BLITZ_WORKER_STALL_S", "0"),
         ("BLITZ_WORKER_DRAIN_TIMEOUT_S", "-1"),
+        ("BLITZ_WORKER_NIC", "eth 0"),
+        ("BLITZ_WORKER_NIC", "../eth0"),
+        ("BLITZ_WORKER_NIC_GBPS", "0"),
+        ("BLITZ_WORKER_NIC_GBPS", "fast"),
+        ("BLITZ_WORKER_SCALE_UP_GBPS", "-1"),
+        ("BLITZ_WORKER_HOST_LINK_GBPS", "inf"),
+        ("BLITZ_WORKER_SSD_GBPS", "0"),
+        ("BLITZ_WORKER_HOST_CACHE_MIB", "-1"),
+        ("BLITZ_WORKER_HOST_CACHE_KEEP_ALIVE_S", "-0.1"),
         ("BLITZ_HEALTH_PORT", "65536"),
         ("BLITZ_DIE_WITH_PARENT", "perhaps"),
     ],

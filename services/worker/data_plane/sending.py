@@ -1,0 +1,171 @@
+"""The sending side: feeds that other workers asked for, out of this worker's copies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from services.worker.data_plane.copies import Copies
+from services.worker.data_plane.flow import OnDone, Outflow
+from services.worker.data_plane.outcome import SETTLE_S, Outcome, ends_soon
+from services.worker.data_plane.pieces import cut, wanted_pieces
+from services.worker.data_plane.weight_copy import WeightCopy
+from shared.errors import BadRequest, BlitzError, Conflict, DeadlineExceeded, NotFound
+from shared.messages.common import Ack
+from shared.messages.scaling import Feed, FeedEnded, FeedState, FetchRange, GetFeedState
+from shared.telemetry import tracer
+from shared.transport.base import Channel, tag_of
+
+log = logging.getLogger(__name__)
+
+Connect = Callable[[bytes, str], Awaitable[Channel]]
+"""(transport address, host) of a peer."""
+TellReceiver = Callable[[str, FeedEnded], Awaitable[None]]
+"""(worker id, notice): sent once, may be lost."""
+
+_WATCH_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    flow: Outflow
+    copy: WeightCopy
+    task: asyncio.Task[None]
+
+
+class Sender:
+    """Owns the outgoing feeds. All methods on the event loop."""
+
+    def __init__(self, copies: Copies, connect: Connect, tell: TellReceiver, *, stall_s: float) -> None:
+        """``stall_s``: a link that takes no byte for this long, with bytes to send, is broken."""
+        self._copies = copies
+        self._connect = connect
+        self._tell = tell
+        self._stall_s = stall_s
+        self._loop = asyncio.get_running_loop()
+        self._feeds: dict[tuple[int, int], _Running] = {}
+
+    async def close(self) -> None:
+        """End all feeds."""
+        await self._end(list(self._feeds.values()))
+
+    async def end_feeds_of(self, copy: WeightCopy) -> None:
+        """The copy failed: its readers are told, and go elsewhere."""
+        await self._end([feed for feed in self._feeds.values() if feed.copy is copy])
+
+    async def _end(self, feeds: list[_Running]) -> None:
+        for feed in feeds:
+            feed.task.cancel()
+        await asyncio.gather(*(feed.task for feed in feeds), return_exceptions=True)
+
+    async def on_feed(self, feed: Feed) -> Ack:
+        """Begin to send, if the copy is here or about to be.
+
+        Raises ``NotFound`` (no such copy), ``Conflict`` (this feed was asked for before), ``BadRequest`` (pieces that
+        the copy does not have), ``TransportError`` or ``DeadlineExceeded`` (the receiver cannot be reached).
+        """
+        key = (feed.epoch, feed.attempt)
+        offer = await self._copies.wanted(feed.kind, feed.model_hash, feed.layout_hash)
+        with contextlib.ExitStack() as pins:
+            # Pinned from here on, not from when the task first runs: a drain may come in between.
+            pins.enter_context(offer.pinned())
+            pieces = wanted_pieces(cut(offer.copy.layout, feed.chunk_bytes), feed.pieces)
+            if not pieces:
+                raise BadRequest("a feed of no pieces", param="pieces")
+            channel = await self._connect(feed.transport_address, feed.host)
+            if key in self._feeds:
+                raise Conflict(f"feed {feed.attempt} of epoch {feed.epoch} was asked for before")
+            outcome = Outcome()
+            flow = Outflow(
+                channel,
+                offer.copy,
+                pieces,
+                feed.epoch,
+                feed.attempt,
+                outcome.succeed,
+                outcome.fail,
+                cap_gbps=feed.cap_gbps,
+                call_later=self._call_later,
+            )
+            task = asyncio.create_task(self._send(feed, flow, outcome, pins.pop_all()))
+            self._feeds[key] = _Running(flow, offer.copy, task)
+            task.add_done_callback(lambda _: self._feeds.pop(key, None))
+        return Ack()
+
+    async def on_feed_state(self, request: GetFeedState) -> FeedState:
+        """Raises ``NotFound`` unless this very feed runs."""
+        running = self._feeds.get((request.epoch, request.attempt))
+        if running is None:
+            raise NotFound(f"this worker sends no feed {request.attempt} of epoch {request.epoch}")
+        return FeedState(starved=running.flow.starved)
+
+    async def on_fetch(self, request: FetchRange) -> Ack:
+        """A receiver found a bad block: send it again, once it is verified here.
+
+        Raises ``NotFound`` (no such copy) or ``Conflict`` (not verified here in time, or no part of the unit).
+        """
+        offer = self._copies.find(request.kind, request.model_hash, request.layout_hash)
+        if offer is None:
+            raise NotFound(f"this worker holds no {request.kind} copy of model {request.model_hash[:12]}")
+        copy = offer.copy
+        with offer.pinned():
+            if not 0 <= request.unit < len(copy.layout.units):
+                raise Conflict(f"the model has no unit {request.unit}")
+            unit = copy.layout.units[request.unit]
+            end = request.offset + request.num_bytes
+            if not unit.offset <= request.offset <= end <= unit.offset + unit.num_bytes:
+                raise Conflict(f"bytes {request.offset}..{end} are outside of unit {request.unit}")
+            deadline = self._loop.time() + self._stall_s / 2
+            while not copy.is_ready(request.unit):
+                if self._loop.time() > deadline:
+                    raise Conflict(f"unit {request.unit} is not verified here yet")
+                await asyncio.sleep(0.01)
+            channel = await self._connect(request.transport_address, request.host)
+            transfer = channel.send(
+                copy.arena.memory(request.offset, request.num_bytes), tag_of(request.epoch, request.index)
+            )
+            await transfer.wait(timeout_s=SETTLE_S)
+        return Ack()
+
+    def _call_later(self, delay_s: float, callback: OnDone) -> None:
+        self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, callback)
+
+    async def _send(self, feed: Feed, flow: Outflow, outcome: Outcome, pins: contextlib.ExitStack) -> None:
+        attributes = {"blitz.plan_id": feed.plan_id, "blitz.to": feed.worker_id}
+        with pins, tracer().start_as_current_span("worker.send", attributes=attributes) as span:
+            try:
+                flow.start()
+                await self._watch(flow, outcome)
+            except BlitzError as error:
+                span.record_exception(error)
+                log.warning("%s: sending to %s failed: %s", feed.plan_id, feed.worker_id, error)
+                await self._tell_ended(feed, str(error))
+            except asyncio.CancelledError:
+                await self._tell_ended(feed, "the sender's copy is gone")
+                raise
+            finally:
+                span.set_attribute("blitz.bytes", flow.moved_bytes)
+                outcome.discard()
+                flow.stop_listening()
+                flow.abort()
+                if not await ends_soon(lambda: flow.quiet):
+                    # Only reads: whatever the arena holds later, a peer that is gone cannot be harmed by it.
+                    log.warning("%s: sends to the lost %s are still posted", feed.plan_id, feed.worker_id)
+
+    async def _watch(self, flow: Outflow, outcome: Outcome) -> None:
+        """Wait for the end. Raises the flow's error, or ``DeadlineExceeded`` if it stalls."""
+        moved, since_s = flow.moved_bytes, self._loop.time()
+        while not await outcome.within(min(_WATCH_S, self._stall_s / 4)):
+            now_s = self._loop.time()
+            if flow.moved_bytes != moved or flow.starved:
+                moved, since_s = flow.moved_bytes, now_s
+            elif now_s - since_s > self._stall_s:
+                raise DeadlineExceeded(f"no byte moved for {self._stall_s:g} s")
+
+    async def _tell_ended(self, feed: Feed, reason: str) -> None:
+        notice = FeedEnded(epoch=feed.epoch, attempt=feed.attempt, reason=reason)
+        with contextlib.suppress(BlitzError):  # the receiver's own watch finds out, later
+            await self._tell(feed.worker_id, notice)

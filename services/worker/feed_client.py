@@ -1,0 +1,96 @@
+"""What a receiver asks of its senders, over the bus."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from services.worker.core.upstreams import Upstream
+from services.worker.data_plane.copies import Copies
+from services.worker.data_plane.weight_copy import WeightCopy
+from services.worker.peers import Peers
+from shared import subjects
+from shared.bus.base import Bus
+from shared.errors import NotFound
+from shared.messages.common import Ack
+from shared.messages.registry import ModelRecord, WorkerInfo
+from shared.messages.scaling import Feed, FeedState, FetchRange, GetFeedState
+from shared.transport.base import Channel
+
+ASK_TIMEOUT_S = 10.0
+"""A sender may have to wait for its own plan, and to connect."""
+STATE_TIMEOUT_S = 1.0
+
+
+class FeedClient:
+    """``receiving.Upstreams`` for one fill."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        me: WorkerInfo,
+        peers: Peers,
+        copies: Copies,
+        plan_id: str,
+        model: ModelRecord,
+        epoch: int,
+        chunk_bytes: int,
+    ) -> None:
+        self._bus = bus
+        self._me = me
+        self._peers = peers
+        self._copies = copies
+        self._plan_id = plan_id
+        self._model = model
+        self._epoch = epoch
+        self._chunk_bytes = chunk_bytes
+
+    async def connect(self, upstream: Upstream) -> Channel:
+        return await self._peers.channel(upstream.transport_address, upstream.host)
+
+    async def ask(self, upstream: Upstream, attempt: int, wanted: bytes, cap_gbps: float) -> None:
+        feed = Feed(
+            plan_id=self._plan_id,
+            model_hash=self._model.model_hash,
+            layout_hash=self._model.layout_hash,
+            kind="host" if upstream.kind == "host" else "gpu",
+            chunk_bytes=self._chunk_bytes,
+            worker_id=self._me.worker_id,
+            host=self._me.host,
+            transport_address=self._me.transport_address,
+            epoch=self._epoch,
+            attempt=attempt,
+            pieces=wanted,
+            cap_gbps=cap_gbps,
+        )
+        await self._bus.request(subjects.worker_feed(upstream.worker_id), feed, Ack, timeout_s=ASK_TIMEOUT_S)
+
+    async def is_starved(self, upstream: Upstream, attempt: int) -> bool:
+        request = GetFeedState(epoch=self._epoch, attempt=attempt)
+        subject = subjects.worker_feed_state(upstream.worker_id)
+        return (await self._bus.request(subject, request, FeedState, timeout_s=STATE_TIMEOUT_S)).starved
+
+    async def fetch_again(self, upstream: Upstream, index: int, unit: int, offset: int, num_bytes: int) -> None:
+        request = FetchRange(
+            plan_id=self._plan_id,
+            model_hash=self._model.model_hash,
+            layout_hash=self._model.layout_hash,
+            kind="host" if upstream.kind == "host" else "gpu",
+            worker_id=self._me.worker_id,
+            transport_address=self._me.transport_address,
+            host=self._me.host,
+            epoch=self._epoch,
+            index=index,
+            unit=unit,
+            offset=offset,
+            num_bytes=num_bytes,
+        )
+        await self._bus.request(subjects.worker_fetch(upstream.worker_id), request, Ack, timeout_s=ASK_TIMEOUT_S)
+
+    @contextlib.contextmanager
+    def local_copy(self) -> Iterator[WeightCopy]:
+        offer = self._copies.find("host", self._model.model_hash, self._model.layout_hash)
+        if offer is None or not offer.copy.complete:
+            raise NotFound("this worker's host memory holds no complete copy of the model")
+        with offer.pinned():
+            yield offer.copy

@@ -1,0 +1,1 @@
+"""Where this worker sits: its NIC, scale-up domain, host link and SSD, found on the machine itself."""

@@ -1,0 +1,52 @@
+"""Copies in host memory (one per model in the whole cluster): who holds them, and when one may go."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shared.messages.codec import Message
+from shared.messages.registry import ModelRecord
+
+
+class CopySource(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete copy, and where to ask for it."""
+
+    worker_id: str
+    host: str
+    transport_address: bytes
+    kind: Literal["gpu", "host"]
+
+
+class HoldCopy(Message, frozen=True, kw_only=True, tag="hold_copy.v1"):
+    """Pool to worker: keep a host copy of this model, loaded from one of ``sources`` (in this order) or your disk.
+
+    Answered once accepted; the heartbeat's ``host_copies`` tell how it goes.
+    """
+
+    model: ModelRecord
+    epoch: int
+    """Unique in the cluster: the tags of the transfer carry it."""
+    sources: tuple[CopySource, ...]
+
+
+class DropCopy(Message, frozen=True, kw_only=True, tag="drop_copy.v1"):
+    """Pool to worker: retire your host copy of this model, and free it once the pool confirms."""
+
+    model_hash: str
+
+
+class RetireCopy(Message, frozen=True, kw_only=True, tag="retire_copy.v1"):
+    """Worker to pool: may this copy go? ``Ack`` if another unretired one stays (or the model was removed);
+    from then on this one does not count. ``Conflict``: it is the last, keep it."""
+
+    worker_id: str
+    kind: Literal["gpu", "host"] = msgspec.field(name="copy_kind")
+    """``kind`` on the wire is the message's tag."""
+    model: str
+    model_hash: str
+    instance_id: str = ""
+    """Of a GPU copy."""
+    undo: bool = False
+    """The copy stays after all (a drain was taken back): it counts again."""
