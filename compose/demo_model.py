@@ -9,7 +9,12 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from shared.layout import layout_of
+from shared.model_spec import parse_config
 
 NAME = "demo"
 _SEED = 20250707
@@ -46,8 +51,9 @@ def ensure_demo_model(folder: Path) -> Path:
     made = Path(tempfile.mkdtemp(prefix=".demo-", dir=folder))
     try:
         special, printable = _write_tokenizer(made)
-        _write_weights(made, printable)
-        _write_config(made, special)
+        config = _config(special)
+        _write_json(made / "config.json", config)
+        _write_weights(made, config, printable)
         made.chmod(0o755)
         (made / "model.safetensors").chmod(0o644)
         shutil.rmtree(target, ignore_errors=True)
@@ -86,8 +92,8 @@ def _write_tokenizer(folder: Path) -> tuple[dict[str, int], list[int]]:
     return special, printable
 
 
-def _write_config(folder: Path, special: dict[str, int]) -> None:
-    config = {
+def _config(special: dict[str, int]) -> dict[str, Any]:
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": _VOCAB_SIZE,
@@ -107,36 +113,25 @@ def _write_config(folder: Path, special: dict[str, int]) -> None:
         "eos_token_id": [special[_END], special[_EOS]],
         "torch_dtype": "float32",
     }
-    _write_json(folder / "config.json", config)
 
 
-def _shapes() -> dict[str, tuple[int, ...]]:
-    head_dim = _HIDDEN_SIZE // _NUM_HEADS
-    kv_size = _NUM_KV_HEADS * head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (_VOCAB_SIZE, _HIDDEN_SIZE)}
-    for layer in range(_NUM_LAYERS):
-        prefix = f"model.layers.{layer}"
-        shapes |= {
-            f"{prefix}.input_layernorm.weight": (_HIDDEN_SIZE,),
-            f"{prefix}.self_attn.q_proj.weight": (_HIDDEN_SIZE, _HIDDEN_SIZE),
-            f"{prefix}.self_attn.k_proj.weight": (kv_size, _HIDDEN_SIZE),
-            f"{prefix}.self_attn.v_proj.weight": (kv_size, _HIDDEN_SIZE),
-            f"{prefix}.self_attn.o_proj.weight": (_HIDDEN_SIZE, _HIDDEN_SIZE),
-            f"{prefix}.post_attention_layernorm.weight": (_HIDDEN_SIZE,),
-            f"{prefix}.mlp.gate_proj.weight": (_INTERMEDIATE_SIZE, _HIDDEN_SIZE),
-            f"{prefix}.mlp.up_proj.weight": (_INTERMEDIATE_SIZE, _HIDDEN_SIZE),
-            f"{prefix}.mlp.down_proj.weight": (_HIDDEN_SIZE, _INTERMEDIATE_SIZE),
-        }
-    return shapes | {"model.norm.weight": (_HIDDEN_SIZE,), "lm_head.weight": (_VOCAB_SIZE, _HIDDEN_SIZE)}
+def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint with that ``config.json``, in the order in which checkpoints have them.
+
+    Raises ``BadCheckpoint`` for a config of another architecture.
+    """
+    layout = layout_of(parse_config(config))
+    units = (layout.embed, *layout.units[: layout.num_layers], layout.final)
+    return {part.checkpoint_name: part.shape for unit in units for slot in unit.slots for part in slot.parts}
 
 
-def _write_weights(folder: Path, printable: list[int]) -> None:
+def _write_weights(folder: Path, config: Mapping[str, Any], printable: list[int]) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
     random = np.random.default_rng(_SEED)
     tensors = {}
-    for name, shape in _shapes().items():
+    for name, shape in tensor_shapes(config).items():
         if len(shape) == 1:
             tensors[name] = np.ones(shape, dtype=np.float32)
         else:

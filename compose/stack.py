@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, TypeVar
 
 from compose import preflight
 from compose.admin import AdminClient
@@ -30,7 +29,6 @@ from compose.state_dir import StateDir
 from compose.supervisor import Supervisor
 from shared.errors import Conflict, DeadlineExceeded, Unavailable
 
-T = TypeVar("T")
 _SERVER_START_S = 20.0
 _POLL_S = 0.1
 
@@ -127,7 +125,7 @@ class Stack:
         servers = {"nats": nats_probe("127.0.0.1", addresses.nats_port)}
         servers["redis"] = redis_probe(addresses.redis_socket, addresses.redis_port)
         for name, probe in servers.items():
-            await self._unless_given_up(wait_until(probe, name, timeout_s=_SERVER_START_S))
+            await self._supervisor.unless_given_up(wait_until(probe, name, timeout_s=_SERVER_START_S))
         # Workers take longest to start.
         for index in range(self.config.workers):
             await start(self._worker_spec(index))
@@ -170,7 +168,7 @@ class Stack:
         Raises ``StackNotReady`` saying what is missing, ``ProcessGaveUp``, or the gateway's ``BlitzError``
         for a model that it refuses.
         """
-        return await self._unless_given_up(self._become_ready(time.monotonic() + timeout_s, timeout_s))
+        return await self._supervisor.unless_given_up(self._become_ready(time.monotonic() + timeout_s, timeout_s))
 
     def _worker_spec(self, index: int) -> ChildSpec:
         return worker_spec(self.config, self.state_dir, self.addresses, index, self._findings)
@@ -215,17 +213,3 @@ class Stack:
             if known.get(name) != path:
                 raise
         self._say(f"registered model {name} ({path})")
-
-    async def _unless_given_up(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``; ``ProcessGaveUp`` as soon as a process is given up meanwhile."""
-        task = asyncio.create_task(work)
-        gave_up = asyncio.create_task(self._supervisor.wait_gave_up())
-        try:
-            await asyncio.wait({task, gave_up}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise gave_up.result()
-        finally:
-            for each in (task, gave_up):
-                each.cancel()
-            await asyncio.gather(task, gave_up, return_exceptions=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from compose.child import Child, ChildSpec
 from compose.errors import ProcessGaveUp, StackRefused
 from compose.log_lines import LineSink, ProcessLog
 from compose.restart_policy import RestartPolicy
+
+T = TypeVar("T")
 
 
 def _ignore_line(name: str, line: str) -> None:
@@ -54,6 +57,20 @@ class Supervisor:
     async def wait_gave_up(self) -> ProcessGaveUp:
         """Waits until some process is given up: the stack is not whole any more."""
         return await asyncio.shield(self._gave_up_future())
+
+    async def unless_given_up(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``; ``ProcessGaveUp`` as soon as a process is given up meanwhile."""
+        task = asyncio.create_task(work)
+        gave_up = asyncio.create_task(self.wait_gave_up())
+        try:
+            await asyncio.wait({task, gave_up}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise gave_up.result()
+        finally:
+            for each in (task, gave_up):
+                each.cancel()
+            await asyncio.gather(task, gave_up, return_exceptions=True)
 
     async def remove(self, name: str) -> None:
         """Stop one process and forget it. Raises ``KeyError``."""

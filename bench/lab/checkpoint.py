@@ -7,10 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from compose.demo_model import ensure_demo_model
+from compose.demo_model import ensure_demo_model, tensor_shapes
 from shared.errors import BadRequest
-from shared.layout import Unit, layout_of
-from shared.model_spec import parse_config
 
 NAME = "lab"
 MIB = 1024 * 1024
@@ -55,29 +53,24 @@ def _write_weights(path: Path, config: dict[str, Any], num_files: int) -> None:
     from safetensors.torch import save_file
 
     random = torch.Generator().manual_seed(_SEED)
-    layout = layout_of(parse_config(config))
-    # Embedding and head first, as checkpoints have it; one shard is in memory at a time.
-    units = [layout.embed, *layout.units[: layout.num_layers], layout.final]
-    num_files = min(num_files, len(units))
+    shapes = tensor_shapes(config)
+    names = list(shapes)
+    num_files = min(num_files, len(names))
     weight_map: dict[str, str] = {}
     for index in range(num_files):
         file = "model.safetensors"
         if num_files > 1:
             file = f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"
-        shapes = _shapes(units[index * len(units) // num_files : (index + 1) * len(units) // num_files])
-        tensors = {name: torch.rand(shape, generator=random, dtype=torch.bfloat16) for name, shape in shapes.items()}
+        # One shard is in memory at a time.
+        held = names[index * len(names) // num_files : (index + 1) * len(names) // num_files]
+        tensors = {name: torch.rand(shapes[name], generator=random, dtype=torch.bfloat16) for name in held}
         save_file(tensors, path / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shapes, file)
+        weight_map |= dict.fromkeys(held, file)
     if num_files > 1:
         _write_json(
             path / "model.safetensors.index.json",
-            {"metadata": {"total_size": layout.num_bytes}, "weight_map": weight_map},
+            {"metadata": {}, "weight_map": weight_map},
         )
-
-
-def _shapes(units: list[Unit]) -> dict[str, tuple[int, ...]]:
-    """By the checkpoint's tensor names."""
-    return {part.checkpoint_name: part.shape for unit in units for slot in unit.slots for part in slot.parts}
 
 
 def _write_json(file: Path, value: object) -> None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
 
 from bench.lab.errors import LabFailed
 from bench.lab.network import Network
@@ -38,7 +37,6 @@ from shared.errors import Unavailable
 from shared.messages.registry import HostCopy, WorkerRecord
 from shared.messages.scaling import ScaleRecord
 
-T = TypeVar("T")
 READY_S = 90.0
 HOLD_S = 600.0
 _SERVER_START_S = 20.0
@@ -49,6 +47,9 @@ _HOST_COPIES = 2
 """Room for the copy that the pool places and for one that the host-cache strategy keeps."""
 _REGISTRY_S = 5.0
 _COPIES_S = 60.0
+_QUIET_S = 15.0
+_QUIET_SHARE = 0.02
+"""Of the nominal rate; below it is noise."""
 
 
 class LabStack:
@@ -74,6 +75,7 @@ class LabStack:
         self._network = network
         self._hosts = network.hosts[:num_workers]
         self._host_cache = host_copies
+        self._quiet = _QUIET_SHARE * network.rate.gbps
         self._checkpoint = checkpoint
         self._state = StateDir(folder)
         self._mib = -(-weights_bytes // _MIB)
@@ -108,7 +110,7 @@ class LabStack:
 
     async def __aenter__(self) -> LabStack:
         try:
-            await self._unless_given_up(self._start())
+            await self._supervisor.unless_given_up(self._start())
         except BaseException:
             # Also when cancelled half way: what has started must not stay.
             await self.stop()
@@ -142,6 +144,21 @@ class LabStack:
             raise RuntimeError("the lab's stack has not started")
         return (await read_registry(self._bus, timeout_s=_REGISTRY_S)).workers
 
+    async def wait_quiet(self) -> None:
+        """Until no worker reports traffic: what just went over a link must not make a planner keep away from it.
+
+        Raises ``LabFailed`` when that does not come about.
+        """
+        deadline_s = time.monotonic() + _QUIET_S
+        while True:
+            workers = await self.workers()
+            busy = [w.worker.worker_id for w in workers if max(w.nic_egress_gbps, w.nic_ingress_gbps) > self._quiet]
+            if not busy:
+                return
+            if time.monotonic() > deadline_s:
+                raise LabFailed(f"{', '.join(busy)} still report traffic after {_QUIET_S:.0f} s without any")
+            await asyncio.sleep(_POLL_S)
+
     async def host_copies(self) -> dict[str, tuple[HostCopy, ...]]:
         """All copies in host memory, by worker id, once one is ready and none loads.
 
@@ -159,7 +176,7 @@ class LabStack:
 
     async def scale(self, instances: int, *, timeout_s: float) -> ScaleRecord:
         """Scale and wait for the end. Raises ``LabFailed`` unless every target serves within ``timeout_s``."""
-        return await self._unless_given_up(self._scale(instances, time.monotonic() + timeout_s, timeout_s))
+        return await self._supervisor.unless_given_up(self._scale(instances, time.monotonic() + timeout_s, timeout_s))
 
     async def _scale(self, instances: int, deadline_s: float, timeout_s: float) -> ScaleRecord:
         while True:
@@ -234,6 +251,7 @@ class LabStack:
         own = {
             "BLITZ_NATS_URL": self._nats_url,
             "BLITZ_WORKER_HOST": host.namespace,
+            "BLITZ_WORKER_NIC": DATA_DEVICE,
             "BLITZ_WORKER_NIC_GBPS": f"{self._network.rate.gbps:g}",
             "BLITZ_WORKER_ARENA_MIB": str(self._mib + 1),
             "BLITZ_WORKER_KV_MIB": str(_KV_MIB),
@@ -252,17 +270,3 @@ class LabStack:
         if self._addresses is None:
             raise RuntimeError("the lab's stack has not started")
         return self._addresses
-
-    async def _unless_given_up(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``; ``ProcessGaveUp`` as soon as a process is given up meanwhile."""
-        task = asyncio.create_task(work)
-        gave_up = asyncio.create_task(self._supervisor.wait_gave_up())
-        try:
-            await asyncio.wait({task, gave_up}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise gave_up.result()
-        finally:
-            for each in (task, gave_up):
-                each.cancel()
-            await asyncio.gather(task, gave_up, return_exceptions=True)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 from bench.lab.errors import LabFailed, LabUnavailable
@@ -111,7 +111,7 @@ def running(sender: Host, receiver: Host) -> Iterator[Stream]:
         yield stream
 
 
-def receive(address: str, port: int) -> Iterator[Sample]:
+def receive(address: str, port: int) -> Generator[Sample, None, None]:
     """Accept one connection; a sample every ``SAMPLE_S`` until it ends. Raises ``OSError``."""
     buffer = memoryview(bytearray(PIECE_BYTES))
     with socket.create_server((address, port)) as server:

@@ -148,6 +148,7 @@ class _Bench:
 
     async def undisturbed_s(self) -> float:
         """One instance more, and back."""
+        await self._stack.wait_quiet()
         _, seconds = await self.scale(3)
         await self.scale(2)
         return seconds

@@ -79,7 +79,8 @@ def command(
     mib: Annotated[int, typer.Option(help="Size of the model.")] = 128,
     repetitions: Annotated[int, typer.Option(min=1, help="Medians are reported.")] = 3,
     strategy: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(STRATEGIES)}; repeatable. All by default.")
+        list[str] | None,
+        typer.Option(help=f"{', '.join(STRATEGIES)}; repeatable. All by default; none: only --background."),
     ] = None,
     background: Annotated[
         bool, typer.Option("--background", help="Also scale beside a stream that fills a source's link (4 hosts).")
@@ -98,7 +99,7 @@ def command(
         return
     # As Ctrl-C: what was made is taken away on the way out.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    chosen = tuple(strategy or STRATEGIES)
+    chosen = () if strategy == ["none"] else tuple(strategy or STRATEGIES)
     try:
         if unknown := set(chosen) - set(STRATEGIES):
             raise BadRequest(

@@ -31,6 +31,8 @@ class Run:
     """Loaded by all targets."""
     received_bytes: tuple[int, ...]
     """By target: what its interface counted."""
+    sent_bytes: tuple[int, ...]
+    """By host: what its interface counted. In a chain no host sends more than one copy, in a star one sends all."""
     targets: tuple[tuple[str, float, float, float], ...]
     """(worker, ms from trigger to first byte, to loaded, to serving)."""
     local: tuple[str, ...]
@@ -48,6 +50,7 @@ class Run:
         *,
         cpu_s: float,
         received_bytes: tuple[int, ...],
+        sent_bytes: tuple[int, ...],
         local: tuple[str, ...],
         host_bytes: int,
     ) -> Run:
@@ -63,6 +66,7 @@ class Run:
             cpu_s=cpu_s,
             num_bytes=record.bytes,
             received_bytes=received_bytes,
+            sent_bytes=sent_bytes,
             targets=targets,
             local=local,
             host_bytes=host_bytes,
@@ -166,6 +170,7 @@ class Result:
                 "transfer_s": round(r.transfer_s, 4),
                 "cpu_s": round(r.cpu_s, 3),
                 "received_bytes": r.received_bytes,
+                "sent_bytes": r.sent_bytes,
                 "target_ms": r.targets,
                 "local_targets": r.local,
                 "host_bytes": r.host_bytes,

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from bench.lab.errors import LabFailed
 from services.planner.core.strategies import Strategy
 
 PageCache = Literal["", "warm", "cold"]
+_ALL, _NONE = 0.9, 0.1
+"""Readahead, and headers that somebody looks at, blur both ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,18 @@ class Row:
     def key(self) -> str:
         """In the JSON's keys."""
         return self.name.replace("-", "_")
+
+    def require_read(self, share: float) -> None:
+        """``share`` of the checkpoint is in the page cache afterwards: where it was empty, so much was read.
+
+        Raises ``LabFailed`` when the weights came from elsewhere than this row says.
+        """
+        if self.page_cache != "cold":
+            return
+        if self.reads_files and share < _ALL:
+            raise LabFailed(f"{self.name} was to read the checkpoint and has read {share:.0%} of it")
+        if not self.reads_files and share > _NONE:
+            raise LabFailed(f"{self.name} was to use copies in memory and has read {share:.0%} of the checkpoint")
 
 
 CHAIN = Row("chain", "chain", over_network=True)

@@ -5,11 +5,16 @@ Keys (prefix ``blitz:``):
     models            hash   name -> ModelRecord (msgpack)
     removed           hash   name -> removal time, ms: instances of these drain
     workers           zset   worker id -> lease end, ms
-    worker:<id>       hash   report (WorkerHeartbeat, msgpack), incarnation, sequence, state, epoch
+    worker:<id>       hash   report (WorkerHeartbeat, msgpack), incarnation, sequence, state, epoch,
+                             copies (JSON: [model hash, copy id, serial] of each complete copy)
+    copies:<hash>     hash   copy id -> serial of each complete copy of that model; 'retired:' before the serial
+                             of one that may go. Copy ids begin with their worker's id and a '/'.
     lease:<id>        hash   plan, model, epoch, expires (ms)
     floors            hash   model -> Floor (msgpack)
     epoch, sequence   counters
     publisher         identity of this registry's event sequence
+    placer            the pool process that places host copies, while it lasts
+    unplaced          its findings (tuple of Unplaced, msgpack)
 """
 
 from __future__ import annotations
@@ -19,18 +24,50 @@ local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 """
 
+# The copies that a worker had reported do not count any more.
+FORGET_COPIES = """
+local function forget_copies(prefix, listed)
+  for _, copy in ipairs(cjson.decode(listed or '[]')) do
+    redis.call('HDEL', prefix .. 'copies:' .. copy[1], copy[2])
+  end
+end
+"""
+
+# Sets `epoch` to the last epoch that was given out. Epochs are unique and grow even if Redis is emptied: they start
+# at the milliseconds since 2025.
+LAST_EPOCH = """
+local epoch = tonumber(redis.call('GET', KEYS[2]) or '0')
+local base = now - 1735689600000
+if epoch < base then epoch = base end
+"""
+
 # KEYS: workers, worker:<id>, lease:<id>
-# ARGV: id, incarnation, sequence, state, report, lease_ms, epoch
+# ARGV: id, incarnation, sequence, state, report, lease_ms, epoch, prefix, copies
 # Returns 1 when taken, 0 when an older report than the stored one of the same incarnation.
 HEARTBEAT = (
     NOW
+    + FORGET_COPIES
     + """
-local known = redis.call('HMGET', KEYS[2], 'incarnation', 'sequence')
+local known = redis.call('HMGET', KEYS[2], 'incarnation', 'sequence', 'copies')
 if known[1] == ARGV[2] and tonumber(known[2]) >= tonumber(ARGV[3]) then return 0 end
 -- A new incarnation knows nothing of a plan that its predecessor was leased for.
 if known[1] and known[1] ~= ARGV[2] then redis.call('DEL', KEYS[3]) end
+-- A copy that was retired stays so, although reports from before still name it; unless it is another one by now.
+local kept = {}
+if known[1] == ARGV[2] then
+  for _, copy in ipairs(cjson.decode(ARGV[9])) do
+    local key = ARGV[8] .. 'copies:' .. copy[1]
+    if redis.call('HGET', key, copy[2]) == 'retired:' .. copy[3] then kept[key .. ' ' .. copy[2]] = true end
+  end
+end
+forget_copies(ARGV[8], known[3])
+for _, copy in ipairs(cjson.decode(ARGV[9])) do
+  local key = ARGV[8] .. 'copies:' .. copy[1]
+  local retired = kept[key .. ' ' .. copy[2]] and 'retired:' or ''
+  redis.call('HSET', key, copy[2], retired .. copy[3])
+end
 redis.call('HSET', KEYS[2], 'incarnation', ARGV[2], 'sequence', ARGV[3], 'state', ARGV[4],
-           'report', ARGV[5], 'epoch', ARGV[7])
+           'report', ARGV[5], 'epoch', ARGV[7], 'copies', ARGV[9])
 redis.call('ZADD', KEYS[1], now + tonumber(ARGV[6]), ARGV[1])
 -- The worker reports on the lease itself once it works under it: the lease is used up.
 local leased = redis.call('HGET', KEYS[3], 'epoch')
@@ -39,21 +76,27 @@ return 1
 """
 )
 
-# KEYS: workers, worker:<id>, lease:<id>   ARGV: id, incarnation
+# KEYS: workers, worker:<id>, lease:<id>   ARGV: id, incarnation, prefix
 # The worker leaves: forget it, unless a newer incarnation took its name.
-LEAVE = """
+LEAVE = (
+    FORGET_COPIES
+    + """
 if redis.call('HGET', KEYS[2], 'incarnation') ~= ARGV[2] then return 0 end
+forget_copies(ARGV[3], redis.call('HGET', KEYS[2], 'copies'))
 redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('DEL', KEYS[2], KEYS[3])
 return 1
 """
+)
 
 # KEYS: workers   ARGV: prefix   Returns the ids of workers whose lease ran out, now forgotten.
 EXPIRE = (
     NOW
+    + FORGET_COPIES
     + """
 local dead = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)
 for _, id in ipairs(dead) do
+  forget_copies(ARGV[1], redis.call('HGET', ARGV[1] .. 'worker:' .. id, 'copies'))
   redis.call('ZREM', KEYS[1], id)
   redis.call('DEL', ARGV[1] .. 'worker:' .. id, ARGV[1] .. 'lease:' .. id)
 end
@@ -63,7 +106,6 @@ return dead
 
 # KEYS: workers, epoch, models   ARGV: prefix, plan, model, ttl_ms, id...
 # All or none. Returns {'ok', expires, epoch...} or {'no', id, why}.
-# Epochs are unique and grow even if Redis is emptied: they start at the milliseconds since 2025.
 LEASE = (
     NOW
     + """
@@ -78,20 +120,68 @@ for i = 5, #ARGV do
 end
 local expires = now + tonumber(ARGV[4])
 local out = {'ok', tostring(expires)}
-local last = tonumber(redis.call('GET', KEYS[2]) or '0')
-local base = now - 1735689600000
-if last < base then last = base end
+"""
+    + LAST_EPOCH
+    + """
 for i = 5, #ARGV do
-  last = last + 1
+  epoch = epoch + 1
   redis.call('HSET', ARGV[1] .. 'lease:' .. ARGV[i], 'plan', ARGV[2], 'model', ARGV[3],
-             'epoch', string.format('%.0f', last), 'expires', string.format('%.0f', expires))
+             'epoch', string.format('%.0f', epoch), 'expires', string.format('%.0f', expires))
   redis.call('PEXPIRE', ARGV[1] .. 'lease:' .. ARGV[i], ARGV[4])
-  out[#out + 1] = string.format('%.0f', last)
+  out[#out + 1] = string.format('%.0f', epoch)
 end
-redis.call('SET', KEYS[2], string.format('%.0f', last))
+redis.call('SET', KEYS[2], string.format('%.0f', epoch))
 return out
 """
 )
+
+# KEYS: workers (unused), epoch   Returns a new epoch.
+NEXT_EPOCH = (
+    NOW
+    + LAST_EPOCH
+    + """
+epoch = string.format('%.0f', epoch + 1)
+redis.call('SET', KEYS[2], epoch)
+return epoch
+"""
+)
+
+# KEYS: copies:<hash>, workers   ARGV: copy id, needed ('0': the model was removed, the copy may go in any case)
+# Returns 1 when the copy is retired, 0 when no other, unretired copy of a living worker is left: then it counts again.
+RETIRE = (
+    NOW
+    + """
+local mine = redis.call('HGET', KEYS[1], ARGV[1])
+local serial = mine and string.gsub(mine, '^retired:', '')
+local copies = redis.call('HGETALL', KEYS[1])
+local may_go = ARGV[2] == '0'
+for i = 1, #copies, 2 do
+  local ends = redis.call('ZSCORE', KEYS[2], string.match(copies[i], '^[^/]*'))
+  local counts = ends and tonumber(ends) > now and string.sub(copies[i + 1], 1, 8) ~= 'retired:'
+  if copies[i] ~= ARGV[1] and counts then may_go = true end
+end
+if mine then redis.call('HSET', KEYS[1], ARGV[1], (may_go and 'retired:' or '') .. serial) end
+return may_go and 1 or 0
+"""
+)
+
+# KEYS: copies:<hash>   ARGV: copy id   The copy counts again.
+UNRETIRE = """
+local mine = redis.call('HGET', KEYS[1], ARGV[1])
+if mine then
+  local serial = string.gsub(mine, '^retired:', '')
+  redis.call('HSET', KEYS[1], ARGV[1], serial)
+end
+return 1
+"""
+
+# KEYS: placer   ARGV: owner, ttl_ms   Returns 1 while the owner is the one that places copies.
+TAKE_TURN = """
+local owner = redis.call('GET', KEYS[1])
+if owner and owner ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
 
 # ARGV: prefix, plan, id...   Returns how many leases of the plan were given back.
 RELEASE = """

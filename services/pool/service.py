@@ -12,8 +12,10 @@ from pathlib import Path
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 from redis.exceptions import RedisError
 
+from services.pool.core.copies import unknown_hashes
 from services.pool.core.grace import Grace
 from services.pool.core.routes import route_of, routes_by_model
+from services.pool.placing import Placing
 from services.pool.store import Store
 from shared import subjects
 from shared.bus.base import Bus, Subscription
@@ -21,6 +23,7 @@ from shared.checkpoint import Checkpoint, inspect_checkpoint
 from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, Unavailable
 from shared.messages.codec import M, R
 from shared.messages.common import Ack
+from shared.messages.copies import RetireCopy
 from shared.messages.registry import (
     AddModel,
     Floor,
@@ -57,6 +60,7 @@ class PoolService:
         self._grace = Grace(lease_s, time.monotonic())
         self._published: dict[str, tuple[Route, ...]] = {}
         self._publishing = asyncio.Lock()
+        self._placing = Placing(bus, store, metrics=metrics)
         self._subscriptions: list[Subscription] = []
         self._workers_gauge = Gauge("blitz_pool_workers", "Living workers by state", ["state"], registry=metrics)
         self._expired = Counter("blitz_pool_expired_workers_total", "Workers declared dead", registry=metrics)
@@ -71,6 +75,7 @@ class PoolService:
         await self._respond("lease", LeaseWorkers, self._on_lease)
         await self._respond("release", ReleaseWorkers, self._on_release)
         await self._respond("set_floor", SetFloor, self._on_set_floor)
+        await self._respond("retire_copy", RetireCopy, self._on_retire_copy)
         try:
             while not stopping.is_set():
                 await self._tick()
@@ -81,6 +86,7 @@ class PoolService:
         finally:
             for subscription in self._subscriptions:
                 await subscription.close()
+            await self._placing.close()
 
     async def _respond(self, operation: str, kind: type[M], handler: Callable[[M], Awaitable[R]]) -> None:
         async def guarded(message: M) -> R:
@@ -101,6 +107,7 @@ class PoolService:
                     log.warning("worker %s did not renew its lease of %.1f s: forgotten", worker_id, self._lease_s)
                     self._expired.inc()
             await self._publish_changes()
+            await self._placing.tick(now, may_act=self._grace.over(now))
         except RedisError as error:
             self._grace.observe(now, bus_since_s=self._bus.connected_since_s, store_ok=False)
             log.warning("Redis does not answer (%s); leases stand still until it does", error)
@@ -141,20 +148,30 @@ class PoolService:
 
     async def _on_heartbeat(self, report: WorkerHeartbeat) -> HeartbeatAck:
         taken = await self._store.heartbeat(report, self._lease_s)
+        lost = await self._lost_models(report)
         instance = report.instance
         if instance is None:
             if taken and report.leaving:
                 await self._publish_changes()
-            return HeartbeatAck(lease_s=self._lease_s)
+            return HeartbeatAck(lease_s=self._lease_s, wants_models=lost)
         if taken and self._route_changed(report):
             await self._publish_changes()
         record = await self._store.model(instance.model)
         if record is not None and record.model_hash == instance.model_hash:
-            return HeartbeatAck(lease_s=self._lease_s)
+            return HeartbeatAck(lease_s=self._lease_s, wants_models=lost)
         gone = record is not None or await self._store.was_removed(instance.model)
         return HeartbeatAck(
-            lease_s=self._lease_s, wants_model=not gone, stop_instance=instance.instance_id if gone else ""
+            lease_s=self._lease_s,
+            wants_model=not gone,
+            stop_instance=instance.instance_id if gone else "",
+            wants_models=lost,
         )
+
+    async def _lost_models(self, report: WorkerHeartbeat) -> tuple[str, ...]:
+        names = {copy.model for copy in report.host_copies}
+        found = {name: await self._store.model(name) for name in sorted(names)}
+        removed = {name for name, record in found.items() if record is None and await self._store.was_removed(name)}
+        return unknown_hashes(report, found, removed)
 
     def _route_changed(self, report: WorkerHeartbeat) -> bool:
         if report.instance is None or report.leaving:
@@ -226,26 +243,39 @@ class PoolService:
                     instance=r.instance,
                     lease_plan_id=leases[r.worker.worker_id].plan_id if r.worker.worker_id in leases else "",
                     lease_model=leases[r.worker.worker_id].model if r.worker.worker_id in leases else "",
+                    host_copies=r.host_copies,
+                    nic_egress_gbps=r.nic_egress_gbps,
+                    nic_ingress_gbps=r.nic_ingress_gbps,
                 )
                 for r in page
             ),
             floors=await self._store.floors(now_s),
             next_worker_id=page[-1].worker.worker_id if len(page) < len(reports) else "",
+            unplaced=await self._store.unplaced(),
         )
 
     async def _on_lease(self, request: LeaseWorkers) -> LeaseGrant:
-        now = time.monotonic()
-        if not self._grace.over(now):
-            raise Unavailable(
-                "the registry is recovering and grants nothing until a lease has passed",
-                retry_after_s=self._grace.remaining_s(now),
-            )
+        self._check_grants()
         if not request.worker_ids or request.ttl_s <= 0:
             raise BadRequest("a lease needs at least one worker and a positive ttl_s")
         with tracer().start_as_current_span(
             "pool.lease", attributes={"blitz.plan_id": request.plan_id, "blitz.model": request.model}
         ):
             return await self._store.lease(request.plan_id, request.model, request.worker_ids, request.ttl_s)
+
+    def _check_grants(self) -> None:
+        now = time.monotonic()
+        if not self._grace.over(now):
+            raise Unavailable(
+                "the registry is recovering and grants nothing until a lease has passed",
+                retry_after_s=self._grace.remaining_s(now),
+            )
+
+    async def _on_retire_copy(self, request: RetireCopy) -> Ack:
+        if not request.undo:
+            self._check_grants()
+        await self._placing.retire(request, time.monotonic())
+        return Ack()
 
     async def _on_release(self, request: ReleaseWorkers) -> Ack:
         await self._store.release(request.plan_id, request.worker_ids)

@@ -12,9 +12,10 @@ import msgspec
 from redis.asyncio import Redis
 
 from services.pool import scripts
+from services.pool.core.copies import complete_copies
 from shared.errors import Conflict, ModelNotFound, NoCapacity
 from shared.messages.codec import M, MalformedMessage, decode, encode
-from shared.messages.registry import Floor, LeaseGrant, ModelRecord, WorkerHeartbeat
+from shared.messages.registry import Floor, LeaseGrant, ModelRecord, Unplaced, WorkerHeartbeat
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,10 @@ class Store:
         self._release = redis.register_script(scripts.RELEASE)
         self._add_model = redis.register_script(scripts.ADD_MODEL)
         self._remove_model = redis.register_script(scripts.REMOVE_MODEL)
+        self._next_epoch = redis.register_script(scripts.NEXT_EPOCH)
+        self._retire = redis.register_script(scripts.RETIRE)
+        self._unretire = redis.register_script(scripts.UNRETIRE)
+        self._take_turn = redis.register_script(scripts.TAKE_TURN)
 
     @classmethod
     def connect(cls, url: str) -> Store:
@@ -59,7 +64,7 @@ class Store:
         worker = report.worker
         if report.leaving:
             keys = [f"{PREFIX}workers", f"{PREFIX}worker:{worker.worker_id}", f"{PREFIX}lease:{worker.worker_id}"]
-            return bool(await self._leave(keys=keys, args=[worker.worker_id, worker.incarnation]))
+            return bool(await self._leave(keys=keys, args=[worker.worker_id, worker.incarnation, PREFIX]))
         taken = await self._heartbeat(
             keys=[f"{PREFIX}workers", f"{PREFIX}worker:{worker.worker_id}", f"{PREFIX}lease:{worker.worker_id}"],
             args=[
@@ -70,6 +75,8 @@ class Store:
                 encode(report),
                 round(lease_s * 1000),
                 report.instance.epoch if report.instance else 0,
+                PREFIX,
+                msgspec.json.encode(complete_copies(report)),
             ],
         )
         return bool(taken)
@@ -126,6 +133,33 @@ class Store:
         """Give leases back; how many were still the plan's."""
         return int(await self._release(args=[PREFIX, plan_id, *worker_ids]))
 
+    async def next_epoch(self) -> int:
+        """An epoch that no lease and no other transfer has."""
+        return int(await self._next_epoch(keys=[f"{PREFIX}workers", f"{PREFIX}epoch"]))
+
+    async def retire(self, model_hash: str, copy_id: str, *, needed: bool) -> bool:
+        """Take a copy out of the count; False if it is the last of a model that is ``needed``: it counts on."""
+        keys = [f"{PREFIX}copies:{model_hash}", f"{PREFIX}workers"]
+        return bool(await self._retire(keys=keys, args=[copy_id, "1" if needed else "0"]))
+
+    async def unretire(self, model_hash: str, copy_id: str) -> None:
+        """A copy counts again."""
+        await self._unretire(keys=[f"{PREFIX}copies:{model_hash}"], args=[copy_id])
+
+    async def take_turn(self, owner: str, ttl_s: float) -> bool:
+        """Whether this process is the one that places host copies, now and for ``ttl_s``."""
+        return bool(await self._take_turn(keys=[f"{PREFIX}placer"], args=[owner, round(ttl_s * 1000)]))
+
+    async def set_unplaced(self, unplaced: tuple[Unplaced, ...]) -> None:
+        """Keep the models that have no host copy, for every pool process to show."""
+        await cast(Any, self._redis.set(f"{PREFIX}unplaced", msgspec.msgpack.encode(unplaced)))
+
+    async def unplaced(self) -> tuple[Unplaced, ...]:
+        raw = await cast(Any, self._redis.get(f"{PREFIX}unplaced"))
+        with contextlib.suppress(msgspec.MsgspecError):  # of another version: as good as none
+            return msgspec.msgpack.decode(raw, type=tuple[Unplaced, ...]) if raw else ()
+        return ()
+
     async def add_model(self, record: ModelRecord, *, unless_removed: bool = False) -> ModelRecord | None:
         """Store a record under its name; the stored record (the older one if the name was taken).
 
@@ -157,6 +191,10 @@ class Store:
     async def was_removed(self, name: str) -> bool:
         """Whether the model was removed on purpose (rather than lost with Redis's data)."""
         return bool(await cast(Any, self._redis.hexists(f"{PREFIX}removed", name)))
+
+    async def removed(self) -> frozenset[str]:
+        """Names of all models that were removed on purpose."""
+        return frozenset(name.decode() for name in await cast(Any, self._redis.hkeys(f"{PREFIX}removed")))
 
     async def set_floor(self, floor: Floor | None, model: str) -> None:
         """Set or lift (None) a model's manual floor."""

@@ -8,6 +8,7 @@ import os
 import sys
 
 from services.worker.config import WorkerConfig
+from services.worker.node.facts import discover
 from services.worker.service import WorkerService
 from shared.bus.nats import NatsBus
 from shared.errors import BlitzError
@@ -46,7 +47,9 @@ def main() -> int:
         bus = await NatsBus.connect(config.nats_url, name=f"worker-{config.worker_id}")
         transport = UcxTransport.start(name=config.worker_id, on_failure=lambda error: fatal(str(error)))
         try:
-            service = WorkerService(bus, transport, config, pid=os.getpid(), fatal=fatal)
+            node = await asyncio.to_thread(discover, config)
+            logging.getLogger("worker").info("%s", node.describe())
+            service = WorkerService(bus, transport, config, pid=os.getpid(), fatal=fatal, node=node)
             ready = asyncio.create_task(_follow_readiness(service, lifecycle))
             await service.run(lifecycle.stopping)
             ready.cancel()

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from services.worker.core.upstreams import Upstream
-from services.worker.data_plane.copies import Copies
+from services.worker.data_plane.copies import Copies, CopyKind
 from services.worker.data_plane.weight_copy import WeightCopy
 from services.worker.peers import Peers
 from shared import subjects
@@ -20,6 +20,7 @@ from shared.transport.base import Channel
 ASK_TIMEOUT_S = 10.0
 """A sender may have to wait for its own plan, and to connect."""
 STATE_TIMEOUT_S = 1.0
+_KINDS: tuple[CopyKind, ...] = ("host", "gpu")
 
 
 class FeedClient:
@@ -89,8 +90,10 @@ class FeedClient:
 
     @contextlib.contextmanager
     def local_copy(self) -> Iterator[WeightCopy]:
-        offer = self._copies.find("host", self._model.model_hash, self._model.layout_hash)
-        if offer is None or not offer.copy.complete:
-            raise NotFound("this worker's host memory holds no complete copy of the model")
-        with offer.pinned():
-            yield offer.copy
+        for kind in _KINDS:
+            offer = self._copies.find(kind, self._model.model_hash, self._model.layout_hash)
+            if offer is not None and offer.copy.complete:
+                with offer.pinned():
+                    yield offer.copy
+                return
+        raise NotFound("this process holds no complete copy of the model")

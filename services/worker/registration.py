@@ -49,10 +49,10 @@ class Registration:
         bus: Bus,
         worker: WorkerInfo,
         standing: Callable[[], Standing],
-        model: Callable[[], ModelRecord | None],
+        model: Callable[[str], ModelRecord | None],
         stop_instance: Callable[[str], Awaitable[None]],
     ) -> None:
-        """``standing`` gives what to report; ``model`` the record of the instance, if a registry lost it;
+        """``standing`` gives what to report; ``model`` the record of a model hash, if a registry lost it;
         ``stop_instance`` is called when the registry says that the instance's model was removed."""
         self._bus = bus
         self._worker = worker
@@ -155,14 +155,22 @@ class Registration:
         async with self._reported:
             self._confirmed = sequence
             self._reported.notify_all()
-        model = self._model()
-        if ack.wants_model and model is not None:
-            try:
-                await self._bus.request(
-                    subjects.pool("restore_model"), RestoreModel(model=model), Ack, timeout_s=self._lease_s
-                )
-            except BlitzError as error:
-                log.warning("the pool did not take model %s back: %s", model.name, error)
+        wanted = [*ack.wants_models]
+        if ack.wants_model and now.instance is not None:
+            wanted.append(now.instance.model_hash)
+        for model_hash in dict.fromkeys(wanted):
+            await self._restore(model_hash)
         if ack.stop_instance and now.instance is not None and ack.stop_instance == now.instance.instance_id:
             await self._stop_instance(ack.stop_instance)
         return True
+
+    async def _restore(self, model_hash: str) -> None:
+        model = self._model(model_hash)
+        if model is None:
+            return
+        try:
+            await self._bus.request(
+                subjects.pool("restore_model"), RestoreModel(model=model), Ack, timeout_s=self._lease_s
+            )
+        except BlitzError as error:
+            log.warning("the pool did not take model %s back: %s", model.name, error)

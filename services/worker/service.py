@@ -11,10 +11,14 @@ from collections.abc import Callable
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from services.worker.config import WorkerConfig
+from services.worker.host_copies import HostCopies
+from services.worker.host_store import HostStore
 from services.worker.instance import InstanceFactory
+from services.worker.node.facts import NodeFacts
+from services.worker.node.nic_meter import NicMeter
 from services.worker.peers import Peers
 from services.worker.progress import ProgressReporter
-from services.worker.registration import Registration
+from services.worker.registration import Registration, Standing
 from services.worker.scaling import Scaling
 from services.worker.serving import Serving
 from services.worker.weight_mover import WeightMover
@@ -22,15 +26,18 @@ from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.messages.common import InstanceState
+from shared.messages.copies import DropCopy, HoldCopy
 from shared.messages.generation import AckTerminal, Cancel, GatewayHeartbeat, Resend, Submit
 from shared.messages.load import LoadReport
-from shared.messages.registry import InstanceInfo, ModelRecord, WorkerInfo
+from shared.messages.registry import ModelRecord, WorkerInfo
 from shared.messages.scaling import DrainPlan, Feed, FeedEnded, FetchRange, GetFeedState, ScalePlan
 from shared.transport.base import TensorTransport
 
 log = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 5.0
+METER_INTERVAL_S = 0.1
+"""Traffic is averaged over no less: reports may come in bursts."""
 
 
 class WorkerService:
@@ -44,11 +51,15 @@ class WorkerService:
         *,
         pid: int = 0,
         fatal: Callable[[str], None],
+        node: NodeFacts,
         metrics: CollectorRegistry = REGISTRY,
     ) -> None:
-        """``fatal(why)`` must end the process soon: its memory can no longer be trusted."""
+        """``fatal(why)`` must end the process soon: its memory can no longer be trusted. ``node``: where it runs."""
         self._bus = bus
         self._config = config
+        self._meter = NicMeter(node.device)
+        self._metered_at_s = float("-inf")
+        self._nic_gbps = (0.0, 0.0)
         self.info = WorkerInfo(
             worker_id=config.worker_id,
             incarnation=secrets.token_hex(8),
@@ -58,9 +69,15 @@ class WorkerService:
             transport_address=transport.address,
             arena_bytes=config.arena_bytes,
             kv_bytes=config.kv_bytes,
-            leaf=config.leaf,
-            nic_gbps=config.nic_gbps,
+            leaf=node.leaf,
+            nic_gbps=node.nic_gbps,
             pid=pid,
+            nic=node.nic,
+            scale_up_domain=node.scale_up_domain,
+            scale_up_gbps=node.scale_up_gbps,
+            host_link_gbps=node.host_link_gbps,
+            ssd_gbps=node.ssd_gbps,
+            host_cache_bytes=config.host_cache_bytes,
         )
         self._serving = Serving(bus, config.worker_id, lambda: self._scaling.instance)
         factory = InstanceFactory(config, self._serving.on_output, self._on_engine_failure)
@@ -68,6 +85,14 @@ class WorkerService:
         progress = ProgressReporter(bus, config.worker_id)
         mover = WeightMover(bus, transport, self.info, self._peers, progress, stall_s=config.stall_s)
         self._mover = mover
+        self._host_copies = HostCopies(
+            config.worker_id,
+            HostStore(config.host_cache_bytes, keep_alive_s=config.host_cache_keep_alive_s),
+            mover,
+            retire=lambda copy: self._registration.retire_host(copy),  # noqa: PLW0108 - made below
+            changed=self._report_state,
+            fatal=fatal,
+        )
         self._scaling = Scaling(
             config.worker_id,
             factory,
@@ -78,7 +103,7 @@ class WorkerService:
             changed=self._report_state,
             fatal=fatal,
         )
-        self._registration = Registration(bus, self.info, self._state, self._model, self._scaling.on_stop_instance)
+        self._registration = Registration(bus, self.info, self._standing, self._record, self._scaling.on_stop_instance)
         self._loop = asyncio.get_running_loop()
         self._fatal = fatal
         self._running_gauge = Gauge("blitz_worker_running_requests", "Running requests", registry=metrics)
@@ -100,6 +125,8 @@ class WorkerService:
             await self._bus.respond(subjects.worker_feed_state(worker_id), GetFeedState, sender.on_feed_state),
             await self._bus.respond(subjects.worker_fetch(worker_id), FetchRange, sender.on_fetch),
             await self._bus.subscribe(subjects.worker_feed_ended(worker_id), FeedEnded, self._mover.on_feed_ended),
+            await self._bus.respond(subjects.worker_hold_copy(worker_id), HoldCopy, self._host_copies.on_hold),
+            await self._bus.respond(subjects.worker_drop_copy(worker_id), DropCopy, self._host_copies.on_drop),
             await self._bus.subscribe(subjects.worker_cancel(worker_id), Cancel, serving.on_cancel),
             await self._bus.subscribe(subjects.worker_ack(worker_id), AckTerminal, serving.on_ack),
             await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, serving.on_gateway),
@@ -111,6 +138,7 @@ class WorkerService:
             for work in (
                 self._registration.run(),
                 self._peers.run(),
+                self._host_copies.run(),
                 serving.publish_forever(),
                 self._report_load(),
             )
@@ -129,6 +157,7 @@ class WorkerService:
             await asyncio.gather(*tasks, return_exceptions=True)
             for subscription in subscriptions:
                 await subscription.close()
+            await self._host_copies.close()
             await scaling.close()
             await self._registration.leave()
 
@@ -156,13 +185,25 @@ class WorkerService:
     def _report_state(self) -> None:
         self._registration.changed()
 
-    def _state(self) -> tuple[InstanceState, InstanceInfo | None]:
+    def _standing(self) -> Standing:
         instance = self._scaling.instance
-        return ("spare", None) if instance is None else (instance.state, instance.info())
+        state: InstanceState = "spare" if instance is None else instance.state
+        info = None if instance is None else instance.info()
+        return Standing(state, info, self._host_copies.report(), *self._nic_rates())
 
-    def _model(self) -> ModelRecord | None:
+    def _nic_rates(self) -> tuple[float, float]:
+        now_s = time.monotonic()
+        if now_s - self._metered_at_s >= METER_INTERVAL_S:
+            self._metered_at_s = now_s
+            self._nic_gbps = self._meter.rates(now_s)
+        return self._nic_gbps
+
+    def _record(self, model_hash: str) -> ModelRecord | None:
+        """The model of anything that is held here, if the registry lost it."""
         instance = self._scaling.instance
-        return None if instance is None else instance.record
+        if instance is not None and instance.record.model_hash == model_hash:
+            return instance.record
+        return self._host_copies.record(model_hash)
 
     def _on_engine_failure(self, error: BlitzError) -> None:
         self._loop.call_soon_threadsafe(self._fatal, f"the engine's thread ended: {error}")

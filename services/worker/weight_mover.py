@@ -89,7 +89,9 @@ class WeightMover:
     ) -> None:
         """Load a host copy. Raises what ``Fill.run`` raises."""
 
-        await self._fill(f"host-copy-{epoch}", model, copy, epoch, chunk_bytes, (sources,), _nobody_waits, _nobody_waits)
+        await self._fill(
+            f"host-copy-{epoch}", model, copy, epoch, chunk_bytes, (sources,), _nobody_waits, _nobody_waits
+        )
 
     async def _fill(
         self,

@@ -10,6 +10,7 @@ from shared.bus.memory import MemoryBroker
 from shared.errors import BlitzError
 from shared.messages.codec import M, R
 from shared.messages.common import Ack
+from shared.messages.copies import RetireCopy
 from shared.messages.registry import (
     Floor,
     GetSnapshot,
@@ -45,6 +46,9 @@ class FakePool:
         self.leases: list[LeaseWorkers] = []
         self.releases: list[ReleaseWorkers] = []
         self.floors_set: list[SetFloor] = []
+        self.retired: list[RetireCopy] = []
+        self.retire_error: BlitzError | None = None
+        """Raised for every copy that wants to go; None lets it."""
         self.num_snapshots = 0
         self._epoch = 100
 
@@ -55,6 +59,7 @@ class FakePool:
         await self._respond("lease", LeaseWorkers, self._on_lease)
         await self._respond("release", ReleaseWorkers, self._on_release)
         await self._respond("set_floor", SetFloor, self._on_set_floor)
+        await self._respond("retire_copy", RetireCopy, self._on_retire)
 
     async def _respond(self, operation: str, kind: type[M], handler: Callable[[M], Awaitable[R]]) -> None:
         async def guarded(message: M) -> R:
@@ -63,6 +68,12 @@ class FakePool:
             return await handler(message)
 
         await self.bus.respond(subjects.pool(operation), kind, guarded)
+
+    async def _on_retire(self, request: RetireCopy) -> Ack:
+        self.retired.append(request)
+        if self.retire_error is not None and not request.undo:
+            raise self.retire_error
+        return Ack()
 
     async def _on_heartbeat(self, report: WorkerHeartbeat) -> HeartbeatAck:
         self.heartbeats.append(report)

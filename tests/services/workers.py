@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 from services.worker.config import WorkerConfig
 from services.worker.engine.mock import MockTiming
 from services.worker.instance import Instance
+from services.worker.node.facts import Probes, discover
+from services.worker.node.nic import Roots
 from services.worker.service import WorkerService
 from shared.bus.memory import MemoryBroker
 from shared.transport.memory import MemoryFabric
 from tests.services.tampering import TamperingTransport
 
 MIB = 1 << 20
+NO_MACHINE = Path("/nonexistent")
+"""Workers under test share a machine: its NIC is nobody's."""
 
 
 def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
@@ -69,7 +74,12 @@ class RunningWorker:
         self.transport = TamperingTransport(fabric.start(name=config.worker_id))
         self._fabric = fabric
         self.service = WorkerService(
-            self.bus, self.transport, config, fatal=self.fatal.append, metrics=CollectorRegistry()
+            self.bus,
+            self.transport,
+            config,
+            fatal=self.fatal.append,
+            node=discover(config, Probes(roots=Roots(NO_MACHINE, NO_MACHINE))),
+            metrics=CollectorRegistry(),
         )
         self.task = asyncio.create_task(self.service.run(self.stopping))
 

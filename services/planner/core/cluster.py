@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,7 +64,7 @@ class Cluster:
 
 
 def cluster_of(
-    records: Sequence[WorkerRecord],
+    records: Iterable[WorkerRecord],
     model: ModelRecord,
     *,
     transfers: Transfers | None = None,
@@ -76,6 +76,7 @@ def cluster_of(
     ``transfers`` None plans as if no NIC carried anything. ``remaining_s``: how long instances that load by running
     plans will take, by (worker id, instance id); only those can be sources before they are whole.
     """
+    records = sorted(records, key=lambda r: r.worker.worker_id)
     holders = {r.worker.worker_id for r in records if _holds_on_host(r, model)}
     registered = topology_of((r.worker for r in records), holders)
     topology = registered.topology

@@ -9,7 +9,7 @@ from services.planner.core.edges import Draft, Lane
 from services.planner.core.egress import TOLERANCE_GBPS, Egress, Outlet
 from services.planner.core.flows import Load, Source
 from services.planner.core.stripes import match_gbps
-from services.planner.core.targets import Port, TargetGroup, make_group
+from services.planner.core.targets import Port, TargetGroup, fair_rate, make_group
 from services.planner.core.topology import Nic, Topology
 from shared.messages.scaling import SourceKind
 
@@ -27,6 +27,8 @@ class Greedy:
         self._chains = chains
         self._started = 0
         self.egress = Egress()
+        self._borrowed: list[str] = []
+        """NICs that are listed although serving sends through them: there was nothing else yet."""
         self._reusable: list[tuple[float, int, str]] = []
         self._senders: dict[str, tuple[int, Nic, str, bool]] = {}
         self._unseen: list[TargetGroup] = []
@@ -34,6 +36,8 @@ class Greedy:
         """Some direction is promised more than it has: rates need a second look."""
         self._sent_gbps: dict[str, float] = {}
         self._taken_in: dict[str, float] = {}
+        self._rates_out: dict[str, list[float]] = {}
+        self._rates_in: dict[str, list[float]] = {}
         self._draft_of: dict[str, Draft] = {}
         self._in_domain: dict[str, list[str]] = {}
         self._host_copies: dict[str, str] = {}
@@ -65,6 +69,7 @@ class Greedy:
             for outlet in free:
                 outlet.gbps = min(outlet.gbps, load.egress_gbps(outlet.nic))
             free.sort(key=lambda o: (-o.gbps, o.is_host, o.nic.nic_id))
+            self._borrowed = list(outlets)
         by_leaf: dict[str, list[Outlet]] = {}
         for outlet in free:
             by_leaf.setdefault(outlet.nic.leaf, []).append(outlet)
@@ -78,11 +83,13 @@ class Greedy:
     def plan(self, group: TargetGroup, cap_gbps: float) -> Draft:
         """Spend sources for this group and list it as a source. There must be at least one source."""
         crowded = group.host in self._topology.crowded_hosts
+        ported = 0.0 if group.disturbs else group.ingress_gbps
         if crowded:
             group = self._without_taken_ports(group)
+            ported = min(ported, group.ingress_gbps)
         draft = self._scale_up(group)
         if draft is None and (crowded or group.host in self.source_hosts):
-            draft = self._inside_host(group, cap_gbps)
+            draft = self._inside_host(group, min(ported, cap_gbps))
         if draft is None:
             draft = self._network(group, cap_gbps) or self._shared(group, cap_gbps)
         self.joined(draft)
@@ -100,6 +107,11 @@ class Greedy:
                 outlets[nic.nic_id] = Outlet(nic, gpu.gpu_id, False, nic.gbps)
         for outlet in reversed(outlets.values()) if front else outlets.values():
             self.egress.add(outlet, front=front)
+        if outlets and self._borrowed:
+            # Now something is left beside them.
+            for nic_id in self._borrowed:
+                self.egress.withdraw(nic_id)
+            self._borrowed = []
         if group.host in self._topology.crowded_hosts:
             self._at_host.setdefault(group.host, []).append(tuple([g.gpu_id for g in group.gpus]))
         self.egress.to_front(group.leaf)
@@ -136,8 +148,9 @@ class Greedy:
         lanes: list[Lane] = [(copies[0], "gpu", g.gpu_id, gbps / len(group.gpus), "", "") for g in group.gpus]
         return Draft(group, "scale_up", lanes, self._parents(lanes))
 
-    def _inside_host(self, group: TargetGroup, cap_gbps: float) -> Draft | None:
-        """A copy on the same host, if that is as fast as what the network could still give."""
+    def _inside_host(self, group: TargetGroup, ported_gbps: float) -> Draft | None:
+        """A copy on the same host, if that is as fast as what the network could still give through the group's NICs,
+        ``ported_gbps`` at most."""
         receivers = [g for g in group.gpus if g.host == group.host]
         inward = [g.host_link_gbps for g in receivers]
         copy = self._host_copies.get(group.host)
@@ -156,8 +169,7 @@ class Greedy:
         # A NIC that only loops back to itself is no way in.
         own = sum([listed[p.nic.nic_id].gbps for p in group.ports if p.nic.nic_id in listed])
         elsewhere = self.egress.gbps - own
-        ported = 0.0 if group.disturbs else min(group.ingress_gbps, cap_gbps)
-        if sum([lane[3] for lane in lanes]) < min(ported, elsewhere) - TOLERANCE_GBPS:
+        if sum([lane[3] for lane in lanes]) < min(ported_gbps, elsewhere) - TOLERANCE_GBPS:
             return None
         if neighbour is not None:
             # Its way out (PCIe) is in use now, so its NIC is no source any more; the end of the chain is.
@@ -270,18 +282,21 @@ class Greedy:
         for lane in lanes:
             sent[lane[4]] = sent.get(lane[4], 0.0) + lane[3]
             taken_in[lane[5]] = taken_in.get(lane[5], 0.0) + lane[3]
+            self._rates_out.setdefault(lane[4], []).append(lane[3])
+            self._rates_in.setdefault(lane[5], []).append(lane[3])
 
     def usable_share(self, lane: Lane) -> float:
-        """How much of its planned rate a lane gets, given all that was planned and the serving flows."""
+        """How much of its planned rate a lane gets where more is planned than a direction has: networks share fairly,
+        so those that want least get all of it. Serving flows count as much as they take."""
         load, nics = self._load, self._topology.nics
         share = 1.0
-        for nic_id, planned, present in (
-            (lane[4], self._sent_gbps, load.egress),
-            (lane[5], self._taken_in, load.ingress),
+        for nic_id, rates, present in (
+            (lane[4], self._rates_out, load.egress),
+            (lane[5], self._rates_in, load.ingress),
         ):
             if nic_id:
                 capacity = nics[nic_id].gbps / (1 + present.get(nic_id, 0))
-                share = min(share, capacity / planned[nic_id])
+                share = min(share, fair_rate(rates[nic_id], capacity) / lane[3])
         return share
 
     def _parents(self, lanes: list[Lane]) -> list[Draft]:

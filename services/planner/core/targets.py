@@ -127,10 +127,16 @@ def fair_cap_gbps(groups: list[TargetGroup], source_gbps: float) -> float:
     wanted = [g.ingress_gbps for g in groups]
     if sum(wanted) <= egress:
         return float("inf")
-    wanted.sort()
+    return fair_rate(wanted, egress)
+
+
+def fair_rate(wanted_gbps: Iterable[float], capacity_gbps: float) -> float:
+    """The most that each may have, so that all together have no more than the capacity; infinite if all fit."""
+    wanted = sorted(wanted_gbps)
+    left = capacity_gbps
     for index, gbps in enumerate(wanted):
-        share = egress / (len(wanted) - index)
-        if gbps >= share:
+        share = left / (len(wanted) - index)
+        if gbps > share:
             return share
-        egress -= gbps
+        left -= gbps
     return float("inf")

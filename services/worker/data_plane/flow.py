@@ -210,8 +210,8 @@ class Outflow(_Flow):
     def _post(self, piece: Piece, tag: int) -> Transfer:
         return self._channel.send(self._copy.buffer(piece), tag)
 
-    def _moved(self, piece: Piece) -> None:
-        return  # whoever sends has the bytes
+    def _moved(self, piece: Piece) -> None:  # noqa: ARG002 - whoever sends has the bytes already
+        return
 
 
 class Inflow(_Flow):
@@ -239,8 +239,8 @@ class Inflow(_Flow):
         self._on_unit = on_unit
         self._any = False
 
-    def _may_post(self, piece: Piece) -> bool:
-        return True  # the buffer is there
+    def _may_post(self, piece: Piece) -> bool:  # noqa: ARG002 - the buffers are there
+        return True
 
     def _post(self, piece: Piece, tag: int) -> Transfer:
         return self._transport.recv(self._copy.buffer(piece), tag, source=self._source)

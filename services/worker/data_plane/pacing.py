@@ -26,7 +26,8 @@ class TokenBucket:
         self._tokens = min(burst, self._tokens + (now_s - self._at_s) * self._bytes_per_s)
         self._at_s = now_s
         needed = min(float(num_bytes), burst)
-        if self._tokens < needed:
-            return (needed - self._tokens) / self._bytes_per_s
+        missing = needed - self._tokens
+        if missing >= 1:  # less is rounding
+            return missing / self._bytes_per_s
         self._tokens -= num_bytes
         return 0.0

@@ -52,7 +52,7 @@ class Upstreams(Protocol):
         """Let it send a bad block again. Raises what the sender answers, or the bus."""
 
     def local_copy(self) -> AbstractContextManager[WeightCopy]:
-        """The complete copy in this worker's own host memory, pinned. Raises ``NotFound``."""
+        """A complete copy in this process's memory, pinned. Raises ``NotFound``."""
 
 
 class Fill:

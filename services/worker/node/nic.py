@@ -182,7 +182,7 @@ def _distance(roots: Roots, nic: Nic, gpu_bus_id: str) -> tuple[int, bool]:
 def pci_address(bus_id: str) -> str:
     """sysfs's form (``0000:3b:00.0``) of NVML's (``00000000:3B:00.0``)."""
     domain, _, rest = bus_id.lower().partition(":")
-    return f"{domain[-4:]}:{rest}"
+    return f"{int(domain, 16):04x}:{rest}"
 
 
 def _entries(folder: Path) -> list[Path]:

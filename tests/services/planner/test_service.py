@@ -6,20 +6,24 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
 from services.planner import service as planner_service
 from services.planner.core import operations
+from services.planner.core.strategies import Strategy
 from services.planner.service import PlannerService
 from shared import subjects
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, NoCapacity, PlanNotFound, Unavailable
 from shared.messages.codec import Message, decode
 from shared.messages.load import Demand
-from shared.messages.registry import Floor
+from shared.messages.registry import Floor, HostCopy, WorkerRecord
 from shared.messages.scaling import (
+    Copy,
     DrainPlan,
     GetScaleRecord,
     ListScaleRecords,
@@ -38,7 +42,9 @@ from tests.services.waiting import TIMEOUT_S, eventually
 class Rig:
     """A planner between a registry double and a client."""
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: Strategy = "chain", *, knows_flows: bool = True) -> None:
+        self.strategy: Strategy = strategy
+        self.knows_flows = knows_flows
         self.broker = MemoryBroker(event_timeout_s=0.2)
         self.pool = FakePool(self.broker)
         self.bus: MemoryBus = self.broker.bus("planner")
@@ -51,7 +57,9 @@ class Rig:
 
     async def start(self) -> None:
         await self.pool.start()
-        planner = PlannerService(self.bus, lease_ttl_s=5.0, metrics=self.metrics)
+        planner = PlannerService(
+            self.bus, lease_ttl_s=5.0, strategy=self.strategy, knows_flows=self.knows_flows, metrics=self.metrics
+        )
         self.task = asyncio.create_task(planner.run(self.stopping))
         await eventually(lambda: any(r.subject == subjects.planner("records") for r in self.broker.responders))
 
@@ -105,14 +113,20 @@ class Rig:
         return self.metrics.get_sample_value("blitz_planner_plans_total", {"direction": direction}) or 0.0
 
 
-@pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
+@asynccontextmanager
+async def running(made: Rig) -> AsyncIterator[Rig]:
     """A planner that serves."""
-    made = Rig()
     await made.start()
     yield made
     made.stopping.set()
     await made.task
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    """The planner as it is by default."""
+    async with running(Rig()) as made:
+        yield made
 
 
 def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -150,7 +164,7 @@ async def test_a_burst_of_demands_gives_one_plan_for_the_newest(rig: Rig) -> Non
     await eventually(lambda: rig.pool.num_snapshots >= 1)
     (plan,) = rig.plans()
     assert isinstance(plan, ScalePlan)
-    assert [m.worker_id for m in plan.chains[0].targets] == ["w0", "w1"]
+    assert [m.worker_id for m in plan.targets] == ["w0", "w1"]
     assert len(rig.pool.leases) == 1
 
 
@@ -175,10 +189,12 @@ async def test_the_plan_carries_leases_epochs_and_expiry(rig: Rig) -> None:
     assert isinstance(plan, ScalePlan)
     assert plan.plan_id == record.plan_id == rig.pool.leases[0].plan_id
     (chain,) = plan.chains
-    assert chain.source is not None
-    assert (chain.source.worker_id, chain.source.instance_id, chain.source.epoch) == ("w0", "i-w0", 3)
-    epochs = [m.epoch for m in chain.targets]
+    assert [hop.stripes[0].source for hop in chain.hops] == ["w0", "w1"]
+    source = plan.member("w0")
+    assert (source.instance_id, source.transport_address, source.epoch) == ("i-w0", b"w0", 0)
+    epochs = [m.epoch for m in plan.targets]
     assert len(set(epochs)) == 2
+    assert plan.fallbacks == (Copy(worker_id="w0", kind="gpu"),)
     assert plan.expires_at_s == FAR_FUTURE_S
     assert record.explain == plan.explain != ()
     assert (record.status, record.direction, record.desired) == ("running", "out", 3)
@@ -190,7 +206,7 @@ async def test_a_registry_of_many_pages_is_read_whole(rig: Rig) -> None:
     await rig.scale(4)
     (plan,) = rig.plans()
     assert isinstance(plan, ScalePlan)
-    assert len(plan.chains[0].targets) == 4
+    assert len(plan.targets) == 4
 
 
 async def test_a_plan_that_cannot_be_published_gives_its_leases_back(rig: Rig) -> None:
@@ -383,3 +399,128 @@ async def test_a_model_held_by_a_floor_is_not_drained_below_it(rig: Rig) -> None
     plan = rig.plans()[-1]
     assert isinstance(plan, DrainPlan)
     assert [t.worker_id for t in plan.targets] == ["w2"]
+
+
+# --- what is in flight, host copies and wrong facts ----------------------------------------------
+
+
+def on_own_host(worker_id: str, *args: object, **changes: object) -> WorkerRecord:
+    return worker_record(worker_id, *args, **({"host": f"h-{worker_id}"} | changes))  # type: ignore[arg-type]
+
+
+def stripes(plan: Message) -> list[tuple[str, str, str]]:
+    assert isinstance(plan, ScalePlan)
+    return [(s.source_kind, s.source, s.target) for c in plan.chains for hop in c.hops for s in hop.stripes]
+
+
+async def scale_twice(rig: Rig) -> list[tuple[str, str, str]]:
+    """The stripes of a second plan, made while w0 still sends to w1; w9 has a copy that is further down the list."""
+    copies = (on_own_host("w0", rig.model, "serving"), on_own_host("w9", rig.model, "serving"))
+    rig.pool.workers = (copies[0], on_own_host("w1"), copies[1])
+    await rig.scale(3)
+    assert stripes(rig.plans()[-1]) == [("gpu", "w0", "w1")]
+    rig.pool.workers = (copies[0], on_own_host("w1", rig.model, "loading"), on_own_host("w2"), copies[1])
+    await rig.scale(4)
+    return stripes(rig.plans()[-1])
+
+
+async def test_a_source_that_still_sends_for_the_last_plan_is_avoided(rig: Rig) -> None:
+    assert await scale_twice(rig) == [("gpu", "w9", "w2")]
+
+
+async def test_a_planner_that_knows_no_flows_takes_the_same_source_again() -> None:
+    async with running(Rig(knows_flows=False)) as rig:
+        assert await scale_twice(rig) == [("gpu", "w0", "w2")]
+
+
+async def eventually_loaded(rig: Rig, plan_id: str) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while (await rig.record(plan_id)).trigger_to_loaded_ms is None:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_target_that_loads_feeds_the_next_plan_until_it_has_loaded(rig: Rig) -> None:
+    source = on_own_host("w0", rig.model, "serving")
+    rig.pool.workers = (source, on_own_host("w1"))
+    await rig.scale(2)
+    (first,) = rig.plans()
+    assert isinstance(first, ScalePlan)
+    instance_id = first.targets[0].instance_id
+    loading = worker_record("w1", rig.model, "loading", host="h-w1")
+    assert loading.instance is not None
+    loading = msgspec.structs.replace(
+        loading, instance=msgspec.structs.replace(loading.instance, instance_id=instance_id)
+    )
+    rig.pool.workers = (source, loading, on_own_host("w2"))
+    await rig.scale(3)
+    assert stripes(rig.plans()[-1]) == [("gpu", "w1", "w2")]
+    await rig.report(first.plan_id, "loaded", "w1", instance_id)
+    rig.pool.workers = (source, loading, on_own_host("w3"), worker_record("w2", lease_model="m", lease_plan_id="p"))
+    await eventually_loaded(rig, first.plan_id)
+    await rig.scale(4)
+    assert stripes(rig.plans()[-1]) == [("gpu", "w0", "w3")]
+
+
+async def test_a_host_copy_feeds_the_first_instance(rig: Rig) -> None:
+    held = HostCopy(
+        model="m",
+        model_hash=rig.model.model_hash,
+        layout_hash=rig.model.layout_hash,
+        num_bytes=rig.model.weights_bytes,
+        state="ready",
+    )
+    holder = msgspec.structs.replace(on_own_host("w0", arena_bytes=0), host_copies=(held,))
+    rig.pool.workers = (holder, on_own_host("w1"))
+    record = await rig.scale(1)
+    (plan,) = rig.plans()
+    assert stripes(plan) == [("host", "w0", "w1")]
+    assert "host copy" in " ".join(record.explain)
+
+
+async def test_the_host_cache_baseline_says_that_targets_keep_a_copy() -> None:
+    async with running(Rig("host-cache")) as rig:
+        rig.spare("w0")
+        await rig.scale(1)
+        (plan,) = rig.plans()
+        assert isinstance(plan, ScalePlan)
+        assert plan.keep_on_host
+        assert stripes(plan) == [("disk", "", "w0")]
+
+
+async def test_one_workers_wrong_facts_do_not_stop_the_others(rig: Rig) -> None:
+    rig.pool.workers = (on_own_host("w0", nic_gbps=0.0), on_own_host("w1"), on_own_host("w2"))
+    record = await rig.scale(2)
+    assert sorted(t.worker_id for t in record.targets) == ["w1", "w2"]
+    assert len(record.left_out) == 1
+    assert "w0" in record.left_out[0]
+    assert "nic_gbps" in record.left_out[0]
+
+
+async def test_a_scale_that_only_wrong_facts_prevent_says_so(rig: Rig) -> None:
+    rig.pool.workers = (on_own_host("w0", nic_gbps=0.0),)
+    with pytest.raises(NoCapacity, match=r"w0 is left out.*nic_gbps"):
+        await rig.scale(1)
+
+
+async def test_a_model_that_is_removed_before_the_lease_is_not_planned(rig: Rig) -> None:
+    rig.spare("w0")
+    rig.pool.errors["lease"] = [ModelNotFound("model 'm' is not registered", param="model")]
+    with pytest.raises(ModelNotFound):
+        await rig.scale(1)
+    assert rig.plans() == []
+    assert await rig.records() == ()
+
+
+async def test_the_death_of_one_target_leaves_the_others_of_its_plan_alone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "MISSING_S", 0.0)
+    rig.spare("w0", "w1")
+    record = await rig.scale(2)
+    instances = {t.worker_id: t.instance_id for t in record.targets}
+    rig.pool.workers = (worker_record("w1", lease_plan_id=record.plan_id, lease_model="m"),)
+    await asyncio.sleep(0.6)
+    assert (await rig.record(record.plan_id)).status == "running"
+    await rig.report(record.plan_id, "serving", "w1", instances["w1"])
+    ended = await rig.record(record.plan_id, wait_s=TIMEOUT_S)
+    assert {t.worker_id: bool(t.failure) for t in ended.targets} == {"w0": True, "w1": False}

@@ -13,7 +13,16 @@ from shared import subjects
 from shared.bus.memory import MemoryBroker
 from shared.checkpoint import inspect_checkpoint
 from shared.messages.registry import ModelRecord
-from shared.messages.scaling import Chain, ChainMember, DrainPlan, DrainTarget, ScalePlan, ScaleProgress
+from shared.messages.scaling import (
+    Chain,
+    ChainMember,
+    DrainPlan,
+    DrainTarget,
+    Hop,
+    ScalePlan,
+    ScaleProgress,
+    Stripe,
+)
 from shared.transport.memory import MemoryFabric
 from tests.checkpoints import tiny_checkpoint
 from tests.services.fake_gateway import FakeGateway
@@ -22,6 +31,7 @@ from tests.services.waiting import eventually
 from tests.services.workers import RunningWorker, worker_config
 
 CHUNK_BYTES = 256 * 1024
+FROM_DISK = Stripe(source="", source_kind="disk", target="w0")
 
 
 def model_record(name: str = "m") -> ModelRecord:
@@ -69,24 +79,28 @@ class LoneWorker:
         )
 
     def plan(
-        self, *, epoch: int, expires_in_s: float = 60.0, model: ModelRecord | None = None, chain: Chain | None = None
+        self,
+        *,
+        epoch: int,
+        expires_in_s: float = 60.0,
+        model: ModelRecord | None = None,
+        stripe: Stripe = FROM_DISK,
+        **fields: object,
     ) -> ScalePlan:
-        """A plan to load the model here, from disk unless ``chain`` says otherwise."""
+        """A plan to load the model here, from disk unless ``stripe`` says otherwise."""
         number = next(self._plans)
-        from_disk = Chain(
-            source_kind="disk",
-            source=None,
-            targets=(self.chain_member(f"i{number}", epoch),),
-            chunk_bytes=CHUNK_BYTES,
-        )
+        defaults: dict[str, object] = {
+            "members": (self.chain_member(f"i{number}", epoch),),
+            "chains": (Chain(hops=(Hop(targets=(stripe.target,), stripes=(stripe,)),), chunk_bytes=CHUNK_BYTES),),
+        }
         return ScalePlan(
             plan_id=f"plan-{number}",
             model=model or self.model,
             role="colocated",
-            chains=(chain or from_disk,),
             triggered_at_s=time.time(),
             planned_at_s=time.time(),
             expires_at_s=time.time() + expires_in_s,
+            **(defaults | fields),  # type: ignore[arg-type]
         )
 
     async def publish(self, plan: ScalePlan | DrainPlan) -> None:
@@ -98,7 +112,7 @@ class LoneWorker:
         plan = self.plan(epoch=epoch)
         await self.publish(plan)
         await self.reported(plan.plan_id, "serving")
-        return plan.chains[0].targets[0].instance_id
+        return plan.members[0].instance_id
 
     async def drain(self, instance_id: str, plan_id: str = "drain-1", *, revive: bool = False) -> None:
         """Publish a drain, or a revival."""

@@ -25,11 +25,14 @@ async def test_only_the_very_instance_that_serves_admits(alone: LoneWorker) -> N
     instance.check_admits(instance_id)
 
 
-async def test_an_instance_found_idle_cannot_be_revived_any_more(alone: LoneWorker) -> None:
+async def test_a_retired_instance_cannot_be_revived_any_more(alone: LoneWorker) -> None:
     await alone.serve()
     instance = alone.worker.serving
     instance.drain()
     assert await instance.idle()
+    with instance.pinned():
+        assert not instance.retire(), "somebody reads the copy"
+    assert instance.retire()
     assert not instance.revive()
     assert instance.state == "draining"
 

@@ -16,10 +16,10 @@ from shared.bus.memory import MemoryBroker
 from shared.errors import Conflict, NotFound
 from shared.messages.common import Ack
 from shared.messages.registry import HeartbeatAck
-from shared.messages.scaling import Chain, FetchRange
+from shared.messages.scaling import FetchRange, Stripe
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
-from tests.services.worker.lone_worker import CHUNK_BYTES, LoneWorker, lone_worker
+from tests.services.worker.lone_worker import FROM_DISK, LoneWorker, lone_worker
 
 
 async def test_a_plan_is_reported_step_by_step_and_its_instance_registered(alone: LoneWorker) -> None:
@@ -71,8 +71,7 @@ async def test_a_plan_for_a_busy_worker_is_reported_failed_and_disturbs_nothing(
 
 async def test_a_plan_for_somebody_else_is_nobodys_business(alone: LoneWorker) -> None:
     member = msgspec.structs.replace(alone.chain_member("i9", 10), worker_id="w9")
-    chain = Chain(source_kind="disk", source=None, targets=(member,), chunk_bytes=CHUNK_BYTES)
-    plan = alone.plan(epoch=10, chain=chain)
+    plan = alone.plan(epoch=10, members=(member,), stripe=msgspec.structs.replace(FROM_DISK, target="w9"))
     await alone.publish(plan)
     await alone.serve(epoch=11)
     assert alone.events(plan.plan_id) == []
@@ -115,12 +114,35 @@ async def test_a_checkpoint_that_is_gone_fails_the_load_and_the_worker_is_spare_
     await alone.serve(epoch=11)
 
 
-async def test_a_chain_without_a_source_fails_its_target(alone: LoneWorker) -> None:
-    chain = Chain(source_kind="gpu", source=None, targets=(alone.chain_member("i9", 10),), chunk_bytes=CHUNK_BYTES)
-    plan = alone.plan(epoch=10, chain=chain)
+async def test_a_plan_that_names_unknown_members_is_nobodys_business(alone: LoneWorker) -> None:
+    plan = alone.plan(epoch=10, stripe=Stripe(source="w9", source_kind="gpu", target="w0"))
     await alone.publish(plan)
-    await alone.reported(plan.plan_id, "failed")
-    assert "no source" in alone.progress[-1].detail
+    await alone.serve(epoch=11)
+    assert alone.events(plan.plan_id) == []
+
+
+async def test_a_target_whose_source_is_gone_reads_its_disk(alone: LoneWorker) -> None:
+    gone = msgspec.structs.replace(alone.chain_member("i9", 0), worker_id="w9")
+    stripe = Stripe(source="w9", source_kind="gpu", target="w0")
+    plan = alone.plan(epoch=10, stripe=stripe, members=(alone.chain_member("i1", 10), gone))
+    await alone.publish(plan)
+    await alone.reported(plan.plan_id, "serving")
+
+
+async def test_the_last_copy_of_a_model_is_kept_until_the_pool_lets_it_go(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    alone.pool.retire_error = Conflict("the last copy")
+    await alone.drain(instance_id, "drain-1")
+    await eventually(lambda: len(alone.pool.retired) >= 1)
+    await alone.drain(instance_id, "revive-1", revive=True)
+    await alone.reported("revive-1", "serving")
+    await alone.submit(instance_id, "r")
+    await alone.gateway.end_of("r")
+    await alone.drain(instance_id, "drain-2")
+    await eventually(lambda: len(alone.pool.retired) >= 2)
+    assert alone.worker.serving.state == "draining"
+    alone.pool.retire_error = None
+    await alone.reported("drain-2", "spare")
 
 
 async def test_a_drain_right_after_a_revival_is_carried_out(alone: LoneWorker) -> None:
@@ -197,6 +219,9 @@ def _fetch(alone: LoneWorker, **changes: object) -> FetchRange:
     unit = alone.worker.serving.layout.units[1] if alone.worker.instance else None
     fields: dict[str, object] = {
         "plan_id": "p",
+        "model_hash": alone.model.model_hash,
+        "layout_hash": alone.model.layout_hash,
+        "kind": "gpu",
         "worker_id": "w1",
         "transport_address": b"",
         "host": "host-b",

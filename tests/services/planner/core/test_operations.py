@@ -1,6 +1,9 @@
 from __future__ import annotations
 
-from services.planner.core.operations import Direction, Operation, Operations
+import msgspec
+
+from services.planner.core.operations import MISSING_S, Direction, Operation, Operations
+from services.planner.core.traffic import SETTLING_S
 from shared.messages.scaling import ScaleProgress
 from tests.records import model, worker_record
 
@@ -121,5 +124,83 @@ def test_targets_that_died_or_never_took_the_plan_fail() -> None:
     assert op.record().targets[1].failure == "the plan was never accepted"
     assert not op.finished
     op.check(workers, 121.0)
-    assert op.finished
     assert op.record().status == "failed"
+
+
+def loads(plan_id: str = "p", **fields: object) -> Operation:
+    """w1 feeds w2 (5 s) after it received from w0 (2 s)."""
+    op = Operation(
+        plan_id=plan_id,
+        model="m",
+        direction="out",
+        desired=3,
+        reason="load",
+        triggered_at_s=100.0,
+        targets=(("w1", "i1"), ("w2", "i2")),
+        links=(("w0", "w1"), ("w1", "w2")),
+        predicted_s={"w1": 2.0, "w2": 5.0},
+        **fields,  # type: ignore[arg-type]
+    )
+    op.planned(101.0)
+    return op
+
+
+def test_a_transfer_goes_on_until_its_target_has_loaded() -> None:
+    operations = Operations()
+    op = loads()
+    operations.add(op)
+    operations.add(operation("in", plan_id="b"))
+    assert operations.transfers(102.0).running == (("w0", "w1"), ("w1", "w2"))
+    op.apply(event("w1", "loaded", 103.0))
+    assert operations.transfers(103.5).running == (("w1", "w2"),)
+    assert operations.transfers(103.5).settling == (("w0", "w1"),)
+    assert operations.transfers(103.5 + SETTLING_S).settling == ()
+    op.apply(event("w2", "failed", 104.0, detail="disk is gone"))
+    assert operations.transfers(104.0).running == ()
+
+
+def test_a_plan_that_was_never_published_sends_nothing() -> None:
+    operations = Operations()
+    op = loads()
+    operations.add(op)
+    op.fail("no publisher")
+    assert operations.transfers(102.0).running == ()
+    assert operations.remaining_s(102.0) == {}
+
+
+def test_the_time_that_a_target_still_needs_is_what_was_predicted_for_it() -> None:
+    operations = Operations()
+    op = loads()
+    operations.add(op)
+    assert operations.remaining_s(102.0) == {("w1", "i1"): 1.0, ("w2", "i2"): 4.0}
+    op.apply(event("w1", "loaded", 103.0))
+    assert operations.remaining_s(103.0) == {("w2", "i2"): 3.0}
+    assert operations.remaining_s(200.0) == {("w2", "i2"): 0.0}
+
+
+def test_a_target_that_should_take_long_has_a_later_deadline() -> None:
+    op = loads(accept_by_s=110.0, deadline_s=120.0)
+    workers = {}
+    for name, instance_id in op.open_targets:
+        record = worker_record(name, model("m"), "loading")
+        assert record.instance is not None
+        own = msgspec.structs.replace(record.instance, instance_id=instance_id)
+        workers[name] = msgspec.structs.replace(record, instance=own)
+    op.check(workers, 120.5)
+    assert [t.failure for t in op.record().targets] == ["it did not end within the deadline", ""]
+    op.check(workers, 124.5)
+    assert op.record().status == "running"
+    op.check(workers, 125.5)
+    assert op.record().status == "failed"
+
+
+def test_the_death_of_a_worker_in_the_middle_of_a_plan_fails_its_target_alone() -> None:
+    op = loads(accept_by_s=110.0, deadline_s=120.0)
+    workers = {"w2": worker_record("w2", model("m"), "loading")}
+    for now_s in (102.0, 102.0 + MISSING_S):
+        op.check(workers, now_s)
+    assert [t.failure for t in op.record().targets] == ["the worker died", ""]
+    assert not op.finished
+    op.apply(event("w2", "serving", 105.0))
+    assert op.record().status == "failed"
+    assert op.record().targets[1].serving_ms == 5000.0

@@ -141,7 +141,7 @@ def test_a_target_that_still_loads_feeds_the_next_plan_when_every_whole_copy_sen
     assert plan.fallbacks == (Copy(worker_id="w0", kind="gpu"),), "what still loads is no fallback"
 
 
-@pytest.mark.parametrize("host", ["h-w0", "h-w1"])
+@pytest.mark.parametrize("host", ["h-w1", "h-w2"])
 def test_a_whole_copy_that_does_not_send_comes_before_one_that_loads(host: str) -> None:
     workers = (record("w0", "serving"), record("w1", "loading"), record("w2", host=host), record("w3", "serving"))
     found = cluster(*workers, links=(("w0", "w1"),), remaining_s={"w1": 2.0})
@@ -183,7 +183,6 @@ def test_a_gpu_copy_comes_before_a_host_copy() -> None:
 
 
 def test_a_target_that_holds_a_host_copy_itself_reads_its_own_memory() -> None:
-    found = cluster(record("w0", "serving", host="a", host_copy="retired"), record("w1", host="b", host_copy="ready"))
     plan = plan_worker_chains(
         cluster(
             record("w1", host="b", host_copy="ready", arena_bytes=0),
@@ -194,7 +193,6 @@ def test_a_target_that_holds_a_host_copy_itself_reads_its_own_memory() -> None:
     )
     assert paths(plan.chains) == [[("host", "w2", "w2")]]
     assert plan.links == (), "nobody sends"
-    assert [c.kind for c in found.copies] == ["gpu", "host"]
 
 
 def test_without_any_copy_the_first_target_reads_its_disk() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.worker.core.upstreams import StripeSources
@@ -36,7 +38,7 @@ async def progressed(peer: Peer, pieces: int = 3) -> None:
 
 async def test_a_chain_of_three_gives_everyone_identical_weights() -> None:
     async with peers(4, random_copy()) as (_, chain):
-        await asyncio.gather(*(b.receive([[a.upstream()]]) for a, b in zip(chain, chain[1:], strict=False)))
+        await asyncio.gather(*(b.receive([[a.upstream()]]) for a, b in itertools.pairwise(chain)))
         for target in chain[1:]:
             assert same_bytes(target.copy, chain[0].copy)
             assert sorted(target.ready) == list(range(len(LAYOUT.units)))
@@ -61,10 +63,16 @@ async def test_stripes_and_an_all_gather_give_both_members_everything(shares: tu
         two.offer("gpu", two.copy)
         gathering = [
             left.receive(
-                [StripeSources(shares[0], (one.upstream(),)), StripeSources(shares[1], (right.upstream(), two.upstream()))]
+                [
+                    StripeSources(shares[0], (one.upstream(),)),
+                    StripeSources(shares[1], (right.upstream(), two.upstream())),
+                ]
             ),
             right.receive(
-                [StripeSources(shares[0], (left.upstream(), one.upstream())), StripeSources(shares[1], (two.upstream(),))]
+                [
+                    StripeSources(shares[0], (left.upstream(), one.upstream())),
+                    StripeSources(shares[1], (two.upstream(),)),
+                ]
             ),
         ]
         await asyncio.gather(*gathering)
@@ -238,8 +246,6 @@ async def test_a_sender_refuses_what_it_cannot_send() -> None:
         (_, feed), *_ = target.asked
 
         def changed(**fields: object) -> Feed:
-            import msgspec
-
             return msgspec.structs.replace(feed, **fields)
 
         refusals: list[tuple[Feed, type[BlitzError]]] = [

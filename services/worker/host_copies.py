@@ -1,0 +1,183 @@
+"""Copies of models in this machine's memory: placed by the pool, or cached by the worker (``host-cache``)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any
+
+from services.worker.core.upstreams import DISK, StripeSources, Upstream
+from services.worker.data_plane.copies import Offer
+from services.worker.data_plane.outcome import BuffersStuck
+from services.worker.data_plane.weight_copy import WeightCopy
+from services.worker.host_store import HostStore
+from services.worker.instance import Instance
+from services.worker.weight_mover import WeightMover
+from shared.errors import BlitzError, Conflict, NotFound
+from shared.messages.common import Ack
+from shared.messages.copies import CopySource, DropCopy, HoldCopy
+from shared.messages.registry import HostCopy, ModelRecord
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 4 * 1024 * 1024
+"""One hop: the chunk only has to keep the link full."""
+EXPIRE_INTERVAL_S = 1.0
+
+
+class HostCopies:
+    """Carries out what the pool decides about this worker's host memory, and reports."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        store: HostStore,
+        mover: WeightMover,
+        *,
+        retire: Callable[[HostCopy], Awaitable[None]],
+        changed: Callable[[], None],
+        fatal: Callable[[str], None],
+    ) -> None:
+        """``retire(copy)`` asks the pool whether a copy may go and raises unless it may. ``changed()``: the registry
+        should know. ``fatal(why)``: this process must be restarted."""
+        self._worker_id = worker_id
+        self._store = store
+        self._mover = mover
+        self._retire = retire
+        self._changed = changed
+        self._fatal = fatal
+        self._tasks: dict[asyncio.Task[None], str] = {}
+
+    def report(self) -> tuple[HostCopy, ...]:
+        """What is held, for the heartbeat."""
+        return self._store.report()
+
+    def record(self, model_hash: str) -> ModelRecord | None:
+        """The model of a held copy."""
+        return self._store.record(model_hash)
+
+    async def run(self) -> None:
+        """Let go of cached copies that nobody used for long, until cancelled."""
+        while True:
+            await asyncio.sleep(EXPIRE_INTERVAL_S)
+            for model_hash in self._store.expiring(time.monotonic()):
+                await self._let_go(model_hash)
+
+    async def close(self) -> None:
+        """Abort what runs."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], model_hash: str) -> None:
+        task = asyncio.create_task(work)
+        self._tasks[task] = model_hash
+        task.add_done_callback(self._reap)
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task about host copies broke", exc_info=error)
+
+    # --- hold --------------------------------------------------------------------------------
+
+    async def on_hold(self, request: HoldCopy) -> Ack:
+        """Begin to load a copy that the pool placed here. Raises ``NoCapacity`` or ``Conflict``."""
+        model_hash = request.model.model_hash
+        copy = self._store.reserve(request.model, cached=False, now_s=time.monotonic())
+        if not copy.complete and model_hash not in self._tasks.values():
+            self._offer(request.model, copy)
+            self._spawn(self._load(request, copy), model_hash)
+        self._changed()
+        return Ack()
+
+    async def _load(self, request: HoldCopy, copy: WeightCopy) -> None:
+        model = request.model
+        upstreams = tuple(self._upstream(source) for source in request.sources)
+        sources = StripeSources(1.0, (*upstreams, DISK))
+        try:
+            with self._store.pinned(model.model_hash):
+                await self._mover.fill_host(model, copy, request.epoch, CHUNK_BYTES, sources)
+            log.info("host copy of %s is complete (%d bytes)", model.name, copy.layout.num_bytes)
+        except BuffersStuck as error:
+            self._fatal(str(error))
+            return
+        except BlitzError as error:
+            log.warning("host copy of %s failed: %s", model.name, error)
+            await self._free(model.model_hash, copy)
+        self._changed()
+
+    def _upstream(self, source: CopySource) -> Upstream:
+        if source.worker_id == self._worker_id:
+            return Upstream("local", source.worker_id)
+        return Upstream(source.kind, source.worker_id, source.host, source.transport_address)
+
+    async def keep(self, instance: Instance) -> None:
+        """Cache a copy of a loaded instance, if there is room. The instance serves meanwhile."""
+        record = instance.record
+        needed = 0 if self._store.find(record.model_hash, record.layout_hash) else instance.layout.num_bytes
+        try:
+            for model_hash in self._store.evictable(needed):
+                await self._let_go(model_hash)
+            copy = self._store.reserve(record, cached=True, now_s=time.monotonic())
+        except BlitzError as error:
+            log.info("no host copy of %s is kept: %s", record.name, error)
+            return
+        if copy.complete:
+            return
+        with instance.pinned(), self._store.pinned(record.model_hash):
+            for unit in range(len(copy.layout.units)):
+                await asyncio.to_thread(copy.copy_unit, unit, instance.copy)
+                copy.mark_ready(unit)
+        self._offer(record, copy)
+        self._changed()
+
+    def _offer(self, record: ModelRecord, copy: WeightCopy) -> None:
+        @contextlib.contextmanager
+        def pinned() -> Iterator[None]:
+            with self._store.pinned(record.model_hash):
+                self._store.touch(record.model_hash, time.monotonic())
+                yield
+
+        self._mover.copies.offer(Offer("host", record.model_hash, copy, pinned))
+
+    # --- let go ------------------------------------------------------------------------------
+
+    async def on_drop(self, request: DropCopy) -> Ack:
+        """Begin to let a copy go, if the pool still agrees by then. Raises ``NotFound``."""
+        if self._store.record(request.model_hash) is None:
+            raise NotFound(f"no host copy of model {request.model_hash[:12]} here")
+        self._spawn(self._let_go(request.model_hash), request.model_hash)
+        return Ack()
+
+    async def _let_go(self, model_hash: str) -> None:
+        """Retire, let the pool confirm that another copy stays, free. A copy that it refuses to let go is kept."""
+        held = next((copy for copy in self._store.report() if copy.model_hash == model_hash), None)
+        record = self._store.record(model_hash)
+        if held is None or record is None:
+            return
+        copy = self._store.find(model_hash, held.layout_hash)
+        if copy is None or held.state == "loading":
+            return  # on its way out already, or still filling: the pool asks again
+        self._store.retire(model_hash)
+        self._mover.copies.withdraw("host", copy)
+        try:
+            await self._retire(held)
+        except BlitzError as error:
+            level = logging.DEBUG if isinstance(error, Conflict) else logging.INFO
+            log.log(level, "the host copy of %s is kept: %s", held.model, error)
+            self._store.keep(model_hash)
+            self._store.touch(model_hash, time.monotonic())
+            self._offer(record, copy)
+            return
+        await self._free(model_hash, copy)
+        self._changed()
+
+    async def _free(self, model_hash: str, copy: WeightCopy) -> None:
+        self._mover.copies.withdraw("host", copy)
+        await self._mover.sender.end_feeds_of(copy)
+        with contextlib.suppress(BlitzError):  # still pinned after a long time: it stays retired, and is reported so
+            await self._store.drop(model_hash)
