@@ -9,7 +9,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from compose.admin_types import Status
+from compose.admin_types import PoolStatus, Status
 from shared.errors import BadRequest, BlitzError, Internal, Unauthorized, Unavailable, error_from_code
 from shared.messages.scaling import ScaleRecord
 
@@ -59,6 +59,10 @@ class AdminClient:
     async def status(self) -> Status:
         """Models, instances, workers and floors."""
         return self._as(await self._call("GET", "/admin/status"), Status)
+
+    async def pool(self) -> PoolStatus:
+        """Which memory holds which model."""
+        return self._as(await self._call("GET", "/admin/pool"), PoolStatus)
 
     async def models(self) -> list[dict[str, Any]]:
         """The registered models."""

@@ -50,3 +50,77 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     def serving(self, model: str) -> int:
         """How many instances of a model answer requests on their own."""
         return sum(i.state == "serving" for i in self.instances if i.model == model)
+
+
+class InstanceCopy(msgspec.Struct, frozen=True, kw_only=True):
+    """A model's copy in the memory of a GPU: an instance."""
+
+    id: str
+    worker: str
+    host: str = ""
+    state: str
+    complete: bool = False
+
+
+class HostCopyStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A model's copy in the memory of a host."""
+
+    worker: str
+    host: str = ""
+    state: str
+    bytes: int = 0
+    cached: bool = False
+    """Kept by the worker for itself, not placed by the pool."""
+
+
+class StrayCopy(HostCopyStatus, frozen=True, kw_only=True):
+    """A host copy of a model that is not registered (any more)."""
+
+    model: str
+    model_hash: str = ""
+
+
+class PoolModel(msgspec.Struct, frozen=True, kw_only=True):
+    """One registered model and its copies."""
+
+    name: str
+    model_hash: str = ""
+    weights_bytes: int = 0
+    invariant: str
+    """``ok``: some memory holds a complete copy; else ``missing``."""
+    host_copy: str
+    """``ready``, ``loading`` or ``none``."""
+    reason: str = ""
+    instances: tuple[InstanceCopy, ...] = ()
+    host_copies: tuple[HostCopyStatus, ...] = ()
+    host_bytes: int = 0
+
+
+class PoolHost(msgspec.Struct, frozen=True, kw_only=True):
+    """One host's memory for copies."""
+
+    host: str
+    workers: tuple[str, ...] = ()
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    placed_bytes: int = 0
+    cached_bytes: int = 0
+
+
+class PoolTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over models and hosts."""
+
+    host_bytes: int = 0
+    host_capacity_bytes: int = 0
+    models: int = 0
+    models_without_copy: int = 0
+    models_without_host_copy: int = 0
+
+
+class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Which memory holds which model."""
+
+    models: tuple[PoolModel, ...]
+    hosts: tuple[PoolHost, ...] = ()
+    strays: tuple[StrayCopy, ...] = ()
+    totals: PoolTotals = PoolTotals()

@@ -258,6 +258,8 @@ class LabStack:
             "BLITZ_WORKER_HOST_CACHE_MIB": str(_HOST_COPIES * (self._mib + 1) if self._host_cache else 0),
             # UCX would otherwise find the shared memory of the one machine, or the unrated interface.
             "UCX_TLS": "tcp",
+            # To UCX all hosts of the lab are one; between real ones this is what the transport chooses.
+            "UCX_RNDV_THRESH": "inf",
             "UCX_NET_DEVICES": DATA_DEVICE,
         }
         return replace(spec, argv=(*host.enter, *spec.argv), env={**spec.env, **own, **self._worker_env})

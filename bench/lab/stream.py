@@ -71,7 +71,7 @@ class Stream:
         self._begun = threading.Event()
 
     def wait_begun(self) -> None:
-        """Returns once bytes arrive. Raises ``LabUnavailable``."""
+        """Returns once bytes arrive. Blocks. Raises ``LabUnavailable``."""
         if not self._begun.wait(_START_S):
             raise LabUnavailable(f"no byte of the background stream arrived within {_START_S:g} s")
 
@@ -90,7 +90,7 @@ class Stream:
 
 @contextlib.contextmanager
 def running(sender: Host, receiver: Host) -> Iterator[Stream]:
-    """A stream from one host to another, until the block is left. Raises ``LabUnavailable`` if it does not begin."""
+    """A stream from one host to another, until the block is left; ``wait_begun`` says when it runs."""
     command = (sys.executable, "-m", "bench.lab.stream")
     where = (receiver.data_address, str(_PORT))
     with contextlib.ExitStack() as started:
@@ -107,7 +107,6 @@ def running(sender: Host, receiver: Host) -> Iterator[Stream]:
         sending = subprocess.Popen((*sender.enter, *command, "send", *where))
         started.callback(sending.wait)
         started.callback(sending.kill)
-        stream.wait_begun()
         yield stream
 
 

@@ -19,6 +19,7 @@ _READERS: dict[str, type[readers.Reader]] = {
     "safetensors": readers.Safetensors,
     "safetensors_load_file": readers.SafetensorsLoadFile,
     "runai_streamer": readers.RunaiStreamer,
+    "runai_streamer_64mib": readers.RunaiStreamer,
     "disk": readers.Disk,
     "disk_unsealed": readers.DiskUnsealed,
     "network": network.Network,

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from bench.lab.checkpoint import make_checkpoint, num_layers
 from bench.loaders.measure import measure
@@ -25,7 +25,9 @@ def _say(line: str) -> None:
 def _show(result: Result, console: Console) -> None:
     how = f", pages dropped by {result.dropped_by}" if result.dropped_by else ""
     console.print(f"{result.model_bytes / 2**20:.0f} MiB in {result.num_files} files{how}; medians")
-    table = Table("method", "page cache", "s", "GB/s", "of safetensors cold", "of safetensors warm")
+    table = Table(
+        Column("method", no_wrap=True), "page cache", "s", "GB/s", "of safetensors cold", "of safetensors warm"
+    )
     for method, states in result.document()["methods"].items():
         for state, row in states.items():
             ratios = [f"{row[key]:.2f}" if (key := f"of_safetensors_{s}") in row else "" for s in ("cold", "warm")]

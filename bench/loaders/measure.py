@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -50,7 +51,7 @@ def measure(
                 if method.name in skipped or key in skipped:
                     continue
                 try:
-                    answer, dropped = _read(checkpoint, method.name, state)
+                    answer, dropped = _read(checkpoint, method, state)
                 except page_cache.CacheStays as error:
                     skipped[key] = error.message
                     say(f"{key}: left out, {error.message}")
@@ -72,13 +73,18 @@ def measure(
     )
 
 
-def _read(checkpoint: Checkpoint, method: str, state: PageCache) -> tuple[Answer, str]:
+def _read(checkpoint: Checkpoint, method: Method, state: PageCache) -> tuple[Answer, str]:
     """One reading, and how the page cache was emptied for it."""
     files = checkpoint.weight_files
     deadline_s = _SLACK_S + checkpoint.layout.num_bytes / _SLOWEST_BYTES_PER_S
-    command = (sys.executable, "-m", "bench.loaders.child", method, str(checkpoint.path))
+    command = (sys.executable, "-m", "bench.loaders.child", method.name, str(checkpoint.path))
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env=os.environ | dict(method.env),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         timer = threading.Timer(deadline_s, process.kill)
         timer.start()
@@ -97,5 +103,5 @@ def _read(checkpoint: Checkpoint, method: str, state: PageCache) -> tuple[Answer
             process.kill()
     if process.returncode != 0:
         reason = (said.strip().splitlines() or [f"it was killed after {deadline_s:.0f} s"])[-1]
-        raise ReadingFailed(f"{method} failed: {reason}")
+        raise ReadingFailed(f"{method.name} failed: {reason}")
     return msgspec.json.decode(answer.strip().splitlines()[-1], type=Answer), dropped_by

@@ -19,6 +19,8 @@ class Method:
     what: str
     needs: str = ""
     """A package that may be absent."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Settings of the reading process."""
 
     @property
     def missing(self) -> str:
@@ -33,6 +35,13 @@ METHODS = (
     Method(BASELINE, _FROM_DISK, "safe_open, each tensor copied into one that was allocated before"),
     Method("safetensors_load_file", _FROM_DISK, "load_file, every page touched"),
     Method("runai_streamer", _FROM_DISK, "the same tensors by the Run:ai model streamer", "runai-model-streamer"),
+    Method(
+        "runai_streamer_64mib",
+        _FROM_DISK,
+        "the same through a buffer of 64 MiB, which stays in the processor's reach",
+        "runai-model-streamer",
+        (("RUNAI_STREAMER_MEMORY_LIMIT", str(64 << 20)),),
+    ),
     Method("disk", _FROM_DISK, "ours from disk, with checksums"),
     Method("disk_unsealed", _FROM_DISK, "ours from disk, without checksums"),
     Method("network", ("unused",), "ours from another process, over shared memory, verified"),

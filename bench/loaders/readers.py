@@ -100,7 +100,7 @@ class SafetensorsLoadFile(Reader):
 
 
 class RunaiStreamer(_Preallocated):
-    """The Run:ai model streamer with its own defaults; tensors are copied out of the buffer that it uses again."""
+    """The Run:ai model streamer; tensors are copied out of the buffer that it uses again."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         # May be absent, and is none of the other readers' business.

@@ -159,6 +159,7 @@ class _Bench:
         host = self._network.hosts[self._stack.host_of(busy)]
         sink = self._network.hosts[-1]
         with stream.running(host, sink) as traffic:
+            await asyncio.to_thread(traffic.wait_begun)
             await asyncio.sleep(_BEFORE_S)
             if mode == "planned":
                 await self._until_reported(busy)

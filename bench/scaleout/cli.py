@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from bench.lab import system
 from bench.lab.plan import Rate
@@ -37,7 +37,15 @@ def _show(result: Result, console: Console) -> None:
         f"{result.model_bytes / 2**20:.1f} MiB at {result.rate_gbps:g} Gbit/s: {result.nominal_s:.3f} s nominal, "
         f"{result.ideal_s:.3f} s ideal (plain TCP in this run: {goodput} Mbit/s)"
     )
-    table = Table("strategy", "targets", "trigger to serving s", "of ideal", "transfer s", "line share", "CPU s/GiB")
+    table = Table(
+        Column("strategy", no_wrap=True),
+        "targets",
+        "trigger to serving s",
+        "of ideal",
+        "transfer s",
+        "line share",
+        "CPU s/GiB",
+    )
     for row, count in result.rows():
         seconds = result.seconds(row, count)
         table.add_row(

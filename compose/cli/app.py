@@ -13,6 +13,7 @@ from rich.text import Text
 
 from compose.cli.models import app as models_app
 from compose.cli.plugins import PluginGroup
+from compose.cli.pool import pool
 from compose.cli.scale import scale
 from compose.cli.status import status
 from compose.cli.up import up
@@ -55,6 +56,7 @@ def _root(
 
 app.command()(up)
 app.command()(status)
+app.command()(pool)
 app.add_typer(models_app, name="models")
 app.command()(scale)
 

@@ -11,7 +11,15 @@ from rich.text import Text
 from compose.admin_types import Status
 from compose.cli.connection import URL_DEFAULT, Json, Url, ask
 
-_STATE_STYLES = {"serving": "green", "live": "cyan", "loading": "cyan", "draining": "yellow", "failed": "red"}
+_STATE_STYLES = {
+    "serving": "green",
+    "ready": "green",
+    "live": "cyan",
+    "loading": "cyan",
+    "draining": "yellow",
+    "retired": "yellow",
+    "failed": "red",
+}
 
 
 def status(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
@@ -27,26 +35,28 @@ def status(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
 
 def tables(found: Status) -> tuple[Table, ...]:
     """Models, instances and workers as tables."""
-    models = _table("Models", "name", "serving", "min", "max", "path")
+    models = titled_table("Models", "name", "serving", "min", "max", "path")
     for model in found.models:
         most = "-" if model.max_instances is None or model.max_instances >= 1_000_000 else str(model.max_instances)
         models.add_row(model.name, str(found.serving(model.name)), str(model.min_instances), most, model.path)
-    instances = _table("Instances", "id", "model", "state", "role", "workers")
+    instances = titled_table("Instances", "id", "model", "state", "role", "workers")
     for instance in found.instances:
-        row = (instance.id, instance.model, _state(instance.state), instance.role, ", ".join(instance.workers))
+        row = (instance.id, instance.model, state_text(instance.state), instance.role, ", ".join(instance.workers))
         instances.add_row(*row)
-    workers = _table("Workers", "id", "host", "device", "engine", "state")
+    workers = titled_table("Workers", "id", "host", "device", "engine", "state")
     for worker in found.workers:
-        workers.add_row(worker.id, worker.host, worker.device, worker.engine, _state(worker.state))
+        workers.add_row(worker.id, worker.host, worker.device, worker.engine, state_text(worker.state))
     return models, instances, workers
 
 
-def _table(title: str, *columns: str) -> Table:
+def titled_table(title: str, *columns: str) -> Table:
+    """An empty table without lines."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
 
 
-def _state(state: str) -> Text:
+def state_text(state: str) -> Text:
+    """A state in its colour."""
     return Text(state, style=_STATE_STYLES.get(state, ""))

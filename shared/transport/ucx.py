@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 # With work posted the thread spins this long after the last event, then sleeps until the next. While it spins it
 # offers its core: where peers share one, a plain spin held up the peer that it waited for (1 MiB chunks on a
 # loaded box of two cores: 4.6 against 7.5 GB/s; on a free one 10.6 and 11). ``os.sched_yield`` keeps the GIL.
+# Between hosts a wake-up costs little beside the wire, and spinning took three times the CPU per byte.
 _SPIN_S = 0.0002
 _yield_core = ctypes.CDLL(None).sched_yield
 # Bounds of a sleep: a lost event costs this much and no more. Ten wake-ups a second are 0.1 % of a core.
@@ -172,7 +173,7 @@ class UcxTransport:
                 last_event_s = now_s
                 continue
             busy = self._worker.busy or self._receives.busy or self._peers.busy
-            if busy and now_s - last_event_s < _SPIN_S:
+            if busy and now_s - last_event_s < _SPIN_S and self._peers.any_on_this_host:
                 _yield_core()
             elif self._worker.arm():
                 self._mailbox.sleep(_BUSY_SLEEP_S if busy else _IDLE_SLEEP_S)

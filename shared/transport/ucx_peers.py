@@ -65,6 +65,11 @@ class Peers:
         """Whether dials wait for their answer."""
         return bool(self._dials)
 
+    @property
+    def any_on_this_host(self) -> bool:
+        """Whether a peer is reached over shared memory, which answers within microseconds."""
+        return any(peer.same_host for peer in self._peers.values())
+
     def all(self) -> list[Peer]:
         """The peers with an open endpoint."""
         return list(self._peers.values())

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from services.gateway.http.asgi import JSON, header, read_body
 from services.gateway.http.errors import UnsupportedMediaType
 from services.gateway.http.fields import Fields, parse_object
+from services.gateway.http.pool import pool_json
 from services.gateway.http.status import status_json
 from services.gateway.service import Gateway
 from shared import subjects
@@ -48,6 +49,11 @@ def admin_router(gateway: Gateway) -> APIRouter:
     async def status() -> Response:
         """Models, instances, workers and manual floors."""
         return _json(status_json(await gateway.snapshot()))
+
+    @router.get("/pool")
+    async def pool() -> Response:
+        """Which memory holds which model, and whether every model has a copy."""
+        return _json(pool_json(await gateway.snapshot()))
 
     @router.get("/models")
     async def list_models() -> Response:

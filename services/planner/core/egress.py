@@ -105,6 +105,15 @@ class Egress:
                 self._ring.rotate(-1)
         return taken
 
+    def take_own(self, leaf: str, gbps: float, *, fresh_first: bool = False) -> list[Outlet]:
+        """Spend outlets of this leaf only, worth ``gbps`` or all it has."""
+        taken: list[Outlet] = []
+        if leaf in self._leaves:
+            if self.leaf_gbps(leaf) >= gbps - TOLERANCE_GBPS:
+                self.to_front(leaf)
+            self._take_from(leaf, gbps, taken, fresh_first=fresh_first)
+        return taken
+
     def take_one(self, leaf: str, gbps: float, *, fresh_first: bool = False) -> Outlet | None:
         """Spend a single outlet: one of the leaf if it has any, of the list's front otherwise."""
         if not self.listed:

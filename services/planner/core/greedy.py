@@ -9,7 +9,7 @@ from services.planner.core.edges import Draft, Lane
 from services.planner.core.egress import TOLERANCE_GBPS, Egress, Outlet
 from services.planner.core.flows import Load, Source
 from services.planner.core.stripes import match_gbps
-from services.planner.core.targets import Port, TargetGroup, fair_rate, make_group
+from services.planner.core.targets import Port, TargetGroup, make_group
 from services.planner.core.topology import Nic, Topology
 from shared.messages.scaling import SourceKind
 
@@ -36,8 +36,6 @@ class Greedy:
         """Some direction is promised more than it has: rates need a second look."""
         self._sent_gbps: dict[str, float] = {}
         self._taken_in: dict[str, float] = {}
-        self._rates_out: dict[str, list[float]] = {}
-        self._rates_in: dict[str, list[float]] = {}
         self._draft_of: dict[str, Draft] = {}
         self._in_domain: dict[str, list[str]] = {}
         self._host_copies: dict[str, str] = {}
@@ -137,7 +135,9 @@ class Greedy:
         load = Load(self._load.egress, dict(self._load.ingress))
         for port in taken:
             load.ingress[port.nic.nic_id] = load.ingress.get(port.nic.nic_id, 0) + 1
-        return make_group(self._topology, group.gpus, load)
+        rest = make_group(self._topology, group.gpus, load)
+        rest.disturbs = group.disturbs
+        return rest
 
     def _scale_up(self, group: TargetGroup) -> Draft | None:
         """A copy in the group's own domain: it reaches every member over NVLink, and no NIC is used."""
@@ -214,14 +214,24 @@ class Greedy:
         crosses = shares = False
         fresh_first = self._started < self._chains
         surplus: list[Outlet] = []
-        for leaf, part in by_leaf.items():
-            inward = [p.gbps * scale for p in part] if scale < 1.0 else [p.gbps for p in part]
-            wanted = sum(inward)
-            outlets: list[Outlet] = []
-            if surplus and self.egress.leaf_gbps(leaf) < wanted - TOLERANCE_GBPS:
+        inward_of = {leaf: [p.gbps * scale if scale < 1.0 else p.gbps for p in part] for leaf, part in by_leaf.items()}
+        own_leaf: dict[str, list[Outlet]] = {}
+        leaves = list(by_leaf)
+        if self._sharded and len(leaves) > 1:
+            # Every leaf first gets what it has itself: none takes from others what they will miss.
+            missing: dict[str, float] = {}
+            for leaf, inward in inward_of.items():
+                own_leaf[leaf] = self.egress.take_own(leaf, sum(inward), fresh_first=fresh_first)
+                missing[leaf] = max(0.0, sum(inward) - sum([o.gbps for o in own_leaf[leaf]]) - TOLERANCE_GBPS)
+            leaves.sort(key=missing.__getitem__)
+        for leaf in leaves:
+            part, inward = by_leaf[leaf], inward_of[leaf]
+            outlets = own_leaf.get(leaf, [])
+            wanted = sum(inward) - sum([o.gbps for o in outlets])
+            if surplus and wanted > TOLERANCE_GBPS and self.egress.leaf_gbps(leaf) < wanted - TOLERANCE_GBPS:
                 # What a wide source has left after the group's other leaves, before anything new is spent.
-                outlets, surplus = surplus, []
-                wanted -= sum([o.gbps for o in outlets])
+                outlets, surplus = outlets + surplus, []
+                wanted = sum(inward) - sum([o.gbps for o in outlets])
             if wanted > TOLERANCE_GBPS:
                 outlets = outlets + self._take(leaf, wanted, fresh_first=fresh_first)
             left = [o.gbps for o in outlets]
@@ -243,7 +253,8 @@ class Greedy:
         if not lanes:
             return None
         draft = Draft(group, "network", lanes, self._parents(lanes))
-        draft.crosses_leaf, draft.shares = crosses, shares or group.disturbs
+        shares = shares or group.disturbs or (self.overbooked and any(lane[5] in self._taken_in for lane in lanes))
+        draft.crosses_leaf, draft.shares = crosses, shares
         self._book(lanes)
         self._started += not draft.parents
         return draft
@@ -282,22 +293,6 @@ class Greedy:
         for lane in lanes:
             sent[lane[4]] = sent.get(lane[4], 0.0) + lane[3]
             taken_in[lane[5]] = taken_in.get(lane[5], 0.0) + lane[3]
-            self._rates_out.setdefault(lane[4], []).append(lane[3])
-            self._rates_in.setdefault(lane[5], []).append(lane[3])
-
-    def usable_share(self, lane: Lane) -> float:
-        """How much of its planned rate a lane gets where more is planned than a direction has: networks share fairly,
-        so those that want least get all of it. Serving flows count as much as they take."""
-        load, nics = self._load, self._topology.nics
-        share = 1.0
-        for nic_id, rates, present in (
-            (lane[4], self._rates_out, load.egress),
-            (lane[5], self._rates_in, load.ingress),
-        ):
-            if nic_id:
-                capacity = nics[nic_id].gbps / (1 + present.get(nic_id, 0))
-                share = min(share, fair_rate(rates[nic_id], capacity) / lane[3])
-        return share
 
     def _parents(self, lanes: list[Lane]) -> list[Draft]:
         drafts = self._draft_of

@@ -15,6 +15,7 @@ from services.planner.core.edges import Draft, Edge
 from services.planner.core.explain import explain
 from services.planner.core.flows import Flow, Load, Source
 from services.planner.core.greedy import Greedy
+from services.planner.core.sharing import FairShares
 from services.planner.core.targets import TargetGroup, fair_cap_gbps, first_gpus, group_targets, in_order
 from services.planner.core.timing import longest_chain, settle
 from services.planner.core.topology import Topology
@@ -109,7 +110,8 @@ def plan(
     cap_gbps = fair_cap_gbps(by_network, greedy.egress.gbps)
     drafts += [greedy.plan(group, cap_gbps) for group in chosen]
     ready_s = {s.holder: s.ready_s for s in copies if s.ready_s}
-    chunk = settle(drafts, greedy, topology, ready_s, model_bytes)
+    shares = FairShares(drafts, topology, load) if greedy.overbooked else None
+    chunk = settle(drafts, shares, topology, ready_s, model_bytes)
     return _multicast(drafts, model_bytes, chunk, tuple(left_out), pruned)
 
 

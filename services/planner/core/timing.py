@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.planner.core.edges import Draft
-from services.planner.core.greedy import Greedy
+from services.planner.core.sharing import FairShares
 from services.planner.core.topology import Topology
 
 MIN_CHUNK_BYTES = 256 * 1024
@@ -32,12 +32,17 @@ def longest_chain(model_bytes: int, num_stripes: int) -> int:
 
 
 def settle(
-    drafts: Sequence[Draft], greedy: Greedy, topology: Topology, ready_s: dict[str, float], model_bytes: int
+    drafts: Sequence[Draft],
+    shares: FairShares | None,
+    topology: Topology,
+    ready_s: dict[str, float],
+    model_bytes: int,
 ) -> int:
     """Fill in rates and finish times; returns the chunk size. ``drafts`` come parents first.
 
     A chain of n hops takes |M|/B + (n-1)·chunk/B, and each stripe its share of |M|, in chunks of its own. A target
-    is not done before the copies that feed it. ``ready_s``: when each source's copy is whole.
+    is not done before the copies that feed it. ``shares``: None where no direction is promised more than it has.
+    ``ready_s``: when each source's copy is whole.
     """
     hops = 0
     depth: dict[int, int] = {}
@@ -52,9 +57,9 @@ def settle(
     for draft in drafts:
         lanes = draft.lanes
         share = 1.0
-        if greedy.overbooked and draft.via == "network":
-            share = min([greedy.usable_share(lane) for lane in lanes])
-        gbps = sum([lane[3] for lane in lanes]) * min(share, 1.0)
+        if shares is not None and draft.via == "network":
+            share = min([shares.of(lane) for lane in lanes])
+        gbps = sum([lane[3] for lane in lanes]) * share
         if len(draft.group.gpus) > 1:
             gbps = min(gbps, topology.scale_up_gbps[draft.group.domain])
         draft.gbps = gbps

@@ -37,8 +37,8 @@ def test_ours_and_theirs_read_the_same_weights(checkpoint: Path) -> None:
 
 
 def test_weights_that_differ_are_noticed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(_: object, method: str, state: str) -> tuple[Answer, str]:
-        return Answer(seconds=1.0, num_bytes=1, digest=method), ""
+    def read(_: object, method: Method, state: str) -> tuple[Answer, str]:
+        return Answer(seconds=1.0, num_bytes=1, digest=method.name), ""
 
     monkeypatch.setattr(measuring, "_read", read)
     with pytest.raises(ReadingFailed, match="disk"):
@@ -86,7 +86,7 @@ def test_a_checkpoint_too_small_for_a_layer_is_refused() -> None:
 
 
 def test_the_result_is_written_and_the_checkpoint_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(_: object, method: str, state: str) -> tuple[Answer, str]:
+    def read(_: object, method: Method, state: str) -> tuple[Answer, str]:
         return Answer(seconds=0.5, num_bytes=10**9, digest="same"), "drop_caches" if state == "cold" else ""
 
     monkeypatch.setattr(measuring, "_read", read)

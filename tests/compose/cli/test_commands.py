@@ -23,6 +23,33 @@ STATUS = {
     ],
     "floors": [],
 }
+POOL = {
+    "models": [
+        {
+            "name": "demo", "model_hash": "f103", "weights_bytes": 10 << 20, "invariant": "ok", "host_copy": "ready",
+            "reason": "", "host_bytes": 20 << 20,
+            "instances": [{"id": "i-1", "worker": "worker-0", "host": "box", "state": "serving", "complete": True}],
+            "host_copies": [
+                {"worker": "worker-1", "host": "crate", "state": "ready", "bytes": 10 << 20, "cached": False},
+                {"worker": "worker-2", "host": "crate", "state": "retired", "bytes": 10 << 20, "cached": True},
+            ],
+        },
+        {
+            "name": "lost", "model_hash": "e0", "weights_bytes": 30 << 20, "invariant": "missing", "host_copy": "none",
+            "reason": "no complete copy in any memory: no room", "host_bytes": 0, "instances": [], "host_copies": [],
+        },
+    ],
+    "hosts": [
+        {"host": "crate", "workers": ["worker-1", "worker-2"], "capacity_bytes": 64 << 20, "used_bytes": 25 << 20,
+         "placed_bytes": 10 << 20, "cached_bytes": 15 << 20},
+    ],
+    "strays": [
+        {"model": "old", "model_hash": "aa", "worker": "worker-1", "host": "crate", "state": "ready", "bytes": 5 << 20,
+         "cached": True},
+    ],
+    "totals": {"host_bytes": 25 << 20, "host_capacity_bytes": 64 << 20, "models": 2, "models_without_copy": 1,
+               "models_without_host_copy": 1},
+}  # fmt: skip
 RECORD: dict[str, Any] = {
     "kind": "scale_record.v1",
     "plan_id": "p-1",
@@ -78,6 +105,31 @@ def test_status_as_json_is_for_programs(gateway: FakeGateway, capsys: pytest.Cap
     assert [instance["state"] for instance in found["instances"]] == ["serving", "loading"]
 
 
+def test_pool_shows_who_holds_what_and_what_is_missing(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.answers["GET /admin/pool"] = (200, POOL)
+    assert run(["pool"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for line in (
+        "demo 10.0 ok ready 20.0",
+        "lost 30.0 missing none 0.0 no complete copy in any memory: no room",
+        "demo GPU worker-0 box serving 10.0",
+        "demo host worker-1 crate ready 10.0",
+        "demo host (cached) worker-2 crate retired 10.0",
+        "old (not registered) host (cached) worker-1 crate ready 5.0",
+        "crate worker-1, worker-2 25.0 10.0 15.0 64.0",
+        "1 of 2 models have a complete copy, 1 a host copy; 25.0 of 64.0 MiB of host memory used",
+    ):
+        assert line in lines
+
+
+def test_pool_as_json_is_for_programs(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.answers["GET /admin/pool"] = (200, POOL)
+    assert run(["pool", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == POOL
+
+
 def test_the_key_from_the_environment_is_sent(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     gateway.answers["GET /admin/status"] = (200, STATUS)
     monkeypatch.setenv("BLITZ_ADMIN_KEY", "secret")
@@ -87,7 +139,7 @@ def test_the_key_from_the_environment_is_sent(gateway: FakeGateway, monkeypatch:
 
 def test_an_unreachable_gateway_says_what_was_tried_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    for command in (["status"], ["models", "list"], ["scale", "demo", "2"]):
+    for command in (["status"], ["pool"], ["models", "list"], ["scale", "demo", "2"]):
         assert run([*command, "--url", url]) == 1
         error = one_error_line(capsys)
         assert url in error

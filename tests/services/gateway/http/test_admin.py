@@ -62,6 +62,14 @@ async def test_status_shows_models_instances_and_workers_of_all_pages(make_stack
     assert (await stack.http.get("/admin/models")).json() == {"models": status["models"]}
 
 
+async def test_the_pool_shows_which_memory_holds_which_model(make_stack: StackFactory) -> None:
+    stack = await make_stack(5)
+    pool = (await stack.http.get("/admin/pool")).json()
+    [model] = pool["models"]
+    assert [i["worker"] for i in model["instances"]] == ["w0", "w1", "w2", "w3", "w4"]
+    assert model["invariant"] == "ok"
+
+
 async def test_scaling_asks_the_planner_and_shows_its_record(stack: Stack) -> None:
     asked = await planner(stack)
     response = await stack.http.post("/admin/models/tiny/scale", json={"instances": 2, "hold_s": 30})

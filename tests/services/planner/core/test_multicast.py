@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from services.planner.core.flows import Flow, Source
 from services.planner.core.multicast import Multicast, plan
+from services.planner.core.targets import fair_rate
 from services.planner.core.topology import Gpu, Host, Nic, Topology, build_topology
 from shared.errors import BadRequest, BadTopology
 from tests.services.planner.core.plan_checks import (
@@ -127,6 +128,38 @@ def test_a_busy_source_is_shared_when_it_is_the_only_one() -> None:
     result = plan(topology, [Source("p-0")], ["t-0"], 1, [Flow("p-0", "d-0")], MODEL_BYTES)
     assert result.edges[0].shares
     assert result.edges[0].gbps == pytest.approx(50)
+
+
+def test_busy_sources_are_left_alone_once_a_free_way_out_has_joined() -> None:
+    # The copy beside s-0 arrives over NVLink, and its NIC is free; host copy b's NIC ships KV, too.
+    topology = cluster(("s", 2, 25, "x"), ("b", 1, 25, "x"), ("t", 1, 25, "x"))
+    sources, flows = [Source("s-0"), Source("b", "host")], [Flow("s-0", "b-0"), Flow("b-0", "s-0")]
+    result = plan(topology, sources, ["s-1", "t-0"], 2, flows, MODEL_BYTES)
+    assert [(e.via, e.sources) for e in result.edges] == [("scale_up", ("s-0",)), ("network", ("s-1",))]
+    assert result.edges[1].gbps == pytest.approx(25)
+
+
+@pytest.mark.parametrize(("link_gbps", "via", "rates"), [(64.0, "network", (100, 100)), (150.0, "host", (200, 150))])
+def test_groups_behind_one_nic_share_it_where_their_hosts_memory_is_slower(
+    link_gbps: float, via: str, rates: tuple[float, float]
+) -> None:
+    shared = Nic("shared", "x", 200.0)
+    targets = [Gpu(f"t-{i}", "t", f"t-{i}", shared, host_link_gbps=link_gbps) for i in range(2)]
+    copies = [Gpu(f"s-{i}", "s", f"s-{i}", Nic(f"s-{i}", "x", 200.0)) for i in range(2)]
+    result = plan(
+        build_topology([*targets, *copies]), [Source("s-0"), Source("s-1")], ["t-0", "t-1"], 2, [], MODEL_BYTES
+    )
+    assert [e.via for e in result.edges] == ["network", via]
+    assert [e.gbps for e in result.edges] == [pytest.approx(gbps) for gbps in rates]
+    assert result.edges[1].shares == (via == "network")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fair"),
+    [([10.0, 90.0, 90.0], 45.0), ([100.0], float("inf")), ([60.0, 60.0], 50.0), ([50.0, 50.0], float("inf"))],
+)
+def test_what_wants_little_gets_it_and_the_rest_is_shared_evenly(wanted: list[float], fair: float) -> None:
+    assert fair_rate(wanted, 100.0) == fair
 
 
 def test_each_leaf_with_a_copy_has_its_own_chain() -> None:

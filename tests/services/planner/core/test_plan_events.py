@@ -54,6 +54,12 @@ def test_a_source_is_named_with_its_instance_unless_only_its_host_copy_is_used()
     assert members == {"w0": "", "w1": "i-w1", "w2": "p-w2"}
 
 
+def test_an_instance_whose_host_copy_alone_is_used_is_not_named() -> None:
+    found = cluster(record("w0", "serving", host="a", host_copy="ready"), record("w1", host="a"))
+    assert event(found, 1, "host-cache").member("w0").instance_id == ""
+    assert event(found, 1, "chain").member("w0").instance_id == "i-w0"
+
+
 def test_a_copy_that_loads_is_named_with_its_instance() -> None:
     found = cluster(
         record("w0", "serving"), record("w1", "loading"), record("w2"), links=(("w0", "w1"),), remaining_s={"w1": 1.0}

@@ -1,0 +1,202 @@
+"""A pool on a real Redis, and workers that do what it tells them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from services.pool.service import PoolService
+from services.pool.store import Store
+from shared import subjects
+from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.errors import BlitzError, Conflict
+from shared.messages.common import Ack, InstanceState
+from shared.messages.copies import DropCopy, HoldCopy, RetireCopy
+from shared.messages.registry import (
+    GetSnapshot,
+    HeartbeatAck,
+    HostCopy,
+    ModelRecord,
+    RemoveModel,
+    RestoreModel,
+    Snapshot,
+)
+from tests.services.pool.host_copies import copy_of, holding
+
+LEASE_S = 0.6
+
+
+@dataclass
+class CopyPool:
+    """A running pool and its connections."""
+
+    broker: MemoryBroker
+    redis: Redis
+    metrics: CollectorRegistry
+    client: MemoryBus
+    workers: dict[str, CopyWorker] = field(default_factory=dict)
+
+    async def add_model(self, record: ModelRecord) -> None:
+        await self.client.request(subjects.pool("restore_model"), RestoreModel(model=record), Ack, timeout_s=5.0)
+
+    async def remove_model(self, name: str) -> None:
+        await self.client.request(subjects.pool("remove_model"), RemoveModel(name=name), Ack, timeout_s=5.0)
+
+    async def snapshot(self) -> Snapshot:
+        return await self.client.request(subjects.pool("snapshot"), GetSnapshot(), Snapshot, timeout_s=5.0)
+
+    async def retire(
+        self, worker_id: str, record: ModelRecord, *, gpu: bool = False, undo: bool = False
+    ) -> BlitzError | None:
+        """Ask whether a copy may go; the refusal, if there is one."""
+        request = RetireCopy(
+            worker_id=worker_id,
+            kind="gpu" if gpu else "host",
+            model=record.name,
+            model_hash=record.model_hash,
+            instance_id=f"i-{worker_id}" if gpu else "",
+            undo=undo,
+        )
+        try:
+            await self.client.request(subjects.pool("retire_copy"), request, Ack, timeout_s=5.0)
+        except BlitzError as error:
+            return error
+        return None
+
+    async def worker(self, worker_id: str, **fields: object) -> CopyWorker:
+        worker = self.workers[worker_id] = CopyWorker(self, worker_id, **fields)  # type: ignore[arg-type]
+        await worker.start()
+        return worker
+
+
+class CopyWorker:
+    """Reports on time; holds what it is told to (``obedient``), after ``load_s``; asks before it drops."""
+
+    def __init__(
+        self,
+        pool: CopyPool,
+        worker_id: str,
+        *,
+        serves: ModelRecord | None = None,
+        capacity: int = 1 << 20,
+        obedient: bool = True,
+        load_s: float = 0.05,
+    ) -> None:
+        self.pool = pool
+        self.worker_id = worker_id
+        self.serves = serves
+        self.state: InstanceState = "serving"
+        self.capacity = capacity
+        self.obedient = obedient
+        self.load_s = load_s
+        self.copies: dict[str, HostCopy] = {}
+        self.records: dict[str, ModelRecord] = {}
+        self.holds: list[HoldCopy] = []
+        self.drops: list[DropCopy] = []
+        self.refused: list[str] = []
+        self.restored = 0
+        self.bus = pool.broker.bus(worker_id)
+        self._sequence = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        await self.bus.respond(subjects.worker_hold_copy(self.worker_id), HoldCopy, self._on_hold)
+        await self.bus.respond(subjects.worker_drop_copy(self.worker_id), DropCopy, self._on_drop)
+        await self.beat()
+        self._run(self._keep_beating())
+
+    async def beat(self) -> None:
+        self._sequence += 1
+        report = holding(
+            self.worker_id,
+            [self.copies[key] for key in sorted(self.copies)],
+            serves=self.serves,
+            state=self.state,
+            capacity=self.capacity,
+            sequence=self._sequence,
+        )
+        ack = await self.bus.request(subjects.pool("heartbeat"), report, HeartbeatAck, timeout_s=5.0)
+        for model_hash in ack.wants_models:
+            self.restored += 1
+            await self.pool.add_model(self.records[model_hash])
+
+    async def hold(self, record: ModelRecord, *, cached: bool = False) -> None:
+        """As if it had been told to, and were done."""
+        self.records[record.model_hash] = record
+        self.copies[record.model_hash] = copy_of(record, cached=cached)
+        await self.beat()
+
+    async def die(self) -> None:
+        """Without a word."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.bus.close()
+
+    def _run(self, work: object) -> None:
+        task = asyncio.create_task(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _keep_beating(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE_S / 4)
+            with contextlib.suppress(BlitzError):
+                await self.beat()
+
+    async def _on_hold(self, request: HoldCopy) -> Ack:
+        self.holds.append(request)
+        if not self.obedient:
+            raise Conflict("not now")
+        self.copies[request.model.model_hash] = copy_of(request.model, "loading")
+        self._run(self._load(request))
+        return Ack()
+
+    async def _load(self, request: HoldCopy) -> None:
+        await self.beat()
+        await asyncio.sleep(self.load_s)
+        await self.hold(request.model)
+
+    async def _on_drop(self, request: DropCopy) -> Ack:
+        self.drops.append(request)
+        self._run(self._retire(request.model_hash))
+        return Ack()
+
+    async def _retire(self, model_hash: str) -> None:
+        copy = self.copies[model_hash]
+        refusal = await self.pool.retire(self.worker_id, self.records[model_hash])
+        if refusal is None:
+            del self.copies[model_hash]
+            await self.beat()
+        else:
+            self.refused.append(copy.model)
+
+
+@contextlib.asynccontextmanager
+async def running_copy_pool(
+    redis_url: str, *, flush: bool = True, patient: bool = True, broker: MemoryBroker | None = None
+) -> AsyncIterator[CopyPool]:
+    """A pool; ``patient``: wait until it acts. Workers that are left at the end die."""
+    redis = Redis.from_url(redis_url)
+    if flush:
+        await redis.flushdb()
+    broker = broker or MemoryBroker()
+    metrics = CollectorRegistry()
+    stopping = asyncio.Event()
+    store = Store.connect(redis_url)
+    service = PoolService(broker.bus("pool"), store, lease_s=LEASE_S, metrics=metrics)
+    running = asyncio.create_task(service.run(stopping))
+    await asyncio.sleep(LEASE_S + 0.2 if patient else 0.05)
+    pool = CopyPool(broker, redis, metrics, broker.bus("client"))
+    yield pool
+    for worker in pool.workers.values():
+        await worker.die()
+    stopping.set()
+    await running
+    await store.close()
+    await redis.aclose()

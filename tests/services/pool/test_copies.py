@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from shared.errors import Conflict, Unavailable
+from shared.messages.registry import Snapshot
+from tests.records import model
+from tests.services.pool.host_copies import copy_of
+from tests.services.pool.running import LEASE_S, CopyPool, running_copy_pool
+
+M = model("m")
+
+
+@pytest.fixture
+async def pool(redis_url: str) -> AsyncIterator[CopyPool]:
+    """A pool whose first lease has passed."""
+    async with running_copy_pool(redis_url) as running:
+        yield running
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 6.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def placed(snapshot: Snapshot) -> list[tuple[str, str, str]]:
+    return [(w.worker.worker_id, c.model, c.state) for w in snapshot.workers for c in w.host_copies]
+
+
+def gauge(pool: CopyPool, name: str, **labels: str) -> float | None:
+    return pool.metrics.get_sample_value(name, labels)
+
+
+# --- placement ---------------------------------------------------------------------------------
+
+
+async def test_a_registered_model_gets_one_host_copy_from_disk(pool: CopyPool) -> None:
+    workers = [await pool.worker("w0"), await pool.worker("w1")]
+    await pool.add_model(M)
+    await eventually(lambda: bool(workers[0].copies))
+    await asyncio.sleep(1.2)
+    assert placed(await pool.snapshot()) == [("w0", "m", "ready")]
+    [request] = workers[0].holds
+    assert (request.model, request.sources) == (M, ())
+    assert request.epoch > 0
+    assert workers[1].holds == []
+    assert gauge(pool, "blitz_pool_host_copy_bytes", host="host-w0") == M.weights_bytes
+    assert gauge(pool, "blitz_pool_models_without_copy") == 0
+    assert (await pool.snapshot()).unplaced == ()
+
+
+async def test_a_lost_host_copy_comes_from_a_peer_and_from_disk_when_there_is_none(pool: CopyPool) -> None:
+    first = await pool.worker("w0")
+    await pool.add_model(M)
+    await eventually(lambda: bool(first.copies))
+    serving = await pool.worker("w1", serves=M, capacity=0)
+    spare = await pool.worker("w2")
+    await first.die()
+    await eventually(lambda: bool(spare.copies))
+    assert [(s.worker_id, s.kind, s.transport_address) for s in spare.holds[0].sources] == [("w1", "gpu", b"w1")]
+    assert spare.holds[0].epoch > first.holds[0].epoch
+    # Now every copy goes.
+    await serving.die()
+    await eventually(lambda: gauge(pool, "blitz_pool_workers", state="serving") == 0)
+    last = await pool.worker("w3")
+    await spare.die()
+    await eventually(lambda: bool(last.copies))
+    assert last.holds[0].sources == ()
+
+
+async def test_a_worker_that_refuses_is_passed_over(pool: CopyPool) -> None:
+    deaf = await pool.worker("w0", obedient=False)
+    able = await pool.worker("w1")
+    await pool.add_model(M)
+    await eventually(lambda: bool(able.copies))
+    assert len(deaf.holds) == 1
+
+
+async def test_a_worker_that_does_not_answer_does_not_hold_up_the_others(pool: CopyPool) -> None:
+    silent = await pool.worker("w0")
+    silent.bus.go_down()
+    able = await pool.worker("w1")
+    await pool.add_model(M)
+    await eventually(lambda: bool(able.copies))
+
+
+async def test_copies_of_a_removed_model_are_dropped_though_they_are_the_last(pool: CopyPool) -> None:
+    worker = await pool.worker("w0")
+    await pool.add_model(M)
+    await eventually(lambda: bool(worker.copies))
+    await pool.remove_model("m")
+    await eventually(lambda: not worker.copies)
+    assert worker.refused == []
+
+
+async def test_a_surplus_copy_is_dropped_and_the_other_stays(pool: CopyPool) -> None:
+    await pool.add_model(M)
+    workers = [await pool.worker("w0", obedient=False), await pool.worker("w1", obedient=False)]
+    await asyncio.gather(*(worker.hold(M) for worker in workers))
+    await eventually(lambda: sum(len(w.copies) for w in workers) == 1)
+    await asyncio.sleep(1.2)
+    assert [len(w.copies) for w in workers] == [1, 0]
+    assert [len(w.drops) for w in workers] == [0, 1]
+
+
+async def test_a_model_that_fits_nowhere_is_named_with_the_reason(pool: CopyPool) -> None:
+    await pool.worker("w0", capacity=1)
+    await pool.add_model(M)
+    async with asyncio.timeout(5.0):
+        while not (unplaced := (await pool.snapshot()).unplaced):
+            await asyncio.sleep(0.05)
+    assert (unplaced[0].model, unplaced[0].model_hash) == ("m", M.model_hash)
+    assert f"needs {M.weights_bytes} bytes" in unplaced[0].reason
+    await eventually(lambda: gauge(pool, "blitz_pool_models_without_copy") == 1)
+
+
+async def test_a_started_pool_places_nothing_until_every_worker_had_time_to_report(redis_url: str) -> None:
+    async with running_copy_pool(redis_url) as before:
+        holder = await before.worker("w0")
+        await before.add_model(M)
+        await eventually(lambda: bool(holder.copies))
+    async with running_copy_pool(redis_url, flush=False, patient=False) as after:
+        # The holder's connection comes back late.
+        await after.redis.flushdb()
+        await after.add_model(M)
+        other = await after.worker("w1")
+        await asyncio.sleep(LEASE_S / 2)
+        assert isinstance(await after.retire("w1", M), Unavailable)
+        back = await after.worker("w0")
+        await back.hold(M)
+        await asyncio.sleep(LEASE_S + 1.0)
+        assert other.holds == []
+        assert back.drops == []
+
+
+async def test_models_of_host_copies_come_back_to_an_emptied_redis(pool: CopyPool) -> None:
+    worker = await pool.worker("w0")
+    await pool.add_model(M)
+    await eventually(lambda: bool(worker.copies))
+    await pool.redis.flushdb()
+    await eventually(lambda: worker.restored > 0)
+    assert (await pool.snapshot()).models == (M,)
+    await asyncio.sleep(1.2)
+    assert worker.drops == []
+    assert isinstance(await pool.retire("w0", M), Conflict)
+
+
+# --- retiring ----------------------------------------------------------------------------------
+
+
+async def test_two_workers_cannot_both_retire_the_last_two_copies(pool: CopyPool) -> None:
+    for index in range(10):
+        record = model(f"m{index}")
+        await pool.add_model(record)
+        pair = (f"a{index}", f"b{index}")
+        for worker_id in pair:
+            await pool.worker(worker_id, serves=record, capacity=0)
+        answers = await asyncio.gather(*(pool.retire(worker_id, record, gpu=True) for worker_id in pair))
+        assert sorted(type(answer) for answer in answers if answer) == [Conflict]
+
+
+async def test_a_gpu_copy_may_go_while_a_host_copy_stays_and_the_other_way_round(pool: CopyPool) -> None:
+    await pool.add_model(M)
+    await pool.worker("w0", serves=M, capacity=0)
+    assert isinstance(await pool.retire("w0", M, gpu=True), Conflict)
+    host = await pool.worker("w1", obedient=False)
+    await host.hold(M)
+    assert await pool.retire("w0", M, gpu=True) is None
+    assert await pool.retire("w0", M, gpu=True) is None  # asked again: the answer was lost
+    assert isinstance(await pool.retire("w1", M), Conflict)
+    assert await pool.retire("w0", M, gpu=True, undo=True) is None
+    assert await pool.retire("w1", M) is None
+
+
+async def test_a_report_does_not_bring_a_retired_copy_back(pool: CopyPool) -> None:
+    await pool.add_model(M)
+    workers = [await pool.worker("w0", serves=M, capacity=0), await pool.worker("w1", serves=M, capacity=0)]
+    assert await pool.retire("w0", M, gpu=True) is None
+    await asyncio.gather(*(w.beat() for w in workers))
+    assert isinstance(await pool.retire("w1", M, gpu=True), Conflict)
+
+
+async def test_a_host_copy_that_is_held_again_counts_again(pool: CopyPool) -> None:
+    await pool.add_model(M)
+    one, two = await pool.worker("w0", obedient=False), await pool.worker("w1", obedient=False)
+    await one.hold(M, cached=True)
+    await two.hold(M, cached=True)
+    assert await pool.retire("w0", M) is None
+    await one.beat()
+    assert isinstance(await pool.retire("w1", M), Conflict)
+    one.copies[M.model_hash] = copy_of(M, cached=True, serial=2)
+    await one.beat()
+    assert await pool.retire("w1", M) is None
+
+
+async def test_incomplete_and_dead_copies_confirm_nothing(pool: CopyPool) -> None:
+    await pool.add_model(M)
+    await pool.worker("w0", serves=M, capacity=0)
+    loading = await pool.worker("w1", obedient=False)
+    loading.copies[M.model_hash] = copy_of(M, "loading")
+    await loading.beat()
+    assert isinstance(await pool.retire("w0", M, gpu=True), Conflict)
+    other = await pool.worker("w2", serves=M, capacity=0)
+    await other.die()
+    await asyncio.sleep(LEASE_S + 0.3)
+    assert isinstance(await pool.retire("w0", M, gpu=True), Conflict)
+
+
+async def test_a_copy_of_a_removed_model_may_go(pool: CopyPool) -> None:
+    await pool.add_model(M)
+    await pool.worker("w0", serves=M, capacity=0)
+    await pool.remove_model("m")
+    assert await pool.retire("w0", M, gpu=True) is None
+
+
+async def test_a_copy_of_a_model_that_the_registry_lost_must_stay(pool: CopyPool) -> None:
+    await pool.worker("w0", serves=M, capacity=0)
+    assert isinstance(await pool.retire("w0", M, gpu=True), Conflict)
+
+
+async def test_a_worker_that_stops_gets_rid_of_its_last_copy_once_another_has_it(pool: CopyPool) -> None:
+    stopping = await pool.worker("w0")
+    await pool.add_model(M)
+    await eventually(lambda: bool(stopping.copies))
+    heir = await pool.worker("w1")
+    assert isinstance(await pool.retire("w0", M), Conflict)
+    await eventually(lambda: M.model_hash in heir.copies and heir.copies[M.model_hash].state == "ready")
+    assert [(s.worker_id, s.kind) for s in heir.holds[0].sources] == [("w0", "host")]
+    assert await pool.retire("w0", M) is None
