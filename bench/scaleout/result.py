@@ -24,7 +24,7 @@ class Run:
     seconds: float
     """Trigger to the last target serving."""
     transfer_s: float
-    """First byte to all bytes loaded and verified, of the target that took longest."""
+    """First piece there to all bytes loaded and verified, of the target that took longest."""
     cpu_s: float
     """Of all workers together; the kernel's work for the network outside of them is not in it."""
     num_bytes: int
@@ -34,7 +34,7 @@ class Run:
     sent_bytes: tuple[int, ...]
     """By host: what its interface counted. In a chain no host sends more than one copy, in a star one sends all."""
     targets: tuple[tuple[str, float, float, float], ...]
-    """(worker, ms from trigger to first byte, to loaded, to serving)."""
+    """(worker, ms from trigger to the first piece there, to loaded, to serving)."""
     local: tuple[str, ...]
     """Targets that held a copy in host memory themselves: their bytes need not cross a link."""
     host_bytes: int

@@ -221,7 +221,7 @@ class PoolService:
 
     async def _on_restore_model(self, request: RestoreModel) -> Ack:
         if await self._store.add_model(request.model, unless_removed=True) is request.model:
-            log.warning("model %s restored from a worker that serves it", request.model.name)
+            log.warning("model %s restored from a worker that holds it", request.model.name)
             await self._publish_changes()
         return Ack()
 

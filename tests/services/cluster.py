@@ -77,8 +77,10 @@ class Cluster:
 
     # --- models and scale operations ---------------------------------------------------------
 
-    async def add_model(self, name: str = "m", *, kind: str = "llama", min_instances: int = 0) -> ModelRecord:
-        path: Path = tiny_checkpoint(kind)
+    async def add_model(
+        self, name: str = "m", *, kind: str = "llama", min_instances: int = 0, path: Path | None = None
+    ) -> ModelRecord:
+        path = path or tiny_checkpoint(kind)
         message = AddModel(path=str(path), name=name, min_instances=min_instances)
         return await self.client.request(subjects.pool("add_model"), message, ModelRecord, timeout_s=TIMEOUT_S)
 

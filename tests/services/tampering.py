@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
+from shared.errors import TransferAborted
 from shared.transport.base import TAG_CHUNK_BITS, Buffer, Channel, TensorTransport, Transfer
 from shared.transport.transfer import PostedTransfer
 
@@ -51,6 +54,9 @@ class TamperingTransport(TensorTransport):
         self.tamper: Tamper | None = None
         self.stuck_from: int | None = None
         """Receives from this index on never end, not even when they are aborted."""
+        self.delay_s = 0.0
+        """Every message leaves this much later, one after the other."""
+        self._next_free_s = 0.0
 
     @property
     def address(self) -> bytes:
@@ -63,6 +69,12 @@ class TamperingTransport(TensorTransport):
         if self.stuck_from is not None and index_of(tag) >= self.stuck_from:
             return PostedTransfer(buffer, tag, lambda _: None)
         return self.real.recv(buffer, tag, source=source.channel if isinstance(source, _TamperingChannel) else source)
+
+    def departure_s(self) -> float:
+        """How long the next message has to wait for the slow link."""
+        now_s = time.monotonic()
+        self._next_free_s = max(now_s, self._next_free_s) + self.delay_s
+        return self._next_free_s - now_s
 
     async def close(self) -> None:
         await self.real.close()
@@ -78,8 +90,23 @@ class _TamperingChannel(Channel):
         return self.channel.alive
 
     def send(self, buffer: Buffer, tag: int) -> Transfer:
+        if self._transport.delay_s:
+            return self._send_later(buffer, tag)
         tamper = self._transport.tamper
         return self.channel.send(*(tamper(buffer, tag) if tamper else (buffer, tag)))
+
+    def _send_later(self, buffer: Buffer, tag: int) -> Transfer:
+        transfer = PostedTransfer(buffer, tag, lambda transfer: transfer.finish(TransferAborted("aborted")))
+
+        def send() -> None:
+            if not transfer.done:
+                sent = self.channel.send(buffer, tag)
+                sent.add_done_callback(lambda real: transfer.finish(real.error))
+
+        timer = threading.Timer(self._transport.departure_s(), send)
+        timer.daemon = True
+        timer.start()
+        return transfer
 
     async def close(self, timeout_s: float = 5.0) -> None:
         await self.channel.close(timeout_s)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from services.planner.core import operations
-from services.worker.data_plane import transfer
+from services.worker.data_plane import outcome
 from services.worker.data_plane.pieces import REFETCH_INDEX
 from shared.errors import Conflict, NoCapacity
-from shared.messages.scaling import ScaleRecord
+from shared.messages.scaling import ScalePlan, ScaleRecord
+from tests.checkpoints import tiny_checkpoint
 from tests.services.cluster import LEASE_S, Cluster, running_cluster
 from tests.services.fake_gateway import expected_tokens
 from tests.services.tampering import corrupt, lose_from
@@ -37,6 +40,11 @@ async def unwatched(redis_url: str) -> AsyncIterator[Cluster]:
         yield running
 
 
+def sources(plan: ScalePlan) -> list[tuple[str, str]]:
+    """(worker id, kind) of where each target's bytes come from."""
+    return [(s.source, s.source_kind) for chain in plan.chains for hop in chain.hops for s in hop.stripes]
+
+
 def check_times(record: ScaleRecord) -> None:
     """The order in which things happen must be the order of their times."""
     assert record.trigger_to_plan_ms is not None
@@ -60,7 +68,7 @@ async def test_the_monitor_alone_brings_the_first_instance_up_from_disk(cluster:
     assert only.instance is not None
     assert only.instance.layers_ready == model.spec.num_layers
     (plan,) = cluster.plans()
-    assert [c.source_kind for c in plan.chains] == ["disk"]
+    assert sources(plan) == [("", "disk")]
     record = await cluster.record(plan.plan_id)
     assert (record.status, record.direction, record.desired) == ("done", "out", 1)
 
@@ -75,9 +83,9 @@ async def test_scaling_out_gives_identical_weights_and_a_consistent_record(unwat
     contents = [bytes(w.serving.copy.arena.memory(0, model.weights_bytes)) for w in unwatched.workers.values()]
     assert contents[0] == contents[1] == contents[2]
     plan = unwatched.plans()[-1]
-    assert [c.source_kind for c in plan.chains] == ["gpu"]
+    assert [kind for _, kind in sources(plan)] == ["gpu", "gpu"]
     assert (record.status, record.direction, record.desired) == ("done", "out", 3)
-    assert {t.worker_id for t in record.targets} == {m.worker_id for c in plan.chains for m in c.targets}
+    assert {t.worker_id for t in record.targets} == {m.worker_id for m in plan.targets}
     assert record.bytes == 2 * model.weights_bytes
     assert [t.received_bytes for t in record.targets] == [model.weights_bytes] * 2
     assert len(record.layer_ready_ms) == model.spec.num_layers
@@ -159,7 +167,7 @@ async def test_a_target_killed_while_loading_fails_alone_and_is_replaced(redis_u
         # The first target forwards nothing beyond the second piece to the last one.
         cluster.workers[targets[0]].transport.tamper = lose_from(2)
         plan_id = (await cluster.start_scale(3)).plan_id
-        assert [m.worker_id for m in cluster.plans()[-1].chains[0].targets] == targets
+        assert [m.worker_id for m in cluster.plans()[-1].targets] == targets
         await cluster.reported(plan_id, "first_byte", targets[1])
         await cluster.workers[targets[1]].kill()
         cluster.workers[targets[0]].transport.tamper = None
@@ -172,19 +180,69 @@ async def test_a_target_killed_while_loading_fails_alone_and_is_replaced(redis_u
         assert len(cluster.digests(instances)) == 1
 
 
-async def test_a_source_killed_while_sending_is_survived(cluster: Cluster) -> None:
+async def test_targets_whose_source_is_killed_keep_what_they_have_and_end_whole(cluster: Cluster) -> None:
     await cluster.add_model()
     await cluster.scale(1)
     (source,) = await cluster.serving(1)
     cluster.workers[source.worker.worker_id].transport.tamper = lose_from(2)
-    plan_id = (await cluster.start_scale(2)).plan_id
-    (target,) = (m.worker_id for m in cluster.plans()[-1].chains[0].targets)
-    await cluster.reported(plan_id, "first_byte", target)
+    plan_id = (await cluster.start_scale(3)).plan_id
+    targets = [m.worker_id for m in cluster.plans()[-1].targets]
+    await cluster.reported(plan_id, "first_byte", targets[0])
     await cluster.workers[source.worker.worker_id].kill()
-    assert (await cluster.record(plan_id)).status == "failed"
-    # Nobody holds a copy any more: the next chain starts at the disk.
-    assert len(cluster.digests(await cluster.serving(2))) == 1
-    assert cluster.plans()[-1].chains[0].source_kind == "disk"
+    # Nobody else holds a copy: the head of the chain goes on from its disk, and the other one with it.
+    record = await cluster.record(plan_id)
+    assert record.status == "done"
+    instances = await cluster.serving(2)
+    assert {w.worker.worker_id for w in instances} == set(targets)
+    assert len(cluster.digests(instances)) == 1
+
+
+async def test_targets_behind_a_killed_member_go_on_from_the_one_before_it(redis_url: str) -> None:
+    async with running_cluster(redis_url, 5, monitor=False) as cluster:
+        await cluster.add_model()
+        await cluster.scale(1)
+        (source,) = await cluster.serving(1)
+        targets = sorted(set(cluster.workers) - {source.worker.worker_id})
+        cluster.workers[targets[1]].transport.tamper = lose_from(2)
+        plan_id = (await cluster.start_scale(5)).plan_id
+        assert [m.worker_id for m in cluster.plans()[-1].targets] == targets, "one chain"
+        await cluster.reported(plan_id, "first_byte", targets[2])
+        await cluster.workers[targets[1]].kill()
+        record = await cluster.record(plan_id)
+        assert [t.worker_id for t in record.targets if t.failure] == [targets[1]]
+        instances = await cluster.serving(4)
+        assert len(cluster.digests(instances)) == 1
+        assert all(not worker.fatal for worker in cluster.workers.values())
+
+
+async def test_two_overlapping_plans_for_one_model_both_end(redis_url: str) -> None:
+    async with running_cluster(redis_url, 5, monitor=False) as cluster:
+        await cluster.add_model()
+        await cluster.scale(1)
+        cluster.fabric.set_rate(2_000_000)
+        first = await cluster.start_scale(3)
+        second = await cluster.start_scale(5)
+        assert first.plan_id != second.plan_id
+        cluster.fabric.set_rate(None)
+        for record in (await cluster.record(first.plan_id), await cluster.record(second.plan_id)):
+            assert record.status == "done"
+            assert len(record.targets) == 2
+        assert len(cluster.digests(await cluster.serving(5))) == 1
+
+
+async def test_a_slow_link_in_the_middle_slows_a_chain_and_breaks_nothing(redis_url: str) -> None:
+    async with running_cluster(redis_url, 4, monitor=False) as cluster:
+        await cluster.add_model()
+        await cluster.scale(1)
+        (source,) = await cluster.serving(1)
+        middle = sorted(set(cluster.workers) - {source.worker.worker_id})[1]
+        cluster.workers[middle].transport.delay_s = 0.1
+        record = await cluster.scale(4)
+        assert record.status == "done"
+        assert len(cluster.digests(await cluster.serving(4))) == 1
+        assert record.targets[0].loaded_ms is not None
+        assert record.targets[-1].loaded_ms is not None
+        assert record.targets[0].loaded_ms < record.targets[-1].loaded_ms
 
 
 async def test_a_chunk_corrupted_in_flight_is_healed_for_everybody_behind_it(unwatched: Cluster) -> None:
@@ -199,16 +257,29 @@ async def test_a_chunk_corrupted_in_flight_is_healed_for_everybody_behind_it(unw
         assert all(worker.serving.copy.bad_ranges(unit) == () for unit in range(len(worker.serving.layout.units)))
 
 
-async def test_a_stalled_transfer_fails_and_its_target_takes_the_next_plan(redis_url: str) -> None:
+async def test_a_target_whose_upstream_stalls_goes_on_from_elsewhere(redis_url: str) -> None:
     async with running_cluster(redis_url, 2, monitor=False) as cluster:
         await cluster.add_model()
         await cluster.scale(1)
         (source,) = await cluster.serving(1)
-        (target,) = set(cluster.workers) - {source.worker.worker_id}
         cluster.workers[source.worker.worker_id].transport.tamper = lose_from(2)
         record = await cluster.record((await cluster.start_scale(2)).plan_id)
+        assert record.status == "done"
+        assert len(cluster.digests(await cluster.serving(2))) == 1
+
+
+async def test_a_target_without_any_way_left_fails_and_takes_the_next_plan(redis_url: str, tmp_path: Path) -> None:
+    async with running_cluster(redis_url, 2, monitor=False) as cluster:
+        path = shutil.copytree(tiny_checkpoint("llama"), tmp_path / "m")
+        await cluster.add_model(path=path)
+        await cluster.scale(1)
+        (source,) = await cluster.serving(1)
+        (target,) = set(cluster.workers) - {source.worker.worker_id}
+        cluster.workers[source.worker.worker_id].transport.tamper = lose_from(2)
+        path.rename(tmp_path / "gone")
+        record = await cluster.record((await cluster.start_scale(2)).plan_id)
         assert record.status == "failed"
-        assert "no byte moved" in record.targets[0].failure
+        assert "no upstream is left" in record.targets[0].failure
         await cluster.states(**{target: "spare"})
         assert cluster.workers[target].fatal == []
         cluster.workers[source.worker.worker_id].transport.tamper = None
@@ -220,7 +291,7 @@ async def test_a_stalled_transfer_fails_and_its_target_takes_the_next_plan(redis
 async def test_a_buffer_that_is_never_given_back_asks_for_a_restart(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, index: int
 ) -> None:
-    monkeypatch.setattr(transfer, "SETTLE_S", 0.2)
+    monkeypatch.setattr(outcome, "SETTLE_S", 0.2)
     async with running_cluster(redis_url, 2, monitor=False) as cluster:
         await cluster.add_model()
         await cluster.scale(1)
@@ -285,7 +356,7 @@ async def test_two_models_that_want_the_same_workers_never_share_one(redis_url: 
         (loser,) = {"a", "b"} - set(winners)
         await cluster.serving(3, winners[0])
         await cluster.serving(1, loser)
-        used = [(m.worker_id, m.epoch) for plan in cluster.plans() for c in plan.chains for m in c.targets]
+        used = [(m.worker_id, m.epoch) for plan in cluster.plans() for m in plan.targets]
         assert len({worker_id for worker_id, _ in used}) == len(used), "a worker was given away twice"
         # A refused wish changed nothing; once workers are free it can be asked for again.
         await cluster.scale(1, winners[0])

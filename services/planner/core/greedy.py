@@ -214,20 +214,23 @@ class Greedy:
         crosses = shares = False
         fresh_first = self._started < self._chains
         surplus: list[Outlet] = []
-        inward_of = {leaf: [p.gbps * scale if scale < 1.0 else p.gbps for p in part] for leaf, part in by_leaf.items()}
         own_leaf: dict[str, list[Outlet]] = {}
         leaves = list(by_leaf)
         if self._sharded and len(leaves) > 1:
             # Every leaf first gets what it has itself: none takes from others what they will miss.
             missing: dict[str, float] = {}
-            for leaf, inward in inward_of.items():
-                own_leaf[leaf] = self.egress.take_own(leaf, sum(inward), fresh_first=fresh_first)
-                missing[leaf] = max(0.0, sum(inward) - sum([o.gbps for o in own_leaf[leaf]]) - TOLERANCE_GBPS)
+            for leaf, part in by_leaf.items():
+                wanted = scale * sum([p.gbps for p in part])
+                own_leaf[leaf] = self.egress.take_own(leaf, wanted, fresh_first=fresh_first)
+                missing[leaf] = max(0.0, wanted - sum([o.gbps for o in own_leaf[leaf]]) - TOLERANCE_GBPS)
             leaves.sort(key=missing.__getitem__)
         for leaf in leaves:
-            part, inward = by_leaf[leaf], inward_of[leaf]
+            part = by_leaf[leaf]
+            inward = [p.gbps * scale for p in part] if scale < 1.0 else [p.gbps for p in part]
             outlets = own_leaf.get(leaf, [])
-            wanted = sum(inward) - sum([o.gbps for o in outlets])
+            wanted = sum(inward)
+            if outlets:
+                wanted -= sum([o.gbps for o in outlets])
             if surplus and wanted > TOLERANCE_GBPS and self.egress.leaf_gbps(leaf) < wanted - TOLERANCE_GBPS:
                 # What a wide source has left after the group's other leaves, before anything new is spent.
                 outlets, surplus = outlets + surplus, []

@@ -118,7 +118,7 @@ class _Placing:
         able = {w: n for w, n in wanted.items() if n is not None and n <= self._room.workers[w].host_cache_bytes}
         fitting = [self._room.workers[w] for w, num_bytes in able.items() if num_bytes <= self._room.now(w)]
         if fitting:
-            worker = min(fitting, key=self._room.rank)
+            worker = min(fitting, key=lambda w: self._room.rank(w, copies.serving))
             self._hold(
                 copies, worker, f"no host copy; {worker.host} holds {self._room.host_bytes[worker.host]} bytes of them"
             )

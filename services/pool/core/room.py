@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from services.pool.core.copies import Key
 from services.pool.core.steps import Outstanding
@@ -63,11 +63,16 @@ class Room:
         """Free bytes once everything that is dropped is gone."""
         return self._free_bytes[worker_id] + self.leaving_bytes[worker_id] - self.claimed_bytes[worker_id]
 
-    def rank(self, worker: WorkerInfo) -> tuple[int, str, int, str]:
-        """The worker that should get the next copy has the lowest: evenly over hosts, then over a host's workers."""
+    def rank(self, worker: WorkerInfo, serving: Collection[WorkerInfo] = ()) -> tuple[int, bool, str, bool, int, str]:
+        """The worker that should get the next copy has the lowest: evenly over hosts, then over a host's workers.
+
+        Among equals one that does not die together with the copies of ``serving``.
+        """
         return (
             self.host_bytes[worker.host],
+            any(w.host == worker.host for w in serving),
             worker.host,
+            any(w.worker_id == worker.worker_id for w in serving),
             self._worker_bytes[worker.worker_id],
             worker.worker_id,
         )

@@ -153,6 +153,7 @@ class CopyWorker:
         self.holds.append(request)
         if not self.obedient:
             raise Conflict("not now")
+        self.records[request.model.model_hash] = request.model
         self.copies[request.model.model_hash] = copy_of(request.model, "loading")
         self._run(self._load(request))
         return Ack()

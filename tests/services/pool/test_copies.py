@@ -143,8 +143,8 @@ async def test_models_of_host_copies_come_back_to_an_emptied_redis(pool: CopyPoo
     await eventually(lambda: bool(worker.copies))
     await pool.redis.flushdb()
     await eventually(lambda: worker.restored > 0)
-    assert (await pool.snapshot()).models == (M,)
     await asyncio.sleep(1.2)
+    assert (await pool.snapshot()).models == (M,)
     assert worker.drops == []
     assert isinstance(await pool.retire("w0", M), Conflict)
 

@@ -139,6 +139,20 @@ def test_busy_sources_are_left_alone_once_a_free_way_out_has_joined() -> None:
     assert result.edges[1].gbps == pytest.approx(25)
 
 
+def test_a_leaf_does_not_take_what_another_leaf_of_the_group_has_itself() -> None:
+    def gpu(host: str, index: int, leaf: str, gbps: float) -> Gpu:
+        return Gpu(f"{host}-{index}", host, host, Nic(f"{host}-{index}", leaf, gbps))
+
+    sources = [gpu("s", 0, "x", 50.0), gpu("s", 1, "y", 100.0)]
+    targets = [gpu("t", 0, "x", 100.0), gpu("t", 1, "y", 100.0)]
+    result = plan(
+        build_topology([*sources, *targets]), [Source("s-0"), Source("s-1")], ["t-0", "t-1"], 2, [], MODEL_BYTES
+    )
+    (edge,) = result.edges
+    assert sorted((s.source, s.target) for s in edge.stripes) == [("s-0", "t-0"), ("s-1", "t-1")]
+    assert not edge.crosses_leaf
+
+
 @pytest.mark.parametrize(("link_gbps", "via", "rates"), [(64.0, "network", (100, 100)), (150.0, "host", (200, 150))])
 def test_groups_behind_one_nic_share_it_where_their_hosts_memory_is_slower(
     link_gbps: float, via: str, rates: tuple[float, float]

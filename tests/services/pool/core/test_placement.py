@@ -216,3 +216,17 @@ def test_an_empty_host_that_joins_gets_its_share_one_copy_at_a_time() -> None:
 def test_nothing_moves_when_that_would_only_swap_the_fuller_and_the_emptier_host() -> None:
     assert place([A, B], [holding("w0", [copy_of(A)]), holding("w1", [copy_of(B)]), holding("w2")]).steps == ()
     assert place([A], [holding("w0", [copy_of(A)]), holding("w1")]).steps == ()
+
+
+def test_room_that_a_model_waits_for_is_not_given_to_a_later_one_bit_by_bit() -> None:
+    large, small = sized("large", 120), sized("small", 40)
+    decided = place([large, small], [holding("w0", [copy_of(B)], capacity=150)], removed={"b"})
+    assert (holds(decided), drops(decided)) == ([], [("w0", "b")])
+    assert "waits for room on worker w0" in decided.unplaced[0].reason
+
+
+def test_of_equal_places_the_copy_goes_where_the_serving_one_is_not() -> None:
+    workers = [holding("w0", host="x", serves=A), holding("w1", host="x"), holding("w2", host="y")]
+    assert holds(place([A], workers)) == [("w2", "a")]
+    assert holds(place([A], workers[:2])) == [("w1", "a")]
+    assert holds(place([A], workers[:1])) == [("w0", "a")]
