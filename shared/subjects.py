@@ -52,6 +52,11 @@ def worker_fetch(worker_id: str) -> str:
     return f"{PREFIX}.worker.{_token(worker_id)}.fetch"
 
 
+def worker_checksums(worker_id: str) -> str:
+    """GetChecksums -> UnitChecksums, RPC from a receiver to the worker upstream of it."""
+    return f"{PREFIX}.worker.{_token(worker_id)}.checksums"
+
+
 def worker_feed(worker_id: str) -> str:
     """Feed -> Ack, RPC from a receiver to the worker whose copy it wants."""
     return f"{PREFIX}.worker.{_token(worker_id)}.feed"

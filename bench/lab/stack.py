@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -56,7 +56,8 @@ class LabStack:
     """Starts with ``async with``, which returns once the model serves on one host and all workers are here.
 
     ``worker_env`` is added to every worker's environment (``UCX_*`` settings to try). ``num_workers``: on the first
-    hosts only, all by default. ``host_copies``: whether workers offer memory for copies outside of their arenas.
+    hosts only, all by default. ``copies_on``: hosts whose workers offer memory for copies outside of their arenas,
+    all by default.
     Raises ``StackError`` or ``LabFailed``, with everything stopped.
     """
 
@@ -69,12 +70,12 @@ class LabStack:
         weights_bytes: int,
         worker_env: Mapping[str, str] | None = None,
         num_workers: int | None = None,
-        host_copies: bool = True,
+        copies_on: Container[int] | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._network = network
         self._hosts = network.hosts[:num_workers]
-        self._host_cache = host_copies
+        self._copies_on = range(len(network.hosts)) if copies_on is None else copies_on
         self._quiet = _QUIET_SHARE * network.rate.gbps
         self._checkpoint = checkpoint
         self._state = StateDir(folder)
@@ -255,7 +256,7 @@ class LabStack:
             "BLITZ_WORKER_NIC_GBPS": f"{self._network.rate.gbps:g}",
             "BLITZ_WORKER_ARENA_MIB": str(self._mib + 1),
             "BLITZ_WORKER_KV_MIB": str(_KV_MIB),
-            "BLITZ_WORKER_HOST_CACHE_MIB": str(_HOST_COPIES * (self._mib + 1) if self._host_cache else 0),
+            "BLITZ_WORKER_HOST_CACHE_MIB": str(_HOST_COPIES * (self._mib + 1) if host.index in self._copies_on else 0),
             # UCX would otherwise find the shared memory of the one machine, or the unrated interface.
             "UCX_TLS": "tcp",
             # To UCX all hosts of the lab are one; between real ones this is what the transport chooses.

@@ -116,7 +116,7 @@ async def measure(
         weights_bytes=model_bytes,
         worker_env=worker_env,
         num_workers=len(network.hosts) - 1,
-        host_copies=False,
+        copies_on=(),
         say=say,
     )
     runs: list[BackgroundRun] = []

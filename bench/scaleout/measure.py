@@ -48,15 +48,30 @@ async def measure(
         model_bytes = checkpoint.layout.num_bytes
         goodput = [(await asyncio.to_thread(network.goodput, model_bytes)).gbps]
         runs: list[Run] = []
-        if strategies:
-            state = Path(folder) / "state"
-            stack = LabStack(network, state, path, weights_bytes=model_bytes, worker_env=worker_env, say=say)
+        rows = [row for row in ROWS if row.name in strategies]
+        stacks = (
+            # The pool's copy lies beside the first instance: a target with a copy of its own would need no network.
+            ("state", [row for row in rows if row is not HOST_CACHE], (0,)),
+            ("host-cache", [row for row in rows if row is HOST_CACHE], None),
+        )
+        for state, chosen, copies_on in stacks:
+            if not chosen:
+                continue
+            stack = LabStack(
+                network,
+                Path(folder) / state,
+                path,
+                weights_bytes=model_bytes,
+                worker_env=worker_env,
+                copies_on=copies_on,
+                say=say,
+            )
             async with stack:
                 bench = _Bench(network, stack, checkpoint, goodput, runs, say)
                 await stack.host_copies()
                 say("once through, not counted")
                 await bench.run(CHAIN, num_hosts - 1)
-                for row in [row for row in ROWS if row.name in strategies]:
+                for row in chosen:
                     await bench.measure(row, repetitions)
         beside: Background | None = None
         if background:
@@ -129,8 +144,7 @@ class _Bench:
         hosts = {target.worker_id: self._stack.host_of(target.worker_id) for target in record.targets}
         local = tuple(worker for worker in hosts if worker in holders)
         if row.over_network:
-            remote = [host for worker, host in hosts.items() if worker not in holders]
-            self._network.require_received(received, dict.fromkeys(remote, self._model_bytes))
+            self._network.require_received(received, dict.fromkeys(hosts.values(), self._model_bytes))
         now, now_sent = self._network.received_bytes(), self._network.sent_bytes()
         row.require_read(await asyncio.to_thread(self._read_share))
         await self._stack.scale(1, timeout_s=timeout_s)

@@ -23,7 +23,7 @@ class Row:
     page_cache: PageCache = ""
     """Of the checkpoint's files, made so before each run; empty where it does not matter."""
     over_network: bool = False
-    """Every target that has no host copy itself must receive the model over its link."""
+    """Every target must receive the model over its link."""
     reads_files: bool = False
     """The checkpoint must be read, or (with a cold page cache) must not."""
 

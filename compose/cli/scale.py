@@ -76,6 +76,7 @@ def _print(record: ScaleRecord) -> None:
         ("direction", record.direction),
         ("desired", str(record.desired)),
         *times,
+        *(("explain", line) for line in record.explain),
         *(("left_out", line) for line in record.left_out),
     ]
     for name, value in rows:

@@ -45,6 +45,8 @@ class Placing:
         self._outstanding = OutstandingSteps()
         self._next_s = 0.0
         self._unplaced: tuple[Unplaced, ...] = ()
+        self._hosts_offer = False
+        """Whether any worker offers host memory."""
         self._hosts: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._host_bytes = Gauge("blitz_pool_host_copy_bytes", "Bytes of host copies", ["host"], registry=metrics)
@@ -72,6 +74,7 @@ class Placing:
         self._next_s = now_s + INTERVAL_S
         models, reports = await self._store.models(), await self._store.workers()
         self._show(models, reports)
+        self._hosts_offer = any(report.worker.host_cache_bytes for report in reports)
         if not may_act or not await self._store.take_turn(self._owner, TURN_S):
             return
         for failure in self._outstanding.observe(reports, now_s):
@@ -85,7 +88,8 @@ class Placing:
                 self._send_drop(step, now_s)
         for entry in decided.unplaced:
             if entry not in self._unplaced:
-                log.warning("placement: no host copy of %s: %s", entry.model, entry.reason)
+                level = logging.WARNING if self._hosts_offer else logging.INFO
+                log.log(level, "placement: no host copy of %s: %s", entry.model, entry.reason)
         self._unplaced = decided.unplaced
         await self._store.set_unplaced(decided.unplaced)
 
@@ -156,7 +160,12 @@ class Placing:
         raise Conflict(f"the {request.kind} copy of {request.model} on worker {worker_id} is the last: it must stay")
 
     async def _needed(self, request: RetireCopy) -> bool:
-        """Whether the model is registered, or lost rather than removed."""
+        """Whether the model is registered, or lost rather than removed.
+
+        In a cluster that offers no host memory at all nothing is ever the last copy: scaling to zero would hang.
+        """
+        if not any(report.worker.host_cache_bytes for report in await self._store.workers()):
+            return False
         models = await self._store.models()
         if any(m.model_hash == request.model_hash for m in models):
             return True

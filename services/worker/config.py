@@ -67,6 +67,7 @@ class WorkerConfig:
         device = env.choice("BLITZ_WORKER_DEVICE", ("cpu", "cuda"), default="cpu")
         engine = env.choice("BLITZ_WORKER_ENGINE", ("torch", "mock"), default="torch")
         scratch = env.text("BLITZ_WORKER_SCRATCH_DIR", default="")
+        arena_mib = env.integer("BLITZ_WORKER_ARENA_MIB", default=8192, minimum=1)
         max_batch_tokens = env.integer("BLITZ_WORKER_MAX_BATCH_TOKENS", default=2048, minimum=1)
         return cls(
             nats_url=env.text("BLITZ_NATS_URL", default="nats://127.0.0.1:4222"),
@@ -75,7 +76,7 @@ class WorkerConfig:
             device=cast(Device, device),
             engine=cast(Literal["torch", "mock"], engine),
             num_threads=env.integer("BLITZ_WORKER_THREADS", default=1, minimum=1),
-            arena_bytes=env.integer("BLITZ_WORKER_ARENA_MIB", default=8192, minimum=1) * MIB,
+            arena_bytes=arena_mib * MIB,
             prefault_bytes=env.integer("BLITZ_WORKER_PREFAULT_MIB", default=0, minimum=0) * MIB,
             kv_bytes=env.integer("BLITZ_WORKER_KV_MIB", default=1024, minimum=1) * MIB,
             block_size=env.integer("BLITZ_WORKER_BLOCK_SIZE", default=16, minimum=1),
@@ -93,7 +94,7 @@ class WorkerConfig:
             ssd_gbps=_bandwidth(env, "BLITZ_WORKER_SSD_GBPS"),
             scratch_dir=Path(scratch) if scratch else None,
             visible_gpu=env.text("CUDA_VISIBLE_DEVICES", default="").split(",")[0].strip(),
-            host_cache_bytes=env.integer("BLITZ_WORKER_HOST_CACHE_MIB", default=0, minimum=0) * MIB,
+            host_cache_bytes=env.integer("BLITZ_WORKER_HOST_CACHE_MIB", default=arena_mib, minimum=0) * MIB,
             host_cache_keep_alive_s=env.number("BLITZ_WORKER_HOST_CACHE_KEEP_ALIVE_S", default=600.0, minimum=0.0),
             report_interval_s=env.number("BLITZ_WORKER_REPORT_INTERVAL_S", default=0.1, minimum=0.01),
             stall_s=env.number("BLITZ_WORKER_STALL_S", default=5.0, minimum=0.1),

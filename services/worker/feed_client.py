@@ -14,7 +14,7 @@ from shared.bus.base import Bus
 from shared.errors import NotFound
 from shared.messages.common import Ack
 from shared.messages.registry import ModelRecord, WorkerInfo
-from shared.messages.scaling import Feed, FeedState, FetchRange, GetFeedState
+from shared.messages.scaling import Feed, FeedState, FetchRange, GetChecksums, GetFeedState, UnitChecksums
 from shared.transport.base import Channel
 
 ASK_TIMEOUT_S = 10.0
@@ -70,6 +70,16 @@ class FeedClient:
         request = GetFeedState(epoch=self._epoch, attempt=attempt)
         subject = subjects.worker_feed_state(upstream.worker_id)
         return (await self._bus.request(subject, request, FeedState, timeout_s=STATE_TIMEOUT_S)).starved
+
+    async def checksums(self, upstream: Upstream, unit: int) -> tuple[int, ...]:
+        request = GetChecksums(
+            model_hash=self._model.model_hash,
+            layout_hash=self._model.layout_hash,
+            kind="host" if upstream.kind == "host" else "gpu",
+            unit=unit,
+        )
+        subject = subjects.worker_checksums(upstream.worker_id)
+        return (await self._bus.request(subject, request, UnitChecksums, timeout_s=ASK_TIMEOUT_S)).checksums
 
     async def fetch_again(self, upstream: Upstream, index: int, unit: int, offset: int, num_bytes: int) -> None:
         request = FetchRange(

@@ -30,7 +30,7 @@ from shared.messages.copies import DropCopy, HoldCopy
 from shared.messages.generation import AckTerminal, Cancel, GatewayHeartbeat, Resend, Submit
 from shared.messages.load import LoadReport
 from shared.messages.registry import ModelRecord, WorkerInfo
-from shared.messages.scaling import DrainPlan, Feed, FeedEnded, FetchRange, GetFeedState, ScalePlan
+from shared.messages.scaling import DrainPlan, Feed, FeedEnded, FetchRange, GetChecksums, GetFeedState, ScalePlan
 from shared.transport.base import TensorTransport
 
 log = logging.getLogger(__name__)
@@ -123,6 +123,7 @@ class WorkerService:
             await self._bus.respond(subjects.worker_resend(worker_id), Resend, serving.on_resend),
             await self._bus.respond(subjects.worker_feed(worker_id), Feed, sender.on_feed),
             await self._bus.respond(subjects.worker_feed_state(worker_id), GetFeedState, sender.on_feed_state),
+            await self._bus.respond(subjects.worker_checksums(worker_id), GetChecksums, sender.on_checksums),
             await self._bus.respond(subjects.worker_fetch(worker_id), FetchRange, sender.on_fetch),
             await self._bus.subscribe(subjects.worker_feed_ended(worker_id), FeedEnded, self._mover.on_feed_ended),
             await self._bus.respond(subjects.worker_hold_copy(worker_id), HoldCopy, self._host_copies.on_hold),

@@ -45,7 +45,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     nic: str = ""
     """The NIC that this worker uses; workers of one host may share one. Empty: the host's only NIC."""
     scale_up_domain: str = ""
-    """Workers joined by NVLink. Empty: unknown (a GPU counts alone; CPU workers of one host share its memory)."""
+    """Workers joined by NVLink. Empty: the worker stands alone."""
     scale_up_gbps: float | None = None
     host_link_gbps: float | None = None
     """Between this worker and its host's memory, per direction. None: a typical value of the device."""

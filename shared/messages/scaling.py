@@ -188,6 +188,21 @@ class FetchRange(Message, frozen=True, kw_only=True, tag="fetch_range.v2"):
     num_bytes: int
 
 
+class GetChecksums(Message, frozen=True, kw_only=True, tag="get_checksums.v1"):
+    """A receiver's unit does not match: which checksums has the sender, once it has the unit verified itself?"""
+
+    model_hash: str
+    layout_hash: str
+    kind: Literal["gpu", "host"] = msgspec.field(name="copy_kind")
+    unit: int
+
+
+class UnitChecksums(Message, frozen=True, kw_only=True, tag="unit_checksums.v1"):
+    """xxh3-64 of each block of ``CHECK_BYTES`` of the unit."""
+
+    checksums: tuple[int, ...]
+
+
 ProgressEvent = Literal["accepted", "first_byte", "layer_ready", "loaded", "serving", "failed", "spare"]
 
 

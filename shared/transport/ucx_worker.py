@@ -130,7 +130,7 @@ def _options() -> dict[str, str]:
     if RDMA_DEVICES.is_dir():
         return {}
     options = {
-        # Between hosts it will be TCP. A rendezvous costs a round trip per chunk and saves no copy: the socket makes it.
+        # Between hosts it will be TCP. A rendezvous costs a round trip per chunk and saves no copy.
         # Receivers post their buffers before they ask for data, so eager messages do not pile up.
         "RNDV_THRESH": "intra:auto,inter:inf",
         "TCP_TX_SEG_SIZE": TCP_SEGMENT,

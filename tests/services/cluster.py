@@ -35,7 +35,8 @@ HOLD_S = 600.0
 class Cluster:
     """Made by ``running_cluster``."""
 
-    def __init__(self, redis_url: str) -> None:
+    def __init__(self, redis_url: str, worker_changes: dict[str, object]) -> None:
+        self._worker_changes = worker_changes
         self.broker = MemoryBroker()
         self.fabric = MemoryFabric()
         self.redis = Redis.from_url(redis_url)
@@ -72,7 +73,9 @@ class Cluster:
 
     def add_worker(self, worker_id: str) -> RunningWorker:
         """Start a worker; the cluster stops it at the end unless it was killed."""
-        worker = self.workers[worker_id] = RunningWorker(self.broker, self.fabric, worker_config(worker_id))
+        worker = self.workers[worker_id] = RunningWorker(
+            self.broker, self.fabric, worker_config(worker_id, **self._worker_changes)
+        )
         return worker
 
     # --- models and scale operations ---------------------------------------------------------
@@ -147,9 +150,13 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def running_cluster(redis_url: str, num_workers: int = 3, *, monitor: bool = True) -> AsyncIterator[Cluster]:
-    """A cluster whose workers are registered. Every service ends with the block, whatever happened in it."""
-    cluster = Cluster(redis_url)
+async def running_cluster(
+    redis_url: str, num_workers: int = 3, *, monitor: bool = True, **worker: object
+) -> AsyncIterator[Cluster]:
+    """A cluster whose workers are registered; ``worker`` changes fields of their config.
+
+    Every service ends with the block, whatever happened in it."""
+    cluster = Cluster(redis_url, worker)
     try:
         await cluster.start(num_workers, monitor=monitor)
         yield cluster

@@ -19,6 +19,7 @@ from tests.services.cluster import LEASE_S, Cluster, running_cluster
 from tests.services.fake_gateway import expected_tokens
 from tests.services.tampering import corrupt, lose_from
 from tests.services.waiting import eventually
+from tests.services.workers import MIB
 
 
 @pytest.fixture(autouse=True)
@@ -203,10 +204,13 @@ async def test_targets_behind_a_killed_member_go_on_from_the_one_before_it(redis
         await cluster.scale(1)
         (source,) = await cluster.serving(1)
         targets = sorted(set(cluster.workers) - {source.worker.worker_id})
+        # The member to be killed never gets everything, and the one behind it gets even less.
+        cluster.workers[targets[0]].transport.tamper = lose_from(8)
         cluster.workers[targets[1]].transport.tamper = lose_from(2)
         plan_id = (await cluster.start_scale(5)).plan_id
         assert [m.worker_id for m in cluster.plans()[-1].targets] == targets, "one chain"
         await cluster.reported(plan_id, "first_byte", targets[2])
+        cluster.workers[targets[0]].transport.tamper = None
         await cluster.workers[targets[1]].kill()
         record = await cluster.record(plan_id)
         assert [t.worker_id for t in record.targets if t.failure] == [targets[1]]
@@ -245,11 +249,12 @@ async def test_a_slow_link_in_the_middle_slows_a_chain_and_breaks_nothing(redis_
         assert record.targets[0].loaded_ms < record.targets[-1].loaded_ms
 
 
-async def test_a_chunk_corrupted_in_flight_is_healed_for_everybody_behind_it(unwatched: Cluster) -> None:
+@pytest.mark.parametrize("index", [2, 3], ids=["data", "checksums"])
+async def test_a_chunk_corrupted_in_flight_is_healed_for_everybody_behind_it(unwatched: Cluster, index: int) -> None:
     await unwatched.add_model()
     await unwatched.scale(1)
     (source,) = await unwatched.serving(1)
-    unwatched.workers[source.worker.worker_id].transport.tamper = corrupt(3)
+    unwatched.workers[source.worker.worker_id].transport.tamper = corrupt(index)
     record = await unwatched.scale(3)
     assert record.status == "done"
     assert len(unwatched.digests(await unwatched.serving(3))) == 1
@@ -297,7 +302,7 @@ async def test_a_buffer_that_is_never_given_back_asks_for_a_restart(
         await cluster.scale(1)
         (source,) = await cluster.serving(1)
         (target,) = set(cluster.workers) - {source.worker.worker_id}
-        cluster.workers[source.worker.worker_id].transport.tamper = corrupt(3)
+        cluster.workers[source.worker.worker_id].transport.tamper = corrupt(2)
         cluster.workers[target].transport.stuck_from = index
         record = await cluster.record((await cluster.start_scale(2)).plan_id)
         assert record.status == "failed"
@@ -390,6 +395,37 @@ async def test_a_bus_outage_kills_nobody_and_streams_go_on(unwatched: Cluster) -
     await unwatched.serving(2)
     assert [w.instance for w in unwatched.workers.values()] == before
     assert (await unwatched.scale(3)).status == "done"
+
+
+async def test_the_last_instance_goes_once_a_host_copy_is_there_and_the_next_one_comes_from_it(redis_url: str) -> None:
+    async with running_cluster(redis_url, 2, monitor=False, host_cache_bytes=4 * MIB) as cluster:
+        await cluster.add_model()
+        await cluster.scale(1)
+        assert (await cluster.scale(0)).status == "done"
+        held = [copy for w in (await cluster.snapshot()).workers for copy in w.host_copies]
+        assert [(copy.model, copy.state) for copy in held] == [("m", "ready")]
+        assert (await cluster.scale(2)).status == "done"
+        assert sources(cluster.plans()[-1])[0][1] == "host"
+        assert len(cluster.digests(await cluster.serving(2))) == 1
+
+
+async def test_a_model_survives_the_loss_of_the_host_that_holds_its_copy(redis_url: str) -> None:
+    async with running_cluster(redis_url, 3, monitor=False, host_cache_bytes=4 * MIB) as cluster:
+        await cluster.add_model()
+        await cluster.scale(1)
+
+        async def holders() -> list[str]:
+            workers = (await cluster.snapshot()).workers
+            return [w.worker.worker_id for w in workers if any(c.state == "ready" for c in w.host_copies)]
+
+        await eventually(holders)
+        (holder,) = await holders()
+        await cluster.workers[holder].kill()
+
+        async def replaced() -> bool:
+            return len(now := await holders()) == 1 and now != [holder]
+
+        await eventually(replaced)
 
 
 async def test_a_worker_that_leaves_takes_no_part_any_more(cluster: Cluster) -> None:

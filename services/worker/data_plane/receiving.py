@@ -48,6 +48,9 @@ class Upstreams(Protocol):
     async def is_starved(self, upstream: Upstream, attempt: int) -> bool:
         """Whether the living feed waits for its own upstream. Raises ``NotFound`` or ``NoResponder`` if it is dead."""
 
+    async def checksums(self, upstream: Upstream, unit: int) -> tuple[int, ...]:
+        """The unit's checksums, as it verified them. Raises what the sender answers, or the bus."""
+
     async def fetch_again(self, upstream: Upstream, index: int, unit: int, offset: int, num_bytes: int) -> None:
         """Let it send a bad block again. Raises what the sender answers, or the bus."""
 
@@ -261,23 +264,25 @@ class Fill:
         if unit in self._sealed:
             return
         candidates = list(dict.fromkeys(u for s in self._stripes for u in s.upstreams if u.kind in ("gpu", "host")))
+        bad = await asyncio.to_thread(self._copy.bad_ranges, unit)
         failure: BlitzError | None = None
-        for attempt in range(1 + MAX_FETCHES):
-            bad = await asyncio.to_thread(self._copy.bad_ranges, unit)
+        for attempt in range(MAX_FETCHES if candidates else 0):
             if not bad:
                 return
-            if attempt == MAX_FETCHES or not candidates:
-                break
             upstream = candidates[attempt % len(candidates)]
-            log.warning("unit %d: %d blocks do not match; fetching them from %s", unit, len(bad), upstream.worker_id)
+            log.warning("unit %d: %d blocks do not match; asking %s again", unit, len(bad), upstream.worker_id)
             try:
-                for offset, num_bytes in bad:
+                # Either may have suffered on the way, the checksums or the blocks.
+                self._copy.declare(unit, await self._upstreams.checksums(upstream, unit))
+                for offset, num_bytes in await asyncio.to_thread(self._copy.bad_ranges, unit):
                     await self._fetch_again(upstream, unit, offset, num_bytes)
             except BuffersStuck:
                 raise
             except BlitzError as error:
                 failure = error
-        raise TransportError(f"unit {unit} does not match its checksums after {MAX_FETCHES} tries") from failure
+            bad = await asyncio.to_thread(self._copy.bad_ranges, unit)
+        if bad:
+            raise TransportError(f"unit {unit} does not match its checksums after {MAX_FETCHES} tries") from failure
 
     async def _fetch_again(self, upstream: Upstream, unit: int, offset: int, num_bytes: int) -> None:
         index = REFETCH_INDEX + next(self._refetches)

@@ -8,14 +8,22 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from services.worker.data_plane.copies import Copies
+from services.worker.data_plane.copies import Copies, Offer
 from services.worker.data_plane.flow import OnDone, Outflow
 from services.worker.data_plane.outcome import SETTLE_S, Outcome, ends_soon
 from services.worker.data_plane.pieces import cut, wanted_pieces
 from services.worker.data_plane.weight_copy import WeightCopy
 from shared.errors import BadRequest, BlitzError, Conflict, DeadlineExceeded, NotFound
 from shared.messages.common import Ack
-from shared.messages.scaling import Feed, FeedEnded, FeedState, FetchRange, GetFeedState
+from shared.messages.scaling import (
+    Feed,
+    FeedEnded,
+    FeedState,
+    FetchRange,
+    GetChecksums,
+    GetFeedState,
+    UnitChecksums,
+)
 from shared.telemetry import tracer
 from shared.transport.base import Channel, tag_of
 
@@ -102,33 +110,47 @@ class Sender:
             raise NotFound(f"this worker sends no feed {request.attempt} of epoch {request.epoch}")
         return FeedState(starved=running.flow.starved)
 
+    async def on_checksums(self, request: GetChecksums) -> UnitChecksums:
+        """A receiver doubts a unit. Raises ``NotFound`` (no such copy) or ``Conflict`` (not verified here in time)."""
+        offer = self._offered(request)
+        with offer.pinned():
+            await self._verified(offer.copy, request.unit)
+            return UnitChecksums(checksums=offer.copy.checksums(request.unit))
+
     async def on_fetch(self, request: FetchRange) -> Ack:
         """A receiver found a bad block: send it again, once it is verified here.
 
         Raises ``NotFound`` (no such copy) or ``Conflict`` (not verified here in time, or no part of the unit).
         """
-        offer = self._copies.find(request.kind, request.model_hash, request.layout_hash)
-        if offer is None:
-            raise NotFound(f"this worker holds no {request.kind} copy of model {request.model_hash[:12]}")
+        offer = self._offered(request)
         copy = offer.copy
         with offer.pinned():
-            if not 0 <= request.unit < len(copy.layout.units):
-                raise Conflict(f"the model has no unit {request.unit}")
+            await self._verified(copy, request.unit)
             unit = copy.layout.units[request.unit]
             end = request.offset + request.num_bytes
             if not unit.offset <= request.offset <= end <= unit.offset + unit.num_bytes:
                 raise Conflict(f"bytes {request.offset}..{end} are outside of unit {request.unit}")
-            deadline = self._loop.time() + self._stall_s / 2
-            while not copy.is_ready(request.unit):
-                if self._loop.time() > deadline:
-                    raise Conflict(f"unit {request.unit} is not verified here yet")
-                await asyncio.sleep(0.01)
             channel = await self._connect(request.transport_address, request.host)
             transfer = channel.send(
                 copy.arena.memory(request.offset, request.num_bytes), tag_of(request.epoch, request.index)
             )
             await transfer.wait(timeout_s=SETTLE_S)
         return Ack()
+
+    def _offered(self, request: FetchRange | GetChecksums) -> Offer:
+        offer = self._copies.find(request.kind, request.model_hash, request.layout_hash)
+        if offer is None:
+            raise NotFound(f"this worker holds no {request.kind} copy of model {request.model_hash[:12]}")
+        return offer
+
+    async def _verified(self, copy: WeightCopy, unit: int) -> None:
+        if not 0 <= unit < len(copy.layout.units):
+            raise Conflict(f"the model has no unit {unit}")
+        deadline = self._loop.time() + self._stall_s / 2
+        while not copy.is_ready(unit):
+            if self._loop.time() > deadline:
+                raise Conflict(f"unit {unit} is not verified here yet")
+            await asyncio.sleep(0.01)
 
     def _call_later(self, delay_s: float, callback: OnDone) -> None:
         self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, callback)

@@ -140,6 +140,13 @@ class WeightCopy:
         """The unit's declared checksums, one per ``CHECK_BYTES``."""
         return tuple(int(c) for c in self._checksums[self._starts[unit] : self._starts[unit + 1]])
 
+    def declare(self, unit: int, checksums: tuple[int, ...]) -> None:
+        """Take a unit's checksums from a holder that verified it. Raises ``TransportError`` for another number."""
+        first, end = self._starts[unit], self._starts[unit + 1]
+        if len(checksums) != end - first:
+            raise TransportError(f"{len(checksums)} checksums for the {end - first} blocks of unit {unit}")
+        self._checksums[first:end] = np.array(checksums, dtype=np.uint64)
+
     def mark_ready(self, unit: int) -> None:
         """The unit's bytes are verified."""
         self._ready[unit] = True

@@ -16,7 +16,7 @@ from services.worker.data_plane.weight_copy import WeightCopy
 from services.worker.engine.arena import HostArena
 from shared.errors import NoResponder, NotFound
 from shared.layout import CHECK_BYTES, ArenaLayout, layout_of
-from shared.messages.scaling import Feed, FeedEnded, FetchRange, GetFeedState
+from shared.messages.scaling import Feed, FeedEnded, FetchRange, GetChecksums, GetFeedState
 from shared.transport.base import Channel, TensorTransport
 from shared.transport.memory import MemoryFabric
 from tests.records import spec
@@ -162,6 +162,15 @@ class _Client:
     async def is_starved(self, upstream: Upstream, attempt: int) -> bool:
         request = GetFeedState(epoch=self.me.epoch, attempt=attempt)
         return (await self._peer(upstream).sender.on_feed_state(request)).starved
+
+    async def checksums(self, upstream: Upstream, unit: int) -> tuple[int, ...]:
+        request = GetChecksums(
+            model_hash=MODEL_HASH,
+            layout_hash=self.layout_hash,
+            kind="host" if upstream.kind == "host" else "gpu",
+            unit=unit,
+        )
+        return (await self._peer(upstream).sender.on_checksums(request)).checksums
 
     async def fetch_again(self, upstream: Upstream, index: int, unit: int, offset: int, num_bytes: int) -> None:
         self.me.fetched.append((upstream.worker_id, unit, offset))

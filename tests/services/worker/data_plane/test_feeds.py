@@ -95,6 +95,26 @@ async def test_a_corrupted_chunk_is_fetched_again_before_its_unit_is_ready() -> 
         assert target.fetched == [("p0", *block), ("p1", *block)], "from the next upstream, if this one stays bad"
 
 
+async def test_a_corrupted_checksum_is_asked_for_again() -> None:
+    async with peers(2, random_copy()) as (_, (source, target)):
+        table = next(p for p in PIECES if p.unit == 1 and p.is_checksums)
+
+        verify = target.copy.bad_ranges
+        spoiled: list[int] = []
+
+        def spoil_once(unit: int) -> tuple[tuple[int, int], ...]:
+            if unit == 1 and not spoiled:
+                spoiled.append(unit)
+                target.copy.buffer(table)[3] ^= 0xFF
+            return verify(unit)
+
+        target.copy.bad_ranges = spoil_once  # type: ignore[method-assign]
+        await target.receive([[source.upstream()]])
+        assert spoiled
+        assert same_bytes(target.copy, source.copy)
+        assert target.fetched == [], "the blocks were good"
+
+
 async def test_data_that_stays_bad_fails_the_transfer() -> None:
     async with peers(2, random_copy()) as (_, (source, target)):
         source.copy.arena.memory(LAYOUT.units[0].offset, 1)[0] ^= 0xFF
