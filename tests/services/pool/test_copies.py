@@ -57,7 +57,7 @@ async def test_a_lost_host_copy_comes_from_a_peer_and_from_disk_when_there_is_no
     first = await pool.worker("w0")
     await pool.add_model(M)
     await eventually(lambda: bool(first.copies))
-    serving = await pool.worker("w1", serves=M, capacity=0)
+    serving = await pool.worker("w1", serves=M, capacity=1)
     spare = await pool.worker("w2")
     await first.die()
     await eventually(lambda: bool(spare.copies))
@@ -158,14 +158,14 @@ async def test_two_workers_cannot_both_retire_the_last_two_copies(pool: CopyPool
         await pool.add_model(record)
         pair = (f"a{index}", f"b{index}")
         for worker_id in pair:
-            await pool.worker(worker_id, serves=record, capacity=0)
+            await pool.worker(worker_id, serves=record, capacity=1)
         answers = await asyncio.gather(*(pool.retire(worker_id, record, gpu=True) for worker_id in pair))
         assert sorted(type(answer) for answer in answers if answer) == [Conflict]
 
 
 async def test_a_gpu_copy_may_go_while_a_host_copy_stays_and_the_other_way_round(pool: CopyPool) -> None:
     await pool.add_model(M)
-    await pool.worker("w0", serves=M, capacity=0)
+    await pool.worker("w0", serves=M, capacity=1)
     assert isinstance(await pool.retire("w0", M, gpu=True), Conflict)
     host = await pool.worker("w1", obedient=False)
     await host.hold(M)
@@ -178,7 +178,7 @@ async def test_a_gpu_copy_may_go_while_a_host_copy_stays_and_the_other_way_round
 
 async def test_a_report_does_not_bring_a_retired_copy_back(pool: CopyPool) -> None:
     await pool.add_model(M)
-    workers = [await pool.worker("w0", serves=M, capacity=0), await pool.worker("w1", serves=M, capacity=0)]
+    workers = [await pool.worker("w0", serves=M, capacity=1), await pool.worker("w1", serves=M, capacity=0)]
     assert await pool.retire("w0", M, gpu=True) is None
     await asyncio.gather(*(w.beat() for w in workers))
     assert isinstance(await pool.retire("w1", M, gpu=True), Conflict)
@@ -199,12 +199,12 @@ async def test_a_host_copy_that_is_held_again_counts_again(pool: CopyPool) -> No
 
 async def test_incomplete_and_dead_copies_confirm_nothing(pool: CopyPool) -> None:
     await pool.add_model(M)
-    await pool.worker("w0", serves=M, capacity=0)
+    await pool.worker("w0", serves=M, capacity=1)
     loading = await pool.worker("w1", obedient=False)
     loading.copies[M.model_hash] = copy_of(M, "loading")
     await loading.beat()
     assert isinstance(await pool.retire("w0", M, gpu=True), Conflict)
-    other = await pool.worker("w2", serves=M, capacity=0)
+    other = await pool.worker("w2", serves=M, capacity=1)
     await other.die()
     await asyncio.sleep(LEASE_S + 0.3)
     assert isinstance(await pool.retire("w0", M, gpu=True), Conflict)
@@ -212,13 +212,13 @@ async def test_incomplete_and_dead_copies_confirm_nothing(pool: CopyPool) -> Non
 
 async def test_a_copy_of_a_removed_model_may_go(pool: CopyPool) -> None:
     await pool.add_model(M)
-    await pool.worker("w0", serves=M, capacity=0)
+    await pool.worker("w0", serves=M, capacity=1)
     await pool.remove_model("m")
     assert await pool.retire("w0", M, gpu=True) is None
 
 
 async def test_a_copy_of_a_model_that_the_registry_lost_must_stay(pool: CopyPool) -> None:
-    await pool.worker("w0", serves=M, capacity=0)
+    await pool.worker("w0", serves=M, capacity=1)
     assert isinstance(await pool.retire("w0", M, gpu=True), Conflict)
 
 
@@ -231,3 +231,9 @@ async def test_a_worker_that_stops_gets_rid_of_its_last_copy_once_another_has_it
     await eventually(lambda: M.model_hash in heir.copies and heir.copies[M.model_hash].state == "ready")
     assert [(s.worker_id, s.kind) for s in heir.holds[0].sources] == [("w0", "host")]
     assert await pool.retire("w0", M) is None
+
+
+async def test_without_any_host_memory_no_copy_is_the_last(pool: CopyPool) -> None:
+    await pool.add_model(M)
+    await pool.worker("w0", serves=M, capacity=0)
+    assert await pool.retire("w0", M, gpu=True) is None

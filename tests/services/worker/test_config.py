@@ -41,7 +41,7 @@ def test_facts_of_the_machine_are_left_to_be_found_unless_set() -> None:
     unset = WorkerConfig.from_env({"BLITZ_WORKER_NIC_GBPS": "", "BLITZ_WORKER_SCRATCH_DIR": " "})
     assert (unset.nic, unset.nic_gbps, unset.scratch_dir) == ("", None, None)
     assert (unset.scale_up_domain, unset.scale_up_gbps, unset.host_link_gbps) == ("", None, None)
-    assert (unset.ssd_gbps, unset.host_cache_bytes) == (None, 0)
+    assert (unset.ssd_gbps, unset.host_cache_bytes) == (None, unset.arena_bytes)
     config = WorkerConfig.from_env(
         {
             "BLITZ_WORKER_NIC": "mlx5_0:2",
