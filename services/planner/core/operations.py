@@ -23,6 +23,7 @@ MISSING_S = 2.0
 class _Target:
     worker_id: str
     instance_id: str
+    accepted_s: float | None = None
     first_byte_s: float | None = None
     layers_s: dict[int, float] = field(default_factory=dict)
     loaded_s: float | None = None
@@ -150,7 +151,7 @@ class Operation:
             case "failed":
                 target.failure = target.failure or event.detail or "failed"
             case "accepted":
-                pass
+                target.accepted_s = target.accepted_s or event.at_s
 
     def check(self, workers: Mapping[str, WorkerRecord], now_s: float) -> None:
         """Fail the open targets that will not end by themselves, given all living workers by id."""
@@ -233,9 +234,9 @@ def _holds(worker: WorkerRecord, instance_id: str) -> bool:
 
 
 def _gbps(target: _Target) -> float | None:
-    if target.first_byte_s is None or target.loaded_s is None or target.loaded_s <= target.first_byte_s:
+    if target.accepted_s is None or target.loaded_s is None or target.loaded_s <= target.accepted_s:
         return None
-    return target.received_bytes * 8 / (target.loaded_s - target.first_byte_s) / 1e9
+    return target.received_bytes * 8 / (target.loaded_s - target.accepted_s) / 1e9
 
 
 class Operations:

@@ -224,20 +224,27 @@ class Fill:
                     inspect_checkpoint, Path(self._checkpoint_path), with_hash=False
                 )
             self._first.set()
-            for unit in dict.fromkeys(p.unit for p in missing):
-                await self._read_unit(self._checkpoint, unit)
+            hashed: asyncio.Task[None] | None = None
+            try:
+                for unit in dict.fromkeys(p.unit for p in missing):
+                    if self._copy.unit_arrived(unit):
+                        continue
+                    await asyncio.to_thread(self._load, self._checkpoint, unit)
+                    if hashed is not None:
+                        await hashed
+                    # Hashed while the next unit is read: the disk does not wait for the processor.
+                    hashed = asyncio.create_task(self._seal(unit))
+            finally:
+                if hashed is not None:
+                    await hashed
 
-    async def _read_unit(self, checkpoint: Checkpoint, unit: int) -> None:
-        copy = self._copy
+    def _load(self, checkpoint: Checkpoint, unit: int) -> None:
+        load_unit(checkpoint, self._copy.layout, self._copy.layout.units[unit], self._copy.arena)
 
-        def read() -> None:
-            load_unit(checkpoint, copy.layout, copy.layout.units[unit], copy.arena)
-            copy.seal(unit)
-
-        if not copy.unit_arrived(unit):
-            await asyncio.to_thread(read)
-            self._sealed.add(unit)
-            self._units.put_nowait(unit)
+    async def _seal(self, unit: int) -> None:
+        await asyncio.to_thread(self._copy.seal, unit)
+        self._sealed.add(unit)
+        self._units.put_nowait(unit)
 
     async def _copy_from_host(self, missing: tuple[Piece, ...]) -> None:
         with self._upstreams.local_copy() as local:

@@ -35,6 +35,7 @@ def test_the_record_counts_from_the_trigger_and_waits_for_the_last_target() -> N
     op = operation()
     op.planned(100.005)
     for worker_id, delay in (("w1", 0.0), ("w2", 0.1)):
+        op.apply(event(worker_id, "accepted", 100.01 + delay))
         op.apply(event(worker_id, "first_byte", 100.01 + delay))
         op.apply(event(worker_id, "layer_ready", 100.2 + delay, layer=0, received_bytes=50))
         op.apply(event(worker_id, "layer_ready", 100.3 + delay, layer=1, received_bytes=90))

@@ -1,0 +1,116 @@
+"""A batch in the queue of a pair: where it is, and which moves are legal.
+
+Rules in prose:
+
+- A batch waits at the target. The target *begins* its next layer and *ends* it; ending the last layer *finishes* it.
+- The source *claims* a waiting batch. From then on the source is its holder; the target only keeps a copy until the
+  source *confirms* that it has everything. If the source never gets it, the target *takes it back*.
+- A waiting or claimed batch can be cancelled at once. One inside a layer is cancelled when the layer ends, because a
+  layer on an accelerator cannot be stopped.
+- Nothing leaves ``finished``, ``moved`` or ``cancelled``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class IllegalMove(Exception):
+    """The caller broke the rules of the queue: a bug, never a lost race (that is ``Conflict``)."""
+
+
+class Side(StrEnum):
+    """Who runs a layer, or holds a batch."""
+
+    SOURCE = "source"
+    """Overloaded; has all layers."""
+    TARGET = "target"
+    """Loading; has the first layers."""
+
+
+class State(StrEnum):
+    """Where a batch is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    """Cancelled while inside a layer."""
+    CLAIMED = "claimed"
+    MOVED = "moved"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+
+
+class Move(StrEnum):
+    """What can happen to a batch."""
+
+    BEGIN = "begin"
+    END = "end"
+    FINISH = "finish"
+    CLAIM = "claim"
+    CONFIRM = "confirm"
+    TAKE_BACK = "take_back"
+    CANCEL = "cancel"
+
+
+TRANSITIONS: dict[State, dict[Move, State]] = {
+    State.WAITING: {Move.BEGIN: State.RUNNING, Move.CLAIM: State.CLAIMED, Move.CANCEL: State.CANCELLED},
+    State.RUNNING: {Move.END: State.WAITING, Move.FINISH: State.FINISHED, Move.CANCEL: State.STOPPING},
+    State.STOPPING: {Move.END: State.CANCELLED, Move.FINISH: State.CANCELLED, Move.CANCEL: State.STOPPING},
+    State.CLAIMED: {Move.CONFIRM: State.MOVED, Move.TAKE_BACK: State.WAITING, Move.CANCEL: State.CANCELLED},
+    State.MOVED: {},
+    State.FINISHED: {},
+    State.CANCELLED: {},
+}
+
+ENDED = frozenset(state for state, moves in TRANSITIONS.items() if not moves)
+
+_HOLDER: dict[State, Side | None] = {
+    State.WAITING: Side.TARGET,
+    State.RUNNING: Side.TARGET,
+    State.STOPPING: Side.TARGET,
+    State.CLAIMED: Side.SOURCE,
+    State.MOVED: Side.SOURCE,
+    State.FINISHED: Side.TARGET,
+    State.CANCELLED: None,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """One batch. Only the queue changes it."""
+
+    batch_id: str
+    cost: float
+    """Time of one layer, in the caller's unit (seconds, layer-times); grows with the batch's tokens."""
+    place: tuple[bool, int]
+    """Its place in the first-come order: handed over before arrived behind the seal, then in the order of adding."""
+    next_layer: int = 0
+    """Layers run at the target so far, which is the index of the next one to run."""
+    generation: int = 0
+    """Counts changes of holder: a pull that names an older one lost a race."""
+    gate: int | None = None
+    handed: bool = False
+    """The target will run no more of it (best effort only)."""
+    state: State = State.WAITING
+
+    @property
+    def holder(self) -> Side | None:
+        """Who must run what is left; None once cancelled."""
+        return _HOLDER[self.state]
+
+    @property
+    def in_layer(self) -> bool:
+        """The target is inside one of its layers."""
+        return self.state is State.RUNNING or self.state is State.STOPPING
+
+    def move(self, move: Move) -> State:
+        """Change state by the table. Raises ``IllegalMove``."""
+        new = TRANSITIONS[self.state].get(move)
+        if new is None:
+            raise IllegalMove(f"batch {self.batch_id!r} is {self.state} and cannot {move}")
+        if _HOLDER[new] is not _HOLDER[self.state]:
+            self.generation += 1
+        self.state = new
+        return new

@@ -1,0 +1,361 @@
+"""The queue of a pair in live scaling: the target's batches, which the source pulls from (paper, section 5.2, Figure 16).
+
+The target owns the queue. Rules:
+
+1. *First come, first served*: batches handed over by the source, in its order, then those that arrived behind the seal.
+2. *Target*, whenever free: one layer of the earliest batch whose next layer is loaded; then it looks again, so a newly
+   loaded layer brings it back to earlier batches.
+3. *Source*, whenever free: pulls the earliest batch and runs the rest of it. It never overtakes: if the earliest batch
+   is inside a layer, it waits for the layer's end. Before the first layer is loaded it thus pulls whole batches.
+4. *Once the target has all layers* it finishes the batch that it has in hand, and the source pulls the next one:
+   waiting for a layer's end would gain nothing, and moving that batch would cost a transfer.
+5. *A gate* of T layers splits a batch as computed beforehand: the source may not pull it before T layers are done,
+   and the target does not go beyond T while any batch is short of its gate. So the target's schedule does not depend
+   on the source's, which is what makes predictions hold. A batch whose gate is all its layers is the target's: once
+   begun, the source passes it by. Gates lapse when reality is late; without gates rules 2 and 3 stand alone.
+6. *A pull is a compare-and-swap* on (batch, generation) and idempotent by claim id. The target keeps its copy until the
+   claim is confirmed; a claim that failed is taken back.
+7. *Dissolving* seals the queue: claims in flight can still be confirmed, begun batches stay at the target, where their
+   KV is, and those that nobody has begun are shared evenly.
+
+Two baselines change rules 2 and 3 only. *Best effort*: the target stays with a batch as long as its next layer is
+there, up to half of the layers, then hands it over for good and never comes back; the source waits for the earliest to
+be handed over. *Stop the world*: the target runs nothing until it has everything.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from shared.errors import BadRequest, Conflict
+from shared.zigzag.batch import ENDED, Batch, IllegalMove, Move, Side, State
+from shared.zigzag.sharing import share_evenly
+
+
+class Policy(StrEnum):
+    """Which rules the two sides follow while the target loads."""
+
+    ZIGZAG = "zigzag"
+    BEST_EFFORT = "best_effort"
+    STOP_THE_WORLD = "stop_the_world"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What the target shall run now."""
+
+    batch_id: str
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A batch that the source has pulled, until it is confirmed or taken back."""
+
+    claim_id: str
+    batch_id: str
+    generation: int
+    """The generation that was swapped out."""
+    first_layer: int
+    """First layer that the source runs; all before it were run at the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The earliest batch cannot be pulled now. Ask again after the next layer's end, or when gates lapse."""
+
+    batch_id: str
+    reason: Literal["in_layer", "gate", "in_hand"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What became of the queue: ``kept`` by the target, claims ``given`` to the source, each in first-come order."""
+
+    kept: tuple[str, ...]
+    given: tuple[Claim, ...]
+
+
+class Queue:
+    """The queue and its rules. It knows ids and costs; the caller runs layers, moves tensors and tells it the outcome."""
+
+    def __init__(self, num_layers: int, policy: Policy = Policy.ZIGZAG) -> None:
+        if num_layers < 1:
+            raise BadRequest(f"a model of {num_layers} layers cannot be split", param="num_layers")
+        self.num_layers = num_layers
+        self.policy = policy
+        self._layers_ready = 0
+        self._batches: dict[str, Batch] = {}
+        self._order: list[Batch] = []
+        self._claims: dict[str, Claim] = {}
+        self._open: dict[str, Batch] = {}
+        self._in_hand: Batch | None = None
+        self._shares: Shares | None = None
+
+    # what there is
+
+    @property
+    def layers_ready(self) -> int:
+        """Layers 0 .. n-1 are loaded at the target."""
+        return self._layers_ready
+
+    @property
+    def loaded(self) -> bool:
+        """The target has all layers."""
+        return self._layers_ready == self.num_layers
+
+    @property
+    def dissolved(self) -> bool:
+        """Nothing can be added or pulled any more."""
+        return self._shares is not None
+
+    def batches(self) -> tuple[Batch, ...]:
+        """All that have not ended, in first-come order. To be read only."""
+        return tuple(self._order)
+
+    def batch(self, batch_id: str) -> Batch:
+        """One batch, ended or not. To be read only. Raises ``IllegalMove`` for an unknown one."""
+        found = self._batches.get(batch_id)
+        if found is None:
+            raise IllegalMove(f"batch {batch_id!r} is not in this queue")
+        return found
+
+    def open_claims(self) -> tuple[Claim, ...]:
+        """Claims neither confirmed nor taken back, in the order of pulling. To be taken back if the source dies."""
+        return tuple([self._claims[claim_id] for claim_id in self._open])
+
+    @property
+    def can_dissolve(self) -> bool:
+        """Cooperation has nothing left to gain.
+
+        All layers are loaded, no gate is in force, no pull is in flight, and only the batch in hand is begun. Earlier,
+        begun batches would stay at the target while the source ran dry.
+        """
+        return (
+            self.loaded
+            and not self._open
+            and not any([(b.next_layer and b is not self._in_hand) or b.gate is not None for b in self._order])
+        )
+
+    # how it fills
+
+    def add(self, batch_id: str, cost: float, *, behind_seal: bool = False) -> None:
+        """A batch, untouched, at the end of those handed over, or of those that arrived behind the seal.
+
+        ``cost``: time of one of its layers. Raises ``Conflict`` for a known id or after dissolving.
+        """
+        if self.dissolved:
+            raise Conflict(f"the queue is dissolved; batch {batch_id!r} belongs to an instance")
+        if batch_id in self._batches:
+            raise Conflict(f"batch {batch_id!r} is already in this queue")
+        if not cost > 0:
+            raise BadRequest(f"a layer of batch {batch_id!r} cannot cost {cost!r}", param="cost")
+        batch = Batch(batch_id, cost, (behind_seal, len(self._batches)))
+        self._batches[batch_id] = batch
+        bisect.insort(self._order, batch, key=lambda b: b.place)
+
+    def set_gate(self, batch_id: str, num_layers: int) -> None:
+        """Split a batch: the target runs ``num_layers`` of it, then the source the rest. 0: whole at the source."""
+        if self.policy is not Policy.ZIGZAG:
+            raise IllegalMove(f"gates have no meaning under {self.policy}")
+        if not 0 <= num_layers <= self.num_layers:
+            raise BadRequest(f"a gate of {num_layers} in {self.num_layers} layers", param="gate")
+        batch = self.batch(batch_id)
+        # A plan may come late: a batch that is beyond its gate, or gone, needs none.
+        if batch.state not in ENDED:
+            batch.gate = num_layers
+
+    def lapse(self, batch_id: str | None = None) -> None:
+        """Gates are off: of one batch, or of all."""
+        for batch in self._order if batch_id is None else [self.batch(batch_id)]:
+            batch.gate = None
+
+    # the target
+
+    def set_layers_ready(self, layers_ready: int) -> None:
+        """The first ``layers_ready`` layers are loaded. Late and repeated reports change nothing."""
+        if layers_ready > self.num_layers:
+            raise IllegalMove(f"{layers_ready} layers ready of {self.num_layers}")
+        self._layers_ready = max(self._layers_ready, layers_ready)
+
+    def next_for_target(self, layers_ready: int | None = None) -> Layer | None:
+        """Begin the layer that the target shall run now; None: nothing until the next event.
+
+        Raises ``IllegalMove`` while it is inside a layer.
+        """
+        if layers_ready is not None:
+            self.set_layers_ready(layers_ready)
+        if self._in_hand is not None and self._in_hand.in_layer:
+            raise IllegalMove(f"the target is inside a layer of batch {self._in_hand.batch_id!r}")
+        batch = self._choose()
+        if batch is None:
+            return None
+        batch.move(Move.BEGIN)
+        self._in_hand = batch
+        return Layer(batch.batch_id, batch.next_layer)
+
+    def layer_done(self, batch_id: str) -> bool:
+        """The layer that was begun has ended. True: it was the batch's last one, and the batch is finished."""
+        batch = self.batch(batch_id)
+        last = batch.next_layer + 1 == self.num_layers
+        batch.move(Move.FINISH if last else Move.END)
+        batch.next_layer += 1
+        self._settle(batch)
+        return batch.state is State.FINISHED
+
+    # the source
+
+    def pull(self, claim_id: str, batch_id: str | None = None, generation: int | None = None) -> Claim | Wait | None:
+        """Claim the earliest batch for the source; None: there is nothing to pull.
+
+        With ``batch_id`` and ``generation`` the claim is for exactly that batch. Raises ``Conflict`` when it is no
+        longer the earliest or has changed holder, or when ``claim_id`` was used for another batch.
+        """
+        if (claim := self._claims.get(claim_id)) is not None:
+            if batch_id not in {None, claim.batch_id} or generation not in {None, claim.generation}:
+                raise Conflict(f"claim {claim_id!r} is for batch {claim.batch_id!r}, generation {claim.generation}")
+            return claim
+        head = self._head()
+        if batch_id is not None and (head is None or head.batch_id != batch_id):
+            raise Conflict(f"batch {batch_id!r} is not the earliest to pull")
+        if head is None:
+            return None
+        if generation is not None and head.generation != generation:
+            raise Conflict(f"batch {head.batch_id!r} is at generation {head.generation}, not {generation}")
+        if head.in_layer:
+            return Wait(head.batch_id, "in_layer")
+        if head.gate is not None and head.next_layer < head.gate:
+            return Wait(head.batch_id, "gate")
+        if self.policy is Policy.BEST_EFFORT and head.next_layer and not head.handed:
+            return Wait(head.batch_id, "in_hand")
+        return self._claim(claim_id, head)
+
+    def confirm(self, claim_id: str) -> None:
+        """The source has everything; the target may free its copy. Repeating changes nothing."""
+        batch = self._resolve(claim_id)
+        if batch is not None:
+            batch.move(Move.CONFIRM)
+            self._settle(batch)
+
+    def take_back(self, claim_id: str) -> None:
+        """The source did not get it, and never will: the batch waits at the target again, at its old place.
+
+        Raises ``IllegalMove`` once confirmed.
+        """
+        batch = self._resolve(claim_id)
+        if batch is not None:
+            batch.move(Move.TAKE_BACK)
+            batch.handed = False
+        elif self.batch(self._claims[claim_id].batch_id).state is State.MOVED:
+            raise IllegalMove(f"claim {claim_id!r} is confirmed: the source has the batch")
+
+    # both
+
+    def cancel(self, batch_id: str) -> Side | None:
+        """The client has gone. Returns who held the batch and must free it; None: it has ended at the target.
+
+        A cancel goes to both members: of a batch that has moved, only the source knows more.
+        """
+        batch = self.batch(batch_id)
+        holder = batch.holder
+        if batch.state in ENDED:
+            return Side.SOURCE if batch.state is State.MOVED else None
+        batch.move(Move.CANCEL)
+        for claim_id in [c for c, claimed in self._open.items() if claimed is batch]:
+            del self._open[claim_id]
+        self._settle(batch)
+        return holder
+
+    def dissolve(self, claim_id: str, source_busy: float = 0.0) -> Shares:
+        """End the cooperation. Begun batches stay at the target, untouched ones are shared evenly in first-come order.
+
+        ``source_busy``: time that the source still needs for what it has. Each batch given is a claim of its own
+        (``claim_id/batch``), to be confirmed. Repeating returns the same shares. A target without all layers shares
+        nothing: everything that waits goes to the source, with what was run of it.
+        """
+        if self._shares is not None:
+            return self._shares
+        self.lapse()
+        waiting = [b for b in self._order if b.state in {State.WAITING, State.RUNNING}]
+        if self.loaded:
+            own = [b for b in waiting if b.next_layer or b.in_layer]
+            handed = [b for b in own if b.handed]
+            own = [b for b in own if not b.handed]
+            busy = sum([b.cost * (self.num_layers - b.next_layer) for b in own])
+            source_busy += sum([b.cost * (self.num_layers - b.next_layer) for b in handed])
+            untouched = [(b.batch_id, b.cost * self.num_layers) for b in waiting if not b.next_layer and not b.in_layer]
+            shares = share_evenly(untouched, source_busy=source_busy, target_busy=busy)
+            to_source = {b.batch_id for b in handed} | {i for i, side in shares if side is Side.SOURCE}
+        else:
+            if self._in_hand is not None and self._in_hand.in_layer:
+                raise IllegalMove(f"the target is inside a layer of batch {self._in_hand.batch_id!r}")
+            to_source = {b.batch_id for b in waiting}
+        given = [self._claim(f"{claim_id}/{b.batch_id}", b) for b in waiting if b.batch_id in to_source]
+        kept = [b.batch_id for b in waiting if b.batch_id not in to_source]
+        self._shares = Shares(tuple(kept), tuple(given))
+        return self._shares
+
+    # inside
+
+    def _choose(self) -> Batch | None:
+        ready = self._layers_ready
+        if self.dissolved:
+            return next((b for b in self._order if b.state is State.WAITING and b.next_layer < ready), None)
+        if self.policy is Policy.STOP_THE_WORLD:
+            return None
+        if self.policy is Policy.BEST_EFFORT:
+            return self._choose_best_effort()
+        short = any([b.gate is not None and b.holder is Side.TARGET and b.next_layer < b.gate for b in self._order])
+        for batch in self._order:
+            if batch.state is State.WAITING and batch.next_layer < ready:
+                if short and batch.gate is not None and batch.next_layer >= batch.gate:
+                    continue
+                return batch
+        return None
+
+    def _choose_best_effort(self) -> Batch | None:
+        limit = min(self._layers_ready, self.num_layers // 2)
+        held = self._in_hand
+        if held is not None and held.state is State.WAITING and not held.handed:
+            if held.next_layer < limit:
+                return held
+            held.handed = True
+        if limit == 0:
+            return None
+        return next((b for b in self._order if b.state is State.WAITING and not b.next_layer), None)
+
+    def _head(self) -> Batch | None:
+        """The batch that the source must take next, whether or not it can now."""
+        if self.dissolved:
+            return None
+        for batch in self._order:
+            if batch.state not in {State.WAITING, State.RUNNING}:
+                continue
+            if batch.gate is not None:
+                if batch.gate == self.num_layers and (batch.next_layer or batch.in_layer):
+                    continue
+            elif self.policy is Policy.ZIGZAG and self.loaded and batch is self._in_hand:
+                continue
+            return batch
+        return None
+
+    def _claim(self, claim_id: str, batch: Batch) -> Claim:
+        claim = Claim(claim_id, batch.batch_id, batch.generation, batch.next_layer)
+        batch.move(Move.CLAIM)
+        self._claims[claim_id] = claim
+        self._open[claim_id] = batch
+        return claim
+
+    def _resolve(self, claim_id: str) -> Batch | None:
+        if claim_id not in self._claims:
+            raise IllegalMove(f"claim {claim_id!r} was never granted")
+        return self._open.pop(claim_id, None)
+
+    def _settle(self, batch: Batch) -> None:
+        if batch.state in ENDED:
+            self._order.remove(batch)
+            if self._in_hand is batch:
+                self._in_hand = None
