@@ -11,8 +11,9 @@ The target owns the queue. Rules:
    waiting for a layer's end would gain nothing, and moving that batch would cost a transfer.
 5. *A gate* of T layers splits a batch as computed beforehand: the source may not pull it before T layers are done,
    and the target does not go beyond T while any batch is short of its gate. So the target's schedule does not depend
-   on the source's, which is what makes predictions hold. A batch whose gate is all its layers is the target's: once
-   begun, the source passes it by. Gates lapse when reality is late; without gates rules 2 and 3 stand alone.
+   on the source's, which is what makes predictions hold. A batch whose gate is all its layers is the target's own: the
+   source passes it by, and each side still serves its batches in first-come order. Gates lapse when reality is late;
+   without gates rules 2 and 3 stand alone.
 6. *A pull is a compare-and-swap* on (batch, generation) and idempotent by claim id. The target keeps its copy until the
    claim is confirmed; a claim that failed is taken back.
 7. *Dissolving* seals the queue: claims in flight can still be confirmed, begun batches stay at the target, where their
@@ -335,7 +336,7 @@ class Queue:
             if batch.state not in {State.WAITING, State.RUNNING}:
                 continue
             if batch.gate is not None:
-                if batch.gate == self.num_layers and (batch.next_layer or batch.in_layer):
+                if batch.gate == self.num_layers:
                     continue
             elif self.policy is Policy.ZIGZAG and self.loaded and batch is self._in_hand:
                 continue

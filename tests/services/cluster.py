@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -35,7 +35,7 @@ HOLD_S = 600.0
 class Cluster:
     """Made by ``running_cluster``."""
 
-    def __init__(self, redis_url: str, worker_changes: dict[str, object]) -> None:
+    def __init__(self, redis_url: str, worker_changes: Callable[[str], dict[str, object]]) -> None:
         self._worker_changes = worker_changes
         self.broker = MemoryBroker()
         self.fabric = MemoryFabric()
@@ -74,7 +74,7 @@ class Cluster:
     def add_worker(self, worker_id: str) -> RunningWorker:
         """Start a worker; the cluster stops it at the end unless it was killed."""
         worker = self.workers[worker_id] = RunningWorker(
-            self.broker, self.fabric, worker_config(worker_id, **self._worker_changes)
+            self.broker, self.fabric, worker_config(worker_id, **self._worker_changes(worker_id))
         )
         return worker
 
@@ -151,12 +151,17 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def running_cluster(
-    redis_url: str, num_workers: int = 3, *, monitor: bool = True, **worker: object
+    redis_url: str,
+    num_workers: int = 3,
+    *,
+    monitor: bool = True,
+    each: Callable[[str], dict[str, object]] = lambda _: {},
+    **worker: object,
 ) -> AsyncIterator[Cluster]:
-    """A cluster whose workers are registered; ``worker`` changes fields of their config.
+    """A cluster whose workers are registered; ``worker`` changes fields of their config, ``each(worker_id)`` of one's.
 
     Every service ends with the block, whatever happened in it."""
-    cluster = Cluster(redis_url, worker)
+    cluster = Cluster(redis_url, lambda worker_id: worker | each(worker_id))
     try:
         await cluster.start(num_workers, monitor=monitor)
         yield cluster

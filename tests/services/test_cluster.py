@@ -219,6 +219,46 @@ async def test_targets_behind_a_killed_member_go_on_from_the_one_before_it(redis
         assert all(not worker.fatal for worker in cluster.workers.values())
 
 
+def _boxes_of_two(worker_id: str) -> dict[str, object]:
+    """w0 and w1, w2 and w3, ...: two workers of a host, joined by NVLink, each with a NIC of its own."""
+    box = int(worker_id[1:]) // 2
+    return {"host": f"box-{box}", "scale_up_domain": f"box-{box}/nvlink", "scale_up_gbps": 1600.0}
+
+
+async def test_groups_receive_stripes_gather_them_and_forward(redis_url: str) -> None:
+    async with running_cluster(redis_url, 6, monitor=False, each=_boxes_of_two) as cluster:
+        await cluster.add_model()
+        await cluster.scale(2)
+        record = await cluster.scale(6)
+        assert record.status == "done"
+        plan = cluster.plans()[-1]
+        hops = [hop for chain in plan.chains for hop in chain.hops]
+        assert [len(hop.targets) for hop in hops] == [2, 2]
+        assert all(len({s.source for s in hop.stripes}) == 2 for hop in hops), "each copy sends its own stripe"
+        instances = await cluster.serving(6)
+        assert len(cluster.digests(instances)) == 1
+        assert [t.received_bytes for t in record.targets] == [plan.model.weights_bytes] * 4
+
+
+async def test_a_group_that_loses_a_member_gathers_its_stripe_from_the_source(redis_url: str) -> None:
+    async with running_cluster(redis_url, 4, monitor=False, each=_boxes_of_two) as cluster:
+        await cluster.add_model()
+        await cluster.scale(2)
+        held = {w.worker.worker_id for w in await cluster.serving(2)}
+        lost, kept = sorted(set(cluster.workers) - held)
+        cluster.workers[lost].transport.tamper = lose_from(1)  # it gathers and gives nothing
+        for worker_id in held:
+            cluster.workers[worker_id].transport.tamper = lose_from(9)
+        plan_id = (await cluster.start_scale(4)).plan_id
+        await cluster.reported(plan_id, "first_byte", kept)
+        for worker_id in held:
+            cluster.workers[worker_id].transport.tamper = None
+        await cluster.workers[lost].kill()
+        record = await cluster.record(plan_id)
+        assert [t.worker_id for t in record.targets if t.failure] == [lost]
+        assert len(cluster.digests(await cluster.serving(3))) == 1
+
+
 async def test_two_overlapping_plans_for_one_model_both_end(redis_url: str) -> None:
     async with running_cluster(redis_url, 5, monitor=False) as cluster:
         await cluster.add_model()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -20,7 +21,7 @@ from tests.services.tampering import TamperingTransport
 
 MIB = 1 << 20
 NO_MACHINE = Path("/nonexistent")
-"""Workers under test share a machine: its NIC is nobody's."""
+"""Workers under test share a machine, whose NIC is none of theirs: each has one of its own."""
 
 
 def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
@@ -78,7 +79,10 @@ class RunningWorker:
             self.transport,
             config,
             fatal=self.fatal.append,
-            node=discover(config, Probes(roots=Roots(NO_MACHINE, NO_MACHINE))),
+            node=replace(
+                discover(config, Probes(roots=Roots(NO_MACHINE, NO_MACHINE))),
+                nic=f"{config.host}/nic-of-{config.worker_id}",
+            ),
             metrics=CollectorRegistry(),
         )
         self.task = asyncio.create_task(self.service.run(self.stopping))

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 from compose.admin_types import Status
 from compose.stack import Stack
 from shared.bus.nats import NatsBus
-from shared.errors import Unavailable
+from shared.errors import BlitzError, Unavailable
 from shared.messages.scaling import ScaleRecord
 
 PROMPT = [5, 17, 33, 2, 90, 41, 7]
@@ -71,11 +71,15 @@ async def scale(stack: Stack, model: str, instances: int, *, hold_s: float = 60.
 
 
 async def until(stack: Stack, condition: Callable[[Status], bool], timeout_s: float = 20.0) -> Status:
-    """Poll the status until it fulfils the condition."""
+    """Poll the status until it fulfils the condition. The registry may be on its way back meanwhile."""
     deadline_s = time.monotonic() + timeout_s
+    status: Status | BlitzError
     while True:
-        status = await stack.admin.status()
-        if condition(status):
+        try:
+            status = await stack.admin.status()
+        except Unavailable as error:
+            status = error
+        if isinstance(status, Status) and condition(status):
             return status
         assert time.monotonic() < deadline_s, status
         await asyncio.sleep(0.05)
