@@ -67,3 +67,9 @@ def scaleout(context: typer.Context) -> None:
 def loaders(context: typer.Context) -> None:
     """How fast a checkpoint comes into memory: safetensors, the Run:ai streamer, ours from disk and from a peer."""
     _hand_over(context, "bench.loaders.cli")
+
+
+@app.command("zigzag", context_settings=_PASS_ON, add_help_option=False)
+def zigzag(context: typer.Context) -> None:
+    """Schedules of live scaling, played back: against its baselines and the optimum, and how long the ILP takes."""
+    _hand_over(context, "bench.zigzag.cli")

@@ -25,6 +25,7 @@ from bench.lab.plan import (
     Rate,
     create_commands,
     hosts,
+    rate_commands,
 )
 
 LOCK = Path("/run/lock/blitzscale-lab.lock")
@@ -72,6 +73,15 @@ class Network:
     def sent_bytes(self) -> tuple[int, ...]:
         """By host: what its data interface sent since it was made."""
         return tuple(system.counters(host.namespace, DATA_DEVICE)[1] for host in self.hosts)
+
+    def set_rate(self, host: int, rate: Rate) -> None:
+        """Rate both directions of one host's link anew, from now on. Raises ``LabUnavailable``."""
+        for command in rate_commands(self.hosts[host], rate, "change"):
+            system.run(command)
+
+    def set_link(self, host: int, *, up: bool) -> None:
+        """Pull the cable of one host's data link out of the switch, or put it back. Raises ``LabUnavailable``."""
+        system.run(("ip", "link", "set", self.hosts[host].data_port, "up" if up else "down"))
 
     def goodput(self, num_bytes: int, *, sender: int = 0, receiver: int = 1) -> goodput.Goodput:
         """A plain TCP transfer of ``num_bytes`` between two hosts. Raises ``LabUnavailable``."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from shared.errors import BadRequest
 
@@ -131,9 +132,14 @@ def create_commands(lab: tuple[Host, ...], rate: Rate) -> list[tuple[str, ...]]:
                 (*inside, "address", "add", f"{own}/{network.prefixlen}", "dev", device),
                 (*inside, "link", "set", device, "up"),
             ]
-        bucket = ("root", "tbf", "rate", str(rate), "burst", f"{rate.burst_bytes}b", "latency", "50ms")
-        commands += [
-            ("tc", "-n", host.namespace, "qdisc", "add", "dev", DATA_DEVICE, *bucket),
-            ("tc", "qdisc", "add", "dev", host.data_port, *bucket),
-        ]
+        commands += rate_commands(host, rate, "add")
     return commands
+
+
+def rate_commands(host: Host, rate: Rate, verb: Literal["add", "change"]) -> list[tuple[str, ...]]:
+    """The command lines that rate both directions of a host's data link."""
+    bucket = ("root", "tbf", "rate", str(rate), "burst", f"{rate.burst_bytes}b", "latency", "50ms")
+    return [
+        ("tc", "-n", host.namespace, "qdisc", verb, "dev", DATA_DEVICE, *bucket),
+        ("tc", "qdisc", verb, "dev", host.data_port, *bucket),
+    ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
@@ -104,6 +105,14 @@ class LabStack:
     def worker_pids(self) -> tuple[int, ...]:
         """Process ids of the workers that run."""
         return tuple(c.pid for n, c in self._supervisor.children.items() if n.startswith("worker-") and c.pid)
+
+    def kill(self, worker_id: str) -> None:
+        """SIGKILL to a worker's process; it is started again. Raises ``KeyError``."""
+        self._supervisor.children[worker_id].signal(signal.SIGKILL)
+
+    def deaths(self) -> dict[str, int]:
+        """By worker id, how often its process died so far."""
+        return {n: c.num_restarts for n, c in self._supervisor.children.items() if n.startswith("worker-")}
 
     def host_of(self, worker_id: str) -> int:
         """The index of the host that a worker runs on."""

@@ -95,6 +95,7 @@ class Queue:
         self._open: dict[str, Batch] = {}
         self._in_hand: Batch | None = None
         self._shares: Shares | None = None
+        self._gated = False
 
     # what there is
 
@@ -168,11 +169,13 @@ class Queue:
         # A plan may come late: a batch that is beyond its gate, or gone, needs none.
         if batch.state not in ENDED:
             batch.gate = num_layers
+            self._gated = True
 
     def lapse(self, batch_id: str | None = None) -> None:
         """Gates are off: of one batch, or of all."""
         for batch in self._order if batch_id is None else [self.batch(batch_id)]:
             batch.gate = None
+        self._gated = any([batch.gate is not None for batch in self._order])
 
     # the target
 
@@ -309,13 +312,25 @@ class Queue:
             return None
         if self.policy is Policy.BEST_EFFORT:
             return self._choose_best_effort()
-        short = any([b.gate is not None and b.holder is Side.TARGET and b.next_layer < b.gate for b in self._order])
+        if not self._gated:
+            return next((b for b in self._order if b.next_layer < ready and b.state is State.WAITING), None)
+        return self._choose_gated(ready)
+
+    def _choose_gated(self, ready: int) -> Batch | None:
+        """The earliest that is short of its gate, or has none. What is beyond its gate only once none is short."""
+        short, due, beyond = False, None, None
         for batch in self._order:
-            if batch.state is State.WAITING and batch.next_layer < ready:
-                if short and batch.gate is not None and batch.next_layer >= batch.gate:
-                    continue
-                return batch
-        return None
+            gate, layer = batch.gate, batch.next_layer
+            if gate is not None and layer < gate and batch.holder is Side.TARGET:
+                short = True
+            if batch.state is not State.WAITING or layer >= ready:
+                continue
+            if gate is None or layer < gate:
+                due = due or batch
+            beyond = beyond or batch
+            if due is not None and short:
+                break
+        return due if short else beyond
 
     def _choose_best_effort(self) -> Batch | None:
         limit = min(self._layers_ready, self.num_layers // 2)

@@ -155,7 +155,8 @@ class Fill:
             except BlitzError as error:
                 name = f"{upstream.kind} {upstream.worker_id}".strip()
                 failures.append(f"{name}: {error}")
-                log.warning("%d pieces are missing after %s failed: %s", len(missing), name, error)
+                left = sum(not self._copy.has(p) for p in missing)
+                log.warning("%d of %d pieces are missing after %s failed: %s", left, len(missing), name, error)
         raise TransportError("no upstream is left: " + "; ".join(failures))
 
     async def _receive(self, upstream: Upstream, missing: tuple[Piece, ...], cap_gbps: float) -> None:
@@ -203,7 +204,7 @@ class Fill:
                     continue
             except (NotFound, NoResponder) as error:
                 if outcome.done.done() or flow.moved_bytes != moved:
-                    continue  # it sent the last bytes and forgot the feed
+                    continue  # the last bytes came while it was asked
                 raise TransportError(f"{upstream.worker_id} is gone: {error}") from error
             except BlitzError as error:
                 log.debug("no news of %s over the bus: %s", upstream.worker_id, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ TellReceiver = Callable[[str, FeedEnded], Awaitable[None]]
 """(worker id, notice): sent once, may be lost."""
 
 _WATCH_S = 0.25
+_REMEMBERED_FEEDS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class Sender:
         self._stall_s = stall_s
         self._loop = asyncio.get_running_loop()
         self._feeds: dict[tuple[int, int], _Running] = {}
+        self._sent: OrderedDict[tuple[int, int], None] = OrderedDict()
+        """The newest feeds of which the network took everything."""
 
     async def close(self) -> None:
         """End all feeds."""
@@ -104,9 +108,13 @@ class Sender:
         return Ack()
 
     async def on_feed_state(self, request: GetFeedState) -> FeedState:
-        """Raises ``NotFound`` unless this very feed runs."""
-        running = self._feeds.get((request.epoch, request.attempt))
+        """Raises ``NotFound`` unless this very feed runs, or all of it was sent."""
+        key = (request.epoch, request.attempt)
+        running = self._feeds.get(key)
         if running is None:
+            if key in self._sent:
+                # The network takes bytes long before it delivers them: seconds, where a link is slow.
+                return FeedState(starved=False)
             raise NotFound(f"this worker sends no feed {request.attempt} of epoch {request.epoch}")
         return FeedState(starved=running.flow.starved)
 
@@ -161,6 +169,7 @@ class Sender:
             try:
                 flow.start()
                 await self._watch(flow, outcome)
+                self._remember((feed.epoch, feed.attempt))
             except BlitzError as error:
                 span.record_exception(error)
                 log.warning("%s: sending to %s failed: %s", feed.plan_id, feed.worker_id, error)
@@ -176,6 +185,11 @@ class Sender:
                 if not await ends_soon(lambda: flow.quiet):
                     # Only reads: whatever the arena holds later, a peer that is gone cannot be harmed by it.
                     log.warning("%s: sends to the lost %s are still posted", feed.plan_id, feed.worker_id)
+
+    def _remember(self, sent: tuple[int, int]) -> None:
+        self._sent[sent] = None
+        if len(self._sent) > _REMEMBERED_FEEDS:
+            self._sent.popitem(last=False)
 
     async def _watch(self, flow: Outflow, outcome: Outcome) -> None:
         """Wait for the end. Raises the flow's error, or ``DeadlineExceeded`` if it stalls."""

@@ -17,6 +17,8 @@ from shared.checkpoint import inspect_checkpoint
 from shared.errors import BadRequest, BlitzError, Conflict, NotFound, TransportError
 from shared.layout import CHECK_BYTES
 from shared.messages.scaling import Feed, GetFeedState
+from shared.transport.base import Buffer, Channel, Transfer
+from shared.transport.transfer import PostedTransfer
 from tests.checkpoints import tiny_checkpoint
 from tests.services.worker.data_plane.peers import DISK, LAYOUT, Peer, empty_copy, peers, random_copy, same_bytes
 
@@ -235,6 +237,50 @@ async def test_a_living_sender_whose_link_is_stuck_is_given_up() -> None:
         fabric.kill(stuck.transport.address)  # answers RPCs, moves no byte
         receiving = target.receive([[stuck.upstream(), other.upstream()]])
         await asyncio.wait_for(receiving, timeout=10.0)
+        assert same_bytes(target.copy, other.copy)
+
+
+class BufferingChannel:
+    """Into a network that takes every message at once, and delivers it late or never."""
+
+    def __init__(self, channel: Channel, delay_s: float) -> None:
+        self._channel = channel
+        self._delay_s = delay_s
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def alive(self) -> bool:
+        return self._channel.alive
+
+    def send(self, buffer: Buffer, tag: int) -> Transfer:
+        data = bytearray(buffer)
+        self._loop.call_soon_threadsafe(self._loop.call_later, self._delay_s, self._channel.send, data, tag)
+        taken = PostedTransfer(data, tag, lambda _: None)
+        taken.finish(None)
+        return taken
+
+    async def close(self, timeout_s: float = 0.0) -> None:
+        await self._channel.close(timeout_s)
+
+    def abort(self) -> None:
+        self._channel.abort()
+
+
+@pytest.mark.parametrize(("delay_s", "asked"), [(0.8, ["p0"]), (60.0, ["p0", "p1"])])
+async def test_what_was_sent_is_waited_for_until_the_link_counts_as_stuck(
+    monkeypatch: pytest.MonkeyPatch, delay_s: float, asked: list[str]
+) -> None:
+    async with peers(3, random_copy(), stall_s=2.0) as (_, (source, other, target)):
+        other.copy = random_copy()
+        other.offer("gpu", other.copy)
+        connect = source.transport.connect
+
+        async def connect_buffered(address: bytes, *, same_host: bool, timeout_s: float = 10.0) -> Channel:
+            return BufferingChannel(await connect(address, same_host=same_host, timeout_s=timeout_s), delay_s)
+
+        monkeypatch.setattr(source.transport, "connect", connect_buffered)
+        await asyncio.wait_for(target.receive([[source.upstream(), other.upstream()]]), timeout=10.0)
+        assert [name for name, _ in target.asked] == asked
         assert same_bytes(target.copy, other.copy)
 
 

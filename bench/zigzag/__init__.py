@@ -1,0 +1,1 @@
+"""How good the schedules of live scaling are, by exact playback."""

@@ -1,0 +1,68 @@
+"""``blitzscale bench zigzag``: the schedules of live scaling, played back exactly."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from bench.zigzag.measure import equal_cases, example, solver_times, unequal_cases
+
+SMALL = 100
+TIMED = 200
+
+
+def command(
+    *,
+    cases: Annotated[int, typer.Option(min=1, help="Random cases, each with equal and with unequal batches.")] = 2000,
+    seed: Annotated[int, typer.Option(help="Of the cases.")] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")] = None,
+) -> None:
+    """ZigZag against best effort, stop the world, the exhaustive optimum and the best split; the ILP's time."""
+    rng = random.Random(seed)
+    document: dict[str, Any] = {
+        "example": example(),
+        "equal": equal_cases(rng, cases),
+        "unequal": unequal_cases(rng, cases, min(SMALL, cases)),
+        **solver_times(rng, min(TIMED, cases)),
+        "cases": cases,
+        "seed": seed,
+    }
+    _print(Console(), document)
+    if json_file is not None:
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+
+
+def _print(console: Console, document: dict[str, Any]) -> None:
+    for policy, completions in document["example"].items():
+        console.print(f"{policy.replace('_', ' '):>15}  " + " ".join([f"{c:g}" for c in completions]), highlight=False)
+    equal, unequal = document["equal"], document["unequal"]
+    console.print(
+        f"{document['cases']} cases of equal batches: worse than best effort in {equal['worse_than_best_effort']}, mean "
+        f"{equal['of_best_effort_mean']:.2f} of it and {equal['of_stop_the_world_mean']:.2f} of stop the world; largest "
+        f"gap to the optimum {equal['gap_to_optimum_max']:g} over {equal['enumerated']} enumerated"
+    )
+    table = Table("schedule", "against", "worse in", "then by", "at most", "mean ratio", title="unequal batches")
+    for schedule in ("free", "assigned"):
+        for against, s in unequal[schedule].items():
+            if isinstance(s, dict):
+                table.add_row(
+                    "without gates" if schedule == "free" else "with gates",
+                    against.removeprefix("against_").replace("_", " ").replace("free", "without gates"),
+                    f"{s['worse_cases']} ({s['worse_share']:.1%})",
+                    f"{s['worse_by_mean']:.1%}",
+                    f"{s['worse_by_max']:.1%}",
+                    f"{s['ratio_mean']:.3f}",
+                )
+    console.print(table)
+    console.print(
+        f"gates used in {unequal['assigned']['used']} cases ({unequal['assigned']['by_ilp']} by the ILP); predicted "
+        f"times missed: {unequal['predictions_missed']}; predicted over played {unequal['predicted_over_played_mean']:.2%}"
+        f" on average; ILP p50 {document['ilp_ms_p50']:.1f} ms, p99 {document['ilp_ms_p99']:.1f} ms, with search and "
+        f"playbacks p99 {document['assign_ms_p99']:.1f} ms (80 layers, 12 batches)"
+    )
