@@ -43,9 +43,9 @@ def _print(console: Console, document: dict[str, Any]) -> None:
         console.print(f"{policy.replace('_', ' '):>15}  " + " ".join([f"{c:g}" for c in completions]), highlight=False)
     equal, unequal = document["equal"], document["unequal"]
     console.print(
-        f"{document['cases']} cases of equal batches: worse than best effort in {equal['worse_than_best_effort']}, mean "
-        f"{equal['of_best_effort_mean']:.2f} of it and {equal['of_stop_the_world_mean']:.2f} of stop the world; largest "
-        f"gap to the optimum {equal['gap_to_optimum_max']:g} over {equal['enumerated']} enumerated"
+        f"{document['cases']} cases of equal batches: worse than best effort in {equal['worse_than_best_effort']}, "
+        f"mean {equal['of_best_effort_mean']:.2f} of it and {equal['of_stop_the_world_mean']:.2f} of stop the world; "
+        f"largest gap to the optimum {equal['gap_to_optimum_max']:g} over {equal['enumerated']} enumerated"
     )
     table = Table("schedule", "against", "worse in", "then by", "at most", "mean ratio", title="unequal batches")
     for schedule in ("free", "assigned"):
@@ -61,8 +61,8 @@ def _print(console: Console, document: dict[str, Any]) -> None:
                 )
     console.print(table)
     console.print(
-        f"gates used in {unequal['assigned']['used']} cases ({unequal['assigned']['by_ilp']} by the ILP); predicted "
-        f"times missed: {unequal['predictions_missed']}; predicted over played {unequal['predicted_over_played_mean']:.2%}"
-        f" on average; ILP p50 {document['ilp_ms_p50']:.1f} ms, p99 {document['ilp_ms_p99']:.1f} ms, with search and "
+        f"gates used in {unequal['assigned']['used']} cases ({unequal['assigned']['by_ilp']} by the ILP); "
+        f"predicted times missed: {unequal['predictions_missed']}; predicted over played "
+        f"{unequal['predicted_over_played_mean']:.2%} on average; ILP p50 {document['ilp_ms_p50']:.1f} ms, p99 {document['ilp_ms_p99']:.1f} ms (CPU {document['ilp_cpu_ms_p99']:.1f} ms), with search and "
         f"playbacks p99 {document['assign_ms_p99']:.1f} ms (80 layers, 12 batches)"
     )

@@ -1,1 +1,1 @@
-"""Live scaling's shared rules: the queue of a pair, and how it is shared out. The worker executes them, the planner plays them."""
+"""The queue of a pair in live scaling and its rules: the worker executes them, the planner plays them."""

@@ -7,7 +7,7 @@ that come after it was dissolved. What the queue leaves open is played so:
   source takes work, then the target. So a layer that is loaded as another ends can be run next, and a batch between
   two layers goes to the source.
 - *Sharing*: the baselines dissolve the queue when the last layer is loaded; what has not been begun is shared between
-  both instances. ZigZag goes on as long as begun batches wait, which either side may continue, and shares the rest then.
+  both instances. ZigZag goes on as long as begun batches wait, which either side may continue; then it shares the rest.
 - *Late arrivals*: after dissolving each goes to the side that is free first.
 - A pull takes ``pull_time`` of the source if layers were run at the target; claims are confirmed at once.
 
@@ -18,6 +18,7 @@ ZigZag ``7 12 17 21 24 27 29``; best effort ``7 13 19 25 31 37 42``; stop the wo
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ class _Player:
         pull_time: float,
         lateness: Lateness | None,
     ) -> None:
-        if any([later < earlier for earlier, later in zip(loaded_at, loaded_at[1:], strict=False)]):
+        if any(later < earlier for earlier, later in itertools.pairwise(loaded_at)):
             raise BadRequest("layers are loaded in order; their times must not fall", param="loaded_at")
         if pull_time < 0:
             raise BadRequest(f"a pull cannot take {pull_time!r}", param="pull_time")
@@ -199,7 +200,9 @@ class _Player:
 
     def _left_at_target(self, now: float) -> float:
         busy = 0.0 if self._target_end == _NEVER else self._target_end - now
-        return busy + sum([b.cost * (self._queue.num_layers - b.next_layer - b.in_layer) for b in self._queue.batches()])
+        return busy + sum(
+            [b.cost * (self._queue.num_layers - b.next_layer - b.in_layer) for b in self._queue.batches()]
+        )
 
     def _dissolve(self, now: float) -> None:
         shares = self._queue.dissolve("dissolve", source_busy=max(0.0, self._source_end - now))

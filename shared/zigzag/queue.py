@@ -1,4 +1,4 @@
-"""The queue of a pair in live scaling: the target's batches, which the source pulls from (paper, section 5.2, Figure 16).
+"""The queue of a pair in live scaling: the target's batches, which the source pulls (paper, section 5.2, Figure 16).
 
 The target owns the queue. Rules:
 
@@ -81,7 +81,7 @@ class Shares:
 
 
 class Queue:
-    """The queue and its rules. It knows ids and costs; the caller runs layers, moves tensors and tells it the outcome."""
+    """The queue and its rules. It knows ids and costs; the caller runs layers, moves tensors and reports."""
 
     def __init__(self, num_layers: int, policy: Policy = Policy.ZIGZAG) -> None:
         if num_layers < 1:
@@ -139,7 +139,7 @@ class Queue:
         return (
             self.loaded
             and not self._open
-            and not any([(b.next_layer and b is not self._in_hand) or b.gate is not None for b in self._order])
+            and not any((b.next_layer and b is not self._in_hand) or b.gate is not None for b in self._order)
         )
 
     # how it fills
@@ -175,7 +175,7 @@ class Queue:
         """Gates are off: of one batch, or of all."""
         for batch in self._order if batch_id is None else [self.batch(batch_id)]:
             batch.gate = None
-        self._gated = any([batch.gate is not None for batch in self._order])
+        self._gated = any(batch.gate is not None for batch in self._order)
 
     # the target
 

@@ -47,7 +47,9 @@ def predict(problem: Problem, target_layers: Sequence[int]) -> tuple[float, ...]
     for i, (cost, at_target) in enumerate(zip(problem.costs, target_layers, strict=True)):
         handed_over = 0.0
         if at_target:
-            blocking = max([problem.costs[j] for j in range(i + 1, len(target_layers)) if target_layers[j]], default=0.0)
+            blocking = max(
+                [problem.costs[j] for j in range(i + 1, len(target_layers)) if target_layers[j]], default=0.0
+            )
             earlier = [(problem.costs[j], target_layers[j]) for j in range(i) if target_layers[j]]
             handed_over = _target_end(problem.loaded_at, cost, at_target, earlier, blocking)
         if at_target == num_layers:

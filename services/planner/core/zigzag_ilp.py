@@ -65,14 +65,15 @@ class _Model:
         num, first = len(costs), problem.loaded_at[0]
         slope = (problem.loaded_at[-1] - first) / (layers - 1) if layers > 1 else 0.0
         line = max([at - slope * (k + 1) for k, at in enumerate(problem.loaded_at)])
-        self.layers = [pulp.LpVariable(f"T{i:03}", 0, layers, pulp.LpInteger) for i in range(num)]
-        self.starts = [pulp.LpVariable(f"s{i:03}", 0) for i in range(num)]
-        self.frees = [pulp.LpVariable(f"p{i:03}", problem.source_free_at) for i in range(num)]
-        self.parts = [pulp.LpVariable(f"x{i:03}", 0, 1, pulp.LpInteger) for i in range(num)]
-        self.wholes = [pulp.LpVariable(f"z{i:03}", 0, 1, pulp.LpInteger) for i in range(num)]
         self.program = pulp.LpProblem("split", pulp.LpMinimize)
+        new = self.program.add_variable
+        self.layers = [new(f"T{i:03}", 0, layers, pulp.LpInteger) for i in range(num)]
+        self.starts = [new(f"s{i:03}", 0) for i in range(num)]
+        self.frees = [new(f"p{i:03}", problem.source_free_at) for i in range(num)]
+        self.parts = [new(f"x{i:03}", 0, 1, pulp.LpInteger) for i in range(num)]
+        self.wholes = [new(f"z{i:03}", 0, 1, pulp.LpInteger) for i in range(num)]
         sum_of = pulp.LpAffineExpression
-        completions = {s: 1.0 for s in self.starts} | {t: -c for t, c in zip(self.layers, costs, strict=True)}
+        completions = dict.fromkeys(self.starts, 1.0) | {t: -c for t, c in zip(self.layers, costs, strict=True)}
         self.program += sum_of(completions)
         work = 0.0
         for i, cost in enumerate(costs):

@@ -83,8 +83,8 @@ def select_pairs(
             Pair(
                 name,
                 target,
-                f"{target} is a tail that has all layers in {finish_s[target]:.3f} s; {name} has {source.queue_s:.3f} s "
-                f"of queue and {source.slack_s:.3f} s of slack",
+                f"{target} is a tail that has all layers in {finish_s[target]:.3f} s; {name} has "
+                f"{source.queue_s:.3f} s of queue and {source.slack_s:.3f} s of slack",
             )
         )
     return Selection(tuple(pairs), tuple(declined))

@@ -18,7 +18,7 @@ from bench.lab.network import Network
 from bench.lab.plan import Rate
 from bench.lab.stack import LabStack
 from shared.checkpoint import inspect_checkpoint
-from shared.errors import Unavailable
+from shared.errors import Conflict, Unavailable
 from shared.messages.registry import WorkerRecord
 from shared.messages.scaling import ScaleRecord
 
@@ -41,6 +41,8 @@ ENDS_WITHIN_S = 20.0
 SETTLES_WITHIN_S = 30.0
 """A killed process starts again, and gets its instance back."""
 CUT_S = 1.5
+WHOLE_AT_MOST = 1.3
+"""What a model may cost its receiver's link, in models: what arrived is kept, what was on its way may come twice."""
 _POLL_S = 0.05
 
 
@@ -56,8 +58,11 @@ class Lab:
         """Another model's checkpoint."""
 
     async def scale(self, instances: int, *, model: str = "") -> ScaleRecord:
-        """Begin to scale."""
-        return await self.stack.admin.scale(model or self.stack.model, instances, hold_s=HOLD_S)
+        """Begin to scale. Asks again while the workers were leased to another model's plan just now."""
+        async with asyncio.timeout(ENDS_WITHIN_S):
+            while True:
+                with contextlib.suppress(Conflict):
+                    return await self.stack.admin.scale(model or self.stack.model, instances, hold_s=HOLD_S)
 
     async def layers_are_ready(self, record: ScaleRecord, layers: int) -> None:
         """Until every target has this many of its layers, and none has all of them: the middle of the transfer."""
@@ -67,6 +72,14 @@ class Lab:
                 record = await self.stack.admin.scale_record(record.plan_id)
         assert record.status == "running", record
         assert all(t.loaded_ms is None for t in record.targets), f"too late to disturb anything: {record}"
+
+    async def served(self, record: ScaleRecord, worker_ids: set[str]) -> None:
+        """Until these targets serve, in time."""
+        async with asyncio.timeout(ENDS_WITHIN_S):
+            while not worker_ids <= {t.worker_id for t in record.targets if t.serving_ms is not None}:
+                assert not any(t.failure for t in record.targets if t.worker_id in worker_ids), record
+                await asyncio.sleep(_POLL_S)
+                record = await self.stack.admin.scale_record(record.plan_id)
 
     async def ended(self, record: ScaleRecord) -> ScaleRecord:
         """The operation's end, in time; whoever failed says why."""
@@ -114,6 +127,12 @@ class Lab:
         host = self.stack.host_of(worker_id)
         return (self.network.received_bytes()[host] - before[host]) / self.num_bytes
 
+    def done_once(self, record: ScaleRecord, before: tuple[int, ...]) -> None:
+        """Every target serves, and none received the model twice: nobody left a sender that lives."""
+        assert record.status == "done", record
+        received = {t.worker_id: self.received_models(before, t.worker_id) for t in record.targets}
+        assert all(0.98 < models < WHOLE_AT_MOST for models in received.values()), received
+
     async def _until(
         self, condition: Callable[[tuple[WorkerRecord, ...]], bool], what: str
     ) -> tuple[WorkerRecord, ...]:
@@ -131,10 +150,6 @@ class Lab:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
-    folder = tmp_path_factory.mktemp("lab-faults")
-    checkpoint = make_checkpoint(folder / "models", MODEL_MIB)
-    other = make_checkpoint(folder / "others", OTHER_MIB)
-    num_bytes = inspect_checkpoint(checkpoint, with_hash=False).layout.num_bytes
     with contextlib.ExitStack() as entered:
         try:
             network = entered.enter_context(Network(NUM_HOSTS, RATE))
@@ -142,6 +157,10 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab
             if "another lab" not in error.message:
                 raise
             pytest.skip(error.message)
+        folder = tmp_path_factory.mktemp("lab-faults")
+        checkpoint = make_checkpoint(folder / "models", MODEL_MIB)
+        other = make_checkpoint(folder / "others", OTHER_MIB)
+        num_bytes = inspect_checkpoint(checkpoint, with_hash=False).layout.num_bytes
         # Without copies in host memory the planner has the one source that a case is about.
         async with LabStack(network, folder / "state", checkpoint, weights_bytes=num_bytes, copies_on=()) as stack:
             yield Lab(network, stack, num_bytes, other)
@@ -173,11 +192,12 @@ async def test_who_lost_its_predecessor_continues_from_the_one_before_it(lab: La
     with only_these_die(lab, middle):
         await lab.layers_are_ready(record, 2)
         lab.stack.kill(middle)
+        await lab.served(record, {first, last})
+        # Thrown away and begun anew it would be five thirds.
+        assert 0.98 < lab.received_models(before, last) < WHOLE_AT_MOST
+        assert await lab.digest(last) == await lab.digest(first) == await lab.digest(source)
         record = await lab.ended(record)
         assert {t.worker_id for t in record.targets if t.failure} == {middle}
-        # Thrown away and begun anew it would be five thirds.
-        assert lab.received_models(before, last) < 1.4
-        assert await lab.digest(last) == await lab.digest(first) == await lab.digest(source)
         await lab.settled(4)
 
 
@@ -186,16 +206,20 @@ async def test_who_lost_its_source_continues_from_another_serving_copy(lab: Lab)
     await lab.settled(2)
     await lab.stack.wait_quiet()
     before = lab.network.received_bytes()
-    killed, survivor = await lab.serving()
+    sent_before = lab.network.sent_bytes()
+    serving = await lab.serving()
     record = await lab.scale(4)
     targets = [t.worker_id for t in record.targets]
+    await lab.layers_are_ready(record, 1)
+    sent = lab.network.sent_bytes()
+    killed = max(serving, key=lambda w: sent[lab.stack.host_of(w)] - sent_before[lab.stack.host_of(w)])
+    (survivor,) = {*serving} - {killed}
     with only_these_die(lab, killed):
-        await lab.layers_are_ready(record, 1)
         lab.stack.kill(killed)
         record = await lab.ended(record)
         assert record.status == "done", record
         # All of it came over the network: nobody fell back to a disk, and nobody began anew.
-        assert all(0.98 < lab.received_models(before, target) < 1.25 for target in targets)
+        assert all(0.98 < lab.received_models(before, target) < WHOLE_AT_MOST for target in targets)
         assert {await lab.digest(w) for w in targets} == {await lab.digest(survivor)}
         await lab.settled(4)
 
@@ -213,12 +237,13 @@ async def test_the_only_copy_is_lost_and_its_targets_read_the_rest_from_disk(lab
         assert record.status == "done", record
         # The first of the chain read what was missing; the one behind it still got everything from the first.
         assert 0.3 < lab.received_models(before, targets[0]) < 0.9
-        assert 0.98 < lab.received_models(before, targets[1]) < 1.25
+        assert 0.98 < lab.received_models(before, targets[1]) < WHOLE_AT_MOST
         assert {await lab.digest(w) for w in targets} == {digest}
         await lab.settled(3)
 
 
 async def test_a_slow_link_in_the_middle_delays_and_fails_nobody(lab: Lab) -> None:
+    before = lab.network.received_bytes()
     record = await lab.scale(4)
     middle = record.targets[1].worker_id
     with only_these_die(lab):
@@ -228,19 +253,20 @@ async def test_a_slow_link_in_the_middle_delays_and_fails_nobody(lab: Lab) -> No
             record = await lab.ended(record)
         finally:
             lab.network.set_rate(lab.stack.host_of(middle), RATE)
-        assert record.status == "done", record
+        lab.done_once(record, before)
         await lab.settled(4)
 
 
 async def test_plans_of_one_model_that_overlap_both_end_well(lab: Lab) -> None:
+    before = lab.network.received_bytes()
     with only_these_die(lab):
         first = await lab.scale(2)
         await lab.layers_are_ready(first, 1)
         second = await lab.scale(4)
         assert {t.worker_id for t in first.targets}.isdisjoint(t.worker_id for t in second.targets)
         assert len(second.targets) == 2
-        records = [await lab.ended(first), await lab.ended(second)]
-        assert [r.status for r in records] == ["done", "done"], records
+        for record in (first, second):
+            lab.done_once(await lab.ended(record), before)
         await lab.settled(4)
 
 
@@ -257,13 +283,12 @@ async def test_two_models_scale_at_once_to_workers_of_their_own(lab: Lab) -> Non
             assert [r.status for r in records] == ["done", "done"], records
             await lab.settled(2, others=3)
             await lab.settled(3, model=OTHER, others=2)
-            model, other = ({await lab.digest(t.worker_id) for t in r.targets} for r in records)
-            assert model.isdisjoint(other)
     finally:
         await admin.remove_model(OTHER)
 
 
 async def test_a_link_that_is_cut_for_a_moment_fails_nobody(lab: Lab) -> None:
+    before = lab.network.received_bytes()
     record = await lab.scale(4)
     middle = lab.stack.host_of(record.targets[1].worker_id)
     with only_these_die(lab):
@@ -273,6 +298,5 @@ async def test_a_link_that_is_cut_for_a_moment_fails_nobody(lab: Lab) -> None:
             await asyncio.sleep(CUT_S)
         finally:
             lab.network.set_link(middle, up=True)
-        record = await lab.ended(record)
-        assert record.status == "done", record
+        lab.done_once(await lab.ended(record), before)
         await lab.settled(4)
