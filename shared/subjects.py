@@ -67,6 +67,11 @@ def worker_feed_state(worker_id: str) -> str:
     return f"{PREFIX}.worker.{_token(worker_id)}.feed_state"
 
 
+def worker_stop_feed(worker_id: str) -> str:
+    """StopFeed, from a receiver to its sender."""
+    return f"{PREFIX}.worker.{_token(worker_id)}.stop_feed"
+
+
 def worker_feed_ended(worker_id: str) -> str:
     """FeedEnded, from a sender to its receiver."""
     return f"{PREFIX}.worker.{_token(worker_id)}.feed_ended"

@@ -12,7 +12,7 @@ from opentelemetry import trace
 
 from services.planner.core.cluster import cluster_of
 from services.planner.core.decision import Decision, decide
-from services.planner.core.operations import Direction, Operation, Operations
+from services.planner.core.operations import DEADLINE_FINISHES, Direction, Operation, Operations
 from services.planner.core.plan_events import drain_plan, scale_plan, targets_of
 from services.planner.core.strategies import Strategy, plan_by
 from services.planner.core.traffic import BUSY_NIC_SHARE
@@ -125,6 +125,8 @@ class Scaler:
         request = LeaseWorkers(plan_id=plan_id, model=model.name, worker_ids=worker_ids, ttl_s=self._lease_ttl_s)
         grant = await self._bus.request(subjects.pool("lease"), request, LeaseGrant, timeout_s=RPC_TIMEOUT_S)
         now_s = time.time()
+        load_s = model.weights_bytes * 8 / (self._load_floor_gbps * 1e9)
+        slowest_s = max(load_s, DEADLINE_FINISHES * max(planned.predicted_s.values(), default=0.0))
         plan = scale_plan(
             plan_id,
             model,
@@ -133,9 +135,9 @@ class Scaler:
             grant,
             triggered_at_s=wish.triggered_at_s,
             planned_at_s=now_s,
+            give_up_at_s=now_s + self._lease_ttl_s + slowest_s,
             reason=wish.reason,
         )
-        load_s = model.weights_bytes * 8 / (self._load_floor_gbps * 1e9)
         operation = Operation(
             plan_id=plan_id,
             model=model.name,

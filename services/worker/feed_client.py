@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 from services.worker.core.upstreams import Upstream
@@ -11,10 +12,10 @@ from services.worker.data_plane.weight_copy import WeightCopy
 from services.worker.peers import Peers
 from shared import subjects
 from shared.bus.base import Bus
-from shared.errors import NotFound
+from shared.errors import BlitzError, NotFound
 from shared.messages.common import Ack
 from shared.messages.registry import ModelRecord, WorkerInfo
-from shared.messages.scaling import Feed, FeedState, FetchRange, GetChecksums, GetFeedState, UnitChecksums
+from shared.messages.scaling import Feed, FeedState, FetchRange, GetChecksums, GetFeedState, StopFeed, UnitChecksums
 from shared.transport.base import Channel
 
 ASK_TIMEOUT_S = 10.0
@@ -65,6 +66,16 @@ class FeedClient:
             cap_gbps=cap_gbps,
         )
         await self._bus.request(subjects.worker_feed(upstream.worker_id), feed, Ack, timeout_s=ASK_TIMEOUT_S)
+
+    async def stop(self, upstream: Upstream, attempt: int) -> None:
+        with contextlib.suppress(BlitzError):  # its own watch ends it, later
+            notice = StopFeed(epoch=self._epoch, attempt=attempt)
+            await self._bus.publish(subjects.worker_stop_feed(upstream.worker_id), notice)
+
+    @property
+    def bus_up_s(self) -> float:
+        since_s = self._bus.connected_since_s
+        return 0.0 if since_s is None else max(1e-3, time.monotonic() - since_s)
 
     async def is_starved(self, upstream: Upstream, attempt: int) -> bool:
         request = GetFeedState(epoch=self._epoch, attempt=attempt)

@@ -21,7 +21,7 @@ from services.worker.data_plane.outcome import BuffersStuck
 from services.worker.instance import Instance, InstanceFactory
 from services.worker.progress import ProgressReporter
 from services.worker.weight_mover import WeightMover
-from shared.errors import BadRequest, BlitzError
+from shared.errors import BadRequest, BlitzError, DeadlineExceeded
 from shared.messages.scaling import DrainPlan, ScalePlan
 from shared.telemetry import tracer
 
@@ -134,7 +134,8 @@ class Scaling:
             tell = self._progress.tell
             await tell(plan.plan_id, instance.instance_id, "accepted")
             try:
-                await self._mover.fill(plan, part, instance)
+                async with asyncio.timeout(max(0.0, plan.give_up_at_s - time.time()) if plan.give_up_at_s else None):
+                    await self._mover.fill(plan, part, instance)
                 loaded_bytes = instance.received_bytes
                 span.set_attribute("blitz.bytes", loaded_bytes)
                 await tell(plan.plan_id, instance.instance_id, "loaded", received_bytes=loaded_bytes)
@@ -142,6 +143,11 @@ class Scaling:
                 self._changed()
                 await tell(plan.plan_id, instance.instance_id, "serving", received_bytes=loaded_bytes)
                 log.info("%s serves %s", instance.instance_id, plan.model.name)
+            except TimeoutError:
+                await self._fail(
+                    instance, span, DeadlineExceeded("the weights did not come within the plan's deadline")
+                )
+                return
             except Exception as error:
                 log.warning("%s failed: %s", instance.instance_id, error, exc_info=not isinstance(error, BlitzError))
                 await self._fail(instance, span, error)

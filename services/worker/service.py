@@ -30,7 +30,16 @@ from shared.messages.copies import DropCopy, HoldCopy
 from shared.messages.generation import AckTerminal, Cancel, GatewayHeartbeat, Resend, Submit
 from shared.messages.load import LoadReport
 from shared.messages.registry import ModelRecord, WorkerInfo
-from shared.messages.scaling import DrainPlan, Feed, FeedEnded, FetchRange, GetChecksums, GetFeedState, ScalePlan
+from shared.messages.scaling import (
+    DrainPlan,
+    Feed,
+    FeedEnded,
+    FetchRange,
+    GetChecksums,
+    GetFeedState,
+    ScalePlan,
+    StopFeed,
+)
 from shared.transport.base import TensorTransport
 
 log = logging.getLogger(__name__)
@@ -125,6 +134,7 @@ class WorkerService:
             await self._bus.respond(subjects.worker_feed_state(worker_id), GetFeedState, sender.on_feed_state),
             await self._bus.respond(subjects.worker_checksums(worker_id), GetChecksums, sender.on_checksums),
             await self._bus.respond(subjects.worker_fetch(worker_id), FetchRange, sender.on_fetch),
+            await self._bus.subscribe(subjects.worker_stop_feed(worker_id), StopFeed, sender.on_stop_feed),
             await self._bus.subscribe(subjects.worker_feed_ended(worker_id), FeedEnded, self._mover.on_feed_ended),
             await self._bus.respond(subjects.worker_hold_copy(worker_id), HoldCopy, self._host_copies.on_hold),
             await self._bus.respond(subjects.worker_drop_copy(worker_id), DropCopy, self._host_copies.on_drop),

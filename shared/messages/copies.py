@@ -39,7 +39,9 @@ class DropCopy(Message, frozen=True, kw_only=True, tag="drop_copy.v1"):
 
 class RetireCopy(Message, frozen=True, kw_only=True, tag="retire_copy.v1"):
     """Worker to pool: may this copy go? ``Ack`` if another unretired one stays (or the model was removed);
-    from then on this one does not count. ``Conflict``: it is the last, keep it."""
+    from then on this one does not count. ``Conflict``: it is the last, keep it.
+
+    Of a worker that stops (``leaving``) the last copy goes, too, once no other worker could take it over."""
 
     worker_id: str
     kind: Literal["gpu", "host"] = msgspec.field(name="copy_kind")
@@ -50,3 +52,7 @@ class RetireCopy(Message, frozen=True, kw_only=True, tag="retire_copy.v1"):
     """Of a GPU copy."""
     undo: bool = False
     """The copy stays after all (a drain was taken back): it counts again."""
+    leaving: bool = False
+    """The worker stops: whatever it holds is gone soon, and it takes nothing new."""
+    sequence: int = 0
+    """Of the worker's newest report when it asked: a later one that shows the instance serving counts it again."""

@@ -83,6 +83,9 @@ class ScalePlan(Message, frozen=True, kw_only=True, tag="scale_plan.v2"):
     triggered_at_s: float
     planned_at_s: float
     expires_at_s: float
+    """A target that has not accepted by then never does."""
+    give_up_at_s: float = 0.0
+    """A target that does not serve by then has failed. 0: never."""
     reason: str = ""
     explain: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -156,6 +159,13 @@ class FeedState(Message, frozen=True, kw_only=True, tag="feed_state.v1"):
 
     starved: bool
     """The sender waits for its own upstream: the link to the receiver is not to blame."""
+
+
+class StopFeed(Message, frozen=True, kw_only=True, tag="stop_feed.v1"):
+    """A receiver does not want the rest of a feed: it takes nothing more under this attempt."""
+
+    epoch: int
+    attempt: int
 
 
 class FeedEnded(Message, frozen=True, kw_only=True, tag="feed_ended.v1"):

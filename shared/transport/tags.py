@@ -6,6 +6,8 @@ from collections import OrderedDict
 
 MAX_UNCLAIMED = 4096
 """Messages kept for a receive that is not posted yet. Data planes post receives ahead, so a handful is usual."""
+MAX_UNCLAIMED_BYTES = 256 * 1024 * 1024
+"""Of all of them. Over TCP an unclaimed message takes its size in memory; over shared memory and RDMA a handle."""
 _MAX_RECENT = 1 << 16
 
 

@@ -2,8 +2,9 @@
 
 Receives are not posted to UCX: each arriving message is taken by a wildcard probe, which shows its tag and length,
 and only then received, straight into the buffer posted for that tag. So a message of the wrong length
-writes nothing, and a receive that no message has matched can be dropped at once. Large messages
-(rendezvous) have moved no data by then: what waits unclaimed is a handle, and for a small one at most UCX's 8 KiB.
+writes nothing, and a receive that no message has matched can be dropped at once. Large messages over
+shared memory and RDMA (rendezvous) have moved no data by then: what waits unclaimed is a handle. Over TCP
+between hosts messages come whole, so their bytes are bounded.
 Everything here runs on the transport's thread.
 """
 
@@ -14,7 +15,7 @@ from collections import OrderedDict
 from typing import Any
 
 from shared.errors import PeerLost, TransferAborted, TransportError
-from shared.transport.tags import RecentTags
+from shared.transport.tags import MAX_UNCLAIMED_BYTES, RecentTags
 from shared.transport.transfer import PostedTransfer
 from shared.transport.ucx_peers import Peer
 from shared.transport.ucx_worker import UcxWorker
@@ -31,6 +32,7 @@ class Receives:
         self._max_unclaimed = max_unclaimed
         self._expected: dict[int, tuple[PostedTransfer, Any, Peer | None]] = {}
         self._unclaimed: OrderedDict[int, Any] = OrderedDict()
+        self._unclaimed_bytes = 0
         self._aborted = RecentTags()
         self._overflowed = RecentTags()
         self.num_overflowed = 0
@@ -50,7 +52,7 @@ class Receives:
         tag = transfer.tag
         if tag in self._expected:
             transfer.finish(TransportError(f"tag {tag:#x} is posted already"))
-        elif (message := self._unclaimed.pop(tag, None)) is not None:
+        elif (message := self._claim(tag)) is not None:
             self._take(transfer, array, message)
         elif tag in self._overflowed:
             transfer.finish(TransportError(f"the message with tag {tag:#x} came too early and was thrown away"))
@@ -78,7 +80,7 @@ class Receives:
 
     def cancelled(self, tag: int) -> None:
         """The sender of a message wants it thrown away."""
-        if (message := self._unclaimed.pop(tag, None)) is not None:
+        if (message := self._claim(tag)) is not None:
             self._worker.discard(message)
 
     def peer_lost(self, peer: Peer, error: PeerLost) -> None:
@@ -97,6 +99,7 @@ class Receives:
         for message in self._unclaimed.values():
             self._worker.discard(message)
         self._unclaimed.clear()
+        self._unclaimed_bytes = 0
 
     def _take(self, transfer: PostedTransfer, array: Any, message: Any) -> None:
         if message.length != transfer.nbytes:
@@ -110,19 +113,32 @@ class Receives:
         self._worker.receive(message, array, transfer.finish_or_abort)
 
     def _set_aside(self, tag: int, message: Any) -> None:
-        if (same := self._unclaimed.pop(tag, None)) is not None:
+        if (same := self._claim(tag)) is not None:
             self._worker.discard(same)  # a tag is used once; a second message must not leak the first
         self._unclaimed[tag] = message
-        if len(self._unclaimed) <= self._max_unclaimed:
-            return
-        oldest, message = self._unclaimed.popitem(last=False)
-        self._worker.discard(message)
+        self._unclaimed_bytes += message.length
+        while len(self._unclaimed) > self._max_unclaimed or self._unclaimed_bytes > MAX_UNCLAIMED_BYTES:
+            if len(self._unclaimed) == 1:
+                return  # one message may be as large as it likes
+            self._throw_oldest_away()
+
+    def _claim(self, tag: int) -> Any | None:
+        """The message that waits under this tag, which now is the caller's."""
+        message = self._unclaimed.pop(tag, None)
+        if message is not None:
+            self._unclaimed_bytes -= message.length
+        return message
+
+    def _throw_oldest_away(self) -> None:
+        oldest = next(iter(self._unclaimed))
+        self._worker.discard(self._claim(oldest))
         self._overflowed.add(oldest)
         self.num_overflowed += 1
         if self.num_overflowed.bit_count() == 1:  # 1, 2, 4, 8 ...: a flood must not flood the log as well
             _log.warning(
-                "transport %s: %d messages thrown away because more than %d waited for a receive",
+                "transport %s: %d messages thrown away because more than %d, or %d MiB, waited for a receive",
                 self._name,
                 self.num_overflowed,
                 self._max_unclaimed,
+                MAX_UNCLAIMED_BYTES >> 20,
             )

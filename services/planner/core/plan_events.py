@@ -19,6 +19,7 @@ def scale_plan(
     *,
     triggered_at_s: float,
     planned_at_s: float,
+    give_up_at_s: float,
     reason: str,
 ) -> ScalePlan:
     """The plan as an event. Each target works under the epoch of its lease; its instance is named after the plan."""
@@ -33,6 +34,7 @@ def scale_plan(
         triggered_at_s=triggered_at_s,
         planned_at_s=planned_at_s,
         expires_at_s=grant.expires_at_s,
+        give_up_at_s=give_up_at_s,
         reason=reason,
         explain=planned.explain,
         left_out=planned.left_out,

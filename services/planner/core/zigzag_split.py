@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from services.planner.core.zigzag_bound import Problem
 
 _States = dict[tuple[float, float], tuple[float, tuple[bool, ...]]]
@@ -11,9 +13,10 @@ _States = dict[tuple[float, float], tuple[float, tuple[bool, ...]]]
 def best_first_come_split(problem: Problem, *, limit: int | None = None) -> tuple[float, tuple[bool, ...]]:
     """Least mean completion over all assignments, and which batches the target runs in it.
 
-    Exact without ``limit``: of two partial assignments one is dropped only if the other is no worse in both clocks and in
-    the sum. Their number stays small when costs have few distinct sums (whole numbers, say), and can double with each batch
-    otherwise; ``limit`` keeps the most promising ones only. A target that waits for a layer does nothing else.
+    Exact without ``limit``: one of two partial assignments is dropped only if the other is no worse in both clocks and
+    in the sum. There are few of them when costs have few distinct sums (whole numbers, say); otherwise their number
+    can double with each batch, and ``limit`` keeps the most promising. A target that waits for a layer does nothing
+    else.
     """
     layers = problem.num_layers
     states: _States = {(problem.source_free_at, 0.0): (0.0, ())}
@@ -42,7 +45,16 @@ def _promising(states: _States, limit: int, left: int) -> _States:
 
 def _undominated(states: _States) -> _States:
     kept: _States = {}
+    # Of those before, whose source is free no later: where the target is free, rising, and the sum, falling.
+    targets: list[float] = []
+    totals: list[float] = []
     for clocks, value in sorted(states.items()):
-        if not any(target <= clocks[1] and total <= value[0] for (_, target), (total, _) in kept.items()):
-            kept[clocks] = value
+        at = bisect_right(targets, clocks[1])
+        if at and totals[at - 1] <= value[0]:
+            continue
+        end = at
+        while end < len(totals) and totals[end] >= value[0]:
+            end += 1
+        targets[at:end], totals[at:end] = [clocks[1]], [value[0]]
+        kept[clocks] = value
     return kept

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import TypeVar
 
 from shared.errors import TransportError
+
+T = TypeVar("T")
 
 SETTLE_S = 5.0
 """How long aborted buffers may stay posted before the worker must restart."""
@@ -54,6 +57,17 @@ class Outcome:
             with contextlib.suppress(Exception):  # retrieved, so that asyncio does not warn of it
                 self.done.exception()
         self.done.cancel()
+
+
+async def in_thread(work: Callable[..., T], *args: object) -> T:
+    """Run ``work`` in a thread, to its end also if the caller is cancelled meanwhile: a thread cannot be stopped, and
+    must not write into memory that belongs to somebody else by then."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        raise
 
 
 async def ends_soon(is_quiet: Callable[[], bool]) -> bool:

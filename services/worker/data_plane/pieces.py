@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -47,13 +48,19 @@ def cut(layout: ArenaLayout, chunk_bytes: int) -> tuple[Piece, ...]:
     """
     if chunk_bytes <= 0 or chunk_bytes % CHECK_BYTES:
         raise BadRequest(f"chunk_bytes {chunk_bytes} is not a positive multiple of {CHECK_BYTES}", param="chunk_bytes")
+    return _cut(tuple((unit.offset, unit.num_bytes) for unit in layout.units), chunk_bytes)
+
+
+@lru_cache(maxsize=16)
+def _cut(units: tuple[tuple[int, int], ...], chunk_bytes: int) -> tuple[Piece, ...]:
+    """Kept: a large model has many thousand pieces, and every feed of it needs them."""
     pieces: list[Piece] = []
     checksum_offset = 0
-    for number, unit in enumerate(layout.units):
-        for begin in range(0, unit.num_bytes, chunk_bytes):
-            size = min(chunk_bytes, unit.num_bytes - begin)
-            pieces.append(Piece(len(pieces), number, unit.offset + begin, size, False))
-        size = 8 * check_blocks(unit.num_bytes)
+    for number, (offset, num_bytes) in enumerate(units):
+        for begin in range(0, num_bytes, chunk_bytes):
+            size = min(chunk_bytes, num_bytes - begin)
+            pieces.append(Piece(len(pieces), number, offset + begin, size, False))
+        size = 8 * check_blocks(num_bytes)
         pieces.append(Piece(len(pieces), number, checksum_offset, size, True))
         checksum_offset += size
     if len(pieces) > MAX_PIECES:

@@ -17,9 +17,10 @@ from typing import Protocol
 
 from services.worker.core.upstreams import StripeSources, Upstream
 from services.worker.data_plane.flow import Inflow
-from services.worker.data_plane.outcome import SETTLE_S, BuffersStuck, Outcome, ends_soon
+from services.worker.data_plane.outcome import SETTLE_S, BuffersStuck, Outcome, ends_soon, in_thread
 from services.worker.data_plane.pieces import MAX_ATTEMPTS, REFETCH_INDEX, Piece, cut, deal, wanted_bits
 from services.worker.data_plane.weight_copy import WeightCopy
+from services.worker.engine.arena import Arena, HostArena
 from services.worker.engine.loader import load_unit
 from shared.checkpoint import Checkpoint, inspect_checkpoint
 from shared.errors import BlitzError, DeadlineExceeded, NoResponder, NotFound, TransportError
@@ -34,6 +35,8 @@ OnReady = Callable[[int], Awaitable[None]]
 _WATCH_S = 0.2
 """A feed that is silent for this long is asked after."""
 MAX_FETCHES = 3
+RECONNECT_S = 5.0
+"""After a bus outage others may take this long to be back: until then nobody is dead for not being there."""
 
 
 class Upstreams(Protocol):
@@ -44,6 +47,13 @@ class Upstreams(Protocol):
 
     async def ask(self, upstream: Upstream, attempt: int, wanted: bytes, cap_gbps: float) -> None:
         """Let it send these pieces. Raises what the sender answers, or the bus."""
+
+    async def stop(self, upstream: Upstream, attempt: int) -> None:
+        """Tell it that nothing more of this feed is taken; the word may be lost. Raises nothing."""
+
+    @property
+    def bus_up_s(self) -> float:
+        """For how long this worker's own bus connection is up now; 0 while it is down."""
 
     async def is_starved(self, upstream: Upstream, attempt: int) -> bool:
         """Whether the living feed waits for its own upstream. Raises ``NotFound`` or ``NoResponder`` if it is dead."""
@@ -178,12 +188,17 @@ class Fill:
             outcome.fail,
         )
         self._feeds[attempt] = (outcome, upstream)
+        whole = False
         try:
             flow.start()  # receives are posted before anybody may send
             await self._upstreams.ask(upstream, attempt, wanted_bits(missing, len(self._pieces)), cap_gbps)
             await self._watch(flow, outcome, upstream, attempt)
+            whole = True
         finally:
             del self._feeds[attempt]
+            if not whole:
+                # What it still sends would pile up here: nobody will ever post a receive for it.
+                await self._upstreams.stop(upstream, attempt)
             self.received_bytes += flow.moved_bytes
             outcome.discard()
             flow.abort()
@@ -203,11 +218,17 @@ class Fill:
                     since_s = self._loop.time()
                     continue
             except (NotFound, NoResponder) as error:
+                if isinstance(error, NoResponder) and self._upstreams.bus_up_s < RECONNECT_S:
+                    since_s = self._loop.time()  # the bus was away for both; it may still be for the other
+                    continue
                 if outcome.done.done() or flow.moved_bytes != moved:
                     continue  # the last bytes came while it was asked
                 raise TransportError(f"{upstream.worker_id} is gone: {error}") from error
             except BlitzError as error:
                 log.debug("no news of %s over the bus: %s", upstream.worker_id, error)
+                if self._upstreams.bus_up_s == 0:
+                    since_s = self._loop.time()  # it may wait for its own upstream, and cannot say so
+                    continue
             if self._loop.time() - since_s > self._stall_s:
                 raise DeadlineExceeded(f"no byte came from {upstream.worker_id} for {self._stall_s:g} s")
 
@@ -217,20 +238,17 @@ class Fill:
     # --- whole units from this machine -------------------------------------------------------
 
     async def _read(self, missing: tuple[Piece, ...]) -> None:
-        """Read the units of these pieces from the checkpoint."""
+        """Read these pieces from the checkpoint, unit by unit."""
         async with self._disk:  # other stripes may climb here, too
-            if self._checkpoint is None:
-                # The hash was taken when the model was added; taking it again would read everything twice.
-                self._checkpoint = await asyncio.to_thread(
-                    inspect_checkpoint, Path(self._checkpoint_path), with_hash=False
-                )
+            checkpoint = await self._inspected()
             self._first.set()
+            if len(self._stripes) > 1:
+                await self._read_pieces(checkpoint, missing)
+                return
             hashed: asyncio.Task[None] | None = None
             try:
                 for unit in dict.fromkeys(p.unit for p in missing):
-                    if self._copy.unit_arrived(unit):
-                        continue
-                    await asyncio.to_thread(self._load, self._checkpoint, unit)
+                    await in_thread(self._load, checkpoint, unit, self._copy.arena)
                     if hashed is not None:
                         await hashed
                     # Hashed while the next unit is read: the disk does not wait for the processor.
@@ -239,21 +257,46 @@ class Fill:
                 if hashed is not None:
                     await hashed
 
-    def _load(self, checkpoint: Checkpoint, unit: int) -> None:
-        load_unit(checkpoint, self._copy.layout, self._copy.layout.units[unit], self._copy.arena)
+    async def _inspected(self) -> Checkpoint:
+        if self._checkpoint is None:
+            # The hash was taken when the model was added; taking it again would read everything twice.
+            path = Path(self._checkpoint_path)
+            self._checkpoint = await asyncio.to_thread(inspect_checkpoint, path, with_hash=False)
+        return self._checkpoint
+
+    def _load(self, checkpoint: Checkpoint, unit: int, arena: Arena) -> None:
+        load_unit(checkpoint, self._copy.layout, self._copy.layout.units[unit], arena)
 
     async def _seal(self, unit: int) -> None:
-        await asyncio.to_thread(self._copy.seal, unit)
+        await in_thread(self._copy.seal, unit)
         self._sealed.add(unit)
         self._units.put_nowait(unit)
+
+    async def _read_pieces(self, checkpoint: Checkpoint, missing: tuple[Piece, ...]) -> None:
+        """Other stripes still receive into the same units: only the missing pieces may be touched."""
+        aside = HostArena.allocate(self._copy.layout.num_bytes)  # a unit at a time takes real memory
+        for unit, pieces in itertools.groupby(missing, key=lambda piece: piece.unit):
+            await in_thread(self._load, checkpoint, unit, aside)
+            for piece in await in_thread(self._take_over, aside, unit, tuple(pieces)):
+                if self._copy.arrived(piece):
+                    self._units.put_nowait(unit)
+            aside.release()
+
+    def _take_over(self, aside: HostArena, unit: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        for piece in pieces:
+            if piece.is_checksums:
+                self._copy.declare(unit, aside.unit_checksums(self._copy.layout.units[unit]))
+            else:
+                self._copy.buffer(piece)[:] = aside.memory(piece.offset, piece.num_bytes)
+        return pieces
 
     async def _copy_from_host(self, missing: tuple[Piece, ...]) -> None:
         with self._upstreams.local_copy() as local:
             self._first.set()
-            for unit in dict.fromkeys(p.unit for p in missing):
-                if not self._copy.unit_arrived(unit):
-                    await asyncio.to_thread(self._copy.copy_unit, unit, local)
-                    self._units.put_nowait(unit)
+            for piece in missing:
+                await in_thread(self._copy.copy_piece, piece, local)
+                if self._copy.arrived(piece):
+                    self._units.put_nowait(piece.unit)
 
     # --- verification ------------------------------------------------------------------------
 
@@ -272,7 +315,7 @@ class Fill:
         if unit in self._sealed:
             return
         candidates = list(dict.fromkeys(u for s in self._stripes for u in s.upstreams if u.kind in ("gpu", "host")))
-        bad = await asyncio.to_thread(self._copy.bad_ranges, unit)
+        bad = await in_thread(self._copy.bad_ranges, unit)
         failure: BlitzError | None = None
         for attempt in range(MAX_FETCHES if candidates else 0):
             if not bad:
@@ -282,15 +325,22 @@ class Fill:
             try:
                 # Either may have suffered on the way, the checksums or the blocks.
                 self._copy.declare(unit, await self._upstreams.checksums(upstream, unit))
-                for offset, num_bytes in await asyncio.to_thread(self._copy.bad_ranges, unit):
+                for offset, num_bytes in await in_thread(self._copy.bad_ranges, unit):
                     await self._fetch_again(upstream, unit, offset, num_bytes)
             except BuffersStuck:
                 raise
             except BlitzError as error:
                 failure = error
-            bad = await asyncio.to_thread(self._copy.bad_ranges, unit)
-        if bad:
-            raise TransportError(f"unit {unit} does not match its checksums after {MAX_FETCHES} tries") from failure
+            bad = await in_thread(self._copy.bad_ranges, unit)
+        if not bad:
+            return
+        log.warning("unit %d still does not match: reading it from the checkpoint", unit)
+        try:
+            await in_thread(self._load, await self._inspected(), unit, self._copy.arena)
+        except BlitzError as error:
+            tries = f"unit {unit} does not match its checksums after {MAX_FETCHES} tries"
+            raise TransportError(f"{tries}, nor can it be read from disk: {error}") from failure
+        await in_thread(self._copy.seal, unit)
 
     async def _fetch_again(self, upstream: Upstream, unit: int, offset: int, num_bytes: int) -> None:
         index = REFETCH_INDEX + next(self._refetches)

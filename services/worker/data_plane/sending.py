@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from services.worker.data_plane.copies import Copies, Offer
 from services.worker.data_plane.flow import OnDone, Outflow
 from services.worker.data_plane.outcome import SETTLE_S, Outcome, ends_soon
-from services.worker.data_plane.pieces import cut, wanted_pieces
+from services.worker.data_plane.pieces import MAX_ATTEMPTS, cut, wanted_pieces
 from services.worker.data_plane.weight_copy import WeightCopy
 from shared.errors import BadRequest, BlitzError, Conflict, DeadlineExceeded, NotFound
 from shared.messages.common import Ack
@@ -23,6 +24,7 @@ from shared.messages.scaling import (
     FetchRange,
     GetChecksums,
     GetFeedState,
+    StopFeed,
     UnitChecksums,
 )
 from shared.telemetry import tracer
@@ -37,6 +39,9 @@ TellReceiver = Callable[[str, FeedEnded], Awaitable[None]]
 
 _WATCH_S = 0.25
 _REMEMBERED_FEEDS = 1024
+
+FeedKey = tuple[int, int]
+"""The receiver's epoch, and its attempt under it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +61,11 @@ class Sender:
         self._tell = tell
         self._stall_s = stall_s
         self._loop = asyncio.get_running_loop()
-        self._feeds: dict[tuple[int, int], _Running] = {}
-        self._sent: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._feeds: dict[FeedKey, _Running] = {}
+        self._ended_copies: weakref.WeakSet[WeightCopy] = weakref.WeakSet()
+        self._stopped: OrderedDict[FeedKey, None] = OrderedDict()
+        """The newest feeds that their receivers gave up."""
+        self._sent: OrderedDict[FeedKey, None] = OrderedDict()
         """The newest feeds of which the network took everything."""
 
     async def close(self) -> None:
@@ -65,13 +73,21 @@ class Sender:
         await self._end(list(self._feeds.values()))
 
     async def end_feeds_of(self, copy: WeightCopy) -> None:
-        """The copy failed: its readers are told, and go elsewhere."""
+        """The copy failed: its readers are told, and go elsewhere. One that is being connected is refused."""
+        self._ended_copies.add(copy)
         await self._end([feed for feed in self._feeds.values() if feed.copy is copy])
 
     async def _end(self, feeds: list[_Running]) -> None:
         for feed in feeds:
             feed.task.cancel()
         await asyncio.gather(*(feed.task for feed in feeds), return_exceptions=True)
+
+    def on_stop_feed(self, notice: StopFeed) -> None:
+        """The receiver takes nothing more of a feed, which may still be about to begin."""
+        key = (notice.epoch, notice.attempt)
+        _remember(self._stopped, key)
+        if (running := self._feeds.get(key)) is not None:
+            running.task.cancel()
 
     async def on_feed(self, feed: Feed) -> Ack:
         """Begin to send, if the copy is here or about to be.
@@ -80,6 +96,8 @@ class Sender:
         the copy does not have), ``TransportError`` or ``DeadlineExceeded`` (the receiver cannot be reached).
         """
         key = (feed.epoch, feed.attempt)
+        if not (0 <= feed.epoch < 1 << 39 and 0 <= feed.attempt < MAX_ATTEMPTS and feed.cap_gbps >= 0):
+            raise BadRequest(f"epoch {feed.epoch}, attempt {feed.attempt} or cap {feed.cap_gbps} is out of range")
         offer = await self._copies.wanted(feed.kind, feed.model_hash, feed.layout_hash)
         with contextlib.ExitStack() as pins:
             # Pinned from here on, not from when the task first runs: a drain may come in between.
@@ -88,8 +106,11 @@ class Sender:
             if not pieces:
                 raise BadRequest("a feed of no pieces", param="pieces")
             channel = await self._connect(feed.transport_address, feed.host)
-            if key in self._feeds:
-                raise Conflict(f"feed {feed.attempt} of epoch {feed.epoch} was asked for before")
+            # Connecting takes a while, and the copy may have failed meanwhile, or the receiver gone on elsewhere.
+            if offer.copy in self._ended_copies:
+                raise NotFound("the copy is gone")
+            if key in self._feeds or key in self._stopped or key in self._sent:
+                raise Conflict(f"feed {feed.attempt} of epoch {feed.epoch} was asked for before, or given up")
             outcome = Outcome()
             flow = Outflow(
                 channel,
@@ -102,10 +123,15 @@ class Sender:
                 cap_gbps=feed.cap_gbps,
                 call_later=self._call_later,
             )
-            task = asyncio.create_task(self._send(feed, flow, outcome, pins.pop_all()))
+            kept = pins.pop_all()
+            task = asyncio.create_task(self._send(feed, flow, outcome, kept))
             self._feeds[key] = _Running(flow, offer.copy, task)
-            task.add_done_callback(lambda _: self._feeds.pop(key, None))
+            task.add_done_callback(lambda _: self._feed_ended(key, kept))
         return Ack()
+
+    def _feed_ended(self, key: FeedKey, pins: contextlib.ExitStack) -> None:
+        pins.close()  # a task that is cancelled before its first step never comes to it
+        self._feeds.pop(key, None)
 
     async def on_feed_state(self, request: GetFeedState) -> FeedState:
         """Raises ``NotFound`` unless this very feed runs, or all of it was sent."""
@@ -169,7 +195,7 @@ class Sender:
             try:
                 flow.start()
                 await self._watch(flow, outcome)
-                self._remember((feed.epoch, feed.attempt))
+                _remember(self._sent, (feed.epoch, feed.attempt))
             except BlitzError as error:
                 span.record_exception(error)
                 log.warning("%s: sending to %s failed: %s", feed.plan_id, feed.worker_id, error)
@@ -186,11 +212,6 @@ class Sender:
                     # Only reads: whatever the arena holds later, a peer that is gone cannot be harmed by it.
                     log.warning("%s: sends to the lost %s are still posted", feed.plan_id, feed.worker_id)
 
-    def _remember(self, sent: tuple[int, int]) -> None:
-        self._sent[sent] = None
-        if len(self._sent) > _REMEMBERED_FEEDS:
-            self._sent.popitem(last=False)
-
     async def _watch(self, flow: Outflow, outcome: Outcome) -> None:
         """Wait for the end. Raises the flow's error, or ``DeadlineExceeded`` if it stalls."""
         moved, since_s = flow.moved_bytes, self._loop.time()
@@ -205,3 +226,9 @@ class Sender:
         notice = FeedEnded(epoch=feed.epoch, attempt=feed.attempt, reason=reason)
         with contextlib.suppress(BlitzError):  # the receiver's own watch finds out, later
             await self._tell(feed.worker_id, notice)
+
+
+def _remember(keys: OrderedDict[FeedKey, None], key: FeedKey) -> None:
+    keys[key] = None
+    if len(keys) > _REMEMBERED_FEEDS:
+        keys.popitem(last=False)

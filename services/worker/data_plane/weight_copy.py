@@ -107,6 +107,10 @@ class WeightCopy:
         self._checksums[self._starts[unit] : self._starts[unit + 1]] = computed
         self._whole_unit_arrived(unit)
 
+    def copy_piece(self, piece: Piece, source: WeightCopy) -> None:
+        """Copy a piece from a copy in this process's memory. It has arrived once ``arrived`` says so."""
+        self.buffer(piece)[:] = source.buffer(piece)
+
     def copy_unit(self, unit: int, source: WeightCopy) -> None:
         """Copy a unit and its checksums from a copy in this process's memory: it has arrived."""
         target = self.layout.units[unit]

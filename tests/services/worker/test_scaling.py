@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from pathlib import Path
 
 import msgspec
@@ -127,6 +128,19 @@ async def test_a_target_whose_source_is_gone_reads_its_disk(alone: LoneWorker) -
     plan = alone.plan(epoch=10, stripe=stripe, members=(alone.chain_member("i1", 10), gone))
     await alone.publish(plan)
     await alone.reported(plan.plan_id, "serving")
+
+
+async def test_a_load_beyond_its_plans_deadline_fails_and_frees_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object) -> None:
+        await asyncio.sleep(3600)
+
+    async with lone_worker() as alone:
+        monkeypatch.setattr(WeightMover, "fill", never)
+        plan = alone.plan(epoch=10, give_up_at_s=time.time() + 0.3)
+        await alone.publish(plan)
+        await alone.reported(plan.plan_id, "failed")
+        assert "deadline" in alone.progress[-1].detail
+        await eventually(lambda: alone.pool.heartbeats[-1].state == "spare")
 
 
 async def test_the_last_copy_of_a_model_is_kept_until_the_pool_lets_it_go(alone: LoneWorker) -> None:

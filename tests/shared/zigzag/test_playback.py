@@ -71,7 +71,7 @@ def test_a_gate_delays_the_source() -> None:
 def test_arrivals_are_served_in_order_before_and_after_everything_is_loaded() -> None:
     jobs = [Job("a", 1), Job("b", 1, arrival=2), Job("c", 1, arrival=30), Job("d", 1, arrival=30)]
     played = play(jobs, [0, 1, 2, 3])
-    assert played.completions == (4, 6, 34, 34)
+    assert list(played.completions) == [4, 6, 34, 34]
     assert {run.side for run in played.runs if run.batch_id in "cd"} == {Side.SOURCE, Side.TARGET}
 
 

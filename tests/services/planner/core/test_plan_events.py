@@ -15,7 +15,9 @@ def event(found: Cluster, n: int, strategy: Strategy = "chain") -> ScalePlan:
     planned = plan_by(strategy, found, n, MODEL_BYTES)
     epochs = tuple((name, 100 + i) for i, name in enumerate(planned.targets))
     grant = LeaseGrant(plan_id="plan-p", epochs=epochs, expires_at_s=9.0)
-    return scale_plan("plan-p", MODEL, planned, found, grant, triggered_at_s=1.0, planned_at_s=2.0, reason="load")
+    return scale_plan(
+        "plan-p", MODEL, planned, found, grant, triggered_at_s=1.0, planned_at_s=2.0, give_up_at_s=9.0, reason="load"
+    )
 
 
 EVERYTHING = cluster(

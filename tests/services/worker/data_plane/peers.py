@@ -16,7 +16,7 @@ from services.worker.data_plane.weight_copy import WeightCopy
 from services.worker.engine.arena import HostArena
 from shared.errors import NoResponder, NotFound
 from shared.layout import CHECK_BYTES, ArenaLayout, layout_of
-from shared.messages.scaling import Feed, FeedEnded, FetchRange, GetChecksums, GetFeedState
+from shared.messages.scaling import Feed, FeedEnded, FetchRange, GetChecksums, GetFeedState, StopFeed
 from shared.transport.base import Channel, TensorTransport
 from shared.transport.memory import MemoryFabric
 from tests.records import spec
@@ -57,6 +57,8 @@ class Peer:
         self.first_bytes = 0
         self.asked: list[tuple[str, Feed]] = []
         self.fetched: list[tuple[str, int, int]] = []
+        self.stopped: list[tuple[str, int]] = []
+        self.bus_up_s = 3600.0
         self.dead = False
         self.deaf = False
         """Notices to it are lost."""
@@ -158,6 +160,15 @@ class _Client:
         )
         self.me.asked.append((upstream.worker_id, feed))
         await self._peer(upstream).sender.on_feed(feed)
+
+    async def stop(self, upstream: Upstream, attempt: int) -> None:
+        self.me.stopped.append((upstream.worker_id, attempt))
+        if not self.me.everyone[upstream.worker_id].dead:
+            self.me.everyone[upstream.worker_id].sender.on_stop_feed(StopFeed(epoch=self.me.epoch, attempt=attempt))
+
+    @property
+    def bus_up_s(self) -> float:
+        return self.me.bus_up_s
 
     async def is_starved(self, upstream: Upstream, attempt: int) -> bool:
         request = GetFeedState(epoch=self.me.epoch, attempt=attempt)

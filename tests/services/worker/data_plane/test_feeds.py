@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from services.worker.core.upstreams import StripeSources
+from services.worker.data_plane import receiving as receiving_module
 from services.worker.data_plane.pieces import cut
 from services.worker.data_plane.weight_copy import WeightCopy
 from services.worker.engine.arena import HostArena
@@ -295,6 +297,103 @@ async def test_a_receiver_that_dies_ends_the_feed_and_frees_the_copy() -> None:
         async with asyncio.timeout(10.0):
             while source.pins:
                 await asyncio.sleep(0.01)
+
+
+async def test_a_feed_that_begins_after_its_copy_failed_is_refused() -> None:
+    async with peers(3, random_copy(), stall_s=0.5) as (_, (source, failing, last)):
+        connecting = asyncio.Event()
+        go_on = asyncio.Event()
+        connect = failing.sender._connect
+
+        async def slowly(address: bytes, host: str) -> Channel:
+            connecting.set()
+            await go_on.wait()
+            return await connect(address, host)
+
+        failing.sender._connect = slowly
+        receiving = last.receive([[failing.upstream(), source.upstream()]])
+        await connecting.wait()
+        failing.copies.withdraw("gpu", failing.copy)
+        await failing.sender.end_feeds_of(failing.copy)
+        go_on.set()
+        await asyncio.wait_for(receiving, timeout=10.0)
+        assert same_bytes(last.copy, source.copy)
+
+
+async def test_a_receiver_that_gives_up_stops_its_sender() -> None:
+    async with peers(3, random_copy(), stall_s=30.0) as (fabric, (source, other, target)):
+        other.copy = random_copy()
+        other.offer("gpu", other.copy)
+        fabric.set_rate(SLOW_BYTES_PER_S)
+        receiving = target.receive([[source.upstream()]])
+        await progressed(target)
+        receiving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+        assert target.stopped == [("p0", 0)]
+        async with asyncio.timeout(5.0):
+            while source.pins:
+                await asyncio.sleep(0.01)
+        with pytest.raises(Conflict):
+            await source.sender.on_feed(target.asked[0][1])
+
+
+async def test_nobody_is_dead_for_not_answering_right_after_a_bus_outage() -> None:
+    async with peers(2, random_copy()) as (fabric, (source, target)):
+        fabric.set_rate(4_000_000)
+        receiving = target.receive([[source.upstream()]], chunk_bytes=8 * CHECK_BYTES)
+        await asyncio.sleep(0.1)
+        source.dead, target.bus_up_s = True, 0.5  # it sends, and nobody hears its answers yet
+        await asyncio.sleep(1.5)
+        source.dead, target.bus_up_s = False, 3600.0
+        await receiving
+        assert len(target.asked) == 1
+        assert same_bytes(target.copy, source.copy)
+
+
+async def test_a_unit_that_stays_bad_is_read_from_disk() -> None:
+    path = tiny_checkpoint("llama")
+    layout = inspect_checkpoint(path, with_hash=False).layout
+    async with peers(2, layout=layout) as (_, (source, target)):
+        await source.receive([[DISK]], path=str(path))
+        good = source.copy.digest()
+        source.copy.arena.memory(layout.units[1].offset, 1)[0] ^= 0xFF
+        await target.receive([[source.upstream()]], path=str(path))
+        assert target.copy.digest() == good
+        assert target.copy.bad_ranges(1) == ()
+
+
+async def test_a_stripe_from_disk_leaves_the_other_stripes_pieces_alone() -> None:
+    path = tiny_checkpoint("llama")
+    layout = inspect_checkpoint(path, with_hash=False).layout
+    async with peers(3, layout=layout) as (fabric, (source, gone, target)):
+        await source.receive([[DISK]], path=str(path))
+        gone.dead = True
+        fabric.set_rate(3_000_000)
+        await target.receive([[source.upstream()], [gone.upstream(), DISK]], path=str(path))
+        assert same_bytes(target.copy, source.copy)
+        assert len(target.asked) == 2
+
+
+async def test_a_thread_that_writes_is_waited_for_by_a_fill_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_checkpoint("llama")
+    layout = inspect_checkpoint(path, with_hash=False).layout
+    ended: list[float] = []
+
+    def slow_load(*_: object) -> None:
+        time.sleep(0.5)
+        ended.append(time.monotonic())
+
+    monkeypatch.setattr(receiving_module, "load_unit", slow_load)
+    async with peers(1, layout=layout) as (_, (target,)):
+        filling = target.receive([[DISK]], path=str(path))
+        await asyncio.sleep(0.2)
+        filling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await filling
+        assert len(ended) == 1
+        await asyncio.sleep(0.7)
+        assert len(ended) == 1
 
 
 async def test_a_capped_stripe_keeps_to_its_rate() -> None:
