@@ -6,9 +6,10 @@ Keys (prefix ``blitz:``):
     removed           hash   name -> removal time, ms: instances of these drain
     workers           zset   worker id -> lease end, ms
     worker:<id>       hash   report (WorkerHeartbeat, msgpack), incarnation, sequence, state, epoch,
-                             copies (JSON: [model hash, copy id, serial] of each complete copy)
-    copies:<hash>     hash   copy id -> serial of each complete copy of that model; 'retired:' before the serial
-                             of one that may go. Copy ids begin with their worker's id and a '/'.
+                             copies (JSON: [model hash, copy id, serial, serves] of each complete copy)
+    copies:<hash>     hash   copy id -> serial of each complete copy of that model; 'retired:<sequence>:' before the
+                             serial of one that may go, with the sequence of its worker's newest report by then.
+                             Copy ids begin with their worker's id and a '/'.
     lease:<id>        hash   plan, model, epoch, expires (ms)
     floors            hash   model -> Floor (msgpack)
     epoch, sequence   counters
@@ -52,19 +53,22 @@ local known = redis.call('HMGET', KEYS[2], 'incarnation', 'sequence', 'copies')
 if known[1] == ARGV[2] and tonumber(known[2]) >= tonumber(ARGV[3]) then return 0 end
 -- A new incarnation knows nothing of a plan that its predecessor was leased for.
 if known[1] and known[1] ~= ARGV[2] then redis.call('DEL', KEYS[3]) end
--- A copy that was retired stays so, although reports from before still name it; unless it is another one by now.
+-- A copy that was retired stays so, although reports from before still name it; unless it is another one by now, or
+-- a later report says that it serves: its worker never heard that it may go, or took that back and was not heard.
 local kept = {}
 if known[1] == ARGV[2] then
   for _, copy in ipairs(cjson.decode(ARGV[9])) do
     local key = ARGV[8] .. 'copies:' .. copy[1]
-    if redis.call('HGET', key, copy[2]) == 'retired:' .. copy[3] then kept[key .. ' ' .. copy[2]] = true end
+    local sequence, serial = string.match(redis.call('HGET', key, copy[2]) or '', '^(retired:%d+:)(.*)$')
+    local asked = sequence and tonumber(string.match(sequence, '%d+'))
+    local back = copy[4] and sequence and tonumber(ARGV[3]) > asked
+    if sequence and serial == copy[3] and not back then kept[key .. ' ' .. copy[2]] = sequence end
   end
 end
 forget_copies(ARGV[8], known[3])
 for _, copy in ipairs(cjson.decode(ARGV[9])) do
   local key = ARGV[8] .. 'copies:' .. copy[1]
-  local retired = kept[key .. ' ' .. copy[2]] and 'retired:' or ''
-  redis.call('HSET', key, copy[2], retired .. copy[3])
+  redis.call('HSET', key, copy[2], (kept[key .. ' ' .. copy[2]] or '') .. copy[3])
 end
 redis.call('HSET', KEYS[2], 'incarnation', ARGV[2], 'sequence', ARGV[3], 'state', ARGV[4],
            'report', ARGV[5], 'epoch', ARGV[7], 'copies', ARGV[9])
@@ -146,13 +150,13 @@ return epoch
 """
 )
 
-# KEYS: copies:<hash>, workers   ARGV: copy id, needed ('0': the model was removed, the copy may go in any case)
+# KEYS: copies:<hash>, workers   ARGV: copy id, needed ('0': the copy may go in any case), report's sequence
 # Returns 1 when the copy is retired, 0 when no other, unretired copy of a living worker is left: then it counts again.
 RETIRE = (
     NOW
     + """
 local mine = redis.call('HGET', KEYS[1], ARGV[1])
-local serial = mine and string.gsub(mine, '^retired:', '')
+local serial = mine and string.gsub(mine, '^retired:%d+:', '')
 local copies = redis.call('HGETALL', KEYS[1])
 local may_go = ARGV[2] == '0'
 for i = 1, #copies, 2 do
@@ -160,7 +164,7 @@ for i = 1, #copies, 2 do
   local counts = ends and tonumber(ends) > now and string.sub(copies[i + 1], 1, 8) ~= 'retired:'
   if copies[i] ~= ARGV[1] and counts then may_go = true end
 end
-if mine then redis.call('HSET', KEYS[1], ARGV[1], (may_go and 'retired:' or '') .. serial) end
+if mine then redis.call('HSET', KEYS[1], ARGV[1], (may_go and 'retired:' .. ARGV[3] .. ':' or '') .. serial) end
 return may_go and 1 or 0
 """
 )
@@ -169,7 +173,7 @@ return may_go and 1 or 0
 UNRETIRE = """
 local mine = redis.call('HGET', KEYS[1], ARGV[1])
 if mine then
-  local serial = string.gsub(mine, '^retired:', '')
+  local serial = string.gsub(mine, '^retired:%d+:', '')
   redis.call('HSET', KEYS[1], ARGV[1], serial)
 end
 return 1

@@ -137,10 +137,13 @@ class Store:
         """An epoch that no lease and no other transfer has."""
         return int(await self._next_epoch(keys=[f"{PREFIX}workers", f"{PREFIX}epoch"]))
 
-    async def retire(self, model_hash: str, copy_id: str, *, needed: bool) -> bool:
-        """Take a copy out of the count; False if it is the last of a model that is ``needed``: it counts on."""
+    async def retire(self, model_hash: str, copy_id: str, *, needed: bool, sequence: int) -> bool:
+        """Take a copy out of the count; False if it is the last of a model that is ``needed``: it counts on.
+
+        It counts again, too, if its worker says so in a report after the one with this ``sequence``.
+        """
         keys = [f"{PREFIX}copies:{model_hash}", f"{PREFIX}workers"]
-        return bool(await self._retire(keys=keys, args=[copy_id, "1" if needed else "0"]))
+        return bool(await self._retire(keys=keys, args=[copy_id, "1" if needed else "0", sequence]))
 
     async def unretire(self, model_hash: str, copy_id: str) -> None:
         """A copy counts again."""

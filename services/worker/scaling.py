@@ -21,7 +21,7 @@ from services.worker.data_plane.outcome import BuffersStuck
 from services.worker.instance import Instance, InstanceFactory
 from services.worker.progress import ProgressReporter
 from services.worker.weight_mover import WeightMover
-from shared.errors import BadRequest, BlitzError, DeadlineExceeded
+from shared.errors import BadRequest, BlitzError, Conflict, DeadlineExceeded
 from shared.messages.scaling import DrainPlan, ScalePlan
 from shared.telemetry import tracer
 
@@ -63,7 +63,9 @@ class Scaling:
         """The worker is being stopped: a drain is final."""
         self._last_epoch = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._loading: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._closing = False
         self._drain_plan_id = ""
         """The newest drain: a revival and the next drain may come while the first one still waits."""
 
@@ -80,6 +82,7 @@ class Scaling:
 
     async def close(self) -> None:
         """Abort what runs and stop the engine."""
+        self._closing = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -120,7 +123,7 @@ class Scaling:
             return
         self._mover.offer(self.instance)
         self._changed()
-        self._spawn(self._load(plan, part, self.instance))
+        self._loading = self._spawn(self._load(plan, part, self.instance))
 
     async def _load(self, plan: ScalePlan, part: Part, instance: Instance) -> None:
         attributes: dict[str, str | int] = {
@@ -143,6 +146,12 @@ class Scaling:
                 self._changed()
                 await tell(plan.plan_id, instance.instance_id, "serving", received_bytes=loaded_bytes)
                 log.info("%s serves %s", instance.instance_id, plan.model.name)
+            except asyncio.CancelledError:
+                if self._closing or self._loading is None:
+                    raise
+                self._loading.uncancel()
+                await self._fail(instance, span, Conflict("the model was removed while it loaded"))
+                return
             except TimeoutError:
                 await self._fail(
                     instance, span, DeadlineExceeded("the weights did not come within the plan's deadline")
@@ -183,8 +192,12 @@ class Scaling:
             await self._progress.tell(plan.plan_id, instance.instance_id, "serving")
 
     async def on_stop_instance(self, instance_id: str) -> None:
-        """The instance's model was removed."""
-        if self.instance is not None and self.instance.instance_id == instance_id:
+        """The instance's model was removed: what loads is cancelled, what serves drains."""
+        if self.instance is None or self.instance.instance_id != instance_id:
+            return
+        if self.instance.state == "loading" and self._loading is not None:
+            self._loading.cancel()
+        else:
             self._start_drain("model-removed")
 
     def _start_drain(self, plan_id: str) -> None:

@@ -12,7 +12,7 @@ free for it; x(i) = 1 if the target has a part, z(i) = 1 if it has all. L layers
 
 Of ``zigzag_bound``'s rows these are the two ends. Between them the bound is convex in k if layers load at an even pace,
 so the ends decide but for single layers; the bound itself gives the times that are promised. R is replaced by the line
-from above with its average slope, so that T needs no binaries per layer (four per batch, near a good split, took 30 to 280 ms).
+from above with its average slope, so that T needs no binaries per layer (four per batch took 30 to 280 ms).
 """
 
 from __future__ import annotations

@@ -16,13 +16,17 @@ def instance_is_complete(instance: InstanceInfo) -> bool:
     return instance.state == "serving" or (instance.state == "draining" and instance.weights_digest != "")
 
 
-def complete_copies(report: WorkerHeartbeat) -> tuple[tuple[str, str, str], ...]:
-    """(model hash, copy id, serial) of the report's complete copies. A copy id is unique in the cluster; a host copy
-    that was freed and is held again has the same id and another serial."""
+def complete_copies(report: WorkerHeartbeat) -> tuple[tuple[str, str, str, bool], ...]:
+    """(model hash, copy id, serial, serves) of the report's complete copies. A copy id is unique in the cluster; a host
+    copy that was freed or was to go, and is held again, has the same id and another serial. A GPU copy that ``serves``
+    does not want to go."""
     worker_id, found = report.worker.worker_id, []
-    if report.instance is not None and instance_is_complete(report.instance):
-        found.append((report.instance.model_hash, gpu_copy_id(worker_id, report.instance.instance_id), ""))
-    found += [(c.model_hash, host_copy_id(worker_id), str(c.serial)) for c in report.host_copies if c.state == "ready"]
+    if (held := report.instance) is not None and instance_is_complete(held):
+        serves = held.state == "serving"
+        found.append((held.model_hash, gpu_copy_id(worker_id, held.instance_id), "", serves))
+    for copy in report.host_copies:
+        if copy.state == "ready":
+            found.append((copy.model_hash, host_copy_id(worker_id), str(copy.serial), False))
     return tuple(found)
 
 

@@ -127,11 +127,11 @@ class Lab:
         host = self.stack.host_of(worker_id)
         return (self.network.received_bytes()[host] - before[host]) / self.num_bytes
 
-    def done_once(self, record: ScaleRecord, before: tuple[int, ...]) -> None:
+    def done_once(self, record: ScaleRecord, before: tuple[int, ...], *, at_most: float = WHOLE_AT_MOST) -> None:
         """Every target serves, and none received the model twice: nobody left a sender that lives."""
         assert record.status == "done", record
         received = {t.worker_id: self.received_models(before, t.worker_id) for t in record.targets}
-        assert all(0.98 < models < WHOLE_AT_MOST for models in received.values()), received
+        assert all(0.98 < models < at_most for models in received.values()), received
 
     async def _until(
         self, condition: Callable[[tuple[WorkerRecord, ...]], bool], what: str
@@ -253,7 +253,8 @@ async def test_a_slow_link_in_the_middle_delays_and_fails_nobody(lab: Lab) -> No
             record = await lab.ended(record)
         finally:
             lab.network.set_rate(lab.stack.host_of(middle), RATE)
-        lab.done_once(record, before)
+        # Slow is not lost: seconds of bytes are on their way when the sender is done with them.
+        lab.done_once(record, before, at_most=1.04)
         await lab.settled(4)
 
 
@@ -276,10 +277,10 @@ async def test_two_models_scale_at_once_to_workers_of_their_own(lab: Lab) -> Non
     try:
         await lab.settled(1, model=OTHER, others=1)
         with only_these_die(lab):
-            records = await asyncio.gather(lab.scale(2), lab.scale(3, model=OTHER))
-            taken = [t.worker_id for r in records for t in r.targets]
+            begun = await asyncio.gather(lab.scale(2), lab.scale(3, model=OTHER))
+            taken = [t.worker_id for r in begun for t in r.targets]
             assert len(taken) == len(set(taken)) == 3
-            records = await asyncio.gather(*map(lab.ended, records))
+            records = await asyncio.gather(*map(lab.ended, begun))
             assert [r.status for r in records] == ["done", "done"], records
             await lab.settled(2, others=3)
             await lab.settled(3, model=OTHER, others=2)

@@ -143,6 +143,24 @@ async def test_a_load_beyond_its_plans_deadline_fails_and_frees_the_worker(monke
         await eventually(lambda: alone.pool.heartbeats[-1].state == "spare")
 
 
+async def test_an_instance_whose_model_is_removed_while_it_loads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object) -> None:
+        await asyncio.sleep(3600)
+
+    async with lone_worker() as alone:
+        monkeypatch.setattr(WeightMover, "fill", never)
+        plan = alone.plan(epoch=10)
+        await alone.publish(plan)
+        await alone.reported(plan.plan_id, "accepted")
+        alone.pool.ack = HeartbeatAck(lease_s=0.3, stop_instance=plan.members[0].instance_id)
+        await alone.reported(plan.plan_id, "failed")
+        assert "removed" in alone.progress[-1].detail
+        await eventually(lambda: alone.pool.heartbeats[-1].state == "spare")
+        monkeypatch.undo()
+        alone.pool.ack = HeartbeatAck(lease_s=0.6)
+        await alone.serve(epoch=11)
+
+
 async def test_the_last_copy_of_a_model_is_kept_until_the_pool_lets_it_go(alone: LoneWorker) -> None:
     instance_id = await alone.serve()
     alone.pool.retire_error = Conflict("the last copy")
