@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
+from redis.exceptions import RedisError
 
 from services.pool.core.copies import copies_by_hash, gpu_copy_id, host_copy_id
 from services.pool.core.outstanding import OutstandingSteps
@@ -72,6 +73,15 @@ class Placing:
         if now_s < self._next_s:
             return
         self._next_s = now_s + INTERVAL_S
+        try:
+            await self._look_and_act(now_s, may_act=may_act)
+        except RedisError:
+            raise
+        except Exception:
+            # Whatever broke, the registry goes on: the next look decides anew.
+            log.exception("placement: this look failed")
+
+    async def _look_and_act(self, now_s: float, *, may_act: bool) -> None:
         models, reports = await self._store.models(), await self._store.workers()
         self._show(models, reports)
         self._hosts_offer = any(report.worker.host_cache_bytes for report in reports)
@@ -150,27 +160,53 @@ class Placing:
             if on_host:
                 self._outstanding.take_back(key)
             return
-        if await self._store.retire(request.model_hash, copy_id, needed=await self._needed(request)):
+        models, reports = await self._store.models(), await self._store.workers()
+        if request.leaving:
+            incarnation = next((r.worker.incarnation for r in reports if r.worker.worker_id == worker_id), "")
+            self._outstanding.leaves(worker_id, incarnation, now_s)
+        needed = await self._needed(request, models, reports)
+        if await self._retired(request, copy_id, needed=needed):
             log.info("placement: the %s copy of %s on worker %s may go", request.kind, request.model, worker_id)
             return
-        # A worker that was not told to drop its copy has reasons of its own: it stops.
+        if request.leaving and not await self._replaceable(request.model_hash, models, reports):
+            await self._retired(request, copy_id, needed=False)
+            log.warning(
+                "placement: the last copy of %s goes with worker %s: no other worker has room", request.model, worker_id
+            )
+            return
+        # A worker that was not told to drop its copy has reasons of its own.
         if on_host and not self._outstanding.drop_over(key):
             self._outstanding.give_up(key, now_s)
         self._next_s = 0.0
         raise Conflict(f"the {request.kind} copy of {request.model} on worker {worker_id} is the last: it must stay")
 
-    async def _needed(self, request: RetireCopy) -> bool:
+    async def _retired(self, request: RetireCopy, copy_id: str, *, needed: bool) -> bool:
+        return await self._store.retire(request.model_hash, copy_id, needed=needed, sequence=request.sequence)
+
+    async def _needed(
+        self, request: RetireCopy, models: Sequence[ModelRecord], reports: Sequence[WorkerHeartbeat]
+    ) -> bool:
         """Whether the model is registered, or lost rather than removed.
 
-        In a cluster that offers no host memory at all nothing is ever the last copy: scaling to zero would hang.
+        A GPU copy is not if no worker's host memory could ever hold the model: scaling to zero would hang.
         """
-        if not any(report.worker.host_cache_bytes for report in await self._store.workers()):
-            return False
-        models = await self._store.models()
-        if any(m.model_hash == request.model_hash for m in models):
+        record = next((m for m in models if m.model_hash == request.model_hash), None)
+        if request.kind == "gpu":
+            num_bytes = record.weights_bytes if record is not None else 1
+            if all(report.worker.host_cache_bytes < num_bytes for report in reports):
+                return False
+        if record is not None:
             return True
         replaced = any(m.name == request.model for m in models)
         return not replaced and not await self._store.was_removed(request.model)
+
+    async def _replaceable(
+        self, model_hash: str, models: Sequence[ModelRecord], reports: Sequence[WorkerHeartbeat]
+    ) -> bool:
+        """Whether the last copy, of a worker that stops, can have a successor on one that does not."""
+        removed = await self._store.removed()
+        decided = place(models, reports, removed=removed, outstanding=self._outstanding.now())
+        return model_hash not in decided.hopeless
 
     def _show(self, models: Sequence[ModelRecord], reports: Sequence[WorkerHeartbeat]) -> None:
         used: dict[str, int] = defaultdict(int)

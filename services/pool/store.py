@@ -137,7 +137,7 @@ class Store:
         """An epoch that no lease and no other transfer has."""
         return int(await self._next_epoch(keys=[f"{PREFIX}workers", f"{PREFIX}epoch"]))
 
-    async def retire(self, model_hash: str, copy_id: str, *, needed: bool, sequence: int) -> bool:
+    async def retire(self, model_hash: str, copy_id: str, *, needed: bool, sequence: int = 0) -> bool:
         """Take a copy out of the count; False if it is the last of a model that is ``needed``: it counts on.
 
         It counts again, too, if its worker says so in a report after the one with this ``sequence``.

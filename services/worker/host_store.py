@@ -5,15 +5,15 @@
                    ╰─────────────────────╯        keep: the pool said that it is the last, it is ready again
 
 Copies are *placed* by the pool, or *cached* by the worker for itself (the ``host-cache`` baseline). Placed copies
-stay until the pool has them dropped. Cached ones make way for other cached ones, least recently used first, and go
-when nobody has used them for a while. A pinned copy is being read or filled: its memory stays.
+stay until the pool has them dropped. Cached ones may make way for other cached ones, least recently used first, and go
+when nobody has used them for a while, if the pool agrees. A pinned copy is being read or filled: its memory stays.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.worker.data_plane.weight_copy import WeightCopy
@@ -66,8 +66,8 @@ class HostStore:
     def reserve(self, record: ModelRecord, *, cached: bool, now_s: float) -> WeightCopy:
         """Memory for a copy of a model, empty; pin it while it is filled.
 
-        A copy that is here already is given as it is, perhaps complete; a cached one becomes placed if
-        ``cached`` is False. A cached copy makes room for itself: others that ``evictable`` names go at once.
+        A copy that is here already is given as it is, perhaps complete or being filled; a cached one becomes placed if
+        ``cached`` is False. Nothing makes way by itself: see ``evictable``.
         Raises ``Conflict`` (the copy is on its way out, or has another layout), ``NoCapacity``.
         """
         layout = layout_of(record.spec)
@@ -83,16 +83,18 @@ class HostStore:
         return held.copy
 
     def _allocate(self, record: ModelRecord, layout: ArenaLayout, cached: bool, now_s: float) -> _Held:
-        if cached:
-            for model_hash in self.evictable(layout.num_bytes):
-                self._free(model_hash)
         free_bytes = self.capacity_bytes - self.used_bytes
         if layout.num_bytes > free_bytes:
             raise NoCapacity(
                 f"a host copy of {record.name} needs {layout.num_bytes} bytes; "
                 f"{free_bytes} of {self.capacity_bytes} are free"
             )
-        arena = HostArena.allocate(layout.num_bytes)
+        try:
+            arena = HostArena.allocate(layout.num_bytes)
+        except (OSError, MemoryError, OverflowError) as error:
+            raise NoCapacity(
+                f"no {layout.num_bytes} bytes of memory for a host copy of {record.name}: {error}"
+            ) from error
         self._serial += 1
         held = _Held(record, WeightCopy(layout, arena), arena, self._serial, cached, now_s)
         self._held[record.model_hash] = held
@@ -101,7 +103,7 @@ class HostStore:
     def evictable(self, num_bytes: int) -> tuple[str, ...]:
         """The cached copies (model hashes) that have to go for so many bytes to fit; none if they would not do.
 
-        The caller may ask the pool about each first: one that it refuses is kept with ``touch``.
+        The caller asks the pool about each before it drops it.
         """
         missing = num_bytes - (self.capacity_bytes - self.used_bytes)
         victims: list[str] = []
@@ -162,9 +164,12 @@ class HostStore:
         return True
 
     def keep(self, model_hash: str) -> None:
-        """The pool refused: the copy is the last of its model."""
+        """The pool refused: the copy is the last of its model. It gets another serial: should the pool have agreed,
+        and its answer been lost, the copy counts again."""
         if (held := self._held.get(model_hash)) is not None and held.retired:
             held.retired = False
+            self._serial += 1
+            held.serial = self._serial
             self._wake()
 
     async def drop(self, model_hash: str, *, timeout_s: float = DROP_TIMEOUT_S) -> bool:
@@ -195,13 +200,6 @@ class HostStore:
             for model_hash, held in sorted(self._held.items())
             if held.idle and now_s - held.used_at_s >= self.keep_alive_s
         )
-
-    def expire(self, now_s: float, *, needed: Collection[str] = ()) -> tuple[str, ...]:
-        """Free what ``expiring`` names, except those in ``needed`` (the pool refused: the last of their model)."""
-        gone = tuple(model_hash for model_hash in self.expiring(now_s) if model_hash not in needed)
-        for model_hash in gone:
-            self._free(model_hash)
-        return gone
 
     def _free(self, model_hash: str) -> None:
         # Views of the arena may outlive it; its pages must not.

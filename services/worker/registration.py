@@ -99,19 +99,20 @@ class Registration:
         self._leaving = True
         await self._report()
 
-    async def retire(self, instance: InstanceInfo, undo: bool) -> None:
+    async def retire(self, instance: InstanceInfo, undo: bool, *, leaving: bool = False) -> None:
         """Ask whether the instance's copy may go, or say (``undo``) that it stays after all.
 
+        ``leaving``: the process ends, the pool looks for a worker that takes the copy over.
         Raises ``Conflict`` when it is the model's last, or what ``Bus.request`` raises.
         """
-        await self._retire("gpu", instance.model, instance.model_hash, instance.instance_id, undo)
+        await self._retire("gpu", instance.model, instance.model_hash, instance.instance_id, undo, leaving)
 
-    async def retire_host(self, copy: HostCopy) -> None:
+    async def retire_host(self, copy: HostCopy, *, leaving: bool = False) -> None:
         """Ask whether a host copy may go. Raises as ``retire``."""
-        await self._retire("host", copy.model, copy.model_hash, "", False)
+        await self._retire("host", copy.model, copy.model_hash, "", False, leaving)
 
     async def _retire(
-        self, kind: Literal["gpu", "host"], model: str, model_hash: str, instance_id: str, undo: bool
+        self, kind: Literal["gpu", "host"], model: str, model_hash: str, instance_id: str, undo: bool, leaving: bool
     ) -> None:
         request = RetireCopy(
             worker_id=self._worker.worker_id,
@@ -120,6 +121,8 @@ class Registration:
             model_hash=model_hash,
             instance_id=instance_id,
             undo=undo,
+            leaving=leaving,
+            sequence=self._sequence,
         )
         await self._bus.request(subjects.pool("retire_copy"), request, Ack, timeout_s=RETIRE_TIMEOUT_S)
 

@@ -13,7 +13,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 from services.worker.config import WorkerConfig
 from services.worker.host_copies import HostCopies
 from services.worker.host_store import HostStore
-from services.worker.instance import InstanceFactory
+from services.worker.instance import Instance, InstanceFactory
+from services.worker.leaving import until_allowed
 from services.worker.node.facts import NodeFacts
 from services.worker.node.nic_meter import NicMeter
 from services.worker.peers import Peers
@@ -98,7 +99,7 @@ class WorkerService:
             config.worker_id,
             HostStore(config.host_cache_bytes, keep_alive_s=config.host_cache_keep_alive_s),
             mover,
-            retire=lambda copy: self._registration.retire_host(copy),  # noqa: PLW0108 - made below
+            retire=lambda copy, leaving: self._registration.retire_host(copy, leaving=leaving),
             changed=self._report_state,
             fatal=fatal,
         )
@@ -173,25 +174,42 @@ class WorkerService:
             await self._registration.leave()
 
     async def _drain(self) -> None:
-        """Take nothing new and finish what runs. New requests are routed elsewhere meanwhile."""
+        """Take nothing new, finish what runs, and see the copies here taken over. New requests are routed elsewhere
+        meanwhile, and new copies placed elsewhere."""
         self._serving.admitting = False
         self._scaling.leaving = True
         instance = self._scaling.instance
-        if instance is None or instance.state not in ("serving", "draining"):
-            return
-        if instance.state == "serving":
-            instance.drain()
-        await self._registration.confirmed(JOIN_TIMEOUT_S)
+        if instance is not None and instance.state not in ("serving", "draining"):
+            instance = None
+        if instance is not None:
+            if instance.state == "serving":
+                instance.drain()
+            await self._registration.confirmed(JOIN_TIMEOUT_S)
         try:
-            async with asyncio.timeout(self._config.drain_timeout_s):
-                await instance.idle()
-                await self._serving.flushed()
+            async with asyncio.timeout(self._config.drain_timeout_s), asyncio.TaskGroup() as group:
+                group.create_task(self._host_copies.let_all_go())
+                if instance is not None:
+                    group.create_task(self._finish(instance))
+                    group.create_task(self._let_go(instance))
         except TimeoutError:
             log.warning(
-                "%d requests are still running after %.0f s: they continue elsewhere",
-                instance.num_requests,
+                "not done after %.0f s: %d requests continue elsewhere; copies that nobody took over are lost",
                 self._config.drain_timeout_s,
+                instance.num_requests if instance is not None else 0,
             )
+
+    async def _finish(self, instance: Instance) -> None:
+        await instance.idle()
+        await self._serving.flushed()
+
+    async def _let_go(self, instance: Instance) -> None:
+        """Others read the copy until the pool does not need it any more, and then to the end of what they began."""
+        await until_allowed(
+            lambda: self._registration.retire(instance.info(), False, leaving=True),
+            f"the copy of {instance.record.name} in {instance.instance_id}",
+        )
+        self._mover.withdraw(instance)
+        await instance.idle()
 
     def _report_state(self) -> None:
         self._registration.changed()

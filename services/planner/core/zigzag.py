@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.planner.core.zigzag_bound import Problem, predict
-from services.planner.core.zigzag_ilp import improve
+from services.planner.core.zigzag_ilp import TIME_LIMIT_S, improve
 from services.planner.core.zigzag_shapes import good_splits
 from shared.zigzag.playback import Job, Played, play
 
@@ -58,7 +58,7 @@ def assign(
     *,
     source_free_at: float = 0.0,
     pull_time: float = 0.0,
-    time_limit_s: float = 0.01,
+    time_limit_s: float = TIME_LIMIT_S,
     open_shapes: bool = False,
 ) -> Assignment:
     """Split ``jobs``, which all wait now (their arrivals are ignored), so that their mean completion is low.

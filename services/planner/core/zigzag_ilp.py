@@ -24,6 +24,8 @@ import pulp
 
 from services.planner.core.zigzag_bound import Problem, predict
 
+TIME_LIMIT_S = 0.005
+"""Of the solver by default; building the program and handing it over takes another two milliseconds."""
 GAP = 0.002
 """Relative gap at which the solver may stop: a playback decides anyway."""
 
@@ -110,6 +112,7 @@ class _Model:
         for x, z, t in zip(self.parts, self.wholes, split, strict=True):
             x.bounds(int(t > 0), int(t > 0))
             z.bounds(int(t == self.problem.num_layers), int(t == self.problem.num_layers))
+            x.cat = z.cat = pulp.LpContinuous
 
     def split(self) -> tuple[int, ...]:
         """T of the solution."""

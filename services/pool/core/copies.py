@@ -24,9 +24,8 @@ def complete_copies(report: WorkerHeartbeat) -> tuple[tuple[str, str, str, bool]
     if (held := report.instance) is not None and instance_is_complete(held):
         serves = held.state == "serving"
         found.append((held.model_hash, gpu_copy_id(worker_id, held.instance_id), "", serves))
-    for copy in report.host_copies:
-        if copy.state == "ready":
-            found.append((copy.model_hash, host_copy_id(worker_id), str(copy.serial), False))
+    ready = (c for c in report.host_copies if c.state == "ready")
+    found += [(c.model_hash, host_copy_id(worker_id), str(c.serial), False) for c in ready]
     return tuple(found)
 
 
@@ -88,13 +87,18 @@ class ModelCopies:
         return len(self.serving) + len(self.draining) + sum(h.copy.state == "ready" for h in self.placed + self.cached)
 
 
-def copies_by_hash(models: Sequence[ModelRecord], reports: Sequence[WorkerHeartbeat]) -> dict[str, ModelCopies]:
-    """Every registered model with its copies (retired ones do not count), by hash, in the order of names."""
+def copies_by_hash(
+    models: Sequence[ModelRecord], reports: Sequence[WorkerHeartbeat], *, leaving: Collection[str] = ()
+) -> dict[str, ModelCopies]:
+    """Every registered model with its copies (retired ones do not count), by hash, in the order of names.
+
+    ``leaving``: workers that stop; what they serve drains, whatever their reports say yet.
+    """
     found = {model_hash: ModelCopies(record) for model_hash, record in by_hash(models).items()}
     for report in sorted(reports, key=lambda r: r.worker.worker_id):
         instance = report.instance
         if instance is not None and (mine := found.get(instance.model_hash)) is not None:
-            if instance.state == "serving":
+            if instance.state == "serving" and report.worker.worker_id not in leaving:
                 mine.serving.append(report.worker)
             elif instance_is_complete(instance):
                 mine.draining.append(report.worker)

@@ -10,6 +10,7 @@ Invariant: every registered model has a complete copy in some GPU or host memory
 4. Once all is in place, one copy at a time moves from a fuller host to an emptier one: a second copy, then rule 2.
 
 No drop takes a model's last complete copy; should the reports be outdated, the registry refuses it (``retire``).
+Copies of workers that leave do not count as placed, nor do those that load for ever.
 Copies that workers cache for themselves count as copies, not as placed ones.
 """
 
@@ -51,13 +52,24 @@ class _Placing:
         removed: Collection[str],
         outstanding: Outstanding,
     ) -> None:
-        self._models = copies_by_hash(models, reports)
+        self._models = copies_by_hash(models, reports, leaving=outstanding.leaving)
         self._names = {m.name for m in models} | set(removed)
         self._reports = sorted(reports, key=lambda r: r.worker.worker_id)
         self._out = outstanding
         self._room = Room(reports, self._out)
+        self._going = {
+            *self._out.given_up,
+            *(
+                (w, c.model_hash)
+                for r in reports
+                if (w := r.worker.worker_id) in self._out.leaving
+                for c in r.host_copies
+            ),
+        }
+        """Ready copies that their workers want to be rid of."""
         self._steps: list[Hold | Drop] = []
         self._unplaced: list[Unplaced] = []
+        self._hopeless: set[str] = set()
 
     def run(self) -> Placement:
         self._drop_strangers()
@@ -68,7 +80,7 @@ class _Placing:
             self._find_place(copies)
         if not self._steps and not self._out.holds and not self._out.drops:
             self._even_out()
-        return Placement(tuple(self._steps), tuple(self._unplaced))
+        return Placement(tuple(self._steps), tuple(self._unplaced), frozenset(self._hopeless))
 
     # --- dropping ----------------------------------------------------------------------------
 
@@ -90,7 +102,7 @@ class _Placing:
         keep = min(
             ready,
             key=lambda h: (
-                h.key in self._out.given_up,
+                h.key in self._going,
                 self._room.host_bytes.get(h.worker.host, 0) - h.copy.num_bytes,
                 h.worker.worker_id,
             ),
@@ -110,8 +122,11 @@ class _Placing:
     # --- placing -----------------------------------------------------------------------------
 
     def _needs_copy(self, copies: ModelCopies) -> bool:
-        stays = any(h.key not in self._out.drops and h.key not in self._out.given_up for h in copies.placed)
-        return not stays and not any(model_hash == copies.record.model_hash for _, model_hash in self._out.holds)
+        lost = {*self._out.drops, *self._out.overdue, *self._going}
+        if any(held.key not in lost for held in copies.placed):
+            return False
+        told = (w for w, model_hash in self._out.holds if model_hash == copies.record.model_hash)
+        return all(worker_id in self._out.leaving for worker_id in told)
 
     def _find_place(self, copies: ModelCopies) -> None:
         wanted = {worker: self._wanted_bytes(copies, worker) for worker in self._room.workers}
@@ -123,13 +138,11 @@ class _Placing:
                 copies, worker, f"no host copy; {worker.host} holds {self._room.host_bytes[worker.host]} bytes of them"
             )
             return
-        self._unplaced.append(
-            Unplaced(
-                model=copies.record.name,
-                model_hash=copies.record.model_hash,
-                reason=self._wait_or_evict(copies, able) or self._why_not(copies, able),
-            )
-        )
+        reason = self._wait_or_evict(copies, able)
+        if not reason:
+            self._hopeless.add(copies.record.model_hash)
+            reason = self._why_not(copies, able)
+        self._unplaced.append(Unplaced(model=copies.record.name, model_hash=copies.record.model_hash, reason=reason))
 
     def _wanted_bytes(self, copies: ModelCopies, worker_id: str) -> int | None:
         """How much room the worker needs for a copy; None if it cannot hold one now."""
@@ -169,7 +182,7 @@ class _Placing:
             if able[worker_id] <= self._room.later(worker_id):
                 self._room.claimed_bytes[worker_id] += able[worker_id]
                 return f"waits for room on worker {worker_id}"
-        if copies.serving or any(h.copy.state == "ready" for h in copies.cached):
+        if copies.serving or any(h.copy.state == "ready" and h.key not in self._going for h in copies.cached):
             return ""
         options = [(victims, w) for w in ordered if (victims := self._victims(w, able[w]))]
         if not options:
@@ -210,7 +223,8 @@ class _Placing:
             return False
         if not held.copy.cached:
             return bool(copies.serving)
-        stay = (h for h in copies.placed if h.copy.state == "ready" and h.key not in self._out.drops)
+        lost = {*self._out.drops, *self._going}
+        stay = (h for h in copies.placed if h.copy.state == "ready" and h.key not in lost)
         return bool(copies.serving) or any(not self._dropped_now(h.key) for h in stay)
 
     def _dropped_now(self, key: Key) -> bool:
@@ -235,10 +249,11 @@ class _Placing:
         """Move one copy if that makes the fuller of two hosts less full than it was."""
         movable: dict[str, list[tuple[Held, ModelCopies]]] = {}
         for copies in self._models.values():
-            if any(h.copy.state == "loading" for h in copies.placed):
+            if any(h.copy.state == "loading" and h.key not in self._out.overdue for h in copies.placed):
                 return
             for held in copies.placed:
-                if held.key not in self._out.given_up and held.worker.host in self._room.host_bytes:
+                stays = held.copy.state == "ready" and held.key not in self._going
+                if stays and held.worker.host in self._room.host_bytes:
                     movable.setdefault(held.worker.host, []).append((held, copies))
         hosts = sorted(self._room.host_bytes, key=lambda h: (self._room.host_bytes[h], h))
         for full in sorted(movable, key=lambda h: (-self._room.host_bytes[h], h)):

@@ -14,7 +14,11 @@ class Room:
     """Starts from the reports and what is outstanding; follows the steps as they are decided."""
 
     def __init__(self, reports: Sequence[WorkerHeartbeat], outstanding: Outstanding) -> None:
-        self.workers = {r.worker.worker_id: r.worker for r in reports if r.worker.host_cache_bytes > 0}
+        self.workers = {
+            r.worker.worker_id: r.worker
+            for r in reports
+            if r.worker.host_cache_bytes > 0 and r.worker.worker_id not in outstanding.leaving
+        }
         """Those that offer host memory."""
         self.host_bytes = {worker.host: 0 for worker in self.workers.values()}
         """Of placed copies, also those that still come."""

@@ -45,6 +45,8 @@ class Placement:
 
     steps: tuple[Hold | Drop, ...]
     unplaced: tuple[Unplaced, ...]
+    hopeless: frozenset[str] = frozenset()
+    """Hashes of those of them that no worker can hold as things are, not even once room is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,4 +60,8 @@ class Outstanding:
     avoided: Collection[Key] = frozenset()
     """Workers that failed to hold a model a short while ago."""
     given_up: Collection[Key] = frozenset()
-    """Last copies that their workers want to get rid of, because they stop: to be replaced elsewhere."""
+    """Last copies that their workers want to get rid of: to be replaced elsewhere."""
+    overdue: Collection[Key] = frozenset()
+    """Copies that have been loading for so long that they do not count."""
+    leaving: Collection[str] = frozenset()
+    """Workers that stop: what they hold is to be replaced, and they get nothing new."""

@@ -12,17 +12,14 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Protocol
 
 from services.worker.core.upstreams import StripeSources, Upstream
+from services.worker.data_plane.checkpoint_reader import CheckpointReader
 from services.worker.data_plane.flow import Inflow
 from services.worker.data_plane.outcome import SETTLE_S, BuffersStuck, Outcome, ends_soon, in_thread
 from services.worker.data_plane.pieces import MAX_ATTEMPTS, REFETCH_INDEX, Piece, cut, deal, wanted_bits
 from services.worker.data_plane.weight_copy import WeightCopy
-from services.worker.engine.arena import Arena, HostArena
-from services.worker.engine.loader import load_unit
-from shared.checkpoint import Checkpoint, inspect_checkpoint
 from shared.errors import BlitzError, DeadlineExceeded, NoResponder, NotFound, TransportError
 from shared.messages.scaling import FeedEnded
 from shared.transport.base import Channel, TensorTransport, tag_of
@@ -90,7 +87,6 @@ class Fill:
         Raises ``BadRequest`` for chunks or shares that make no sense.
         """
         self._copy = copy
-        self._checkpoint_path = checkpoint_path
         self._transport = transport
         self._upstreams = upstreams
         self._epoch = epoch
@@ -106,10 +102,7 @@ class Fill:
         self._units: asyncio.Queue[int] = asyncio.Queue()
         self._first = asyncio.Event()
         self._feeds: dict[int, tuple[Outcome, Upstream]] = {}
-        self._disk: asyncio.Lock = asyncio.Lock()
-        self._checkpoint: Checkpoint | None = None
-        self._sealed: set[int] = set()
-        """Units that were read and hashed here: nothing is left to verify."""
+        self._disk = CheckpointReader(copy, checkpoint_path, self._units.put_nowait, alone=len(stripes) == 1)
         self.received_bytes = 0
         """From other workers."""
 
@@ -154,7 +147,7 @@ class Fill:
                 return
             try:
                 if upstream.kind == "disk":
-                    await self._read(missing)
+                    await self._disk.read(missing, self._first.set)
                 elif upstream.kind == "local":
                     await self._copy_from_host(missing)
                 else:
@@ -235,60 +228,7 @@ class Fill:
     def _call(self, callback: Callable[..., object], *args: object) -> None:
         self._loop.call_soon_threadsafe(callback, *args)
 
-    # --- whole units from this machine -------------------------------------------------------
-
-    async def _read(self, missing: tuple[Piece, ...]) -> None:
-        """Read these pieces from the checkpoint, unit by unit."""
-        async with self._disk:  # other stripes may climb here, too
-            checkpoint = await self._inspected()
-            self._first.set()
-            if len(self._stripes) > 1:
-                await self._read_pieces(checkpoint, missing)
-                return
-            hashed: asyncio.Task[None] | None = None
-            try:
-                for unit in dict.fromkeys(p.unit for p in missing):
-                    await in_thread(self._load, checkpoint, unit, self._copy.arena)
-                    if hashed is not None:
-                        await hashed
-                    # Hashed while the next unit is read: the disk does not wait for the processor.
-                    hashed = asyncio.create_task(self._seal(unit))
-            finally:
-                if hashed is not None:
-                    await hashed
-
-    async def _inspected(self) -> Checkpoint:
-        if self._checkpoint is None:
-            # The hash was taken when the model was added; taking it again would read everything twice.
-            path = Path(self._checkpoint_path)
-            self._checkpoint = await asyncio.to_thread(inspect_checkpoint, path, with_hash=False)
-        return self._checkpoint
-
-    def _load(self, checkpoint: Checkpoint, unit: int, arena: Arena) -> None:
-        load_unit(checkpoint, self._copy.layout, self._copy.layout.units[unit], arena)
-
-    async def _seal(self, unit: int) -> None:
-        await in_thread(self._copy.seal, unit)
-        self._sealed.add(unit)
-        self._units.put_nowait(unit)
-
-    async def _read_pieces(self, checkpoint: Checkpoint, missing: tuple[Piece, ...]) -> None:
-        """Other stripes still receive into the same units: only the missing pieces may be touched."""
-        aside = HostArena.allocate(self._copy.layout.num_bytes)  # a unit at a time takes real memory
-        for unit, pieces in itertools.groupby(missing, key=lambda piece: piece.unit):
-            await in_thread(self._load, checkpoint, unit, aside)
-            for piece in await in_thread(self._take_over, aside, unit, tuple(pieces)):
-                if self._copy.arrived(piece):
-                    self._units.put_nowait(unit)
-            aside.release()
-
-    def _take_over(self, aside: HostArena, unit: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        for piece in pieces:
-            if piece.is_checksums:
-                self._copy.declare(unit, aside.unit_checksums(self._copy.layout.units[unit]))
-            else:
-                self._copy.buffer(piece)[:] = aside.memory(piece.offset, piece.num_bytes)
-        return pieces
+    # --- from this process -------------------------------------------------------------------
 
     async def _copy_from_host(self, missing: tuple[Piece, ...]) -> None:
         with self._upstreams.local_copy() as local:
@@ -312,7 +252,7 @@ class Fill:
 
     async def _verify(self, unit: int) -> None:
         """Verify a unit, fetching bad blocks again. Raises ``TransportError`` if they stay bad."""
-        if unit in self._sealed:
+        if unit in self._disk.sealed:
             return
         candidates = list(dict.fromkeys(u for s in self._stripes for u in s.upstreams if u.kind in ("gpu", "host")))
         bad = await in_thread(self._copy.bad_ranges, unit)
@@ -336,11 +276,10 @@ class Fill:
             return
         log.warning("unit %d still does not match: reading it from the checkpoint", unit)
         try:
-            await in_thread(self._load, await self._inspected(), unit, self._copy.arena)
+            await self._disk.read_unit(unit)
         except BlitzError as error:
             tries = f"unit {unit} does not match its checksums after {MAX_FETCHES} tries"
             raise TransportError(f"{tries}, nor can it be read from disk: {error}") from failure
-        await in_thread(self._copy.seal, unit)
 
     async def _fetch_again(self, upstream: Upstream, unit: int, offset: int, num_bytes: int) -> None:
         index = REFETCH_INDEX + next(self._refetches)

@@ -51,9 +51,10 @@ class CopyPool:
         return await self.client.request(subjects.pool("snapshot"), GetSnapshot(), Snapshot, timeout_s=5.0)
 
     async def retire(
-        self, worker_id: str, record: ModelRecord, *, gpu: bool = False, undo: bool = False
+        self, worker_id: str, record: ModelRecord, *, gpu: bool = False, undo: bool = False, leaving: bool = False
     ) -> BlitzError | None:
         """Ask whether a copy may go; the refusal, if there is one."""
+        worker = self.workers.get(worker_id)
         request = RetireCopy(
             worker_id=worker_id,
             kind="gpu" if gpu else "host",
@@ -61,6 +62,8 @@ class CopyPool:
             model_hash=record.model_hash,
             instance_id=f"i-{worker_id}" if gpu else "",
             undo=undo,
+            leaving=leaving,
+            sequence=worker.sequence if worker is not None else 0,
         )
         try:
             await self.client.request(subjects.pool("retire_copy"), request, Ack, timeout_s=5.0)
@@ -101,7 +104,7 @@ class CopyWorker:
         self.refused: list[str] = []
         self.restored = 0
         self.bus = pool.broker.bus(worker_id)
-        self._sequence = 0
+        self.sequence = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -111,14 +114,14 @@ class CopyWorker:
         self._run(self._keep_beating())
 
     async def beat(self) -> None:
-        self._sequence += 1
+        self.sequence += 1
         report = holding(
             self.worker_id,
             [self.copies[key] for key in sorted(self.copies)],
             serves=self.serves,
             state=self.state,
             capacity=self.capacity,
-            sequence=self._sequence,
+            sequence=self.sequence,
         )
         ack = await self.bus.request(subjects.pool("heartbeat"), report, HeartbeatAck, timeout_s=5.0)
         for model_hash in ack.wants_models:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from services.worker.core.upstreams import StripeSources
-from services.worker.data_plane import receiving as receiving_module
+from services.worker.data_plane import checkpoint_reader
 from services.worker.data_plane.pieces import cut
 from services.worker.data_plane.weight_copy import WeightCopy
 from services.worker.engine.arena import HostArena
@@ -384,7 +384,7 @@ async def test_a_thread_that_writes_is_waited_for_by_a_fill_that_failed(monkeypa
         time.sleep(0.5)
         ended.append(time.monotonic())
 
-    monkeypatch.setattr(receiving_module, "load_unit", slow_load)
+    monkeypatch.setattr(checkpoint_reader, "load_unit", slow_load)
     async with peers(1, layout=layout) as (_, (target,)):
         filling = target.receive([[DISK]], path=str(path))
         await asyncio.sleep(0.2)
