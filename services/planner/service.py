@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 RECOVERY_WAIT_S = 4.0
 """How long a manual scale waits for a registry that just started."""
+LEASE_TRIES = 3
+"""How often a wish is planned when plans for other models take its workers first."""
 MAX_WAIT_S = 30.0
 """Longest that one record RPC waits; callers ask again."""
 MAX_LISTED = 100
@@ -171,11 +173,20 @@ class PlannerService:
                 await asyncio.sleep(error.retry_after_s + 0.05)
 
     async def _fulfil(self, wish: Wish) -> Operation | None:
-        operation = await self._scaler.fulfil(wish)
+        operation = await self._win(wish)
         if operation is not None:
             self._plans.labels(operation.direction).inc()
             self._plan_seconds.observe(max(0.0, time.time() - wish.triggered_at_s))
         return operation
+
+    async def _win(self, wish: Wish) -> Operation | None:
+        for _ in range(LEASE_TRIES - 1):
+            try:
+                return await self._scaler.fulfil(wish)
+            except Conflict as error:
+                # Another model's plan leased a worker since the snapshot; the next snapshot shows it.
+                log.info("planning again for %s: %s", wish.model, error)
+        return await self._scaler.fulfil(wish)
 
     # --- records ---------------------------------------------------------------------------
 

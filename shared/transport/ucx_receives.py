@@ -31,6 +31,8 @@ class Receives:
         self._name = name
         self._max_unclaimed = max_unclaimed
         self._expected: dict[int, tuple[PostedTransfer, Any, Peer | None]] = {}
+        self._writing: dict[PostedTransfer, Peer] = {}
+        """Matched, and not whole yet, with the only peer that can send the rest."""
         self._unclaimed: OrderedDict[int, Any] = OrderedDict()
         self._unclaimed_bytes = 0
         self._aborted = RecentTags()
@@ -53,7 +55,7 @@ class Receives:
         if tag in self._expected:
             transfer.finish(TransportError(f"tag {tag:#x} is posted already"))
         elif (message := self._claim(tag)) is not None:
-            self._take(transfer, array, message)
+            self._take(transfer, array, peer, message)
         elif tag in self._overflowed:
             transfer.finish(TransportError(f"the message with tag {tag:#x} came too early and was thrown away"))
         elif peer is not None and peer.lost:
@@ -64,7 +66,7 @@ class Receives:
     def arrived(self, tag: int, message: Any) -> None:
         """A message came: into its buffer, away, or aside."""
         if (expected := self._expected.pop(tag, None)) is not None:
-            self._take(expected[0], expected[1], message)
+            self._take(*expected, message)
         elif tag in self._aborted:
             self._worker.discard(message)
         else:
@@ -90,6 +92,11 @@ class Receives:
                 del self._expected[tag]
                 self._aborted.add(tag)
                 transfer.finish(error)
+        # Of a message in several segments, UCX waits for the rest for ever. The connection that they came over is
+        # closed: nothing writes into the buffer any more.
+        for transfer in [transfer for transfer, source in self._writing.items() if source is peer]:
+            del self._writing[transfer]
+            transfer.finish(error)
 
     def end(self, error: TransferAborted) -> None:
         """End every receive and throw every message away."""
@@ -101,7 +108,7 @@ class Receives:
         self._unclaimed.clear()
         self._unclaimed_bytes = 0
 
-    def _take(self, transfer: PostedTransfer, array: Any, message: Any) -> None:
+    def _take(self, transfer: PostedTransfer, array: Any, peer: Peer | None, message: Any) -> None:
         if message.length != transfer.nbytes:
             self._worker.discard(message)
             transfer.finish(
@@ -110,7 +117,14 @@ class Receives:
                 )
             )
             return
-        self._worker.receive(message, array, transfer.finish_or_abort)
+
+        def ended(error: Exception | None) -> None:
+            self._writing.pop(transfer, None)
+            transfer.finish_or_abort(error)
+
+        if peer is not None and not peer.lost:
+            self._writing[transfer] = peer
+        self._worker.receive(message, array, ended)
 
     def _set_aside(self, tag: int, message: Any) -> None:
         if (same := self._claim(tag)) is not None:

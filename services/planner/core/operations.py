@@ -169,8 +169,12 @@ class Operation:
                 target.spare_s = now_s  # its own report was lost
             elif now_s > self._must_end_by_s(worker_id):
                 self.fail_target(worker_id, "it did not end within the deadline")
-            elif now_s > self._accept_by_s and not _works_on(worker, self.plan_id, instance_id):
-                self.fail_target(worker_id, "the plan was never accepted")
+            elif not _works_on(worker, self.plan_id, instance_id):
+                if target.accepted_s is not None:
+                    # Back before the registry missed it: a new process under the old id.
+                    self.fail_target(worker_id, "the worker died and started again")
+                elif now_s > self._accept_by_s:
+                    self.fail_target(worker_id, "the plan was never accepted")
 
     def record(self) -> ScaleRecord:
         """The record as of now."""

@@ -40,8 +40,8 @@ def serving_flows(
     """What the NICs carry that is not ours, as one flow per NIC and direction in use.
 
     A reading says how much passes, not whose it is. So a direction that a transfer of ours uses is not looked at: the
-    transfer is a flow already. Nor is one that the pool's transfers may use: weights on their way into host memory, from
-    whichever holder. Any other that carries more than ``busy_share`` of the NIC's bandwidth serves (KV that
+    transfer is a flow already. Nor is one that the pool's transfers may use: weights on their way into host memory,
+    from whichever holder. Any other that carries more than ``busy_share`` of the NIC's bandwidth serves (KV that
     is shipped, or anything else that should not be disturbed). Workers that share a NIC all report its traffic; it
     counts once, at the first of them.
     """

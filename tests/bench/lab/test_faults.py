@@ -242,6 +242,21 @@ async def test_the_only_copy_is_lost_and_its_targets_read_the_rest_from_disk(lab
         await lab.settled(3)
 
 
+async def test_half_a_chunk_from_a_source_that_died_harms_nobody(lab: Lab) -> None:
+    # One hop has the largest chunks, several segments each: some of one are there, the rest never comes.
+    (source,) = await lab.serving()
+    digest = await lab.digest(source)
+    record = await lab.scale(2)
+    (target,) = record.targets
+    with only_these_die(lab, source):
+        await lab.layers_are_ready(record, 1)
+        lab.stack.kill(source)
+        record = await lab.ended(record)
+        assert record.status == "done", record
+        assert await lab.digest(target.worker_id) == digest
+        await lab.settled(2)
+
+
 async def test_a_slow_link_in_the_middle_delays_and_fails_nobody(lab: Lab) -> None:
     before = lab.network.received_bytes()
     record = await lab.scale(4)

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from services.planner import service as planner_service
 from services.planner.core import operations
 from services.planner.core.strategies import Strategy
-from services.planner.service import PlannerService
+from services.planner.service import LEASE_TRIES, PlannerService
 from shared import subjects
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, NoCapacity, PlanNotFound, Unavailable
@@ -239,9 +239,17 @@ async def test_a_drain_that_cannot_be_published_has_failed(rig: Rig) -> None:
     assert [r.status for r in await rig.records()] == ["failed"]
 
 
-async def test_a_lost_race_for_a_worker_publishes_nothing(rig: Rig) -> None:
+async def test_a_wish_that_lost_a_race_for_a_worker_is_planned_again(rig: Rig) -> None:
     rig.spare("w0")
-    rig.pool.errors["lease"] = [Conflict("w0 is leased")]
+    rig.pool.errors["lease"] = [Conflict("w1 is leased")] * (LEASE_TRIES - 1)
+    await rig.scale(1)
+    assert len(rig.plans()) == 1
+    assert len(await rig.records()) == 1
+
+
+async def test_races_lost_again_and_again_publish_nothing(rig: Rig) -> None:
+    rig.spare("w0")
+    rig.pool.errors["lease"] = [Conflict("w0 is leased")] * LEASE_TRIES
     with pytest.raises(Conflict):
         await rig.scale(1)
     assert rig.plans() == []

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
@@ -55,6 +56,9 @@ class CopyPool:
     ) -> BlitzError | None:
         """Ask whether a copy may go; the refusal, if there is one."""
         worker = self.workers.get(worker_id)
+        if gpu and worker is not None:
+            worker.state = "serving" if undo else "draining"
+            await worker.beat()
         request = RetireCopy(
             worker_id=worker_id,
             kind="gpu" if gpu else "host",
@@ -123,6 +127,10 @@ class CopyWorker:
             capacity=self.capacity,
             sequence=self.sequence,
         )
+        if report.instance is not None and self.state == "draining":
+            report = msgspec.structs.replace(
+                report, instance=msgspec.structs.replace(report.instance, weights_digest="whole")
+            )
         ack = await self.bus.request(subjects.pool("heartbeat"), report, HeartbeatAck, timeout_s=5.0)
         for model_hash in ack.wants_models:
             self.restored += 1

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from shared.errors import Conflict, Unavailable
-from shared.messages.registry import Snapshot
+from shared.messages.registry import ModelRecord, Snapshot
 from tests.records import model
 from tests.services.pool.host_copies import copy_of
 from tests.services.pool.running import LEASE_S, CopyPool, running_copy_pool
@@ -158,14 +158,14 @@ async def test_two_workers_cannot_both_retire_the_last_two_copies(pool: CopyPool
         await pool.add_model(record)
         pair = (f"a{index}", f"b{index}")
         for worker_id in pair:
-            await pool.worker(worker_id, serves=record, capacity=1)
+            await pool.worker(worker_id, serves=record, obedient=False)
         answers = await asyncio.gather(*(pool.retire(worker_id, record, gpu=True) for worker_id in pair))
-        assert sorted(type(answer) for answer in answers if answer) == [Conflict]
+        assert [type(answer) for answer in answers if answer] == [Conflict]
 
 
 async def test_a_gpu_copy_may_go_while_a_host_copy_stays_and_the_other_way_round(pool: CopyPool) -> None:
     await pool.add_model(M)
-    await pool.worker("w0", serves=M, capacity=1)
+    await pool.worker("w0", serves=M, obedient=False)
     assert isinstance(await pool.retire("w0", M, gpu=True), Conflict)
     host = await pool.worker("w1", obedient=False)
     await host.hold(M)
@@ -178,10 +178,21 @@ async def test_a_gpu_copy_may_go_while_a_host_copy_stays_and_the_other_way_round
 
 async def test_a_report_does_not_bring_a_retired_copy_back(pool: CopyPool) -> None:
     await pool.add_model(M)
-    workers = [await pool.worker("w0", serves=M, capacity=1), await pool.worker("w1", serves=M, capacity=0)]
+    workers = [await pool.worker("w0", serves=M, obedient=False), await pool.worker("w1", serves=M, capacity=0)]
     assert await pool.retire("w0", M, gpu=True) is None
     await asyncio.gather(*(w.beat() for w in workers))
     assert isinstance(await pool.retire("w1", M, gpu=True), Conflict)
+
+
+async def test_an_instance_that_serves_after_all_counts_again_though_nobody_said_so(pool: CopyPool) -> None:
+    await pool.add_model(M)
+    one = await pool.worker("w0", serves=M, obedient=False)
+    await pool.worker("w1", serves=M, obedient=False)
+    assert await pool.retire("w0", M, gpu=True) is None
+    assert isinstance(await pool.retire("w1", M, gpu=True), Conflict)
+    one.state = "serving"
+    await one.beat()
+    assert await pool.retire("w1", M, gpu=True) is None
 
 
 async def test_a_host_copy_that_is_held_again_counts_again(pool: CopyPool) -> None:
@@ -199,12 +210,12 @@ async def test_a_host_copy_that_is_held_again_counts_again(pool: CopyPool) -> No
 
 async def test_incomplete_and_dead_copies_confirm_nothing(pool: CopyPool) -> None:
     await pool.add_model(M)
-    await pool.worker("w0", serves=M, capacity=1)
+    await pool.worker("w0", serves=M, obedient=False)
     loading = await pool.worker("w1", obedient=False)
     loading.copies[M.model_hash] = copy_of(M, "loading")
     await loading.beat()
     assert isinstance(await pool.retire("w0", M, gpu=True), Conflict)
-    other = await pool.worker("w2", serves=M, capacity=1)
+    other = await pool.worker("w2", serves=M, obedient=False)
     await other.die()
     await asyncio.sleep(LEASE_S + 0.3)
     assert isinstance(await pool.retire("w0", M, gpu=True), Conflict)
@@ -212,13 +223,13 @@ async def test_incomplete_and_dead_copies_confirm_nothing(pool: CopyPool) -> Non
 
 async def test_a_copy_of_a_removed_model_may_go(pool: CopyPool) -> None:
     await pool.add_model(M)
-    await pool.worker("w0", serves=M, capacity=1)
+    await pool.worker("w0", serves=M, obedient=False)
     await pool.remove_model("m")
     assert await pool.retire("w0", M, gpu=True) is None
 
 
 async def test_a_copy_of_a_model_that_the_registry_lost_must_stay(pool: CopyPool) -> None:
-    await pool.worker("w0", serves=M, capacity=1)
+    await pool.worker("w0", serves=M, obedient=False)
     assert isinstance(await pool.retire("w0", M, gpu=True), Conflict)
 
 
@@ -237,3 +248,85 @@ async def test_without_any_host_memory_no_copy_is_the_last(pool: CopyPool) -> No
     await pool.add_model(M)
     await pool.worker("w0", serves=M, capacity=0)
     assert await pool.retire("w0", M, gpu=True) is None
+
+
+async def test_a_gpu_copy_that_no_host_memory_could_ever_hold_may_go(pool: CopyPool) -> None:
+    await pool.add_model(M)
+    await pool.worker("w0", serves=M, capacity=M.weights_bytes - 1)
+    assert await pool.retire("w0", M, gpu=True) is None
+    large = await pool.worker("w1", serves=M, capacity=M.weights_bytes, obedient=False)
+    assert isinstance(await pool.retire("w1", M, gpu=True), Conflict)
+    await large.die()
+
+
+# --- workers that stop ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+async def test_the_last_copy_of_a_worker_that_stops_goes_once_another_worker_has_it(pool: CopyPool, gpu: bool) -> None:
+    stopping = await pool.worker("w0", serves=M if gpu else None, obedient=not gpu)
+    heir = await pool.worker("w1", load_s=0.5, obedient=gpu)
+    await pool.add_model(M)
+    if gpu:
+        heir.obedient = True
+    else:
+        await stopping.hold(M)
+        heir.obedient = True
+    refusal = await pool.retire("w0", M, gpu=gpu, leaving=True)
+    assert isinstance(refusal, Conflict)
+    async with asyncio.timeout(6.0):
+        while await pool.retire("w0", M, gpu=gpu, leaving=True) is not None:
+            await asyncio.sleep(0.1)
+    assert heir.copies[M.model_hash].state == "ready"
+    assert [(s.worker_id, s.kind) for s in heir.holds[0].sources] == [("w0", "gpu" if gpu else "host")]
+
+
+async def test_the_last_copy_goes_with_a_worker_that_nobody_can_replace(pool: CopyPool) -> None:
+    worker = await pool.worker("w0")
+    await pool.worker("w1", capacity=M.weights_bytes - 1)
+    await pool.add_model(M)
+    await eventually(lambda: bool(worker.copies) and worker.copies[M.model_hash].state == "ready")
+    assert isinstance(await pool.retire("w0", M), Conflict)
+    assert await pool.retire("w0", M, leaving=True) is None
+
+
+async def test_workers_that_stop_together_do_not_wait_for_each_other(pool: CopyPool) -> None:
+    records = [model("a"), model("b")]
+    workers = [await pool.worker(f"w{i}", obedient=False) for i in range(2)]
+    for record, worker in zip(records, workers, strict=True):
+        await pool.add_model(record)
+        await worker.hold(record)
+    started_s = asyncio.get_running_loop().time()
+
+    async def leave(worker_id: str, record: ModelRecord) -> None:
+        while await pool.retire(worker_id, record, leaving=True) is not None:
+            await asyncio.sleep(0.3)
+
+    await asyncio.gather(*(leave(f"w{i}", record) for i, record in enumerate(records)))
+    assert asyncio.get_running_loop().time() - started_s < 1.0
+
+
+async def test_a_worker_that_stops_gets_no_new_copy(pool: CopyPool) -> None:
+    stopping = await pool.worker("w0", serves=M)
+    await pool.worker("w1", capacity=1)
+    assert await pool.retire("w0", model("other"), leaving=True) is not None
+    await pool.add_model(M)
+    await asyncio.sleep(1.5)
+    assert stopping.holds == []
+
+
+# --- faults of ours ------------------------------------------------------------------------------
+
+
+async def test_a_decision_that_breaks_does_not_end_the_registry(
+    pool: CopyPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("unheard of")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("services.pool.placing.place", broken)
+        worker = await pool.worker("w0")
+        await pool.add_model(M)
+        await eventually(lambda: "unheard of" in caplog.text)
+    await eventually(lambda: bool(worker.copies))

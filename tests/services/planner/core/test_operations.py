@@ -100,6 +100,20 @@ def test_finished_operations_are_forgotten_first() -> None:
     assert [o.plan_id for o in operations.newest(5)] == ["c", "a"]
 
 
+def test_a_target_that_died_and_was_back_before_it_was_missed_has_failed() -> None:
+    op = loads(accept_by_s=110.0, deadline_s=120.0)
+    record = worker_record("w1", model("m"), "loading")
+    assert record.instance is not None
+    own = msgspec.structs.replace(record.instance, instance_id="i1")
+    spare = worker_record("w1")
+    op.apply(event("w1", "accepted", 100.5))
+    for known in (worker_record("w1", lease_plan_id="p"), msgspec.structs.replace(record, instance=own)):
+        op.check({"w1": known}, 101.0)
+        assert op.record().targets[0].failure == ""
+    op.check({"w1": spare}, 101.5)
+    assert op.record().targets[0].failure == "the worker died and started again"
+
+
 def test_targets_that_died_or_never_took_the_plan_fail() -> None:
     op = Operation(
         plan_id="p",

@@ -6,6 +6,7 @@ from services.planner.core.flows import Flow
 from services.planner.core.topology import topology_of
 from services.planner.core.traffic import Link, Transfers, serving_flows, transfer_flows
 from shared.messages.registry import WorkerRecord
+from tests.records import model
 from tests.services.planner.core.clusters import record
 
 
@@ -53,3 +54,20 @@ def test_a_transfer_of_a_worker_that_is_gone_counts_at_the_other_end_only() -> N
     topology = topology_of([record("w0").worker]).topology
     links = (("w0", "gone"), ("gone", "w0"), ("gone", "gone too"))
     assert transfer_flows(topology, links) == [Flow(source="w0"), Flow(target="w0")]
+
+
+def test_what_may_be_a_host_copy_that_loads_is_not_taken_for_serving() -> None:
+    loading = record("w0", host_copy="loading", egress_gbps=9.0, ingress_gbps=9.0)
+    gpu, host = record("w1", "serving", egress_gbps=9.0), record("w2", host_copy="ready", egress_gbps=9.0)
+    other = record("w3", host_copy="ready", copy_of=model("other"), egress_gbps=9.0, ingress_gbps=9.0)
+    # What leaves the loading worker, and a holder of another model, serves.
+    assert serving(loading, gpu, host, other) == [Flow(source="w0"), Flow(source="w3"), Flow(target="w3")]
+    done = record("w0", host_copy="ready", ingress_gbps=9.0)
+    assert serving(done, gpu, host) == [Flow(source="w1"), Flow(source="w2"), Flow(target="w0")]
+
+
+def test_a_copy_that_loads_inside_its_host_or_process_explains_no_traffic_on_others_nics() -> None:
+    near = record("w1", "serving", host="a", egress_gbps=9.0)
+    assert serving(record("w0", host="a", host_copy="loading"), near) == [Flow(source="w1")]
+    cached = record("w0", host_copy="loading", cached=True, ingress_gbps=9.0)
+    assert serving(cached, record("w1", "serving", egress_gbps=9.0)) == [Flow(source="w1"), Flow(target="w0")]

@@ -230,3 +230,32 @@ def test_of_equal_places_the_copy_goes_where_the_serving_one_is_not() -> None:
     assert holds(place([A], workers)) == [("w2", "a")]
     assert holds(place([A], workers[:2])) == [("w1", "a")]
     assert holds(place([A], workers[:1])) == [("w0", "a")]
+
+
+def test_a_copy_that_loads_for_ever_is_placed_elsewhere() -> None:
+    workers = [holding("w0", [copy_of(A, "loading")]), holding("w1")]
+    overdue = Outstanding(overdue={("w0", A.model_hash)})
+    assert holds(place([A], workers, outstanding=overdue)) == [("w1", "a")]
+
+
+def test_what_a_leaving_worker_holds_and_serves_is_placed_elsewhere_and_it_gets_nothing() -> None:
+    workers = [holding("w0", [copy_of(A)], serves=B), holding("w1")]
+    leaving = Outstanding(leaving={"w0"})
+    assert sorted(holds(place([A, B, C], workers, outstanding=leaving))) == [("w1", "a"), ("w1", "b"), ("w1", "c")]
+    told = Outstanding(leaving={"w0"}, holds={("w0", C.model_hash): 100})
+    assert ("w1", "c") in holds(place([C], workers, outstanding=told))
+
+
+def test_of_two_copies_the_one_of_a_leaving_worker_goes() -> None:
+    workers = [holding("w0", [copy_of(A)]), holding("w1", [copy_of(A), copy_of(B)])]
+    assert drops(place([A, B], workers, outstanding=Outstanding(leaving={"w0"}))) == [("w0", "a")]
+
+
+def test_a_leaving_workers_last_copy_is_hopeless_only_if_no_room_can_be_made() -> None:
+    leaving = Outstanding(leaving={"w0"})
+    gone = holding("w0", [copy_of(A)])
+    assert place([A], [gone, holding("w1", capacity=99)], outstanding=leaving).hopeless == {A.model_hash}
+    full = holding("w1", [copy_of(B)], capacity=100)
+    assert place([A, B], [gone, full], outstanding=leaving).hopeless == {A.model_hash}
+    served = [gone, full, holding("w2", serves=B, capacity=0)]
+    assert place([A, B], served, outstanding=leaving).hopeless == frozenset()
