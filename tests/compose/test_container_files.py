@@ -99,6 +99,44 @@ def test_workers_share_one_shared_memory_of_a_set_size() -> None:
     assert "ports" not in services["worker"]
 
 
+def test_workers_may_copy_from_each_others_memory() -> None:
+    # Seen with Docker 20.10: its system call filter keeps UCX from process_vm_readv without this capability.
+    worker = compose_file()["services"]["worker"]
+    assert worker["cap_add"] == ["SYS_PTRACE"]
+    assert "user" not in worker
+
+
+def test_workers_find_messages_of_peers_that_cannot_wake_them() -> None:
+    # UCX wakes peers through abstract sockets, which belong to one network namespace. Each container has its own.
+    worker = compose_file()["services"]["worker"]
+    assert worker["networks"] == ["backend"]
+    assert worker["environment"]["UCX_ADAPTIVE_PROGRESS"] == "n"
+
+
+def test_the_build_needs_no_registry_but_that_of_the_base_image() -> None:
+    # A `# syntax=` line fetches the Dockerfile's own language from Docker Hub before anything else.
+    lines = dockerfile().splitlines()
+    assert not [line for line in lines if re.match(r"#\s*syntax\s*=", line)]
+    assert re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", dockerfile(), re.MULTILINE) == ["python:3.11-slim"]
+    bases = {base for base, _ in re.findall(r"^FROM (\S+) AS (\S+)$", dockerfile(), re.MULTILINE)}
+    stages = {name for _, name in re.findall(r"^FROM (\S+) AS (\S+)$", dockerfile(), re.MULTILINE)}
+    assert bases - stages == {"${PYTHON_IMAGE}"}
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_the_build_takes_packages_from_a_mirror_named_in_the_environment(service: str) -> None:
+    passed = compose_file()["services"][service]["build"]["args"]
+    wanted = {"PYTHON_IMAGE", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"}
+    wanted |= {"TORCH_INDEX"} if service == "worker" else set()
+    # No value: from the environment, or the Dockerfile's.
+    assert passed == dict.fromkeys(wanted)
+    assert wanted <= set(re.findall(r"^ARG (\w+)", dockerfile(), re.MULTILINE))
+    build_stage = dockerfile().split(" AS build\n", 1)[1].split("\nFROM", 1)[0]
+    assert {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"} <= set(
+        re.findall(r"^ARG (\w+)", build_stage, re.M)
+    )
+
+
 def test_nothing_but_the_gateway_and_the_traces_is_published() -> None:
     services = compose_file()["services"]
     assert {name for name, service in services.items() if "ports" in service} == {"gateway", "jaeger"}

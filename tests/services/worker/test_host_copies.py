@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
 
+from services.worker.data_plane.weight_copy import WeightCopy
+from services.worker.host_copies import HostCopies
+from services.worker.weight_mover import WeightMover
 from shared import subjects
-from shared.errors import Conflict, NoCapacity, NotFound
+from shared.errors import Conflict, NoCapacity, NotFound, Unavailable
 from shared.messages.common import Ack
 from shared.messages.copies import CopySource, DropCopy, HoldCopy
 from shared.messages.registry import HeartbeatAck, HostCopy
 from shared.messages.scaling import Stripe
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
-from tests.services.worker.lone_worker import LoneWorker, lone_worker
+from tests.services.worker.lone_worker import LoneWorker, lone_worker, model_record
 from tests.services.workers import MIB
 
 FROM_HOST = Stripe(source="w0", source_kind="host", target="w0")
@@ -32,6 +37,10 @@ async def holder() -> AsyncIterator[LoneWorker]:
 async def hold(alone: LoneWorker, *sources: CopySource, epoch: int = 1000) -> None:
     request = HoldCopy(model=alone.model, epoch=epoch, sources=sources)
     await alone.planner.request(subjects.worker_hold_copy("w0"), request, Ack, timeout_s=5.0)
+
+
+def inside(alone: LoneWorker) -> HostCopies:
+    return alone.worker.service._host_copies
 
 
 async def drop(alone: LoneWorker) -> None:
@@ -132,3 +141,141 @@ async def test_a_target_without_host_memory_serves_all_the_same(alone: LoneWorke
     await alone.publish(plan)
     await alone.reported(plan.plan_id, "serving")
     assert copies(alone) == ()
+
+
+# --- fills ---------------------------------------------------------------------------------------
+
+
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copying a unit inside a process takes 50 ms."""
+    copy_unit = WeightCopy.copy_unit
+
+    def slow(self: WeightCopy, unit: int, source: WeightCopy) -> None:
+        time.sleep(0.05)
+        copy_unit(self, unit, source)
+
+    monkeypatch.setattr(WeightCopy, "copy_unit", slow)
+
+
+async def test_a_copy_that_is_being_cached_and_is_placed_meanwhile_is_filled_once(
+    holder: LoneWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_copies(monkeypatch)
+    plan = holder.plan(epoch=10, keep_on_host=True)
+    await holder.publish(plan)
+    await eventually(lambda: [c.state for c in copies(holder)] == ["loading"])
+    holder.model = msgspec.structs.replace(holder.model, path="/gone")  # a second fill would fail
+    await hold(holder)
+    await eventually(lambda: [(c.state, c.cached) for c in copies(holder)] == [("ready", False)])
+    await drop(holder)
+    await eventually(lambda: copies(holder) == ())
+
+
+async def test_a_copy_that_a_hold_fills_is_not_cached_on_top(
+    holder: LoneWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled = asyncio.Event()
+    fill_host = WeightMover.fill_host
+
+    async def slow(*args: Any) -> None:
+        await filled.wait()
+        await fill_host(*args)
+
+    monkeypatch.setattr(WeightMover, "fill_host", slow)
+    await holder.serve()
+    await hold(holder)
+    await inside(holder).keep(holder.worker.serving)
+    assert [c.state for c in inside(holder).report()] == ["loading"]
+    filled.set()
+    await held(holder)
+    await drop(holder)
+    await eventually(lambda: copies(holder) == ())
+
+
+async def test_a_fill_that_breaks_in_an_unheard_of_way_frees_its_copy(
+    holder: LoneWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*_: Any) -> None:
+        raise KeyError("unheard of")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightMover, "fill_host", broken)
+        await hold(holder)
+        await eventually(lambda: not inside(holder).report())
+    assert "Traceback" in caplog.text
+    await hold(holder, epoch=1001)
+    await held(holder)
+
+
+async def test_a_cached_copy_that_the_pool_needs_does_not_make_way() -> None:
+    async with lone_worker(host_cache_bytes=model_record().weights_bytes) as alone:
+        other = msgspec.structs.replace(alone.model, name="other", model_hash="hash-of-other")
+        inside(alone)._store.reserve(other, cached=True, now_s=0.0)
+        copy = inside(alone)._store.find("hash-of-other", other.layout_hash)
+        assert copy is not None
+        for unit in range(len(copy.layout.units)):
+            copy.mark_ready(unit)
+        alone.pool.retire_error = Conflict("the last copy")
+        await alone.serve()
+        await inside(alone).keep(alone.worker.serving)
+        assert [(c.model, c.state) for c in inside(alone).report()] == [("other", "ready")]
+
+
+# --- copies in use -------------------------------------------------------------------------------
+
+
+async def test_a_copy_that_may_go_goes_after_its_readers_however_long_they_read(
+    holder: LoneWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.worker.host_copies.DROP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("services.worker.host_copies.EXPIRE_INTERVAL_S", 0.05)
+    await hold(holder)
+    await held(holder)
+    with inside(holder)._store.pinned(holder.model.model_hash):
+        await drop(holder)
+        await eventually(lambda: [c.state for c in copies(holder)] == ["retired"])
+        await asyncio.sleep(1.2)
+        assert [c.state for c in inside(holder).report()] == ["retired"]
+    await eventually(lambda: copies(holder) == ())
+
+
+# --- the end of the process ----------------------------------------------------------------------
+
+
+async def test_a_stopped_worker_keeps_its_copies_until_the_pool_lets_them_go(holder: LoneWorker) -> None:
+    await holder.serve()
+    await hold(holder)
+    await held(holder)
+    holder.pool.retire_error = Conflict("the last copy")
+    stopping = asyncio.create_task(holder.worker.stop())
+    await eventually(lambda: {r.kind for r in holder.pool.retired if r.leaving} == {"gpu", "host"})
+    await asyncio.sleep(0.5)
+    assert not stopping.done()
+    with pytest.raises(Conflict):
+        await hold(holder, epoch=1001)
+    offered = holder.worker.service._mover.copies
+    assert all(offered.find(k, holder.model.model_hash, holder.model.layout_hash) for k in ("gpu", "host"))
+    with inside(holder)._store.pinned(holder.model.model_hash):
+        holder.pool.retire_error = None
+        await eventually(lambda: not offered.find("host", holder.model.model_hash, holder.model.layout_hash))
+        await asyncio.sleep(0.2)
+        assert not stopping.done(), "somebody reads it"
+    await asyncio.wait_for(stopping, 5.0)
+
+
+async def test_a_stopped_worker_waits_no_longer_than_its_drain_timeout() -> None:
+    async with lone_worker(host_cache_bytes=4 * MIB, drain_timeout_s=0.5) as alone:
+        await hold(alone)
+        await held(alone)
+        alone.pool.retire_error = Conflict("the last copy")
+        await asyncio.wait_for(alone.worker.stop(), 3.0)
+        assert alone.pool.heartbeats[-1].leaving
+
+
+async def test_a_stopped_worker_does_not_wait_for_a_pool_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.worker.leaving.POOL_SILENT_S", 0.3)
+    async with lone_worker(host_cache_bytes=4 * MIB) as alone:
+        await hold(alone)
+        await held(alone)
+        alone.pool.retire_error = Unavailable("recovering")
+        await asyncio.wait_for(alone.worker.stop(), 3.0)

@@ -6,6 +6,7 @@ import contextlib
 import pytest
 
 from services.worker.data_plane.weight_copy import WeightCopy
+from services.worker.engine.arena import HostArena
 from services.worker.host_store import HostStore
 from shared.errors import Conflict, DeadlineExceeded, NoCapacity, NotFound
 from shared.layout import layout_of
@@ -73,15 +74,30 @@ def test_a_placed_copy_never_evicts() -> None:
     assert names(held) == ["a"]
 
 
-def test_a_cached_copy_evicts_the_least_recently_used_cached_one() -> None:
+async def test_the_least_recently_used_cached_copy_is_to_make_way_and_none_goes_unasked() -> None:
     held = store(3)
     ready(held, "placed")
     ready(held, "a", cached=True, now_s=1.0)
     ready(held, "b", cached=True, now_s=2.0)
     held.touch("hash-of-a", 3.0)
     assert held.evictable(BYTES) == ("hash-of-b",)
+    with pytest.raises(NoCapacity):
+        held.reserve(model("c"), cached=True, now_s=4.0)
+    assert names(held) == ["a", "b", "placed"]
+    await held.drop("hash-of-b")
     ready(held, "c", cached=True, now_s=4.0)
     assert names(held) == ["a", "c", "placed"]
+
+
+def test_memory_that_the_system_does_not_give_is_no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> HostArena:
+        raise OSError(12, "Cannot allocate memory")
+
+    held = store(1)
+    monkeypatch.setattr(HostArena, "allocate", refuse)
+    with pytest.raises(NoCapacity, match="Cannot allocate"):
+        held.reserve(model("a"), cached=False, now_s=0.0)
+    assert held.used_bytes == 0
 
 
 def test_pinned_and_placed_copies_are_not_evicted() -> None:
@@ -108,7 +124,7 @@ def test_a_cached_copy_becomes_placed_without_loading_again() -> None:
     assert not held.report()[0].cached
     held.reserve(record, cached=True, now_s=2.0)
     assert not held.report()[0].cached
-    assert held.expire(1e6) == ()
+    assert held.expiring(1e6) == ()
 
 
 def test_unused_cached_copies_expire_and_others_stay() -> None:
@@ -118,11 +134,9 @@ def test_unused_cached_copies_expire_and_others_stay() -> None:
         ready(held, name, cached=True)
     held.touch("hash-of-b", 5.0)
     with held.pinned("hash-of-c"):
-        assert held.expire(9.9) == ()
-        assert held.expire(10.0) == ("hash-of-a",)
-    assert held.expiring(15.0) == ("hash-of-b", "hash-of-c")
-    assert held.expire(15.0, needed={"hash-of-b"}) == ("hash-of-c",)
-    assert names(held) == ["b", "placed"]
+        assert held.expiring(9.9) == ()
+        assert held.expiring(10.0) == ("hash-of-a",)
+    assert held.expiring(15.0) == ("hash-of-a", "hash-of-b", "hash-of-c")
 
 
 async def test_a_drop_waits_for_readers_and_then_frees() -> None:
@@ -157,10 +171,12 @@ async def test_a_drop_gives_up_after_its_time_and_keeps_the_memory() -> None:
 async def test_a_refused_retirement_is_undone() -> None:
     held = store(1)
     record = ready(held, "a")
+    serial = held.report()[0].serial
     assert held.retire("hash-of-a")
     assert held.find("hash-of-a", record.layout_hash) is None
     held.keep("hash-of-a")
     assert held.find("hash-of-a", record.layout_hash) is not None
+    assert held.report()[0].serial > serial, "a registry that let it go, and was not heard, counts it again"
     assert not held.retire("hash-of-b")
 
 
