@@ -35,7 +35,7 @@ def test_every_model_gets_one_host_copy_spread_over_hosts_not_workers() -> None:
 
 def test_a_copy_that_is_there_or_loads_is_not_placed_again() -> None:
     for state in ("ready", "loading"):
-        assert place([A], [holding("w0", [copy_of(A, state)]), holding("w1")]).steps == ()  # type: ignore[arg-type]
+        assert place([A], [holding("w0", [copy_of(A, state)]), holding("w1")]).steps == ()
 
 
 def test_a_hold_that_no_report_shows_yet_counts_with_its_bytes() -> None:
