@@ -127,15 +127,19 @@ class UcxWorker:
 
 def _options() -> dict[str, str]:
     """What suits chunks of hundreds of KiB better than UCX's defaults; the environment overrules each."""
-    if RDMA_DEVICES.is_dir():
-        return {}
     options = {
+        # Workers of one host may be in network namespaces of their own (containers), where UCX cannot wake a peer that
+        # sleeps because it thinks its interface unused: a first connection from one side timed out.
+        "ADAPTIVE_PROGRESS": "n",
+    }
+    if not RDMA_DEVICES.is_dir():
         # Between hosts it will be TCP. A rendezvous costs a round trip per chunk and saves no copy.
         # Receivers post their buffers before they ask for data, so eager messages do not pile up.
-        "RNDV_THRESH": "intra:auto,inter:inf",
-        "TCP_TX_SEG_SIZE": TCP_SEGMENT,
-        "TCP_RX_SEG_SIZE": TCP_SEGMENT,
-    }
+        options |= {
+            "RNDV_THRESH": "intra:auto,inter:inf",
+            "TCP_TX_SEG_SIZE": TCP_SEGMENT,
+            "TCP_RX_SEG_SIZE": TCP_SEGMENT,
+        }
     return {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
 
 
