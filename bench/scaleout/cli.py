@@ -57,13 +57,18 @@ def _show(result: Result, console: Console) -> None:
             f"{100 * result.line_share(row, count):.1f} %" if row.over_network else "",
             f"{result.cpu_s_per_gib(row, count):.2f}",
         )
-    console.print(table)
+    if table.row_count:
+        console.print(table)
+        _show_host_bytes(result, console)
+    if result.background is not None:
+        _show_background(result.background, console)
+
+
+def _show_host_bytes(result: Result, console: Console) -> None:
     cached = f"{result.host_bytes_cached / result.model_bytes:.2f}"
     if result.host_cache_bytes_cached:
         cached += f", and {result.host_cache_bytes_cached / result.model_bytes:.2f} by host-cache"
     console.print(f"models' worth of host memory that holds copies, in the whole lab: {cached}")
-    if result.background is not None:
-        _show_background(result.background, console)
 
 
 def _show_background(background: Background, console: Console) -> None:

@@ -24,9 +24,9 @@ async def store(redis_url: str) -> AsyncIterator[Store]:
     await redis.aclose()
 
 
-async def keys(redis_url: str) -> list[bytes]:
+async def keys(redis_url: str) -> list[bytes | str]:
     redis = Redis.from_url(redis_url)
-    found: list[bytes] = await redis.keys("blitz:copies:*")
+    found: list[bytes | str] = await redis.keys("blitz:copies:*")
     await redis.aclose()
     return found
 
