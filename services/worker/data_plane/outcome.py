@@ -71,7 +71,20 @@ async def in_thread(work: Callable[..., T], *args: object) -> T:
 
 
 async def ends_soon(is_quiet: Callable[[], bool]) -> bool:
-    """Wait up to ``SETTLE_S`` until aborted transfers are over; False if some are not."""
+    """Wait up to ``SETTLE_S`` until aborted transfers are over; False if some are not.
+
+    A cancellation waits as long: whoever asks must learn whether the memory is free.
+    """
+    waiting = asyncio.ensure_future(_ends_soon(is_quiet))
+    try:
+        return await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        if await waiting:
+            raise
+        return False
+
+
+async def _ends_soon(is_quiet: Callable[[], bool]) -> bool:
     deadline = asyncio.get_running_loop().time() + SETTLE_S
     while not is_quiet():
         if asyncio.get_running_loop().time() > deadline:

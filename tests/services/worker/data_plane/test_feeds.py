@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from services.worker.core.upstreams import StripeSources
-from services.worker.data_plane import checkpoint_reader
+from services.worker.data_plane import checkpoint_reader, outcome
 from services.worker.data_plane.pieces import cut
 from services.worker.data_plane.weight_copy import WeightCopy
 from services.worker.engine.arena import HostArena
@@ -394,6 +394,24 @@ async def test_a_thread_that_writes_is_waited_for_by_a_fill_that_failed(monkeypa
         assert len(ended) == 1
         await asyncio.sleep(0.7)
         assert len(ended) == 1
+
+
+async def test_a_cancellation_does_not_hide_that_buffers_are_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcome, "SETTLE_S", 0.3)
+
+    async def receive_and_quarantine() -> bool:
+        return await outcome.ends_soon(lambda: False)
+
+    waiting = asyncio.create_task(receive_and_quarantine())
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    assert await waiting is False
+    quiet_at = time.monotonic() + 0.1
+    waiting = asyncio.create_task(outcome.ends_soon(lambda: time.monotonic() > quiet_at))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
 
 
 async def test_a_capped_stripe_keeps_to_its_rate() -> None:
