@@ -111,6 +111,20 @@ class Lab:
         assert len(digests) == 1, digests
         assert "" not in digests
 
+    async def kill(self, worker_id: str) -> None:
+        """Kill its process, and wait until the registry knows: what it ran counts as there until its lease ends."""
+        before = {w.worker.worker_id: w.worker.incarnation for w in await self.stack.workers()}[worker_id]
+        self.stack.kill(worker_id)
+
+        def gone(workers: tuple[WorkerRecord, ...]) -> bool:
+            return all(w.worker.incarnation != before for w in workers)
+
+        self._dying = asyncio.create_task(self._until(gone, f"the killed {worker_id} is forgotten"))
+
+    async def forgotten(self) -> None:
+        """Until the registry knows of the last kill."""
+        await self._dying
+
     async def serving(self) -> list[str]:
         """Workers with an instance that serves."""
         return [w.worker.worker_id for w in await self.stack.workers() if w.state == "serving"]
@@ -191,13 +205,14 @@ async def test_who_lost_its_predecessor_continues_from_the_one_before_it(lab: La
     first, middle, last = (t.worker_id for t in record.targets)
     with only_these_die(lab, middle):
         await lab.layers_are_ready(record, 2)
-        lab.stack.kill(middle)
+        await lab.kill(middle)
         await lab.served(record, {first, last})
         # Thrown away and begun anew it would be five thirds.
         assert 0.98 < lab.received_models(before, last) < WHOLE_AT_MOST
         assert await lab.digest(last) == await lab.digest(first) == await lab.digest(source)
         record = await lab.ended(record)
         assert {t.worker_id for t in record.targets if t.failure} == {middle}
+        await lab.forgotten()
         await lab.settled(4)
 
 
@@ -215,12 +230,13 @@ async def test_who_lost_its_source_continues_from_another_serving_copy(lab: Lab)
     killed = max(serving, key=lambda w: sent[lab.stack.host_of(w)] - sent_before[lab.stack.host_of(w)])
     (survivor,) = {*serving} - {killed}
     with only_these_die(lab, killed):
-        lab.stack.kill(killed)
+        await lab.kill(killed)
         record = await lab.ended(record)
         assert record.status == "done", record
         # All of it came over the network: nobody fell back to a disk, and nobody began anew.
         assert all(0.98 < lab.received_models(before, target) < WHOLE_AT_MOST for target in targets)
         assert {await lab.digest(w) for w in targets} == {await lab.digest(survivor)}
+        await lab.forgotten()
         await lab.settled(4)
 
 
@@ -232,13 +248,14 @@ async def test_the_only_copy_is_lost_and_its_targets_read_the_rest_from_disk(lab
     targets = [t.worker_id for t in record.targets]
     with only_these_die(lab, source):
         await lab.layers_are_ready(record, 1)
-        lab.stack.kill(source)
+        await lab.kill(source)
         record = await lab.ended(record)
         assert record.status == "done", record
         # The first of the chain read what was missing; the one behind it still got everything from the first.
         assert 0.3 < lab.received_models(before, targets[0]) < 0.9
         assert 0.98 < lab.received_models(before, targets[1]) < WHOLE_AT_MOST
         assert {await lab.digest(w) for w in targets} == {digest}
+        await lab.forgotten()
         await lab.settled(3)
 
 
@@ -250,10 +267,11 @@ async def test_half_a_chunk_from_a_source_that_died_harms_nobody(lab: Lab) -> No
     (target,) = record.targets
     with only_these_die(lab, source):
         await lab.layers_are_ready(record, 1)
-        lab.stack.kill(source)
+        await lab.kill(source)
         record = await lab.ended(record)
         assert record.status == "done", record
         assert await lab.digest(target.worker_id) == digest
+        await lab.forgotten()
         await lab.settled(2)
 
 

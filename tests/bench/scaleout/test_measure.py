@@ -30,7 +30,7 @@ def _one_lab_at_a_time() -> None:
 
 async def test_copies_in_host_memory_are_one_per_model_and_one_per_host_with_a_cache() -> None:
     strategies = ("chain", "disk-cold", "host-cache")
-    result = await measure(3, Rate.parse("500mbit"), 16, repetitions=1, strategies=strategies)
+    result = await measure(3, Rate.parse("500mbit"), 8, repetitions=1, strategies=strategies)
     document = result.document()
     assert document["chain_s"].keys() == document["host_cache_s"].keys() == document["disk_cold_s"].keys() == {"1", "2"}
     assert document["host_bytes_cached"] == result.model_bytes
@@ -39,7 +39,7 @@ async def test_copies_in_host_memory_are_one_per_model_and_one_per_host_with_a_c
 
 
 async def test_a_plan_that_knows_of_a_stream_keeps_away_from_its_source() -> None:
-    result = await measure(4, Rate.parse("500mbit"), 16, repetitions=1, strategies=(), background=True)
+    result = await measure(4, Rate.parse("500mbit"), 8, repetitions=1, strategies=(), background=True)
     assert result.background is not None
     assert result.background.median("naive", "busy_source_share") > 0.9
     assert result.background.median("planned", "busy_source_share") < 0.5
