@@ -12,7 +12,7 @@ from typing import Any
 
 from services.worker.core.upstreams import DISK, StripeSources, Upstream
 from services.worker.data_plane.copies import Offer
-from services.worker.data_plane.outcome import BuffersStuck
+from services.worker.data_plane.outcome import BuffersStuck, in_thread
 from services.worker.data_plane.weight_copy import WeightCopy
 from services.worker.host_store import DROP_TIMEOUT_S, HostStore
 from services.worker.instance import Instance
@@ -150,7 +150,7 @@ class HostCopies:
         try:
             with instance.pinned(), self._store.pinned(record.model_hash):
                 for unit in range(len(copy.layout.units)):
-                    await asyncio.to_thread(copy.copy_unit, unit, instance.copy)
+                    await in_thread(copy.copy_unit, unit, instance.copy)
                     copy.mark_ready(unit)
         except Exception:
             # As in ``_load``; here a hold may have been acknowledged meanwhile, too.

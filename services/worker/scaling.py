@@ -135,8 +135,8 @@ class Scaling:
         }
         with tracer().start_as_current_span("worker.load", attributes=attributes) as span:
             tell = self._progress.tell
-            await tell(plan.plan_id, instance.instance_id, "accepted")
             try:
+                await tell(plan.plan_id, instance.instance_id, "accepted")
                 async with asyncio.timeout(max(0.0, plan.give_up_at_s - time.time()) if plan.give_up_at_s else None):
                     await self._mover.fill(plan, part, instance)
                 loaded_bytes = instance.received_bytes

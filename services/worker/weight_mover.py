@@ -66,11 +66,16 @@ class WeightMover:
         async def first_byte() -> None:
             await self._progress.tell(plan_id, instance_id, "first_byte")
 
+        told = 0
+
         async def ready(unit: int) -> None:
+            nonlocal told
             instance.received_bytes += instance.layout.units[unit].num_bytes
-            if unit < instance.layout.num_layers:
+            # A layer is of use once all before it are there; messages may overtake each other.
+            while told < instance.copy.layers_ready:
+                told += 1
                 await self._progress.tell(
-                    plan_id, instance_id, "layer_ready", layer=unit, received_bytes=instance.received_bytes
+                    plan_id, instance_id, "layer_ready", layer=told - 1, received_bytes=instance.received_bytes
                 )
 
         await self._fill(

@@ -260,7 +260,7 @@ async def test_a_stopped_worker_keeps_its_copies_until_the_pool_lets_them_go(hol
         await eventually(lambda: not offered.find("host", holder.model.model_hash, holder.model.layout_hash))
         await asyncio.sleep(0.2)
         assert not stopping.done(), "somebody reads it"
-    await asyncio.wait_for(stopping, 5.0)
+    await asyncio.wait_for(stopping, 20.0)
 
 
 async def test_a_stopped_worker_waits_no_longer_than_its_drain_timeout() -> None:
