@@ -87,6 +87,17 @@ def worker_drop_copy(worker_id: str) -> str:
     return f"{PREFIX}.worker.{_token(worker_id)}.drop_copy"
 
 
+def worker_live(worker_id: str, operation: str) -> str:
+    """RPC between the members of a pair (``shared.messages.live``): offer, hand_over, seal, pull, settle, dissolve to
+    the target; taken to the source."""
+    return f"{PREFIX}.worker.{_token(worker_id)}.live.{_token(operation)}"
+
+
+def worker_pair_ended(worker_id: str) -> str:
+    """PairEnded, from one member of a pair to the other."""
+    return f"{PREFIX}.worker.{_token(worker_id)}.pair_ended"
+
+
 def load() -> str:
     """LoadReport, workers to monitors."""
     return f"{PREFIX}.load.worker"
@@ -114,7 +125,7 @@ def routes() -> str:
 
 
 def planner(operation: str) -> str:
-    """Planner RPC: scale, record, records."""
+    """Planner RPC: scale, record, records, split."""
     return f"{PREFIX}.planner.{_token(operation)}"
 
 
@@ -131,6 +142,16 @@ def scale_plans() -> str:
 def drain_plans() -> str:
     """DrainPlan events (JetStream)."""
     return f"{PREFIX}.plans.drain"
+
+
+def zigzag_assignments() -> str:
+    """ZigzagAssignment events (JetStream)."""
+    return f"{PREFIX}.plans.zigzag"
+
+
+def live_reports() -> str:
+    """LiveReport events, the sources of pairs to the planner."""
+    return f"{PREFIX}.live_reports"
 
 
 def progress() -> str:

@@ -12,6 +12,10 @@ from shared.messages.codec import Message
 Role = Literal["colocated", "prefill", "decode"]
 InstanceState = Literal["spare", "loading", "live", "serving", "draining", "failed"]
 Device = Literal["cpu", "cuda"]
+LivePolicy = Literal["zigzag", "best_effort", "stop_the_world"]
+"""``shared.zigzag.queue.Policy``, by value."""
+LiveChoice = Literal["auto", "always", "never"]
+"""Whether a scale operation makes pairs. ``auto``: where loading first and serving then would break the SLO."""
 
 
 class Ack(Message, frozen=True, kw_only=True, tag="ack.v1"):

@@ -30,6 +30,8 @@ class LoadReport(Message, frozen=True, kw_only=True, tag="load.v1"):
     kv_blocks_total: int
     kv_blocks_used: int
     preemptions_total: int = 0
+    oldest_queued_s: float = 0.0
+    """How long the earliest request has waited that is not begun; 0 when none waits."""
 
 
 class ModelQueue(msgspec.Struct, frozen=True, kw_only=True):

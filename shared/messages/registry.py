@@ -24,6 +24,10 @@ class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     added_at_s: float
     min_instances: int = 1
     max_instances: int = 1_000_000
+    slo_ttft_s: float = 0.0
+    """Objective for the time to the first token. 0: the services' default."""
+    slo_tbt_s: float = 0.0
+    """Objective for the time between two tokens. 0: the services' default."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +133,8 @@ class AddModel(Message, frozen=True, kw_only=True, tag="add_model.v1"):
     name: str = ""
     min_instances: int = 1
     max_instances: int = 1_000_000
+    slo_ttft_s: float = 0.0
+    slo_tbt_s: float = 0.0
 
 
 class RemoveModel(Message, frozen=True, kw_only=True, tag="remove_model.v1"):

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from shared.messages.codec import Message
-from shared.messages.common import Role
+from shared.messages.common import LiveChoice, LivePolicy, Role
 from shared.messages.registry import ModelRecord
 
 SourceKind = Literal["gpu", "host", "disk"]
@@ -213,7 +213,7 @@ class UnitChecksums(Message, frozen=True, kw_only=True, tag="unit_checksums.v1")
     checksums: tuple[int, ...]
 
 
-ProgressEvent = Literal["accepted", "first_byte", "layer_ready", "loaded", "serving", "failed", "spare"]
+ProgressEvent = Literal["accepted", "first_byte", "live", "layer_ready", "loaded", "serving", "failed", "spare"]
 
 
 class ScaleProgress(Message, frozen=True, kw_only=True, tag="scale_progress.v1"):
@@ -236,6 +236,7 @@ class StartScale(Message, frozen=True, kw_only=True, tag="start_scale.v1"):
     model: str
     instances: int
     hold_s: float
+    live: LiveChoice = "auto"
 
 
 class GetScaleRecord(Message, frozen=True, kw_only=True, tag="get_scale_record.v1"):
@@ -257,6 +258,43 @@ class TargetRecord(msgspec.Struct, frozen=True, kw_only=True):
     spare_ms: float | None = None
     received_bytes: int = 0
     failure: str = ""
+
+
+class LiveBatchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch of a pair: the layers that each side ran, and when its first token came."""
+
+    batch_id: str
+    num_requests: int
+    num_tokens: int
+    target_layers: int
+    source_layers: int
+    first_token_ms: float
+
+
+class LiveRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A pair that scaled live. Times in milliseconds since the operation's trigger; None: not yet, or never."""
+
+    pair_id: str
+    source: str
+    """Worker ids."""
+    target: str
+    policy: LivePolicy
+    why: str
+    outcome: Literal["running", "dissolved", "failed", "unknown"] = "running"
+    """``unknown``: the source never reported."""
+    reason: str = ""
+    started_ms: float | None = None
+    ended_ms: float | None = None
+    first_cooperative_token_ms: float | None = None
+    """First token of a batch of which both sides ran layers."""
+    batches: tuple[LiveBatchRecord, ...] = ()
+    bucket_ms: float = 50.0
+    """Of the timelines that follow; all begin at ``started_ms``."""
+    source_layers: tuple[int, ...] = ()
+    """Layers of prompt batches run per bucket."""
+    target_layers: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    """Output tokens of the source's engine per bucket."""
 
 
 class ScaleRecord(Message, frozen=True, kw_only=True, tag="scale_record.v1"):
@@ -285,6 +323,8 @@ class ScaleRecord(Message, frozen=True, kw_only=True, tag="scale_record.v1"):
     explain: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     trace_id: str = ""
+    live: tuple[LiveRecord, ...] = ()
+    """Pairs that scaled live."""
 
 
 class ListScaleRecords(Message, frozen=True, kw_only=True, tag="list_scale_records.v1"):

@@ -1,0 +1,206 @@
+"""Live scaling: the assignment of a pair, and what its two members say to each other (design of the protocol:
+``docs/decisions/0013-pairs.md``; paper, section 5.2).
+
+The *source* is an overloaded instance that has all layers, the *target* one that loads. The planner publishes who they
+are. The source hands batches of prompts over, the target runs the layers that it has, the source pulls batches back
+with their activations and KV. Times that end in ``_at_s`` are Unix times.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shared.messages.codec import Message
+from shared.messages.common import LivePolicy
+from shared.messages.generation import Submit
+from shared.messages.scaling import ChainMember
+
+
+class Gate(msgspec.Struct, frozen=True, kw_only=True):
+    """The source may not pull a batch before the target has run ``num_layers`` of it, and the target stops there."""
+
+    batch_id: str
+    num_layers: int
+
+
+class ZigzagAssignment(Message, frozen=True, kw_only=True, tag="zigzag_assignment.v1"):
+    """Two instances scale live together. An event; a later ``revision`` of the same pair only sets gates."""
+
+    pair_id: str
+    plan_id: str
+    """The target's scale plan."""
+    model: str
+    source: ChainMember
+    target: ChainMember
+    """Its ``epoch`` is that of its lease: an assignment for an older one is void."""
+    policy: LivePolicy = "zigzag"
+    why: str = ""
+    layers_ready_at_s: tuple[float, ...] = ()
+    """Per decoder layer, when the plan expects the target to have it."""
+    loaded_at_s: float = 0.0
+    """When the plan expects the target to have everything."""
+    slo_tbt_s: float = 0.1
+    expires_at_s: float
+    """Who has not begun by then never does."""
+    revision: int = 0
+    gates: tuple[Gate, ...] = ()
+
+
+class SplitBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch that waits; ``layer_s``: expected seconds of one of its layers."""
+
+    batch_id: str
+    layer_s: float
+
+
+class PlanSplit(Message, frozen=True, kw_only=True, tag="plan_split.v1"):
+    """The source tells the planner what waits, in first-come order; gates may come as the pair's next revision."""
+
+    pair_id: str
+    batches: tuple[SplitBatch, ...]
+    source_free_at_s: float
+    pull_s: float = 0.0
+    """Expected seconds that a pull takes of the source."""
+
+
+class LiveOffer(Message, frozen=True, kw_only=True, tag="live_offer.v1"):
+    """Source to target: let us begin. ``NotFound``: the target does not load that instance (yet); ``Conflict``: it has
+    another pair, or needs none any more."""
+
+    assignment: ZigzagAssignment
+
+
+class HandOver(Message, frozen=True, kw_only=True, tag="hand_over.v1"):
+    """Source to target: a batch for its queue. ``Overloaded``: no room for its KV now.
+
+    Its hidden states ``[num_tokens, hidden_size]`` follow over the transport, under the tag of ``serial``. Repeating is
+    harmless.
+    """
+
+    pair_id: str
+    batch_id: str
+    serial: int
+    """Counts the pair's batches from 0: the target knows by it that none is missing."""
+    layer_s: float
+    requests: tuple[Submit, ...]
+    """Of which the target becomes the owner if it finishes the batch: prompt and output so far are the batch's tokens,
+    one request after another."""
+    behind_seal: bool = False
+    """It arrived after the queue was sealed."""
+
+
+class Seal(Message, frozen=True, kw_only=True, tag="seal.v1"):
+    """Source to target: ``count`` batches were waiting when the pair began. ``Conflict``: some are missing."""
+
+    pair_id: str
+    count: int
+
+
+class Pull(Message, frozen=True, kw_only=True, tag="pull.v1"):
+    """Source to target: the earliest batch, please. Repeated with the same claim id it gives the same batch."""
+
+    pair_id: str
+    claim_id: str
+    serial: int
+    """Counts the pair's claims from 0: the tags of the tensors carry it."""
+    wait_s: float
+    """How long the answer may wait for something to pull."""
+
+
+class Pulled(Message, frozen=True, kw_only=True, tag="pulled.v1"):
+    """The answer. With a batch, its hidden states and its KV of the layers run (both only if any were) follow."""
+
+    batch_id: str = ""
+    """Empty: nothing can be pulled."""
+    first_layer: int = 0
+    """First layer that the source runs."""
+    layers_ready: int = 0
+    loaded: bool = False
+    """The target has everything."""
+    can_dissolve: bool = False
+    """Cooperation has nothing left to gain."""
+
+
+class Settle(Message, frozen=True, kw_only=True, tag="settle.v1"):
+    """Source to target: these claims are settled, free the batches. Unknown ones are ignored."""
+
+    pair_id: str
+    claim_ids: tuple[str, ...]
+
+
+class Dissolve(Message, frozen=True, kw_only=True, tag="dissolve.v1"):
+    """Source to target: let us part. Repeating gives the same shares."""
+
+    pair_id: str
+    claim_id: str
+    source_busy_s: float
+    """What the source still needs for what it has."""
+    reason: str = ""
+
+
+class LayerRuns(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers of prompt batches that one side ran, per bucket of ``bucket_s`` from ``start_at_s`` on."""
+
+    start_at_s: float
+    bucket_s: float
+    counts: tuple[int, ...] = ()
+
+
+class Dissolved(Message, frozen=True, kw_only=True, tag="dissolved.v1"):
+    """Both lists are batch ids in first-come order. The target owns what it kept, the source what was given."""
+
+    kept: tuple[str, ...]
+    given: tuple[str, ...]
+    """The source runs these from the beginning."""
+    layer_runs: LayerRuns
+
+
+class Taken(Message, frozen=True, kw_only=True, tag="taken.v1"):
+    """Target to source: it finished these batches and owns their requests."""
+
+    pair_id: str
+    batch_ids: tuple[str, ...]
+
+
+class PairEnded(Message, frozen=True, kw_only=True, tag="pair_ended.v1"):
+    """One member to the other: the pair is over, and not as planned. Sent once; it may be lost."""
+
+    pair_id: str
+    reason: str
+
+
+class LiveBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a batch: layers run by each side."""
+
+    batch_id: str
+    num_requests: int
+    num_tokens: int
+    target_layers: int
+    source_layers: int
+    first_token_at_s: float
+
+
+class LiveReport(Message, frozen=True, kw_only=True, tag="live_report.v1"):
+    """The source's report on a pair that has ended."""
+
+    pair_id: str
+    plan_id: str
+    source: str
+    """Worker ids."""
+    target: str
+    policy: LivePolicy
+    outcome: Literal["dissolved", "failed"]
+    reason: str
+    started_at_s: float
+    ended_at_s: float
+    first_cooperative_token_at_s: float | None = None
+    """First token of a batch of which both sides ran layers."""
+    layers_ready_at_s: tuple[float, ...] = ()
+    """Per decoder layer, when the target had it."""
+    batches: tuple[LiveBatch, ...] = ()
+    source_runs: LayerRuns | None = None
+    target_runs: LayerRuns | None = None
+    tokens: LayerRuns | None = None
+    """Output tokens of the source's engine, per bucket."""
