@@ -63,6 +63,12 @@ def scaleout(context: typer.Context) -> None:
     _hand_over(context, "bench.scaleout.cli")
 
 
+@app.command("live", context_settings=_PASS_ON, add_help_option=False)
+def live(context: typer.Context) -> None:
+    """Live scaling under a burst, between two hosts on this machine: against stop the world and the playback."""
+    _hand_over(context, "bench.live.cli")
+
+
 @app.command("loaders", context_settings=_PASS_ON, add_help_option=False)
 def loaders(context: typer.Context) -> None:
     """How fast a checkpoint comes into memory: safetensors, the Run:ai streamer, ours from disk and from a peer."""

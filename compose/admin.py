@@ -11,6 +11,7 @@ import msgspec
 
 from compose.admin_types import PoolStatus, Status
 from shared.errors import BadRequest, BlitzError, Internal, Unauthorized, Unavailable, error_from_code
+from shared.messages.common import LiveChoice
 from shared.messages.scaling import ScaleRecord
 
 T = TypeVar("T")
@@ -73,14 +74,25 @@ class AdminClient:
         return cast("list[dict[str, Any]]", found)
 
     async def add_model(
-        self, path: str, *, name: str = "", min_instances: int = 1, max_instances: int | None = None
+        self,
+        path: str,
+        *,
+        name: str = "",
+        min_instances: int = 1,
+        max_instances: int | None = None,
+        slo_ttft_s: float | None = None,
+        slo_tbt_s: float | None = None,
     ) -> dict[str, Any]:
-        """Register a checkpoint directory, as the services see it. Raises ``BadCheckpoint``, ``Conflict``."""
+        """Register a checkpoint directory, as the services see it. Raises ``BadCheckpoint``, ``Conflict``.
+
+        ``slo_ttft_s``, ``slo_tbt_s``: objectives for the time to the first token and between two; None: the
+        services' own.
+        """
         body: dict[str, Any] = {"path": path, "min_instances": min_instances}
         if name:
             body["name"] = name
-        if max_instances is not None:
-            body["max_instances"] = max_instances
+        limits = {"max_instances": max_instances, "slo_ttft_s": slo_ttft_s, "slo_tbt_s": slo_tbt_s}
+        body |= {key: value for key, value in limits.items() if value is not None}
         added = await self._call("POST", "/admin/models", json=body, timeout_s=_ADD_TIMEOUT_S)
         return cast("dict[str, Any]", added) if isinstance(added, dict) else {}
 
@@ -88,9 +100,9 @@ class AdminClient:
         """Unregister a model. Raises ``ModelNotFound``."""
         await self._call("DELETE", f"/admin/models/{quote(name, safe='')}")
 
-    async def scale(self, model: str, instances: int, *, hold_s: float) -> ScaleRecord:
+    async def scale(self, model: str, instances: int, *, hold_s: float, live: LiveChoice = "auto") -> ScaleRecord:
         """Ask for so many instances now; the record of the operation as it starts. Raises ``ModelNotFound``."""
-        body = {"instances": instances, "hold_s": hold_s}
+        body = {"instances": instances, "hold_s": hold_s, "live": live}
         path = f"/admin/models/{quote(model, safe='')}/scale"
         return self._as(await self._call("POST", path, json=body), ScaleRecord)
 

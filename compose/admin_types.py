@@ -15,6 +15,17 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     min_instances: int = 1
     max_instances: int | None = None
     weights_bytes: int = 0
+    num_layers: int | None = None
+    slo_ttft_s: float = 0.0
+    slo_tbt_s: float = 0.0
+
+
+class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What an instance that reports has to do."""
+
+    running_requests: int = 0
+    queued_requests: int = 0
+    queued_tokens: int = 0
 
 
 class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +38,7 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[str, ...] = ()
     layers_ready: int | None = None
     weights_digest: str = ""
+    load: InstanceLoad | None = None
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,6 +37,10 @@ class StackConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     engine: Literal["torch", "mock"] = "torch"
     log_level: str = "info"
+    slo_ttft_s: float | None = None
+    """Objective of all models for the time to the first token. None: the services' own."""
+    slo_tbt_s: float | None = None
+    """The same for the time between two tokens."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of every service."""
     service_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -49,6 +53,9 @@ class StackConfig:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise StackRefused(f"--workers must be at least 1, not {self.workers}")
+        for name, slo_s in (("--slo-ttft", self.slo_ttft_s), ("--slo-tbt", self.slo_tbt_s)):
+            if slo_s is not None and not 0.001 <= slo_s <= 3600:
+                raise StackRefused(f"{name} must be from 1 to 3600000 milliseconds, not {slo_s * 1000:g}")
         for name, port in (("--port", self.port), ("the NATS port", self.nats_port)):
             if not 0 <= port <= 65535:
                 raise StackRefused(f"{name} must be between 0 and 65535, not {port}")

@@ -207,7 +207,8 @@ class Stack:
 
     async def _register(self, name: str, path: str) -> None:
         try:
-            await self.admin.add_model(path, name=name)
+            slo_ttft_s, slo_tbt_s = self.config.slo_ttft_s, self.config.slo_tbt_s
+            await self.admin.add_model(path, name=name, slo_ttft_s=slo_ttft_s, slo_tbt_s=slo_tbt_s)
         except Conflict:
             known = {model.name: model.path for model in (await self.admin.status()).models}
             if known.get(name) != path:

@@ -13,28 +13,27 @@ import signal
 import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 from bench.lab.errors import LabFailed
 from bench.lab.network import Network
-from bench.lab.plan import DATA_DEVICE, MANAGEMENT_ADDRESS, Host
+from bench.lab.plan import MANAGEMENT_ADDRESS
+from bench.lab.processes import nats_spec, nats_url, worker_spec
 from compose.admin import AdminClient
 from compose.admin_types import Status
-from compose.binaries import nats_server
-from compose.child import ChildSpec
-from compose.children import CONTROL_PLANE, Addresses, redis_spec, service_spec, stop_order, worker_spec
-from compose.config import StackConfig, inherited_environment
+from compose.children import CONTROL_PLANE, Addresses, redis_spec, service_spec, stop_order
+from compose.config import StackConfig
 from compose.errors import StackNotReady
 from compose.ports import free_port
-from compose.preflight import Findings
 from compose.probes import nats_probe, redis_probe, wait_until
 from compose.state_dir import StateDir
 from compose.supervisor import Supervisor
 from services.planner.registry_view import read_registry
 from shared.bus.nats import NatsBus
 from shared.errors import Unavailable
+from shared.messages.common import LiveChoice
 from shared.messages.registry import HostCopy, WorkerRecord
 from shared.messages.scaling import ScaleRecord
 
@@ -43,9 +42,6 @@ HOLD_S = 600.0
 _SERVER_START_S = 20.0
 _POLL_S = 0.05
 _MIB = 1024 * 1024
-_KV_MIB = 64
-_HOST_COPIES = 2
-"""Room for the copy that the pool places and for one that the host-cache strategy keeps."""
 _REGISTRY_S = 5.0
 _COPIES_S = 60.0
 _QUIET_S = 15.0
@@ -56,9 +52,9 @@ _QUIET_SHARE = 0.02
 class LabStack:
     """Starts with ``async with``, which returns once the model serves on one host and all workers are here.
 
-    ``worker_env`` is added to every worker's environment (``UCX_*`` settings to try). ``num_workers``: on the first
-    hosts only, all by default. ``copies_on``: hosts whose workers offer memory for copies outside of their arenas,
-    all by default.
+    ``worker_env`` is added to every worker's environment (``UCX_*`` settings to try), ``service_env`` to that of the
+    services named in it. ``num_workers``: on the first hosts only, all by default. ``copies_on``: hosts whose workers
+    offer memory for copies outside of their arenas, all by default.
     Raises ``StackError`` or ``LabFailed``, with everything stopped.
     """
 
@@ -69,7 +65,9 @@ class LabStack:
         checkpoint: Path,
         *,
         weights_bytes: int,
+        engine: Literal["mock", "torch"] = "mock",
         worker_env: Mapping[str, str] | None = None,
+        service_env: Mapping[str, Mapping[str, str]] | None = None,
         num_workers: int | None = None,
         copies_on: Container[int] | None = None,
         say: Callable[[str], None] = lambda _: None,
@@ -85,7 +83,12 @@ class LabStack:
         self._say = say
         self._supervisor = Supervisor(self._state.logs, say=say)
         self._config = StackConfig(
-            models=(checkpoint,), state_dir=folder, workers=len(self._hosts), engine="mock", stop_grace_s=5.0
+            models=(checkpoint,),
+            state_dir=folder,
+            workers=len(self._hosts),
+            engine=engine,
+            stop_grace_s=5.0,
+            service_env=service_env or {},
         )
         self._addresses: Addresses | None = None
         self._admin: AdminClient | None = None
@@ -97,6 +100,18 @@ class LabStack:
         if self._admin is None:
             raise RuntimeError("the lab's stack has not started")
         return self._admin
+
+    @property
+    def bus(self) -> NatsBus:
+        """Raises ``RuntimeError`` before the stack has started."""
+        if self._bus is None:
+            raise RuntimeError("the lab's stack has not started")
+        return self._bus
+
+    @property
+    def url(self) -> str:
+        """The gateway's. Raises ``RuntimeError`` before the stack has started."""
+        return f"http://127.0.0.1:{self._require_addresses().gateway_port}"
 
     @property
     def model(self) -> str:
@@ -150,9 +165,7 @@ class LabStack:
 
     async def workers(self) -> tuple[WorkerRecord, ...]:
         """What the pool knows of the workers, in the order of ids."""
-        if self._bus is None:
-            raise RuntimeError("the lab's stack has not started")
-        return (await read_registry(self._bus, timeout_s=_REGISTRY_S)).workers
+        return (await read_registry(self.bus, timeout_s=_REGISTRY_S)).workers
 
     async def wait_quiet(self) -> None:
         """Until no worker reports traffic: what just went over a link must not make a planner keep away from it.
@@ -188,6 +201,15 @@ class LabStack:
         """Scale and wait for the end. Raises ``LabFailed`` unless every target serves within ``timeout_s``."""
         return await self._supervisor.unless_given_up(self._scale(instances, time.monotonic() + timeout_s, timeout_s))
 
+    async def begin_scale(self, instances: int, *, live: LiveChoice = "auto") -> ScaleRecord:
+        """Scale, without waiting: the record as the operation begins. Raises what ``AdminClient.scale`` raises."""
+        return await self.admin.scale(self.model, instances, hold_s=HOLD_S, live=live)
+
+    async def ended(self, record: ScaleRecord, instances: int, *, timeout_s: float) -> ScaleRecord:
+        """Wait for the end of an operation and of its pairs; its record. Raises as ``scale``."""
+        deadline_s = time.monotonic() + timeout_s
+        return await self._supervisor.unless_given_up(self._ended(record, instances, deadline_s, timeout_s))
+
     async def _scale(self, instances: int, deadline_s: float, timeout_s: float) -> ScaleRecord:
         while True:
             try:
@@ -198,10 +220,16 @@ class LabStack:
                 if time.monotonic() > deadline_s:
                     raise LabFailed(f"the planner does not answer: {error.message}") from error
                 await asyncio.sleep(_POLL_S)
-        while record.status == "running" and time.monotonic() < deadline_s:
+        return await self._ended(record, instances, deadline_s, timeout_s)
+
+    async def _ended(self, record: ScaleRecord, instances: int, deadline_s: float, timeout_s: float) -> ScaleRecord:
+        while _goes_on(record) and time.monotonic() < deadline_s:
+            # A record of what has ended comes at once, also while its pairs still work.
+            await asyncio.sleep(0 if record.status == "running" else _POLL_S)
             record = await self.admin.scale_record(record.plan_id, wait_s=5.0)
-        if record.status != "done":
-            why = "; ".join(f"{t.worker_id}: {t.failure}" for t in record.targets if t.failure) or record.status
+        if record.status != "done" or _goes_on(record):
+            failures = [f"{t.worker_id}: {t.failure}" for t in record.targets if t.failure]
+            why = "; ".join(failures or [f"pair {p.pair_id}: {p.outcome}" for p in record.live]) or record.status
             raise LabFailed(f"scaling to {instances} did not succeed within {timeout_s:.0f} s: {why}")
         await self._until(lambda s: s.serving(self.model) == instances, f"{instances} instances serve", deadline_s)
         return record
@@ -215,17 +243,27 @@ class LabStack:
             redis_socket=socket,
             gateway_port=free_port(),
         )
-        await self._supervisor.start(self._nats_spec(addresses))
+        await self._supervisor.start(nats_spec(self._config, self._state, addresses))
         await self._supervisor.start(redis_spec(self._config, self._state, addresses))
         await wait_until(nats_probe(MANAGEMENT_ADDRESS, addresses.nats_port), "nats", timeout_s=_SERVER_START_S)
         await wait_until(redis_probe(addresses.redis_socket, addresses.redis_port), "redis", timeout_s=_SERVER_START_S)
         for name in (*CONTROL_PLANE, "gateway"):
             await self._start_service(name)
-        self._bus = await NatsBus.connect(self._nats_url, name="bench-lab")
+        self._bus = await NatsBus.connect(nats_url(self._require_addresses()), name="bench-lab")
         keys = self._config.admin_keys
         self._admin = AdminClient(f"http://127.0.0.1:{addresses.gateway_port}", api_key=next(iter(keys), None))
         for host in self._hosts:
-            await self._supervisor.start(self._worker_spec(host))
+            spec = worker_spec(
+                self._config,
+                self._state,
+                addresses,
+                host,
+                rate=self._network.rate,
+                arena_mib=self._mib,
+                offers_copies=host.index in self._copies_on,
+                env=self._worker_env,
+            )
+            await self._supervisor.start(spec)
         deadline_s = time.monotonic() + READY_S
         count = len(self._hosts)
         await self._until(lambda s: len(s.workers) == count, f"{count} workers are here", deadline_s)
@@ -246,39 +284,15 @@ class LabStack:
 
     async def _start_service(self, name: str, **env: str) -> None:
         spec = service_spec(self._config, self._state, self._require_addresses(), name)
-        await self._supervisor.start(replace(spec, env={**spec.env, "BLITZ_NATS_URL": self._nats_url, **env}))
-
-    def _nats_spec(self, addresses: Addresses) -> ChildSpec:
-        # Where the namespaces reach it and nobody else does.
-        where = ("--addr", MANAGEMENT_ADDRESS, "--port", str(addresses.nats_port))
-        config = str(files("compose").joinpath("nats.conf"))
-        argv = (str(nats_server()), "--config", config, *where, "--store_dir", str(self._state.nats))
-        return ChildSpec("nats", argv, inherited_environment(), self._config.stop_grace_s, self._state.path)
-
-    def _worker_spec(self, host: Host) -> ChildSpec:
-        findings = Findings(num_cuda_devices=0, prefault_bytes=self._mib * _MIB)
-        spec = worker_spec(self._config, self._state, self._require_addresses(), host.index, findings)
-        own = {
-            "BLITZ_NATS_URL": self._nats_url,
-            "BLITZ_WORKER_HOST": host.namespace,
-            "BLITZ_WORKER_NIC": DATA_DEVICE,
-            "BLITZ_WORKER_NIC_GBPS": f"{self._network.rate.gbps:g}",
-            "BLITZ_WORKER_ARENA_MIB": str(self._mib + 1),
-            "BLITZ_WORKER_KV_MIB": str(_KV_MIB),
-            "BLITZ_WORKER_HOST_CACHE_MIB": str(_HOST_COPIES * (self._mib + 1) if host.index in self._copies_on else 0),
-            # UCX would otherwise find the shared memory of the one machine, or the unrated interface.
-            "UCX_TLS": "tcp",
-            # To UCX all hosts of the lab are one; between real ones this is what the transport chooses.
-            "UCX_RNDV_THRESH": "inf",
-            "UCX_NET_DEVICES": DATA_DEVICE,
-        }
-        return replace(spec, argv=(*host.enter, *spec.argv), env={**spec.env, **own, **self._worker_env})
-
-    @property
-    def _nats_url(self) -> str:
-        return f"nats://{MANAGEMENT_ADDRESS}:{self._require_addresses().nats_port}"
+        await self._supervisor.start(
+            replace(spec, env={**spec.env, "BLITZ_NATS_URL": nats_url(self._require_addresses()), **env})
+        )
 
     def _require_addresses(self) -> Addresses:
         if self._addresses is None:
             raise RuntimeError("the lab's stack has not started")
         return self._addresses
+
+
+def _goes_on(record: ScaleRecord) -> bool:
+    return record.status == "running" or any(pair.outcome == "running" for pair in record.live)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import time
 from typing import Annotated
 
@@ -10,11 +12,14 @@ import typer
 
 from compose.admin import AdminClient
 from compose.cli.connection import URL_DEFAULT, Json, Url, ask
+from compose.cli.live_record import pair_lines
 from compose.errors import StackError
+from shared.messages.common import LiveChoice
 from shared.messages.scaling import ScaleRecord
 
 _WAIT_S = 5.0
 """One long poll; short, so that a gateway that dies is noticed."""
+_POLL_S = 0.1
 
 
 class ScaleFailed(StackError):
@@ -30,11 +35,20 @@ def scale(
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=0.1, help="Seconds to wait for the end.", metavar="S")
     ] = 120.0,
+    live: Annotated[
+        bool | None,
+        typer.Option(
+            "--live/--no-live",
+            help="Let new instances work for busy ones while they load, or not.",
+            show_default="where loading first would break the objective",
+        ),
+    ] = None,
     url: Url = URL_DEFAULT,
     as_json: Json = False,
 ) -> None:
     """Ask for N instances of a model now, wait, and print the scale operation's record."""
-    record = ask(url, lambda client: _scale(client, model, instances, hold_s, timeout_s))
+    choice: LiveChoice = "auto" if live is None else "always" if live else "never"
+    record = ask(url, lambda client: _scale(client, model, instances, hold_s, timeout_s, choice))
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(record), indent=2).decode())
     else:
@@ -47,12 +61,21 @@ def scale(
         raise ScaleFailed(f"scaling {model} to {instances} did not end within {timeout_s:g} s (plan {record.plan_id})")
 
 
-async def _scale(client: AdminClient, model: str, instances: int, hold_s: float, timeout_s: float) -> ScaleRecord:
+async def _scale(
+    client: AdminClient, model: str, instances: int, hold_s: float, timeout_s: float, live: LiveChoice
+) -> ScaleRecord:
     deadline_s = time.monotonic() + timeout_s
-    record = await client.scale(model, instances, hold_s=hold_s)
-    while record.status == "running" and (left_s := deadline_s - time.monotonic()) > 0:
+    record = await client.scale(model, instances, hold_s=hold_s, live=live)
+    while _goes_on(record) and (left_s := deadline_s - time.monotonic()) > 0:
+        if record.status != "running":
+            # The planner does not wait for pairs: they end a moment after their targets serve.
+            await asyncio.sleep(min(_POLL_S, left_s))
         record = await client.scale_record(record.plan_id, wait_s=min(_WAIT_S, left_s))
     return record
+
+
+def _goes_on(record: ScaleRecord) -> bool:
+    return record.status == "running" or any(pair.outcome == "running" for pair in record.live)
 
 
 def _print(record: ScaleRecord) -> None:
@@ -81,6 +104,8 @@ def _print(record: ScaleRecord) -> None:
     ]
     for name, value in rows:
         typer.echo(f"{name:<24}  {value}")
+    for line in pair_lines(record.live, encoding=sys.stdout.encoding or "ascii"):
+        typer.echo(line)
 
 
 def _ms(value: float | None) -> str:

@@ -14,7 +14,7 @@ from compose.cli.connection import URL_DEFAULT, Json, Url, ask
 _STATE_STYLES = {
     "serving": "green",
     "ready": "green",
-    "live": "cyan",
+    "live": "bold magenta",
     "loading": "cyan",
     "draining": "yellow",
     "retired": "yellow",
@@ -39,14 +39,27 @@ def tables(found: Status) -> tuple[Table, ...]:
     for model in found.models:
         most = "-" if model.max_instances is None or model.max_instances >= 1_000_000 else str(model.max_instances)
         models.add_row(model.name, str(found.serving(model.name)), str(model.min_instances), most, model.path)
-    instances = titled_table("Instances", "id", "model", "state", "role", "workers")
+    num_layers = {model.name: model.num_layers for model in found.models}
+    columns = ("id", "model", "state", "role", "layers", "running", "queued", "queued tokens", "workers")
+    instances = titled_table("Instances", *columns)
     for instance in found.instances:
-        row = (instance.id, instance.model, state_text(instance.state), instance.role, ", ".join(instance.workers))
-        instances.add_row(*row)
-    workers = titled_table("Workers", "id", "host", "device", "engine", "state")
+        layers = _layers(instance.layers_ready, num_layers.get(instance.model))
+        load = instance.load
+        loads = (load.running_requests, load.queued_requests, load.queued_tokens) if load is not None else ("-",) * 3
+        state = state_text(instance.state)
+        workers = ", ".join(instance.workers)
+        instances.add_row(instance.id, instance.model, state, instance.role, layers, *map(str, loads), workers)
+    processes = titled_table("Workers", "id", "host", "device", "engine", "state")
     for worker in found.workers:
-        workers.add_row(worker.id, worker.host, worker.device, worker.engine, state_text(worker.state))
-    return models, instances, workers
+        processes.add_row(worker.id, worker.host, worker.device, worker.engine, state_text(worker.state))
+    return models, instances, processes
+
+
+def _layers(ready: int | None, num_layers: int | None) -> str:
+    """How many layers an instance holds; of how many, where that is known."""
+    if ready is None:
+        return "-"
+    return str(ready) if num_layers is None else f"{ready}/{num_layers}"
 
 
 def titled_table(title: str, *columns: str) -> Table:

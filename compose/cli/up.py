@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from compose import preflight
+from compose.cli.slo import SloTbt, SloTtft, seconds
 from compose.config import DEFAULT_PORT, StackConfig, default_state_dir, default_workers
 from compose.demo_model import ensure_demo_model
 from compose.errors import StackRefused
@@ -40,6 +41,8 @@ def up(
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What the workers compute on.")] = "cpu",
     engine: Annotated[Literal["torch", "mock"], typer.Option(help="mock answers without computing.")] = "torch",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    slo_ttft_ms: SloTtft = None,
+    slo_tbt_ms: SloTbt = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Services' lines go to the log files only.")] = False,
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait until it serves.")] = 300.0,
 ) -> None:
@@ -55,6 +58,8 @@ def up(
         device=device,
         engine=engine,
         log_level=log_level,
+        slo_ttft_s=seconds(slo_ttft_ms),
+        slo_tbt_s=seconds(slo_tbt_ms),
     )
     if not config.models:
         # A port in use is refused before anything is written.

@@ -159,6 +159,8 @@ class Dispatcher:
         if verdict is Verdict.FOREIGN:
             self._on_stray(batch, part)
             return
+        if stream.taken_over(part, verdict, instance_id=batch.instance_id, worker_id=batch.worker_id):
+            self._moved(request, now_s)
         if verdict is Verdict.GAP:
             self._watch.ask(request)
             return
@@ -170,9 +172,6 @@ class Dispatcher:
         if was is Phase.SUBMITTED:
             self.router.started(stream.request_id)
             self.pump(stream.model)
-        if batch.worker_id != stream.worker_id:
-            # A cooperating instance took the request over; it is the one to cancel or to ask now.
-            stream.worker_id, stream.instance_id = batch.worker_id, batch.instance_id
         if reason is not None:
             self.outbox.acknowledge(batch.worker_id, part.request_id, part.attempt)
         if reason in ("error", "cancelled"):
@@ -182,6 +181,16 @@ class Dispatcher:
             self._attempt_failed(request, error)
             return
         self._deliver(request, part, skip, reason, now_s)
+
+    def _moved(self, request: ActiveRequest, now_s: float) -> None:
+        """A cooperating instance took the request over: it is the one to count at, to ask and to cancel now."""
+        stream = request.stream
+        self.router.moved(stream.request_id, stream.instance_id)
+        # The new holder knows the stream, whatever becomes of the Submit to the old one, and has its own patience.
+        request.submitting = False
+        request.progress_s = now_s
+        request.asked = False
+        self.pump(stream.model)
 
     def _deliver(
         self, request: ActiveRequest, part: StreamPart, skip: int, reason: FinishReason | None, now_s: float

@@ -32,10 +32,14 @@ class LoadBoard:
         """Reports held."""
         return len(self._reports)
 
+    def latest(self, now_s: float) -> dict[str, LoadReport]:
+        """The fresh reports by instance id; ``now_s`` is monotonic."""
+        self._prune(now_s)
+        return {instance_id: report for instance_id, (_, report) in self._reports.items()}
+
     def gauges(self, book: RouteBook, dispatcher: Dispatcher) -> Iterator[ModelGauges]:
         """One row per registered model, from fresh reports."""
-        self._prune(time.monotonic())
-        reports = [report for _, report in self._reports.values()]
+        reports = self.latest(time.monotonic()).values()
         inflight = dispatcher.requests.inflight_by_model()
         for name in book.models:
             mine = [report for report in reports if report.model == name]

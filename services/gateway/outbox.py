@@ -25,18 +25,18 @@ class Outbox:
         self._clock = clock
         self._cancels: list[tuple[str, Cancel]] = []
         self._acks: dict[str, list[StreamRef]] = {}
-        self._strays: dict[tuple[str, int], float] = {}
+        self._strays: dict[tuple[str, str, int], float] = {}
         self._filled = asyncio.Event()
 
     def cancel(self, worker_id: str, request_id: str, attempt: int) -> None:
         """Tell a worker to forget an attempt."""
-        self._strays[request_id, attempt] = self._clock()
+        self._strays[worker_id, request_id, attempt] = self._clock()
         self._cancels.append((worker_id, Cancel(request_id=request_id, attempt=attempt)))
         self._filled.set()
 
     def cancel_stray(self, worker_id: str, request_id: str, attempt: int) -> None:
         """The same for a stream that should not send any more, unless it was just told."""
-        told_s = self._strays.get((request_id, attempt))
+        told_s = self._strays.get((worker_id, request_id, attempt))
         if told_s is None or self._clock() - told_s >= STRAY_PAUSE_S:
             self.cancel(worker_id, request_id, attempt)
 

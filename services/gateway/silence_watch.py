@@ -138,7 +138,9 @@ class SilenceWatch:
             if missed >= MAX_MISSED_PROBES and self._bus.connected_since_s is not None:
                 self._worker_lost(worker_id, error)
         except NotFound as error:
-            if stream.attempt == attempt and stream.phase in (Phase.SUBMITTED, Phase.RUNNING):
+            # Unless another worker took the stream over meanwhile: then this one had to forget it.
+            held = stream.phase in (Phase.SUBMITTED, Phase.RUNNING) and stream.worker_id == worker_id
+            if stream.attempt == attempt and held:
                 self._on_failed(request, error)
         except BlitzError as error:
             log.info("request %s: could not ask worker %s: %s", stream.request_id, worker_id, error)

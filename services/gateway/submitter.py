@@ -64,8 +64,9 @@ class Submitter:
         try:
             await self._bus.request(subjects.worker_submit(worker_id), message, Ack, timeout_s=self._timeout_s)
         except BlitzError as error:
-            # Tokens prove acceptance even when the answer was lost; a later attempt is none of ours.
-            if stream.attempt == attempt and stream.phase is Phase.SUBMITTED:
+            # Tokens, and another worker that took over, prove acceptance even when the answer was lost; a later
+            # attempt is none of ours.
+            if stream.attempt == attempt and stream.phase is Phase.SUBMITTED and stream.worker_id == worker_id:
                 self._on_failed(request, error)
         else:
             self._watch.heard(worker_id, self._clock())

@@ -30,7 +30,7 @@ class _Model:
     record: ModelRecord
     demand: ModelDemand
     observed: int = 0
-    """Instances that serve or load, as of the last snapshot or report."""
+    """Instances that serve, load or are live, as of the last snapshot."""
     floor: Floor | None = None
     sent: int | None = None
     sent_at_s: float = field(default=float("-inf"))
@@ -138,7 +138,7 @@ class MonitorService:
     async def _evaluate(self) -> None:
         now_s = time.monotonic()
         for name, model in sorted(self._models.items()):
-            verdict = model.demand.evaluate(now_s, model.observed)
+            verdict = model.demand.evaluate(now_s, model.observed, slo_ttft_s=model.record.slo_ttft_s)
             low = max(model.record.min_instances, model.floor.instances if model.floor else 0)
             desired = min(max(verdict.desired, low), model.record.max_instances)
             self._desired_gauge.labels(name).set(desired)

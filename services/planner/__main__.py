@@ -32,6 +32,7 @@ def main() -> int:
                 strategy=config.strategy,
                 knows_flows=config.knows_flows,
                 busy_nic_share=config.busy_nic_share,
+                live=config.live,
             )
             await planner.run(lifecycle.stopping)
         finally:

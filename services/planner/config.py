@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from services.planner.core.load_book import ASSUMED_TOKENS_PER_S
 from services.planner.core.strategies import STRATEGIES, Strategy
 from services.planner.core.traffic import BUSY_NIC_SHARE
+from services.planner.live import LIVE_CHOICES, LIVE_POLICIES, LiveSettings
 from shared.settings import Settings
 
 
@@ -20,6 +22,7 @@ class PlannerConfig:
     strategy: Strategy
     knows_flows: bool
     busy_nic_share: float
+    live: LiveSettings
     health_port: int
     log_level: str
     die_with_parent: bool
@@ -35,6 +38,15 @@ class PlannerConfig:
             strategy=env.choice("BLITZ_PLANNER_STRATEGY", STRATEGIES, default="chain"),
             knows_flows=env.boolean("BLITZ_PLANNER_KNOWS_FLOWS", default=True),
             busy_nic_share=env.number("BLITZ_PLANNER_BUSY_NIC_SHARE", default=BUSY_NIC_SHARE, minimum=0.0, maximum=1.0),
+            live=LiveSettings(
+                choice=env.choice("BLITZ_PLANNER_LIVE", LIVE_CHOICES, default="auto"),
+                policy=env.choice("BLITZ_PLANNER_LIVE_POLICY", LIVE_POLICIES, default="zigzag"),
+                slo_ttft_s=env.number("BLITZ_PLANNER_SLO_TTFT_MS", default=1000.0, minimum=1.0) / 1000,
+                slo_tbt_s=env.number("BLITZ_PLANNER_SLO_TBT_MS", default=100.0, minimum=1.0) / 1000,
+                assumed_tokens_per_s=env.number(
+                    "BLITZ_PLANNER_ASSUMED_TOKENS_PER_S", default=ASSUMED_TOKENS_PER_S, minimum=1.0
+                ),
+            ),
             health_port=env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
             log_level=env.text("BLITZ_LOG_LEVEL", default="info"),
             die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),

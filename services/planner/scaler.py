@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import time
@@ -12,15 +13,18 @@ from opentelemetry import trace
 
 from services.planner.core.cluster import cluster_of
 from services.planner.core.decision import Decision, decide
-from services.planner.core.operations import DEADLINE_FINISHES, Direction, Operation, Operations
+from services.planner.core.operation import DEADLINE_FINISHES, Direction, Operation
+from services.planner.core.operations import Operations
 from services.planner.core.plan_events import drain_plan, scale_plan, targets_of
 from services.planner.core.strategies import Strategy, plan_by
 from services.planner.core.traffic import BUSY_NIC_SHARE
+from services.planner.core.zigzag_pairs import num_sources
+from services.planner.live import Pairing
 from services.planner.registry_view import RegistryView, read_registry
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, ModelNotFound, NoCapacity
-from shared.messages.common import Ack
+from shared.messages.common import Ack, LiveChoice
 from shared.messages.registry import LeaseGrant, LeaseWorkers, ModelRecord, ReleaseWorkers, WorkerRecord
 from shared.telemetry import tracer
 
@@ -31,12 +35,13 @@ RPC_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Who wants how many instances, since when, and why."""
+    """Who wants how many instances, since when, and why; and whether they shall scale live."""
 
     model: str
     desired: int
     triggered_at_s: float
     reason: str
+    live: LiveChoice = "auto"
 
 
 class Scaler:
@@ -46,6 +51,7 @@ class Scaler:
         self,
         bus: Bus,
         operations: Operations,
+        pairing: Pairing,
         *,
         lease_ttl_s: float,
         load_floor_gbps: float,
@@ -55,6 +61,7 @@ class Scaler:
     ) -> None:
         """``knows_flows=False`` plans as if no NIC carried anything: what flow-aware planning is compared with."""
         self._bus = bus
+        self._pairing = pairing
         self._strategy = strategy
         self._knows_flows = knows_flows
         self._busy_nic_share = busy_nic_share
@@ -73,7 +80,8 @@ class Scaler:
             model = view.models.get(wish.model)
             if model is None:
                 raise ModelNotFound(f"model {wish.model!r} is not registered", param="model")
-            decision = decide(model, view.workers, wish.desired, view.floors.get(wish.model))
+            in_pairs = self._operations.instances_in_pairs()
+            decision = decide(model, view.workers, wish.desired, view.floors.get(wish.model), in_pairs)
             plan_id = f"plan-{secrets.token_hex(6)}"
             span.set_attributes(
                 {
@@ -118,9 +126,15 @@ class Scaler:
             remaining_s=self._operations.remaining_s(time.time()),
             busy_nic_share=self._busy_nic_share,
         )
-        planned = plan_by(self._strategy, cluster, decision.load, model.weights_bytes)
+        choice = self._pairing.choice(wish.live)
+        overloaded = self._pairing.overloaded(model, view)
+        # Every pair needs a tail of its own.
+        tails = max(1, min(decision.load, num_sources(overloaded, choice)))
+        planned = plan_by(self._strategy, cluster, decision.load, model.weights_bytes, tails=tails)
         if not planned.chains:
             raise NoCapacity("; ".join(planned.left_out))
+        selection = self._pairing.select(overloaded, planned, choice)
+        planned = dataclasses.replace(planned, explain=planned.explain + selection.explain)
         worker_ids = planned.targets
         request = LeaseWorkers(plan_id=plan_id, model=model.name, worker_ids=worker_ids, ttl_s=self._lease_ttl_s)
         grant = await self._bus.request(subjects.pool("lease"), request, LeaseGrant, timeout_s=RPC_TIMEOUT_S)
@@ -153,7 +167,9 @@ class Scaler:
             deadline_s=now_s + self._lease_ttl_s + load_s,
             links=planned.links,
             predicted_s=planned.predicted_s,
+            pairs=self._pairing.assignments(plan, planned, selection, view),
         )
+        _show_pairs(operation, choice)
         # Known before it is published: a target's first report may overtake the server's reply.
         self._operations.add(operation)
         try:
@@ -164,6 +180,7 @@ class Scaler:
             await self._bus.request(subjects.pool("release"), release, Ack, timeout_s=RPC_TIMEOUT_S)
             raise
         log.info("%s: %s; %s", plan_id, wish.reason, "; ".join(planned.explain + planned.left_out))
+        await self._pairing.publish(operation)
         return operation
 
     async def _drain_or_revive(self, plan_id: str, model: ModelRecord, decision: Decision, wish: Wish) -> Operation:
@@ -202,6 +219,19 @@ class Scaler:
             self._operations.overrule_drains(((t.worker_id, t.instance_id) for t in plan.targets), plan_id)
         verb = "revive" if revive else "drain"
         log.info("%s: %s; %s %s", plan_id, wish.reason, verb, ", ".join(t.worker_id for t in plan.targets))
+
+
+def _show_pairs(operation: Operation, choice: LiveChoice) -> None:
+    """In the current span."""
+    assignments = [pair.assignment for pair in operation.pairs.values()]
+    trace.get_current_span().set_attributes(
+        {
+            "blitz.live.choice": choice,
+            "blitz.live.pairs": len(assignments),
+            "blitz.live.sources": [a.source.worker_id for a in assignments],
+            "blitz.live.targets": [a.target.worker_id for a in assignments],
+        }
+    )
 
 
 def _trace_id() -> str:

@@ -11,15 +11,19 @@ from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 
-from services.planner.core.operations import Operation, Operations
+from services.planner.core.operation import Operation
+from services.planner.core.operations import Operations
 from services.planner.core.strategies import Strategy
 from services.planner.core.traffic import BUSY_NIC_SHARE
+from services.planner.live import LiveSettings, Pairing
 from services.planner.registry_view import read_registry
 from services.planner.scaler import RPC_TIMEOUT_S, Scaler, Wish
+from services.planner.splitter import Splitter
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, PlanNotFound, Unavailable
 from shared.messages.common import Ack
+from shared.messages.live import LiveReport
 from shared.messages.load import Demand
 from shared.messages.registry import ReleaseWorkers, SetFloor
 from shared.messages.scaling import (
@@ -54,16 +58,20 @@ class PlannerService:
         strategy: Strategy = "chain",
         knows_flows: bool = True,
         busy_nic_share: float = BUSY_NIC_SHARE,
+        live: LiveSettings | None = None,
         metrics: CollectorRegistry = REGISTRY,
     ) -> None:
         """``lease_ttl_s``: how long a leased worker may take to accept its plan. ``load_floor_gbps``:
         a target slower than this on average is given up. ``knows_flows``: avoid NICs in use, which are those that
-        carry more than ``busy_nic_share`` of their bandwidth."""
+        carry more than ``busy_nic_share`` of their bandwidth. ``live``: None takes the usual settings."""
         self._bus = bus
         self._operations = Operations()
+        self._pairing = Pairing(bus, self._operations, live or LiveSettings(), metrics)
+        self._splitter = Splitter(bus, self._operations, metrics)
         self._scaler = Scaler(
             bus,
             self._operations,
+            self._pairing,
             lease_ttl_s=lease_ttl_s,
             load_floor_gbps=load_floor_gbps,
             strategy=strategy,
@@ -87,6 +95,9 @@ class PlannerService:
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping``."""
         subscriptions: list[Subscription] = [
+            *await self._pairing.subscribe(),
+            *await self._splitter.subscribe(),
+            await self._bus.subscribe(subjects.live_reports(), LiveReport, self._on_live_report),
             await self._bus.subscribe(subjects.demand(), Demand, self._on_demand),
             await self._bus.subscribe(subjects.progress(), ScaleProgress, self._on_progress),
             await self._bus.respond(subjects.planner("scale"), StartScale, self._on_start_scale),
@@ -95,6 +106,7 @@ class PlannerService:
         ]
         try:
             while not stopping.is_set():
+                self._pairing.forget()
                 await self._give_up_late()
                 try:
                     await asyncio.wait_for(stopping.wait(), timeout=0.5)
@@ -103,6 +115,7 @@ class PlannerService:
         finally:
             for subscription in subscriptions:
                 await subscription.close()
+            await self._splitter.close()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -134,7 +147,8 @@ class PlannerService:
                 log.log(level, "no plan for %s (%d instances wanted): %s", model, demand.desired, error)
 
     async def _on_start_scale(self, request: StartScale) -> ScaleRecord:
-        wish = Wish(request.model, request.instances, time.time(), f"asked for {request.instances} instances")
+        reason = f"asked for {request.instances} instances"
+        wish = Wish(request.model, request.instances, time.time(), reason, request.live)
         if request.instances < 0 or request.hold_s < 0:
             raise BadRequest("instances and hold_s must not be negative", param="instances")
         async with self._locks[request.model]:
@@ -201,6 +215,16 @@ class PlannerService:
         if operation.finished:
             self._spawn(self._tell_waiters())
 
+    def _on_live_report(self, report: LiveReport) -> None:
+        operation = self._operations.get(report.plan_id)
+        if operation is None:
+            return
+        operation.apply_live(report)
+        level = logging.INFO if report.outcome == "dissolved" else logging.WARNING
+        log.log(level, "%s: %s %s", report.pair_id, report.outcome, report.reason)
+        if operation.finished:
+            self._spawn(self._tell_waiters())
+
     async def _release(self, plan_id: str, worker_id: str) -> None:
         """A worker that refused its plan is free again; one that took it has used the lease up."""
         request = ReleaseWorkers(plan_id=plan_id, worker_ids=(worker_id,))
@@ -242,4 +266,6 @@ class PlannerService:
         return operation.record()
 
     async def _on_list_records(self, request: ListScaleRecords) -> ScaleRecords:
-        return ScaleRecords(records=tuple(o.record() for o in self._operations.newest(min(request.limit, MAX_LISTED))))
+        # Pairs without batches and timelines: a list of many would not fit a message.
+        newest = self._operations.newest(min(request.limit, MAX_LISTED))
+        return ScaleRecords(records=tuple(o.record(details=False) for o in newest))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from redis.exceptions import RedisError
 
 from services.pool.core.copies import unknown_hashes
 from services.pool.core.grace import Grace
+from services.pool.core.new_model import check_limits, name_of
 from services.pool.core.routes import route_of, routes_by_model
 from services.pool.placing import Placing
 from services.pool.store import Store
@@ -45,8 +45,6 @@ from shared.messages.registry import (
 from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
-
-MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,199}")
 
 
 class PoolService:
@@ -181,17 +179,8 @@ class PoolService:
         return known != route_of(report)
 
     async def _on_add_model(self, request: AddModel) -> ModelRecord:
-        name = request.name or request.path.rstrip("/").rpartition("/")[2]
-        if not MODEL_NAME.fullmatch(name):
-            raise BadRequest(
-                f"model name {name!r}: use letters, digits and '._/:-', starting with a letter or digit", param="name"
-            )
-        if not 0 <= request.min_instances <= request.max_instances:
-            raise BadRequest(
-                f"min_instances {request.min_instances} and max_instances {request.max_instances} "
-                "must satisfy 0 <= min <= max",
-                param="min_instances",
-            )
+        name = name_of(request)
+        check_limits(request)
         with tracer().start_as_current_span("pool.add_model", attributes={"blitz.model": name}):
             checkpoint = await asyncio.to_thread(_inspect, request.path)
             record = ModelRecord(
@@ -204,6 +193,8 @@ class PoolService:
                 added_at_s=time.time(),
                 min_instances=request.min_instances,
                 max_instances=request.max_instances,
+                slo_ttft_s=request.slo_ttft_s,
+                slo_tbt_s=request.slo_tbt_s,
             )
             stored = await self._store.add_model(record)
         if stored is None or stored.model_hash != record.model_hash:

@@ -24,9 +24,12 @@ from shared.layout import ArenaLayout, layout_of
 from shared.messages.common import InstanceState
 from shared.messages.registry import InstanceInfo, ModelRecord
 from shared.messages.scaling import ChainMember, ScalePlan
+from shared.model_spec import DTYPE_BYTES
 
 log = logging.getLogger(__name__)
 
+MOCK_KV_BYTES = 24
+"""Least that the mock's KV takes per token and layer, however small the model is."""
 STOP_S = 30.0
 """Longest that one engine step may take when an instance is stopped."""
 
@@ -61,6 +64,11 @@ class Instance:
         self._thread = EngineThread(EngineLoop(engine, scheduler, time.monotonic), on_output, on_failure)
         self._pins = 0
         self._retired = False
+        self._started = False
+        self.on_layer_ready: Callable[[], None] = lambda: None
+        """Called when a layer, or at last the whole copy, is ready."""
+        self.queue_factor = 1
+        """How many instances' queues the requests sent here fill: a live pair's requests all come to its source."""
 
     @property
     def layout(self) -> ArenaLayout:
@@ -87,7 +95,7 @@ class Instance:
             layers_ready=self.copy.layers_ready,
             weights_digest=self._digest,
             max_running_requests=self.scheduler.max_num_sequences,
-            max_queued_tokens=self.scheduler.max_queued_tokens,
+            max_queued_tokens=self.queue_factor * self.scheduler.max_queued_tokens,
             context_tokens=self.scheduler.limit_tokens,
             plan_id=self.plan_id,
         )
@@ -95,8 +103,19 @@ class Instance:
     async def serve(self) -> None:
         """All units are ready: start the engine and take requests."""
         self._digest = self.copy.digest()
-        self._thread.start()
+        self._start()
         self._lifecycle.move_to("serving")
+
+    def go_live(self) -> None:
+        """Compute with the layers that are there, for another instance's requests. Raises the life cycle's error unless
+        loading."""
+        self._lifecycle.move_to("live")
+        self._start()
+
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            self._thread.start()
 
     def drain(self) -> None:
         """Take no new requests. Raises the life cycle's error unless serving."""
@@ -137,7 +156,7 @@ class Instance:
         while self.state == "draining":
             # The thread's own figures may lag behind a request it was just handed.
             try:
-                queued = await asyncio.wrap_future(self._thread.call(lambda loop: loop.scheduler.num_requests))
+                queued = await asyncio.wrap_future(self._thread.call(lambda loop: loop.num_requests))
             except Unavailable:
                 return True  # another waiter found it idle first, and stopped the engine
             if queued == 0 and self._pins == 0 and self.state == "draining":
@@ -213,6 +232,8 @@ class InstanceFactory:
                 block_size=config.block_size,
                 vocab_size=layout.spec.vocab_size,
                 timing=config.mock,
+                hidden_bytes_per_token=layout.spec.hidden_size * DTYPE_BYTES[layout.spec.dtype],
+                kv_bytes_per_token_layer=max(MOCK_KV_BYTES, layout.spec.kv_bytes_per_token // layout.num_layers),
             )
         return TorchEngine(layout, self._arena, self._kv, num_blocks=num_blocks, block_size=config.block_size)
 

@@ -32,9 +32,11 @@ class Peers:
         self._connected: set[str] = set()
         """Incarnations that were connected once."""
 
-    async def channel(self, address: bytes, host: str) -> Channel:
+    async def channel(self, address: bytes, host: str, *, lane: int = 0) -> Channel:
         """A channel to a peer. Raises ``TransportError`` or ``DeadlineExceeded``."""
-        return await self._transport.connect(address, same_host=host == self._me.host, timeout_s=CONNECT_TIMEOUT_S)
+        return await self._transport.connect(
+            address, same_host=host == self._me.host, timeout_s=CONNECT_TIMEOUT_S, lane=lane
+        )
 
     async def run(self) -> None:
         """Keep likely peers connected until cancelled: often while the cluster forms, then now and then."""

@@ -66,6 +66,9 @@ class Scaling:
         self._loading: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
         self._closing = False
+        self.on_loaded: Callable[[Instance], None] = lambda _: None
+        self.on_gone: Callable[[Instance, str], Awaitable[None]] = _nobody_waits
+        """Called when an instance has all its weights, and before one that failed is stopped."""
         self._drain_plan_id = ""
         """The newest drain: a revival and the next drain may come while the first one still waits."""
 
@@ -143,6 +146,7 @@ class Scaling:
                 span.set_attribute("blitz.bytes", loaded_bytes)
                 await tell(plan.plan_id, instance.instance_id, "loaded", received_bytes=loaded_bytes)
                 await instance.serve()
+                self.on_loaded(instance)
                 self._changed()
                 await tell(plan.plan_id, instance.instance_id, "serving", received_bytes=loaded_bytes)
                 log.info("%s serves %s", instance.instance_id, plan.model.name)
@@ -175,6 +179,7 @@ class Scaling:
             # A late write could land in whatever the arena holds next.
             self._fatal(str(error))
             return
+        await self.on_gone(instance, str(error) or type(error).__name__)
         await self._mover.end_feeds(instance)
         await self._vacate(instance)
 
@@ -195,7 +200,7 @@ class Scaling:
         """The instance's model was removed: what loads is cancelled, what serves drains."""
         if self.instance is None or self.instance.instance_id != instance_id:
             return
-        if self.instance.state == "loading" and self._loading is not None:
+        if self.instance.state in ("loading", "live") and self._loading is not None:
             self._loading.cancel()
         else:
             self._start_drain("model-removed")
@@ -251,3 +256,7 @@ class Scaling:
         self._factory.release()
         self.instance = None
         self._changed()
+
+
+async def _nobody_waits(_instance: Instance, _reason: str) -> None:
+    """There is no pair."""

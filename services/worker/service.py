@@ -15,6 +15,7 @@ from services.worker.host_copies import HostCopies
 from services.worker.host_store import HostStore
 from services.worker.instance import Instance, InstanceFactory
 from services.worker.leaving import until_allowed
+from services.worker.live.pairing import Pairing
 from services.worker.node.facts import NodeFacts
 from services.worker.node.nic_meter import NicMeter
 from services.worker.peers import Peers
@@ -113,6 +114,20 @@ class WorkerService:
             changed=self._report_state,
             fatal=fatal,
         )
+        self._pairing = Pairing(
+            bus,
+            transport,
+            config.worker_id,
+            self._peers,
+            self._serving,
+            progress,
+            lambda: self._scaling.instance,
+            self._report_state,
+            silence_s=config.stall_s,
+        )
+        self._serving.cooperation = self._pairing
+        self._scaling.on_loaded = self._pairing.loaded
+        self._scaling.on_gone = self._pairing.instance_gone
         self._registration = Registration(bus, self.info, self._standing, self._record, self._scaling.on_stop_instance)
         self._loop = asyncio.get_running_loop()
         self._fatal = fatal
@@ -144,6 +159,7 @@ class WorkerService:
             await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, serving.on_gateway),
             await self._bus.subscribe_events(subjects.scale_plans(), ScalePlan, scaling.on_scale_plan),
             await self._bus.subscribe_events(subjects.drain_plans(), DrainPlan, scaling.on_drain_plan),
+            *await self._pairing.subscribe(),
         ]
         tasks = [
             asyncio.create_task(work)
@@ -170,6 +186,7 @@ class WorkerService:
             for subscription in subscriptions:
                 await subscription.close()
             await self._host_copies.close()
+            await self._pairing.close()
             await scaling.close()
             await self._registration.leave()
 
@@ -270,6 +287,7 @@ class WorkerService:
                 kv_blocks_total=load.blocks_total,
                 kv_blocks_used=load.blocks_used,
                 preemptions_total=load.preemptions_total,
+                oldest_queued_s=max(0.0, time.monotonic() - (load.oldest_arrived_s or time.monotonic())),
             )
             try:
                 await self._bus.publish(subjects.load(), report)

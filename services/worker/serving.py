@@ -6,8 +6,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
@@ -15,10 +16,11 @@ from services.worker.core.output import TokenOutput
 from services.worker.core.sequence import Sequence
 from services.worker.engine.loop import StepOutput
 from services.worker.instance import Instance
+from services.worker.moved import Moved
 from services.worker.streams import Streams
 from shared import subjects
 from shared.bus.base import Bus
-from shared.errors import BlitzError, Conflict
+from shared.errors import BlitzError, Conflict, NoResponder, NotFound
 from shared.messages.common import Ack
 from shared.messages.generation import (
     AckTerminal,
@@ -36,6 +38,8 @@ log = logging.getLogger(__name__)
 
 RESEND_TOKENS = 50_000
 """Tokens in one message that sends a stream again: well under 1 MB."""
+OWNER_TIMEOUT_S = 0.5
+"""Well within a gateway's patience with a question."""
 RESEND_LOGPROBS = 500
 """The same with 20 alternatives each."""
 
@@ -44,6 +48,19 @@ RESEND_LOGPROBS = 500
 class _Gateway:
     heard_at_s: float
     lease_s: float
+
+
+class Cooperation(Protocol):
+    """What a pair in live scaling wants to know of requests."""
+
+    def arrived(self) -> None:
+        """A request was accepted."""
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """Nobody waits for a request any more."""
+
+    def cancel_gateway(self, gateway_id: str) -> None:
+        """Nor for any of that gateway's."""
 
 
 class Serving:
@@ -60,7 +77,10 @@ class Serving:
         self._steps: deque[StepOutput] = deque()
         self._stepped = asyncio.Event()
         self._publishing = False
+        self._moved = Moved()
+        self._tasks: set[asyncio.Task[None]] = set()
         self.admitting = True
+        self.cooperation: Cooperation | None = None
 
     # --- from the engine ---------------------------------------------------------------------
 
@@ -153,6 +173,8 @@ class Serving:
             span.set_status(Status(StatusCode.ERROR, str(error)))
             self._spans.pop(key).end()
             raise
+        if self.cooperation is not None:
+            self.cooperation.arrived()
         return Ack()
 
     def on_cancel(self, request: Cancel) -> None:
@@ -161,6 +183,13 @@ class Serving:
         self._streams.forget(request.request_id, request.attempt)
         if instance is not None:
             instance.engine.cancel(request.request_id, request.attempt)
+        if self.cooperation is not None:
+            self.cooperation.cancel(request.request_id, request.attempt)
+        owner = self._moved.owner_of((request.request_id, request.attempt))
+        if owner is not None:
+            task = asyncio.create_task(self._tell(owner, request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def on_ack(self, message: AckTerminal) -> None:
         """The gateway has these streams' ends."""
@@ -168,12 +197,58 @@ class Serving:
             self._streams.forget(stream.request_id, stream.attempt)
 
     async def on_resend(self, request: Resend) -> Ack:
-        """Send a stream's tokens again. Raises ``NotFound`` when they are not here."""
+        """Send a stream's tokens again. Raises ``NotFound`` when they are not here, nor where they went."""
+        owner = self._moved.owner_of((request.request_id, request.attempt))
+        if owner is not None:
+            return await self._ask_owner(owner, request)
         gateway_id, part = self._streams.resend(request.request_id, request.attempt, request.offset)
         instance = self._instance()
         for page in _pages(part):
             await self._send(gateway_id, instance.instance_id if instance else "", [page])
         return Ack()
+
+    async def _ask_owner(self, owner: str, request: Resend) -> Ack:
+        try:
+            return await self._bus.request(subjects.worker_resend(owner), request, Ack, timeout_s=OWNER_TIMEOUT_S)
+        except NoResponder as error:
+            # Of the owner, not of this worker, which the caller must not think dead.
+            raise NotFound(f"request {request.request_id} went to {owner}, who does not answer") from error
+
+    async def _tell(self, worker_id: str, request: Cancel) -> None:
+        try:
+            await self._bus.publish(subjects.worker_cancel(worker_id), request)
+        except BlitzError as error:
+            log.debug("%s was not told of a cancel: %s", worker_id, error)
+
+    # --- live scaling ------------------------------------------------------------------------
+
+    def host(self, requests: Iterable[Submit]) -> None:
+        """Another worker's requests, of which this one computes layers; they may become its own."""
+        now_s = time.monotonic()
+        for request in requests:
+            self._streams.open(request.request_id, request.attempt, request.gateway_id, len(request.output_token_ids))
+            self._gateways.setdefault(request.gateway_id, _Gateway(now_s, 30.0))
+
+    def unhost(self, sequences: Iterable[Sequence]) -> None:
+        """They are the other worker's alone."""
+        for sequence in sequences:
+            self._streams.forget(*sequence.key)
+
+    def announce(self, sequences: Iterable[Sequence]) -> None:
+        """Tell the gateways that these requests are this worker's now, before their first tokens do."""
+        outputs = (TokenOutput(s.request_id, s.attempt, s.gateway_id, len(s.output)) for s in sequences)
+        self.on_output(StepOutput(tuple(outputs)))
+
+    def moved(self, sequences: Iterable[Sequence], worker_id: str) -> None:
+        """These requests are another worker's now: what gateways still say here about them goes there."""
+        gone = [s for s in sequences if not s.finished]
+        self._moved.add([s.key for s in gone], worker_id, time.monotonic())
+        for sequence in gone:
+            self._streams.forget(*sequence.key)
+            span = self._spans.pop(sequence.key, None)
+            if span is not None:
+                span.set_attribute("blitz.moved_to", worker_id)
+                span.end()
 
     def on_gateway(self, heartbeat: GatewayHeartbeat) -> None:
         """A gateway lives."""
@@ -183,7 +258,8 @@ class Serving:
         """Free the requests of gateways that are silent for a lease. Their silence counts only
         while our own connection has been up as long."""
         now_s = time.monotonic()
-        self._streams.expire(time.monotonic())
+        self._streams.expire(now_s)
+        self._moved.expire(now_s)
         connected_since_s = self._bus.connected_since_s
         if connected_since_s is None:
             return
@@ -196,6 +272,8 @@ class Serving:
                 instance = self._instance()
                 if instance is not None:
                     instance.engine.cancel_gateway(gateway_id)
+                if self.cooperation is not None:
+                    self.cooperation.cancel_gateway(gateway_id)
 
     def _end_span(self, output: TokenOutput) -> None:
         span = self._spans.pop((output.request_id, output.attempt), None)

@@ -74,6 +74,7 @@ class WeightMover:
             # A layer is of use once all before it are there; messages may overtake each other.
             while told < instance.copy.layers_ready:
                 told += 1
+                instance.on_layer_ready()
                 await self._progress.tell(
                     plan_id, instance_id, "layer_ready", layer=told - 1, received_bytes=instance.received_bytes
                 )

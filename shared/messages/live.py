@@ -82,7 +82,7 @@ class HandOver(Message, frozen=True, kw_only=True, tag="hand_over.v1"):
     pair_id: str
     batch_id: str
     serial: int
-    """Counts the pair's batches from 0: the target knows by it that none is missing."""
+    """Counts the pair's batches from 0; handed over one after the other, so it is also their order."""
     layer_s: float
     requests: tuple[Submit, ...]
     """Of which the target becomes the owner if it finishes the batch: prompt and output so far are the batch's tokens,
@@ -135,9 +135,19 @@ class Dissolve(Message, frozen=True, kw_only=True, tag="dissolve.v1"):
 
     pair_id: str
     claim_id: str
+    first_serial: int
+    """Of the claims that the given batches are; one each."""
     source_busy_s: float
     """What the source still needs for what it has."""
     reason: str = ""
+
+
+class Given(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch that the source gets. Hidden states and KV follow if ``first_layer`` is not 0, as for a pull."""
+
+    batch_id: str
+    first_layer: int
+    serial: int
 
 
 class LayerRuns(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,11 +159,12 @@ class LayerRuns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Dissolved(Message, frozen=True, kw_only=True, tag="dissolved.v1"):
-    """Both lists are batch ids in first-come order. The target owns what it kept, the source what was given."""
+    """Batches in first-come order. The target owns what it kept, the source what was given and what is not named."""
 
     kept: tuple[str, ...]
-    given: tuple[str, ...]
-    """The source runs these from the beginning."""
+    given: tuple[Given, ...]
+    finished: tuple[str, ...]
+    """The target finished these before, and owns them, too."""
     layer_runs: LayerRuns
 
 
@@ -197,8 +208,6 @@ class LiveReport(Message, frozen=True, kw_only=True, tag="live_report.v1"):
     ended_at_s: float
     first_cooperative_token_at_s: float | None = None
     """First token of a batch of which both sides ran layers."""
-    layers_ready_at_s: tuple[float, ...] = ()
-    """Per decoder layer, when the target had it."""
     batches: tuple[LiveBatch, ...] = ()
     source_runs: LayerRuns | None = None
     target_runs: LayerRuns | None = None

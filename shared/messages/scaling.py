@@ -253,6 +253,8 @@ class TargetRecord(msgspec.Struct, frozen=True, kw_only=True):
     instance_id: str
     first_byte_ms: float | None = None
     layer_ready_ms: tuple[float, ...] = ()
+    live_ms: float | None = None
+    """When it began to run layers of another instance's batches."""
     loaded_ms: float | None = None
     serving_ms: float | None = None
     spare_ms: float | None = None

@@ -85,10 +85,11 @@ class TensorTransport(Protocol):
     def address(self) -> bytes:
         """What peers connect to."""
 
-    async def connect(self, address: bytes, *, same_host: bool, timeout_s: float = 10.0) -> Channel:
+    async def connect(self, address: bytes, *, same_host: bool, timeout_s: float = 10.0, lane: int = 0) -> Channel:
         """Connect to a peer and wait until the connection carries data. Between hosts the channel
         notices a lost peer by itself; inside a host (shared memory) the caller must.
-        Channels are cached per address: a second call returns the living one."""
+        Channels are cached per address and lane: a second call returns the living one. What is sent on one
+        lane does not wait behind what is sent on another."""
 
     def recv(self, buffer: Buffer, tag: int, *, source: Channel | None = None) -> Transfer:
         """Post a receive of exactly ``len(buffer)`` bytes. A shorter or longer message is a ``TransportError``.

@@ -70,7 +70,8 @@ class MemoryTransport:
         self._address = address
         self._name = name
         self.killed = False
-        self._channels: dict[bytes, MemoryChannel] = {}
+        self._channels: dict[tuple[bytes, int], MemoryChannel] = {}
+        """By address and lane."""
         self._expected: dict[int, tuple[PostedTransfer, memoryview, MemoryChannel | None]] = {}
         self._unclaimed: dict[int, tuple[PostedTransfer, memoryview, MemoryTransport]] = {}
         self._max_unclaimed = max_unclaimed
@@ -87,10 +88,12 @@ class MemoryTransport:
         """What peers connect to."""
         return self._address
 
-    async def connect(self, address: bytes, *, same_host: bool, timeout_s: float = 10.0) -> MemoryChannel:
+    async def connect(
+        self, address: bytes, *, same_host: bool, timeout_s: float = 10.0, lane: int = 0
+    ) -> MemoryChannel:
         """Connect to a peer. Raises ``TransportError`` for no such address, ``PeerLost`` or, inside
         a host, ``DeadlineExceeded`` for a dead one."""
-        channel = self._channels.get(address)
+        channel = self._channels.get((address, lane))
         if channel is not None and channel.alive:
             return channel
         if timeout_s <= 0:
@@ -103,7 +106,7 @@ class MemoryTransport:
         if peer.killed:
             await asyncio.sleep(timeout_s)
             raise DeadlineExceeded(f"no answer from {address!r} in {timeout_s} s")
-        channel = self._channels[address] = MemoryChannel(self, address, same_host)
+        channel = self._channels[address, lane] = MemoryChannel(self, address, same_host)
         return channel
 
     def recv(self, buffer: Buffer, tag: int, *, source: Channel | None = None) -> Transfer:
@@ -145,9 +148,11 @@ class MemoryTransport:
 
     def peer_lost(self, address: bytes) -> None:
         """A peer died: end what waits for it on channels that notice."""
-        channel = self._channels.get(address)
-        if channel is None or channel.same_host:
-            return
+        for (known, _), channel in self._channels.items():
+            if known == address and not channel.same_host:
+                self._channel_lost(channel, address)
+
+    def _channel_lost(self, channel: MemoryChannel, address: bytes) -> None:
         channel.lost = True
         error = PeerLost(f"the peer {address!r} is lost")
         for transfer in channel.sends.copy():

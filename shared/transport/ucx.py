@@ -98,20 +98,20 @@ class UcxTransport:
         """Messages thrown away because too many waited for a receive."""
         return self._receives.num_overflowed
 
-    async def connect(self, address: bytes, *, same_host: bool, timeout_s: float = 10.0) -> UcxChannel:
+    async def connect(self, address: bytes, *, same_host: bool, timeout_s: float = 10.0, lane: int = 0) -> UcxChannel:
         """Connect to a peer and wait for its answer. Raises ``DeadlineExceeded``, ``PeerLost``, ``TransportError``.
 
         Inside a host shared memory is used, which UCX offers only without error handling (11 GB/s;
         with it UCX falls back to TCP, 1 GB/s). So such a channel never notices a lost peer.
         """
         future: concurrent.futures.Future[UcxChannel] = concurrent.futures.Future()
-        if not self.post(lambda: self._peers.dial(address, same_host, future)):
+        if not self.post(lambda: self._peers.dial(address, lane, same_host, future)):
             raise TransportError(f"transport {self._name} is closed")
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.wrap_future(future)
         except TimeoutError:
-            self.post(lambda: self._peers.forget_dial(address))
+            self.post(lambda: self._peers.forget_dial(address, lane))
             raise DeadlineExceeded(f"no answer from a peer of transport {self._name} in {timeout_s} s") from None
 
     def recv(self, buffer: Buffer, tag: int, *, source: Channel | None = None) -> Transfer:

@@ -26,8 +26,9 @@ Waiter = concurrent.futures.Future[Any]
 class Peer:
     """An endpoint and who uses it."""
 
-    def __init__(self, address: bytes, same_host: bool, endpoint: Any) -> None:
+    def __init__(self, address: bytes, lane: int, same_host: bool, endpoint: Any) -> None:
         self.address = address
+        self.lane = lane
         self.same_host = same_host
         self.endpoint = endpoint
         self.lost = False
@@ -39,7 +40,10 @@ class Peer:
 
 
 class Peers:
-    """All peers of one transport, by address."""
+    """All peers of one transport, by address and lane.
+
+    A lane other than 0 is an endpoint of its own in this direction only: the other side answers on its lane 0.
+    """
 
     def __init__(
         self,
@@ -55,7 +59,7 @@ class Peers:
         self._make_channel = make_channel
         self._on_lost = on_lost
         self._on_cancel = on_cancel
-        self._peers: dict[bytes, Peer] = {}
+        self._peers: dict[tuple[bytes, int], Peer] = {}
         self._dials: dict[int, Peer] = {}
         self._next_dial = 1
         self._broken: list[Peer] = []
@@ -76,12 +80,12 @@ class Peers:
 
     # Connecting.
 
-    def dial(self, address: bytes, same_host: bool, waiter: Waiter) -> None:
+    def dial(self, address: bytes, lane: int, same_host: bool, waiter: Waiter) -> None:
         """Answer ``waiter`` with a channel to the peer, the living one or a new one."""
         if waiter.cancelled():
             return
         try:
-            peer = self._at(address, same_host)
+            peer = self._at(address, lane, same_host)
         except TransportError as error:
             _settle(waiter, error)
             return
@@ -94,9 +98,9 @@ class Peers:
             self._dials[peer.dial] = peer
             self.tell(peer, Control(Kind.HELLO, peer.dial, peer.same_host, self._worker.address))
 
-    def forget_dial(self, address: bytes) -> None:
+    def forget_dial(self, address: bytes, lane: int) -> None:
         """Give a dial up that nobody waits for any more."""
-        peer = self._peers.get(address)
+        peer = self._peers.get((address, lane))
         if peer is None or not peer.dial or any(not waiter.cancelled() for waiter in peer.waiters):
             return
         self._dials.pop(peer.dial, None)
@@ -146,7 +150,7 @@ class Peers:
 
     def _on_hello(self, control: Control) -> None:
         try:
-            peer = self._at(control.address, control.same_host)
+            peer = self._at(control.address, 0, control.same_host)
         except TransportError as error:
             _log.warning("transport %s: cannot answer a peer: %s", self._name, error)
             return
@@ -160,7 +164,7 @@ class Peers:
             _answer(peer, peer.channel)
 
     def _on_bye(self, control: Control) -> None:
-        if (peer := self._peers.get(control.address)) is not None:
+        if (peer := self._peers.get((control.address, 0))) is not None:
             peer.used_by_remote = False
             if peer.channel is None and not peer.dial:
                 self._disconnect(peer)
@@ -181,7 +185,7 @@ class Peers:
     def farewell(self, error: TransportError) -> None:
         """Tell every peer that this transport closes, and every caller of ``connect``."""
         for peer in self.all():
-            self.tell(peer, Control(Kind.BYE, same_host=peer.same_host, address=self._worker.address))
+            self._say_bye(peer)
             _answer(peer, error)
 
     def disconnect_all(self) -> None:
@@ -190,14 +194,19 @@ class Peers:
             self._disconnect(peer)
 
     def _hang_up(self, peer: Peer) -> None:
-        self.tell(peer, Control(Kind.BYE, same_host=peer.same_host, address=self._worker.address))
+        self._say_bye(peer)
         self._disconnect(peer)
 
-    def _at(self, address: bytes, same_host: bool) -> Peer:
-        peer = self._peers.get(address)
+    def _say_bye(self, peer: Peer) -> None:
+        # It is about the endpoint that the other side answers on; another lane's end says nothing about that.
+        if peer.lane == 0:
+            self.tell(peer, Control(Kind.BYE, same_host=peer.same_host, address=self._worker.address))
+
+    def _at(self, address: bytes, lane: int, same_host: bool) -> Peer:
+        peer = self._peers.get((address, lane))
         if peer is None:
             endpoint = self._worker.endpoint(address, same_host=same_host)
-            peer = self._peers[address] = Peer(address, same_host, endpoint)
+            peer = self._peers[address, lane] = Peer(address, lane, same_host, endpoint)
             if not same_host:
                 endpoint.set_close_callback(self._broken.append, (peer,))
         return peer
@@ -206,8 +215,8 @@ class Peers:
         # A broken endpoint is closed by ucxx itself; closing it again crashes the process.
         peer.lost = True
         self._dials.pop(peer.dial, None)
-        if self._peers.get(peer.address) is peer:
-            del self._peers[peer.address]
+        if self._peers.get((peer.address, peer.lane)) is peer:
+            del self._peers[peer.address, peer.lane]
         if not broken:
             if not peer.same_host:
                 peer.endpoint.remove_close_callback()

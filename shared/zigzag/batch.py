@@ -93,12 +93,19 @@ class Batch:
     gate: int | None = None
     handed: bool = False
     """The target will run no more of it (best effort only)."""
+    absent: bool = False
+    """What the target needs to begin it is still on its way; the source may have it back."""
     state: State = State.WAITING
 
     @property
     def holder(self) -> Side | None:
         """Who must run what is left; None once cancelled."""
         return _HOLDER[self.state]
+
+    @property
+    def can_begin(self) -> bool:
+        """The target can run a layer of it, as far as the batch is concerned."""
+        return self.state is State.WAITING and not self.absent
 
     @property
     def in_layer(self) -> bool:

@@ -144,10 +144,11 @@ class Queue:
 
     # how it fills
 
-    def add(self, batch_id: str, cost: float, *, behind_seal: bool = False) -> None:
+    def add(self, batch_id: str, cost: float, *, behind_seal: bool = False, absent: bool = False) -> None:
         """A batch, untouched, at the end of those handed over, or of those that arrived behind the seal.
 
-        ``cost``: time of one of its layers. Raises ``Conflict`` for a known id or after dissolving.
+        ``cost``: time of one of its layers. ``absent``: the target cannot begin it before ``arrived``; the source may
+        have it back. Raises ``Conflict`` for a known id or after dissolving.
         """
         if self.dissolved:
             raise Conflict(f"the queue is dissolved; batch {batch_id!r} belongs to an instance")
@@ -155,9 +156,13 @@ class Queue:
             raise Conflict(f"batch {batch_id!r} is already in this queue")
         if not cost > 0:
             raise BadRequest(f"a layer of batch {batch_id!r} cannot cost {cost!r}", param="cost")
-        batch = Batch(batch_id, cost, (behind_seal, len(self._batches)))
+        batch = Batch(batch_id, cost, (behind_seal, len(self._batches)), absent=absent)
         self._batches[batch_id] = batch
         bisect.insort(self._order, batch, key=lambda b: b.place)
+
+    def arrived(self, batch_id: str) -> None:
+        """An absent batch is here: the target may begin it."""
+        self.batch(batch_id).absent = False
 
     def set_gate(self, batch_id: str, num_layers: int) -> None:
         """Split a batch: the target runs ``num_layers`` of it, then the source the rest. 0: whole at the source."""
@@ -307,13 +312,13 @@ class Queue:
     def _choose(self) -> Batch | None:
         ready = self._layers_ready
         if self.dissolved:
-            return next((b for b in self._order if b.state is State.WAITING and b.next_layer < ready), None)
+            return next((b for b in self._order if b.can_begin and b.next_layer < ready), None)
         if self.policy is Policy.STOP_THE_WORLD:
             return None
         if self.policy is Policy.BEST_EFFORT:
             return self._choose_best_effort()
         if not self._gated:
-            return next((b for b in self._order if b.next_layer < ready and b.state is State.WAITING), None)
+            return next((b for b in self._order if b.next_layer < ready and b.can_begin), None)
         return self._choose_gated(ready)
 
     def _choose_gated(self, ready: int) -> Batch | None:
@@ -323,7 +328,7 @@ class Queue:
             gate, layer = batch.gate, batch.next_layer
             if gate is not None and layer < gate and batch.holder is Side.TARGET:
                 short = True
-            if batch.state is not State.WAITING or layer >= ready:
+            if not batch.can_begin or layer >= ready:
                 continue
             if gate is None or layer < gate:
                 due = due or batch
@@ -341,7 +346,7 @@ class Queue:
             held.handed = True
         if limit == 0:
             return None
-        return next((b for b in self._order if b.state is State.WAITING and not b.next_layer), None)
+        return next((b for b in self._order if b.can_begin and not b.next_layer), None)
 
     def _head(self) -> Batch | None:
         """The batch that the source must take next, whether or not it can now."""

@@ -67,6 +67,19 @@ async def test_everything_starts_serves_the_model_and_stops_in_order(
     assert any("registered model demo" in text for text in said)
 
 
+async def test_the_models_get_the_stacks_objectives(tmp_path: Path, fake_env: dict[str, str], demo_model: Path) -> None:
+    config = stack_config(tmp_path, fake_env, demo_model, workers=1, slo_ttft_s=0.5, slo_tbt_s=0.0625)
+    async with Stack(config) as stack:
+        [model] = (await stack.wait_ready(20)).models
+        assert (model.slo_ttft_s, model.slo_tbt_s) == (0.5, 0.0625)
+
+
+@pytest.mark.parametrize("slo_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_objectives_that_are_none_are_refused(tmp_path: Path, slo_s: float) -> None:
+    with pytest.raises(StackRefused, match="--slo-tbt must be from 1 to 3600000 milliseconds"):
+        StackConfig(models=(), state_dir=tmp_path, slo_tbt_s=slo_s)
+
+
 async def test_children_get_their_environment(
     tmp_path: Path, fake_env: dict[str, str], demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

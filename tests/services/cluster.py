@@ -12,13 +12,15 @@ from redis.asyncio import Redis
 
 from services.monitor.core.demand import DemandPolicy
 from services.monitor.service import MonitorService
+from services.planner.live import LiveSettings
 from services.planner.service import PlannerService
 from services.pool.service import PoolService
 from services.pool.store import Store
 from shared import subjects
 from shared.bus.memory import MemoryBroker
 from shared.messages.codec import decode
-from shared.messages.common import Ack
+from shared.messages.common import Ack, LiveChoice
+from shared.messages.live import LiveReport
 from shared.messages.registry import AddModel, GetSnapshot, ModelRecord, RemoveModel, Snapshot, WorkerRecord
 from shared.messages.scaling import GetScaleRecord, ScalePlan, ScaleProgress, ScaleRecord, StartScale
 from shared.transport.memory import MemoryFabric
@@ -44,17 +46,19 @@ class Cluster:
         self.gateway = FakeGateway(self.broker)
         self.workers: dict[str, RunningWorker] = {}
         self.progress: list[ScaleProgress] = []
+        self.live_reports: list[LiveReport] = []
         self._store = Store.connect(redis_url)
         self._stopping = asyncio.Event()
         self._services: list[asyncio.Task[None]] = []
 
-    async def start(self, num_workers: int, *, monitor: bool) -> None:
+    async def start(self, num_workers: int, *, monitor: bool, live: LiveSettings | None) -> None:
         await self.redis.flushdb()
         await self.gateway.start()
         await self.broker.bus("observer").subscribe(subjects.progress(), ScaleProgress, self.progress.append)
+        await self.broker.bus("observer-2").subscribe(subjects.live_reports(), LiveReport, self.live_reports.append)
         metrics = CollectorRegistry()
         pool = PoolService(self.broker.bus("pool"), self._store, lease_s=LEASE_S, metrics=metrics)
-        planner = PlannerService(self.broker.bus("planner"), lease_ttl_s=5.0, metrics=metrics)
+        planner = PlannerService(self.broker.bus("planner"), lease_ttl_s=5.0, live=live, metrics=metrics)
         runs = [pool.run(self._stopping), planner.run(self._stopping)]
         if monitor:
             service = MonitorService(self.broker.bus("monitor"), POLICY, interval_s=0.02, repeat_s=0.1, metrics=metrics)
@@ -90,9 +94,9 @@ class Cluster:
     async def remove_model(self, name: str = "m") -> None:
         await self.client.request(subjects.pool("remove_model"), RemoveModel(name=name), Ack, timeout_s=TIMEOUT_S)
 
-    async def start_scale(self, instances: int, model: str = "m") -> ScaleRecord:
+    async def start_scale(self, instances: int, model: str = "m", *, live: LiveChoice = "auto") -> ScaleRecord:
         """Ask for instances; the record as of the plan. Raises the planner's refusal."""
-        message = StartScale(model=model, instances=instances, hold_s=HOLD_S)
+        message = StartScale(model=model, instances=instances, hold_s=HOLD_S, live=live)
         return await self.client.request(subjects.planner("scale"), message, ScaleRecord, timeout_s=TIMEOUT_S)
 
     async def record(self, plan_id: str) -> ScaleRecord:
@@ -155,6 +159,7 @@ async def running_cluster(
     num_workers: int = 3,
     *,
     monitor: bool = True,
+    live: LiveSettings | None = None,
     each: Callable[[str], dict[str, object]] = lambda _: {},
     **worker: object,
 ) -> AsyncIterator[Cluster]:
@@ -163,7 +168,7 @@ async def running_cluster(
     Every service ends with the block, whatever happened in it."""
     cluster = Cluster(redis_url, lambda worker_id: worker | each(worker_id))
     try:
-        await cluster.start(num_workers, monitor=monitor)
+        await cluster.start(num_workers, monitor=monitor, live=live)
         yield cluster
     finally:
         await cluster.close()

@@ -55,15 +55,16 @@ class TamperingTransport(TensorTransport):
         self.stuck_from: int | None = None
         """Receives from this index on never end, not even when they are aborted."""
         self.delay_s = 0.0
-        """Every message leaves this much later, one after the other."""
+        """Every message of lane 0 leaves this much later, one after the other."""
         self._next_free_s = 0.0
 
     @property
     def address(self) -> bytes:
         return self.real.address
 
-    async def connect(self, address: bytes, *, same_host: bool, timeout_s: float = 10.0) -> Channel:
-        return _TamperingChannel(self, await self.real.connect(address, same_host=same_host, timeout_s=timeout_s))
+    async def connect(self, address: bytes, *, same_host: bool, timeout_s: float = 10.0, lane: int = 0) -> Channel:
+        real = await self.real.connect(address, same_host=same_host, timeout_s=timeout_s, lane=lane)
+        return _TamperingChannel(self, real, lane)
 
     def recv(self, buffer: Buffer, tag: int, *, source: Channel | None = None) -> Transfer:
         if self.stuck_from is not None and index_of(tag) >= self.stuck_from:
@@ -81,8 +82,9 @@ class TamperingTransport(TensorTransport):
 
 
 class _TamperingChannel(Channel):
-    def __init__(self, transport: TamperingTransport, channel: Channel) -> None:
+    def __init__(self, transport: TamperingTransport, channel: Channel, lane: int) -> None:
         self._transport = transport
+        self._lane = lane
         self.channel = channel
 
     @property
@@ -90,7 +92,7 @@ class _TamperingChannel(Channel):
         return self.channel.alive
 
     def send(self, buffer: Buffer, tag: int) -> Transfer:
-        if self._transport.delay_s:
+        if self._transport.delay_s and self._lane == 0:
             return self._send_later(buffer, tag)
         tamper = self._transport.tamper
         return self.channel.send(*(tamper(buffer, tag) if tamper else (buffer, tag)))

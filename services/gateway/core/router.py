@@ -6,6 +6,7 @@ Rules
   it can run, and the prompts that it has not begun leave room in its queue. An idle instance
   always takes one. Among those, the one with the fewest outstanding tokens, then the lowest id.
 - The queue is bounded; a full one refuses.
+- A request that another instance takes over counts there from then on.
 """
 
 from __future__ import annotations
@@ -149,14 +150,19 @@ class Router:
             load.unstarted_requests -= 1
             load.unstarted_tokens -= booking.known_tokens
 
+    def moved(self, request_id: str, instance_id: str) -> None:
+        """Another instance took the request over, whether it has a route or not. Unknown requests are ignored."""
+        booking = self._bookings.get(request_id)
+        if booking is not None:
+            self._count(booking, -1)
+            booking.instance_id = instance_id
+            self._count(booking, 1)
+
     def release(self, request_id: str) -> None:
         """The request holds nothing at its instance any more."""
-        self.started(request_id)
         booking = self._bookings.pop(request_id, None)
         if booking is not None:
-            load = self._loads[booking.instance_id]
-            load.inflight_requests -= 1
-            load.outstanding_tokens -= booking.outstanding_tokens
+            self._count(booking, -1)
 
     def finish(self, request_id: str, model: str) -> None:
         """The request is over, wherever it is."""
@@ -222,9 +228,13 @@ class Router:
         known = stream.num_known_tokens
         remaining = stream.sampling.max_tokens - len(stream.output_token_ids)
         outstanding = known + min(remaining, EXPECTED_OUTPUT_TOKENS)
-        self._bookings[stream.request_id] = _Booking(route.instance_id, known, outstanding, unstarted=True)
-        load = self.load_of(route.instance_id)
-        load.inflight_requests += 1
-        load.unstarted_requests += 1
-        load.unstarted_tokens += known
-        load.outstanding_tokens += outstanding
+        booking = self._bookings[stream.request_id] = _Booking(route.instance_id, known, outstanding, unstarted=True)
+        self._count(booking, 1)
+
+    def _count(self, booking: _Booking, sign: int) -> None:
+        load = self.load_of(booking.instance_id)
+        load.inflight_requests += sign
+        load.outstanding_tokens += sign * booking.outstanding_tokens
+        if booking.unstarted:
+            load.unstarted_requests += sign
+            load.unstarted_tokens += sign * booking.known_tokens

@@ -15,7 +15,8 @@ from shared.messages.common import InstanceState
 from shared.messages.registry import ModelRecord, Route, RouteTable, Snapshot
 
 TAKES_REQUESTS: frozenset[InstanceState] = frozenset({"serving"})
-KNOWN_STATES: frozenset[InstanceState] = frozenset({"serving", "draining"})
+"""Not ``live``: what a live instance computes comes to it through the instance that it cooperates with."""
+KNOWN_STATES: frozenset[InstanceState] = frozenset({"live", "serving", "draining"})
 """States in which an instance may hold requests of ours."""
 
 
@@ -29,7 +30,8 @@ class ModelRoutes:
     @property
     def context_tokens(self) -> int:
         """Longest prompt plus output that the model, and the best of its instances, can hold."""
-        limits = [r.context_tokens for r in self.routes.values() if r.context_tokens > 0]
+        # A live instance may never come to serve: it promises nothing yet.
+        limits = [r.context_tokens for r in self.routes.values() if r.context_tokens > 0 and r.state != "live"]
         return min(self.record.spec.max_position, max(limits)) if limits else self.record.spec.max_position
 
 

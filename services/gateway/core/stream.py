@@ -5,6 +5,9 @@ Rules
 - A part is taken when it starts at, or overlaps, the next offset; the overlap is skipped.
 - A part beyond the next offset is a gap: the worker is asked to send again from there.
 - Output tokens survive attempts: the next attempt continues behind them.
+- While two instances cooperate, one takes requests over from the other under the same attempt. The first part of a
+  worker that has not had the attempt yet says so, with tokens or without, unless it only repeats what is here.
+  A worker that has had it gets it back with new tokens only: what else it says comes late.
 """
 
 from __future__ import annotations
@@ -53,6 +56,8 @@ class StreamState:
     """Attempts lost to a fault (an instance that was merely full does not count)."""
     instance_id: str = ""
     worker_id: str = ""
+    former_workers: set[str] = field(default_factory=set)
+    """Those from which another took the current attempt over."""
     avoid: set[str] = field(default_factory=set)
     """Instances that failed this stream; used again only when there is no other."""
     output_token_ids: list[int] = field(default_factory=list)
@@ -82,6 +87,23 @@ class StreamState:
         self.phase = Phase.SUBMITTED
         self.instance_id = instance_id
         self.worker_id = worker_id
+        self.former_workers.clear()
+
+    def taken_over(self, part: StreamPart, verdict: Verdict, *, instance_id: str, worker_id: str) -> bool:
+        """Follow the attempt to the worker that sent ``part``, just judged, if it has taken the attempt over.
+
+        Returns whether it has.
+        """
+        if worker_id == self.worker_id or verdict is Verdict.FOREIGN:
+            return False
+        if verdict is not Verdict.NEW:
+            says_so = verdict is Verdict.GAP or (not part.token_ids and True)
+            if not says_so or worker_id in self.former_workers:
+                return False
+        self.former_workers.add(self.worker_id)
+        self.instance_id = instance_id
+        self.worker_id = worker_id
+        return True
 
     def requeued(self, *, fault: bool) -> None:
         """The current attempt is given up; what it already brought stays."""

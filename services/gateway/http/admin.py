@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from typing import get_args
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -15,12 +17,14 @@ from services.gateway.http.status import status_json
 from services.gateway.service import Gateway
 from shared import subjects
 from shared.errors import BadRequest
-from shared.messages.common import Ack
+from shared.messages.common import Ack, LiveChoice
 from shared.messages.registry import AddModel, ModelRecord, RemoveModel
 from shared.messages.scaling import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
 
 MAX_WAIT_S = 600.0
 MAX_INSTANCES = 1_000_000
+MIN_SLO_S = 0.001
+MAX_SLO_S = 3600.0
 DEFAULT_HOLD_S = 300.0
 ADD_TIMEOUT_S = 600.0
 """Registering reads every byte of a checkpoint, to hash it."""
@@ -48,7 +52,7 @@ def admin_router(gateway: Gateway) -> APIRouter:
     @router.get("/status")
     async def status() -> Response:
         """Models, instances, workers and manual floors."""
-        return _json(status_json(await gateway.snapshot()))
+        return _json(status_json(await gateway.snapshot(), gateway.load_board.latest(time.monotonic())))
 
     @router.get("/pool")
     async def pool() -> Response:
@@ -62,13 +66,18 @@ def admin_router(gateway: Gateway) -> APIRouter:
 
     @router.post("/models")
     async def add_model(request: Request) -> Response:
-        """Register a checkpoint: ``{"path", "name"?, "min_instances"?, "max_instances"?}``."""
+        """Register a checkpoint.
+
+        ``{"path", "name"?, "min_instances"?, "max_instances"?, "slo_ttft_s"?, "slo_tbt_s"?}``
+        """
         fields = await _fields(request, gateway)
         message = AddModel(
             path=fields.text("path"),
             name=fields.text("name") if fields.raw("name") is not None else "",
             min_instances=fields.integer("min_instances", 1, low=0, high=MAX_INSTANCES),
             max_instances=fields.integer("max_instances", MAX_INSTANCES, low=1, high=MAX_INSTANCES),
+            slo_ttft_s=fields.number("slo_ttft_s", 0.0, low=MIN_SLO_S, high=MAX_SLO_S),
+            slo_tbt_s=fields.number("slo_tbt_s", 0.0, low=MIN_SLO_S, high=MAX_SLO_S),
         )
         record = await bus.request(subjects.pool("add_model"), message, ModelRecord, timeout_s=ADD_TIMEOUT_S)
         # So that a request right behind this one finds the model.
@@ -84,7 +93,7 @@ def admin_router(gateway: Gateway) -> APIRouter:
 
     @router.post("/models/{name:path}/scale")
     async def scale(name: str, request: Request) -> Response:
-        """Ask for ``{"instances": N, "hold_s": 300}`` instances now."""
+        """Ask for ``{"instances": N, "hold_s": 300, "live": "auto"}`` instances now."""
         gateway.find_model(name)
         fields = await _fields(request, gateway)
         if fields.raw("instances") is None:
@@ -93,6 +102,7 @@ def admin_router(gateway: Gateway) -> APIRouter:
             model=name,
             instances=fields.integer("instances", 0, low=0, high=MAX_INSTANCES),
             hold_s=fields.number("hold_s", DEFAULT_HOLD_S, low=0, high=1e9),
+            live=fields.choice("live", "auto", get_args(LiveChoice)),
         )
         record = await bus.request(subjects.planner("scale"), message, ScaleRecord, timeout_s=RPC_TIMEOUT_S)
         return _json(record)

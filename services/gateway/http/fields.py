@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from shared.errors import BadRequest, UnsupportedParameter
+
+C = TypeVar("C", bound=str)
 
 _decoder = msgspec.json.Decoder()
 
@@ -82,6 +84,16 @@ class Fields:
         if not isinstance(value, str) or not value:
             raise self.wrong(key, "a non-empty string")
         return value
+
+    def choice(self, key: str, default: C, allowed: tuple[C, ...]) -> C:
+        """One of the strings in ``allowed``."""
+        value = self._value.get(key)
+        if value is None:
+            return default
+        for one in allowed:
+            if value == one:
+                return one
+        raise self.wrong(key, " or ".join(repr(one) for one in allowed))
 
     def flag(self, key: str, default: bool) -> bool:
         """A boolean."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shared.messages.load import LoadReport
 from shared.messages.registry import ModelRecord, Snapshot, WorkerRecord
 
 
-def status_json(pages: Sequence[Snapshot]) -> dict[str, Any]:
-    """``{"models", "instances", "workers", "floors"}`` of a snapshot (its pages in order)."""
+def status_json(pages: Sequence[Snapshot], loads: Mapping[str, LoadReport] | None = None) -> dict[str, Any]:
+    """``{"models", "instances", "workers", "floors"}`` of a snapshot (its pages in order).
+
+    ``loads``: the latest report of each instance that reports; of the others ``load`` is null.
+    """
+    loads = loads or {}
     workers = [record for page in pages for record in page.workers]
     models = {record.name: record for page in pages for record in page.models}
     floors = {floor.model: floor for page in pages for floor in page.floors}
@@ -32,6 +37,7 @@ def status_json(pages: Sequence[Snapshot]) -> dict[str, Any]:
                 "plan_id": instance.plan_id,
                 "context_tokens": instance.context_tokens,
                 "max_running_requests": instance.max_running_requests,
+                "load": _load(loads.get(instance.instance_id)),
             },
         )
         row["workers"].append(record.worker.worker_id)
@@ -55,12 +61,27 @@ def _model(record: ModelRecord, instances: list[dict[str, Any]]) -> dict[str, An
         "weights_bytes": record.weights_bytes,
         "instances": len(mine),
         "serving": sum(1 for row in mine if row["state"] == "serving"),
+        "live": sum(1 for row in mine if row["state"] == "live"),
         "min_instances": record.min_instances,
         "max_instances": record.max_instances,
+        "slo_ttft_s": record.slo_ttft_s,
+        "slo_tbt_s": record.slo_tbt_s,
         "added_at_s": record.added_at_s,
         "architecture": record.spec.architecture,
         "dtype": record.spec.dtype,
         "num_layers": record.spec.num_layers,
+    }
+
+
+def _load(report: LoadReport | None) -> dict[str, Any] | None:
+    if report is None:
+        return None
+    return {
+        "running_requests": report.running_requests,
+        "queued_requests": report.queued_requests,
+        "queued_tokens": report.queued_tokens,
+        "kv_blocks_used": report.kv_blocks_used,
+        "kv_blocks_total": report.kv_blocks_total,
     }
 
 

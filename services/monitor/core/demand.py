@@ -9,7 +9,10 @@ In units of one instance:
 Up at once: ``ceil(needed)``. Down only when the largest ``needed`` of a whole window would fit
 fewer instances with room to spare. *capacity* is prompt tokens per second of one instance: an
 offline profile's figure if configured, else what serving instances were seen to do per busy
-second. Samples of instances that still load never count as capacity.
+second. Samples of instances that still load (``live`` ones, too) never count as capacity.
+
+*slack* is the model's TTFT objective, or the policy's if it has none: a backlog that takes longer to compute makes its
+last prompts miss the objective.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ from math import ceil
 from services.monitor.core.windows import CounterWindow, MaxWindow
 from shared.messages.load import LoadReport, ModelQueue
 
+MIN_SLACK_S = 0.001
+"""No backlog can be drained faster; it keeps a senseless objective from asking for endlessly many instances."""
+
 
 @dataclass(frozen=True, slots=True)
 class DemandPolicy:
@@ -28,7 +34,7 @@ class DemandPolicy:
     rate_window_s: float = 1.0
     down_window_s: float = 2.0
     slack_s: float = 0.5
-    """Within how long a backlog should be drained (the TTFT objective's slack)."""
+    """Within how long a backlog should be drained, where the model has no TTFT objective."""
     prefill_tokens_per_s: float = 0.0
     """Offline profile of one instance; 0 measures it."""
     assumed_tokens_per_s: float = 2000.0
@@ -106,15 +112,16 @@ class ModelDemand:
         """Prompt tokens per second of one instance, as well as it is known."""
         return self._policy.prefill_tokens_per_s or self._measured_tokens_per_s or self._policy.assumed_tokens_per_s
 
-    def evaluate(self, now_s: float, observed: int) -> Verdict:
-        """The verdict when ``observed`` instances serve or are on their way."""
+    def evaluate(self, now_s: float, observed: int, *, slo_ttft_s: float = 0.0) -> Verdict:
+        """The verdict when ``observed`` instances serve or are on their way; ``slo_ttft_s`` 0: no objective."""
         policy = self._policy
+        slack_s = max(slo_ttft_s, MIN_SLACK_S) if slo_ttft_s > 0 else policy.slack_s
         self._forget(now_s)
         reports = [i.report for i in self._instances.values() if i.report is not None]
         queues = [q.queue for q in self._queues.values() if q.queue is not None]
         arriving = sum(q.arrived.growth(now_s) for q in self._queues.values()) / policy.rate_window_s
         waiting = sum(r.queued_tokens for r in reports) + sum(q.queued_tokens for q in queues)
-        prefill = (arriving + waiting / policy.slack_s) / (self.capacity_tokens_per_s * policy.utilisation)
+        prefill = (arriving + waiting / slack_s) / (self.capacity_tokens_per_s * policy.utilisation)
         serving = [r for r in reports if r.state == "serving" and r.kv_blocks_total]
         used = sum(r.kv_blocks_used for r in reports)
         blocks = max((r.kv_blocks_total for r in serving), default=0)

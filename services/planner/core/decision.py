@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from shared.messages.registry import Floor, ModelRecord, WorkerRecord
@@ -33,12 +33,19 @@ def bounded(desired: int, model: ModelRecord, floor: Floor | None) -> int:
     return max(min(desired, model.max_instances), min(low, model.max_instances))
 
 
-def decide(model: ModelRecord, workers: Sequence[WorkerRecord], desired: int, floor: Floor | None) -> Decision:
+def decide(
+    model: ModelRecord,
+    workers: Sequence[WorkerRecord],
+    desired: int,
+    floor: Floor | None,
+    in_pairs: Collection[str] = (),
+) -> Decision:
     """Steps from what ``workers`` run to ``desired`` instances of ``model``.
 
     Draining instances are revived before anything is loaded (their weights are there). Workers
     leased for the model and not yet reporting count as loading. Scaling in drains the instances
-    that serve least, never one that still loads (its plan runs; it can go when it is up).
+    that serve least, never one that still loads (its plan runs; it can go when it is up). Those of
+    ``in_pairs`` (instance ids), which scale live with another, go last.
     """
     wanted = bounded(desired, model, floor)
     # Instances of other weights that had this name before are none of its: they drain.
@@ -57,7 +64,11 @@ def decide(model: ModelRecord, workers: Sequence[WorkerRecord], desired: int, fl
     drain: tuple[WorkerRecord, ...] = ()
     if missing < 0:
         serving = [w for w in counted if w.state == "serving"]
-        # The newest (highest epoch) go first: the oldest are sources and hold warm KV.
-        newest = sorted(serving, key=lambda w: (-(w.instance.epoch if w.instance else 0), w.worker.worker_id))
-        drain = tuple(newest[:-missing])
+        drain = tuple(sorted(serving, key=lambda w: _staying(w, in_pairs))[:-missing])
     return Decision(wanted, current, load, revive, drain)
+
+
+def _staying(record: WorkerRecord, in_pairs: Collection[str]) -> tuple[bool, int, str]:
+    """The newest (highest epoch) go first: the oldest are sources and hold warm KV."""
+    instance_id, epoch = (record.instance.instance_id, record.instance.epoch) if record.instance else ("", 0)
+    return instance_id in in_pairs, -epoch, record.worker.worker_id

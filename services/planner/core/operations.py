@@ -1,246 +1,13 @@
-"""The record of each scale operation, built from progress events."""
+"""All scale operations that the planner remembers, and what they mean for the next one."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable
 
-from services.planner.core.traffic import SETTLING_S, Link, Transfers
-from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import ScaleProgress, ScaleRecord, TargetRecord
-
-Direction = Literal["out", "in", "none"]
-
-DEADLINE_FINISHES = 3.0
-"""A target may take this many times its predicted finish, where that is longer than what its bytes alone allow."""
-MISSING_S = 2.0
-"""A target's worker that the registry has not known for this long is dead."""
-
-
-@dataclass(slots=True)
-class _Target:
-    worker_id: str
-    instance_id: str
-    accepted_s: float | None = None
-    first_byte_s: float | None = None
-    layers_s: dict[int, float] = field(default_factory=dict)
-    loaded_s: float | None = None
-    serving_s: float | None = None
-    spare_s: float | None = None
-    received_bytes: int = 0
-    missing_since_s: float | None = None
-    failure: str = ""
-
-
-class Operation:
-    """One scale operation. ``apply`` takes events in any order; times are unix seconds."""
-
-    def __init__(
-        self,
-        *,
-        plan_id: str,
-        model: str,
-        direction: Direction,
-        desired: int,
-        reason: str,
-        triggered_at_s: float,
-        targets: tuple[tuple[str, str], ...],
-        explain: tuple[str, ...] = (),
-        left_out: tuple[str, ...] = (),
-        trace_id: str = "",
-        accept_by_s: float = float("inf"),
-        deadline_s: float = float("inf"),
-        links: tuple[Link, ...] = (),
-        predicted_s: Mapping[str, float] | None = None,
-    ) -> None:
-        """``targets`` are (worker_id, instance_id). A target that has not accepted by ``accept_by_s``, or
-        not ended by ``deadline_s``, has failed. ``links``: who sends weights to whom. ``predicted_s``: the seconds
-        that each target should take once the plan is out; one that should take long has a later deadline."""
-        self.plan_id = plan_id
-        self.model = model
-        self._accept_by_s = accept_by_s
-        self._deadline_s = deadline_s
-        self._links = links
-        self._predicted_s = dict(predicted_s or {})
-        self.direction = direction
-        self._desired = desired
-        self._reason = reason
-        self._triggered_s = triggered_at_s
-        self._planned_s: float | None = None
-        self._explain, self._left_out, self._trace_id = explain, left_out, trace_id
-        self._targets = {worker: _Target(worker, instance) for worker, instance in targets}
-        self._failure = ""
-
-    @property
-    def finished(self) -> bool:
-        """Whether every target has ended, well or not."""
-        if self._failure:
-            return True
-        return all(t.failure or (t.spare_s if self.direction == "in" else t.serving_s) for t in self._targets.values())
-
-    @property
-    def open_targets(self) -> tuple[tuple[str, str], ...]:
-        """(worker_id, instance_id) of targets that have not ended."""
-        return tuple(
-            (t.worker_id, t.instance_id)
-            for t in self._targets.values()
-            if not t.failure and (t.spare_s if self.direction == "in" else t.serving_s) is None
-        )
-
-    def running_links(self) -> list[Link]:
-        """Transfers that go on: their target is open and has not reported ``loaded``."""
-        return [link for link in self._links if self._loads(link[1])]
-
-    def settled_links(self, since_s: float) -> list[Link]:
-        """Transfers whose target reported ``loaded`` at or after ``since_s``."""
-        return [link for link in self._links if (self._targets[link[1]].loaded_s or 0.0) >= since_s]
-
-    def remaining_s(self, now_s: float) -> dict[tuple[str, str], float]:
-        """Predicted seconds until each target that loads is whole, by (worker_id, instance_id)."""
-        start_s = self._planned_s or now_s
-        return {
-            (t.worker_id, t.instance_id): max(0.0, start_s + self._predicted_s[t.worker_id] - now_s)
-            for t in self._targets.values()
-            if self._predicted_s.get(t.worker_id) and self._loads(t.worker_id)
-        }
-
-    def _loads(self, worker_id: str) -> bool:
-        target = self._targets[worker_id]
-        ended = self._failure or target.failure or target.loaded_s or target.serving_s
-        return self.direction == "out" and not ended
-
-    def _must_end_by_s(self, worker_id: str) -> float:
-        slow_s = DEADLINE_FINISHES * self._predicted_s.get(worker_id, 0.0)
-        return max(self._deadline_s, self._accept_by_s + slow_s if slow_s else 0.0)
-
-    def planned(self, at_s: float) -> None:
-        """The plan was made and published."""
-        self._planned_s = at_s
-
-    def fail(self, why: str) -> None:
-        """The operation as a whole failed (no plan, no publisher)."""
-        self._failure = self._failure or why
-
-    def fail_target(self, worker_id: str, why: str) -> None:
-        """A target will not end by itself."""
-        target = self._targets.get(worker_id)
-        if target is not None and not target.failure:
-            target.failure = why
-
-    def apply(self, event: ScaleProgress) -> None:
-        """Take one progress event; unknown workers are ignored (sources report too)."""
-        target = self._targets.get(event.worker_id)
-        if target is None or target.instance_id != event.instance_id:
-            return
-        target.received_bytes = max(target.received_bytes, event.received_bytes)
-        match event.event:
-            case "first_byte":
-                target.first_byte_s = target.first_byte_s or event.at_s
-            case "layer_ready":
-                target.layers_s.setdefault(event.layer, event.at_s)
-            case "loaded":
-                target.loaded_s = target.loaded_s or event.at_s
-            case "serving":
-                target.serving_s = target.serving_s or event.at_s
-            case "spare":
-                target.spare_s = target.spare_s or event.at_s
-                if self.direction == "out" and target.serving_s is None and not target.failure:
-                    target.failure = event.detail or "the worker went back to spare"
-            case "failed":
-                target.failure = target.failure or event.detail or "failed"
-            case "accepted":
-                target.accepted_s = target.accepted_s or event.at_s
-
-    def check(self, workers: Mapping[str, WorkerRecord], now_s: float) -> None:
-        """Fail the open targets that will not end by themselves, given all living workers by id."""
-        for worker_id, instance_id in self.open_targets:
-            worker = workers.get(worker_id)
-            target = self._targets[worker_id]
-            if worker is None:
-                # A registry that was emptied knows nobody for a moment.
-                target.missing_since_s = target.missing_since_s or now_s
-                if now_s - target.missing_since_s >= MISSING_S:
-                    self.fail_target(worker_id, "the worker died")
-                continue
-            target.missing_since_s = None
-            if self.direction == "in" and not _holds(worker, instance_id):
-                target.spare_s = now_s  # its own report was lost
-            elif now_s > self._must_end_by_s(worker_id):
-                self.fail_target(worker_id, "it did not end within the deadline")
-            elif not _works_on(worker, self.plan_id, instance_id):
-                if target.accepted_s is not None:
-                    # Back before the registry missed it: a new process under the old id.
-                    self.fail_target(worker_id, "the worker died and started again")
-                elif now_s > self._accept_by_s:
-                    self.fail_target(worker_id, "the plan was never accepted")
-
-    def record(self) -> ScaleRecord:
-        """The record as of now."""
-        targets = list(self._targets.values())
-        layers = sorted({layer for t in targets for layer in t.layers_s})
-        complete = [i for i in layers if all(i in t.layers_s for t in targets if not t.failure)]
-        ready = tuple(self._ms(max(t.layers_s[i] for t in targets if i in t.layers_s)) or 0.0 for i in complete)
-        failures = [f"{t.worker_id}: {t.failure}" for t in targets if t.failure]
-        failed = bool(self._failure) or (self.finished and bool(failures))
-        status: Literal["running", "done", "failed"] = "failed" if failed else "done" if self.finished else "running"
-        first = min((t.first_byte_s for t in targets if t.first_byte_s), default=None)
-        return ScaleRecord(
-            plan_id=self.plan_id,
-            model=self.model,
-            status=status,
-            direction=self.direction,
-            desired=self._desired,
-            reason=self._failure or self._reason,
-            triggered_at_s=self._triggered_s,
-            trigger_to_plan_ms=self._ms(self._planned_s),
-            trigger_to_first_byte_ms=self._ms(first),
-            layer_ready_ms=ready,
-            trigger_to_loaded_ms=self._last_ms([t.loaded_s for t in targets]),
-            trigger_to_serving_ms=self._last_ms([t.serving_s for t in targets]),
-            trigger_to_spare_ms=self._last_ms([t.spare_s for t in targets]),
-            bytes=sum(t.received_bytes for t in targets),
-            gbps=min((g for g in map(_gbps, targets) if g is not None), default=0.0),
-            targets=tuple(
-                TargetRecord(
-                    worker_id=t.worker_id,
-                    instance_id=t.instance_id,
-                    first_byte_ms=self._ms(t.first_byte_s),
-                    layer_ready_ms=tuple(self._ms(t.layers_s[i]) or 0.0 for i in sorted(t.layers_s)),
-                    loaded_ms=self._ms(t.loaded_s),
-                    serving_ms=self._ms(t.serving_s),
-                    spare_ms=self._ms(t.spare_s),
-                    received_bytes=t.received_bytes,
-                    failure=t.failure,
-                )
-                for t in targets
-            ),
-            explain=self._explain,
-            left_out=self._left_out,
-            trace_id=self._trace_id,
-        )
-
-    def _ms(self, at_s: float | None) -> float | None:
-        return None if at_s is None else round((at_s - self._triggered_s) * 1000, 3)
-
-    def _last_ms(self, times: list[float | None]) -> float | None:
-        known = [t for t in times if t is not None]
-        return self._ms(max(known)) if known and len(known) == len(times) else None
-
-
-def _works_on(worker: WorkerRecord, plan_id: str, instance_id: str) -> bool:
-    return worker.lease_plan_id == plan_id or _holds(worker, instance_id)
-
-
-def _holds(worker: WorkerRecord, instance_id: str) -> bool:
-    return worker.instance is not None and worker.instance.instance_id == instance_id
-
-
-def _gbps(target: _Target) -> float | None:
-    if target.accepted_s is None or target.loaded_s is None or target.loaded_s <= target.accepted_s:
-        return None
-    return target.received_bytes * 8 / (target.loaded_s - target.accepted_s) / 1e9
+from services.planner.core.live_pair import LivePair
+from services.planner.core.operation import Operation
+from services.planner.core.traffic import SETTLING_S, Transfers
 
 
 class Operations:
@@ -272,7 +39,7 @@ class Operations:
                     operation.fail_target(worker_id, f"revived by {plan_id}")
 
     def running(self) -> list[Operation]:
-        """Operations with targets that have not ended."""
+        """Operations with targets, or pairs, that have not ended."""
         return [o for o in self._by_id.values() if not o.finished]
 
     def transfers(self, now_s: float) -> Transfers:
@@ -287,3 +54,20 @@ class Operations:
     def remaining_s(self, now_s: float) -> dict[tuple[str, str], float]:
         """Predicted seconds until each instance that loads is whole, by (worker_id, instance_id)."""
         return {key: left_s for o in self._by_id.values() for key, left_s in o.remaining_s(now_s).items()}
+
+    def pair(self, pair_id: str) -> LivePair | None:
+        """The pair of that id, ended or not."""
+        for operation in reversed(self._by_id.values()):
+            pair = operation.pairs.get(pair_id)
+            if pair is not None:
+                return pair
+        return None
+
+    def instances_in_pairs(self) -> frozenset[str]:
+        """Sources and targets of the pairs that run."""
+        running = [p for o in self.running() for p in o.pairs.values() if p.running]
+        return frozenset([instance_id for pair in running for instance_id in pair.instance_ids])
+
+    def instances_to_drain(self) -> frozenset[str]:
+        """What drains, or was told to and may not show it yet."""
+        return frozenset([i for o in self.running() if o.direction == "in" for _, i in o.open_targets])

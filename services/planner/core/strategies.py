@@ -22,14 +22,17 @@ Strategy = Literal["chain", "star", "disk", "host-cache"]
 STRATEGIES: tuple[Strategy, ...] = ("chain", "star", "disk", "host-cache")
 
 
-def plan_by(strategy: Strategy, cluster: Cluster, num_targets: int, model_bytes: int) -> WorkerChains:
+def plan_by(
+    strategy: Strategy, cluster: Cluster, num_targets: int, model_bytes: int, *, tails: int = 1
+) -> WorkerChains:
     """Plan ``num_targets`` new copies on the spare workers. Raises what ``multicast.plan`` raises.
 
     Deterministic: ties are broken by worker id. Fewer spare workers than targets give a smaller plan that says so.
+    ``tails``: chains to start at least, where copies allow; the baselines' chains are all of one target.
     """
     match strategy:
         case "chain":
-            return plan_worker_chains(cluster, num_targets, model_bytes)
+            return plan_worker_chains(cluster, num_targets, model_bytes, tails=tails)
         case "star":
             return plan_star(cluster, num_targets, model_bytes)
         case "disk":

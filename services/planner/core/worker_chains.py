@@ -38,13 +38,20 @@ class WorkerChains:
         return tuple(dict.fromkeys((s.source, s.target) for s in stripes if s.source not in ("", s.target)))
 
     @property
+    def tails(self) -> tuple[str, ...]:
+        """Targets at the end of a chain that send no stripe to another: candidates for live scaling. What the members
+        of a hop send each other inside their scale-up domain does not count."""
+        senders = {source for source, _ in self.links}
+        return tuple(t for chain in self.chains for t in chain.hops[-1].targets if t not in senders)
+
+    @property
     def predicted_s(self) -> dict[str, float]:
-        """Predicted finish of each target."""
+        """Predicted finish of each target; 0: nobody knows."""
         return {t: hop.predicted_finish_s for chain in self.chains for hop in chain.hops for t in hop.targets}
 
 
-def plan_worker_chains(cluster: Cluster, num_targets: int, model_bytes: int) -> WorkerChains:
-    """Plan ``num_targets`` new copies on the spare workers.
+def plan_worker_chains(cluster: Cluster, num_targets: int, model_bytes: int, *, tails: int = 1) -> WorkerChains:
+    """Plan ``num_targets`` new copies on the spare workers, in ``tails`` chains at least, where copies allow.
 
     Without any source the first group reads the checkpoint from its disk and forwards it. Fewer spare workers than
     targets give a smaller plan that says so. Raises what ``multicast.plan`` raises.
@@ -58,6 +65,7 @@ def plan_worker_chains(cluster: Cluster, num_targets: int, model_bytes: int) -> 
         num_targets,
         flows,
         model_bytes,
+        tails=tails,
     )
     hops = _Hops(cluster, model_bytes)
     chains = tuple(

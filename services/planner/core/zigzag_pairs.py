@@ -1,9 +1,9 @@
 """Which instances scale live, and with whom (paper, section 5.2, "Selecting instances for live scaling").
 
-A pair is made only where both hold: loading first and serving then would break the SLO, and an overloaded instance is
-there to cooperate with. Each overloaded instance gets one loading instance: a tail of the chains, which feeds nobody,
-so that its activations and KV compete with no weights. The slowest tail goes to the instance with the longest queue:
-it is the one that would stand idle longest.
+By default a pair is made only where both hold: loading first and serving then would break the SLO, and an overloaded
+instance is there to cooperate with. Each overloaded instance gets one loading instance: a tail of the chains, which
+feeds nobody, so that its activations and KV compete with no weights. The slowest tail goes to the instance with the
+longest queue: it is the one that would stand idle longest.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.planner.core.multicast import Multicast
+from services.planner.core.explain import MAX_EDGES, MAX_NAMES
+from shared.messages.common import LiveChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Overloaded:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A source and a target that scale live together, and why."""
+    """A source (instance id) and a target (worker id) that scale live together, and why."""
 
     source: str
     target: str
@@ -43,34 +44,51 @@ class Selection:
     pairs: tuple[Pair, ...]
     declined: tuple[str, ...]
 
+    @property
+    def explain(self) -> tuple[str, ...]:
+        """Both in words, long lists cut."""
+        lines = [f"live: {pair.why}" for pair in self.pairs[:MAX_EDGES]]
+        lines += [f"not live: {line}" for line in self.declined[:MAX_NAMES]]
+        left = max(0, len(self.pairs) - MAX_EDGES)
+        if left:
+            lines.append(f"live: and {left} more pairs in the same way")
+        left = max(0, len(self.declined) - MAX_NAMES)
+        if left:
+            lines.append(f"not live: and {left} more instances")
+        return tuple(lines)
+
+
+def num_sources(overloaded: Sequence[Overloaded], choice: LiveChoice = "auto") -> int:
+    """How many instances would take a partner: so many tails are of use."""
+    return len(_sources(overloaded, choice)[0])
+
 
 def select_pairs(
-    overloaded: Sequence[Overloaded], plan: Multicast, *, tails: Sequence[str] | None = None, margin_s: float = 0.0
+    overloaded: Sequence[Overloaded],
+    tails: Mapping[str, float],
+    *,
+    choice: LiveChoice = "auto",
+    margin_s: float = 0.0,
 ) -> Selection:
-    """Pair tails of ``plan`` with overloaded instances; see the top.
+    """Pair ``tails`` with overloaded instances; see the top.
 
-    ``tails``: those that may go live, if not all of ``plan.tails`` (a decode instance never does: weights and KV would
-    both come in). ``margin_s``: predictions this close to the slack count as late.
+    ``tails``: predicted seconds until each worker that feeds nobody has everything; 0: nobody knows, taken for late.
+    Only those that may go live (a decode instance never does: weights and KV would both come in). ``choice``:
+    ``always`` asks neither for overload nor for lateness, ``never`` makes no pairs. ``margin_s``: predictions this
+    close to the slack count as late.
     """
-    finish_s: Mapping[str, float] = plan.finish_s
-    allowed = set(plan.tails if tails is None else tails)
-    free = sorted([t for t in plan.tails if t in allowed], key=lambda t: (-finish_s[t], t))
+    if choice == "never":
+        return Selection((), ())
+    finish_s = {t: at_s or float("inf") for t, at_s in tails.items()}
+    free = sorted(finish_s, key=lambda t: (-finish_s[t], t))
+    sources, declined = _sources(overloaded, choice)
     pairs: list[Pair] = []
-    declined: list[str] = []
-    for source in sorted(overloaded, key=lambda o: (-o.queue_s, o.instance_id)):
+    for source in sources:
         name = source.instance_id
-        if source.live:
-            declined.append(f"{name}: it is in a pair already")
-            continue
-        if source.queue_s <= source.slack_s:
-            declined.append(
-                f"{name}: not overloaded; {source.queue_s:.3f} s of queue within {source.slack_s:.3f} s of slack"
-            )
-            continue
-        late = [t for t in free if finish_s[t] + margin_s > source.slack_s]
         if not free:
             declined.append(f"{name}: no tail is left to go live")
             continue
+        late = [t for t in free if choice == "always" or finish_s[t] + margin_s > source.slack_s]
         if not late:
             declined.append(
                 f"{name}: stop-the-world meets the SLO; the slowest tail, {free[0]}, has all layers in "
@@ -79,12 +97,32 @@ def select_pairs(
             continue
         target = late[0]
         free.remove(target)
-        pairs.append(
-            Pair(
-                name,
-                target,
-                f"{target} is a tail that has all layers in {finish_s[target]:.3f} s; {name} has "
-                f"{source.queue_s:.3f} s of queue and {source.slack_s:.3f} s of slack",
-            )
+        when = f"in {finish_s[target]:.3f} s" if tails[target] else "nobody knows when"
+        asked = "; asked for" if choice == "always" else ""
+        why = (
+            f"{target} is a tail that has all layers {when}; {name} has {source.queue_s:.3f} s of queue and "
+            f"{source.slack_s:.3f} s of slack{asked}"
         )
+        pairs.append(Pair(name, target, why))
     return Selection(tuple(pairs), tuple(declined))
+
+
+def _sources(overloaded: Sequence[Overloaded], choice: LiveChoice) -> tuple[list[Overloaded], list[str]]:
+    """Those that want a partner, the longest queue first, and why the others do not."""
+    sources: list[Overloaded] = []
+    declined: list[str] = []
+    if choice == "never":
+        return sources, declined
+    for one in sorted(overloaded, key=lambda o: (-o.queue_s, o.instance_id)):
+        if one.live:
+            declined.append(f"{one.instance_id}: it is in a pair already")
+        elif choice == "auto" and not one.queue_s:
+            # Even if one prompt alone would take longer than the SLO allows.
+            declined.append(f"{one.instance_id}: nothing waits")
+        elif choice == "auto" and one.queue_s <= one.slack_s:
+            declined.append(
+                f"{one.instance_id}: not overloaded; {one.queue_s:.3f} s of queue within {one.slack_s:.3f} s of slack"
+            )
+        else:
+            sources.append(one)
+    return sources, declined

@@ -1,4 +1,4 @@
-"""From worker records to routes: which instances of a model take requests."""
+"""From worker records to routes: which instances of a model may hold requests."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from shared.messages.registry import ModelRecord, Route, WorkerHeartbeat
 
-ROUTABLE = ("serving", "draining")
-"""States that a gateway must know of: ``draining`` finishes what it has and takes nothing new."""
+ROUTABLE = ("live", "serving", "draining")
+"""States that a gateway must know of. Only ``serving`` takes new requests: ``live`` works for the instance that it
+cooperates with, ``draining`` finishes what it has."""
 
 
 def route_of(report: WorkerHeartbeat) -> Route | None:

@@ -80,3 +80,5 @@ class SchedulerLoad:
     prefill_tokens_total: int
     decode_tokens_total: int
     preemptions_total: int
+    oldest_arrived_s: float | None = None
+    """Arrival of the earliest request that waits, in the scheduler's clock."""

@@ -10,12 +10,15 @@ Rules, in order:
 4. A decode that finds no block preempts the latest arrival: its blocks are freed, it returns
    to the head of ``waiting`` with its output kept, and computes prompt and output again. The
    latest arrival itself just waits. So the oldest request always advances, and nothing starves.
+5. In live scaling the queue is lent (``lending``): requests that are not begun are not admitted here,
+   but handed to another instance, or computed outside of steps and adopted with their first token.
 
 Pure: no clock, no engine. One batch is in flight at a time.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
@@ -46,6 +49,9 @@ class Scheduler:
         self._next_id = 0
         self._in_flight: ScheduledBatch | None = None
         self._ended: list[TokenOutput] = []
+        self._num_held = 0
+        self.lending = False
+        """Requests that have not begun wait for ``lend`` instead of being admitted."""
         self._prefill_tokens_total = 0
         self._decode_tokens_total = 0
         self._preemptions_total = 0
@@ -53,7 +59,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether ``schedule`` or ``take_ended`` has something to give."""
-        return bool(self._running or self._waiting or self._ended)
+        return bool(self._running or self._ended or (self._waiting and not self._is_lent_next()))
 
     @property
     def num_requests(self) -> int:
@@ -116,7 +122,7 @@ class Scheduler:
         """The next batch, or None if there is nothing to compute. ``complete`` or ``fail`` must follow."""
         if self._in_flight is not None:
             raise RuntimeError("a batch is in flight")
-        if not self._running and not self._waiting:
+        if not self._running and (not self._waiting or self._is_lent_next()):
             return None
         budget = self.config.max_batch_tokens
         slices: list[ScheduledSlice] = []
@@ -157,7 +163,6 @@ class Scheduler:
         """
         self._land(batch)
         outputs: list[TokenOutput] = []
-        limit = self.config.limit_tokens
         tokens = iter(sampled)
         ended = False
         for piece in batch.slices:
@@ -169,17 +174,8 @@ class Scheduler:
             sequence.num_computed = piece.start + piece.num_tokens
             if token is None:
                 continue
-            if token.error is not None:
-                outputs.append(sequence.end("error", token.error))
-                self._forget(sequence)
-                ended = True
-                continue
-            sequence.append(token.token_id)
-            reason = sequence.finish_reason(limit)
-            outputs.append(sequence.emit(token.token_id, token.logprobs, reason))
-            if reason is not None:
-                self._forget(sequence)
-                ended = True
+            outputs.append(self._take_token(sequence, token))
+            ended = ended or sequence.finished
         if ended:
             self._running = [s for s in self._running if not s.finished]
         return outputs
@@ -203,17 +199,104 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
+    # --- live scaling: requests computed elsewhere, or here outside of steps ---------------------
+
+    def lend(self) -> list[Sequence]:
+        """Take the requests that have not begun out of the queue, in order. They stay accepted: ``return_lent``,
+        ``adopt`` or ``disown`` must follow for each that is not cancelled meanwhile."""
+        lent = [s for s in self._waiting if s.num_emitted == 0]
+        self._waiting = deque(s for s in self._waiting if s.num_emitted > 0)
+        self._waiting_tokens = sum(s.num_tokens for s in self._waiting)
+        return lent
+
+    def return_lent(self, sequences: Iterable[Sequence]) -> None:
+        """Lent requests wait here again, at their old places; ended ones are left out."""
+        for sequence in sequences:
+            if not sequence.finished:
+                self._put_back(sequence)
+
+    def reserve(self, sequences: Rows[Sequence]) -> bool:
+        """Seats and blocks for prefixes that are computed outside of steps, for all or, with False, for none.
+
+        Those that are another instance's so far get their place in the order of arrival here.
+        """
+        need = sum(self.pool.blocks_for(s.num_tokens) for s in sequences)
+        if self._num_seats < len(sequences) or not self.pool.can_allocate(need):
+            return False
+        for sequence in sequences:
+            if sequence.id < 0:
+                sequence.id = self._next_id
+                self._next_id += 1
+            sequence.block_table = self.pool.allocate(self.pool.blocks_for(sequence.num_tokens))
+            sequence.held = True
+        self._num_held += len(sequences)
+        return True
+
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        """Give reserved seats and blocks back."""
+        for sequence in sequences:
+            if sequence.held:
+                sequence.held = False
+                self._num_held -= 1
+                self._free(sequence)
+
+    def adopt(self, sequence: Sequence, token: SampledToken, now_s: float = 0.0) -> TokenOutput | None:
+        """A reserved prefix was computed and its first token sampled: the request decodes here from now on.
+
+        None if it ended meanwhile. Raises ``Conflict`` for an attempt that is here already.
+        """
+        if sequence.finished:
+            self.release([sequence])
+            return None
+        if self._by_key.setdefault(sequence.key, sequence) is not sequence:
+            raise Conflict(f"attempt {sequence.attempt} of request {sequence.request_id} is here already")
+        sequence.held = False
+        self._num_held -= 1
+        if sequence.first_scheduled_s is None:
+            sequence.first_scheduled_s = now_s
+        sequence.num_computed = sequence.num_tokens
+        self._prefill_tokens_total += sequence.num_tokens
+        output = self._take_token(sequence, token)
+        if not sequence.finished:
+            bisect.insort(self._running, sequence, key=_arrival)
+        return output
+
+    def disown(self, sequences: Iterable[Sequence]) -> None:
+        """Lent requests are another instance's for good: they leave without a word."""
+        for sequence in sequences:
+            if not sequence.finished:
+                self._forget(sequence)
+
+    def abort(self, sequences: Iterable[Sequence], error: ErrorInfo) -> None:
+        """End these requests with an error, those that have not ended."""
+        self._end([s for s in sequences if not s.finished], "error", error)
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether a running request's prefix is not computed yet."""
+        return any(len(s.tokens) - s.num_computed > 1 for s in self._running)
+
+    @property
+    def has_decodes(self) -> bool:
+        """Whether a running request waits for its next token."""
+        return any(len(s.tokens) - s.num_computed == 1 for s in self._running)
+
     def load(self) -> SchedulerLoad:
-        """The load now. O(running)."""
+        """The load now. O(running); while the queue is lent O(requests)."""
         running_tokens = known_tokens = 0
         for sequence in self._running:
             running_tokens += sequence.num_computed
             remaining = len(sequence.tokens) - sequence.num_computed
             if remaining > 1:
                 known_tokens += remaining
+        waiting_tokens, oldest = self._waiting_tokens, self._waiting[0].arrived_s if self._waiting else None
+        if self.lending or self._num_held:
+            queued = [s for s in self._by_key.values() if s.held or not s.block_table]
+            waiting_tokens = sum(s.num_tokens for s in queued)
+            oldest = min((s.arrived_s for s in queued if s.arrived_s is not None), default=None)
         return SchedulerLoad(
-            len(self._waiting),
-            self._waiting_tokens + known_tokens,
+            len(self._by_key) - len(self._running),
+            waiting_tokens + known_tokens,
             len(self._running),
             running_tokens,
             self.pool.num_used,
@@ -221,6 +304,7 @@ class Scheduler:
             self._prefill_tokens_total,
             self._decode_tokens_total,
             self._preemptions_total,
+            oldest,
         )
 
     def check(self) -> None:
@@ -242,8 +326,7 @@ class Scheduler:
             victim = self._running.pop()
             self._free(victim)
             victim.num_computed = 0
-            self._waiting.appendleft(victim)
-            self._waiting_tokens += victim.num_tokens
+            self._put_back(victim)
             self._preemptions_total += 1
             preempted.append(victim)
         self.pool.append(sequence.block_table)
@@ -257,7 +340,7 @@ class Scheduler:
 
     def _admit(self, now_s: float) -> bool:
         """Move the head of ``waiting`` to ``running`` if a seat and the blocks of its prefix are free."""
-        if not self._waiting or len(self._running) >= self.config.max_num_sequences:
+        if not self._waiting or self._is_lent_next() or self._num_seats < 1:
             return False
         sequence = self._waiting[0]
         need = self.pool.blocks_for(sequence.num_tokens)
@@ -271,6 +354,30 @@ class Scheduler:
         self._running.append(sequence)
         return True
 
+    @property
+    def _num_seats(self) -> int:
+        return self.config.max_num_sequences - len(self._running) - self._num_held
+
+    def _is_lent_next(self) -> bool:
+        return self.lending and self._waiting[0].num_emitted == 0
+
+    def _put_back(self, sequence: Sequence) -> None:
+        bisect.insort(self._waiting, sequence, key=_arrival)
+        self._waiting_tokens += sequence.num_tokens
+
+    def _take_token(self, sequence: Sequence, token: SampledToken) -> TokenOutput:
+        """The output of a token just sampled; an end forgets the sequence."""
+        if token.error is not None:
+            output = sequence.end("error", token.error)
+            self._forget(sequence)
+            return output
+        sequence.append(token.token_id)
+        reason = sequence.finish_reason(self.config.limit_tokens)
+        output = sequence.emit(token.token_id, token.logprobs, reason)
+        if reason is not None:
+            self._forget(sequence)
+        return output
+
     def _land(self, batch: ScheduledBatch) -> None:
         if batch is not self._in_flight:
             raise RuntimeError("this batch is not in flight")
@@ -281,7 +388,7 @@ class Scheduler:
         flying = {id(p.sequence) for p in self._in_flight.slices} if self._in_flight else set()
         for sequence in sequences:
             self._ended.append(sequence.end(reason, error))
-            if id(sequence) in flying:
+            if id(sequence) in flying or sequence.held:
                 sequence.finished = True
                 del self._by_key[sequence.key]
             else:
@@ -300,3 +407,7 @@ class Scheduler:
         # A new list, not a cleared one: an engine may still hold the old table.
         blocks, sequence.block_table = sequence.block_table, []
         self.pool.free(blocks)
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.id

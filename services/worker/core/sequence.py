@@ -18,7 +18,8 @@ class Sequence:
     them as output. ``arrived_s`` is in the scheduler's clock; None takes the time of ``add``.
 
     Scheduler state, changed by the scheduler only: ``id`` (arrival order), ``num_computed``
-    (tokens whose KV is in ``block_table``), ``first_scheduled_s``, ``finished``.
+    (tokens whose KV is in ``block_table``), ``first_scheduled_s``, ``held`` (computed outside of
+    steps: its blocks stay until it is released), ``finished``.
     """
 
     __slots__ = (
@@ -29,6 +30,7 @@ class Sequence:
         "finished",
         "first_scheduled_s",
         "gateway_id",
+        "held",
         "id",
         "num_computed",
         "num_emitted",
@@ -67,6 +69,7 @@ class Sequence:
         self.num_emitted = 0
         self.block_table: list[int] = []
         self.first_scheduled_s: float | None = None
+        self.held = False
         self.finished = False
 
     @property

@@ -1,8 +1,11 @@
 """The engine: computes batches, layer by layer. Implementations: ``torch_engine`` and ``mock``.
 
 The scheduler (``services.worker.core``) speaks in ids, token counts and block tables; an engine
-turns a ``Batch`` into sampled tokens. All methods run on the engine thread. Nothing here
-imports torch, so that the core, the mock and the tests start without it.
+turns a ``Batch`` into sampled tokens. All methods run on the engine thread, but for those that say
+otherwise. Nothing here imports torch, so that the core, the mock and the tests start without it.
+
+A batch can move between two engines of the same model half-way: one exports the KV of the layers it has
+run and the hidden states, the other imports and resumes (live scaling; see ``handoff`` for the bytes).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any, Protocol
 
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import SamplingParams, TokenLogprobs
+from shared.transport.base import Buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +87,59 @@ class Engine(Protocol):
     def block_size(self) -> int:
         """Tokens per KV block."""
 
+    @property
+    def hidden_bytes_per_token(self) -> int:
+        """Bytes of one token's hidden state."""
+
+    @property
+    def kv_bytes_per_token_layer(self) -> int:
+        """Bytes of K and V of one token in one layer."""
+
     def embed(self, batch: Batch) -> Activation:
         """Plan the batch's attention and embed its tokens."""
 
+    def embed_tokens(self, token_ids: Sequence[int]) -> Buffer:
+        """Hidden states ``[num_tokens, hidden_size]`` before layer 0, as flat host bytes of the caller's own.
+
+        From any thread. Raises ``BadRequest`` for a token outside of the vocabulary.
+        """
+
+    def resume(self, batch: Batch, hidden: Buffer, *, next_layer: int) -> Activation:
+        """As ``embed``, from hidden states that were computed elsewhere up to ``next_layer``.
+
+        ``hidden``: bytes of ``embed_tokens`` or ``hidden_states``; they belong to the activation from now on and
+        may be written. For ``next_layer`` > 0 the KV of the layers before it is to be imported before a layer is
+        run. Raises ``BadRequest`` for a wrong size, an empty batch, a short block table, or unless
+        ``0 <= next_layer < num_layers``.
+        """
+
     def run_layers(self, activation: Activation, first: int, last: int) -> None:
-        """Run decoder layers ``first <= i < last`` in place, writing their KV."""
+        """Run decoder layers ``first <= i < last`` in place, writing their KV. Layer by layer costs no more."""
+
+    def hidden_states(self, activation: Activation) -> Buffer:
+        """The hidden states ``[num_tokens, hidden_size]`` as flat host bytes: a copy of the caller's own.
+
+        From any thread, while the engine thread runs other batches but not this one. Raises ``BadRequest`` once the
+        last layer has run: only the sampled tokens' states are left then.
+        """
+
+    def export_kv(self, block_tables: Sequence[Sequence[int]], num_tokens: Sequence[int], num_layers: int) -> Buffer:
+        """KV of layers ``0 .. num_layers`` of positions ``0 .. num_tokens[i]`` of each sequence.
+
+        Flat host bytes of ``[num_layers, 2 (K, V), total tokens, num_kv_heads, head_dim]``, independent of block
+        size and of which blocks: a copy of the caller's own. From any thread, while the engine thread runs other
+        batches but not this one: only pages of these sequences are read. Raises ``BadRequest`` for short block
+        tables, blocks outside of the pool, more layers than there are.
+        """
+
+    def import_kv(
+        self, block_tables: Sequence[Sequence[int]], num_tokens: Sequence[int], num_layers: int, kv: Buffer
+    ) -> None:
+        """The reverse of ``export_kv``: writes the KV into the slots of these positions.
+
+        From any thread, while no batch that runs uses these blocks. ``kv`` is only read. Raises ``BadRequest`` as
+        ``export_kv`` does, and for a wrong size.
+        """
 
     def head(self, activation: Activation) -> Logits:
         """Final norm and head of the tokens that are sampled."""

@@ -28,6 +28,22 @@ class KvCache:
     num_blocks: int
     block_size: int
 
+    def gather(self, slots: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy the KV of ``slots [n]`` (block * block_size + offset) in the first layers into ``out``.
+
+        ``out``: ``[num_layers, 2 (K, V), n, num_kv_heads, head_dim]``. Reads no other slots: other threads may be
+        writing those.
+        """
+        for layer, (keys, values) in enumerate(out):
+            torch.index_select(self.k[layer].flatten(0, 1), 0, slots, out=keys)
+            torch.index_select(self.v[layer].flatten(0, 1), 0, slots, out=values)
+
+    def scatter(self, slots: torch.Tensor, kv: torch.Tensor) -> None:
+        """The reverse of ``gather``: write ``kv`` into ``slots``, and no others."""
+        for layer, (keys, values) in enumerate(kv):
+            self.k[layer].flatten(0, 1).index_copy_(0, slots, keys)
+            self.v[layer].flatten(0, 1).index_copy_(0, slots, values)
+
 
 def kv_block_bytes(spec: ModelSpec, block_size: int) -> int:
     """Bytes of one block over all layers, K and V."""

@@ -1,7 +1,8 @@
 """The engine loop: schedule, compute, sample, report. Synchronous; ``engine.thread`` runs it.
 
-Between two steps the owner may add, cancel and read; during one it may not. A step is one
-batch through all layers.
+Between two steps the owner may add, cancel and read. A step is one batch through all layers; one with
+prompt tokens is run layer by layer, and between two layers requests may be added and lent as well. In
+live scaling (``partial``) there are steps of one layer, too.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from services.worker.core.output import TokenOutput
 from services.worker.core.scheduler import ScheduledBatch, Scheduler, SchedulerConfig, SchedulerLoad
@@ -43,6 +45,35 @@ class LoopStats:
     failed_steps_total: int
 
 
+class PartialWork(Protocol):
+    """Batches of which this instance runs some layers only (live scaling)."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a layer can be run. Cheap: asked before every step."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that it holds and that the scheduler does not count."""
+
+    @property
+    def decode_interval_s(self) -> float:
+        """Decode steps come at least this often between its layers."""
+
+    def step(self) -> StepOutput | None:
+        """Run one layer; None if there was none to run."""
+
+    def ran_layer(self) -> None:
+        """The scheduler's own batch, one with prompt tokens, has run a layer."""
+
+    def stepped(self, output: StepOutput) -> None:
+        """Any step has ended."""
+
+
+_SMOOTHING = 0.3
+"""Weight of the newest measurement of the prefill's speed."""
+
+
 class EngineLoop:
     """A scheduler and an engine. ``clock`` gives seconds; ``Sequence.arrived_s`` is in the same clock."""
 
@@ -58,11 +89,30 @@ class EngineLoop:
         self._busy_s_total = 0.0
         self._steps_total = 0
         self._failed_steps_total = 0
+        self._prefill_token_s = 0.0
+        self._stepped_s = float("-inf")
+        self.partial: PartialWork | None = None
+        self.between_layers: Callable[[], None] = lambda: None
+        """Called between two layers of a step with prompt tokens. It must not step."""
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has something to do or to report."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or (self.partial is not None and self.partial.ready)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are not ended here, those included of which this instance only runs layers."""
+        return self.scheduler.num_requests + (0 if self.partial is None else self.partial.num_requests)
+
+    @property
+    def prefill_token_s(self) -> float:
+        """Seconds that a prompt token takes through all layers, as measured; 0 before the first prompt."""
+        return self._prefill_token_s
 
     def add(self, sequence: Sequence) -> None:
         """Accept a request. Raises what ``Scheduler.add`` raises."""
@@ -81,7 +131,23 @@ class EngineLoop:
         return len(self.scheduler.abort_all(ErrorInfo.of(error)))
 
     def step(self) -> StepOutput | None:
-        """Compute one batch; None if there was nothing to do or to report."""
+        """Compute one batch, or one layer of a partial one; None if there was nothing to do or to report."""
+        partial = self.partial
+        if partial is None:
+            return self._step_batch()
+        output = None
+        if partial.ready and not self._decode_is_due(partial):
+            output = partial.step()
+        if output is None:
+            output = self._step_batch()
+        if output is not None:
+            partial.stepped(output)
+        return output
+
+    def _decode_is_due(self, partial: PartialWork) -> bool:
+        return self.scheduler.has_decodes and self._clock() - self._stepped_s >= partial.decode_interval_s
+
+    def _step_batch(self) -> StepOutput | None:
         started_s = self._clock()
         batch = self.scheduler.schedule(started_s)
         outputs = self.scheduler.take_ended()
@@ -100,10 +166,24 @@ class EngineLoop:
         else:
             self._failed_steps_total += 1
             outputs += self.scheduler.fail(batch, error)
-        busy_s = self._clock() - started_s
+        self._stepped_s = self._clock()
+        busy_s = self._stepped_s - started_s
         self._busy_s_total += busy_s
         self._steps_total += 1
+        # A step of few prompt tokens mostly reads weights: it says little about a prompt's time.
+        if batch.num_prefill_tokens > batch.num_decode_tokens and error is None:
+            self.measured_prefill(batch.num_prefill_tokens, busy_s)
         return StepOutput(tuple(outputs), batch.num_prefill_tokens, batch.num_decode_tokens, busy_s, error)
+
+    def measured_prefill(self, num_tokens: int, seconds: float) -> None:
+        """So many prompt tokens took so long through all layers."""
+        token_s = seconds / num_tokens
+        known = self._prefill_token_s
+        self._prefill_token_s = token_s if not known else (1 - _SMOOTHING) * known + _SMOOTHING * token_s
+
+    def busy(self, seconds: float) -> None:
+        """The engine worked outside of a step."""
+        self._busy_s_total += seconds
 
     def stats(self) -> LoopStats:
         """The load now and the work so far."""
@@ -121,7 +201,14 @@ class EngineLoop:
                 rows.append(SamplingRow(sequence.params, sequence.eos_token_ids, sequence.prompt, sequence.output))
         engine = self._engine
         activation = engine.embed(Batch(tuple(slices)))
-        engine.run_layers(activation, 0, engine.num_layers)
+        if scheduled.num_prefill_tokens:
+            for layer in range(engine.num_layers):
+                engine.run_layers(activation, layer, layer + 1)
+                if self.partial is not None:
+                    self.partial.ran_layer()
+                self.between_layers()
+        else:
+            engine.run_layers(activation, 0, engine.num_layers)
         if not rows:
             return []
         sampled = engine.sample(engine.head(activation), rows)

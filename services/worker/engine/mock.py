@@ -2,8 +2,9 @@
 
 The token behind a prefix is a function of all its tokens (``next_token``), so a request gives
 the same text however it is chunked, batched, preempted or moved. The prefix is read from a
-fake KV pool through the block table, as a real engine reads it: a scheduler that mixes up
-blocks, positions or ends of slices gets an error or other tokens, not luck.
+fake KV pool (``mock_kv``) through the block table, as a real engine reads it: a scheduler that mixes up
+blocks, positions or ends of slices gets an error or other tokens, not luck. So do two engines that hand a
+batch over: hidden states and KV have a real model's sizes, and say whose they are and how far.
 """
 
 from __future__ import annotations
@@ -12,17 +13,28 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.worker.engine.base import Batch, Sampled, SamplingRow, Slice
+import numpy as np
+
+from services.worker.engine.base import Batch, Sampled, SamplingRow
+from services.worker.engine.handoff import (
+    check_batch,
+    check_next_layer,
+    check_num_layers,
+    check_tokens,
+    check_whole,
+)
+from services.worker.engine.mock_hidden import HIDDEN_MIN_BYTES, check_hidden, hidden_of
+from services.worker.engine.mock_kv import MockKv, Slots, extend_hash, hash_tokens
 from shared.messages.generation import TokenLogprobs
+from shared.transport.base import Buffer
 
 BYTE_TOKENS = 256
 """Tokens 0..255 are bytes; special tokens follow."""
 
-_MASK = (1 << 64) - 1
-_EMPTY = 0x9E3779B97F4A7C15
 _PRINTABLE_FIRST, _PRINTABLE_COUNT = 32, 95
 _SPIN_S = 50e-6
 _SLEEP_SLACK_S = 80e-6
+_MAX_LATE_S = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +42,7 @@ class MockTiming:
     """Seconds that a batch takes. All zero: as fast as Python."""
 
     step_overhead_s: float = 0.0
-    """Per batch, at its embedding."""
+    """Per batch, where it is embedded or resumed."""
     layer_base_s: float = 0.0
     """Per layer and batch: reading the weights."""
     layer_per_token_s: float = 0.0
@@ -49,19 +61,12 @@ class MockActivation:
     context_tokens: int
     layers_done: int = 0
     hashes: list[int] = field(default_factory=list)
+    slots: Slots | None = None
+    """KV slots of the batch's tokens, from its first layer here on."""
 
 
-def extend_hash(prefix_hash: int, token_id: int) -> int:
-    """The hash of a prefix and one more token."""
-    mixed = ((prefix_hash ^ (token_id + 1)) * 0xBF58476D1CE4E5B9) & _MASK
-    return mixed ^ (mixed >> 29)
-
-
-def hash_tokens(token_ids: Sequence[int], prefix_hash: int = _EMPTY) -> int:
-    """The hash of a whole prefix."""
-    for token_id in token_ids:
-        prefix_hash = extend_hash(prefix_hash, token_id)
-    return prefix_hash
+def _tokens_of(batch: Batch) -> list[int]:
+    return [token_id for piece in batch.slices for token_id in piece.token_ids]
 
 
 def token_of(prefix_hash: int) -> int:
@@ -74,17 +79,28 @@ def next_token(token_ids: Sequence[int]) -> int:
     return token_of(hash_tokens(token_ids))
 
 
-def precise_sleep(seconds: float) -> None:
-    """Sleep without the timer's overshoot: the GIL is released for all but the last tens of microseconds."""
-    if seconds <= 0:
-        return
-    deadline = time.perf_counter() + seconds
-    coarse = seconds - _SLEEP_SLACK_S
-    if coarse > 0:
-        time.sleep(coarse)
-    while (left := deadline - time.perf_counter()) > 0:
-        if left > _SPIN_S:
-            time.sleep(left - _SPIN_S)
+class PreciseSleep:
+    """Sleeps without the timer's overshoot: the GIL is released for all but the last tens of microseconds.
+
+    What one sleep is late by, the next makes up for: many short ones take as long as one of their sum.
+    """
+
+    def __init__(self) -> None:
+        self._late_s = 0.0
+
+    def __call__(self, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        now = time.perf_counter()
+        deadline = now + seconds - self._late_s
+        coarse = deadline - now - _SLEEP_SLACK_S
+        if coarse > 0:
+            time.sleep(coarse)
+        while (left := deadline - time.perf_counter()) > 0:
+            if left > _SPIN_S:
+                time.sleep(left - _SPIN_S)
+        # A stall of the machine is nobody's to make up for.
+        self._late_s = min(time.perf_counter() - deadline, _MAX_LATE_S)
 
 
 class MockEngine:
@@ -94,7 +110,8 @@ class MockEngine:
     token, where ``min_tokens`` and ``ignore_eos`` allow it. ``verify`` reads the whole prefix
     back at every slice (O(context) a step) instead of only the hash before the slice (O(1)).
     Sampling parameters other than those are accepted and change nothing; logprobs are made up
-    and well formed.
+    and well formed. ``hidden_bytes_per_token`` (8 or more) and ``kv_bytes_per_token_layer`` (even, 24 or
+    more; ``ValueError`` below) are the sizes of what moves between two engines.
     """
 
     def __init__(
@@ -107,20 +124,29 @@ class MockEngine:
         timing: MockTiming | None = None,
         eos_every: int = 0,
         verify: bool = False,
-        sleep: Callable[[float], None] = precise_sleep,
+        hidden_bytes_per_token: int = 64,
+        kv_bytes_per_token_layer: int = 64,
+        sleep: Callable[[float], None] | None = None,
     ) -> None:
+        if hidden_bytes_per_token < HIDDEN_MIN_BYTES:
+            raise ValueError(
+                f"hidden states of {hidden_bytes_per_token} bytes per token: the mock needs {HIDDEN_MIN_BYTES}"
+            )
         self._num_layers = num_layers
         self._num_blocks = num_blocks
         self._block_size = block_size
         self.vocab_size = vocab_size
         self._timing = timing or MockTiming()
         self._eos_every = eos_every
-        self._verify = verify
-        self._sleep = sleep
-        slots = num_blocks * block_size
-        self._tokens = [-1] * slots
-        self._positions = [-1] * slots
-        self._hashes = [0] * slots
+        self._hidden_bytes_per_token = hidden_bytes_per_token
+        self._kv_bytes_per_token_layer = kv_bytes_per_token_layer
+        self._sleep = sleep or PreciseSleep()
+        self._kv = MockKv(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            bytes_per_token_layer=kv_bytes_per_token_layer,
+            verify=verify,
+        )
 
     @property
     def num_layers(self) -> int:
@@ -134,24 +160,66 @@ class MockEngine:
     def block_size(self) -> int:
         return self._block_size
 
+    @property
+    def hidden_bytes_per_token(self) -> int:
+        return self._hidden_bytes_per_token
+
+    @property
+    def kv_bytes_per_token_layer(self) -> int:
+        return self._kv_bytes_per_token_layer
+
     def embed(self, batch: Batch) -> MockActivation:
         """Start a batch."""
+        return self._begin(batch, 0)
+
+    def embed_tokens(self, token_ids: Sequence[int]) -> Buffer:
+        """See ``Engine``. Takes no time: the table is read, nothing is computed."""
+        check_tokens(np.asarray(token_ids, dtype=np.int64), self.vocab_size)
+        return hidden_of(token_ids, 0, self._hidden_bytes_per_token)
+
+    def resume(self, batch: Batch, hidden: Buffer, *, next_layer: int) -> MockActivation:
+        """See ``Engine``. Raises ``RuntimeError`` for hidden states of other tokens or of another layer."""
+        check_next_layer(next_layer, self._num_layers)
+        check_batch(batch, self._block_size)
+        check_hidden(hidden, _tokens_of(batch), next_layer, self._hidden_bytes_per_token)
+        return self._begin(batch, next_layer)
+
+    def _begin(self, batch: Batch, layers_done: int) -> MockActivation:
         self._sleep(self._timing.step_overhead_s)
         num_tokens = context_tokens = 0
         for piece in batch.slices:
             count = len(piece.token_ids)
             num_tokens += count
             context_tokens += piece.start + count
-        return MockActivation(batch, num_tokens, context_tokens)
+        return MockActivation(batch, num_tokens, context_tokens, layers_done)
+
+    def hidden_states(self, activation: MockActivation) -> Buffer:
+        """See ``Engine``."""
+        check_whole(activation.layers_done, self._num_layers)
+        return hidden_of(_tokens_of(activation.batch), activation.layers_done, self._hidden_bytes_per_token)
+
+    def export_kv(self, block_tables: Sequence[Sequence[int]], num_tokens: Sequence[int], num_layers: int) -> Buffer:
+        """See ``Engine``. Raises ``RuntimeError`` for layers that have not been run."""
+        check_num_layers(num_layers, self._num_layers)
+        return self._kv.export(self._kv.slots_of(block_tables, num_tokens), num_layers)
+
+    def import_kv(
+        self, block_tables: Sequence[Sequence[int]], num_tokens: Sequence[int], num_layers: int, kv: Buffer
+    ) -> None:
+        """See ``Engine``. Raises ``RuntimeError`` for bytes that are not the KV of these positions and layers."""
+        check_num_layers(num_layers, self._num_layers)
+        self._kv.load(self._kv.slots_of(block_tables, num_tokens), num_tokens, num_layers, kv)
 
     def run_layers(self, activation: MockActivation, first: int, last: int) -> None:
-        """Take the layers' time; the first one writes the KV.
+        """Take the layers' time; the first one writes the KV, or finds what was imported.
 
         Raises ``ValueError`` for layers out of order, ``RuntimeError`` for a block table that
-        does not hold the prefix.
+        does not hold the prefix, or the KV of the layers before.
         """
         if first != activation.layers_done or not first <= last <= self._num_layers:
             raise ValueError(f"layers {first}..{last} of {self._num_layers}, but {activation.layers_done} are done")
+        if first == last:
+            return
         timing = self._timing
         layer_s = (
             timing.layer_base_s
@@ -159,12 +227,23 @@ class MockEngine:
             + timing.layer_per_context_token_s * activation.context_tokens
         )
         self._sleep(layer_s * (last - first))
-        if first == 0 and last > 0:
-            for piece in activation.batch.slices:
-                prefix_hash = self._write(piece)
-                if piece.sample:
-                    activation.hashes.append(prefix_hash)
+        if activation.slots is None:
+            self._place(activation)
+        assert activation.slots is not None
+        self._kv.advance(activation.slots, first, last)
         activation.layers_done = last
+
+    def _place(self, activation: MockActivation) -> None:
+        """Write the batch's KV, or read what is there of the layers done elsewhere."""
+        touch = self._kv.read if activation.layers_done else self._kv.write
+        slots: list[int] = []
+        hashes = []
+        for piece in activation.batch.slices:
+            prefix_hash = touch(piece, slots)
+            if piece.sample:
+                hashes.append(prefix_hash)
+        activation.hashes = hashes
+        activation.slots = np.array(slots, dtype=np.int64)
 
     def head(self, activation: MockActivation) -> list[int]:
         """The prefix hash of each slice that samples. Raises ``ValueError`` before the last layer."""
@@ -200,33 +279,3 @@ class MockEngine:
         others = (t for t in range(self.vocab_size) if t != token_id)
         alternatives = [(t, best - 3.0 - rank) for rank, t in zip(range(count - 1), others, strict=False)]
         return TokenLogprobs(logprob=best, top=((token_id, best), *alternatives) if count else ())
-
-    def _write(self, piece: Slice) -> int:
-        """Write a slice's KV; returns the hash of the prefix that it ends."""
-        size, table = self._block_size, piece.block_table
-        end = piece.start + len(piece.token_ids)
-        if end > len(table) * size:
-            raise RuntimeError(f"sequence {piece.sequence_id}: {len(table)} blocks do not hold {end} tokens")
-        prefix_hash = self._prefix_hash(piece)
-        tokens, positions, hashes = self._tokens, self._positions, self._hashes
-        for position, token_id in enumerate(piece.token_ids, piece.start):
-            prefix_hash = extend_hash(prefix_hash, token_id)
-            slot = table[position // size] * size + position % size
-            tokens[slot] = token_id
-            positions[slot] = position
-            hashes[slot] = prefix_hash
-        return prefix_hash
-
-    def _prefix_hash(self, piece: Slice) -> int:
-        """The hash of the KV before the slice, read through its block table."""
-        size, table, start = self._block_size, piece.block_table, piece.start
-        if start == 0:
-            return _EMPTY
-        slot = table[(start - 1) // size] * size + (start - 1) % size
-        if self._positions[slot] != start - 1:
-            raise RuntimeError(f"sequence {piece.sequence_id}: no KV at position {start - 1}, slot {slot}")
-        if self._verify:
-            gathered = hash_tokens([self._tokens[table[p // size] * size + p % size] for p in range(start)])
-            if gathered != self._hashes[slot]:
-                raise RuntimeError(f"sequence {piece.sequence_id}: the KV before position {start} was overwritten")
-        return self._hashes[slot]

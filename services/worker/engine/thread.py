@@ -1,7 +1,8 @@
 """The thread that an engine loop lives on.
 
-Other threads talk to it through a queue of commands, run between steps; it blocks on that
-queue while idle, so that a command wakes it within microseconds. Results come back as
+Other threads talk to it through a queue of commands, run between steps, or for what need not wait
+between two layers of a prompt; it blocks on that queue while idle, so that a command wakes it within
+microseconds. Results come back as
 ``concurrent.futures.Future`` (``asyncio.wrap_future`` awaits them) and through callbacks.
 """
 
@@ -44,6 +45,9 @@ class EngineThread:
         self._on_output = on_output
         self._on_failure = on_failure
         self._commands: SimpleQueue[_Command] = SimpleQueue()
+        self._soon: SimpleQueue[_Command] = SimpleQueue()
+        """Commands that may run between two layers; each has a wake-up call in ``_commands``."""
+        loop.between_layers = self._drain_soon
         self._gate = threading.Lock()
         """Held to enqueue and to close: nothing is enqueued after the last drain."""
         self._closed = False
@@ -58,6 +62,11 @@ class EngineThread:
         self._thread.start()
 
     @property
+    def loop(self) -> EngineLoop:
+        """For what is constant, and for ``call``'s functions. Anything else is the thread's own."""
+        return self._loop
+
+    @property
     def alive(self) -> bool:
         return self._thread.is_alive()
 
@@ -67,7 +76,7 @@ class EngineThread:
 
     def submit(self, sequence: Sequence) -> Future[None]:
         """Accept a request; the future carries the scheduler's refusal, or ``Unavailable`` once stopped."""
-        return self.call(lambda loop: loop.add(sequence))
+        return self.call(lambda loop: loop.add(sequence), between_layers=True)
 
     def cancel(self, request_id: str, attempt: int) -> Future[bool]:
         """Cancel a request; False if it is not here. Its blocks are free when the future is done."""
@@ -104,8 +113,9 @@ class EngineThread:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def call(self, function: Callable[[EngineLoop], T]) -> Future[T]:
-        """Run ``function`` on the engine thread between two steps."""
+    def call(self, function: Callable[[EngineLoop], T], *, between_layers: bool = False) -> Future[T]:
+        """Run ``function`` on the engine thread between two steps, or already between two layers of one: then it must
+        neither end requests of the batch in flight nor free their blocks."""
         future: Future[T] = Future()
 
         def command() -> None:
@@ -123,7 +133,11 @@ class EngineThread:
 
         with self._gate:
             if not self._closed:
-                self._commands.put(command)
+                if between_layers:
+                    self._soon.put(command)
+                    self._commands.put(self._drain_soon)
+                else:
+                    self._commands.put(command)
                 return future
         command()
         return future
@@ -153,6 +167,10 @@ class EngineThread:
             else:
                 self._deliver(loop.step())
                 self._stats = loop.stats()
+
+    def _drain_soon(self) -> None:
+        while not self._soon.empty():
+            self._soon.get()()
 
     def _drain(self) -> None:
         while not self._commands.empty():

@@ -8,21 +8,26 @@ from typing import Any
 import pytest
 
 from compose.cli import run
+from compose.cli.status import state_text
 from compose.ports import free_port
 from tests.compose.fake_gateway import FakeGateway, fake_gateway
 
-STATUS = {
+STATUS: dict[str, Any] = {
     "models": [{"name": "demo", "path": "/models/demo", "min_instances": 1, "max_instances": 1_000_000, "new": 1}],
     "instances": [
-        {"id": "i-1", "model": "demo", "state": "serving", "role": "colocated", "workers": ["worker-0"]},
-        {"id": "i-2", "model": "demo", "state": "loading", "role": "colocated", "workers": ["worker-1"]},
+        {"id": "i-1", "model": "demo", "state": "serving", "role": "colocated", "workers": ["worker-0"],
+         "layers_ready": 8, "load": {"running_requests": 5, "queued_requests": 6, "queued_tokens": 77}},
+        {"id": "i-2", "model": "demo", "state": "loading", "role": "colocated", "workers": ["worker-1"],
+         "layers_ready": 0, "load": None},
+        {"id": "i-3", "model": "demo", "state": "live", "role": "colocated", "workers": ["worker-2"],
+         "layers_ready": 3, "load": {"running_requests": 0, "queued_requests": 2, "queued_tokens": 900}},
     ],
     "workers": [
         {"id": "worker-0", "host": "box", "device": "cpu", "engine": "torch", "state": "serving"},
         {"id": "worker-1", "host": "box", "device": "cpu", "engine": "torch", "state": "loading"},
     ],
     "floors": [],
-}
+}  # fmt: skip
 POOL = {
     "models": [
         {
@@ -102,7 +107,26 @@ def test_status_as_json_is_for_programs(gateway: FakeGateway, capsys: pytest.Cap
     gateway.answers["GET /admin/status"] = (200, STATUS)
     assert run(["status", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [instance["state"] for instance in found["instances"]] == ["serving", "loading"]
+    assert [instance["state"] for instance in found["instances"]] == ["serving", "loading", "live"]
+    assert found["instances"][2]["load"]["queued_tokens"] == 900
+
+
+def test_status_shows_how_far_instances_are_and_what_they_have_to_do(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = [STATUS["models"][0] | {"num_layers": 8}]
+    gateway.answers["GET /admin/status"] = [(200, STATUS | {"models": models}), (200, STATUS)]
+    for layers in ("/8", ""):
+        assert run(["status"]) == 0
+        lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+        assert f"i-1 demo serving colocated 8{layers} 5 6 77 worker-0" in lines
+        assert f"i-2 demo loading colocated 0{layers} - - - worker-1" in lines
+        assert f"i-3 demo live colocated 3{layers} 0 2 900 worker-2" in lines
+
+
+def test_a_live_instance_looks_like_no_other() -> None:
+    states = ("spare", "loading", "serving", "draining", "failed")
+    assert state_text("live").style not in [state_text(state).style for state in states]
 
 
 def test_pool_shows_who_holds_what_and_what_is_missing(
@@ -184,7 +208,7 @@ def test_scale_waits_for_the_end_and_prints_the_record(
     gateway.answers["POST /admin/models/demo/scale"] = (200, RECORD)
     gateway.answers["GET /admin/scale/p-1?wait_s=5"] = [(200, RECORD), (200, DONE)]
     assert run(["scale", "demo", "2", "--hold", "60"]) == 0
-    assert gateway.requests[0][1] == {"instances": 2, "hold_s": 60.0}
+    assert gateway.requests[0][1] == {"instances": 2, "hold_s": 60.0, "live": "auto"}
     rows = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert rows["trigger_to_first_byte_ms"].strip() == "3.2"
     assert rows["layer_ready_ms"].strip() == "[10.0, 20.5]"
@@ -198,7 +222,43 @@ def test_scale_as_json_is_the_whole_record(gateway: FakeGateway, capsys: pytest.
     assert run(["scale", "demo", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["trigger_to_serving_ms"] == 42.0
-    assert gateway.requests == [("POST /admin/models/demo/scale", {"instances": 2, "hold_s": 300.0}, None)]
+    body = {"instances": 2, "hold_s": 300.0, "live": "auto"}
+    assert gateway.requests == [("POST /admin/models/demo/scale", body, None)]
+
+
+@pytest.mark.parametrize(("option", "live"), [("--live", "always"), ("--no-live", "never")])
+def test_scaling_live_can_be_asked_for_and_forbidden(gateway: FakeGateway, option: str, live: str) -> None:
+    gateway.answers["POST /admin/models/demo/scale"] = (200, DONE)
+    assert run(["scale", "demo", "2", option]) == 0
+    assert gateway.requests[0][1]["live"] == live
+
+
+def test_scale_waits_for_its_pairs_and_shows_them(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = {"batch_id": "b", "num_requests": 2, "num_tokens": 512, "target_layers": 3, "source_layers": 5,
+             "first_token_ms": 21.5}  # fmt: skip
+    begun = {"pair_id": "p", "source": "worker-0", "target": "worker-1", "policy": "zigzag", "why": "a long queue"}
+    ended = begun | {"outcome": "dissolved", "first_cooperative_token_ms": 21.5, "batches": [batch],
+                     "target_layers": [3], "source_layers": [5]}  # fmt: skip
+    gateway.answers["POST /admin/models/demo/scale"] = (200, RECORD | {"live": [begun]})
+    gateway.answers["GET /admin/scale/p-1"] = [(200, DONE | {"live": [begun]}), (200, DONE | {"live": [ended]})]
+    assert run(["scale", "demo", "2"]) == 0
+    shown = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "live 1 of 1: worker-0 (source) with worker-1 (target)" in lines
+    assert "why a long queue" in lines
+    assert "outcome dissolved" in lines
+    assert "1 2 512 3 5 21.5" in lines
+    assert "target layers per 50 ms" in shown
+
+
+def test_a_pair_that_does_not_end_in_time_does_not_make_the_scale_fail(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = {"pair_id": "p", "source": "worker-0", "target": "worker-1", "policy": "zigzag", "why": "a long queue"}
+    gateway.answers["POST /admin/models/demo/scale"] = (200, DONE | {"live": [pair]})
+    gateway.answers["GET /admin/scale/p-1"] = (200, DONE | {"live": [pair]})
+    assert run(["scale", "demo", "2", "--json", "--timeout", "0.3"]) == 0
+    assert json.loads(capsys.readouterr().out)["live"][0]["outcome"] == "running"
 
 
 def test_a_failed_scale_exits_non_zero_with_its_reason(
@@ -241,6 +301,24 @@ def test_models_are_added_with_an_absolute_path(
     assert capsys.readouterr().out == f"added small ({tmp_path / 'llama'})\n"
 
 
+def test_a_models_objectives_are_given_in_milliseconds(gateway: FakeGateway) -> None:
+    gateway.answers["POST /admin/models"] = (200, {"name": "small"})
+    assert run(["models", "add", "/over/there", "--slo-ttft", "500", "--slo-tbt", "62.5"]) == 0
+    sent = {"path": "/over/there", "min_instances": 1, "slo_ttft_s": 0.5, "slo_tbt_s": 0.0625}
+    assert gateway.requests[0][1] == sent
+
+
+@pytest.mark.parametrize("command", [["models", "add", "/m"], ["up", "/m"]])
+@pytest.mark.parametrize("option", ["--slo-ttft", "--slo-tbt"])
+@pytest.mark.parametrize("value", ["0", "-5", "nan", "inf", "500ms", "", "1e9"])
+def test_objectives_that_are_none_are_wrong_usage(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str], command: list[str], option: str, value: str
+) -> None:
+    assert run([*command, f"{option}={value}"]) == 2
+    assert repr(value) in capsys.readouterr().err
+    assert gateway.requests == []
+
+
 def test_a_bad_checkpoint_is_the_servers_message(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     message = "model.safetensors: tensor lm_head.weight is missing"
     gateway.answers["POST /admin/models"] = (422, refusal("bad_checkpoint", message))
@@ -250,12 +328,15 @@ def test_a_bad_checkpoint_is_the_servers_message(gateway: FakeGateway, capsys: p
 
 
 def test_models_are_listed_and_removed(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
-    gateway.answers["GET /admin/models"] = (200, {"models": STATUS["models"]})
+    other = {"name": "other", "path": "/models/other", "min_instances": 0, "slo_ttft_s": 0.5, "slo_tbt_s": 0.0625}
+    gateway.answers["GET /admin/models"] = (200, {"models": [*STATUS["models"], other]})
     gateway.answers["DELETE /admin/models/org%2Fdemo"] = (200, {})
     assert run(["models", "list"]) == 0
-    assert "/models/demo" in capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:] == ["demo 1 - - /models/demo", "other 0 500 62.5 /models/other"]
     assert run(["models", "list", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["name"] == "demo"
+    found = json.loads(capsys.readouterr().out)
+    assert (found[0]["name"], found[1]["slo_ttft_s"]) == ("demo", 0.5)
     assert run(["models", "remove", "org/demo"]) == 0
 
 

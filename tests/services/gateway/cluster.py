@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from shared import subjects
 from shared.bus.base import Subscription
 from shared.bus.memory import MemoryBroker, MemoryBus
@@ -95,6 +97,17 @@ class FakeWorker:
         for subscription in self._subscriptions:
             await subscription.close()
         self._subscriptions = []
+
+    async def take_over(self, submit: Submit, source: FakeWorker, *, silently: bool = False) -> None:
+        """Own a request of ``source`` under the same attempt, say so unless ``silently``, and go on with it."""
+        key = (submit.request_id, submit.attempt)
+        sent = [token for part in source._sent.get(key, ()) for token in part.token_ids]
+        submit = msgspec.structs.replace(submit, output_token_ids=(*submit.output_token_ids, *sent))
+        source._tasks.pop(key).cancel()
+        self._gateway[submit.request_id] = submit.gateway_id
+        if not silently:
+            await self.send(submit.gateway_id, self.part(submit, len(submit.output_token_ids), []))
+        self._tasks[key] = asyncio.create_task(self._generate(submit))
 
     async def send(self, gateway_id: str, *parts: StreamPart) -> None:
         batch = TokenBatch(worker_id=self.name, instance_id=self.instance_id, parts=parts)
@@ -201,6 +214,7 @@ class FakePool:
         self.models = models
         self.workers = workers
         self.sequence = 0
+        self.added: list[AddModel] = []
 
     async def start(self) -> None:
         await self.bus.respond(subjects.pool("snapshot"), GetSnapshot, self._on_snapshot)
@@ -220,6 +234,7 @@ class FakePool:
         )
 
     async def _on_add(self, request: AddModel) -> ModelRecord:
+        self.added.append(request)
         return self.models[0]
 
     async def _on_remove(self, request: RemoveModel) -> Ack:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 
 from services.gateway.core.routes import RouteBook, RouteChanges
 from services.gateway.core.stream import StreamState
@@ -10,7 +12,7 @@ from services.gateway.dispatcher import Dispatcher
 from services.gateway.metrics import GatewayMetrics
 from shared.bus.memory import MemoryBroker
 from shared.errors import BlitzError
-from shared.messages.generation import FinishReason, SamplingParams, TokenLogprobs
+from shared.messages.generation import FinishReason, SamplingParams, StreamPart, TokenBatch, TokenLogprobs
 from tests.services.gateway.cluster import FakeWorker
 
 
@@ -35,7 +37,7 @@ class Ends:
         self.errors.append(error)
 
 
-def dispatcher(broker: MemoryBroker, worker: FakeWorker) -> Dispatcher:
+def dispatcher(broker: MemoryBroker, worker: FakeWorker, clock: Callable[[], float] = time.monotonic) -> Dispatcher:
     made = Dispatcher(
         broker.bus("gateway"),
         RouteBook(),
@@ -47,6 +49,7 @@ def dispatcher(broker: MemoryBroker, worker: FakeWorker) -> Dispatcher:
         stall_s=1.0,
         probe_s=0.5,
         max_attempts=3,
+        clock=clock,
     )
     made.router.set_routes("m", [worker.route()])
     return made
@@ -75,6 +78,26 @@ async def test_a_worker_is_not_asked_for_a_stream_before_it_can_know_it() -> Non
     running.routes_changed(RouteChanges(lost_instances={worker.instance_id}))
     await asyncio.sleep(0.05)
     assert len(worker.resends) == 1
+    await running.close()
+    await worker.stop()
+
+
+async def test_a_request_that_is_taken_over_gets_fresh_patience_and_makes_room_at_once() -> None:
+    broker = MemoryBroker()
+    worker = FakeWorker(broker, "w0", pause_after=0, max_running=1)
+    await worker.start()
+    clock_s = 10.0
+    running = dispatcher(broker, worker, clock=lambda: clock_s)
+    running.start(request("first"), Ends())
+    running.start(request("second"), Ends())
+    taken = running.requests["first"]
+    taken.asked = True
+    clock_s = 12.0
+    part = StreamPart(request_id="first", attempt=1, offset=0)
+    running.on_batch(TokenBatch(worker_id="w1", instance_id="w1-i", parts=(part,)))
+    assert (taken.stream.worker_id, taken.progress_s, taken.asked, taken.submitting) == ("w1", 12.0, False, False)
+    # Nobody has ticked.
+    assert running.requests["second"].stream.worker_id == "w0"
     await running.close()
     await worker.stop()
 

@@ -19,6 +19,14 @@ def test_instances_that_fell_silent_are_forgotten_without_anybody_scraping() -> 
     assert len(board) <= 2 * FRESH_S / 0.1 + 2
 
 
+def test_only_fresh_reports_are_shown() -> None:
+    board = LoadBoard()
+    board.take(report("old"), now_s=0.0)
+    board.take(report("new"), now_s=FRESH_S)
+    assert set(board.latest(FRESH_S)) == {"old", "new"}
+    assert board.latest(FRESH_S + 0.1) == {"new": report("new")}
+
+
 def test_reporting_instances_are_kept() -> None:
     board = LoadBoard()
     for step in range(20):

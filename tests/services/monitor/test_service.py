@@ -126,11 +126,12 @@ async def test_a_lost_instance_is_asked_for_again(rig: Rig) -> None:
 
 
 async def test_workers_leased_for_a_model_count_as_on_their_way(rig: Rig) -> None:
-    rig.pool.models = (model(min_instances=2),)
+    rig.pool.models = (model(min_instances=3),)
     rig.pool.workers = (
         worker_record("w0", lease_plan_id="p", lease_model="m"),
         worker_record("w1", model(), "loading"),
         worker_record("w2", model(), "draining"),
+        worker_record("w3", model(), "live"),
     )
     await eventually(lambda: rig.pool.num_snapshots >= 2)
     rig.demands.clear()
@@ -163,6 +164,21 @@ async def test_load_is_met_within_the_models_limits(rig: Rig) -> None:
     # The reports age, and the load is forgotten with them; the minimum stays.
     await rig.wanted(1)
     assert 0 not in {d.desired for d in rig.demands}
+
+
+async def test_a_changed_ttft_objective_changes_the_verdict(rig: Rig) -> None:
+    async def keep_reporting() -> None:
+        while True:
+            await rig.queue(3000)
+            await asyncio.sleep(0.02)
+
+    reporting = asyncio.create_task(keep_reporting())
+    # 3000 tokens at 900 per second: 3.3 instances within the policy's second, 6.7 within half of it.
+    await rig.show(model(min_instances=0), serving=1)
+    await rig.wanted(4)
+    await rig.show(model(min_instances=0, slo_ttft_s=0.5), serving=1)
+    await rig.wanted(7)
+    reporting.cancel()
 
 
 async def test_a_removed_model_is_forgotten(rig: Rig) -> None:

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any, cast
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
 from services.pool.store import Store
+from shared.messages.codec import encode
 from shared.messages.registry import Unplaced
 from tests.records import heartbeat, model
 from tests.services.pool.host_copies import copy_of, holding
@@ -69,6 +72,16 @@ async def test_a_new_incarnation_starts_afresh(store: Store) -> None:
     assert not await store.retire(M.model_hash, "w1/gpu/i-w1", needed=True)
     await store.heartbeat(heartbeat("w0", M, "serving", incarnation="two"), 5.0)
     assert await store.retire(M.model_hash, "w1/gpu/i-w1", needed=True)
+
+
+async def test_records_of_before_there_were_objectives_are_read(store: Store, redis_url: str) -> None:
+    fields = msgspec.msgpack.decode(encode(M))
+    del fields["slo_ttft_s"], fields["slo_tbt_s"]
+    redis = Redis.from_url(redis_url)
+    await cast(Any, redis.hset("blitz:models", M.name, msgspec.msgpack.encode(fields)))
+    await redis.aclose()
+    assert await store.models() == (M,)
+    assert (M.slo_ttft_s, M.slo_tbt_s) == (0.0, 0.0)
 
 
 async def test_what_has_no_host_copy_is_kept_for_every_process(store: Store) -> None:

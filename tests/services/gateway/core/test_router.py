@@ -78,8 +78,8 @@ def test_nobody_overtakes() -> None:
     assert h.sent() == [("1", "a")]
 
 
-def test_draining_and_suspended_instances_take_nothing() -> None:
-    h = Harness(route("a", state="draining"), route("b"))
+def test_draining_live_and_suspended_instances_take_nothing() -> None:
+    h = Harness(route("a", state="draining"), route("b"), route("c", state="live"))
     h.router.suspend("b", until_s=1.0)
     h.add(stream("1"))
     assert h.sent(now_s=0.5) == []
@@ -143,6 +143,42 @@ def test_requests_leave_the_queue_at_their_deadline_or_with_their_model() -> Non
     h.add(stream("3"))
     assert [s.request_id for s in h.router.remove_model("m")] == ["3"]
     assert h.router.queued("m") == (0, 0)
+
+
+def load(router: Router, name: str) -> tuple[int, int, int, int]:
+    at = router.load_of(name)
+    return at.inflight_requests, at.unstarted_requests, at.unstarted_tokens, at.outstanding_tokens
+
+
+def test_a_request_that_another_instance_takes_over_counts_there() -> None:
+    h = Harness(route("a", running=1))
+    h.add(stream("1", 10, max_tokens=5), stream("2"))
+    assert h.sent() == [("1", "a")]
+    h.router.moved("1", "b")
+    assert (load(h.router, "a"), load(h.router, "b")) == ((0, 0, 0, 0), (1, 1, 10, 15))
+    # The old instance has room again; the new one needs no route to be counted at.
+    assert h.sent() == [("2", "a")]
+    h.router.prune()
+    assert load(h.router, "b") == (1, 1, 10, 15)
+    h.router.started("1")
+    assert load(h.router, "b") == (1, 0, 0, 15)
+    h.router.moved("1", "a")
+    assert (load(h.router, "a"), load(h.router, "b")) == ((2, 1, 10, 26), (0, 0, 0, 0))
+    h.router.moved("unknown", "b")
+    for name in ("1", "2"):
+        h.router.finish(name, "m")
+    assert (load(h.router, "a"), load(h.router, "b")) == ((0, 0, 0, 0), (0, 0, 0, 0))
+
+
+def test_a_request_that_moved_goes_back_into_the_queue_from_where_it_is() -> None:
+    h = Harness(route("a", running=1))
+    one = stream("1")
+    h.add(one)
+    h.sent()
+    h.router.moved("1", "b")
+    h.router.requeue(one, deadline_s=10.0)
+    assert load(h.router, "b") == (0, 0, 0, 0)
+    assert h.sent() == [("1", "a")]
 
 
 def test_finishing_everything_leaves_no_load() -> None:

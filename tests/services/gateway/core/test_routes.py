@@ -2,9 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from services.gateway.core.routes import RouteBook
 from shared.messages.common import InstanceState
 from shared.messages.registry import ModelRecord, Route, RouteTable, Snapshot
+from tests.records import worker_record
 from tests.services.gateway.checkpoint import model_record
 
 MODEL = model_record(Path("/m"), "m")
@@ -64,6 +67,28 @@ def test_lost_instances_and_removed_models_are_told() -> None:
     changes = book.apply_event(table(4, model=None))
     assert (changes.removed, changes.lost_instances) == ({"m"}, {"b"})
     assert book.find("m") is None
+
+
+def test_live_instances_are_known_and_their_loss_is_told() -> None:
+    book = RouteBook()
+    book.apply_event(table(1, route("a", "live"), route("b", "loading")))
+    assert list(book.models["m"].routes) == ["a"]
+    assert not book.apply_event(table(2, route("a", "serving"))).lost_instances
+    book.apply_event(table(3, route("a", "live")))
+    assert book.apply_event(table(4)).lost_instances == {"a"}
+
+
+def test_a_live_instance_is_in_a_snapshot_too() -> None:
+    book = RouteBook()
+    workers = (worker_record("w0", MODEL, "live"), worker_record("w1", MODEL, "loading"))
+    book.apply_snapshot([msgspec.structs.replace(snapshot(1, MODEL), workers=workers)])
+    assert [(r.worker_id, r.state) for r in book.models["m"].routes.values()] == [("w0", "live")]
+
+
+def test_a_live_instance_promises_no_context() -> None:
+    book = RouteBook()
+    book.apply_event(table(1, route("a", context=50), route("b", "live", context=70)))
+    assert book.models["m"].context_tokens == 50
 
 
 def test_context_is_the_best_instances_within_the_models() -> None:

@@ -61,6 +61,64 @@ def test_an_empty_part_is_no_progress() -> None:
     assert state.phase is Phase.SUBMITTED
 
 
+def hears(state: StreamState, worker: str, heard: StreamPart) -> bool:
+    """Whether the stream follows to ``worker`` when it sends this part."""
+    verdict, _ = state.accept(heard)
+    return state.taken_over(heard, verdict, instance_id=f"i-{worker}", worker_id=worker)
+
+
+def test_a_worker_that_takes_over_says_so_before_its_first_token() -> None:
+    state = stream()
+    assert not hears(state, "w", part(0))
+    assert hears(state, "v", part(0))
+    assert (state.worker_id, state.instance_id, state.phase) == ("v", "i-v", Phase.SUBMITTED)
+    assert not hears(state, "v", part(0, 7))
+    assert state.output_token_ids == [7]
+
+
+def test_a_worker_whose_first_word_was_lost_has_taken_over_by_its_tokens() -> None:
+    state = stream()
+    assert hears(state, "v", part(0, 7))
+    other = stream()
+    assert hears(other, "v", part(1, 8))
+    assert (other.worker_id, other.output_token_ids) == ("v", [])
+
+
+def test_what_a_former_worker_says_late_takes_nothing_back() -> None:
+    state = stream()
+    state.accept(part(0, 7))
+    assert hears(state, "v", part(1))
+    for late in (part(0, 7), part(0), part(1), part(3, 9)):
+        assert not hears(state, "w", late), late
+    assert state.worker_id == "v"
+    # New tokens can only come from who has it.
+    assert hears(state, "w", part(1, 8))
+    assert not hears(state, "v", part(2))
+
+
+def test_repetitions_and_other_attempts_take_nothing_over() -> None:
+    state = stream()
+    state.accept(part(0, 7, 8))
+    for heard in (part(0, 7), part(0, 7, 8), part(1), part(2, attempt=2), part(2, 9, attempt=0)):
+        assert not hears(state, "v", heard), heard
+    assert state.worker_id == "w"
+
+
+def test_an_end_can_come_from_who_took_over() -> None:
+    state = stream()
+    state.accept(part(0, 7))
+    assert hears(state, "v", part(1, reason="stop"))
+
+
+def test_the_next_attempt_starts_with_nobodys_past() -> None:
+    state = stream()
+    assert hears(state, "v", part(0))
+    state.requeued(fault=True)
+    assert state.avoid == {"i-v"}
+    state.submitted_to("j", "x")
+    assert hears(state, "w", part(0, attempt=2))
+
+
 def test_other_attempts_are_foreign() -> None:
     state = stream()
     state.accept(part(0, 7))

@@ -11,6 +11,7 @@ from compose import admin as admin_client
 from services.gateway.http import admin
 from shared import subjects
 from shared.errors import PlanNotFound
+from shared.messages.load import LoadReport
 from shared.messages.registry import AddModel
 from shared.messages.scaling import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
 from tests.services.gateway.conftest import Stack, StackFactory
@@ -54,12 +55,41 @@ async def test_status_shows_models_instances_and_workers_of_all_pages(make_stack
     assert status["instances"][0] == {
         "id": "w0-i", "model": "tiny", "state": "serving", "role": "colocated", "workers": ["w0"],
         "layers_ready": 1, "weights_digest": "d", "epoch": 1, "plan_id": "",
-        "context_tokens": 256, "max_running_requests": 64,
+        "context_tokens": 256, "max_running_requests": 64, "load": None,
     }  # fmt: skip
     [model] = status["models"]
     assert (model["name"], model["instances"], model["weights_bytes"], model["model_hash"]) == ("tiny", 5, 1000, "hash")
     assert status["floors"] == []
     assert (await stack.http.get("/admin/models")).json() == {"models": status["models"]}
+
+
+async def test_status_shows_live_instances_and_what_instances_have_to_do(make_stack: StackFactory) -> None:
+    stack = await make_stack(2)
+    stack.workers[1].state = "live"
+    stack.pool.models[0] = msgspec.structs.replace(stack.pool.models[0], slo_ttft_s=0.5, slo_tbt_s=0.1)
+    report = LoadReport(
+        worker_id="w1", instance_id="w1-i", model="tiny", state="live", role="colocated", published_at_s=0.0,
+        queued_requests=3, queued_tokens=700, running_requests=2, running_tokens=50, prefill_tokens_total=0,
+        decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=10, kv_blocks_used=4,
+    )  # fmt: skip
+    await stack.broker.bus("w1").publish(subjects.load(), report)
+    await stack.until(lambda: len(stack.gateway.load_board))
+    status = (await stack.http.get("/admin/status")).json()
+    assert [(i["state"], i["load"]) for i in status["instances"]] == [
+        ("serving", None),
+        (
+            "live",
+            {
+                "running_requests": 2,
+                "queued_requests": 3,
+                "queued_tokens": 700,
+                "kv_blocks_used": 4,
+                "kv_blocks_total": 10,
+            },
+        ),
+    ]
+    [model] = (await stack.http.get("/admin/models")).json()["models"]
+    assert (model["serving"], model["live"], model["slo_ttft_s"], model["slo_tbt_s"]) == (1, 1, 0.5, 0.1)
 
 
 async def test_the_pool_shows_which_memory_holds_which_model(make_stack: StackFactory) -> None:
@@ -78,7 +108,7 @@ async def test_scaling_asks_the_planner_and_shows_its_record(stack: Stack) -> No
     assert (await stack.http.get("/admin/scale/p1?wait_s=1.5")).json()["plan_id"] == "p1"
     assert [r["plan_id"] for r in (await stack.http.get("/admin/scale?limit=3")).json()["records"]] == ["p1"]
     assert asked == [
-        StartScale(model="tiny", instances=2, hold_s=30.0),
+        StartScale(model="tiny", instances=2, hold_s=30.0, live="auto"),
         GetScaleRecord(plan_id="p1", wait_s=1.5),
         ListScaleRecords(limit=3),
     ]
@@ -91,6 +121,12 @@ async def test_scaling_asks_the_planner_and_shows_its_record(stack: Stack) -> No
         ("/admin/models/tiny/scale", {"instances": -1}, "instances"),
         ("/admin/models/tiny/scale", {"instances": "2"}, "instances"),
         ("/admin/models/tiny/scale", {"instances": 2, "hold_s": -1}, "hold_s"),
+        *(("/admin/models/tiny/scale", {"instances": 2, "live": live}, "live") for live in (True, "", "maybe", 1, [])),
+        *(
+            ("/admin/models", {"path": "/m", param: slo_s}, param)
+            for param in ("slo_ttft_s", "slo_tbt_s")
+            for slo_s in (-0.5, 0, 1e-9, 3601, 10**400, "NaN", "0.5", "500ms", True, [0.5])
+        ),
         ("/admin/models", {}, "path"),
         ("/admin/models", {"path": 1}, "path"),
         ("/admin/models", {"path": "/m", "min_instances": -1}, "min_instances"),
@@ -99,6 +135,28 @@ async def test_scaling_asks_the_planner_and_shows_its_record(stack: Stack) -> No
 async def test_wrong_admin_bodies_name_the_parameter(stack: Stack, path: str, body: Any, param: str) -> None:
     response = await stack.http.post(path, json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("live", ["auto", "always", "never", None])
+async def test_whether_to_scale_live_is_the_planners_to_know(stack: Stack, live: str | None) -> None:
+    asked = await planner(stack)
+    body = {"instances": 2, "live": live}
+    assert (await stack.http.post("/admin/models/tiny/scale", json=body)).status_code == 200
+    assert [message.live for message in asked] == [live or "auto"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+async def test_numbers_that_json_does_not_have_are_refused(stack: Stack, number: str) -> None:
+    body = f'{{"path": "/m", "slo_ttft_s": {number}}}'
+    response = await stack.http.post("/admin/models", content=body, headers={"content-type": "application/json"})
+    check(response, 400, "invalid_request_error", "bad_request")
+
+
+async def test_a_models_objectives_reach_the_pool(stack: Stack) -> None:
+    body = {"path": "/m", "slo_ttft_s": 0.5, "slo_tbt_s": 1}
+    assert (await stack.http.post("/admin/models", json=body)).status_code == 201
+    assert (await stack.http.post("/admin/models", json={"path": "/m", "slo_ttft_s": None})).status_code == 201
+    assert stack.pool.added == [AddModel(path="/m", slo_ttft_s=0.5, slo_tbt_s=1.0), AddModel(path="/m")]
 
 
 async def test_admin_errors_are_typed(stack: Stack) -> None:

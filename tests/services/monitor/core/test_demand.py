@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import pytest
+
 from services.monitor.core.demand import DemandPolicy, ModelDemand
+from shared.messages.common import InstanceState
 from shared.messages.load import LoadReport, ModelQueue
 
 POLICY = DemandPolicy(
@@ -62,17 +65,36 @@ def test_a_backlog_is_drained_within_the_slack() -> None:
     assert "1500 waiting" in verdict.reason
 
 
+def test_a_models_ttft_objective_is_the_slack() -> None:
+    demand = ModelDemand(POLICY)
+    demand.on_queue("g", queue(0, queued_tokens=1500), 0.0)
+    assert demand.evaluate(0.0, 1).desired == 3
+    assert demand.evaluate(0.0, 1, slo_ttft_s=0.25).desired == 6
+    assert demand.evaluate(0.0, 1, slo_ttft_s=1.5).desired == 1
+    # As a record may have it that nobody checked.
+    assert demand.evaluate(0.0, 1, slo_ttft_s=float("nan")).desired == 3
+    assert demand.evaluate(0.0, 1, slo_ttft_s=5e-324).desired == 1500
+
+
 def test_kv_use_near_its_upper_bound_needs_more() -> None:
     demand = ModelDemand(POLICY)
     demand.on_load(report(kv_blocks_used=95), 0.0)
     assert demand.evaluate(0.0, 1).desired == 2
 
 
-def test_loading_instances_add_no_blocks_to_the_capacity() -> None:
+@pytest.mark.parametrize("state", ["loading", "live"])
+def test_instances_on_their_way_add_no_blocks_to_the_capacity(state: InstanceState) -> None:
     demand = ModelDemand(POLICY)
     demand.on_load(report("i0", kv_blocks_used=95), 0.0)
-    demand.on_load(report("i1", state="loading", kv_blocks_total=1000), 0.0)
+    demand.on_load(report("i1", state=state, kv_blocks_total=1000), 0.0)
     assert demand.evaluate(0.0, 1).desired == 2
+
+
+def test_what_waits_at_a_live_instance_counts_as_load() -> None:
+    demand = ModelDemand(POLICY)
+    demand.on_load(report("i0", queued_tokens=500), 0.0)
+    demand.on_load(report("i1", state="live", queued_tokens=1000), 0.0)
+    assert demand.evaluate(0.0, 2).desired == 3
 
 
 def test_scaling_in_waits_until_a_whole_window_was_quiet() -> None:
@@ -104,6 +126,15 @@ def test_capacity_is_measured_from_saturated_instances_only() -> None:
         at_s = 2.0 + step / 10
         demand.on_load(report(queued_tokens=5000, prefill_tokens_total=200 * step, busy_s_total=step / 10), at_s)
     assert abs(demand.capacity_tokens_per_s - 2000) < 200
+
+
+@pytest.mark.parametrize("state", ["loading", "live"])
+def test_capacity_is_not_measured_from_instances_on_their_way(state: InstanceState) -> None:
+    demand = ModelDemand(DemandPolicy(rate_window_s=1.0, assumed_tokens_per_s=123.0))
+    for step in range(40):
+        busy = report(state=state, queued_tokens=5000, prefill_tokens_total=9 * step, busy_s_total=step / 10)
+        demand.on_load(busy, step / 10)
+    assert demand.capacity_tokens_per_s == 123.0
 
 
 def test_a_dead_instances_last_report_is_forgotten() -> None:

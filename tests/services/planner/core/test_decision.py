@@ -35,6 +35,12 @@ def test_the_newest_instances_are_drained() -> None:
     assert [w.worker.worker_id for w in decision.drain] == ["w0", "w1"]
 
 
+def test_members_of_a_pair_are_drained_only_when_nothing_else_is_left() -> None:
+    workers = [worker_record(f"w{i}", M, "serving", epoch=i) for i in range(3)]
+    assert [w.worker.worker_id for w in decide(M, workers, 2, None, {"i-w2"}).drain] == ["w1"]
+    assert [w.worker.worker_id for w in decide(M, workers, 1, None, {"i-w2", "i-w1"}).drain] == ["w0", "w2"]
+
+
 def test_an_instance_that_still_loads_is_not_drained() -> None:
     workers = [worker_record("w0", M, "serving"), worker_record("w1", M, "loading", epoch=9)]
     decision = decide(M, workers, 1, None)

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import msgspec
 
-from services.planner.core.operations import MISSING_S, Direction, Operation, Operations
+from services.planner.core.live_pair import LIVE_REPORT_WAIT_S
+from services.planner.core.operation import MISSING_S, Direction, Operation
+from services.planner.core.operations import Operations
 from services.planner.core.traffic import SETTLING_S
+from shared.messages.live import LayerRuns
 from shared.messages.scaling import ScaleProgress
 from tests.records import model, worker_record
+from tests.services.planner.core.pairs import assignment, report
 
 
 def operation(direction: Direction = "out", plan_id: str = "p") -> Operation:
@@ -219,3 +223,132 @@ def test_the_death_of_a_worker_in_the_middle_of_a_plan_fails_its_target_alone() 
     op.apply(event("w2", "serving", 105.0))
     assert op.record().status == "failed"
     assert op.record().targets[1].serving_ms == 5000.0
+
+
+# --- pairs that scale live ---------------------------------------------------------------------------
+
+
+def with_pairs(*targets: str) -> Operation:
+    """w0's instance scales live with the first of ``targets``, w8's with the second."""
+    sources = ("w0", "w8")
+    return Operation(
+        plan_id="plan-p",
+        model="m",
+        direction="out",
+        desired=3,
+        reason="load",
+        triggered_at_s=1000.0,
+        targets=(("w1", "i1"), ("w2", "i2")),
+        pairs=[assignment(source, target) for source, target in zip(sources, targets, strict=False)],
+    )
+
+
+def both_serve(op: Operation) -> None:
+    for worker_id in ("w1", "w2"):
+        op.apply(msgspec.structs.replace(event(worker_id, "serving", 1002.0), plan_id="plan-p"))
+
+
+def test_an_operation_ends_when_its_pairs_have_reported_too() -> None:
+    op = with_pairs("w1", "w2")
+    both_serve(op)
+    assert op.open_targets == ()
+    assert (op.finished, op.record().status) == (False, "running")
+    op.apply_live(report(assignment("w0", "w1")))
+    assert not op.finished
+    op.apply_live(report(assignment("w8", "w2")))
+    assert (op.finished, op.record().status) == (True, "done")
+    assert [(pair.source, pair.outcome) for pair in op.record().live] == [("w0", "dissolved"), ("w8", "dissolved")]
+
+
+def test_a_pair_that_reports_first_does_not_end_the_operation() -> None:
+    op = with_pairs("w1")
+    op.apply_live(report(assignment("w0", "w1")))
+    assert not op.finished
+    both_serve(op)
+    assert op.finished
+
+
+def test_a_failed_pair_does_not_fail_the_operation() -> None:
+    op = with_pairs("w1")
+    both_serve(op)
+    op.apply_live(report(assignment("w0", "w1"), outcome="failed", reason="the source was told to drain"))
+    record = op.record()
+    assert (record.status, record.live[0].outcome) == ("done", "failed")
+
+
+def test_a_pair_that_does_not_report_is_not_waited_for_for_ever() -> None:
+    op = with_pairs("w1")
+    op.check({}, 1001.0)
+    both_serve(op)
+    op.check({}, 1002.0)
+    op.check({}, 1001.9 + LIVE_REPORT_WAIT_S)
+    assert not op.finished
+    op.check({}, 1002.0 + LIVE_REPORT_WAIT_S)
+    assert (op.finished, op.record().status, op.record().live[0].outcome) == (True, "done", "unknown")
+
+
+def test_a_pair_whose_target_failed_is_waited_for_from_then_on() -> None:
+    op = with_pairs("w1")
+    op.apply(msgspec.structs.replace(event("w2", "serving", 1001.0), plan_id="plan-p"))
+    op.check({}, 1001.0 + 10 * LIVE_REPORT_WAIT_S)
+    assert op.pairs["plan-p-w1"].running, "its target loads"
+    op.fail_target("w1", "the worker died")
+    op.check({}, 2000.0)
+    op.check({}, 2000.0 + LIVE_REPORT_WAIT_S)
+    assert (op.record().status, op.record().live[0].outcome) == ("failed", "unknown")
+
+
+def test_a_plan_that_was_not_published_has_no_pairs_left() -> None:
+    op = with_pairs("w1")
+    op.fail("the plan could not be published")
+    assert op.finished
+    assert op.record().live[0].outcome == "failed"
+
+
+def test_reports_on_strange_pairs_are_ignored() -> None:
+    op = with_pairs("w1")
+    op.apply_live(report(assignment("w0", "w9")))
+    assert [pair.outcome for pair in op.record().live] == ["running"]
+
+
+def test_a_target_says_when_it_went_live() -> None:
+    op = with_pairs("w1")
+    for at_s in (1000.25, 1000.75):
+        op.apply(msgspec.structs.replace(event("w1", "live", at_s), plan_id="plan-p"))
+    assert [t.live_ms for t in op.record().targets] == [250.0, None]
+    assert op.record().status == "running"
+
+
+def test_a_short_record_has_its_pairs_without_their_timelines() -> None:
+    op = with_pairs("w1")
+    runs = LayerRuns(start_at_s=1000.1, bucket_s=0.05, counts=(1,))
+    op.apply_live(report(assignment("w0", "w1"), source_runs=runs))
+    assert op.record().live[0].source_layers == (1,)
+    assert op.record(details=False).live[0].source_layers == ()
+
+
+def test_the_members_of_running_pairs_are_known() -> None:
+    operations = Operations()
+    op = with_pairs("w1", "w2")
+    operations.add(op)
+    operations.add(operation(plan_id="other"))
+    assert operations.instances_in_pairs() == {"i0", "i1", "i8", "i2"}
+    found = operations.pair("plan-p-w2")
+    assert found is op.pairs["plan-p-w2"]
+    assert operations.pair("nobody") is None
+    op.apply_live(report(assignment("w0", "w1")))
+    assert operations.instances_in_pairs() == {"i8", "i2"}
+    op.fail("no publisher")
+    assert operations.instances_in_pairs() == set()
+
+
+def test_what_was_told_to_drain_is_known_until_it_has_or_is_revived() -> None:
+    operations = Operations()
+    drains = operation("in", plan_id="a")
+    operations.add(drains)
+    operations.add(operation("out", plan_id="b"))
+    assert operations.instances_to_drain() == {"i1", "i2"}
+    drains.apply(event("w1", "spare", 101.0))
+    assert operations.instances_to_drain() == {"i2"}
+    operations.overrule_drains([("w2", "i2")], "c")
+    assert operations.instances_to_drain() == set()

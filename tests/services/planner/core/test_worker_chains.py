@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from services.planner.core.timing import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, chunk_bytes
-from services.planner.core.worker_chains import MAX_FALLBACKS, plan_worker_chains
+from services.planner.core.worker_chains import MAX_FALLBACKS, WorkerChains, plan_worker_chains
 from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import Copy
+from shared.messages.scaling import Chain, Copy, Hop, Stripe
 from tests.services.planner.core.clusters import MODEL_BYTES, cluster, paths, record
 
 
@@ -76,6 +76,22 @@ def test_a_group_forwards_to_the_next_group_stripe_by_stripe() -> None:
     plan = plan_worker_chains(cluster(gpu("a", 0, "serving"), gpu("a", 1, "serving"), *groups), 4, MODEL_BYTES)
     (chain,) = plan.chains
     assert [(s.source, s.target) for s in chain.hops[1].stripes] == [("b-0", "c-0"), ("b-1", "c-1")]
+
+
+def test_a_group_that_ends_a_chain_is_all_tails() -> None:
+    groups = [gpu(host, i) for host in "bc" for i in range(2)]
+    plan = plan_worker_chains(cluster(gpu("a", 0, "serving"), gpu("a", 1, "serving"), *groups), 4, MODEL_BYTES)
+    assert plan.tails == ("c-0", "c-1")
+
+
+def test_the_end_of_a_chain_that_feeds_another_chain_is_no_tail() -> None:
+    def hop(source: str, target: str) -> Hop:
+        return Hop(targets=(target,), stripes=(Stripe(source=source, source_kind="gpu", target=target),))
+
+    chains = (Chain(hops=(hop("a", "b"),), chunk_bytes=1), Chain(hops=(hop("b", "c"), hop("c", "d")), chunk_bytes=1))
+    assert WorkerChains(chains, (), ()).tails == ("d",)
+    # A target that reads its own host's memory feeds nobody else.
+    assert WorkerChains((Chain(hops=(hop("e", "e"),), chunk_bytes=1),), (), ()).tails == ("e",)
 
 
 def test_a_spare_worker_of_the_copys_own_domain_uses_no_nic() -> None:

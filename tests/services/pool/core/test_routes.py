@@ -11,10 +11,11 @@ def test_only_instances_that_are_up_have_routes() -> None:
         heartbeat("w1", m, "loading"),
         heartbeat("w3", m, "draining"),
         heartbeat("w2", m, "serving"),
+        heartbeat("w5", m, "live"),
         heartbeat("w4", m, "failed"),
     ]
     routes = routes_by_model(reports, [m])
-    assert [(r.worker_id, r.state) for r in routes["m"]] == [("w2", "serving"), ("w3", "draining")]
+    assert [(r.worker_id, r.state) for r in routes["m"]] == [("w2", "serving"), ("w3", "draining"), ("w5", "live")]
 
 
 def test_models_without_routes_are_absent() -> None:

@@ -2,8 +2,10 @@
 
 import pytest
 
+from services.worker.engine import mock
 from services.worker.engine.base import Batch, SamplingRow, Slice
-from services.worker.engine.mock import MockEngine, MockTiming, hash_tokens, next_token
+from services.worker.engine.mock import MockEngine, MockTiming, PreciseSleep, next_token
+from services.worker.engine.mock_kv import hash_tokens
 from shared.messages.generation import SamplingParams
 
 
@@ -90,3 +92,38 @@ def test_logprobs_are_well_formed(count):
     assert [v for _, v in top] == sorted((v for _, v in top), reverse=True)
     assert all(v < 0 for _, v in top)
     assert count == 0 or top[0] == (token.token_id, token.logprobs.logprob)
+
+
+class LateClock:
+    """Stands in for ``time``: every sleep ends ``late_s`` late, reading the time takes a microsecond."""
+
+    def __init__(self, late_s):
+        self.late_s = late_s
+        self.now = 0.0
+
+    def perf_counter(self):
+        self.now += 1e-6
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds + self.late_s
+
+
+@pytest.mark.parametrize("late_s", [0.0, 60e-6, 300e-6])
+def test_many_short_sleeps_take_as_long_as_one_of_their_sum(late_s, monkeypatch):
+    clock = LateClock(late_s)
+    monkeypatch.setattr(mock, "time", clock)
+    sleep = PreciseSleep()
+    for _ in range(50):
+        sleep(1e-3)
+    assert 0.05 - 1e-5 <= clock.now <= 0.05 + late_s + 5e-4
+
+
+def test_a_stall_of_the_machine_is_not_made_up_for(monkeypatch):
+    clock = LateClock(2.0)
+    monkeypatch.setattr(mock, "time", clock)
+    sleep = PreciseSleep()
+    sleep(1.0)
+    clock.late_s = 0.0
+    sleep(1.0)
+    assert clock.now == pytest.approx(4.0, abs=2e-3)

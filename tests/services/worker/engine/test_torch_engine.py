@@ -22,6 +22,7 @@ from tests.services.worker.engine.harness import (
     reference_greedy,
     reference_logits,
 )
+from tests.services.worker.engine.movers import batch_of, run_part, sequences_of, take_over
 
 SCATTERED = tuple(range(90, 0, -3))
 NUM_TOKENS = 64
@@ -83,14 +84,65 @@ def test_layer_ranges_give_the_logits_of_a_whole_run(cuts: tuple[int, ...]) -> N
     torch.testing.assert_close(logits[0], reference_logits("llama", tokens)[-1], atol=1e-4, rtol=0)
 
 
-def test_hidden_states_taken_over_by_another_engine_finish_there() -> None:
-    source, target, tokens = loaded_engine("qwen2"), loaded_engine("qwen2"), prompt_of(30)
-    batch = Batch((DrivenSequence(1, tokens, range(2)).next_slice(),))
-    begun = target.embed(batch)
-    target.run_layers(begun, 0, 2)
-    resumed = source.resume(batch, begun.hidden, next_layer=2)
-    source.run_layers(resumed, 2, source.num_layers)
-    torch.testing.assert_close(source.head(resumed)[0], reference_logits("qwen2", tokens)[-1], atol=1e-4, rtol=0)
+def test_kv_on_the_wire_is_layers_k_and_v_tokens_heads() -> None:
+    engine = loaded_engine("qwen2", block_size=4)
+    sequences = [DrivenSequence(i, prompt_of(n, i), blocks) for i, (n, blocks) in enumerate([(6, (9, 2)), (3, (5,))])]
+    engine.run_layers(engine.embed(Batch(tuple(s.next_slice() for s in sequences))), 0, 3)
+    kv = torch.from_numpy(engine.export_kv([(9, 2), (5,)], [6, 3], 3)).view(torch.float32)
+    spec = engine._model.spec
+    kv = kv.view(3, 2, 9, spec.num_kv_heads, spec.head_dim)
+    at = [(9, 0), (9, 1), (9, 2), (9, 3), (2, 0), (2, 1), (5, 0), (5, 1), (5, 2)]
+    for layer in range(3):
+        for pages, exported in zip((engine._cache.k[layer], engine._cache.v[layer]), kv[layer], strict=True):
+            assert exported.any(-1).all()
+            assert torch.equal(exported, torch.stack([pages[block, offset] for block, offset in at]))
+
+
+def test_an_import_writes_the_slots_of_its_tokens_and_layers_alone() -> None:
+    engine = loaded_engine("llama", block_size=4)
+    for pages in (*engine._cache.k, *engine._cache.v):
+        pages.fill_(7)
+    kv = torch.zeros(2 * 6 * engine.kv_bytes_per_token_layer, dtype=torch.uint8).numpy()
+    engine.import_kv([(9, 2)], [6], 2, kv)
+    for layer in range(4):
+        for pages in (engine._cache.k[layer], engine._cache.v[layer]):
+            expected = torch.full_like(pages, 7)
+            if layer < 2:
+                expected[9] = 0
+                expected[2, :2] = 0
+            assert torch.equal(pages, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_split_batch_in_lower_precision_has_the_logits_of_the_whole(kind: str) -> None:
+    source, target = (loaded_engine(kind, dtype="bfloat16", block_size=size) for size in (16, 8))
+    whole = sequences_of(source, (37, 20))
+    expected = [compute(source, batch_of(whole).slices)]
+    moved = run_part(source, sequences_of(source, (37, 20)), 2)
+    taken = sequences_of(target, (37, 20), backwards=True)
+    found = [target.head(take_over(target, taken, moved))]
+    for engine, sequences, logits in ((source, whole, expected), (target, taken, found)):
+        for s in sequences:
+            s.tokens.append(65)
+        logits.append(compute(engine, batch_of(sequences).slices))
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_later_tokens_depend_on_the_imported_kv(kind: str) -> None:
+    # Otherwise the tests of moved batches would pass without it.
+    engine = loaded_engine(kind)
+    (sequence,) = sequences_of(engine, (37,))
+    moved = run_part(engine, [sequence], 2)
+    taken = sequences_of(engine, (37,))
+    engine.head(take_over(engine, taken, moved))
+    taken[0].tokens.append(65)
+    piece = taken[0].next_slice()
+    right = compute(engine, [piece])
+    layers = engine._cache.k[0], engine._cache.v[0]
+    for pages in layers:
+        pages[taken[0].blocks[1]] = 0
+    assert (compute(engine, [piece]) - right).abs().max() > 1e-2
 
 
 def test_an_engine_built_before_its_weights_computes_once_they_are_there() -> None:

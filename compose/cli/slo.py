@@ -1,0 +1,53 @@
+"""Options for a model's objectives: milliseconds on the command line, seconds everywhere else."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+MIN_SLO_MS = 1.0
+MAX_SLO_MS = 3_600_000.0
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        value_ms = float(text)
+    except ValueError:
+        value_ms = 0.0
+    # "nan" is a number to float() and in no range.
+    if not MIN_SLO_MS <= value_ms <= MAX_SLO_MS:
+        raise typer.BadParameter(f"{text!r} is no number of milliseconds from {MIN_SLO_MS:g} to {MAX_SLO_MS:.0f}")
+    return value_ms
+
+
+SloTtft = Annotated[
+    float | None,
+    typer.Option(
+        "--slo-ttft",
+        parser=_milliseconds,
+        metavar="MS",
+        help="Objective for the time to the first token, in milliseconds.",
+        show_default="the services' own",
+    ),
+]
+SloTbt = Annotated[
+    float | None,
+    typer.Option(
+        "--slo-tbt",
+        parser=_milliseconds,
+        metavar="MS",
+        help="Objective for the time between two tokens, in milliseconds.",
+        show_default="the services' own",
+    ),
+]
+
+
+def seconds(slo_ms: float | None) -> float | None:
+    """An option's value as the services take it; None: no objective was given."""
+    return None if slo_ms is None else slo_ms / 1000
+
+
+def shown_ms(slo_s: object) -> str:
+    """An objective in a table; 0, or none at all, is the services' own."""
+    return f"{slo_s * 1000:g}" if isinstance(slo_s, int | float) and slo_s else "-"

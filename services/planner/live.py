@@ -1,0 +1,139 @@
+"""Live scaling, the planner's side: which instances are overloaded, who is paired with whom, and telling them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter
+
+from services.planner.core.assignments import zigzag_assignments
+from services.planner.core.live_pair import LivePair
+from services.planner.core.load_book import ASSUMED_TOKENS_PER_S, LoadBook
+from services.planner.core.operation import Operation
+from services.planner.core.operations import Operations
+from services.planner.core.worker_chains import WorkerChains
+from services.planner.core.zigzag_pairs import Overloaded, Selection, select_pairs
+from services.planner.registry_view import RegistryView
+from shared import subjects
+from shared.bus.base import Bus, Subscription
+from shared.errors import BlitzError
+from shared.messages.common import LiveChoice, LivePolicy
+from shared.messages.live import ZigzagAssignment
+from shared.messages.load import LoadReport, QueueReport
+from shared.messages.registry import ModelRecord, WorkerRecord
+from shared.messages.scaling import ScalePlan
+
+log = logging.getLogger(__name__)
+
+LIVE_CHOICES: tuple[LiveChoice, ...] = get_args(LiveChoice)
+LIVE_POLICIES: tuple[LivePolicy, ...] = get_args(LivePolicy)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSettings:
+    """Defaults where neither the wish nor the model says anything."""
+
+    choice: LiveChoice = "auto"
+    policy: LivePolicy = "zigzag"
+    slo_ttft_s: float = 1.0
+    slo_tbt_s: float = 0.1
+    assumed_tokens_per_s: float = ASSUMED_TOKENS_PER_S
+    """Prefill speed of an instance, until it was measured."""
+
+
+class Pairing:
+    """Chooses the pairs of a plan by the load that was reported last, and publishes their assignments."""
+
+    def __init__(self, bus: Bus, operations: Operations, settings: LiveSettings, metrics: CollectorRegistry) -> None:
+        self._bus = bus
+        self._operations = operations
+        self._settings = settings
+        self._book = LoadBook(assumed_tokens_per_s=settings.assumed_tokens_per_s)
+        self._published = Counter("blitz_planner_pairs_total", "Pairs published", ["policy"], registry=metrics)
+
+    async def subscribe(self) -> list[Subscription]:
+        """Listen to load."""
+        return [
+            await self._bus.subscribe(subjects.load(), LoadReport, self._on_load),
+            await self._bus.subscribe(subjects.queue(), QueueReport, self._on_queue),
+        ]
+
+    def _on_load(self, report: LoadReport) -> None:
+        self._book.on_load(report, time.monotonic())
+
+    def _on_queue(self, report: QueueReport) -> None:
+        self._book.on_queue(report, time.monotonic())
+
+    def forget(self) -> None:
+        """Forget who has been silent for too long."""
+        self._book.forget(time.monotonic())
+
+    def choice(self, asked: LiveChoice) -> LiveChoice:
+        """What a wish comes to."""
+        return self._settings.choice if asked == "auto" else asked
+
+    def overloaded(self, model: ModelRecord, view: RegistryView) -> tuple[Overloaded, ...]:
+        """The queue of each instance that could be a source."""
+        sources = self._sources(model, view)
+        return self._book.overloaded(
+            model.name,
+            tuple(sources),
+            slo_ttft_s=model.slo_ttft_s or self._settings.slo_ttft_s,
+            now_s=time.monotonic(),
+            in_pairs=self._operations.instances_in_pairs(),
+        )
+
+    def _sources(self, model: ModelRecord, view: RegistryView) -> dict[str, WorkerRecord]:
+        """Serving instances of these very weights that run prefills and are to stay, by instance id."""
+        leaving = self._operations.instances_to_drain()
+        return {
+            w.instance.instance_id: w
+            for w in view.workers
+            if w.instance is not None
+            and w.state == "serving"
+            and w.instance.role != "decode"
+            and (w.instance.model, w.instance.model_hash) == (model.name, model.model_hash)
+            and w.instance.instance_id not in leaving
+        }
+
+    def select(self, overloaded: tuple[Overloaded, ...], planned: WorkerChains, choice: LiveChoice) -> Selection:
+        """The pairs between them and the tails of a plan."""
+        predicted_s = planned.predicted_s
+        return select_pairs(overloaded, {t: predicted_s[t] for t in planned.tails}, choice=choice)
+
+    def assignments(
+        self, plan: ScalePlan, planned: WorkerChains, selection: Selection, view: RegistryView
+    ) -> tuple[ZigzagAssignment, ...]:
+        """The first revision of each pair's assignment."""
+        return zigzag_assignments(
+            plan,
+            selection.pairs,
+            self._sources(plan.model, view),
+            planned.predicted_s,
+            policy=self._settings.policy,
+            slo_tbt_s=self._settings.slo_tbt_s,
+        )
+
+    async def publish(self, operation: Operation) -> None:
+        """Tell the pairs of a plan that is out. One that cannot be told has failed: its target loads as any other."""
+        await asyncio.gather(*[self._publish(pair) for pair in operation.pairs.values()])
+
+    async def _publish(self, pair: LivePair) -> None:
+        try:
+            await publish_revision(self._bus, pair.assignment)
+        except BlitzError as error:
+            pair.fail(f"the assignment could not be published: {error}")
+            log.warning("%s: its target loads without it: %s", pair.pair_id, error)
+            return
+        self._published.labels(pair.assignment.policy).inc()
+        log.info("%s: %s", pair.pair_id, pair.assignment.why)
+
+
+async def publish_revision(bus: Bus, assignment: ZigzagAssignment) -> None:
+    """Append a revision to the plan stream, once. Raises what ``Bus.publish_event`` raises."""
+    message_id = f"{assignment.pair_id}-{assignment.revision}"
+    await bus.publish_event(subjects.zigzag_assignments(), assignment, message_id=message_id)

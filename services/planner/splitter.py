@@ -1,0 +1,125 @@
+"""Splits the waiting batches of pairs on demand, beside everything else that the planner does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from services.planner.core.live_pair import LivePair
+from services.planner.core.operations import Operations
+from services.planner.core.split_request import SplitRequest, gates_in_time, split_request
+from services.planner.core.zigzag import assign
+from services.planner.live import publish_revision
+from shared import subjects
+from shared.bus.base import Bus, Subscription
+from shared.errors import BlitzError, Conflict, NotFound
+from shared.messages.common import Ack
+from shared.messages.live import PlanSplit
+from shared.telemetry import tracer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    request: SplitRequest
+    at_s: float
+    """Monotonic."""
+
+
+class Splitter:
+    """Only the newest request of a pair is answered, by gates if they gain anything. One split is computed at a time:
+    they are bound by the interpreter, so that several at once would only all be late."""
+
+    def __init__(self, bus: Bus, operations: Operations, metrics: CollectorRegistry) -> None:
+        self._bus = bus
+        self._operations = operations
+        self._turn = asyncio.Lock()
+        self._newest: dict[str, _Asked] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._seconds = Histogram(
+            "blitz_planner_split_seconds",
+            "A pair asked for its batches to be split, to the split found",
+            registry=metrics,
+            buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5),
+        )
+        self._splits = Counter("blitz_planner_splits_total", "Splits looked for", ["outcome"], registry=metrics)
+
+    async def subscribe(self) -> list[Subscription]:
+        """Answer pairs."""
+        return [await self._bus.respond(subjects.planner("split"), PlanSplit, self._on_split)]
+
+    async def close(self) -> None:
+        """Wait for what is being computed."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _on_split(self, asked: PlanSplit) -> Ack:
+        pair = self._operations.pair(asked.pair_id)
+        if pair is None:
+            raise NotFound(f"no pair {asked.pair_id!r} is known", param="pair_id")
+        if not pair.running:
+            raise Conflict(f"pair {asked.pair_id} is {pair.outcome}; its batches stay as they are")
+        request = split_request(asked, pair.assignment, time.time())
+        # The baselines know no gates.
+        if request is None or pair.assignment.policy != "zigzag":
+            return Ack()
+        queued = pair.pair_id in self._newest
+        self._newest[pair.pair_id] = _Asked(request, time.monotonic())
+        if not queued:
+            task = asyncio.create_task(self._split(pair))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return Ack()
+
+    async def _split(self, pair: LivePair) -> None:
+        with tracer().start_as_current_span("planner.split") as span:
+            try:
+                outcome = await self._answer(pair)
+            except BlitzError as error:
+                log.warning("%s: no gates: %s", pair.pair_id, error)
+                outcome = "failed"
+            except Exception:
+                # A solver may raise anything, and nobody reads this task's result. The pair goes on without gates.
+                log.exception("%s: no gates", pair.pair_id)
+                outcome = "failed"
+            span.set_attributes({"blitz.pair_id": pair.pair_id, "blitz.split.outcome": outcome})
+        self._splits.labels(outcome).inc()
+
+    async def _answer(self, pair: LivePair) -> str:
+        """Compute until no newer request came meanwhile, then publish what is of use. Returns what came of it."""
+        try:
+            while True:
+                async with self._turn:
+                    asked = self._newest[pair.pair_id]
+                    found = await asyncio.to_thread(
+                        assign,
+                        asked.request.jobs,
+                        asked.request.loaded_at,
+                        source_free_at=asked.request.source_free_at,
+                        pull_time=asked.request.pull_time,
+                    )
+                if self._newest[pair.pair_id] is asked:
+                    break
+        finally:
+            del self._newest[pair.pair_id]
+        elapsed_s = time.monotonic() - asked.at_s
+        self._seconds.observe(elapsed_s)
+        if not found.gates:
+            return "no_gain"
+        gates = gates_in_time(found, elapsed_s)
+        if not gates or not pair.running:
+            return "late"
+        assignment = pair.set_gates(gates)
+        await publish_revision(self._bus, assignment)
+        log.info(
+            "%s: gates for %d batches, mean completion %.3f s instead of %.3f s",
+            pair.pair_id,
+            len(gates),
+            found.played.mean,
+            found.free.mean,
+        )
+        return "gates"

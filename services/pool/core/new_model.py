@@ -1,0 +1,40 @@
+"""What a new model may be called, and what may be asked for it."""
+
+from __future__ import annotations
+
+import re
+
+from shared.errors import BadRequest
+from shared.messages.registry import AddModel
+
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,199}")
+MIN_SLO_S = 0.001
+MAX_SLO_S = 3600.0
+"""Objectives outside of these are typing errors: nobody answers in a microsecond, or should take hours."""
+
+
+def name_of(request: AddModel) -> str:
+    """The name that the model will have: its directory's if none was asked for. Raises ``BadRequest``."""
+    name = request.name or request.path.rstrip("/").rpartition("/")[2]
+    if not MODEL_NAME.fullmatch(name):
+        raise BadRequest(
+            f"model name {name!r}: use letters, digits and '._/:-', starting with a letter or digit", param="name"
+        )
+    return name
+
+
+def check_limits(request: AddModel) -> None:
+    """Raises ``BadRequest`` naming the parameter if instances or objectives are out of range."""
+    if not 0 <= request.min_instances <= request.max_instances:
+        raise BadRequest(
+            f"min_instances {request.min_instances} and max_instances {request.max_instances} "
+            "must satisfy 0 <= min <= max",
+            param="min_instances",
+        )
+    for param, slo_s in (("slo_ttft_s", request.slo_ttft_s), ("slo_tbt_s", request.slo_tbt_s)):
+        # What is not a number is in no range.
+        if slo_s != 0 and not MIN_SLO_S <= slo_s <= MAX_SLO_S:
+            raise BadRequest(
+                f"{param} must be from {MIN_SLO_S:g} to {MAX_SLO_S:g} seconds, or 0 for none, not {slo_s:g}",
+                param=param,
+            )

@@ -1,0 +1,91 @@
+"""What two engines hand each other, as host bytes: the rules that every engine checks.
+
+A batch moves between engines as its hidden states ``[num_tokens, hidden_size]`` and its KV
+``[num_layers, 2 (K, V), num_tokens, num_kv_heads, head_dim]``, both in the model's dtype. Tokens lie
+sequence after sequence. Which blocks hold them, and how large those are, is each engine's own affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.engine.base import Batch
+from shared.errors import BadRequest
+from shared.transport.base import Buffer
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def host_bytes(buffer: Buffer, num_bytes: int, what: str) -> Bytes:
+    """``buffer`` as flat bytes, without a copy. Raises ``BadRequest`` unless it has ``num_bytes``."""
+    flat = np.frombuffer(buffer, dtype=np.uint8)
+    if len(flat) != num_bytes:
+        raise BadRequest(f"{what}: {len(flat)} bytes, expected {num_bytes}")
+    return flat
+
+
+def slots_of(
+    block_tables: Sequence[Sequence[int]], num_tokens: Sequence[int], *, block_size: int, num_blocks: int
+) -> npt.NDArray[np.int64]:
+    """Flat KV slots of positions ``0 .. num_tokens[i]`` of each sequence, one sequence after another.
+
+    Raises ``BadRequest`` for another number of tables than of lengths, a table that is too short, a block
+    outside of the pool.
+    """
+    if len(block_tables) != len(num_tokens):
+        raise BadRequest(f"{len(block_tables)} block tables for {len(num_tokens)} sequences")
+    slots = [np.empty(0, dtype=np.int64)]
+    for index, (block_table, count) in enumerate(zip(block_tables, num_tokens, strict=True)):
+        if not 0 <= count <= len(block_table) * block_size:
+            raise BadRequest(
+                f"sequence {index} of the batch: {count} tokens in {len(block_table)} blocks of {block_size}"
+            )
+        blocks = np.asarray(block_table[: -(-count // block_size)], dtype=np.int64)
+        if len(blocks) and not 0 <= blocks.min() <= blocks.max() < num_blocks:
+            raise BadRequest(
+                f"sequence {index} of the batch: blocks {blocks.min()}..{blocks.max()} of a pool of {num_blocks}"
+            )
+        at = np.arange(count)
+        slots.append(blocks[at // block_size] * block_size + at % block_size)
+    return np.concatenate(slots)
+
+
+def check_batch(batch: Batch, block_size: int) -> None:
+    """Raises ``BadRequest`` for an empty batch, an empty slice, a block table that is too short."""
+    if not batch.slices:
+        raise BadRequest("a batch without slices")
+    for piece in batch.slices:
+        end = piece.start + len(piece.token_ids)
+        if not piece.token_ids or len(piece.block_table) * block_size < end:
+            raise BadRequest(
+                f"sequence {piece.sequence_id}: {len(piece.token_ids)} tokens up to position {end} in "
+                f"{len(piece.block_table)} blocks of {block_size}"
+            )
+
+
+def check_next_layer(next_layer: int, num_layers: int) -> None:
+    """Raises ``BadRequest`` unless a batch can be resumed there: after the last layer its rows are gone."""
+    if not 0 <= next_layer < num_layers:
+        raise BadRequest(f"a batch cannot be resumed at layer {next_layer} of {num_layers}")
+
+
+def check_num_layers(num_layers: int, limit: int) -> None:
+    """Raises ``BadRequest`` for KV of more layers than the model has."""
+    if not 0 <= num_layers <= limit:
+        raise BadRequest(f"KV of {num_layers} layers of a model of {limit}")
+
+
+def check_whole(next_layer: int, num_layers: int) -> None:
+    """Raises ``BadRequest`` once the last layer has run: only the sampled tokens' hidden states are left."""
+    if next_layer >= num_layers:
+        raise BadRequest(f"hidden states of a batch that has run all {num_layers} layers")
+
+
+def check_tokens(token_ids: npt.NDArray[np.int64], vocab_size: int) -> None:
+    """Raises ``BadRequest`` for a token outside of the vocabulary."""
+    if token_ids.size and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
+        raise BadRequest(f"token ids {token_ids.min()}..{token_ids.max()} of a vocabulary of {vocab_size}")

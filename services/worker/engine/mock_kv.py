@@ -1,0 +1,184 @@
+"""The mock's KV pool: what a slot holds is the token, its position and the hash of the prefix it ends.
+
+Whoever mixes up blocks, positions, layers or batches gets an error or other tokens, not luck. KV travels in
+real sizes: each token's record lies in the bytes of each exported layer, and names the layer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.engine.base import Slice
+from services.worker.engine.handoff import Bytes, host_bytes, slots_of
+from shared.transport.base import Buffer
+
+_MASK = (1 << 64) - 1
+_EMPTY = 0x9E3779B97F4A7C15
+
+_MAGIC = 0xB1FF
+_RECORD = np.dtype([("magic", "<u2"), ("layer", "<u2"), ("token", "<i4"), ("position", "<i8"), ("hash", "<u8")])
+_HALF_BYTES = _RECORD.itemsize // 2
+"""K carries the first half of a record, V the second."""
+
+Slots = npt.NDArray[np.int64]
+
+
+def extend_hash(prefix_hash: int, token_id: int) -> int:
+    """The hash of a prefix and one more token."""
+    mixed = ((prefix_hash ^ (token_id + 1)) * 0xBF58476D1CE4E5B9) & _MASK
+    return mixed ^ (mixed >> 29)
+
+
+def hash_tokens(token_ids: Sequence[int], prefix_hash: int = _EMPTY) -> int:
+    """The hash of a whole prefix."""
+    for token_id in token_ids:
+        prefix_hash = extend_hash(prefix_hash, token_id)
+    return prefix_hash
+
+
+class MockKv:
+    """Slots of a block pool. Methods touch only the slots that they are given, so that threads may share it."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, bytes_per_token_layer: int, verify: bool) -> None:
+        if bytes_per_token_layer < _RECORD.itemsize or bytes_per_token_layer % 2:
+            raise ValueError(
+                f"KV of {bytes_per_token_layer} bytes per token and layer: "
+                f"the mock needs an even number, at least {_RECORD.itemsize}"
+            )
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._bytes_per_token_layer = bytes_per_token_layer
+        self._verify = verify
+        slots = num_blocks * block_size
+        # Arrays, for Python reads and writes them one by one as quickly as lists; numpy sees them whole.
+        self._tokens = array("q", [-1]) * slots
+        self._positions = array("q", [-1]) * slots
+        self._hashes = array("Q", [0]) * slots
+        self._all_tokens = np.frombuffer(self._tokens, dtype=np.int64)
+        self._all_positions = np.frombuffer(self._positions, dtype=np.int64)
+        self._all_hashes = np.frombuffer(self._hashes, dtype=np.uint64)
+        self._layers = np.zeros(slots, dtype=np.int16)
+        """How many layers of a slot have KV."""
+
+    def slots_of(self, block_tables: Sequence[Sequence[int]], num_tokens: Sequence[int]) -> Slots:
+        """See ``handoff.slots_of``."""
+        return slots_of(block_tables, num_tokens, block_size=self._block_size, num_blocks=self._num_blocks)
+
+    def write(self, piece: Slice, slots: list[int]) -> int:
+        """Write a slice's KV; returns the hash of the prefix that it ends, and adds its slots to ``slots``.
+
+        Raises ``RuntimeError`` for a block table that does not hold the prefix.
+        """
+        size, table = self._block_size, piece.block_table
+        end = piece.start + len(piece.token_ids)
+        if end > len(table) * size:
+            raise RuntimeError(f"sequence {piece.sequence_id}: {len(table)} blocks do not hold {end} tokens")
+        prefix_hash = self._prefix_hash(piece)
+        if len(piece.token_ids) == 1:  # a decode step: quicker by hand
+            token_id, position = piece.token_ids[0], piece.start
+            slot = table[position // size] * size + position % size
+            prefix_hash = extend_hash(prefix_hash, token_id)
+            self._tokens[slot] = token_id
+            self._positions[slot] = position
+            self._hashes[slot] = prefix_hash
+            slots.append(slot)
+            return prefix_hash
+        own = self.slots_of([table], [end])[piece.start :]
+        hashes = list(accumulate(piece.token_ids, extend_hash, initial=prefix_hash))
+        self._all_tokens[own] = piece.token_ids
+        self._all_positions[own] = np.arange(piece.start, end)
+        self._all_hashes[own] = np.array(hashes[1:], dtype=np.uint64)
+        slots += own.tolist()
+        return hashes[-1]
+
+    def _prefix_hash(self, piece: Slice) -> int:
+        """The hash of the KV before the slice, read through its block table."""
+        size, table, start = self._block_size, piece.block_table, piece.start
+        if start == 0:
+            return _EMPTY
+        slot = table[(start - 1) // size] * size + (start - 1) % size
+        if self._positions[slot] != start - 1:
+            raise RuntimeError(f"sequence {piece.sequence_id}: no KV at position {start - 1}, slot {slot}")
+        if self._verify:
+            gathered = hash_tokens([self._tokens[table[p // size] * size + p % size] for p in range(start)])
+            if gathered != self._hashes[slot]:
+                raise RuntimeError(f"sequence {piece.sequence_id}: the KV before position {start} was overwritten")
+        return self._hashes[slot]
+
+    def read(self, piece: Slice, slots: list[int]) -> int:
+        """As ``write``, of a slice whose KV is there already: imported, or of layers run before.
+
+        Raises ``RuntimeError`` if it is not that of the slice's tokens and all positions before them.
+        """
+        end = piece.start + len(piece.token_ids)
+        found = self.slots_of([piece.block_table], [end])
+        own = found[piece.start :]
+        if not np.array_equal(self._all_positions[found], np.arange(end)) or not np.array_equal(
+            self._all_tokens[own], np.asarray(piece.token_ids)
+        ):
+            raise RuntimeError(f"sequence {piece.sequence_id}: its blocks do not hold the KV of its {end} tokens")
+        if self._verify and hash_tokens(self._all_tokens[found].tolist()) != self._all_hashes[own[-1]]:
+            raise RuntimeError(f"sequence {piece.sequence_id}: the KV up to position {end} is not of its prefix")
+        slots += own.tolist()
+        return int(self._all_hashes[own[-1]])
+
+    def advance(self, slots: Slots, first: int, last: int) -> None:
+        """Layers ``first .. last`` of these slots have KV now.
+
+        Raises ``RuntimeError`` unless exactly those before ``first`` had: it was not imported, or another batch
+        has written there.
+        """
+        if first > 0:
+            self._check_layers(slots, first, exactly=True)
+        self._layers[slots] = last
+
+    def _check_layers(self, slots: Slots, num_layers: int, *, exactly: bool) -> None:
+        held = self._layers[slots]
+        wrong = held != num_layers if exactly else held < num_layers
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise RuntimeError(f"slot {slots[at]} has KV of {held[at]} layers, not of {num_layers}")
+
+    def export(self, slots: Slots, num_layers: int) -> Bytes:
+        """See ``Engine.export_kv``. Raises ``RuntimeError`` if that many layers have not been run."""
+        self._check_layers(slots, num_layers, exactly=False)
+        kv = np.zeros((num_layers, 2, len(slots), self._bytes_per_token_layer // 2), dtype=np.uint8)
+        record = np.empty(len(slots), dtype=_RECORD)
+        record["magic"] = _MAGIC
+        record["token"] = self._all_tokens[slots]
+        record["position"] = self._all_positions[slots]
+        record["hash"] = self._all_hashes[slots]
+        for layer in range(num_layers):
+            record["layer"] = layer
+            halves = record.view(np.uint8).reshape(len(slots), 2, _HALF_BYTES)
+            kv[layer, :, :, :_HALF_BYTES] = halves.transpose(1, 0, 2)
+        return kv.reshape(-1)
+
+    def load(self, slots: Slots, num_tokens: Sequence[int], num_layers: int, kv: Buffer) -> None:
+        """See ``Engine.import_kv``. Raises ``RuntimeError`` for bytes that are not the KV of these positions."""
+        half_bytes = self._bytes_per_token_layer // 2
+        flat = host_bytes(kv, num_layers * len(slots) * self._bytes_per_token_layer, "KV")
+        if not num_layers or not len(slots):
+            return
+        layers = flat.reshape(num_layers, 2, len(slots), half_bytes)[..., :_HALF_BYTES]
+        # [num_layers, tokens], one record from the two halves
+        records = np.ascontiguousarray(layers.transpose(0, 2, 1, 3)).reshape(num_layers, -1).view(_RECORD)
+        positions = np.concatenate([np.arange(count) for count in num_tokens])
+        for layer, record in enumerate(records):
+            sound = (record["magic"] == _MAGIC) & (record["layer"] == layer) & (record["position"] == positions)
+            sound &= (record["token"] == records[0]["token"]) & (record["hash"] == records[0]["hash"])
+            if not sound.all():
+                at = int(sound.argmin())
+                raise RuntimeError(
+                    f"imported KV of layer {layer}, token {at} of the batch, position {positions[at]}: found that of "
+                    f"layer {record['layer'][at]}, position {record['position'][at]}, token id {record['token'][at]}"
+                )
+        self._all_tokens[slots] = records[0]["token"]
+        self._all_positions[slots] = positions
+        self._all_hashes[slots] = records[0]["hash"]
+        self._layers[slots] = num_layers

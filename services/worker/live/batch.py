@@ -1,0 +1,97 @@
+"""A batch of prompts, as both members of a pair see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Ordered
+
+from services.worker.core.sequence import Sequence
+from services.worker.engine.base import Batch, SamplingRow, Slice
+from shared.messages.generation import Submit
+
+
+class PromptBatch:
+    """One or more whole prefixes (prompt, and output of earlier attempts), computed together."""
+
+    def __init__(self, batch_id: str, serial: int, sequences: Iterable[Sequence], layer_s: float) -> None:
+        """``serial``: of the pair's batches. ``layer_s``: expected seconds of one of its layers."""
+        self.batch_id = batch_id
+        self.serial = serial
+        self.sequences = tuple(sequences)
+        self.layer_s = layer_s
+        self.begun = False
+        """The source runs it: its sequences hold blocks there."""
+        # A prefix grows only once the batch is done; the sizes of what is on its way follow from it.
+        self.lengths = tuple(s.num_tokens for s in self.sequences)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def ended(self) -> bool:
+        """Nobody waits for any of it."""
+        return all(s.finished for s in self.sequences)
+
+    @property
+    def block_tables(self) -> tuple[Ordered[int], ...]:
+        return tuple(s.block_table for s in self.sequences)
+
+    def token_ids(self) -> list[int]:
+        """All tokens, one prefix after another."""
+        return [token for s in self.sequences for token in s.tokens]
+
+    def as_engine_batch(self) -> Batch:
+        """For an engine whose blocks the sequences hold."""
+        return Batch(tuple(Slice(s.id, tuple(s.tokens), 0, s.block_table, sample=True) for s in self.sequences))
+
+    def sampling_rows(self) -> list[SamplingRow]:
+        """One per sequence, in order."""
+        return [SamplingRow(s.params, s.eos_token_ids, s.prompt, s.output) for s in self.sequences]
+
+    def submits(self, instance_id: str, model: str) -> tuple[Submit, ...]:
+        """The requests, as the target has to know them."""
+        return tuple(
+            Submit(
+                request_id=s.request_id,
+                attempt=s.attempt,
+                gateway_id=s.gateway_id,
+                instance_id=instance_id,
+                model=model,
+                prompt_token_ids=s.prompt,
+                sampling=s.params,
+                output_token_ids=tuple(s.output),
+            )
+            for s in self.sequences
+        )
+
+
+def sequence_of(request: Submit, eos_token_ids: Iterable[int], arrived_s: float | None = None) -> Sequence:
+    """A request as the scheduler takes it."""
+    return Sequence(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        gateway_id=request.gateway_id,
+        prompt=request.prompt_token_ids,
+        params=request.sampling,
+        eos_token_ids=eos_token_ids,
+        output=request.output_token_ids,
+        arrived_s=arrived_s,
+    )
+
+
+def packed(sequences: Iterable[Sequence], most_tokens: int) -> Iterator[list[Sequence]]:
+    """Requests in first-come order as batches of up to ``most_tokens`` tokens; a longer prefix is one by itself.
+
+    Short prompts cost mostly the reading of the weights: together they cost it once.
+    """
+    pack: list[Sequence] = []
+    num_tokens = 0
+    for sequence in sequences:
+        if pack and num_tokens + sequence.num_tokens > most_tokens:
+            yield pack
+            pack, num_tokens = [], 0
+        pack.append(sequence)
+        num_tokens += sequence.num_tokens
+    if pack:
+        yield pack

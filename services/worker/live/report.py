@@ -1,0 +1,57 @@
+"""What a pair did, collected by its source while it lasts."""
+
+from __future__ import annotations
+
+import time
+
+from services.worker.core.pair import PairState
+from services.worker.live.batch import PromptBatch
+from services.worker.live.source_work import SourceWork
+from shared.messages.live import LayerRuns, LiveBatch, LiveReport, ZigzagAssignment
+
+
+class PairRecord:
+    """One pair's. Times are Unix times."""
+
+    def __init__(self, assignment: ZigzagAssignment, started_at_s: float) -> None:
+        self.started_at_s = started_at_s
+        self.target_runs: LayerRuns | None = None
+        self._assignment = assignment
+        self._batches: list[LiveBatch] = []
+        self._first_cooperative_at_s: float | None = None
+
+    def done(self, batch: PromptBatch, *, first_layer: int, num_layers: int, at_s: float) -> None:
+        """A batch is done at the source, which ran it from ``first_layer`` of ``num_layers`` on, or it is the target's
+        (then these are equal, and ``at_s`` is when the source heard of it)."""
+        if 0 < first_layer < num_layers and self._first_cooperative_at_s is None:
+            self._first_cooperative_at_s = at_s
+        self._batches.append(
+            LiveBatch(
+                batch_id=batch.batch_id,
+                num_requests=len(batch.sequences),
+                num_tokens=batch.num_tokens,
+                target_layers=first_layer,
+                source_layers=num_layers - first_layer,
+                first_token_at_s=at_s,
+            )
+        )
+
+    def report(self, state: PairState, failure: str, work: SourceWork) -> LiveReport:
+        """As a message, at the end of the pair."""
+        assignment = self._assignment
+        return LiveReport(
+            pair_id=assignment.pair_id,
+            plan_id=assignment.plan_id,
+            source=assignment.source.worker_id,
+            target=assignment.target.worker_id,
+            policy=assignment.policy,
+            outcome="failed" if state is PairState.FAILED else "dissolved",
+            reason=failure,
+            started_at_s=self.started_at_s,
+            ended_at_s=time.time(),
+            first_cooperative_token_at_s=self._first_cooperative_at_s,
+            batches=tuple(self._batches),
+            source_runs=work.layers.runs(),
+            target_runs=self.target_runs,
+            tokens=work.tokens.runs(),
+        )

@@ -1,0 +1,145 @@
+"""What the target's engine does for a pair: layers of the batches in its queue, as the queue says.
+
+The queue's rules are ``shared.zigzag.queue``; this holds its batches' hidden states and runs them. The engine thread
+steps; other threads look at and change the queue under ``lock``, between two layers or during one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.worker.engine.base import Activation
+from services.worker.engine.loop import EngineLoop, StepOutput
+from services.worker.live.batch import PromptBatch
+from services.worker.live.source_work import finish
+from services.worker.live.timeline import Timeline
+from shared.transport.base import Buffer
+from shared.zigzag.batch import ENDED
+from shared.zigzag.queue import Layer, Queue
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Held:
+    """A batch at the target. Its sequences hold blocks here."""
+
+    batch: PromptBatch
+    hidden: Buffer
+    """As the source embedded them, until the first layer is begun."""
+    activation: Activation = None
+
+
+class TargetWork:
+    """``PartialWork`` of the target. The callbacks are called on the engine thread."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        queue: Queue,
+        *,
+        decode_interval_s: float,
+        start_at_s: float,
+        on_layer: Callable[[], None],
+        on_finished: Callable[[PromptBatch], None],
+        on_broken: Callable[[Exception], None],
+    ) -> None:
+        """``on_layer()``: a layer has ended; ``on_finished``: a batch has, and its requests decode here;
+        ``on_broken``: the engine could not run a layer, this runs no more."""
+        self._loop = loop
+        self.queue = queue
+        self.lock = threading.Lock()
+        self.held: dict[str, Held] = {}
+        """Under ``lock``."""
+        self.decode_interval_s = decode_interval_s
+        self.layers = Timeline(start_at_s)
+        self._on_layer = on_layer
+        self._on_finished = on_finished
+        self._on_broken = on_broken
+        self._maybe = False
+        self._closed = False
+
+    @property
+    def ready(self) -> bool:
+        return self._maybe
+
+    @property
+    def num_requests(self) -> int:
+        return sum(len(held.batch.sequences) for held in list(self.held.values()))
+
+    def changed(self) -> None:
+        """The queue did; there may be a layer to run. Under ``lock``; the caller wakes the engine."""
+        self._maybe = not self._closed
+
+    def close(self) -> list[PromptBatch]:
+        """Run nothing more and free all blocks. Between two steps. Returns what was here."""
+        with self.lock:
+            self._closed, self._maybe = True, False
+            batches = [held.batch for held in self.held.values()]
+            self.held.clear()
+        for batch in batches:
+            self._loop.scheduler.release(batch.sequences)
+        return batches
+
+    def drop(self, batch_ids: tuple[str, ...]) -> list[PromptBatch]:
+        """Free the blocks of batches that are the source's now. Between two steps or layers."""
+        with self.lock:
+            batches = [self.held.pop(i).batch for i in batch_ids if i in self.held]
+        for batch in batches:
+            self._loop.scheduler.release(batch.sequences)
+        return batches
+
+    def step(self) -> StepOutput | None:
+        with self.lock:
+            layer = None if self._closed else self.queue.next_for_target()
+            if layer is None:
+                self._maybe = False
+                return None
+            held = self.held[layer.batch_id]
+        started_s = time.monotonic()
+        try:
+            self._run(held, layer)
+            output = self._end(held, layer)
+        except Exception as error:
+            log.exception("layer %d of batch %s failed", layer.layer, layer.batch_id)
+            self._maybe = False
+            self._on_broken(error)
+            return StepOutput(())
+        self._loop.busy(time.monotonic() - started_s)
+        return output
+
+    def _run(self, held: Held, layer: Layer) -> None:
+        engine = self._loop.engine
+        if held.activation is None:
+            held.activation = engine.resume(held.batch.as_engine_batch(), held.hidden, next_layer=0)
+            held.hidden = None
+        engine.run_layers(held.activation, layer.layer, layer.layer + 1)
+        self.ran_layer()
+
+    def _end(self, held: Held, layer: Layer) -> StepOutput:
+        output = StepOutput(())
+        is_last = layer.layer + 1 == self.queue.num_layers
+        if is_last:
+            # Before the queue knows: whoever asks next must find the requests in one place or the other.
+            output = finish(self._loop, held.batch, held.activation)
+        with self.lock:
+            finished = self.queue.layer_done(layer.batch_id)
+            ended = self.queue.batch(layer.batch_id).state in ENDED
+            if ended:
+                self.held.pop(layer.batch_id, None)
+        if ended and not is_last:  # cancelled meanwhile
+            self._loop.scheduler.release(held.batch.sequences)
+        if finished:
+            self._on_finished(held.batch)
+        self._on_layer()
+        return output
+
+    def ran_layer(self) -> None:
+        self.layers.add(time.time())
+
+    def stepped(self, output: StepOutput) -> None:
+        """Nobody asks."""

@@ -1,0 +1,88 @@
+"""Hidden states and KV between the members of a pair: tags, sizes, sends and receives.
+
+Every message has a tag of its own: the pair's transfer id, which is the target's lease epoch with a bit that weights
+never use, and a number of batch or claim. A buffer is the transport's until its transfer is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import IntEnum
+
+import numpy as np
+
+from shared.errors import BlitzError, TransportError
+from shared.transport.base import Buffer, Channel, TensorTransport, Transfer, tag_of
+
+PAIR_BIT = 1 << 38
+"""Of a transfer id. Epochs of leases count from 1 and stay far below."""
+_KINDS = 4
+_MAX_SERIAL = (1 << 24) // _KINDS
+
+
+class Kind(IntEnum):
+    """What a message carries."""
+
+    HANDED_HIDDEN = 0
+    PULLED_HIDDEN = 1
+    PULLED_KV = 2
+
+
+def live_tag(epoch: int, serial: int, kind: Kind) -> int:
+    """The tag of a batch's (handed) or claim's (pulled) tensor. Raises ``TransportError`` beyond 4 million."""
+    if serial >= _MAX_SERIAL:
+        raise TransportError(f"{serial} is more than a pair can count")
+    return tag_of(PAIR_BIT | epoch, serial * _KINDS + kind)
+
+
+class Tensors:
+    """One member's end. Owns the transfers that it posted until they are done."""
+
+    def __init__(self, transport: TensorTransport, channel: Channel, epoch: int, *, timeout_s: float) -> None:
+        """``timeout_s``: a receive that takes longer has failed."""
+        self._transport = transport
+        self._channel = channel
+        self._epoch = epoch
+        self._timeout_s = timeout_s
+        self._posted: set[Transfer] = set()
+
+    @property
+    def peer_is_lost(self) -> bool:
+        """The connection says so; between processes of one host it cannot tell."""
+        return not self._channel.alive
+
+    def send(self, buffer: Buffer, serial: int, kind: Kind) -> Transfer:
+        """Post a send; the buffer is kept until it is done."""
+        return self._keep(self._channel.send(buffer, live_tag(self._epoch, serial, kind)))
+
+    async def receive(self, num_bytes: int, serial: int, kind: Kind) -> Buffer:
+        """The message's bytes. Raises ``TransportError`` or ``DeadlineExceeded``."""
+        buffer = np.empty(num_bytes, dtype=np.uint8)
+        transfer = self._keep(self._transport.recv(buffer, live_tag(self._epoch, serial, kind), source=self._channel))
+        try:
+            await transfer.wait(self._timeout_s)
+        except asyncio.CancelledError:
+            transfer.abort()
+            raise
+        return buffer
+
+    def abort(self) -> None:
+        """Give up what is posted. Buffers stay quarantined until their transfers are done."""
+        for transfer in list(self._posted):
+            transfer.abort()
+
+    def _keep(self, transfer: Transfer) -> Transfer:
+        self._posted.add(transfer)
+        transfer.add_done_callback(self._posted.discard)
+        return transfer
+
+
+async def sent(*transfers: Transfer) -> BlitzError | None:
+    """Wait for the ends of sends; the first error, if any."""
+    failure: BlitzError | None = None
+    for transfer in transfers:
+        try:
+            await transfer.wait()
+        except TransportError as error:
+            failure = failure or error
+    return failure

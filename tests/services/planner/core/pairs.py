@@ -1,0 +1,50 @@
+"""Assignments and reports of pairs, for the planner's tests."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.messages.live import LiveReport, ZigzagAssignment
+from shared.messages.scaling import ChainMember
+
+
+def assignment(source: str = "w0", target: str = "w1", **changes: object) -> ZigzagAssignment:
+    """Of plan-p, whose trigger was at 1000 s or so."""
+    made = ZigzagAssignment(
+        pair_id=f"plan-p-{target}",
+        plan_id="plan-p",
+        model="m",
+        source=_member(source, 0),
+        target=_member(target, 7),
+        why="because",
+        layers_ready_at_s=(1001.0, 1002.0, 1003.0),
+        loaded_at_s=1003.0,
+        expires_at_s=1060.0,
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def _member(worker_id: str, epoch: int) -> ChainMember:
+    return ChainMember(
+        worker_id=worker_id,
+        instance_id=f"i{worker_id[1:]}",
+        host="h",
+        transport_address=worker_id.encode(),
+        epoch=epoch,
+    )
+
+
+def report(pair: ZigzagAssignment, **changes: object) -> LiveReport:
+    """The source's report on a pair that worked from 1000.1 s to 1000.9 s."""
+    made = LiveReport(
+        pair_id=pair.pair_id,
+        plan_id=pair.plan_id,
+        source=pair.source.worker_id,
+        target=pair.target.worker_id,
+        policy=pair.policy,
+        outcome="dissolved",
+        reason="loaded",
+        started_at_s=1000.1,
+        ended_at_s=1000.9,
+    )
+    return msgspec.structs.replace(made, **changes)

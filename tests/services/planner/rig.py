@@ -1,0 +1,132 @@
+"""A planner between a registry double and a client, for the tests of its shell."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+
+from services.planner.core.strategies import Strategy
+from services.planner.live import LiveSettings
+from services.planner.service import PlannerService
+from shared import subjects
+from shared.bus.memory import MemoryBroker, MemoryBus
+from shared.messages.codec import Message, decode
+from shared.messages.common import LiveChoice
+from shared.messages.live import ZigzagAssignment
+from shared.messages.load import Demand
+from shared.messages.scaling import (
+    DrainPlan,
+    GetScaleRecord,
+    ListScaleRecords,
+    ProgressEvent,
+    ScalePlan,
+    ScaleProgress,
+    ScaleRecord,
+    ScaleRecords,
+    StartScale,
+)
+from tests.records import model, worker_record
+from tests.services.fake_pool import FakePool
+from tests.services.waiting import TIMEOUT_S, eventually
+
+
+class Rig:
+    """A planner between a registry double and a client."""
+
+    def __init__(
+        self, strategy: Strategy = "chain", *, knows_flows: bool = True, live: LiveSettings | None = None
+    ) -> None:
+        self.strategy: Strategy = strategy
+        self.knows_flows = knows_flows
+        self.live = live
+        self.broker = MemoryBroker(event_timeout_s=0.2)
+        self.pool = FakePool(self.broker)
+        self.bus: MemoryBus = self.broker.bus("planner")
+        self.client = self.broker.bus("client")
+        self.metrics = CollectorRegistry()
+        self.model = model("m", max_instances=4, min_instances=0)
+        self.pool.models = (self.model,)
+        self.stopping = asyncio.Event()
+        self._sequence = 0
+
+    async def start(self) -> None:
+        await self.pool.start()
+        planner = PlannerService(
+            self.bus,
+            lease_ttl_s=5.0,
+            strategy=self.strategy,
+            knows_flows=self.knows_flows,
+            live=self.live,
+            metrics=self.metrics,
+        )
+        self.task = asyncio.create_task(planner.run(self.stopping))
+        await eventually(lambda: any(r.subject == subjects.planner("records") for r in self.broker.responders))
+
+    def spare(self, *worker_ids: str) -> None:
+        """These workers, spare, are all there is."""
+        self.pool.workers = tuple(worker_record(w) for w in worker_ids)
+
+    async def demand(self, desired: int) -> None:
+        self._sequence += 1
+        message = Demand(
+            publisher="monitor",
+            sequence=self._sequence,
+            published_at_s=time.time(),
+            model="m",
+            role="colocated",
+            desired=desired,
+            observed=0,
+            triggered_at_s=time.time(),
+            reason="load",
+        )
+        await self.client.publish(subjects.demand(), message)
+
+    async def scale(
+        self, instances: int, name: str = "m", hold_s: float = 60.0, live: LiveChoice = "auto"
+    ) -> ScaleRecord:
+        message = StartScale(model=name, instances=instances, hold_s=hold_s, live=live)
+        return await self.client.request(subjects.planner("scale"), message, ScaleRecord, timeout_s=TIMEOUT_S)
+
+    async def record(self, plan_id: str, wait_s: float = 0.0) -> ScaleRecord:
+        message = GetScaleRecord(plan_id=plan_id, wait_s=wait_s)
+        return await self.client.request(subjects.planner("record"), message, ScaleRecord, timeout_s=TIMEOUT_S)
+
+    async def records(self, limit: int = 20) -> tuple[ScaleRecord, ...]:
+        message = ListScaleRecords(limit=limit)
+        answer = await self.client.request(subjects.planner("records"), message, ScaleRecords, timeout_s=TIMEOUT_S)
+        return answer.records
+
+    async def report(self, plan_id: str, event: ProgressEvent, worker_id: str, instance_id: str) -> None:
+        message = ScaleProgress(
+            plan_id=plan_id, worker_id=worker_id, instance_id=instance_id, event=event, at_s=time.time()
+        )
+        await self.client.publish(subjects.progress(), message)
+
+    def plans(self) -> list[Message]:
+        """Every plan published, oldest first."""
+        kinds: dict[str, type[Message]] = {subjects.scale_plans(): ScalePlan, subjects.drain_plans(): DrainPlan}
+        return [decode(e.payload, kinds[e.subject]) for e in self.broker.events if e.subject in kinds]
+
+    def assignments(self) -> list[ZigzagAssignment]:
+        """Every revision published, oldest first."""
+        subject = subjects.zigzag_assignments()
+        return [decode(e.payload, ZigzagAssignment) for e in self.broker.events if e.subject == subject]
+
+    def refused(self, code: str) -> float:
+        return self.metrics.get_sample_value("blitz_planner_refused_total", {"code": code}) or 0.0
+
+    def planned(self, direction: str) -> float:
+        return self.metrics.get_sample_value("blitz_planner_plans_total", {"direction": direction}) or 0.0
+
+
+@asynccontextmanager
+async def running(made: Rig) -> AsyncIterator[Rig]:
+    """A planner that serves."""
+    await made.start()
+    yield made
+    made.stopping.set()
+    await made.task

@@ -1,0 +1,551 @@
+"""The planner's side of live scaling: pairs published with plans, splits on demand, reports in records."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+
+import msgspec
+import pytest
+
+from services.planner import splitter
+from services.planner.config import PlannerConfig
+from services.planner.core import live_pair, operation
+from services.planner.core.zigzag import Assignment, assign
+from services.planner.live import LIVE_CHOICES, LIVE_POLICIES, LiveSettings
+from shared import subjects
+from shared.errors import BadRequest, Conflict, NotFound, Unavailable
+from shared.messages.codec import Message
+from shared.messages.common import Ack, LiveChoice, LivePolicy, Role
+from shared.messages.live import LayerRuns, PlanSplit, SplitBatch, ZigzagAssignment
+from shared.messages.load import LoadReport, ModelQueue, QueueReport
+from shared.messages.registry import WorkerRecord
+from shared.messages.scaling import DrainPlan, ScalePlan, ScaleRecord
+from shared.settings import SettingsError
+from shared.zigzag.playback import Job
+from tests.records import model, worker_record
+from tests.services.planner.core.pairs import report
+from tests.services.planner.rig import Rig, running
+from tests.services.waiting import TIMEOUT_S, eventually
+
+LOADING_S = 10.0
+"""About what the model takes to load, so that nothing is ready before a test is over."""
+
+
+class LiveRig(Rig):
+    """Two instances serve, three workers are spare; loading takes about ``LOADING_S``."""
+
+    def __init__(self, live: LiveSettings | None = None, *, num_serving: int = 2) -> None:
+        super().__init__(live=live)
+        self.model = model("m", max_instances=8, min_instances=0, weights_bytes=int(LOADING_S * 10e9 / 8))
+        self.pool.models = (self.model,)
+        self.serving = tuple(self.record_of(f"w{i}", "serving") for i in range(num_serving))
+        self.pool.workers = (*self.serving, *(self.record_of(f"w{i}") for i in range(5, 8)))
+
+    def record_of(self, worker_id: str, state: str = "spare") -> WorkerRecord:
+        runs = None if state == "spare" else self.model
+        fields = {"arena_bytes": 1 << 40, "host": f"h-{worker_id}"}
+        return worker_record(worker_id, runs, state, **fields)  # type: ignore[arg-type]
+
+    async def load(self, worker_id: str, queued_tokens: int, oldest_queued_s: float = 0.0) -> None:
+        message = LoadReport(
+            worker_id=worker_id,
+            instance_id=f"i-{worker_id}",
+            model="m",
+            state="serving",
+            role="colocated",
+            published_at_s=time.time(),
+            queued_requests=max(1, queued_tokens // 100),
+            queued_tokens=queued_tokens,
+            running_requests=0,
+            running_tokens=0,
+            prefill_tokens_total=0,
+            decode_tokens_total=0,
+            busy_s_total=0.0,
+            kv_blocks_total=10,
+            kv_blocks_used=0,
+            oldest_queued_s=oldest_queued_s,
+        )
+        await self.client.publish(subjects.load(), message)
+
+    async def queue(self, queued_tokens: int) -> None:
+        held = ModelQueue(
+            model="m",
+            queued_requests=max(1, queued_tokens // 100),
+            queued_tokens=queued_tokens,
+            arrived_requests_total=max(1, queued_tokens // 100),
+            arrived_prompt_tokens_total=queued_tokens,
+            inflight_requests=0,
+        )
+        await self.client.publish(
+            subjects.queue(), QueueReport(gateway_id="g", published_at_s=time.time(), models=(held,))
+        )
+
+    def pairs(self) -> list[tuple[str, str]]:
+        return [(a.source.worker_id, a.target.worker_id) for a in self.assignments()]
+
+    async def paired(self) -> ZigzagAssignment:
+        """A pair that is there because it was asked for."""
+        await self.scale(3, live="always")
+        return self.assignments()[-1]
+
+    async def split(self, pair_id: str, costs: Sequence[float], source_free_s: float = 1.0) -> None:
+        batches = tuple(SplitBatch(batch_id=f"b{i}", layer_s=cost) for i, cost in enumerate(costs))
+        message = PlanSplit(pair_id=pair_id, batches=batches, source_free_at_s=time.time() + source_free_s)
+        await self.client.request(subjects.planner("split"), message, Ack, timeout_s=TIMEOUT_S)
+
+    def splits(self, outcome: str) -> float:
+        return self.metrics.get_sample_value("blitz_planner_splits_total", {"outcome": outcome}) or 0.0
+
+    async def end(self, record: ScaleRecord) -> None:
+        """Every target serves."""
+        for target in record.targets:
+            await self.report(record.plan_id, "serving", target.worker_id, target.instance_id)
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[LiveRig]:
+    async with running(LiveRig()) as made:
+        assert isinstance(made, LiveRig)
+        yield made
+
+
+# --- who is paired ---------------------------------------------------------------------------------
+
+
+async def test_an_overloaded_instance_gets_a_target_of_the_plan(rig: LiveRig) -> None:
+    await rig.load("w0", 50_000)
+    await rig.load("w1", 100)
+    record = await rig.scale(3)
+    (plan,) = rig.plans()
+    assert isinstance(plan, ScalePlan)
+    (made,) = rig.assignments()
+    (target,) = plan.targets
+    assert (made.plan_id, made.pair_id) == (record.plan_id, f"{record.plan_id}-{target.worker_id}")
+    assert made.target == target
+    assert (made.source.worker_id, made.source.instance_id, made.source.transport_address) == ("w0", "i-w0", b"w0")
+    assert (made.policy, made.revision, made.expires_at_s) == ("zigzag", 0, plan.give_up_at_s)
+    assert made.layers_ready_at_s[0] > plan.planned_at_s
+    assert made.loaded_at_s - plan.planned_at_s == pytest.approx(LOADING_S, rel=0.05)
+    assert [e.subject for e in rig.broker.events] == [subjects.scale_plans(), subjects.zigzag_assignments()]
+    assert any(line.startswith("live: ") for line in plan.explain)
+    assert any(line.startswith("not live: i-w1: not overloaded") for line in plan.explain)
+    assert plan.explain == record.explain
+    assert [(pair.pair_id, pair.outcome) for pair in record.live] == [(made.pair_id, "running")]
+
+
+async def test_what_gateways_hold_overloads_too(rig: LiveRig) -> None:
+    await rig.queue(50_000)
+    await rig.scale(4)
+    assert sorted(source for source, _ in rig.pairs()) == ["w0", "w1"]
+    (plan,) = rig.plans()
+    assert isinstance(plan, ScalePlan)
+    assert len(plan.chains) == 2, "every pair has a tail of its own"
+
+
+async def test_instances_without_load_are_not_paired(rig: LiveRig) -> None:
+    await rig.load("w0", 100)
+    record = await rig.scale(3)
+    assert rig.assignments() == []
+    assert record.live == ()
+    assert len([line for line in record.explain if line.startswith("not live: ")]) == 2
+
+
+async def test_a_demand_makes_pairs_as_well(rig: LiveRig) -> None:
+    await rig.load("w1", 50_000)
+    await rig.demand(3)
+    await eventually(rig.assignments)
+    assert [source for source, _ in rig.pairs()] == ["w1"]
+
+
+async def test_loading_that_meets_the_objective_needs_no_pair(rig: LiveRig) -> None:
+    rig.model = msgspec.structs.replace(rig.model, slo_ttft_s=2 * LOADING_S)
+    rig.pool.models = (rig.model,)
+    await rig.load("w0", 100_000)
+    record = await rig.scale(3)
+    assert rig.assignments() == []
+    assert "stop-the-world meets the SLO" in " ".join(record.explain)
+    # The same, had the earliest not waited for so long already.
+    await rig.load("w0", 100_000, oldest_queued_s=1.5 * LOADING_S)
+    await rig.scale(3)
+    assert [source for source, _ in rig.pairs()] == ["w0"]
+
+
+async def test_never_makes_no_pair(rig: LiveRig) -> None:
+    await rig.load("w0", 50_000)
+    record = await rig.scale(3, live="never")
+    assert rig.assignments() == []
+    assert not any("live: " in line for line in record.explain)
+
+
+async def test_always_pairs_instances_that_are_idle(rig: LiveRig) -> None:
+    await rig.load("w1", 10)
+    await rig.scale(3, live="always")
+    assert [source for source, _ in rig.pairs()] == ["w1"], "the longest queue first"
+
+
+@pytest.mark.parametrize(("default", "asked", "num_pairs"), [("always", "auto", 1), ("never", "always", 1)])
+async def test_the_default_is_for_those_who_do_not_choose(
+    default: LiveChoice, asked: LiveChoice, num_pairs: int
+) -> None:
+    async with running(LiveRig(LiveSettings(choice=default))) as rig:
+        await rig.scale(3, live=asked)
+        assert len(rig.assignments()) == num_pairs
+
+
+async def test_a_default_of_never_goes_for_demands() -> None:
+    async with running(LiveRig(LiveSettings(choice="never"))) as rig:
+        assert isinstance(rig, LiveRig)
+        await rig.load("w0", 50_000)
+        await rig.demand(3)
+        await eventually(lambda: rig.planned("out") == 1)
+        assert rig.assignments() == []
+
+
+def with_instance(record: WorkerRecord, **changes: object) -> WorkerRecord:
+    assert record.instance is not None
+    return msgspec.structs.replace(record, instance=msgspec.structs.replace(record.instance, **changes))
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_a_decode_instance_is_no_source(rig: LiveRig, role: Role) -> None:
+    rig.pool.workers = (with_instance(rig.serving[0], role=role), rig.record_of("w5"))
+    await rig.scale(2, live="always")
+    assert len(rig.assignments()) == (role == "prefill")
+
+
+async def test_neither_what_drains_nor_what_was_told_to_is_a_source(rig: LiveRig) -> None:
+    await rig.scale(1)
+    (drain,) = rig.plans()
+    assert isinstance(drain, DrainPlan)
+    (leaving,) = drain.targets
+    await rig.scale(3, live="always")
+    assert {source for source, _ in rig.pairs()} == {"w0", "w1"} - {leaving.worker_id}
+
+
+async def test_an_instance_that_is_revived_is_no_source_yet(rig: LiveRig) -> None:
+    rig.pool.workers = (rig.serving[0], rig.record_of("w1", "draining"), rig.record_of("w5"), rig.record_of("w6"))
+    await rig.load("w1", 10)
+    await rig.scale(4, live="always")
+    assert [source for source, _ in rig.pairs()] == ["w0"]
+
+
+async def test_an_instance_of_other_weights_is_no_source(rig: LiveRig) -> None:
+    rig.pool.workers = (with_instance(rig.serving[0], model_hash="older"), rig.record_of("w5"))
+    await rig.scale(1, live="always")
+    assert rig.assignments() == []
+
+
+async def test_an_instance_is_in_one_pair_until_that_has_ended(rig: LiveRig) -> None:
+    rig.pool.workers = (rig.serving[0], rig.record_of("w5"))
+    await rig.scale(2, live="always")
+    (first,) = rig.assignments()
+    loading = with_instance(rig.record_of("w5", "live"), instance_id=first.target.instance_id)
+    rig.pool.workers = (rig.serving[0], loading, rig.record_of("w6"))
+    record = await rig.scale(3, live="always")
+    assert len(rig.assignments()) == 1
+    assert "in a pair already" in " ".join(record.explain)
+    # The target serves, but the pair has not parted: neither of them is a source.
+    serving = msgspec.structs.replace(with_instance(loading, state="serving"), state="serving")
+    rig.pool.workers = (rig.serving[0], serving, rig.record_of("w7"))
+    await rig.scale(3, live="always")
+    assert len(rig.assignments()) == 1
+    await rig.client.publish(subjects.live_reports(), report(first))
+    rig.pool.workers = (rig.serving[0], rig.record_of("w4"))
+    await rig.scale(2, live="always")
+    assert rig.pairs()[1:] == [("w0", "w4")]
+
+
+async def test_a_pair_is_drained_last(rig: LiveRig) -> None:
+    await rig.load("w1", 10)
+    made = await rig.paired()
+    assert made.source.worker_id == "w1"
+    # As the newest it would go first otherwise.
+    rig.pool.workers = (rig.serving[0], with_instance(rig.serving[1], epoch=9))
+    await rig.scale(1)
+    drain = rig.plans()[-1]
+    assert isinstance(drain, DrainPlan)
+    assert [t.worker_id for t in drain.targets] == ["w0"]
+
+
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
+async def test_the_policy_and_objectives_are_told(policy: LivePolicy) -> None:
+    async with running(LiveRig(LiveSettings(policy=policy, slo_tbt_s=0.03))) as rig:
+        assert isinstance(rig, LiveRig)
+        made = await rig.paired()
+        assert (made.policy, made.slo_tbt_s) == (policy, 0.03)
+
+
+def break_assignments(rig: Rig) -> None:
+    publish_event = rig.bus.publish_event
+
+    async def fails(subject: str, message: Message, *, message_id: str) -> None:
+        if subject == subjects.zigzag_assignments():
+            raise Unavailable("the plan stream is full")
+        await publish_event(subject, message, message_id=message_id)
+
+    rig.bus.publish_event = fails  # type: ignore[method-assign]
+
+
+async def test_a_plan_goes_on_without_a_pair_that_cannot_be_told(
+    rig: LiveRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    break_assignments(rig)
+    record = await rig.scale(3, live="always")
+    assert [(pair.outcome, "the plan stream is full" in pair.reason) for pair in record.live] == [("failed", True)]
+    assert any(r.levelno == logging.WARNING and "loads without it" in r.getMessage() for r in caplog.records)
+    await rig.end(record)
+    assert (await rig.record(record.plan_id, wait_s=TIMEOUT_S)).status == "done"
+
+
+async def test_a_plan_that_is_not_published_makes_no_pair(rig: LiveRig) -> None:
+    async def unavailable(subject: str, message: Message, *, message_id: str) -> None:
+        raise Unavailable("the plan stream is away")
+
+    rig.bus.publish_event = unavailable  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        await rig.scale(3, live="always")
+    (record,) = await rig.records()
+    assert [pair.outcome for pair in record.live] == ["failed"]
+
+
+# --- splits ----------------------------------------------------------------------------------------
+
+UNEQUAL = (8.0, 1.0, 1.0, 1.0, 4.0)
+"""Seconds per layer of batches that the rules alone do not share as well as a split does."""
+
+
+async def test_gates_that_help_are_published_as_the_next_revision(rig: LiveRig) -> None:
+    first = await rig.paired()
+    await rig.split(first.pair_id, UNEQUAL)
+    await eventually(lambda: len(rig.assignments()) == 2)
+    second = rig.assignments()[1]
+    assert second.revision == 1
+    assert {gate.batch_id for gate in second.gates} == {f"b{i}" for i in range(len(UNEQUAL))}
+    assert all(0 <= gate.num_layers <= rig.model.spec.num_layers for gate in second.gates)
+    assert msgspec.structs.replace(second, revision=0, gates=()) == first
+    await eventually(lambda: rig.splits("gates") == 1)
+    assert rig.metrics.get_sample_value("blitz_planner_split_seconds_count") == 1
+    await rig.split(first.pair_id, UNEQUAL)
+    await eventually(lambda: len(rig.assignments()) == 3)
+    assert rig.assignments()[2].revision == 2
+
+
+async def test_equal_batches_get_no_gates(rig: LiveRig) -> None:
+    first = await rig.paired()
+    await rig.split(first.pair_id, (1.0, 1.0, 1.0))
+    await eventually(lambda: rig.splits("no_gain") == 1)
+    assert len(rig.assignments()) == 1
+
+
+async def test_a_split_of_an_unknown_pair_is_refused(rig: LiveRig) -> None:
+    await rig.paired()
+    with pytest.raises(NotFound, match="plan-x-w9"):
+        await rig.split("plan-x-w9", UNEQUAL)
+
+
+async def test_a_split_of_a_pair_that_has_ended_is_refused(rig: LiveRig) -> None:
+    first = await rig.paired()
+    await rig.client.publish(subjects.live_reports(), report(first))
+    with pytest.raises(Conflict, match="dissolved"):
+        await rig.split(first.pair_id, UNEQUAL)
+
+
+async def test_a_split_of_times_that_cannot_be_is_refused(rig: LiveRig) -> None:
+    first = await rig.paired()
+    with pytest.raises(BadRequest, match="layer"):
+        await rig.split(first.pair_id, (1.0, -1.0))
+
+
+@pytest.mark.parametrize("policy", ["best_effort", "stop_the_world"])
+async def test_the_baselines_get_no_gates(policy: LivePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[object] = []
+    monkeypatch.setattr(splitter, "assign", lambda *args, **kwargs: looked.append(args))
+    async with running(LiveRig(LiveSettings(policy=policy))) as rig:
+        assert isinstance(rig, LiveRig)
+        first = await rig.paired()
+        await rig.split(first.pair_id, UNEQUAL)
+    assert looked == []
+    assert len(rig.assignments()) == 1
+
+
+class HeldAssign:
+    """``assign``, as slow as the test wants it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun = threading.Semaphore(0)
+        self.go_on = threading.Semaphore(0)
+        self.seen: list[int] = []
+        monkeypatch.setattr(splitter, "assign", self)
+
+    def __call__(self, jobs: Sequence[Job], loaded_at: Sequence[float], **times: float) -> Assignment:
+        self.seen.append(len(jobs))
+        self.begun.release()
+        assert self.go_on.acquire(timeout=TIMEOUT_S)
+        return assign(jobs, loaded_at, **times)  # type: ignore[arg-type]
+
+
+async def test_only_the_newest_request_of_a_pair_is_answered(rig: LiveRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = await rig.paired()
+    held = HeldAssign(monkeypatch)
+    await rig.split(first.pair_id, (*UNEQUAL, 2.0, 7.0))
+    await asyncio.to_thread(held.begun.acquire, timeout=TIMEOUT_S)
+    await rig.split(first.pair_id, (*UNEQUAL, 2.0))
+    await rig.split(first.pair_id, UNEQUAL)
+    held.go_on.release()
+    held.go_on.release()
+    await eventually(lambda: rig.splits("gates") == 1)
+    assert held.seen == [len(UNEQUAL) + 2, len(UNEQUAL)]
+    assert [len(a.gates) for a in rig.assignments()] == [0, len(UNEQUAL)]
+
+
+async def test_plans_are_made_while_a_split_is_computed(rig: LiveRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = await rig.paired()
+    held = HeldAssign(monkeypatch)
+    await rig.split(first.pair_id, UNEQUAL)
+    await asyncio.to_thread(held.begun.acquire, timeout=TIMEOUT_S)
+    await rig.scale(4, live="never")
+    assert len(rig.plans()) == 2
+    held.go_on.release()
+    await eventually(lambda: rig.splits("gates") == 1)
+
+
+async def test_gates_for_a_pair_that_ended_meanwhile_are_not_published(
+    rig: LiveRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await rig.paired()
+    held = HeldAssign(monkeypatch)
+    await rig.split(first.pair_id, UNEQUAL)
+    await asyncio.to_thread(held.begun.acquire, timeout=TIMEOUT_S)
+    await rig.client.publish(subjects.live_reports(), report(first))
+    await eventually_ended(rig, first.plan_id)
+    held.go_on.release()
+    await eventually(lambda: rig.splits("late") == 1)
+    assert len(rig.assignments()) == 1
+
+
+async def eventually_ended(rig: LiveRig, plan_id: str) -> None:
+    async def ended() -> bool:
+        return (await rig.record(plan_id)).live[0].outcome != "running"
+
+    await eventually(ended)
+
+
+async def test_gates_that_gain_less_than_was_lost_meanwhile_are_not_published(
+    rig: LiveRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await rig.paired()
+
+    def slow(jobs: Sequence[Job], loaded_at: Sequence[float], **times: float) -> Assignment:
+        # As long as it takes to find it, so little is gained.
+        found = assign([Job(job.batch_id, job.cost * 1e-9) for job in jobs], [at * 1e-9 for at in loaded_at])
+        assert found.gates
+        return found
+
+    monkeypatch.setattr(splitter, "assign", slow)
+    await rig.split(first.pair_id, UNEQUAL)
+    await eventually(lambda: rig.splits("late") == 1)
+    assert len(rig.assignments()) == 1
+
+
+@pytest.mark.parametrize("error", [Unavailable("away"), RuntimeError("the solver broke")])
+async def test_a_split_that_goes_wrong_harms_nobody(
+    rig: LiveRig, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    first = await rig.paired()
+
+    def breaks(*args: object, **times: float) -> Assignment:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(splitter, "assign", breaks)
+        await rig.split(first.pair_id, UNEQUAL)
+        await eventually(lambda: rig.splits("failed") == 1)
+    await rig.split(first.pair_id, UNEQUAL)
+    await eventually(lambda: rig.splits("gates") == 1)
+
+
+async def test_gates_that_cannot_be_published_are_only_missing(rig: LiveRig) -> None:
+    first = await rig.paired()
+    break_assignments(rig)
+    await rig.split(first.pair_id, UNEQUAL)
+    await eventually(lambda: rig.splits("failed") == 1)
+    assert (await rig.record(first.plan_id)).live[0].outcome == "running"
+
+
+# --- records ---------------------------------------------------------------------------------------
+
+
+async def test_a_report_lands_in_the_record_and_ends_the_operation(rig: LiveRig) -> None:
+    first = await rig.paired()
+    record = await rig.record(first.plan_id)
+    await rig.end(record)
+    waiting = asyncio.create_task(rig.record(first.plan_id, wait_s=TIMEOUT_S))
+    await eventually_serving(rig, first.plan_id)
+    assert (await rig.record(first.plan_id)).status == "running"
+    started_s = record.triggered_at_s + 0.25
+    runs = LayerRuns(start_at_s=started_s, bucket_s=0.05, counts=(3, 4))
+    await rig.client.publish(
+        subjects.live_reports(), report(first, started_at_s=started_s, ended_at_s=started_s + 1, source_runs=runs)
+    )
+    async with asyncio.timeout(TIMEOUT_S / 4):
+        ended = await waiting
+    assert ended.status == "done"
+    (pair,) = ended.live
+    assert (pair.outcome, pair.started_ms, pair.ended_ms) == ("dissolved", 250.0, 1250.0)
+    assert pair.source_layers == (3, 4)
+    assert (await rig.records())[0].live[0].source_layers == (), "lists are short"
+
+
+async def eventually_serving(rig: LiveRig, plan_id: str) -> None:
+    async def serving() -> bool:
+        return (await rig.record(plan_id)).trigger_to_serving_ms is not None
+
+    await eventually(serving)
+
+
+async def test_a_pair_that_does_not_report_becomes_unknown(rig: LiveRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_pair, "LIVE_REPORT_WAIT_S", 0.0)
+    first = await rig.paired()
+    record = await rig.record(first.plan_id)
+    assert record.live[0].outcome == "running"
+    await rig.end(record)
+    ended = await rig.record(first.plan_id, wait_s=TIMEOUT_S)
+    assert (ended.status, ended.live[0].outcome) == ("done", "unknown")
+
+
+async def test_a_pair_whose_target_died_becomes_unknown(rig: LiveRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_pair, "LIVE_REPORT_WAIT_S", 0.0)
+    monkeypatch.setattr(operation, "MISSING_S", 0.0)
+    first = await rig.paired()
+    rig.pool.workers = rig.serving
+    ended = await rig.record(first.plan_id, wait_s=TIMEOUT_S)
+    assert (ended.status, ended.live[0].outcome) == ("failed", "unknown")
+
+
+async def test_reports_on_unknown_plans_are_ignored(rig: LiveRig) -> None:
+    first = await rig.paired()
+    await rig.client.publish(subjects.live_reports(), report(first, plan_id="plan-nobody"))
+    await rig.client.publish(subjects.live_reports(), report(first, pair_id="nobody"))
+    assert (await rig.record(first.plan_id)).live[0].outcome == "running"
+
+
+# --- settings --------------------------------------------------------------------------------------
+
+
+def test_settings_come_from_the_environment() -> None:
+    assert PlannerConfig.from_env({}).live == LiveSettings()
+    environ = {
+        "BLITZ_PLANNER_LIVE": "always",
+        "BLITZ_PLANNER_LIVE_POLICY": "best_effort",
+        "BLITZ_PLANNER_SLO_TTFT_MS": "250",
+        "BLITZ_PLANNER_SLO_TBT_MS": "50",
+        "BLITZ_PLANNER_ASSUMED_TOKENS_PER_S": "10",
+    }
+    assert PlannerConfig.from_env(environ).live == LiveSettings("always", "best_effort", 0.25, 0.05, 10.0)
+    assert set(LIVE_CHOICES) == {"auto", "always", "never"}
+    with pytest.raises(SettingsError, match="BLITZ_PLANNER_LIVE='sometimes'"):
+        PlannerConfig.from_env({"BLITZ_PLANNER_LIVE": "sometimes"})

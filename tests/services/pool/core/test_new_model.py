@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from services.pool.core.new_model import MAX_SLO_S, MIN_SLO_S, check_limits, name_of
+from shared.errors import BadRequest
+from shared.messages.registry import AddModel
+
+
+def test_a_model_is_called_as_asked_or_like_its_directory() -> None:
+    assert name_of(AddModel(path="/models/llama/")) == "llama"
+    assert name_of(AddModel(path="/models/llama", name="org/llama:8b")) == "org/llama:8b"
+
+
+@pytest.mark.parametrize("name", ["no spaces", "-dash", "x" * 201, "é"])
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        name_of(AddModel(path="/m", name=name))
+    assert refused.value.param == "name"
+
+
+def test_what_is_in_range_is_taken() -> None:
+    check_limits(AddModel(path="/m"))
+    check_limits(AddModel(path="/m", slo_ttft_s=MIN_SLO_S, slo_tbt_s=MAX_SLO_S, min_instances=3, max_instances=3))
+
+
+@pytest.mark.parametrize("param", ["slo_ttft_s", "slo_tbt_s"])
+@pytest.mark.parametrize("slo_s", [-0.5, 1e-9, 3601.0, math.inf, -math.inf, math.nan])
+def test_objectives_out_of_range_are_refused_by_name_and_value(param: str, slo_s: float) -> None:
+    with pytest.raises(BadRequest) as refused:
+        check_limits(AddModel(path="/m", **{param: slo_s}))  # type: ignore[arg-type]
+    assert refused.value.param == param
+    assert f"{slo_s:g}" in refused.value.message
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1, 2), (3, 2)])
+def test_instances_out_of_range_are_refused(low: int, high: int) -> None:
+    with pytest.raises(BadRequest) as refused:
+        check_limits(AddModel(path="/m", min_instances=low, max_instances=high))
+    assert refused.value.param == "min_instances"

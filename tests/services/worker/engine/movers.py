@@ -1,0 +1,113 @@
+"""Moves batches between any two engines, and writes greedily with either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.worker.engine.base import Activation, Batch, Engine, SamplingRow
+from services.worker.engine.mock import MockEngine
+from shared.messages.generation import SamplingParams
+from tests.services.worker.engine.harness import DrivenSequence, loaded_engine, prompt_of
+
+MakeEngine = Callable[..., Engine]
+"""``(block_size=, num_blocks=)`` to an engine."""
+NUM_LAYERS = 4
+
+
+def mock_engine(*, block_size: int = 16, num_blocks: int = 64) -> MockEngine:
+    """A mock with the tiny checkpoints' vocabulary; it verifies every prefix."""
+    return MockEngine(
+        num_layers=NUM_LAYERS,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        vocab_size=264,
+        verify=True,
+        hidden_bytes_per_token=48,
+        kv_bytes_per_token_layer=56,
+    )
+
+
+def maker(kind: str, dtype: str = "float32") -> MakeEngine:
+    """``kind``: "mock" or that of a tiny checkpoint."""
+    if kind == "mock":
+        return mock_engine
+
+    def make(*, block_size: int = 16, num_blocks: int = 64) -> Engine:
+        return loaded_engine(kind, dtype=dtype, num_blocks=num_blocks, block_size=block_size)
+
+    return make
+
+
+def tables(engine: Engine, lengths: Sequence[int], *, more_tokens: int = 16, backwards: bool = False) -> list[range]:
+    """Blocks for sequences that grow by ``more_tokens``: runs of blocks with a gap between them."""
+    found, begin = [], 1
+    for length in lengths:
+        end = begin - (-(length + more_tokens) // engine.block_size)
+        assert end < engine.num_blocks
+        found.append(range(end - 1, begin - 1, -1) if backwards else range(begin, end))
+        begin = end + 1
+    return found
+
+
+def sequences_of(engine: Engine, lengths: Sequence[int], *, backwards: bool = False) -> list[DrivenSequence]:
+    """The same prompts for every engine, in blocks of this one."""
+    found = tables(engine, lengths, backwards=backwards)
+    return [
+        DrivenSequence(i, prompt_of(n, i), blocks) for i, (n, blocks) in enumerate(zip(lengths, found, strict=True))
+    ]
+
+
+def batch_of(sequences: Sequence[DrivenSequence]) -> Batch:
+    """Whole prompts."""
+    return Batch(tuple(s.next_slice() for s in sequences))
+
+
+@dataclass
+class Moved:
+    """What one engine hands another: bytes only."""
+
+    hidden: object
+    kv: object
+    num_layers: int
+
+
+def run_part(engine: Engine, sequences: Sequence[DrivenSequence], num_layers: int) -> Moved:
+    """Run the first layers of the prompts, one by one, and export."""
+    lengths = [len(s.tokens) for s in sequences]
+    activation = engine.embed(batch_of(sequences))
+    for layer in range(num_layers):
+        engine.run_layers(activation, layer, layer + 1)
+    kv = engine.export_kv([s.blocks for s in sequences], lengths, num_layers)
+    return Moved(engine.hidden_states(activation), kv, num_layers)
+
+
+def take_over(engine: Engine, sequences: Sequence[DrivenSequence], moved: Moved) -> Activation:
+    """Import, resume, and run the rest."""
+    lengths = [len(s.tokens) for s in sequences]
+    engine.import_kv([s.blocks for s in sequences], lengths, moved.num_layers, moved.kv)
+    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=moved.num_layers)
+    engine.run_layers(activation, moved.num_layers, engine.num_layers)
+    return activation
+
+
+def run_whole(engine: Engine, sequences: Sequence[DrivenSequence]) -> Activation:
+    """All layers here."""
+    activation = engine.embed(batch_of(sequences))
+    engine.run_layers(activation, 0, engine.num_layers)
+    return activation
+
+
+def sample(engine: Engine, sequences: Sequence[DrivenSequence], activation: Activation) -> object:
+    """Extend each sequence by its greedy token; returns the logits."""
+    logits = engine.head(activation)
+    greedy = SamplingParams(max_tokens=99, seed=0, temperature=0.0, ignore_eos=True)
+    rows = [SamplingRow(greedy, (), s.tokens, ()) for s in sequences]
+    for sequence, sampled in zip(sequences, engine.sample(logits, rows), strict=True):
+        sequence.tokens.append(sampled.token_id)
+    return logits
+
+
+def decode(engine: Engine, sequences: Sequence[DrivenSequence], num_steps: int) -> list[object]:
+    """Greedy steps, all sequences in one batch; returns each step's logits."""
+    return [sample(engine, sequences, run_whole(engine, sequences)) for _ in range(num_steps)]

@@ -1,0 +1,259 @@
+"""The contract of batches that move between two engines half-way: the same cases for every engine."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.engine.base import Batch, Engine, Slice
+from shared.errors import BadRequest
+from tests.checkpoints import KINDS
+from tests.services.worker.engine.harness import prompt_of
+from tests.services.worker.engine.movers import (
+    NUM_LAYERS,
+    batch_of,
+    decode,
+    maker,
+    run_part,
+    run_whole,
+    sample,
+    sequences_of,
+    take_over,
+)
+
+ENGINES = ("mock", *KINDS)
+NUM_STEPS = 12
+
+each_engine = pytest.mark.parametrize("kind", ENGINES)
+
+
+def same_logits(logits: object, expected: object) -> None:
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    else:
+        assert logits == expected
+
+
+@each_engine
+@pytest.mark.parametrize("num_layers", range(NUM_LAYERS))
+@pytest.mark.parametrize("lengths", [(37,), (16, 5, 50)], ids=str)
+@pytest.mark.parametrize("block_sizes", [(16, 16), (8, 16), (16, 5)], ids=str)
+def test_a_split_batch_and_its_next_tokens_are_those_of_one_engine(
+    kind: str, num_layers: int, lengths: tuple[int, ...], block_sizes: tuple[int, int]
+) -> None:
+    make = maker(kind)
+    alone = make()
+    expected = sequences_of(alone, lengths)
+    first_logits = sample(alone, expected, run_whole(alone, expected))
+    later_logits = decode(alone, expected, NUM_STEPS)
+
+    giver, taker = (make(block_size=size) for size in block_sizes)
+    moved = run_part(giver, sequences_of(giver, lengths, backwards=True), num_layers)
+    taken = sequences_of(taker, lengths)
+    same_logits(sample(taker, taken, take_over(taker, taken, moved)), first_logits)
+    for logits, wanted in zip(decode(taker, taken, NUM_STEPS), later_logits, strict=True):
+        same_logits(logits, wanted)
+    assert [s.tokens for s in taken] == [s.tokens for s in expected]
+
+
+@each_engine
+def test_a_batch_may_move_twice(kind: str) -> None:
+    first, second, third = (maker(kind)(block_size=size) for size in (16, 8, 4))
+    lengths = (21, 9)
+    expected = sequences_of(first, lengths)
+    decoded = decode(first, expected, NUM_STEPS)
+
+    moved = run_part(first, sequences_of(first, lengths), 1)
+    at_second = sequences_of(second, lengths, backwards=True)
+    second.import_kv([s.blocks for s in at_second], lengths, 1, moved.kv)
+    activation = second.resume(batch_of(at_second), moved.hidden, next_layer=1)
+    second.run_layers(activation, 1, 3)
+    moved.hidden, moved.num_layers = second.hidden_states(activation), 3
+    moved.kv = second.export_kv([s.blocks for s in at_second], lengths, 3)
+
+    taken = sequences_of(third, lengths)
+    same_logits(sample(third, taken, take_over(third, taken, moved)), decoded[0])
+    decode(third, taken, NUM_STEPS - 1)
+    assert [s.tokens for s in taken] == [s.tokens for s in expected]
+
+
+@each_engine
+def test_embedded_tokens_resumed_at_layer_0_are_an_embedded_batch(kind: str) -> None:
+    source, target = maker(kind)(), maker(kind)()
+    lengths = (7, 20)
+    expected, sequences = sequences_of(source, lengths), sequences_of(target, lengths, backwards=True)
+    logits = decode(source, expected, NUM_STEPS)
+    # The source embeds each request on its own: rows follow one another.
+    hidden = np.concatenate([source.embed_tokens(s.tokens) for s in sequences])
+    resumed = target.resume(batch_of(sequences), hidden, next_layer=0)
+    target.run_layers(resumed, 0, NUM_LAYERS)
+    same_logits(sample(target, sequences, resumed), logits[0])
+    decode(target, sequences, NUM_STEPS - 1)
+    assert [s.tokens for s in sequences] == [s.tokens for s in expected]
+
+
+@each_engine
+def test_sizes_are_those_that_the_engine_says(kind: str) -> None:
+    engine = maker(kind)()
+    sequences = sequences_of(engine, (7, 20))
+    moved = run_part(engine, sequences, 3)
+    for hidden in (moved.hidden, engine.embed_tokens(prompt_of(27))):
+        assert hidden.dtype == np.uint8
+        assert hidden.shape == (27 * engine.hidden_bytes_per_token,)
+    assert moved.kv.dtype == np.uint8
+    assert moved.kv.shape == (3 * 27 * engine.kv_bytes_per_token_layer,)
+    assert engine.export_kv([s.blocks for s in sequences], (7, 20), 0).shape == (0,)
+
+
+@each_engine
+@pytest.mark.parametrize("form", ["read-only", "unaligned", "memoryview"])
+def test_any_memory_can_be_taken_over(kind: str, form: str) -> None:
+    engine = maker(kind)()
+    (expected,) = sequences_of(engine, (20,))
+    decode(engine, [expected], 3)
+    moved = run_part(engine, sequences_of(engine, (20,)), 2)
+    before = moved.hidden.tobytes(), moved.kv.tobytes()
+    moved.hidden, moved.kv = (_content(copy, form) for copy in before)
+    given = moved.hidden, moved.kv
+    taken = sequences_of(engine, (20,), backwards=True)
+    sample(engine, taken, take_over(engine, taken, moved))
+    decode(engine, taken, 2)
+    assert taken[0].tokens == expected.tokens
+    assert bytes(given[1]) == before[1]
+    if form == "read-only":
+        assert given[0].tobytes() == before[0]
+
+
+def _content(content: bytes, form: str) -> object:
+    if form == "read-only":
+        fixed = np.frombuffer(content, dtype=np.uint8).copy()
+        fixed.flags.writeable = False
+        return fixed
+    if form == "unaligned":
+        return np.frombuffer(b"\0" + content, dtype=np.uint8).copy()[1:]
+    return memoryview(bytearray(content))
+
+
+@each_engine
+def test_exports_are_copies_that_later_layers_do_not_change(kind: str) -> None:
+    engine = maker(kind)()
+    sequences = sequences_of(engine, (20,))
+    activation = engine.embed(batch_of(sequences))
+    engine.run_layers(activation, 0, 2)
+    hidden = engine.hidden_states(activation)
+    kv = engine.export_kv([sequences[0].blocks], [20], 2)
+    before = hidden.copy(), kv.copy()
+    engine.run_layers(activation, 2, 3)
+    assert not np.array_equal(engine.hidden_states(activation), hidden)
+    run_whole(engine, [sequences_of(engine, (20, 20))[0]])
+    assert np.array_equal(hidden, before[0])
+    assert np.array_equal(kv, before[1])
+
+
+@each_engine
+def test_another_thread_exports_one_batch_while_others_run(kind: str) -> None:
+    engine = maker(kind)(num_blocks=128)
+    kept, *others = sequences_of(engine, (150, 40, 33, 20))
+    activation = engine.embed(batch_of([kept]))
+    engine.run_layers(activation, 0, 3)
+    expected = engine.hidden_states(activation).copy(), engine.export_kv([kept.blocks], [150], 3).copy()
+    wrong: list[int] = []
+    done = threading.Event()
+
+    def export() -> None:
+        while not done.is_set():
+            found = engine.hidden_states(activation), engine.export_kv([kept.blocks], [150], 3)
+            wrong.extend(i for i in range(2) if not np.array_equal(found[i], expected[i]))
+            engine.embed_tokens(kept.tokens)
+
+    thread = threading.Thread(target=export)
+    thread.start()
+    try:
+        decode(engine, others, 10)
+    finally:
+        done.set()
+        thread.join()
+    assert not wrong
+    alone = maker(kind)(num_blocks=128)
+    undisturbed = sequences_of(alone, (150, 40, 33, 20))[1:]
+    decode(alone, undisturbed, 10)
+    assert [s.tokens for s in undisturbed] == [s.tokens for s in others]
+
+
+def begun(engine: Engine) -> Batch:
+    """A batch of 20 tokens and one of 3, in blocks that hold them."""
+    return batch_of(sequences_of(engine, (20, 3)))
+
+
+@each_engine
+@pytest.mark.parametrize("next_layer", [-1, NUM_LAYERS, NUM_LAYERS + 1])
+def test_a_layer_that_no_batch_can_be_resumed_at_is_refused(kind: str, next_layer: int) -> None:
+    engine = maker(kind)()
+    batch = begun(engine)
+    hidden = engine.hidden_states(engine.embed(batch))
+    with pytest.raises(BadRequest, match=f"resumed at layer {next_layer} of {NUM_LAYERS}"):
+        engine.resume(batch, hidden, next_layer=next_layer)
+
+
+@each_engine
+def test_hidden_states_of_another_size_and_batches_without_room_are_refused(kind: str) -> None:
+    engine = maker(kind)()
+    batch = begun(engine)
+    hidden = engine.hidden_states(engine.embed(batch))
+    for wrong in (hidden[:-1], np.append(hidden, hidden[:1]), hidden[: engine.hidden_bytes_per_token], hidden[:0]):
+        with pytest.raises(BadRequest, match="hidden states"):
+            engine.resume(batch, wrong, next_layer=0)
+    with pytest.raises(BadRequest, match="without slices"):
+        engine.resume(Batch(()), hidden[:0], next_layer=0)
+    first, second = batch.slices
+    short = Slice(9, first.token_ids, 0, first.block_table[:1], True)
+    with pytest.raises(BadRequest, match="sequence 9: 20 tokens up to position 20 in 1 blocks"):
+        engine.resume(Batch((short, second)), hidden, next_layer=0)
+
+
+@each_engine
+@pytest.mark.parametrize("token", [-1, 264])
+def test_an_unknown_token_is_not_embedded(kind: str, token: int) -> None:
+    with pytest.raises(BadRequest, match="vocabulary of 264"):
+        maker(kind)().embed_tokens([1, token])
+
+
+@each_engine
+def test_hidden_states_are_gone_after_the_last_layer(kind: str) -> None:
+    engine = maker(kind)()
+    with pytest.raises(BadRequest, match=f"all {NUM_LAYERS} layers"):
+        engine.hidden_states(run_whole(engine, sequences_of(engine, (20, 3))))
+
+
+@each_engine
+@pytest.mark.parametrize(
+    ("tables", "lengths", "num_layers", "message"),
+    [
+        ([(1, 2)], [33], 1, "33 tokens in 2 blocks of 16"),
+        ([(1, 2), (3,)], [20], 1, "2 block tables for 1"),
+        ([(1, 64)], [20], 1, "of a pool of 64"),
+        ([(1, 2)], [20], NUM_LAYERS + 1, f"{NUM_LAYERS + 1} layers of a model of {NUM_LAYERS}"),
+        ([(1, 2)], [20], -1, "KV of -1 layers"),
+    ],
+)
+def test_kv_that_is_not_there_is_neither_exported_nor_imported(
+    kind: str, tables: list[tuple[int, ...]], lengths: list[int], num_layers: int, message: str
+) -> None:
+    engine = maker(kind)()
+    with pytest.raises(BadRequest, match=message):
+        engine.export_kv(tables, lengths, num_layers)
+    kv = np.zeros(max(0, num_layers) * sum(lengths) * engine.kv_bytes_per_token_layer, dtype=np.uint8)
+    with pytest.raises(BadRequest, match=message):
+        engine.import_kv(tables, lengths, num_layers, kv)
+
+
+@each_engine
+@pytest.mark.parametrize("excess", [-1, 1])
+def test_kv_of_another_size_is_refused(kind: str, excess: int) -> None:
+    engine = maker(kind)()
+    kv = np.zeros(2 * 20 * engine.kv_bytes_per_token_layer + excess, dtype=np.uint8)
+    with pytest.raises(BadRequest, match="KV"):
+        engine.import_kv([(1, 2)], [20], 2, kv)
