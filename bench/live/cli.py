@@ -34,19 +34,6 @@ def _plotter() -> Save:
     return plot.save
 
 
-def _workload(
-    engine: EngineKind, prompts: int, layers: int, prompt_tokens: int, layer_ms: float, ratio: float
-) -> Workload:
-    return Workload(
-        engine=engine,
-        num_prompts=prompts,
-        num_layers=layers,
-        prompt_tokens=prompt_tokens,
-        layer_s=layer_ms / 1000,
-        ratio=ratio,
-    )
-
-
 def _say(line: str) -> None:
     print(line, file=sys.stderr)  # noqa: T201
 
@@ -57,6 +44,7 @@ def command(
     prompts: Annotated[int, typer.Option(help="Equal prompts that arrive at once.")] = 12,
     layers: Annotated[int, typer.Option(help="Decoder layers of the model.")] = 32,
     prompt_tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 128,
+    output_tokens: Annotated[int, typer.Option(help="Of each answer; the playback knows nothing of decoding.")] = 4,
     ratio: Annotated[float, typer.Option(help="Layer-times in which the link brings one layer.")] = 6.0,
     layer_ms: Annotated[float, typer.Option(help="A layer-time of the mock engine; torch's is measured.")] = 10.0,
     rate: Annotated[str | None, typer.Option(help="Of the links (500mbit), instead of what --ratio gives.")] = None,
@@ -82,7 +70,10 @@ def command(
     try:
         save = _plotter() if png_file is not None else None
         link = Rate.parse(rate) if rate is not None else None
-        workloads = [_workload(kind, prompts, layers, prompt_tokens, layer_ms, ratio) for kind in kinds]
+        workloads = [
+            Workload(kind, prompts, layers, prompt_tokens, output_tokens, layer_s=layer_ms / 1000, ratio=ratio)
+            for kind in kinds
+        ]
         for workload in workloads:
             measured = asyncio.run(measure(workload, rate=link, repetitions=repetitions, live=live, say=_say))
             results.append(measured)
@@ -93,7 +84,8 @@ def command(
         problem = str(error)
     asked = (
         f"blitzscale bench live --engine {engine} --prompts {prompts} --layers {layers} "
-        f"--prompt-tokens {prompt_tokens} --ratio {ratio:g} --layer-ms {layer_ms:g} --repetitions {repetitions}"
+        f"--prompt-tokens {prompt_tokens} --output-tokens {output_tokens} --ratio {ratio:g} "
+        f"--layer-ms {layer_ms:g} --repetitions {repetitions}"
         + (f" --rate {rate}" if rate is not None else "")
         + ("" if live else " --no-live")
     )

@@ -26,6 +26,8 @@ class Run:
     identical: tuple[bool, ...]
     """Per prompt: the tokens are those of an idle instance that was asked alone."""
     timeline: Timeline
+    expected_loads: LoadTimes
+    recorded_loads: LoadTimes
     planned: Prediction
     """By the layers' times that were expected when the scale operation was planned."""
     planned_by: Literal["planner", "rate"]
@@ -57,7 +59,8 @@ class Run:
         """
         live = _pair(mode, record)
         recorded = LoadTimes.of_record(record, burst_at_s, num_layers=workload.num_layers)
-        expected = LoadTimes.of_assignment(assignment, burst_at_s) if assignment is not None else None
+        by_planner = LoadTimes.of_assignment(assignment, burst_at_s) if assignment is not None else None
+        expected = by_planner or by_rate
         waiting = max(1, workload.num_prompts // 2)
         trigger_s = record.triggered_at_s - burst_at_s
         return cls(
@@ -70,8 +73,10 @@ class Run:
                 loaded_s=recorded.loaded_s,
                 first_tokens_s=[answer.ttft_s for answer in answers],
             ),
-            planned=predict(workload, mode.policy, expected or by_rate, waiting=waiting),
-            planned_by="planner" if expected is not None else "rate",
+            expected_loads=expected,
+            recorded_loads=recorded,
+            planned=predict(workload, mode.policy, expected, waiting=waiting),
+            planned_by="planner" if by_planner is not None else "rate",
             recorded=predict(workload, mode.policy, recorded, waiting=waiting),
             serving_s=trigger_s + (record.trigger_to_serving_ms or 0.0) / 1000,
             live=live,
@@ -103,6 +108,8 @@ class Run:
             "ttft_s": [round(ttft_s, 4) for ttft_s in self.ttft_s],
             "tokens_identical": all(self.identical),
             "serving_s": round(self.serving_s, 4),
+            "layers_expected_s": [round(at_s, 4) for at_s in self.expected_loads.layers_s],
+            "layers_ready_s": [round(at_s, 4) for at_s in self.recorded_loads.layers_s],
             "planned_by": self.planned_by,
             "playback_s": [round(at_s, 4) for at_s in self.planned.completions_s],
             "playback_recorded_s": [round(at_s, 4) for at_s in self.recorded.completions_s],

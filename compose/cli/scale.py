@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from typing import Annotated
@@ -19,7 +18,6 @@ from shared.messages.scaling import ScaleRecord
 
 _WAIT_S = 5.0
 """One long poll; short, so that a gateway that dies is noticed."""
-_POLL_S = 0.1
 
 
 class ScaleFailed(StackError):
@@ -66,16 +64,9 @@ async def _scale(
 ) -> ScaleRecord:
     deadline_s = time.monotonic() + timeout_s
     record = await client.scale(model, instances, hold_s=hold_s, live=live)
-    while _goes_on(record) and (left_s := deadline_s - time.monotonic()) > 0:
-        if record.status != "running":
-            # The planner does not wait for pairs: they end a moment after their targets serve.
-            await asyncio.sleep(min(_POLL_S, left_s))
+    while record.status == "running" and (left_s := deadline_s - time.monotonic()) > 0:
         record = await client.scale_record(record.plan_id, wait_s=min(_WAIT_S, left_s))
     return record
-
-
-def _goes_on(record: ScaleRecord) -> bool:
-    return record.status == "running" or any(pair.outcome == "running" for pair in record.live)
 
 
 def _print(record: ScaleRecord) -> None:

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from services.planner.core.assignments import zigzag_assignments
 from services.planner.core.live_pair import LivePair
-from services.planner.core.load_book import ASSUMED_TOKENS_PER_S, LoadBook
+from services.planner.core.load_book import ASSUMED_TOKENS_PER_S, REPORT_TTL_S, LoadBook
 from services.planner.core.operation import Operation
 from services.planner.core.operations import Operations
 from services.planner.core.worker_chains import WorkerChains
@@ -43,6 +43,8 @@ class LiveSettings:
     slo_tbt_s: float = 0.1
     assumed_tokens_per_s: float = ASSUMED_TOKENS_PER_S
     """Prefill speed of an instance, until it was measured."""
+    report_ttl_s: float = REPORT_TTL_S
+    """Load reports older than this are forgotten."""
 
 
 class Pairing:
@@ -52,7 +54,7 @@ class Pairing:
         self._bus = bus
         self._operations = operations
         self._settings = settings
-        self._book = LoadBook(assumed_tokens_per_s=settings.assumed_tokens_per_s)
+        self._book = LoadBook(assumed_tokens_per_s=settings.assumed_tokens_per_s, report_ttl_s=settings.report_ttl_s)
         self._published = Counter("blitz_planner_pairs_total", "Pairs published", ["policy"], registry=metrics)
 
     async def subscribe(self) -> list[Subscription]:

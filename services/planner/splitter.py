@@ -63,7 +63,9 @@ class Splitter:
             raise NotFound(f"no pair {asked.pair_id!r} is known", param="pair_id")
         if not pair.running:
             raise Conflict(f"pair {asked.pair_id} is {pair.outcome}; its batches stay as they are")
-        request = split_request(asked, pair.assignment, time.time())
+        operation = self._operations.get(pair.assignment.plan_id)
+        ready_at_s = operation.layers_ready_at_s(pair.assignment.target.worker_id) if operation is not None else ()
+        request = split_request(asked, pair.assignment, time.time(), ready_at_s=ready_at_s)
         # The baselines know no gates.
         if request is None or pair.assignment.policy != "zigzag":
             return Ack()

@@ -173,6 +173,8 @@ class Taken(Message, frozen=True, kw_only=True, tag="taken.v1"):
 
     pair_id: str
     batch_ids: tuple[str, ...]
+    loaded: bool = False
+    """The target has everything."""
 
 
 class PairEnded(Message, frozen=True, kw_only=True, tag="pair_ended.v1"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.planner.core import operations
+from services.planner.core import operation
 from services.worker.data_plane import outcome
 from services.worker.data_plane.pieces import REFETCH_INDEX
 from shared.errors import Conflict, NoCapacity
@@ -24,7 +24,7 @@ from tests.services.workers import MIB
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operations, "MISSING_S", 0.2)
+    monkeypatch.setattr(operation, "MISSING_S", 0.2)
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ class StreamState:
         if worker_id == self.worker_id or verdict is Verdict.FOREIGN:
             return False
         if verdict is not Verdict.NEW:
-            says_so = verdict is Verdict.GAP or (not part.token_ids and True)
+            says_so = verdict is Verdict.GAP or (not part.token_ids and part.offset == len(self.output_token_ids))
             if not says_so or worker_id in self.former_workers:
                 return False
         self.former_workers.add(self.worker_id)

@@ -110,6 +110,14 @@ class Operation:
             if self._predicted_s.get(t.worker_id) and self._loads(t.worker_id)
         }
 
+    def layers_ready_at_s(self, worker_id: str) -> tuple[float, ...]:
+        """When a target had each layer, as far as it has told without a gap."""
+        target = self._targets.get(worker_id)
+        times: list[float] = []
+        while target is not None and (at_s := target.layers_s.get(len(times))) is not None:
+            times.append(at_s)
+        return tuple(times)
+
     def _loads(self, worker_id: str) -> bool:
         target = self._targets[worker_id]
         ended = self._failure or target.failure or target.loaded_s or target.serving_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.planner.core.zigzag import Assignment
@@ -24,10 +25,14 @@ class SplitRequest:
     pull_time: float
 
 
-def split_request(asked: PlanSplit, assignment: ZigzagAssignment, now_s: float) -> SplitRequest | None:
+def split_request(
+    asked: PlanSplit, assignment: ZigzagAssignment, now_s: float, *, ready_at_s: Sequence[float] = ()
+) -> SplitRequest | None:
     """The problem as of ``now_s`` (Unix time); None if there is none: nothing waits, or nobody knows when layers come.
 
-    The last layer counts as there when everything is: the target finishes no batch without the head.
+    ``ready_at_s``: when the target had the layers that it has. The others are expected as late, or early, as the last
+    one was; or as late as the next one is by now. The last layer counts as there when everything is: the target
+    finishes no batch without the head.
     Raises ``BadRequest`` for times that cannot be and for batches named twice.
     """
     ids = [batch.batch_id for batch in asked.batches]
@@ -41,9 +46,16 @@ def split_request(asked: PlanSplit, assignment: ZigzagAssignment, now_s: float) 
     if not math.isfinite(asked.source_free_at_s):
         raise BadRequest(f"the source cannot be free at {asked.source_free_at_s!r}", param="source_free_at_s")
     times = list(assignment.layers_ready_at_s)
-    if not times or not asked.batches:
+    num_ready = len(ready_at_s)
+    if not times or not asked.batches or num_ready > len(times):
         return None
+    late_s = ready_at_s[-1] - times[num_ready - 1] if num_ready else 0.0
+    if num_ready < len(times):
+        late_s = max(late_s, now_s - times[num_ready])
     times[-1] = max(times[-1], assignment.loaded_at_s)
+    num_ready = min(num_ready, len(times) - 1)
+    times[num_ready:] = [at_s + late_s for at_s in times[num_ready:]]
+    times[:num_ready] = [now_s] * num_ready
     latest = 0.0
     loaded_at = []
     for at_s in times:

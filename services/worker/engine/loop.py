@@ -132,16 +132,14 @@ class EngineLoop:
 
     def step(self) -> StepOutput | None:
         """Compute one batch, or one layer of a partial one; None if there was nothing to do or to report."""
-        partial = self.partial
-        if partial is None:
-            return self._step_batch()
         output = None
-        if partial.ready and not self._decode_is_due(partial):
-            output = partial.step()
+        if self.partial is not None and self.partial.ready and not self._decode_is_due(self.partial):
+            output = self.partial.step()
         if output is None:
             output = self._step_batch()
-        if output is not None:
-            partial.stepped(output)
+        # Asked again: a pair may have begun between two layers.
+        if output is not None and self.partial is not None:
+            self.partial.stepped(output)
         return output
 
     def _decode_is_due(self, partial: PartialWork) -> bool:

@@ -23,6 +23,8 @@ class Gates:
         self._lateness: Lateness | None = None
         if len(planned) > 1:
             each_s = (planned[-1] - planned[0]) / (len(planned) - 1)
+            # The last layer counts as there when everything is.
+            planned = (*planned[:-1], max(planned[-1], assignment.loaded_at_s))
             self._lateness = Lateness(planned, LATE_LAYERS * each_s)
 
     def set(self, queue: Queue, gates: Iterable[Gate]) -> None:

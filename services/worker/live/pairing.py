@@ -10,6 +10,7 @@ from typing import Any
 
 from services.worker.instance import Instance
 from services.worker.live.peer import Peer
+from services.worker.live.report import declined
 from services.worker.live.source import LiveSource
 from services.worker.live.target import LiveTarget
 from services.worker.live.tensors import Tensors
@@ -120,6 +121,7 @@ class Pairing:
             reason = f"the source is in {self.source.assignment.pair_id}"
         if reason or instance is None:
             log.info("pair %s is not made: %s", assignment.pair_id, reason)
+            await self._bus.publish(subjects.live_reports(), declined(assignment, reason))
             return
         await self._begin(assignment, instance)
 

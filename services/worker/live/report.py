@@ -55,3 +55,19 @@ class PairRecord:
             target_runs=self.target_runs,
             tokens=work.tokens.runs(),
         )
+
+
+def declined(assignment: ZigzagAssignment, reason: str) -> LiveReport:
+    """The report on a pair that its source does not begin."""
+    now_s = time.time()
+    return LiveReport(
+        pair_id=assignment.pair_id,
+        plan_id=assignment.plan_id,
+        source=assignment.source.worker_id,
+        target=assignment.target.worker_id,
+        policy=assignment.policy,
+        outcome="failed",
+        reason=reason,
+        started_at_s=now_s,
+        ended_at_s=now_s,
+    )

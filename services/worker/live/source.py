@@ -92,6 +92,7 @@ class LiveSource:
         self._num_batches = 0
         self._num_handed = 0
         self._num_claims = 0
+        self._target_loaded = False
         self._failure = ""
         self._arrivals = asyncio.Event()
         self._free = asyncio.Event()
@@ -240,11 +241,15 @@ class LiveSource:
     async def _pull_until_dissolved(self) -> None:
         while True:
             await self._until_free()
+            if self._is_over():
+                await self._dissolve()
+                return
             serial = self._num_claims
             self._num_claims += 1
             started_s = time.monotonic()
             answer = await self._pull(serial)
-            if answer.loaded and self.life.state is PairState.COOPERATING:
+            self._target_loaded = self._target_loaded or answer.loaded
+            if self._target_loaded and self.life.state is PairState.COOPERATING:
                 self.life.move_to(PairState.LOADED)
             if answer.batch_id:
                 await self._take(answer.batch_id, answer.first_layer, serial)
@@ -256,10 +261,12 @@ class LiveSource:
                 await self._run_from_backlog()
 
     async def _until_free(self) -> None:
-        """No prefill is unfinished here, and there is room for the batch that probably comes."""
+        """No prefill is unfinished here, and there is room for the batch that probably comes; or it is over."""
         while True:
             await self._peer.until(self._free.wait())
             self._free.clear()
+            if self._is_over():
+                return
             expected = next(iter(self._handed.values()), None) or (self._backlog[0] if self._backlog else None)
             if await self._call(lambda: self._work.is_free and self._fits(expected)):  # noqa: B023 - awaited at once
                 return
@@ -357,7 +364,13 @@ class LiveSource:
     def on_taken(self, message: Taken) -> Ack:
         """The target finished batches: their requests are its own."""
         self._owned_by_target([self._handed[i] for i in message.batch_ids if i in self._handed])
+        if message.loaded and not self._target_loaded:
+            self._target_loaded = True
+            self._free.set()  # the baselines part now, busy or not
         return Ack()
+
+    def _is_over(self) -> bool:
+        return self._target_loaded and self.assignment.policy != "zigzag" and not self.life.ended
 
     def _owned_by_target(self, batches: list[PromptBatch]) -> None:
         for batch in batches:

@@ -177,7 +177,8 @@ class LiveTarget:
             self._heard()
             self._check_lives()
             with self._work.lock:
-                found = None if self._queue.dissolved else self._queue.pull(message.claim_id)
+                done = self._queue.dissolved or self._is_over()
+                found = None if done else self._queue.pull(message.claim_id)
             if isinstance(found, Claim):
                 self._give(found, message.serial)
                 # What was in the way of a later batch may be gone.
@@ -185,7 +186,7 @@ class LiveTarget:
                 return self._pulled(found)
             left_s = deadline_s - time.monotonic()
             # Nothing at all, or nothing for as long as the caller waits.
-            if left_s <= 0 or (found is None and self._queue.can_dissolve) or self._queue.dissolved:
+            if left_s <= 0 or done:
                 return self._pulled(None)
             async with self._changed:
                 try:
@@ -199,8 +200,12 @@ class LiveTarget:
             first_layer=0 if claim is None else claim.first_layer,
             layers_ready=self._queue.layers_ready,
             loaded=self._all_loaded,
-            can_dissolve=claim is None and self._all_loaded and self._queue.can_dissolve,
+            can_dissolve=claim is None and self._is_over(),
         )
+
+    def _is_over(self) -> bool:
+        """Cooperation has nothing left to gain. The baselines have none once everything is loaded."""
+        return self._queue.can_dissolve if self._queue.policy is Policy.ZIGZAG else self._queue.loaded
 
     def _give(self, claim: Claim, serial: int) -> None:
         """Send what was computed of a batch, once."""
@@ -295,12 +300,15 @@ class LiveTarget:
         copy = self.instance.copy
         # The last layer counts once embedding and head are there, too: after it comes the head.
         ready = copy.layers_ready if copy.complete else min(copy.layers_ready, self._queue.num_layers - 1)
+        news = copy.complete and not self._all_loaded
         self._all_loaded = copy.complete
         with self._work.lock:
             self._queue.set_layers_ready(ready)
             self._work.changed()
         self._move_on()
         self._wake()
+        if news:
+            self._spawn(self._tell_taken())
 
     def set_gates(self, gates: tuple[Gate, ...]) -> None:
         """A split was computed: hold both sides to it."""
@@ -392,14 +400,14 @@ class LiveTarget:
         else:
             self._spawn(self._tell_taken(batch.batch_id))
 
-    async def _tell_taken(self, batch_id: str) -> None:
-        message = Taken(pair_id=self.assignment.pair_id, batch_ids=(batch_id,))
+    async def _tell_taken(self, *batch_ids: str) -> None:
+        message = Taken(pair_id=self.assignment.pair_id, batch_ids=batch_ids, loaded=self._all_loaded)
         subject = subjects.worker_live(self.assignment.source.worker_id, "taken")
         while not self.life.ended:
             try:
                 await self._bus.request(subject, message, Ack, timeout_s=RPC_TIMEOUT_S)
             except BlitzError as error:
-                log.debug("the source did not hear that %s is taken: %s", batch_id, error)
+                log.debug("the source did not hear that %s are taken: %s", batch_ids, error)
                 await asyncio.sleep(WATCH_S)
                 continue
             return

@@ -247,7 +247,7 @@ async def test_a_submit_whose_answer_is_lost_is_accepted_if_another_worker_took_
 
     async def no_answer(submit: Submit) -> Ack:
         pair.source._sent[submit.request_id, submit.attempt] = []
-        pair.source._tasks[submit.request_id, submit.attempt] = asyncio.create_task(reply.wait())  # type: ignore[assignment, arg-type]
+        pair.source._tasks[submit.request_id, submit.attempt] = asyncio.create_task(reply.wait())  # type: ignore[arg-type]
         received.append(submit)
         await reply.wait()
         raise Unavailable("gone by now")

@@ -100,9 +100,11 @@ class Rig:
         answer = await self.client.request(subjects.planner("records"), message, ScaleRecords, timeout_s=TIMEOUT_S)
         return answer.records
 
-    async def report(self, plan_id: str, event: ProgressEvent, worker_id: str, instance_id: str) -> None:
+    async def report(
+        self, plan_id: str, event: ProgressEvent, worker_id: str, instance_id: str, layer: int = -1
+    ) -> None:
         message = ScaleProgress(
-            plan_id=plan_id, worker_id=worker_id, instance_id=instance_id, event=event, at_s=time.time()
+            plan_id=plan_id, worker_id=worker_id, instance_id=instance_id, event=event, at_s=time.time(), layer=layer
         )
         await self.client.publish(subjects.progress(), message)
 

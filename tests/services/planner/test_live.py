@@ -39,7 +39,8 @@ class LiveRig(Rig):
     """Two instances serve, three workers are spare; loading takes about ``LOADING_S``."""
 
     def __init__(self, live: LiveSettings | None = None, *, num_serving: int = 2) -> None:
-        super().__init__(live=live)
+        # A loaded machine may take its time between a report and the plan.
+        super().__init__(live=live or LiveSettings(report_ttl_s=60.0))
         self.model = model("m", max_instances=8, min_instances=0, weights_bytes=int(LOADING_S * 10e9 / 8))
         self.pool.models = (self.model,)
         self.serving = tuple(self.record_of(f"w{i}", "serving") for i in range(num_serving))
@@ -332,6 +333,22 @@ async def test_gates_that_help_are_published_as_the_next_revision(rig: LiveRig) 
     await rig.split(first.pair_id, UNEQUAL)
     await eventually(lambda: len(rig.assignments()) == 3)
     assert rig.assignments()[2].revision == 2
+
+
+async def test_a_split_counts_on_the_layers_that_are_there(rig: LiveRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = await rig.paired()
+    seen: list[Sequence[float]] = []
+
+    def remember(jobs: Sequence[Job], loaded_at: Sequence[float], **times: float) -> Assignment:
+        seen.append(loaded_at)
+        return assign(jobs, loaded_at, time_limit_s=0)
+
+    monkeypatch.setattr(splitter, "assign", remember)
+    await rig.report(first.plan_id, "layer_ready", first.target.worker_id, first.target.instance_id, layer=0)
+    await rig.split(first.pair_id, UNEQUAL)
+    await eventually(lambda: seen)
+    assert seen[0][0] == 0.0
+    assert seen[0][1] > 0.0
 
 
 async def test_equal_batches_get_no_gates(rig: LiveRig) -> None:

@@ -114,6 +114,9 @@ async def test_scaling_asks_the_planner_and_shows_its_record(stack: Stack) -> No
     ]
 
 
+WRONG_CHOICES: list[Any] = [True, "", "maybe", 1, []]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -121,7 +124,7 @@ async def test_scaling_asks_the_planner_and_shows_its_record(stack: Stack) -> No
         ("/admin/models/tiny/scale", {"instances": -1}, "instances"),
         ("/admin/models/tiny/scale", {"instances": "2"}, "instances"),
         ("/admin/models/tiny/scale", {"instances": 2, "hold_s": -1}, "hold_s"),
-        *(("/admin/models/tiny/scale", {"instances": 2, "live": live}, "live") for live in (True, "", "maybe", 1, [])),
+        *(("/admin/models/tiny/scale", {"instances": 2, "live": live}, "live") for live in WRONG_CHOICES),
         *(
             ("/admin/models", {"path": "/m", param: slo_s}, param)
             for param in ("slo_ttft_s", "slo_tbt_s")

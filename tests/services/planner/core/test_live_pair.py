@@ -17,10 +17,10 @@ def test_a_pair_runs_until_it_is_reported_on() -> None:
     record = pair.record(TRIGGERED_S)
     assert (record.outcome, record.started_ms, record.source, record.target) == ("running", None, "w0", "w1")
     assert (record.policy, record.why) == ("zigzag", "because")
-    assert pair.running
+    assert [pair.running] == [True]
     pair.apply(report(pair.assignment))
     record = pair.record(TRIGGERED_S)
-    assert not pair.running
+    assert [pair.running] == [False]
     assert (record.outcome, record.reason, record.started_ms, record.ended_ms) == ("dissolved", "loaded", 100.0, 900.0)
     assert record.first_cooperative_token_ms is None
 

@@ -319,6 +319,14 @@ def test_a_target_says_when_it_went_live() -> None:
     assert op.record().status == "running"
 
 
+def test_the_layers_that_a_target_has_are_known_up_to_the_first_gap() -> None:
+    op = operation()
+    for layer in (1, 0, 3):
+        op.apply(event("w1", "layer_ready", 101.0 + layer, layer=layer))
+    assert op.layers_ready_at_s("w1") == (101.0, 102.0)
+    assert op.layers_ready_at_s("w2") == op.layers_ready_at_s("w9") == ()
+
+
 def test_a_short_record_has_its_pairs_without_their_timelines() -> None:
     op = with_pairs("w1")
     runs = LayerRuns(start_at_s=1000.1, bucket_s=0.05, counts=(1,))

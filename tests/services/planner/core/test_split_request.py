@@ -23,14 +23,14 @@ def ask(*costs: float, **changes: object) -> PlanSplit:
     return msgspec.structs.replace(asked, **changes)
 
 
-def found(asked: PlanSplit, **changes: object) -> SplitRequest:
-    made = split_request(asked, assignment(**changes), NOW_S)
+def found(asked: PlanSplit, *ready_at_s: float, **changes: object) -> SplitRequest:
+    made = split_request(asked, msgspec.structs.replace(assignment(), **changes), NOW_S, ready_at_s=ready_at_s)
     assert made is not None
     return made
 
 
 def test_times_count_from_now_and_never_fall() -> None:
-    made = found(ask(0.1, 0.2), layers_ready_at_s=(999.0, 1002.0, 1001.0), loaded_at_s=1005.0)
+    made = found(ask(0.1, 0.2), layers_ready_at_s=(1000.0, 1002.0, 1001.0), loaded_at_s=1005.0)
     assert made.jobs == (Job("b0", 0.1), Job("b1", 0.2))
     assert made.loaded_at == (0.0, 2.0, 5.0)
     assert made.source_free_at == 0.5
@@ -44,6 +44,20 @@ def test_a_source_that_is_free_is_free_now() -> None:
 
 def test_the_last_layer_counts_once_everything_is_there() -> None:
     assert found(ask(0.1), layers_ready_at_s=(1001.0, 1002.0), loaded_at_s=1004.0).loaded_at == (1.0, 4.0)
+
+
+def test_layers_that_come_late_make_the_others_late() -> None:
+    plan = {"layers_ready_at_s": (997.0, 999.0, 1001.0, 1003.0), "loaded_at_s": 1004.0}
+    # The second came 0.5 s late.
+    assert found(ask(0.1), 997.0, 999.5, **plan).loaded_at == (0.0, 0.0, 1.5, 4.5)
+    # The second is 1 s late and not here yet.
+    assert found(ask(0.1), 997.0, **plan).loaded_at == (0.0, 0.0, 2.0, 5.0)
+    assert found(ask(0.1), **plan).loaded_at == (0.0, 2.0, 4.0, 7.0)
+    # The third was 1.5 s early.
+    assert found(ask(0.1), 995.5, 997.5, 999.5, **plan).loaded_at == (0.0, 0.0, 0.0, 2.5)
+    # Every layer is there, and the head is not.
+    assert found(ask(0.1), 993.0, 995.0, 997.0, 999.0, **plan).loaded_at == (0.0, 0.0, 0.0, 0.0)
+    assert found(ask(0.1), 996.0, 997.0, 998.0, 999.5, **plan).loaded_at == (0.0, 0.0, 0.0, 0.5)
 
 
 def test_without_batches_or_times_there_is_nothing_to_split() -> None:

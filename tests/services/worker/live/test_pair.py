@@ -2,108 +2,133 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator
+import time
 
 import pytest
 
-from services.planner.live import LiveSettings
-from services.worker.engine.mock import MockTiming
+from services.worker.engine.torch_engine import Activation, TorchEngine
 from shared.messages.common import LivePolicy
-from shared.messages.scaling import ScaleRecord
-from tests.services.cluster import Cluster, running_cluster
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
-
-NUM_TOKENS = 48
-LAYER_S = 0.004
-PROMPTS = {f"r{i}": tuple(32 + (7 * i + j) % 90 for j in range(NUM_TOKENS)) for i in range(12)}
-TIMING = MockTiming(layer_per_token_s=LAYER_S / NUM_TOKENS)
-
-
-@contextlib.asynccontextmanager
-async def _cluster(redis_url: str, policy: LivePolicy = "zigzag", **worker: object) -> AsyncIterator[Cluster]:
-    fields: dict[str, object] = {
-        "mock": TIMING,
-        "max_batch_tokens": NUM_TOKENS,
-        "prefill_chunk_tokens": NUM_TOKENS,
-        "max_running_requests": 16,
-    }
-    settings = LiveSettings(policy=policy)
-    async with running_cluster(redis_url, 2, monitor=False, live=settings, **(fields | worker)) as cluster:
-        yield cluster
-
-
-class Burst:
-    """Prompts at the first instance while the second one is scaled."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-
-    async def start(
-        self, *, delay_s: float, max_tokens: int = 4, prompts: dict[str, tuple[int, ...]] = PROMPTS
-    ) -> None:
-        cluster = self.cluster
-        self.prompts, self.max_tokens = prompts, max_tokens
-        await cluster.add_model()
-        await cluster.scale(1)
-        (first,) = await cluster.serving(1)
-        self.source = cluster.workers[first.worker.worker_id]
-        self.target = next(w for w in cluster.workers.values() if w is not self.source)
-        self.source.transport.delay_s = delay_s
-        for request_id in prompts:
-            await self.submit(request_id)
-        self.plan_id = (await cluster.start_scale(2, live="always")).plan_id
-
-    async def submit(self, request_id: str) -> None:
-        await self.cluster.gateway.submit(
-            self.source.worker_id,
-            self.source.serving.instance_id,
-            request_id,
-            prompt=self.prompts[request_id],
-            max_tokens=self.max_tokens,
-        )
-
-    async def finish(self) -> ScaleRecord:
-        """Wait for every stream's end, check the tokens, and that nothing is left anywhere."""
-        for request_id, prompt in self.prompts.items():
-            end = await self.cluster.gateway.end_of(request_id)
-            assert end.finish_reason == "length", end
-            tokens = self.cluster.gateway.tokens(request_id)
-            assert tokens == expected_tokens(self.max_tokens, prompt), request_id
-        record = await self.cluster.record(self.plan_id)
-        await self.clean()
-        return record
-
-    async def clean(self) -> None:
-        """No pair, no block, no held request is left at any living worker."""
-        for worker in self.cluster.workers.values():
-            if worker.task.done() or worker.instance is None:
-                continue
-            loop = worker.serving.engine.loop
-            await eventually(lambda loop=loop: loop.partial is None)
-            await eventually(lambda loop=loop: loop.num_requests == 0)
-            loop.scheduler.check()
-            assert loop.scheduler.pool.num_used == 0
-            assert not loop.scheduler.lending
-            await eventually(lambda worker=worker: worker.service._pairing.target is None)
-            assert worker.service._pairing.source is None
+from tests.services.worker.live.burst import LAYER_S, NUM_TOKENS, PROMPTS, Burst, live_cluster
 
 
 @pytest.mark.parametrize("policy", ["zigzag", "best_effort", "stop_the_world"])
 async def test_a_burst_gets_its_tokens_while_the_second_instance_loads(redis_url: str, policy: LivePolicy) -> None:
-    async with _cluster(redis_url, policy) as cluster:
+    async with live_cluster(redis_url, policy) as cluster:
         burst = Burst(cluster)
-        await burst.start(delay_s=0.02)
-        record = await burst.finish()
+        await burst.start(delay_s=0.03)
+        await burst.ends()
+        record = await cluster.record(burst.plan_id)
         (pair,) = record.live
         assert (pair.outcome, pair.policy) == ("dissolved", policy), pair
         split = [b for b in pair.batches if b.target_layers and b.source_layers]
-        if policy != "stop_the_world":
-            assert split
-            assert pair.first_cooperative_token_ms is not None
-        else:
-            assert not split
+        assert bool(split) == (policy != "stop_the_world"), pair
+        assert (pair.first_cooperative_token_ms is not None) == bool(split)
+        assert all(b.target_layers + b.source_layers == 4 for b in pair.batches)
         await cluster.serving(2)
-        await asyncio.sleep(0)
+        await burst.clean()
+
+
+async def test_requests_that_arrive_during_the_pair_queue_behind_the_others(redis_url: str) -> None:
+    async with live_cluster(redis_url) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.06)
+        await burst.live_source()
+        late = {f"late{i}": tuple(40 + (3 * i + j) % 80 for j in range(NUM_TOKENS)) for i in range(4)}
+        for request_id, prompt in late.items():
+            await burst.submit(request_id, prompt)
+        await burst.ends()
+        (pair,) = (await cluster.record(burst.plan_id)).live
+        assert pair.outcome == "dissolved"
+        await burst.clean()
+
+
+async def test_short_prompts_share_batches(redis_url: str) -> None:
+    prompts = {f"s{i}": tuple(40 + (5 * i + j) % 80 for j in range(9 + i % 7)) for i in range(100)}
+    async with live_cluster(redis_url, max_running_requests=128, max_queued_requests=128) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.02, prompts=prompts)
+        await burst.ends()
+        (pair,) = (await cluster.record(burst.plan_id)).live
+        assert any(b.num_requests > 1 for b in pair.batches), pair
+        await burst.clean()
+
+
+async def test_cancelled_requests_leave_both_members(redis_url: str) -> None:
+    async with live_cluster(redis_url) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.06)
+        await burst.live_source()
+        gone = ("r5", "r8", "r11")
+        for request_id in gone:
+            await cluster.gateway.cancel(burst.source.worker_id, request_id)
+        await burst.ends(without=gone)
+        await cluster.record(burst.plan_id)
+        await burst.clean()
+
+
+async def test_no_request_waits_and_the_pair_dissolves_by_itself(redis_url: str) -> None:
+    async with live_cluster(redis_url) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.02, prompts={})
+        (pair,) = (await cluster.record(burst.plan_id)).live
+        assert (pair.outcome, pair.batches) == ("dissolved", ())
+        await burst.clean()
+        await cluster.gateway.submit(
+            burst.target.worker_id, burst.target.serving.instance_id, "after", prompt=PROMPTS["r1"], max_tokens=4
+        )
+        await cluster.gateway.end_of("after")
+        assert cluster.gateway.tokens("after") == expected_tokens(4, PROMPTS["r1"])
+
+
+async def test_a_target_without_room_takes_what_fits(redis_url: str) -> None:
+
+    async with live_cluster(redis_url, max_running_requests=4) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.03)
+        await burst.ends()
+        (pair,) = (await cluster.record(burst.plan_id)).live
+        assert pair.outcome == "dissolved"
+        await burst.clean()
+
+
+async def test_a_real_model_gives_the_same_tokens_as_alone(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_layers = TorchEngine.run_layers
+
+    def slowly(engine: TorchEngine, activation: Activation, first: int, last: int) -> None:
+        time.sleep(LAYER_S * (last - first))
+        run_layers(engine, activation, first, last)
+
+    monkeypatch.setattr(TorchEngine, "run_layers", slowly)
+    async with live_cluster(redis_url, engine="torch", kv_bytes=32 << 20) as cluster:
+        burst = Burst(cluster)
+        gateway = cluster.gateway
+        alone: dict[str, tuple[int, ...]] = {}
+
+        async def ask_alone() -> None:
+            for request_id, prompt in PROMPTS.items():
+                name, worker = f"alone-{request_id}", burst.source
+                await gateway.submit(worker.worker_id, burst.source_instance_id, name, prompt=prompt, max_tokens=3)
+                await gateway.end_of(name)
+                alone[request_id] = gateway.tokens(name)
+
+        await burst.start(delay_s=0.06, max_tokens=3, before=ask_alone)
+        for request_id in PROMPTS:
+            await gateway.end_of(request_id)
+        assert {r: gateway.tokens(r) for r in PROMPTS} == alone
+        (pair,) = (await cluster.record(burst.plan_id)).live
+        assert any(b.target_layers and b.source_layers for b in pair.batches), pair
+        await burst.clean()
+
+
+async def test_the_source_learns_nothing_new_from_a_pair_that_came_too_late(redis_url: str) -> None:
+    """The target serves before the source asks: no pair, and everything goes on."""
+    async with live_cluster(redis_url) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.0)
+        await burst.ends()
+        (pair,) = (await cluster.record(burst.plan_id)).live
+        assert pair.outcome in ("dissolved", "failed")
+        await burst.clean()
+        await eventually(lambda: burst.source.serving.queue_factor == 1)

@@ -1,0 +1,116 @@
+"""A burst of prompts at one instance while a second one is scaled live, and what must be true afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from services.planner.live import LiveSettings
+from services.worker.engine.mock import MockTiming
+from services.worker.live.source import LiveSource
+from services.worker.live.target import LiveTarget
+from shared.messages.common import LivePolicy
+from tests.services.cluster import Cluster, running_cluster
+from tests.services.fake_gateway import expected_tokens
+from tests.services.waiting import eventually
+from tests.services.workers import RunningWorker
+
+NUM_TOKENS = 48
+LAYER_S = 0.004
+PROMPTS = {f"r{i}": tuple(32 + (7 * i + j) % 90 for j in range(NUM_TOKENS)) for i in range(12)}
+TIMING = MockTiming(layer_per_token_s=LAYER_S / NUM_TOKENS)
+
+
+@contextlib.asynccontextmanager
+async def live_cluster(redis_url: str, policy: LivePolicy = "zigzag", **worker: object) -> AsyncIterator[Cluster]:
+    """Two workers, each of whose steps is one prompt; a layer of one takes ``LAYER_S``."""
+    fields: dict[str, object] = {
+        "mock": TIMING,
+        "max_batch_tokens": NUM_TOKENS,
+        "prefill_chunk_tokens": NUM_TOKENS,
+        "max_running_requests": 16,
+    }
+    settings = LiveSettings(policy=policy)
+    async with running_cluster(redis_url, 2, monitor=False, live=settings, **(fields | worker)) as cluster:
+        yield cluster
+
+
+class Burst:
+    """Prompts at the first instance while the second one is scaled."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.prompts: dict[str, tuple[int, ...]] = {}
+
+    async def start(
+        self,
+        *,
+        delay_s: float,
+        max_tokens: int = 4,
+        prompts: dict[str, tuple[int, ...]] = PROMPTS,
+        before: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """``delay_s``: of each message of the weights. ``before``: done while only the first instance is there."""
+        cluster = self.cluster
+        self.prompts, self.max_tokens = dict(prompts), max_tokens
+        await cluster.add_model()
+        await cluster.scale(1)
+        (first,) = await cluster.serving(1)
+        self.source = cluster.workers[first.worker.worker_id]
+        self.target = next(w for w in cluster.workers.values() if w is not self.source)
+        self.source_instance_id = self.source.serving.instance_id
+        if before is not None:
+            await before()
+        self.source.transport.delay_s = delay_s
+        for request_id in prompts:
+            await self.submit(request_id)
+        self.plan_id = (await cluster.start_scale(2, live="always")).plan_id
+
+    async def submit(self, request_id: str, prompt: tuple[int, ...] | None = None) -> None:
+        """One request more, to the source."""
+        if prompt is not None:
+            self.prompts[request_id] = prompt
+        await self.cluster.gateway.submit(
+            self.source.worker_id,
+            self.source_instance_id,
+            request_id,
+            prompt=self.prompts[request_id],
+            max_tokens=self.max_tokens,
+        )
+
+    async def live_source(self) -> LiveSource:
+        """The source's side of the pair, once the target runs layers."""
+        await eventually(lambda: self.live_target_of(self.target) is not None and self._ran_layers() > 0)
+        source = self.source.service._pairing.source
+        assert source is not None
+        return source
+
+    def live_target_of(self, worker: RunningWorker) -> LiveTarget | None:
+        return worker.service._pairing.target
+
+    def _ran_layers(self) -> int:
+        target = self.live_target_of(self.target)
+        return 0 if target is None else target._work.layers.total
+
+    async def ends(self, *, without: tuple[str, ...] = ()) -> None:
+        """Wait for every stream's end and check its tokens."""
+        for request_id, prompt in self.prompts.items():
+            if request_id in without:
+                continue
+            end = await self.cluster.gateway.end_of(request_id)
+            assert end.finish_reason == "length", (request_id, end)
+            tokens = self.cluster.gateway.tokens(request_id)
+            assert tokens == expected_tokens(self.max_tokens, prompt), request_id
+
+    async def clean(self) -> None:
+        """No pair, no block, no held request is left at any living worker."""
+        for worker in self.cluster.workers.values():
+            if worker.task.done() or worker.instance is None:
+                continue
+            pairing = worker.service._pairing
+            await eventually(lambda pairing=pairing: pairing.target is None and pairing.source is None)
+            loop = worker.serving.engine.loop
+            await eventually(lambda loop=loop: loop.partial is None and loop.num_requests == 0)
+            loop.scheduler.check()
+            assert loop.scheduler.pool.num_used == 0
+            assert not loop.scheduler.lending

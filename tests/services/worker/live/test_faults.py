@@ -1,0 +1,177 @@
+"""What becomes of requests when a member of a pair dies, falls silent, or is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+
+from services.worker.engine.mock import MockTiming
+from shared.messages.live import LiveReport
+from tests.services.cluster import Cluster
+from tests.services.fake_gateway import expected_tokens
+from tests.services.waiting import eventually
+from tests.services.worker.live.burst import NUM_TOKENS, PROMPTS, Burst, live_cluster
+
+SLOW = MockTiming(layer_per_token_s=0.012 / NUM_TOKENS)
+slow_cluster = functools.partial(live_cluster, mock=SLOW)
+"""Time enough for something to happen while the pair lasts."""
+
+
+async def _resubmit(cluster: Cluster, burst: Burst, worker_id: str, instance_id: str) -> None:
+    """What a gateway does when the source is lost: the next attempt continues behind the tokens that came."""
+    gateway = cluster.gateway
+    for request_id, prompt in burst.prompts.items():
+        had = _had(cluster, request_id)
+        if any(p.finish_reason == "length" for p in gateway.parts.get((request_id, 1), [])):
+            continue
+        await gateway.submit(
+            worker_id, instance_id, request_id, attempt=2, prompt=prompt, output=had, max_tokens=burst.max_tokens
+        )
+        await gateway.end_of(request_id, attempt=2)
+        tokens = had + gateway.tokens(request_id, attempt=2, start=len(had))
+        assert tokens == expected_tokens(burst.max_tokens, prompt), request_id
+
+
+def _had(cluster: Cluster, request_id: str) -> tuple[int, ...]:
+    parts = cluster.gateway.parts.get((request_id, 1), [])
+    return tuple(t for p in parts for t in p.token_ids)
+
+
+async def _report(cluster: Cluster) -> LiveReport:
+    await eventually(lambda: cluster.live_reports)
+    return cluster.live_reports[0]
+
+
+async def test_the_target_is_killed(redis_url: str) -> None:
+    async with slow_cluster(redis_url) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.05)
+        await burst.live_source()
+        await burst.target.kill()
+        await burst.ends()
+        assert (await _report(cluster)).outcome == "failed"
+        await burst.clean()
+
+
+async def test_the_source_is_killed(redis_url: str) -> None:
+    async with slow_cluster(redis_url, max_queued_requests=64) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.05)
+        await burst.live_source()
+        await burst.source.kill()
+        # The target drops what is not its own, and loads on from its disk.
+        await eventually(lambda: burst.live_target_of(burst.target) is None)
+        await eventually(lambda: burst.target.instance is not None and burst.target.instance.state == "serving")
+        await _resubmit(cluster, burst, burst.target.worker_id, burst.target.serving.instance_id)
+        await burst.clean()
+
+
+async def test_the_targets_engine_fails(redis_url: str) -> None:
+    async with slow_cluster(redis_url) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.05)
+        await burst.live_source()
+        engine = burst.target.serving.engine.loop.engine
+
+        def broken(activation: object, first: int, last: int) -> None:
+            raise RuntimeError("the device is gone")
+
+        engine.run_layers = broken  # type: ignore[method-assign]
+        await burst.ends()
+        report = await _report(cluster)
+        assert report.outcome == "failed"
+        assert "the device is gone" in report.reason
+        await burst.clean()
+
+
+async def test_the_model_is_removed(redis_url: str) -> None:
+    async with slow_cluster(redis_url) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.05)
+        await burst.live_source()
+        await cluster.remove_model()
+        # What was accepted is finished; the target's load is cancelled.
+        await burst.ends()
+        await eventually(lambda: burst.target.instance is None)
+        await eventually(lambda: burst.source.instance is None)
+
+
+async def test_the_bus_of_the_target_is_away_for_a_moment(redis_url: str) -> None:
+    async with slow_cluster(redis_url, stall_s=3.0) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.05)
+        await burst.live_source()
+        burst.target.bus.go_down()
+        await asyncio.sleep(0.6)
+        burst.target.bus.go_up()
+        await burst.ends()
+        await burst.clean()
+
+
+async def test_a_pull_whose_tensors_are_lost_is_computed_again(redis_url: str) -> None:
+    async with slow_cluster(redis_url, stall_s=1.0) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.05)
+        await burst.live_source()
+        burst.target.transport.tamper = lambda buffer, tag: (buffer, tag | 1 << 62)
+        await asyncio.sleep(0.2)
+        burst.target.transport.tamper = None
+        await burst.ends()
+        await burst.clean()
+
+
+async def test_the_source_is_stopped(redis_url: str) -> None:
+    async with slow_cluster(redis_url) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.05)
+        await burst.live_source()
+        stop = asyncio.create_task(burst.source.stop())
+        await burst.ends()
+        await stop
+        await burst.clean()
+
+
+async def test_the_target_is_stopped(redis_url: str) -> None:
+    async with slow_cluster(redis_url) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.05)
+        await burst.live_source()
+        await burst.target.stop()
+        await burst.ends()
+        await burst.clean()
+
+
+async def test_a_dead_gateways_requests_are_freed_at_both(redis_url: str) -> None:
+    async with slow_cluster(redis_url) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.05)
+        await burst.live_source()
+        await cluster.gateway.beat(0.2)
+        await eventually(lambda: burst.source.serving.engine.loop.scheduler.num_requests == 0)
+        await cluster.record(burst.plan_id)
+        await burst.clean()
+
+
+async def test_a_question_about_a_request_that_moved_is_answered_by_its_owner(redis_url: str) -> None:
+    async with slow_cluster(redis_url) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.02, max_tokens=60)
+        gateway = cluster.gateway
+        await eventually(lambda: len(burst.source.service._serving._moved) > 0)
+        (request_id, attempt), _ = next(iter(burst.source.service._serving._moved._owners.items()))
+        await eventually(lambda: len(_had(cluster, request_id)) > 3)
+        before = len(gateway.batches)
+        await gateway.resend(burst.source.worker_id, request_id, attempt=attempt, offset=0)
+        await eventually(
+            lambda: any(
+                p.request_id == request_id and p.offset == 0 and len(p.token_ids) > 1
+                for b in gateway.batches[before:]
+                for p in b.parts
+            )
+        )
+        sent_by = {b.worker_id for b in gateway.batches for p in b.parts if p.request_id == request_id and p.token_ids}
+        assert sent_by == {burst.target.worker_id}
+        await gateway.cancel(burst.source.worker_id, request_id)
+        for other in PROMPTS:
+            await gateway.cancel(burst.source.worker_id, other)
+        await burst.clean()
