@@ -9,28 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Iterable
 
 from opentelemetry import trace
 
 from services.worker.core.pair import PairLife, PairState
-from services.worker.core.sequence import Sequence
 from services.worker.instance import Instance
-from services.worker.live.batch import PromptBatch, packed
+from services.worker.live.batch import PromptBatch
+from services.worker.live.handing import Handing
 from services.worker.live.peer import PairLost, Peer
 from services.worker.live.report import PairRecord
 from services.worker.live.source_work import Pulled, SourceWork
 from services.worker.live.tensors import Kind, Tensors
 from services.worker.serving import Serving
 from shared.errors import (
-    BadRequest,
     BlitzError,
     Conflict,
     DeadlineExceeded,
-    Overloaded,
-    PayloadTooLarge,
     TransportError,
 )
 from shared.messages.common import Ack
@@ -38,7 +33,6 @@ from shared.messages.live import (
     Dissolve,
     Dissolved,
     Given,
-    HandOver,
     LiveReport,
     PlanSplit,
     Pull,
@@ -56,8 +50,6 @@ PULL_WAIT_S = 0.25
 MAX_LEAD_LAYERS = 1.0
 """A batch is asked for at most so long before the one in hand is done."""
 _SMOOTHING = 0.5
-
-T = TypeVar("T")
 
 
 class LiveSource:
@@ -84,13 +76,7 @@ class LiveSource:
         self._num_layers = instance.layout.num_layers
         self._record = PairRecord(assignment, time.time())
         self._tensors: Tensors | None = None
-        self._handed: dict[str, PromptBatch] = {}
-        """At the target, by id, in first-come order."""
-        self._backlog: deque[PromptBatch] = deque()
-        """Not handed over yet, or never: behind all that is."""
-        self._handing = asyncio.Lock()
-        self._num_batches = 0
-        self._num_handed = 0
+        self._handing = Handing(assignment, instance, peer)
         self._num_claims = 0
         self._target_loaded = False
         self._failure = ""
@@ -120,11 +106,11 @@ class LiveSource:
                     helper.cancel()
         except* (PairLost, BlitzError) as errors:
             await self._fail(str(errors.exceptions[0]))
-        await self._end_lending()
+        await self._handing.end()
         while self._work.ready:
             self._done.clear()
             await self._done.wait()
-        await self._call(self._detach)
+        await self._handing.call(self._detach)
         return self._record.report(self.life.state, self._failure, self._work)
 
     def arrived(self) -> None:
@@ -133,7 +119,7 @@ class LiveSource:
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Nobody waits for a request any more: the target need not compute it."""
-        if any(s.key == (request_id, attempt) for batch in self._handed.values() for s in batch.sequences):
+        if self._handing.holds(request_id, attempt):
             self._peer.cancel(request_id, attempt)
 
     async def leave(self, reason: str) -> None:
@@ -153,74 +139,30 @@ class LiveSource:
         self.life.move_to(PairState.REDIRECTING)
 
     async def _redirect(self) -> None:
-        sequences = await self._call(self._begin_lending)
-        self._queue_up(sequences)
-        await self._hand_over_backlog(behind_seal=False)
-        await self._peer.ask("seal", Seal(pair_id=self.assignment.pair_id, count=self._num_handed), Ack)
+        handing = self._handing
+        await handing.lend(self._begin_lending)
+        await handing.hand_over(self._require_tensors(), behind_seal=False)
+        await self._peer.ask("seal", Seal(pair_id=self.assignment.pair_id, count=handing.num_handed), Ack)
         self.life.move_to(PairState.COOPERATING)
-        trace.get_current_span().add_event("sealed", {"blitz.batches": self._num_handed})
+        trace.get_current_span().add_event("sealed", {"blitz.batches": handing.num_handed})
         await self._ask_for_split()
 
-    def _begin_lending(self) -> list[Sequence]:
+    def _begin_lending(self) -> None:
         loop = self.instance.engine.loop
         loop.partial = self._work
         loop.scheduler.lending = True
         if self._work.is_free:
             self._from_engine(self._free.set)
-        return loop.scheduler.lend()
-
-    def _queue_up(self, sequences: list[Sequence]) -> None:
-        loop, config = self.instance.engine.loop, self.instance.scheduler
-        # Without a measurement a batch's cost is only relative to the others'.
-        token_s = loop.prefill_token_s or 1e-6
-        for pack in packed(sequences, config.prefill_chunk_tokens):
-            tokens = sum(s.num_tokens for s in pack)
-            layer_s = token_s * tokens / self._num_layers
-            batch_id = f"{self.assignment.pair_id}-{self._num_batches}"
-            self._num_batches += 1
-            self._backlog.append(PromptBatch(batch_id, -1, pack, layer_s))
 
     async def _hand_arrivals(self) -> None:
         while True:
             await self._arrivals.wait()
             self._arrivals.clear()
-            self._queue_up(await self._call(self.instance.engine.loop.scheduler.lend))
-            await self._hand_over_backlog(behind_seal=True)
-
-    async def _hand_over_backlog(self, *, behind_seal: bool) -> None:
-        """As far as the target has room; the rest waits here, behind what it has."""
-        async with self._handing:
-            while self._backlog and await self._hand_over(self._backlog[0], behind_seal=behind_seal):
-                pass
-
-    async def _hand_over(self, batch: PromptBatch, *, behind_seal: bool) -> bool:
-        engine = self.instance.engine.loop.engine
-        serial = self._num_handed
-        message = HandOver(
-            pair_id=self.assignment.pair_id,
-            batch_id=batch.batch_id,
-            serial=serial,
-            layer_s=batch.layer_s,
-            requests=batch.submits(self.assignment.target.instance_id, self.assignment.model),
-            behind_seal=behind_seal,
-        )
-        token_ids = batch.token_ids()
-        hidden = await self._call(lambda: engine.embed_tokens(token_ids))
-        try:
-            await self._peer.ask("hand_over", message, Ack)
-        except (Overloaded, BadRequest, PayloadTooLarge) as error:
-            log.debug("batch %s stays here: %s", batch.batch_id, error)
-            return False
-        self._num_handed += 1
-        if self._backlog and self._backlog[0] is batch:
-            self._backlog.popleft()
-        batch.serial = serial
-        self._handed[batch.batch_id] = batch
-        self._require_tensors().send(hidden, serial, Kind.HANDED_HIDDEN)
-        return True
+            await self._handing.lend()
+            await self._handing.hand_over(self._require_tensors(), behind_seal=True)
 
     async def _ask_for_split(self) -> None:
-        waiting = [SplitBatch(batch_id=b.batch_id, layer_s=b.layer_s) for b in self._handed.values()]
+        waiting = [SplitBatch(batch_id=b.batch_id, layer_s=b.layer_s) for b in self._handing.handed.values()]
         measured = self.instance.engine.loop.prefill_token_s > 0
         if self.assignment.policy != "zigzag" or not measured or len({b.layer_s for b in waiting}) < 2:
             return  # equal batches need no split, and without a measurement there is none
@@ -257,7 +199,7 @@ class LiveSource:
             elif answer.can_dissolve or self.instance.state != "serving":
                 await self._dissolve()
                 return
-            elif self._backlog:
+            elif self._handing.backlog:
                 await self._run_from_backlog()
 
     async def _until_free(self) -> None:
@@ -267,8 +209,9 @@ class LiveSource:
             self._free.clear()
             if self._is_over():
                 return
-            expected = next(iter(self._handed.values()), None) or (self._backlog[0] if self._backlog else None)
-            if await self._call(lambda: self._work.is_free and self._fits(expected)):  # noqa: B023 - awaited at once
+            handed, backlog = self._handing.handed, self._handing.backlog
+            expected = next(iter(handed.values()), None) or (backlog[0] if backlog else None)
+            if await self._handing.call(lambda: self._work.is_free and self._fits(expected)):  # noqa: B023 - awaited at once
                 return
             # Steps tell when prefills end; blocks come free with decodes, which are steps as well.
 
@@ -286,7 +229,7 @@ class LiveSource:
 
     async def _take(self, batch_id: str, first_layer: int, serial: int) -> None:
         """Get a claimed batch here and begin it."""
-        batch = self._handed[batch_id]
+        batch = self._handing.handed[batch_id]
         hidden = kv = None
         if first_layer:
             engine, tensors = self.instance.engine.loop.engine, self._require_tensors()
@@ -304,8 +247,8 @@ class LiveSource:
                 first_layer, hidden, kv = 0, None, None
         self._peer.settle(f"{self.assignment.pair_id}-claim-{serial}")
         await self._begin(Pulled(batch, first_layer, hidden, kv))
-        del self._handed[batch_id]
-        if self._backlog:
+        del self._handing.handed[batch_id]
+        if self._handing.backlog:
             # There is room at the target now.
             self._arrivals.set()
 
@@ -319,27 +262,27 @@ class LiveSource:
             self._work.start(pulled)
             return True
 
-        while not await self._call(start):
+        while not await self._handing.call(start):
             self._free.clear()
             await self._peer.until(self._free.wait())
 
     async def _run_from_backlog(self) -> None:
         """The target has nothing to pull, and no room or no use for what waits here: it is begun here."""
-        async with self._handing:
-            if self._backlog:
-                await self._begin(Pulled(self._backlog[0]))
-                self._backlog.popleft()
+        async with self._handing.lock:
+            if self._handing.backlog:
+                await self._begin(Pulled(self._handing.backlog[0]))
+                self._handing.backlog.popleft()
 
     def _took_s(self, seconds: float) -> None:
         self._pull_s += _SMOOTHING * (seconds - self._pull_s)
-        layer_s = max((b.layer_s for b in self._handed.values()), default=0.0)
+        layer_s = max((b.layer_s for b in self._handing.handed.values()), default=0.0)
         self._work.lead_s = min(self._pull_s, MAX_LEAD_LAYERS * layer_s)
 
     # --- the end -----------------------------------------------------------------------------
 
     async def _dissolve(self) -> None:
         pair_id, serial = self.assignment.pair_id, self._num_claims
-        async with self._handing:  # nothing is on its way there
+        async with self._handing.lock:  # nothing is on its way there
             answer = await self._peer.ask(
                 "dissolve",
                 Dissolve(
@@ -352,18 +295,20 @@ class LiveSource:
             )
             self.life.move_to(PairState.DISSOLVED)
             self._record.target_runs = answer.layer_runs
-            self._owned_by_target([self._handed[i] for i in (*answer.finished, *answer.kept) if i in self._handed])
+            self._owned_by_target((*answer.finished, *answer.kept))
         await self._take_given(answer.given)
 
     async def _take_given(self, given: tuple[Given, ...]) -> None:
         for each in given:
-            if each.first_layer and each.batch_id in self._handed:
+            if each.first_layer and each.batch_id in self._handing.handed:
                 await self._take(each.batch_id, each.first_layer, each.serial)
-        # Untouched ones are in ``_handed`` still: they wait here again, at their old places.
+        # Untouched ones are at the target still as far as we know: they come back with all that it does not own.
 
     def on_taken(self, message: Taken) -> Ack:
         """The target finished batches: their requests are its own."""
-        self._owned_by_target([self._handed[i] for i in message.batch_ids if i in self._handed])
+        self._owned_by_target(message.batch_ids)
+        if self._handing.backlog:
+            self._arrivals.set()  # there is room at the target now
         if message.loaded and not self._target_loaded:
             self._target_loaded = True
             self._free.set()  # the baselines part now, busy or not
@@ -372,9 +317,10 @@ class LiveSource:
     def _is_over(self) -> bool:
         return self._target_loaded and self.assignment.policy != "zigzag" and not self.life.ended
 
-    def _owned_by_target(self, batches: list[PromptBatch]) -> None:
+    def _owned_by_target(self, batch_ids: Iterable[str]) -> None:
+        handed = self._handing.handed
+        batches = [handed.pop(i) for i in batch_ids if i in handed]
         for batch in batches:
-            del self._handed[batch.batch_id]
             self._record.done(batch, first_layer=self._num_layers, num_layers=self._num_layers, at_s=time.time())
         sequences = [s for batch in batches for s in batch.sequences]
         self._serving.moved(sequences, self.assignment.target.worker_id)
@@ -394,29 +340,12 @@ class LiveSource:
             self._tensors.abort()
         await self._peer.tell_ended(reason)
 
-    async def _end_lending(self) -> None:
-        """What the target does not own waits here again, in its old order."""
-        left = [*self._handed.values(), *self._backlog]
-        self._handed.clear()
-        self._backlog.clear()
-
-        def end() -> None:
-            scheduler = self.instance.engine.loop.scheduler
-            scheduler.lending = False
-            # Here, not before: a batch may just have been begun.
-            scheduler.return_lent([s for batch in left if not batch.begun for s in batch.sequences])
-
-        await self._call(end)
-
     def _detach(self) -> None:
         loop = self.instance.engine.loop
         if loop.partial is self._work:
             loop.partial = None
 
     # --- inside ------------------------------------------------------------------------------
-
-    async def _call(self, function: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self.instance.engine.call(lambda _: function(), between_layers=True))
 
     def _from_engine(self, function: Callable[..., None], *arguments: object) -> None:
         self._event_loop.call_soon_threadsafe(function, *arguments)

@@ -1,8 +1,6 @@
-"""The target of a pair: it takes batches over, runs the layers that it has, and gives batches back.
+"""The target of a pair: its conversation with the source, and its life.
 
-Everything here runs on the event loop; the engine's part is ``target_work``. The target owns a request from when it
-finishes its batch, or keeps it when the pair is dissolved. Until then the source has it: should either go, the source,
-or the gateway after it, starts it again.
+Everything here runs on the event loop. The batches are in ``target_batches``, the engine's part is ``target_work``.
 """
 
 from __future__ import annotations
@@ -17,20 +15,21 @@ from typing import Any
 from services.worker.core.pair import PairLife, PairState
 from services.worker.engine.loop import EngineLoop
 from services.worker.instance import Instance
-from services.worker.live.batch import PromptBatch, sequence_of
+from services.worker.live.batch import PromptBatch
 from services.worker.live.gates import Gates
-from services.worker.live.target_work import Held, TargetWork
-from services.worker.live.tensors import Kind, Tensors, sent
+from services.worker.live.signal import Signal
+from services.worker.live.target_batches import TargetBatches
+from services.worker.live.target_work import TargetWork
+from services.worker.live.tensors import Tensors
 from services.worker.serving import Serving
 from shared import subjects
 from shared.bus.base import Bus
-from shared.errors import BadRequest, BlitzError, Conflict, Overloaded
+from shared.errors import BlitzError, Conflict
 from shared.messages.common import Ack
 from shared.messages.live import (
     Dissolve,
     Dissolved,
     Gate,
-    Given,
     HandOver,
     PairEnded,
     Pull,
@@ -68,20 +67,11 @@ class LiveTarget:
         self.ended = asyncio.Event()
         self._bus = bus
         self._tensors = tensors
-        self._serving = serving
         self._silence_s = silence_s
         self._event_loop = asyncio.get_running_loop()
-        self._changed = asyncio.Condition()
+        self._changed = Signal()
         self._heard_s = time.monotonic()
-        self._all_loaded = False
-        self._sequences: dict[str, PromptBatch] = {}
-        """All batches of the source that came, by id, until they are the source's again or owned."""
-        self._known: set[str] = set()
-        self._finished_ids: list[str] = []
-        self._claims: dict[str, int] = {}
-        """Claims whose tensors are on their way or there, and their serials."""
-        self._shares: Dissolved | None = None
-        self._gates = Gates(assignment)
+        self._parting = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._queue = Queue(instance.layout.num_layers, Policy(assignment.policy))
         self._work = TargetWork(
@@ -89,10 +79,12 @@ class LiveTarget:
             self._queue,
             decode_interval_s=assignment.slo_tbt_s / 2,
             start_at_s=time.time(),
-            on_layer=self._from_engine(self._wake_pulls),
+            on_layer=self._from_engine(self._changed.fire),
             on_finished=self._from_engine(self._finished),
             on_broken=self._from_engine(lambda error: self._fail_soon(f"the target's engine failed: {error}")),
         )
+        gates = Gates(assignment)
+        self._batches = TargetBatches(instance, self._queue, self._work, gates, tensors, serving, self._changed)
 
     def begin(self) -> None:
         """The offer is accepted: hand-overs may come."""
@@ -101,70 +93,26 @@ class LiveTarget:
         self.layers_ready()
         self._spawn(self._watch())
 
+    @property
+    def num_layers_run(self) -> int:
+        """Layers of prompt batches run here so far."""
+        return self._work.layers.total
+
     # --- from the source ---------------------------------------------------------------------
 
     async def on_hand_over(self, message: HandOver) -> Ack:
-        """Reserve blocks for a batch and wait for its hidden states. Raises ``Overloaded`` when there is no room now,
-        ``BadRequest`` when there will never be."""
-        self._heard()
-        if message.batch_id in self._known:
-            return Ack()
-        limit = self.instance.scheduler.limit_tokens
-        sequences = [sequence_of(r, self.instance.record.spec.eos_token_ids) for r in message.requests]
-        for sequence in sequences:
-            if sequence.num_tokens >= limit:
-                raise BadRequest(f"{sequence.num_tokens} tokens: the target takes up to {limit - 1}", param="requests")
-        self._known.add(message.batch_id)
-        batch = PromptBatch(message.batch_id, message.serial, sequences, message.layer_s)
-        engine = self.instance.engine
-        reserved = await asyncio.wrap_future(
-            engine.call(lambda loop: loop.scheduler.reserve(sequences), between_layers=True)
-        )
-        if not reserved:
-            self._known.discard(message.batch_id)
-            raise Overloaded(f"no room for {batch.num_tokens} tokens of KV now")
+        """Take a batch. Raises what ``TargetBatches.take_in`` raises."""
         self._check_lives()
-        held = Held(batch, None)
-        with self._work.lock:
-            if self._queue.dissolved:
-                engine.call(lambda loop: loop.scheduler.release(sequences), between_layers=True)
-                raise Conflict(f"pair {message.pair_id} is dissolved")
-            self._add(message, held)
-        self._sequences[batch.batch_id] = batch
-        self._serving.host(message.requests)
-        self._spawn(self._receive(message, held))
-        self._wake_pulls()
+        held = await self._batches.take_in(message)
+        if held is not None:
+            self._spawn(self._batches.fetch(held))
         return Ack()
-
-    async def _receive(self, message: HandOver, held: Held) -> None:
-        num_bytes = held.batch.num_tokens * self.instance.engine.loop.engine.hidden_bytes_per_token
-        try:
-            held.hidden = await self._tensors.receive(num_bytes, message.serial, Kind.HANDED_HIDDEN)
-        except BlitzError as error:
-            # The source can have it back as it is. Should it stay here, there is an embedding some day.
-            log.warning("the hidden states of batch %s did not arrive: %s", message.batch_id, error)
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._all_loaded or self.life.state is PairState.FAILED)
-            if self.life.state is PairState.FAILED:
-                return
-            engine, tokens = self.instance.engine, held.batch.token_ids()
-            held.hidden = await asyncio.wrap_future(engine.call(lambda loop: loop.engine.embed_tokens(tokens)))
-        with self._work.lock:
-            self._queue.arrived(message.batch_id)
-            self._work.changed()
-        self._wake()
-
-    def _add(self, message: HandOver, held: Held) -> None:
-        """Into the queue, behind all that were handed over before. Under the queue's lock."""
-        self._work.held[message.batch_id] = held
-        self._queue.add(message.batch_id, message.layer_s, behind_seal=message.behind_seal, absent=True)
-        self._gates.added(self._queue, message.batch_id)
 
     async def on_seal(self, message: Seal) -> Ack:
         """All that waited is here. Raises ``Conflict`` if a batch is missing."""
-        self._heard()
-        if len(self._known) < message.count:
-            raise Conflict(f"{len(self._known)} batches of {message.count} are here")
+        self._check_lives()
+        if self._batches.num_known < message.count:
+            raise Conflict(f"{self._batches.num_known} batches of {message.count} are here")
         if self.life.state is PairState.REDIRECTING:
             self.life.move_to(PairState.COOPERATING)
             self._move_on()
@@ -174,179 +122,73 @@ class LiveTarget:
         """The earliest batch for the source; waits up to ``wait_s`` for one that it may have."""
         deadline_s = time.monotonic() + message.wait_s
         while True:
-            self._heard()
             self._check_lives()
             with self._work.lock:
-                done = self._queue.dissolved or self._is_over()
-                found = None if done else self._queue.pull(message.claim_id)
+                over = self._queue.dissolved or self._batches.is_over
+                found = None if over else self._queue.pull(message.claim_id)
             if isinstance(found, Claim):
-                self._give(found, message.serial)
-                # What was in the way of a later batch may be gone.
-                self._wake()
+                self._spawn(self._batches.give(found, message.serial))
+                # What was in the way of a later batch is gone.
+                self._batches.look_again()
                 return self._pulled(found)
             left_s = deadline_s - time.monotonic()
-            # Nothing at all, or nothing for as long as the caller waits.
-            if left_s <= 0 or done:
+            if over or left_s <= 0:
                 return self._pulled(None)
-            async with self._changed:
-                try:
-                    await asyncio.wait_for(self._changed.wait(), timeout=left_s)
-                except TimeoutError:
-                    continue
+            await self._changed.wait(left_s)
 
     def _pulled(self, claim: Claim | None) -> Pulled:
         return Pulled(
             batch_id="" if claim is None else claim.batch_id,
             first_layer=0 if claim is None else claim.first_layer,
             layers_ready=self._queue.layers_ready,
-            loaded=self._all_loaded,
-            can_dissolve=claim is None and self._is_over(),
+            loaded=self._batches.loaded,
+            can_dissolve=claim is None and self._batches.is_over,
         )
-
-    def _is_over(self) -> bool:
-        """Cooperation has nothing left to gain. The baselines have none once everything is loaded."""
-        return self._queue.can_dissolve if self._queue.policy is Policy.ZIGZAG else self._queue.loaded
-
-    def _give(self, claim: Claim, serial: int) -> None:
-        """Send what was computed of a batch, once."""
-        if claim.claim_id in self._claims:
-            return
-        self._claims[claim.claim_id] = serial
-        if claim.first_layer:
-            self._spawn(self._send(self._work.held[claim.batch_id], claim.first_layer, serial))
-
-    async def _send(self, held: Held, num_layers: int, serial: int) -> None:
-        engine, batch = self.instance.engine.loop.engine, held.batch
-        hidden = await asyncio.to_thread(engine.hidden_states, held.activation)
-        first = self._tensors.send(hidden, serial, Kind.PULLED_HIDDEN)
-        kv = await asyncio.to_thread(engine.export_kv, batch.block_tables, batch.lengths, num_layers)
-        failure = await sent(first, self._tensors.send(kv, serial, Kind.PULLED_KV))
-        if failure is not None:
-            log.info("batch %s: %s; the source computes it from the beginning", batch.batch_id, failure)
 
     async def on_settle(self, message: Settle) -> Ack:
-        """The source has these batches: they are free here. Without claims it only says that it lives."""
-        self._heard()
+        """The source has these batches. Without claims it only says that it lives."""
         self._check_lives()
-        await self._settle(message.claim_ids)
+        await self._batches.settle(message.claim_ids)
         return Ack()
 
-    async def _settle(self, claim_ids: tuple[str, ...]) -> None:
-        batch_ids: list[str] = []
-        with self._work.lock:
-            open_claims = {claim.claim_id: claim for claim in self._queue.open_claims()}
-            for claim_id in claim_ids:
-                if claim_id in open_claims:
-                    self._queue.confirm(claim_id)
-                    batch_ids.append(open_claims[claim_id].batch_id)
-        await self._drop(tuple(batch_ids))
-        self._wake()
-
-    async def _drop(self, batch_ids: tuple[str, ...]) -> None:
-        if not batch_ids:
-            return
-        call = self.instance.engine.call(lambda _: self._work.drop(batch_ids), between_layers=True)
-        await asyncio.wrap_future(call)
-        for batch_id in batch_ids:
-            if (batch := self._sequences.pop(batch_id, None)) is not None:
-                self._serving.unhost(batch.sequences)
-
     async def on_dissolve(self, message: Dissolve) -> Dissolved:
-        """Part: begun batches stay here, untouched ones are shared. Repeating gives the same shares."""
-        self._heard()
-        if self._shares is not None:
-            return self._shares
+        """Part. Repeating gives the same shares."""
         self._check_lives()
-        # Between two steps, so that no batch is inside a layer.
-        self._shares = await asyncio.wrap_future(self.instance.engine.call(lambda _: self._dissolve(message)))
-        self.life.move_to(PairState.DISSOLVED)
-        kept = [self._sequences.pop(i) for i in self._shares.kept if i in self._sequences]
-        self._serving.announce([s for batch in kept for s in batch.sequences])
-        self._spawn(self._hand_back(self._shares.given))
-        log.info("pair %s is dissolved: %d kept, %d given", message.pair_id, len(kept), len(self._shares.given))
-        self._wake()
-        return self._shares
+        shares = await self._batches.dissolve(message)
+        if not self._parting and not self.life.ended:
+            self._parting = True
+            self.life.move_to(PairState.DISSOLVED)
+            log.info("pair %s is dissolved: %d kept, %d given", message.pair_id, len(shares.kept), len(shares.given))
+            self._spawn(self._hand_back(shares))
+        return shares
 
-    async def _hand_back(self, given: tuple[Given, ...]) -> None:
-        """Send what was begun of the given batches, free them, and wait for the end of the kept ones."""
-        await asyncio.gather(
-            *(self._send(self._work.held[g.batch_id], g.first_layer, g.serial) for g in given if g.first_layer)
-        )
-        await self._drop(tuple(g.batch_id for g in given))
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._work.held)
+    async def _hand_back(self, shares: Dissolved) -> None:
+        await self._batches.hand_back(shares)
         await self._detach()
-
-    def _dissolve(self, message: Dissolve) -> Dissolved:
-        with self._work.lock:
-            shares = self._queue.dissolve(message.claim_id, source_busy=message.source_busy_s)
-            for claim in shares.given:
-                self._queue.confirm(claim.claim_id)
-            self._work.changed()
-        return Dissolved(
-            kept=shares.kept,
-            given=tuple(
-                Given(batch_id=claim.batch_id, first_layer=claim.first_layer, serial=message.first_serial + i)
-                for i, claim in enumerate(shares.given)
-            ),
-            finished=tuple(self._finished_ids),
-            layer_runs=self._work.layers.runs(),
-        )
 
     # --- from the instance -------------------------------------------------------------------
 
     def layers_ready(self) -> None:
-        """A layer more is loaded."""
-        copy = self.instance.copy
-        # The last layer counts once embedding and head are there, too: after it comes the head.
-        ready = copy.layers_ready if copy.complete else min(copy.layers_ready, self._queue.num_layers - 1)
-        news = copy.complete and not self._all_loaded
-        self._all_loaded = copy.complete
-        with self._work.lock:
-            self._queue.set_layers_ready(ready)
-            self._work.changed()
+        """A layer more is loaded, or everything."""
+        copy, was_loaded = self.instance.copy, self._batches.loaded
+        self._batches.set_layers_ready(
+            copy.layers_ready if copy.complete else min(copy.layers_ready, self._queue.num_layers - 1)
+        )
         self._move_on()
-        self._wake()
-        if news:
+        if self._batches.loaded and not was_loaded:
             self._spawn(self._tell_taken())
 
     def set_gates(self, gates: tuple[Gate, ...]) -> None:
-        """A split was computed: hold both sides to it."""
-        with self._work.lock:
-            if not self._queue.dissolved and not self._queue.loaded:
-                self._gates.set(self._queue, gates)
-                self._work.changed()
-        self._wake()
+        """A split was computed."""
+        self._batches.set_gates(gates)
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Nobody waits for a request any more."""
-        for batch in self._batches():
-            for sequence in batch.sequences:
-                if sequence.key == (request_id, attempt):
-                    sequence.finished = True
-                    if batch.ended:
-                        self._spawn(self._cancel(batch))
+        self._spawn(self._batches.cancel(lambda request, number, _: (request, number) == (request_id, attempt)))
 
     def cancel_gateway(self, gateway_id: str) -> None:
         """A gateway is gone."""
-        for key in [s.key for b in self._batches() for s in b.sequences if s.gateway_id == gateway_id]:
-            self.cancel(*key)
-
-    def _batches(self) -> list[PromptBatch]:
-        with self._work.lock:
-            return [*self._sequences.values(), *(h.batch for h in self._work.held.values())]
-
-    async def _cancel(self, batch: PromptBatch) -> None:
-        with self._work.lock:
-            if batch.batch_id not in self._work.held or self._queue.batch(batch.batch_id).holder is None:
-                return
-            if any(c.batch_id == batch.batch_id for c in self._queue.open_claims()):
-                return  # the source sees that nobody waits, and settles it
-            self._queue.cancel(batch.batch_id)
-            inside = self._queue.batch(batch.batch_id).in_layer
-        if not inside:  # otherwise the engine drops it when the layer ends
-            await self._drop((batch.batch_id,))
-        self._wake()
+        self._spawn(self._batches.cancel(lambda _, __, gateway: gateway == gateway_id))
 
     # --- inside ------------------------------------------------------------------------------
 
@@ -369,39 +211,23 @@ class LiveTarget:
             log.error("a task of pair %s broke", self.assignment.pair_id, exc_info=error)
             self._fail_soon(f"{type(error).__name__}: {error}")
 
-    def _heard(self) -> None:
-        self._heard_s = time.monotonic()
-
     def _check_lives(self) -> None:
+        """The source lives; do we?"""
+        self._heard_s = time.monotonic()
         if self.life.state is PairState.FAILED:
             raise Conflict(f"pair {self.assignment.pair_id} has failed here")
 
     def _move_on(self) -> None:
-        if self._all_loaded and self.life.state is PairState.COOPERATING:
+        if self._batches.loaded and self.life.state is PairState.COOPERATING:
             self.life.move_to(PairState.LOADED)
 
-    def _wake(self) -> None:
-        """There may be a layer to run, or a batch to pull."""
-        self.instance.engine.call(lambda _: None, between_layers=True)
-        self._wake_pulls()
-
-    def _wake_pulls(self) -> None:
-        self._spawn(self._notify())
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
     def _finished(self, batch: PromptBatch) -> None:
-        self._finished_ids.append(batch.batch_id)
-        self._sequences.pop(batch.batch_id, None)
-        if self.life.ended:
-            self._wake_pulls()
-        else:
+        self._batches.finished(batch)
+        if not self.life.ended:
             self._spawn(self._tell_taken(batch.batch_id))
 
     async def _tell_taken(self, *batch_ids: str) -> None:
-        message = Taken(pair_id=self.assignment.pair_id, batch_ids=batch_ids, loaded=self._all_loaded)
+        message = Taken(pair_id=self.assignment.pair_id, batch_ids=batch_ids, loaded=self._batches.loaded)
         subject = subjects.worker_live(self.assignment.source.worker_id, "taken")
         while not self.life.ended:
             try:
@@ -416,16 +242,11 @@ class LiveTarget:
         """Until the pair ends: does the source still live, do layers come as planned?"""
         while not self.life.ended:
             await asyncio.sleep(WATCH_S)
-            with self._work.lock:
-                lapsed = self._gates.lapse_if_late(self._queue, time.time())
-                if lapsed:
-                    self._work.changed()
-            if lapsed:
+            if self._batches.lapse_if_late(time.time()):
                 log.info("pair %s: layers are late, the split is off", self.assignment.pair_id)
-                self._wake()
             connected_since_s = self._bus.connected_since_s
             if connected_since_s is None:
-                self._heard()
+                self._heard_s = time.monotonic()
             elif self._tensors.peer_is_lost:
                 self._fail_soon("the connection to the source is lost")
             elif time.monotonic() - max(self._heard_s, connected_since_s) > self._silence_s:
@@ -449,12 +270,7 @@ class LiveTarget:
             except BlitzError as error:
                 log.debug("the source was not told: %s", error)
         self._tensors.abort()
-        with contextlib.suppress(BlitzError):  # the engine has stopped, and freed everything
-            await asyncio.wrap_future(self.instance.engine.call(lambda _: self._work.close()))
-        for batch in self._sequences.values():
-            self._serving.unhost(batch.sequences)
-        self._sequences.clear()
-        await self._notify()
+        await self._batches.close()
         await self._detach()
 
     async def _detach(self) -> None:

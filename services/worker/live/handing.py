@@ -1,0 +1,131 @@
+"""What the source of a pair has lent: batches at the target, and those that wait to go there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from services.worker.core.sequence import Sequence
+from services.worker.instance import Instance
+from services.worker.live.batch import PromptBatch, packed
+from services.worker.live.peer import Peer
+from services.worker.live.tensors import Kind, Tensors
+from shared.errors import BadRequest, Overloaded, PayloadTooLarge
+from shared.messages.common import Ack
+from shared.messages.live import HandOver, ZigzagAssignment
+from shared.transport.base import Buffer
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Handing:
+    """Event loop only, but for what it has the engine's thread do. First come, first served."""
+
+    def __init__(self, assignment: ZigzagAssignment, instance: Instance, peer: Peer) -> None:
+        self._assignment = assignment
+        self._instance = instance
+        self._peer = peer
+        self._lent: deque[Sequence] = deque()
+        """Out of the scheduler's queue, and in no batch yet. The engine's thread adds."""
+        self.handed: dict[str, PromptBatch] = {}
+        """At the target, by id, in first-come order."""
+        self.backlog: deque[PromptBatch] = deque()
+        """Not handed over yet, or never: behind all that is."""
+        self.lock = asyncio.Lock()
+        """Held by who changes the backlog, and while batches are on their way to the target."""
+        self.num_handed = 0
+        self._num_batches = 0
+
+    async def lend(self, begin: Callable[[], None] = lambda: None) -> None:
+        """Take what waits in the scheduler. ``begin()`` is called before, on the engine's thread."""
+
+        def lend() -> None:
+            begin()
+            # Kept here at once: should the caller be cancelled, nothing is lost.
+            self._lent.extend(self._instance.engine.loop.scheduler.lend())
+
+        await self.call(lend)
+
+    async def hand_over(self, tensors: Tensors, *, behind_seal: bool) -> None:
+        """Everything, as far as the target has room; the rest waits here, behind what it has. Raises ``PairLost``."""
+        async with self.lock:
+            sequences = [self._lent.popleft() for _ in range(len(self._lent))]
+            fresh = self._batches(sequences)
+            self.backlog.extend(fresh)
+            while self.backlog and await self._hand_over(self.backlog[0], tensors, behind_seal):
+                pass
+
+    def _batches(self, sequences: list[Sequence]) -> list[PromptBatch]:
+        loop, num_layers = self._instance.engine.loop, self._instance.layout.num_layers
+        # Without a measurement a batch's cost is only relative to the others'.
+        token_s = loop.prefill_token_s or 1e-6
+        batches = []
+        for pack in packed(sequences, self._instance.scheduler.prefill_chunk_tokens):
+            num_tokens = sum(s.num_tokens for s in pack)
+            batch_id = f"{self._assignment.pair_id}-{self._num_batches}"
+            self._num_batches += 1
+            batches.append(PromptBatch(batch_id, -1, pack, token_s * num_tokens / num_layers))
+        return batches
+
+    async def _hand_over(self, batch: PromptBatch, tensors: Tensors, behind_seal: bool) -> bool:
+        serial = self.num_handed
+        message = HandOver(
+            pair_id=self._assignment.pair_id,
+            batch_id=batch.batch_id,
+            serial=serial,
+            layer_s=batch.layer_s,
+            requests=batch.submits(self._assignment.target.instance_id, self._assignment.model),
+            behind_seal=behind_seal,
+        )
+        try:
+            await self._peer.ask("hand_over", message, Ack)
+        except (Overloaded, BadRequest, PayloadTooLarge) as error:
+            log.debug("batch %s stays here: %s", batch.batch_id, error)
+            return False
+        self.num_handed += 1
+        self.backlog.popleft()
+        batch.serial = serial
+        self.handed[batch.batch_id] = batch
+        # The transport cuts nothing off what it is given: the next hand-over need not wait for these to be there.
+        tensors.send(await self._embedded(batch), serial, Kind.HANDED_HIDDEN)
+        return True
+
+    async def _embedded(self, batch: PromptBatch) -> Buffer:
+        """Hidden states of all waiting batches are made at once: the engine may be in the middle of a layer."""
+        if batch.hidden is None:
+            batches = [b for b in (batch, *self.backlog) if b.hidden is None]
+            tokens = [b.token_ids() for b in batches]
+            engine = self._instance.engine.loop.engine
+            embedded = await self.call(lambda: [engine.embed_tokens(ids) for ids in tokens])
+            for each, hidden in zip(batches, embedded, strict=True):
+                each.hidden = hidden
+        hidden, batch.hidden = batch.hidden, None
+        return hidden
+
+    def holds(self, request_id: str, attempt: int) -> bool:
+        """Whether a request is at the target."""
+        return any(s.key == (request_id, attempt) for batch in self.handed.values() for s in batch.sequences)
+
+    async def end(self) -> None:
+        """What the target does not own waits in the scheduler again, at its old places, and nothing is lent any more."""
+        batches = [*self.handed.values(), *self.backlog]
+        self.handed.clear()
+        self.backlog.clear()
+
+        def end() -> None:
+            scheduler = self._instance.engine.loop.scheduler
+            scheduler.lending = False
+            # Looked at here, not before: a batch may just have been begun.
+            scheduler.return_lent([s for batch in batches if not batch.begun for s in batch.sequences])
+            scheduler.return_lent([self._lent.popleft() for _ in range(len(self._lent))])
+
+        await self.call(end)
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run ``function`` on the engine's thread, between two layers."""
+        return await asyncio.wrap_future(self._instance.engine.call(lambda _: function(), between_layers=True))

@@ -1,0 +1,267 @@
+"""The batches of a pair at its target: taking them in, giving them back, parting with them.
+
+The target owns a request from when it finishes its batch, or keeps it when the pair is dissolved. Until then the source
+has it: should the target go, the source computes it; should the source go, the gateway submits it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
+
+from services.worker.instance import Instance
+from services.worker.live.batch import PromptBatch, sequence_of
+from services.worker.live.gates import Gates
+from services.worker.live.signal import Signal
+from services.worker.live.target_work import Held, TargetWork
+from services.worker.live.tensors import Kind, Tensors, sent
+from services.worker.serving import Serving
+from shared.errors import BadRequest, BlitzError, Conflict, Overloaded
+from shared.messages.live import Dissolve, Dissolved, Gate, Given, HandOver
+from shared.zigzag.queue import Claim, Policy, Queue
+
+log = logging.getLogger(__name__)
+
+
+class TargetBatches:
+    """Event loop only, but for what runs under the queue's lock."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        queue: Queue,
+        work: TargetWork,
+        gates: Gates,
+        tensors: Tensors,
+        serving: Serving,
+        changed: Signal,
+    ) -> None:
+        """``changed`` fires when the queue did."""
+        self._instance = instance
+        self._queue = queue
+        self._work = work
+        self._gates = gates
+        self._tensors = tensors
+        self._serving = serving
+        self._changed = changed
+        self._known: set[str] = set()
+        """All that ever came."""
+        self._borrowed: dict[str, PromptBatch] = {}
+        """Those whose requests are the source's, by id."""
+        self._finished: list[str] = []
+        self._sent: set[str] = set()
+        """Claims whose tensors are on their way, or there."""
+        self._dissolving = asyncio.Lock()
+        self._shares: Dissolved | None = None
+        self.loaded = False
+        """The target has everything."""
+        self.closed = False
+
+    @property
+    def num_known(self) -> int:
+        return len(self._known)
+
+    @property
+    def is_over(self) -> bool:
+        """Cooperation has nothing left to gain. The baselines have none once everything is loaded."""
+        return self._queue.can_dissolve if self._queue.policy is Policy.ZIGZAG else self._queue.loaded
+
+    # --- taking in ---------------------------------------------------------------------------
+
+    async def take_in(self, message: HandOver) -> Held | None:
+        """Reserve blocks for a batch and queue it; None if it is here already. ``fetch`` must follow.
+
+        Raises ``Overloaded`` when there is no room now, ``BadRequest`` when there will never be, ``Conflict`` when the
+        pair is over.
+        """
+        if message.batch_id in self._known:
+            return None
+        sequences = [sequence_of(r, self._instance.record.spec.eos_token_ids) for r in message.requests]
+        limit = self._instance.scheduler.limit_tokens
+        for sequence in sequences:
+            if sequence.num_tokens >= limit:
+                raise BadRequest(f"{sequence.num_tokens} tokens: the target takes up to {limit - 1}", param="requests")
+        batch = PromptBatch(message.batch_id, message.serial, sequences, message.layer_s)
+        self._known.add(batch.batch_id)
+        engine = self._instance.engine
+        reserve = engine.call(lambda loop: loop.scheduler.reserve(sequences), between_layers=True)
+        if not await asyncio.wrap_future(reserve):
+            self._known.discard(batch.batch_id)
+            raise Overloaded(f"no room for {batch.num_tokens} tokens of KV now")
+        held = Held(batch, None)
+        with self._work.lock:
+            if self.closed or self._queue.dissolved:
+                engine.call(lambda loop: loop.scheduler.release(sequences), between_layers=True)
+                raise Conflict(f"pair {message.pair_id} is over")
+            self._work.held[batch.batch_id] = held
+            self._queue.add(batch.batch_id, message.layer_s, behind_seal=message.behind_seal, absent=True)
+            self._gates.added(self._queue, batch.batch_id)
+        self._borrowed[batch.batch_id] = batch
+        self._serving.host(message.requests)
+        self._changed.fire()
+        return held
+
+    async def fetch(self, held: Held) -> None:
+        """Receive a batch's hidden states; from then on the target may begin it."""
+        batch, engine = held.batch, self._instance.engine
+        num_bytes = batch.num_tokens * engine.loop.engine.hidden_bytes_per_token
+        try:
+            held.hidden = await self._tensors.receive(num_bytes, batch.serial, Kind.HANDED_HIDDEN)
+        except BlitzError as error:
+            # The source can have it back as it is. Should it stay here, there will be an embedding.
+            log.warning("the hidden states of batch %s did not arrive: %s", batch.batch_id, error)
+            await self._changed.until(lambda: self.loaded or self.closed)
+            if self.closed:
+                return
+            tokens = batch.token_ids()
+            held.hidden = await asyncio.wrap_future(engine.call(lambda loop: loop.engine.embed_tokens(tokens)))
+        with self._work.lock:
+            self._queue.arrived(batch.batch_id)
+        self.look_again()
+
+    # --- giving back -------------------------------------------------------------------------
+
+    async def give(self, claim: Claim, serial: int) -> None:
+        """Send what was computed of a claimed batch, once; the source has the rest."""
+        if claim.first_layer and claim.claim_id not in self._sent:
+            self._sent.add(claim.claim_id)
+            await self._send(self._work.held[claim.batch_id], claim.first_layer, serial)
+
+    async def _send(self, held: Held, num_layers: int, serial: int) -> None:
+        engine, batch = self._instance.engine.loop.engine, held.batch
+        hidden = await asyncio.to_thread(engine.hidden_states, held.activation)
+        first = self._tensors.send(hidden, serial, Kind.PULLED_HIDDEN)
+        kv = await asyncio.to_thread(engine.export_kv, batch.block_tables, batch.lengths, num_layers)
+        failure = await sent(first, self._tensors.send(kv, serial, Kind.PULLED_KV))
+        if failure is not None:
+            log.info("batch %s: %s; the source computes it from the beginning", batch.batch_id, failure)
+
+    async def settle(self, claim_ids: Iterable[str]) -> None:
+        """The source has these: they are free here. Unknown and settled claims are ignored."""
+        with self._work.lock:
+            claims = {claim.claim_id: claim for claim in self._queue.open_claims()}
+            settled = [claims[i] for i in claim_ids if i in claims]
+            for claim in settled:
+                self._queue.confirm(claim.claim_id)
+        await self._drop([claim.batch_id for claim in settled])
+
+    async def _drop(self, batch_ids: list[str]) -> None:
+        if not batch_ids:
+            return
+        call = self._instance.engine.call(lambda _: self._work.drop(tuple(batch_ids)), between_layers=True)
+        await asyncio.wrap_future(call)
+        for batch_id in batch_ids:
+            if (batch := self._borrowed.pop(batch_id, None)) is not None:
+                self._serving.unhost(batch.sequences)
+        self.look_again()
+
+    # --- parting -----------------------------------------------------------------------------
+
+    async def dissolve(self, message: Dissolve) -> Dissolved:
+        """Begun batches stay, untouched ones are shared. Repeating gives the same shares. ``hand_back`` must follow."""
+        async with self._dissolving:
+            if self._shares is None:
+                # Between two steps, so that no batch is inside a layer.
+                call = self._instance.engine.call(lambda _: self._dissolve(message))
+                self._shares = await asyncio.wrap_future(call)
+                kept = [self._borrowed.pop(i) for i in self._shares.kept if i in self._borrowed]
+                self._serving.announce([s for batch in kept for s in batch.sequences])
+                self.look_again()
+            return self._shares
+
+    def _dissolve(self, message: Dissolve) -> Dissolved:
+        with self._work.lock:
+            # The source asks for one batch after the other: what it pulled, it has.
+            for claim in self._queue.open_claims():
+                self._queue.confirm(claim.claim_id)
+            shares = self._queue.dissolve(message.claim_id, source_busy=message.source_busy_s)
+            for claim in shares.given:
+                self._queue.confirm(claim.claim_id)
+        return Dissolved(
+            kept=shares.kept,
+            given=tuple(
+                Given(batch_id=claim.batch_id, first_layer=claim.first_layer, serial=message.first_serial + i)
+                for i, claim in enumerate(shares.given)
+            ),
+            finished=tuple(self._finished),
+            layer_runs=self._work.layers.runs(),
+        )
+
+    async def hand_back(self, shares: Dissolved) -> None:
+        """Send what was begun of the given batches, free all that are the source's, wait for the end of the kept."""
+        begun = [given for given in shares.given if given.first_layer]
+        await asyncio.gather(*(self._send(self._work.held[g.batch_id], g.first_layer, g.serial) for g in begun))
+        await self._drop([batch_id for batch_id in self._borrowed if batch_id not in self._finished])
+        await self._changed.until(lambda: not self._work.held)
+
+    async def close(self) -> None:
+        """Drop everything that is not owned here. Between two steps, so that none is inside a layer."""
+        self.closed = True
+        with contextlib.suppress(BlitzError):  # the engine has stopped, and freed everything
+            await asyncio.wrap_future(self._instance.engine.call(lambda _: self._work.close()))
+        for batch in self._borrowed.values():
+            self._serving.unhost(batch.sequences)
+        self._borrowed.clear()
+        self._changed.fire()
+
+    # --- what happens to them ------------------------------------------------------------------
+
+    def set_layers_ready(self, layers_ready: int) -> None:
+        """More is loaded; the last layer counts when everything is: after it comes the head."""
+        self.loaded = layers_ready == self._queue.num_layers
+        with self._work.lock:
+            self._queue.set_layers_ready(layers_ready)
+        self.look_again()
+
+    def set_gates(self, gates: tuple[Gate, ...]) -> None:
+        """A split was computed: hold both sides to it."""
+        with self._work.lock:
+            if not self._queue.dissolved and not self._queue.loaded:
+                self._gates.set(self._queue, gates)
+        self.look_again()
+
+    def lapse_if_late(self, now_s: float) -> bool:
+        """Whether the split was dropped now, because layers are late."""
+        with self._work.lock:
+            lapsed = self._gates.lapse_if_late(self._queue, now_s)
+        if lapsed:
+            self.look_again()
+        return lapsed
+
+    def finished(self, batch: PromptBatch) -> None:
+        """The engine finished a batch: its requests decode here."""
+        self._finished.append(batch.batch_id)
+        self._borrowed.pop(batch.batch_id, None)
+        self._changed.fire()
+
+    async def cancel(self, is_gone: Callable[[str, int, str], bool]) -> None:
+        """Nobody waits any more for the requests of which ``is_gone(request_id, attempt, gateway_id)`` says so."""
+        with self._work.lock:
+            batches = {id(b): b for b in (*self._borrowed.values(), *(h.batch for h in self._work.held.values()))}
+        ended: list[PromptBatch] = []
+        for batch in batches.values():
+            for sequence in batch.sequences:
+                if not sequence.finished and is_gone(*sequence.key, sequence.gateway_id):
+                    sequence.finished = True
+                    if batch.ended:
+                        ended.append(batch)
+        await self._drop([batch.batch_id for batch in ended if self._cancel(batch)])
+
+    def _cancel(self, batch: PromptBatch) -> bool:
+        """Whether its blocks are free now. Else the engine drops it at the layer's end, or the source settles it."""
+        with self._work.lock:
+            if batch.batch_id not in self._work.held:
+                return False
+            if any(claim.batch_id == batch.batch_id for claim in self._queue.open_claims()):
+                return False
+            self._queue.cancel(batch.batch_id)
+            return not self._queue.batch(batch.batch_id).in_layer
+
+    def look_again(self) -> None:
+        """There may be a layer to run, or a batch to pull."""
+        with self._work.lock:
+            self._work.changed()
+        self._instance.engine.call(lambda _: None, between_layers=True)
+        self._changed.fire()
