@@ -1,8 +1,8 @@
 """Scale operations as one worker executes them: load as a plan's target, drain, revive.
 
-The planner decides, this executes and reports. A plan is accepted when its epoch is newer than
-any this worker has worked under; what fails ends in ``failed``, frees its memory, and returns to
-``spare``. A copy that others read from is pinned, and the last copy of a model is kept: a drain waits.
+The planner decides, this executes and reports. A plan is accepted when its epoch is newer than any this worker has
+worked under, and then supersedes a load that still runs; what fails ends in ``failed``, frees its memory, and returns
+to ``spare``. A copy that others read from is pinned, and the last copy of a model is kept: a drain waits.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ class Scaling:
         self.on_loaded: Callable[[Instance], None] = lambda _: None
         self.on_gone: Callable[[Instance, str], Awaitable[None]] = _nobody_waits
         """Called when an instance has all its weights, and before one that failed is stopped."""
+        self._cancelled = ""
+        """Why the load was cancelled."""
         self._drain_plan_id = ""
         """The newest drain: a revival and the next drain may come while the first one still waits."""
 
@@ -113,6 +115,9 @@ class Scaling:
         if target.epoch <= self._last_epoch or time.time() > plan.expires_at_s:
             log.info("%s is outdated (epoch %d, newest %d): ignored", plan.plan_id, target.epoch, self._last_epoch)
             return
+        if self.instance is not None and self.instance.state in ("loading", "live"):
+            # Who granted the newer lease has given up the older one.
+            await self._cancel_load(f"superseded by {plan.plan_id}")
         if self.instance is not None:
             detail = f"busy: {self.instance.state}"
             await self._progress.tell(plan.plan_id, target.instance_id, "failed", detail=detail)
@@ -154,7 +159,7 @@ class Scaling:
                 if self._closing or self._loading is None:
                     raise
                 self._loading.uncancel()
-                await self._fail(instance, span, Conflict("the model was removed while it loaded"))
+                await self._fail(instance, span, Conflict(self._cancelled))
                 return
             except TimeoutError:
                 await self._fail(
@@ -183,6 +188,14 @@ class Scaling:
         await self._mover.end_feeds(instance)
         await self._vacate(instance)
 
+    async def _cancel_load(self, reason: str) -> None:
+        """Cancel what loads and wait until its memory is free."""
+        loading = self._loading
+        if loading is not None and not loading.done():
+            self._cancelled = reason
+            loading.cancel()
+            await asyncio.wait({loading})
+
     # --- drain -----------------------------------------------------------------------------
 
     async def on_drain_plan(self, plan: DrainPlan) -> None:
@@ -201,7 +214,7 @@ class Scaling:
         if self.instance is None or self.instance.instance_id != instance_id:
             return
         if self.instance.state in ("loading", "live") and self._loading is not None:
-            self._loading.cancel()
+            self._spawn(self._cancel_load("the model was removed while it loaded"))
         else:
             self._start_drain("model-removed")
 

@@ -112,7 +112,7 @@ class Handing:
         return any(s.key == (request_id, attempt) for batch in self.handed.values() for s in batch.sequences)
 
     async def end(self) -> None:
-        """What the target does not own waits in the scheduler again, at its old places, and nothing is lent any more."""
+        """What the target does not own waits in the scheduler again, at its old places; no more is lent."""
         batches = [*self.handed.values(), *self.backlog]
         self.handed.clear()
         self.backlog.clear()

@@ -18,7 +18,7 @@ from bench.lab.plan import Rate
 from bench.lab.stack import LabStack
 from bench.live.burst import Answer, BurstClient
 from bench.live.checkpoint import make_checkpoint
-from bench.live.workload import Workload
+from bench.replay.plan import prompt_of
 from shared import subjects
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import Conflict, Unavailable
@@ -40,15 +40,25 @@ RATE = Rate.parse("120mbit")
 """The model's 34 MB take 2.3 s."""
 SLOW = Rate.parse("12mbit")
 FAST = Rate.parse("1gbit")
-BURST = Workload("mock", num_prompts=10, num_layers=NUM_LAYERS, prompt_tokens=128, output_tokens=16, layer_s=0.04)
-"""One instance alone needs 3.2 s for the prompts."""
+TOKEN_S = 0.0003
+"""Per layer. One instance alone needs 3.1 s for the prompts of a burst."""
+PROMPT_TOKENS = (192, 96, 160, 64, 128, 192, 96, 160, 64, 128)
+"""Not all equal, so that the planner gates some; the short ones share a batch."""
+PROMPTS = tuple(prompt_of(7, index, tokens, token_ids=range(10, 250)) for index, tokens in enumerate(PROMPT_TOKENS))
+OUTPUT_TOKENS = 16
 NUM_STREAMS, STREAM_TOKENS = 3, 120
 """Requests that decode already when the burst comes, and still do when it is disturbed."""
-ROOM = {"BLITZ_WORKER_MAX_QUEUED_TOKENS": "8192", "BLITZ_WORKER_MAX_BATCH_TOKENS": "160"}
-"""A batch is one prompt of the burst, with decodes beside it; everything fits one instance's queue."""
+WORKER_ENV = {
+    "BLITZ_MOCK_LAYER_PER_TOKEN_US": f"{TOKEN_S * 1e6:g}",
+    "BLITZ_WORKER_PREFILL_CHUNK": "192",
+    "BLITZ_WORKER_MAX_BATCH_TOKENS": "224",
+    "BLITZ_WORKER_MAX_QUEUED_TOKENS": "8192",
+}
+"""The whole burst fits one instance's queue."""
 NO_DEMAND = {"monitor": {"BLITZ_MONITOR_PREFILL_TOKENS_PER_S": "1e9"}}
 """Nothing scales but what a case asks for."""
 HOLD_S = 600.0
+FRESH_S = 0.5
 ENDS_WITHIN_S = 30.0
 SETTLES_WITHIN_S = 30.0
 CUT_S = 2.0
@@ -95,7 +105,7 @@ class Lab:
     async def prepare(self) -> None:
         """Ask the one idle instance for everything that will be asked."""
         await self.stack.bus.subscribe(subjects.load(), LoadReport, self._on_load)
-        self._alone = await self._long.alone(BURST.prompts[:NUM_STREAMS]), await self._short.alone(BURST.prompts)
+        self._alone = await self._long.alone(PROMPTS[:NUM_STREAMS]), await self._short.alone(PROMPTS)
         (instance,) = [w.instance for w in await self.stack.workers() if w.instance is not None]
         self._queue_limit = instance.max_queued_tokens
 
@@ -111,12 +121,15 @@ class Lab:
                 with contextlib.suppress(Conflict):
                     return await self.stack.admin.scale(self.stack.model, instances, hold_s=HOLD_S, live=live)
 
-    async def cooperate(self) -> tuple[Burst, ScaleRecord, LiveRecord]:
-        """A burst at one instance, and a second one that helps: returns once that has run layers and still loads."""
+    async def cooperate(self, *, times: int = 1) -> tuple[Burst, ScaleRecord, LiveRecord]:
+        """A burst at one instance, and a second one that helps: returns once that has run layers and still loads.
+
+        ``times``: each of its prompts is asked.
+        """
         long_expected, short_expected = self._alone
-        streams = self._long.burst(BURST.prompts[:NUM_STREAMS])
+        streams = self._long.burst(PROMPTS[:NUM_STREAMS])
         await self.until(self._decodes, "the streams decode")
-        burst = Burst([*streams, *self._short.burst(BURST.prompts)], (*long_expected, *short_expected))
+        burst = Burst([*streams, *self._short.burst(PROMPTS * times)], (*long_expected, *short_expected * times))
         self._bursts.append(burst)
         await self.until(self._queues, "the burst waits at the instance")
         record = await self.scale(2, live="always")
@@ -130,14 +143,21 @@ class Lab:
         return burst, record, pair
 
     async def _decodes(self) -> bool:
-        return any(r.running_requests == NUM_STREAMS and not r.queued_requests for r in self._reports.values())
+        return any(r.running_requests == NUM_STREAMS and not r.queued_requests for r in self._fresh())
 
     async def _queues(self) -> bool:
-        return any(r.queued_requests >= BURST.num_prompts // 2 for r in self._reports.values())
+        return any(r.queued_requests >= len(PROMPTS) // 2 for r in self._fresh())
 
     async def _has_run_layers(self, target: TargetRecord) -> bool:
-        report = self._reports.get(target.instance_id)
-        return report is not None and report.state == "live" and report.busy_s_total > 2 * BURST.layer_s
+        return any(
+            r.instance_id == target.instance_id and r.state == "live" and r.busy_s_total > max(PROMPT_TOKENS) * TOKEN_S
+            for r in self._fresh()
+        )
+
+    def _fresh(self) -> list[LoadReport]:
+        """Not of instances that are gone."""
+        now_s = time.time()
+        return [r for r in self._reports.values() if now_s - r.published_at_s < FRESH_S]
 
     async def pair_ended(self, record: ScaleRecord) -> LiveRecord:
         """What became of the operation's pair."""
@@ -197,6 +217,7 @@ class Lab:
                 # While it is the source of a pair, an instance takes twice as much.
                 and all(i.max_queued_tokens == self._queue_limit for i in running)
                 and all(r is not None and _is_idle(r) for r in reports)
+                and {r.instance_id for r in self._fresh()} == {i.instance_id for i in running}
             )
 
         await self.until(well, f"{instances} instances serve and have nothing to do")
@@ -226,7 +247,7 @@ class Lab:
                 states = [
                     (w.worker.worker_id, w.state, w.lease_plan_id, w.instance) for w in await self.stack.workers()
                 ]
-                pytest.fail(f"waited in vain until {what}: {states}; {list(self._reports.values())}")
+                pytest.fail(f"waited in vain until {what}: {states}; {self._fresh()}")
             await asyncio.sleep(_POLL_S)
 
 
@@ -250,13 +271,13 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab
             folder / "state",
             checkpoint,
             weights_bytes=inspect_checkpoint(checkpoint, with_hash=False).layout.num_bytes,
-            worker_env=BURST.worker_env() | ROOM,
+            worker_env=WORKER_ENV,
             service_env=NO_DEMAND,
             # A target with a copy on its own host would need no network.
             copies_on=(),
         )
         async with stack:
-            short = BurstClient(stack.url, stack.model, output_tokens=BURST.output_tokens)
+            short = BurstClient(stack.url, stack.model, output_tokens=OUTPUT_TOKENS)
             long = BurstClient(stack.url, stack.model, output_tokens=STREAM_TOKENS)
             for client in (short, long):
                 entered.callback(client.close)
@@ -314,7 +335,7 @@ async def test_a_link_that_is_cut_for_a_moment_loses_no_request(lab: Lab, member
 async def test_layers_that_come_at_a_tenth_of_the_speed_delay_no_request(lab: Lab) -> None:
     workers = [w.worker.worker_id for w in await lab.stack.workers()]
     with lab.rated(SLOW, *workers):
-        burst, record, _ = await lab.cooperate()
+        burst, record, _ = await lab.cooperate(times=2)
         await burst.answered_as_alone()
         record = await lab.stack.admin.scale_record(record.plan_id)
         assert record.targets[0].loaded_ms is None, f"the requests waited for the layers: {record}"
@@ -325,7 +346,7 @@ async def test_layers_that_come_at_a_tenth_of_the_speed_delay_no_request(lab: La
 
 
 async def test_a_load_that_is_cancelled_loses_no_request(lab: Lab) -> None:
-    burst, record, pair = await lab.cooperate()
+    burst, record, _ = await lab.cooperate()
     path = (await lab.stack.admin.status()).models[0].path
     await lab.stack.admin.remove_model(lab.stack.model)
     await burst.answered_as_alone()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 
+import msgspec
+
 from services.worker.engine.mock import MockTiming
+from shared import subjects
 from shared.messages.live import LiveReport
 from tests.services.cluster import Cluster
 from tests.services.fake_gateway import expected_tokens
@@ -94,6 +97,26 @@ async def test_the_model_is_removed(redis_url: str) -> None:
         await burst.ends()
         await eventually(lambda: burst.target.instance is None)
         await eventually(lambda: burst.source.instance is None)
+
+
+async def test_the_plan_is_superseded(redis_url: str) -> None:
+    async with slow_cluster(redis_url) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.05)
+        await burst.live_source()
+        old = cluster.plans()[-1]
+        (target,) = old.targets
+        member = msgspec.structs.replace(target, instance_id="newer", epoch=target.epoch + 100)
+        others = tuple(m for m in old.members if m.worker_id != target.worker_id)
+        newer = msgspec.structs.replace(old, plan_id="plan-newer", members=(*others, member))
+        await cluster.client.publish_event(subjects.scale_plans(), newer, message_id=newer.plan_id)
+        await burst.ends()
+        report = await _report(cluster)
+        assert report.outcome == "failed"
+        assert "superseded by plan-newer" in report.reason
+        await eventually(lambda: burst.target.instance is not None and burst.target.instance.state == "serving")
+        assert burst.target.serving.instance_id == "newer"
+        await burst.clean()
 
 
 async def test_the_bus_of_the_target_is_away_for_a_moment(redis_url: str) -> None:

@@ -1,0 +1,123 @@
+"""Engine loops of the two members of a pair, without threads, bus or transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from services.worker.core.output import TokenOutput
+from services.worker.core.scheduler import SchedulerConfig
+from services.worker.core.sequence import Sequence as Request
+from services.worker.engine.loop import EngineLoop
+from services.worker.engine.mock import MockActivation, MockEngine, next_token
+from services.worker.live.batch import PromptBatch
+from shared.messages.generation import SamplingParams
+from shared.messages.live import ZigzagAssignment
+from shared.messages.scaling import ChainMember
+
+NUM_LAYERS = 4
+NUM_BLOCKS, BLOCK_SIZE = 64, 4
+
+
+class WatchedEngine(MockEngine):
+    """A mock that writes down its layers, and raises ``failure`` in layer ``fails_at`` once both are set."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=NUM_LAYERS, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, verify=True)
+        self.ran: list[tuple[int, int]] = []
+        """(tokens of the first slice's prefix, layer)."""
+        self.failure: Exception | None = None
+        self.fails_at = 0
+        self.inside: Callable[[int], None] = lambda layer: None
+
+    def run_layers(self, activation: MockActivation, first: int, last: int) -> None:
+        self.inside(first)
+        if self.failure is not None and first <= self.fails_at < last:
+            raise self.failure
+        super().run_layers(activation, first, last)
+        piece = activation.batch.slices[0]
+        self.ran += [(piece.start + len(piece.token_ids), layer) for layer in range(first, last)]
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def make_loop(clock: Callable[[], float] = lambda: 0.0, **changes: int) -> EngineLoop:
+    """A loop over a ``WatchedEngine``."""
+    return EngineLoop(WatchedEngine(), SchedulerConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, **changes), clock)
+
+
+def engine_of(loop: EngineLoop) -> WatchedEngine:
+    """The loop's engine, as what it is."""
+    assert isinstance(loop.engine, WatchedEngine)
+    return loop.engine
+
+
+def request(name: str, prompt_tokens: int = 6, max_tokens: int = 3, output: Sequence[int] = ()) -> Request:
+    """A request; each name has a prompt of its own."""
+    prompt = [(sum(map(ord, name)) * 11 + i) % 200 for i in range(prompt_tokens)]
+    params = SamplingParams(max_tokens=max_tokens, seed=1)
+    return Request(request_id=name, attempt=1, gateway_id="g", prompt=prompt, params=params, output=output)
+
+
+def expected(sequence: Request) -> tuple[int, ...]:
+    """All its output, as one undisturbed engine gives it."""
+    tokens = list(sequence.prompt)
+    for _ in range(sequence.params.max_tokens):
+        tokens.append(next_token(tokens))
+    return tuple(tokens[len(sequence.prompt) :])
+
+
+def batch_of(batch_id: str, *sequences: Request, layer_s: float = 1.0, serial: int = 0) -> PromptBatch:
+    """A batch of them."""
+    return PromptBatch(batch_id, serial, sequences, layer_s)
+
+
+def tokens_of(outputs: Iterable[TokenOutput]) -> dict[str, tuple[int, ...]]:
+    """Tokens by request. Asserts consecutive offsets."""
+    found: dict[str, tuple[int, ...]] = {}
+    for out in outputs:
+        before = found.setdefault(out.request_id, ())
+        assert out.offset == len(before)
+        found[out.request_id] = before + out.token_ids
+    return found
+
+
+def run_all(loop: EngineLoop, limit: int = 500) -> list[TokenOutput]:
+    """Steps until there is nothing to do."""
+    outputs: list[TokenOutput] = []
+    for _ in range(limit):
+        if not loop.has_work:
+            return outputs
+        step = loop.step()
+        outputs += step.outputs if step is not None else ()
+    raise AssertionError(f"work after {limit} steps")
+
+
+def assignment(**changes: object) -> ZigzagAssignment:
+    """A pair of w0 (source) and w1 (target)."""
+
+    def member(worker_id: str, epoch: int) -> ChainMember:
+        return ChainMember(
+            worker_id=worker_id,
+            instance_id=f"instance-of-{worker_id}",
+            host=f"host-of-{worker_id}",
+            transport_address=worker_id.encode(),
+            epoch=epoch,
+        )
+
+    fields: dict[str, object] = {
+        "pair_id": "pair",
+        "plan_id": "plan",
+        "model": "m",
+        "source": member("w0", 1),
+        "target": member("w1", 2),
+        "expires_at_s": 2e9,
+    }
+    return ZigzagAssignment(**(fields | changes))  # type: ignore[arg-type]

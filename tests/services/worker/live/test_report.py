@@ -1,0 +1,69 @@
+"""What a pair tells about itself at its end."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.worker.core.pair import PairState
+from services.worker.live.report import PairRecord
+from services.worker.live.source_work import SourceWork
+from shared.messages.codec import decode, encode
+from shared.messages.live import LayerRuns, LiveReport
+from tests.services.worker.live.members import NUM_LAYERS, assignment, batch_of, make_loop, request
+
+
+def work() -> SourceWork:
+    return SourceWork(
+        make_loop(), decode_interval_s=1.0, start_at_s=10.0, on_done=lambda _: None, on_free=lambda: None
+    )
+
+
+def done(record: PairRecord, batch_id: str, first_layer: int, at_s: float) -> None:
+    batch = batch_of(batch_id, request(f"{batch_id}1", 4), request(f"{batch_id}2", 5))
+    record.done(batch, first_layer=first_layer, num_layers=NUM_LAYERS, at_s=at_s)
+
+
+def test_each_batch_says_who_ran_how_much_of_it() -> None:
+    record = PairRecord(assignment(), 10.0)
+    for number, (batch_id, first_layer) in enumerate([("a", 0), ("b", 3), ("c", 4), ("d", 1)]):
+        done(record, batch_id, first_layer, 20.0 + number)
+    report = record.report(PairState.DISSOLVED, "", work())
+    assert [(b.batch_id, b.target_layers, b.source_layers) for b in report.batches] == [
+        ("a", 0, 4),
+        ("b", 3, 1),
+        ("c", 4, 0),
+        ("d", 1, 3),
+    ]
+    assert {(b.num_requests, b.num_tokens) for b in report.batches} == {(2, 9)}
+    assert [b.first_token_at_s for b in report.batches] == [20.0, 21.0, 22.0, 23.0]
+    assert report.first_cooperative_token_at_s == 21.0, "the first of which both ran layers"
+
+
+def test_without_a_split_batch_there_is_no_cooperative_token() -> None:
+    record = PairRecord(assignment(), 10.0)
+    done(record, "a", 0, 20.0)
+    done(record, "c", 4, 21.0)
+    assert record.report(PairState.DISSOLVED, "", work()).first_cooperative_token_at_s is None
+
+
+@pytest.mark.parametrize(("state", "outcome"), [(PairState.DISSOLVED, "dissolved"), (PairState.FAILED, "failed")])
+def test_the_end_is_told(state: PairState, outcome: str) -> None:
+    record = PairRecord(assignment(policy="best_effort"), 10.0)
+    report = record.report(state, "why", work())
+    assert (report.outcome, report.reason, report.policy) == (outcome, "why", "best_effort")
+    assert (report.pair_id, report.plan_id, report.source, report.target) == ("pair", "plan", "w0", "w1")
+    assert report.started_at_s == 10.0
+    assert report.ended_at_s > report.started_at_s
+
+
+def test_the_timelines_of_both_members_travel_with_it() -> None:
+    record, mine = PairRecord(assignment(), 10.0), work()
+    mine.layers.add(10.0, 3)
+    mine.tokens.add(10.0, 2)
+    record.target_runs = LayerRuns(start_at_s=11.0, bucket_s=0.05, counts=(1, 2))
+    report = record.report(PairState.DISSOLVED, "", mine)
+    assert report.source_runs is not None
+    assert report.tokens is not None
+    assert (report.source_runs.counts, report.tokens.counts) == ((3,), (2,))
+    assert report.target_runs == record.target_runs
+    assert decode(encode(report), LiveReport) == report

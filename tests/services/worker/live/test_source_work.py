@@ -1,0 +1,251 @@
+"""The source's engine in a pair: the rest of the layers of what it pulled, with decode steps in between."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from services.worker.core.sequence import Sequence
+from services.worker.engine.loop import EngineLoop
+from services.worker.live.batch import PromptBatch
+from services.worker.live.source_work import Pulled, SourceWork
+from shared.errors import PeerLost
+from tests.services.worker.live.members import (
+    NUM_LAYERS,
+    Clock,
+    batch_of,
+    engine_of,
+    expected,
+    make_loop,
+    request,
+    run_all,
+    tokens_of,
+)
+
+
+class Source:
+    """A loop that lends, and its work."""
+
+    def __init__(self, *waiting: Sequence, decode_interval_s: float = 1e9) -> None:
+        self.clock = Clock()
+        self.loop: EngineLoop = make_loop(self.clock)
+        self.done: list[Pulled] = []
+        self.num_free = 0
+        self.work = SourceWork(
+            self.loop,
+            decode_interval_s=decode_interval_s,
+            start_at_s=0.0,
+            on_done=self.done.append,
+            on_free=self._free,
+        )
+        self.loop.partial = self.work
+        for sequence in waiting:
+            self.loop.add(sequence)
+        self.loop.scheduler.lending = True
+        self.lent = self.loop.scheduler.lend()
+
+    def _free(self) -> None:
+        self.num_free += 1
+
+    def pull(self, batch: PromptBatch, first_layer: int = 0) -> Pulled:
+        """As if the target had run the layers before ``first_layer``."""
+        hidden = kv = None
+        if first_layer:
+            target = make_loop()
+            there = batch_of(batch.batch_id, *(request(s.request_id, len(s.prompt)) for s in batch.sequences))
+            assert target.scheduler.reserve(there.sequences)
+            activation = target.engine.embed(there.as_engine_batch())
+            target.engine.run_layers(activation, 0, first_layer)
+            hidden = target.engine.hidden_states(activation)
+            kv = target.engine.export_kv(there.block_tables, there.lengths, first_layer)
+        return Pulled(batch, first_layer, hidden, kv)
+
+    def start(self, batch: PromptBatch, first_layer: int = 0) -> Pulled:
+        """Pull it and begin it."""
+        pulled = self.pull(batch, first_layer)
+        assert self.loop.scheduler.reserve(batch.sequences)
+        self.work.start(pulled)
+        return pulled
+
+
+@pytest.mark.parametrize("first_layer", range(NUM_LAYERS))
+def test_the_rest_of_the_layers_gives_the_tokens_of_one_engine(first_layer: int) -> None:
+    source = Source(request("a", 9), request("b", 5))
+    pulled = source.start(batch_of("x", *source.lent), first_layer)
+    assert source.work.remaining_s == NUM_LAYERS - first_layer
+    outputs = run_all(source.loop)
+    assert tokens_of(outputs) == {s.request_id: expected(s) for s in source.lent}
+    assert [layer for size, layer in engine_of(source.loop).ran if size == 9] == list(range(first_layer, NUM_LAYERS))
+    assert source.done == [pulled]
+    assert source.work.layers.total == NUM_LAYERS - first_layer
+    assert source.work.tokens.total == 6
+    assert source.loop.scheduler.pool.num_used == source.loop.num_requests == 0
+
+
+def test_one_step_runs_one_layer_and_the_first_batch_is_done_first() -> None:
+    source = Source(request("a", 9), request("b", 5))
+    a, b = source.lent
+    first, second = source.start(batch_of("a", a)), source.start(batch_of("b", b))
+    for layer in range(NUM_LAYERS):
+        assert source.done == []
+        source.work.step()
+        assert engine_of(source.loop).ran[-1] == (9, layer)
+    assert source.done == [first]
+    source.work.step()
+    assert engine_of(source.loop).ran[-1] == (5, 0)
+    run_all(source.loop)
+    assert source.done == [first, second]
+
+
+def test_a_decode_step_comes_as_soon_as_one_is_due_and_no_earlier() -> None:
+    source = Source(request("a", 5, max_tokens=50), request("b", 9), decode_interval_s=2.5)
+    a, b = source.lent
+    source.start(batch_of("a", a))
+    while a.num_emitted < 2:
+        source.loop.step()
+    source.start(batch_of("b", b))
+    engine_of(source.loop).ran.clear()
+    engine_of(source.loop).inside = lambda layer: setattr(source.clock, "now_s", source.clock.now_s + 1.0)
+    emitted = []
+    for _ in range(5):
+        source.loop.step()
+        emitted.append(a.num_emitted)
+    # Layers of a second each: after the third a decode is due, which is through its layers in one.
+    assert emitted == [2, 2, 2, 3, 3]
+    assert [layer for size, layer in engine_of(source.loop).ran if size == 9] == [0, 1, 2, 3]
+
+
+def test_without_decodes_layers_follow_one_another() -> None:
+    source = Source(request("a", 5), decode_interval_s=0.0)
+    source.start(batch_of("a", *source.lent))
+    for _ in range(NUM_LAYERS):
+        source.loop.step()
+    assert [layer for _, layer in engine_of(source.loop).ran] == list(range(NUM_LAYERS))
+
+
+def test_a_batch_that_nobody_waits_for_is_dropped_between_two_layers() -> None:
+    source = Source(request("a", 9), request("b", 5))
+    a, b = source.lent
+    pulled = source.start(batch_of("a", a))
+    source.start(batch_of("b", b))
+    source.work.step()
+    source.loop.cancel("a", 1)
+    assert a.block_table, "the engine had it in hand"
+    output = source.work.step()
+    assert output is not None
+    assert source.done == [pulled]
+    assert a.block_table == []
+    outputs = run_all(source.loop)
+    assert [o.finish_reason for o in outputs if o.request_id == "a"] == ["cancelled"]
+    assert tokens_of(o for o in outputs if o.request_id == "b") == {"b": expected(b)}
+    assert source.loop.scheduler.pool.num_used == 0
+
+
+def test_a_batch_cancelled_before_it_had_blocks_is_done_at_once() -> None:
+    source = Source(request("a"))
+    source.loop.cancel("a", 1)
+    pulled = source.pull(batch_of("a", *source.lent))
+    source.work.start(pulled)
+    source.work.step()
+    assert source.done == [pulled]
+    assert engine_of(source.loop).ran == []
+    assert source.loop.num_requests == 0
+    assert not source.work.ready
+
+
+def test_one_cancelled_request_of_a_batch_does_not_stop_the_others() -> None:
+    source = Source(request("a", 9), request("b", 5))
+    source.start(batch_of("x", *source.lent))
+    source.work.step()
+    source.loop.cancel("a", 1)
+    outputs = run_all(source.loop)
+    assert tokens_of(o for o in outputs if o.request_id == "b") == {"b": expected(source.lent[1])}
+    assert source.loop.scheduler.pool.num_used == 0
+
+
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+@pytest.mark.parametrize(("failure", "code"), [(RuntimeError("cuda"), "internal"), (PeerLost("gone"), "peer_lost")])
+def test_an_engine_error_ends_the_batchs_requests_and_no_others(layer: int, failure: Exception, code: str) -> None:
+    source = Source(request("a", 9), request("b", 5), request("c", 7))
+    a, b, c = source.lent
+    pulled = source.start(batch_of("x", a, b))
+    later = source.start(batch_of("y", c))
+    engine_of(source.loop).failure, engine_of(source.loop).fails_at = failure, layer
+    while source.done == []:
+        step = source.loop.step()
+    assert source.done == [pulled]
+    assert step is not None
+    assert step.error is not None
+    assert step.error.code == code
+    engine_of(source.loop).failure = None
+    outputs = run_all(source.loop)
+    ended = {o.request_id: o.error.code for o in outputs if o.error is not None}
+    assert ended == {"a": code, "b": code}
+    assert tokens_of(o for o in outputs if o.request_id == "c") == {"c": expected(c)}
+    assert source.done == [pulled, later]
+    assert source.loop.scheduler.pool.num_used == source.loop.num_requests == 0
+
+
+def test_kv_that_is_not_the_batchs_ends_it_with_an_error_and_not_with_other_tokens() -> None:
+    source = Source(request("a", 9))
+    wrong = source.pull(batch_of("x", request("z", 9)), 2)
+    assert source.loop.scheduler.reserve(source.lent)
+    source.work.start(Pulled(batch_of("x", *source.lent), 2, wrong.hidden, wrong.kv))
+    (output,) = run_all(source.loop)
+    assert output.finish_reason == "error"
+    assert source.loop.scheduler.pool.num_used == 0
+
+
+def test_it_is_free_when_no_prefill_is_unfinished_or_soon() -> None:
+    source = Source(request("a", 9))
+    assert source.work.is_free
+    source.start(batch_of("a", *source.lent, layer_s=2.0))
+    assert not source.work.is_free
+    for _ in range(NUM_LAYERS - 1):
+        source.loop.step()
+    assert source.num_free == 0
+    source.work.lead_s = 2.0
+    assert source.work.is_free, "one layer of 2 s is left"
+    source.loop.step()
+    assert source.num_free == 1
+
+
+def test_its_own_unfinished_prefill_keeps_it_from_pulling() -> None:
+    clock = Clock()
+    loop = make_loop(clock, prefill_chunk_tokens=2)
+    free: list[bool] = []
+    work = SourceWork(
+        loop, decode_interval_s=1.0, start_at_s=0.0, on_done=lambda _: None, on_free=lambda: free.append(True)
+    )
+    loop.add(request("own", 6))
+    loop.step()
+    loop.partial = work
+    assert not work.is_free
+    loop.step()
+    assert free == []
+    loop.step()
+    assert free == [True], "told by the step that ends it"
+    # Layers of its own prefill count as the source's.
+    assert work.layers.total == 2 * NUM_LAYERS
+
+
+def test_the_prefills_speed_is_measured_as_if_all_layers_had_run_here() -> None:
+    source = Source(request("a", 10))
+    source.start(batch_of("a", *source.lent), 2)
+    engine_of(source.loop).inside = lambda layer: setattr(source.clock, "now_s", source.clock.now_s + 1.0)
+    assert source.loop.prefill_token_s == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", source.clock)
+        source.loop.step()
+        source.loop.step()
+    # Two of four layers, a second each, for ten tokens.
+    assert source.loop.prefill_token_s == pytest.approx(4.0 / 10)
+
+
+def test_time_in_the_queue_ends_where_the_batch_begins_here() -> None:
+    source = Source(request("a"))
+    source.start(batch_of("a", *source.lent))
+    assert source.lent[0].first_scheduled_s is not None
+    outputs = run_all(source.loop)
+    assert outputs[0].queued_s is not None
