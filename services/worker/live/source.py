@@ -15,41 +15,29 @@ from opentelemetry import trace
 
 from services.worker.core.pair import PairLife, PairState
 from services.worker.instance import Instance
-from services.worker.live.batch import PromptBatch
 from services.worker.live.handing import Handing
 from services.worker.live.peer import PairLost, Peer
+from services.worker.live.pulling import Puller
 from services.worker.live.report import PairRecord
 from services.worker.live.source_work import Pulled, SourceWork
-from services.worker.live.tensors import Kind, Tensors
+from services.worker.live.tensors import Tensors
 from services.worker.serving import Serving
 from shared.errors import (
     BlitzError,
-    Conflict,
-    DeadlineExceeded,
-    TransportError,
 )
 from shared.messages.common import Ack
 from shared.messages.live import (
     Dissolve,
     Dissolved,
-    Given,
     LiveReport,
     PlanSplit,
-    Pull,
     Seal,
     SplitBatch,
     Taken,
     ZigzagAssignment,
 )
-from shared.messages.live import Pulled as PulledAnswer
 
 log = logging.getLogger(__name__)
-
-PULL_WAIT_S = 0.25
-"""How long one pull waits at the target for a batch."""
-MAX_LEAD_LAYERS = 1.0
-"""A batch is asked for at most so long before the one in hand is done."""
-_SMOOTHING = 0.5
 
 
 class LiveSource:
@@ -76,20 +64,18 @@ class LiveSource:
         self._num_layers = instance.layout.num_layers
         self._record = PairRecord(assignment, time.time())
         self._tensors: Tensors | None = None
+        self._puller: Puller | None = None
         self._handing = Handing(assignment, instance, peer)
-        self._num_claims = 0
         self._target_loaded = False
         self._failure = ""
         self._arrivals = asyncio.Event()
-        self._free = asyncio.Event()
         self._done = asyncio.Event()
-        self._pull_s = 0.0
         self._work = SourceWork(
             instance.engine.loop,
             decode_interval_s=assignment.slo_tbt_s / 2,
             start_at_s=self._record.started_at_s,
             on_done=lambda pulled: self._from_engine(self._batch_done, pulled, time.time()),
-            on_free=lambda: self._from_engine(self._free.set),
+            on_free=lambda: self._from_engine(self._look),
         )
 
     # --- the whole of it ---------------------------------------------------------------------
@@ -97,15 +83,18 @@ class LiveSource:
     async def run(self) -> LiveReport:
         """Cooperate until the pair ends, well or not, and everything that the source has is on its way."""
         try:
-            await self._offer()
-            await self._redirect()
+            tensors = await self._offer()
+            await self._redirect(tensors)
             async with asyncio.TaskGroup() as group:
-                helpers = [group.create_task(self._hand_arrivals()), group.create_task(self._peer.keep_alive())]
-                await self._pull_until_dissolved()
+                helpers = [group.create_task(w) for w in (self._hand_arrivals(tensors), self._peer.keep_alive())]
+                await self._pull_until_dissolved(tensors)
                 for helper in helpers:
                     helper.cancel()
         except* (PairLost, BlitzError) as errors:
             await self._fail(str(errors.exceptions[0]))
+        except* Exception as errors:  # a bug of ours must not keep what clients wait for
+            log.error("pair %s broke", self.assignment.pair_id, exc_info=errors)
+            await self._fail(f"{type(errors.exceptions[0]).__name__}: {errors.exceptions[0]}")
         await self._handing.end()
         while self._work.ready:
             self._done.clear()
@@ -132,16 +121,17 @@ class LiveSource:
 
     # --- offered, redirecting ------------------------------------------------------------------
 
-    async def _offer(self) -> None:
+    async def _offer(self) -> Tensors:
         await self._peer.offer(self.assignment)
-        self._tensors = await self._connect()
-        self._peer.watch(self._tensors)
+        self._tensors = tensors = await self._connect()
+        self._peer.watch(tensors)
         self.life.move_to(PairState.REDIRECTING)
+        return tensors
 
-    async def _redirect(self) -> None:
+    async def _redirect(self, tensors: Tensors) -> None:
         handing = self._handing
         await handing.lend(self._begin_lending)
-        await handing.hand_over(self._require_tensors(), behind_seal=False)
+        await handing.hand_over(tensors, behind_seal=False)
         await self._peer.ask("seal", Seal(pair_id=self.assignment.pair_id, count=handing.num_handed), Ack)
         self.life.move_to(PairState.COOPERATING)
         trace.get_current_span().add_event("sealed", {"blitz.batches": handing.num_handed})
@@ -151,15 +141,13 @@ class LiveSource:
         loop = self.instance.engine.loop
         loop.partial = self._work
         loop.scheduler.lending = True
-        if self._work.is_free:
-            self._from_engine(self._free.set)
 
-    async def _hand_arrivals(self) -> None:
+    async def _hand_arrivals(self, tensors: Tensors) -> None:
         while True:
             await self._arrivals.wait()
             self._arrivals.clear()
             await self._handing.lend()
-            await self._handing.hand_over(self._require_tensors(), behind_seal=True)
+            await self._handing.hand_over(tensors, behind_seal=True)
 
     async def _ask_for_split(self) -> None:
         waiting = [SplitBatch(batch_id=b.batch_id, layer_s=b.layer_s) for b in self._handing.handed.values()]
@@ -172,7 +160,6 @@ class LiveSource:
                     pair_id=self.assignment.pair_id,
                     batches=tuple(waiting),
                     source_free_at_s=time.time() + self._work.remaining_s,
-                    pull_s=self._pull_s,
                 )
             )
         except BlitzError as error:
@@ -180,115 +167,42 @@ class LiveSource:
 
     # --- cooperating, loaded -------------------------------------------------------------------
 
-    async def _pull_until_dissolved(self) -> None:
+    async def _pull_until_dissolved(self, tensors: Tensors) -> None:
+        pair_id = self.assignment.pair_id
+        puller = Puller(pair_id, self.instance, self._handing, self._peer, self._work, tensors)
+        self._puller = puller
+        puller.free.set()
         while True:
-            await self._until_free()
+            await puller.until_free(self._is_over)
             if self._is_over():
-                await self._dissolve()
-                return
-            serial = self._num_claims
-            self._num_claims += 1
-            started_s = time.monotonic()
-            answer = await self._pull(serial)
+                break
+            answer = await puller.pull()
             self._target_loaded = self._target_loaded or answer.loaded
             if self._target_loaded and self.life.state is PairState.COOPERATING:
                 self.life.move_to(PairState.LOADED)
-            if answer.batch_id:
-                await self._take(answer.batch_id, answer.first_layer, serial)
-                self._took_s(time.monotonic() - started_s)
+            if self._handing.backlog and answer.batch_id:
+                self._arrivals.set()  # there is room at the target now
             elif answer.can_dissolve or self.instance.state != "serving":
-                await self._dissolve()
-                return
+                break
             elif self._handing.backlog:
-                await self._run_from_backlog()
+                await puller.run_from_backlog()
+        await self._dissolve(puller)
 
-    async def _until_free(self) -> None:
-        """No prefill is unfinished here, and there is room for the batch that probably comes; or it is over."""
-        while True:
-            await self._peer.until(self._free.wait())
-            self._free.clear()
-            if self._is_over():
-                return
-            handed, backlog = self._handing.handed, self._handing.backlog
-            expected = next(iter(handed.values()), None) or (backlog[0] if backlog else None)
-            if await self._handing.call(lambda: self._work.is_free and self._fits(expected)):  # noqa: B023 - awaited at once
-                return
-            # Steps tell when prefills end; blocks come free with decodes, which are steps as well.
-
-    def _fits(self, batch: PromptBatch | None) -> bool:
-        pool = self.instance.engine.loop.scheduler.pool
-        return batch is None or pool.can_allocate(sum(pool.blocks_for(n) for n in batch.lengths))
-
-    async def _pull(self, serial: int) -> PulledAnswer:
-        pair_id = self.assignment.pair_id
-        message = Pull(pair_id=pair_id, claim_id=f"{pair_id}-claim-{serial}", serial=serial, wait_s=PULL_WAIT_S)
-        answer = await self._peer.ask("pull", message, PulledAnswer, wait_s=PULL_WAIT_S)
-        if not answer.batch_id:
-            self._free.set()  # it still is, unless something comes in between
-        return answer
-
-    async def _take(self, batch_id: str, first_layer: int, serial: int) -> None:
-        """Get a claimed batch here and begin it."""
-        batch = self._handing.handed[batch_id]
-        hidden = kv = None
-        if first_layer:
-            engine, tensors = self.instance.engine.loop.engine, self._require_tensors()
-            num_tokens = batch.num_tokens
-            kv_bytes = first_layer * num_tokens * engine.kv_bytes_per_token_layer
-            try:
-                hidden, kv = await asyncio.gather(
-                    self._peer.until(
-                        tensors.receive(num_tokens * engine.hidden_bytes_per_token, serial, Kind.PULLED_HIDDEN)
-                    ),
-                    self._peer.until(tensors.receive(kv_bytes, serial, Kind.PULLED_KV)),
-                )
-            except (TransportError, DeadlineExceeded) as error:
-                log.warning("batch %s is computed from the beginning: %s", batch_id, error)
-                first_layer, hidden, kv = 0, None, None
-        self._peer.settle(f"{self.assignment.pair_id}-claim-{serial}")
-        await self._begin(Pulled(batch, first_layer, hidden, kv))
-        del self._handing.handed[batch_id]
-        if self._handing.backlog:
-            # There is room at the target now.
-            self._arrivals.set()
-
-    async def _begin(self, pulled: Pulled) -> None:
-        sequences = pulled.batch.sequences
-
-        def start() -> bool:
-            if not pulled.batch.ended and not self.instance.engine.loop.scheduler.reserve(sequences):
-                return False
-            pulled.batch.begun = True
-            self._work.start(pulled)
-            return True
-
-        while not await self._handing.call(start):
-            self._free.clear()
-            await self._peer.until(self._free.wait())
-
-    async def _run_from_backlog(self) -> None:
-        """The target has nothing to pull, and no room or no use for what waits here: it is begun here."""
-        async with self._handing.lock:
-            if self._handing.backlog:
-                await self._begin(Pulled(self._handing.backlog[0]))
-                self._handing.backlog.popleft()
-
-    def _took_s(self, seconds: float) -> None:
-        self._pull_s += _SMOOTHING * (seconds - self._pull_s)
-        layer_s = max((b.layer_s for b in self._handing.handed.values()), default=0.0)
-        self._work.lead_s = min(self._pull_s, MAX_LEAD_LAYERS * layer_s)
+    def _look(self) -> None:
+        if self._puller is not None:
+            self._puller.free.set()
 
     # --- the end -----------------------------------------------------------------------------
 
-    async def _dissolve(self) -> None:
-        pair_id, serial = self.assignment.pair_id, self._num_claims
+    async def _dissolve(self, puller: Puller) -> None:
+        pair_id = self.assignment.pair_id
         async with self._handing.lock:  # nothing is on its way there
             answer = await self._peer.ask(
                 "dissolve",
                 Dissolve(
                     pair_id=pair_id,
                     claim_id=f"{pair_id}-end",
-                    first_serial=serial,
+                    first_serial=puller.num_claims,
                     source_busy_s=self._work.remaining_s,
                 ),
                 Dissolved,
@@ -296,12 +210,9 @@ class LiveSource:
             self.life.move_to(PairState.DISSOLVED)
             self._record.target_runs = answer.layer_runs
             self._owned_by_target((*answer.finished, *answer.kept))
-        await self._take_given(answer.given)
-
-    async def _take_given(self, given: tuple[Given, ...]) -> None:
-        for each in given:
-            if each.first_layer and each.batch_id in self._handing.handed:
-                await self._take(each.batch_id, each.first_layer, each.serial)
+        for given in answer.given:
+            if given.first_layer and given.batch_id in self._handing.handed:
+                await puller.take(given.batch_id, given.first_layer, given.serial)
         # Untouched ones are at the target still as far as we know: they come back with all that it does not own.
 
     def on_taken(self, message: Taken) -> Ack:
@@ -311,7 +222,7 @@ class LiveSource:
             self._arrivals.set()  # there is room at the target now
         if message.loaded and not self._target_loaded:
             self._target_loaded = True
-            self._free.set()  # the baselines part now, busy or not
+            self._look()  # the baselines part now, busy or not
         return Ack()
 
     def _is_over(self) -> bool:
@@ -349,8 +260,3 @@ class LiveSource:
 
     def _from_engine(self, function: Callable[..., None], *arguments: object) -> None:
         self._event_loop.call_soon_threadsafe(function, *arguments)
-
-    def _require_tensors(self) -> Tensors:
-        if self._tensors is None:
-            raise Conflict(f"pair {self.assignment.pair_id} has not begun")
-        return self._tensors

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.errors import DeadlineExceeded, TransferAborted, TransportError
-from shared.transport.base import TensorTransport, Transfer, tag_of
+from shared.errors import DeadlineExceeded, PeerLost, TransferAborted, TransportError
+from shared.transport.base import Channel, TensorTransport, Transfer, tag_of
 from shared.transport.memory import MemoryFabric
 from shared.transport.ucx import UcxTransport
+from tests.shared.transport.ucx_process import spawn
+from tests.shared.transport.ucx_process import victim as killed_peer
 
 Start = Callable[..., Any]
 SIZES = (0, 5, 100_000, 1 << 20)
@@ -243,6 +245,139 @@ async def test_idle_transports_burn_no_cpu(start: Start) -> None:
     before_s = time.process_time()
     await asyncio.sleep(1.0)
     assert time.process_time() - before_s < 0.02
+
+
+async def lanes(start: Start, same_host: bool) -> tuple[TensorTransport, TensorTransport, list[Channel]]:
+    """A sender, a receiver, and channels on lanes 0 and 1."""
+    sender, receiver = start("a"), start("b")
+    return sender, receiver, [await sender.connect(receiver.address, same_host=same_host, lane=i) for i in (0, 1)]
+
+
+async def delivered(channel: Channel, receiver: TensorTransport, tag: int, size: int = 1 << 16) -> None:
+    """A message comes through."""
+    buffer = np.zeros(size, np.uint8)
+    received = receiver.recv(buffer, tag)
+    await channel.send(pattern(size), tag).wait(5)
+    await received.wait(5)
+    assert np.array_equal(buffer, pattern(size))
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+async def test_each_lane_is_a_channel_of_its_own_and_cached(start: Start, same_host: bool) -> None:
+    sender, receiver, (weights, live) = await lanes(start, same_host)
+    assert weights is not live
+    assert await sender.connect(receiver.address, same_host=same_host, lane=1) is live
+    assert await sender.connect(receiver.address, same_host=same_host, lane=0) is weights
+    assert await sender.connect(receiver.address, same_host=same_host) is weights
+    for i, channel in enumerate((weights, live)):
+        await delivered(channel, receiver, tag_of(1, i))
+
+
+async def test_lanes_dialed_at_once_are_all_connected(start: Start) -> None:
+    sender, receiver = start("a"), start("b")
+    channels = await asyncio.gather(
+        *(sender.connect(receiver.address, same_host=True, lane=i) for i in (1, 0, 2, 1, 0))
+    )
+    assert len({id(c) for c in channels}) == 3
+    assert (channels[0], channels[1]) == (channels[3], channels[4])
+    for i, channel in enumerate(channels[:3]):
+        await delivered(channel, receiver, tag_of(1, i))
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+@pytest.mark.parametrize("how", ["close", "abort"])
+@pytest.mark.parametrize("closed", [0, 1])
+async def test_a_lane_that_is_closed_leaves_the_other(start: Start, same_host: bool, how: str, closed: int) -> None:
+    sender, receiver, channels = await lanes(start, same_host)
+    gone, kept = channels[closed], channels[1 - closed]
+    waiting = kept.send(pattern(1 << 20), tag_of(2, 0))
+    if how == "close":
+        await gone.close()
+    else:
+        gone.abort()
+    assert not gone.alive
+    assert kept.alive
+    assert isinstance(gone.send(np.ones(8, np.uint8), tag_of(1, 9)).error, TransferAborted)
+    buffer = np.zeros(1 << 20, np.uint8)
+    await receiver.recv(buffer, tag_of(2, 0)).wait(5)
+    await waiting.wait(5)
+    assert np.array_equal(buffer, pattern(1 << 20))
+    await delivered(kept, receiver, tag_of(1, 0))
+    again = await sender.connect(receiver.address, same_host=same_host, lane=closed)
+    assert again is not gone
+    await delivered(again, receiver, tag_of(1, 1))
+    await delivered(kept, receiver, tag_of(1, 2))
+
+
+async def test_closing_a_lane_aborts_no_send_of_the_other(start: Start) -> None:
+    _, receiver, (weights, live) = await lanes(start, True)
+    sent = weights.send(pattern(1 << 20), tag_of(1, 0))
+    stuck = live.send(pattern(1 << 20), tag_of(1, 1))
+    await live.close(timeout_s=0.05)
+    with pytest.raises(TransferAborted):
+        await stuck.wait(5)
+    assert not sent.done
+    await receiver.recv(np.zeros(1 << 20, np.uint8), tag_of(1, 0)).wait(5)
+    await sent.wait(5)
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+async def test_both_sides_use_lanes_of_their_own(start: Start, same_host: bool) -> None:
+    first, second, _ = await lanes(start, same_host)
+    back = [await second.connect(first.address, same_host=same_host, lane=i) for i in (1, 0)]
+    for i, channel in enumerate(back):
+        await delivered(channel, first, tag_of(2, i))
+    await back[0].close()
+    assert back[1].alive
+    await delivered(back[1], first, tag_of(2, 7))
+
+
+@pytest.mark.parametrize("lane", [0, 1])
+async def test_a_receive_may_name_the_channel_of_any_lane(start: Start, lane: int) -> None:
+    sender, receiver, (weights, live) = await lanes(start, True)
+    source = await receiver.connect(sender.address, same_host=True, lane=lane)
+    for i, channel in enumerate((weights, live)):
+        buffer = np.zeros(8, np.uint8)
+        received = receiver.recv(buffer, tag_of(1, i), source=source)
+        await channel.send(np.ones(8, np.uint8), tag_of(1, i)).wait(5)
+        await received.wait(5)
+        assert buffer.all()
+
+
+async def lost_on_both(sender: TensorTransport, channels: list[Channel], kill: Callable[[], object]) -> None:
+    """A peer on another host dies: what is posted on either lane ends, and so does what comes later."""
+    sends = [channel.send(np.ones(1 << 20, np.uint8), tag_of(2, i)) for i, channel in enumerate(channels)]
+    named = [sender.recv(np.zeros(8, np.uint8), tag_of(3, i), source=channel) for i, channel in enumerate(channels)]
+    kill()
+    for transfer in [*sends, *named]:
+        with pytest.raises(PeerLost):
+            await transfer.wait(10)
+    assert [channel.alive for channel in channels] == [False, False]
+    for i, channel in enumerate(channels):
+        with pytest.raises(PeerLost):
+            await channel.send(np.ones(8, np.uint8), tag_of(4, i)).wait(10)
+
+
+async def test_a_lost_peer_is_lost_on_every_lane_of_memory() -> None:
+    fabric = MemoryFabric()
+    sender, victim = fabric.start(name="a"), fabric.start(name="b")
+    channels: list[Channel] = [await sender.connect(victim.address, same_host=False, lane=i) for i in (0, 1)]
+    await lost_on_both(sender, channels, lambda: fabric.kill(victim.address))
+    for transport in (sender, victim):
+        await transport.close()
+
+
+@pytest.mark.ucx
+async def test_a_lost_peer_is_lost_on_every_lane_of_ucx() -> None:
+    process, pipe = spawn(killed_peer, False)
+    sender = UcxTransport.start(name="a")
+    address = await asyncio.to_thread(pipe.recv)
+    channels: list[Channel] = [await sender.connect(address, same_host=False, lane=i) for i in (0, 1)]
+    pipe.send(sender.address)
+    assert await asyncio.to_thread(pipe.recv) == "connected"
+    await lost_on_both(sender, channels, process.kill)
+    process.join(10)
+    await sender.close()
 
 
 def test_tag_leaves_the_top_bit_to_the_transport() -> None:

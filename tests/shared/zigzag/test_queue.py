@@ -288,6 +288,90 @@ def test_stop_the_world_runs_nothing_until_it_shares() -> None:
     assert queue.next_for_target() == Layer("b", 0)
 
 
+def test_an_absent_batch_is_not_begun_before_it_has_arrived() -> None:
+    queue = Queue(4)
+    queue.add("a", 1.0, absent=True)
+    queue.add("b", 1.0)
+    assert run_layer(queue, 1) == Layer("b", 0)
+    assert run_layer(queue) is None
+    queue.arrived("a")
+    assert run_layer(queue) == Layer("a", 0), "it has its old place"
+    assert run_layer(queue, 2) == Layer("a", 1)
+
+
+def test_the_source_may_have_an_absent_batch_back() -> None:
+    queue = Queue(4)
+    queue.add("a", 1.0, absent=True)
+    queue.add("b", 1.0)
+    run_layer(queue, 1)
+    assert claimed(queue.pull("1")) == ("a", 0), "the earliest, though the target has begun a later one"
+    queue.arrived("a")
+    assert run_layer(queue, 2) == Layer("b", 1), "the source is its holder"
+    queue.take_back("1")
+    assert run_layer(queue) == Layer("a", 0)
+
+
+def test_a_batch_taken_back_before_it_has_arrived_is_still_absent() -> None:
+    queue = Queue(4)
+    queue.add("a", 1.0, absent=True)
+    queue.pull("1")
+    queue.take_back("1")
+    assert run_layer(queue, 4) is None
+
+
+@pytest.mark.parametrize("policy", [Policy.ZIGZAG, Policy.BEST_EFFORT])
+def test_an_absent_batch_does_not_hold_the_target_up(policy: Policy) -> None:
+    queue = Queue(2, policy)
+    queue.add("a", 1.0, absent=True)
+    queue.add("b", 1.0)
+    assert run_layer(queue, 2) == Layer("b", 0)
+
+
+def test_a_gated_batch_that_is_absent_holds_the_target_to_the_gates() -> None:
+    queue = Queue(4)
+    queue.add("a", 1.0, absent=True)
+    queue.add("b", 1.0)
+    queue.set_gate("a", 1)
+    queue.set_gate("b", 1)
+    assert run_layer(queue, 4) == Layer("b", 0)
+    # b has reached its gate and a is short of its own: neither side goes on before a is there.
+    assert run_layer(queue) is None
+    assert queue.pull("1") == Wait("a", "gate")
+    queue.arrived("a")
+    assert run_layer(queue) == Layer("a", 0)
+    assert claimed(queue.pull("1")) == ("a", 1)
+
+
+def test_an_absent_batch_is_cancelled_at_once() -> None:
+    queue = Queue(2)
+    queue.add("a", 1.0, absent=True)
+    assert queue.cancel("a") is Side.TARGET
+    assert queue.batch("a").state is State.CANCELLED
+    queue.arrived("a")
+    assert run_layer(queue, 2) is None
+
+
+def test_an_absent_batch_is_shared_like_any_other_and_run_once_it_is_there() -> None:
+    queue = Queue(2)
+    queue.set_layers_ready(2)
+    for batch_id in ("a", "b"):
+        queue.add(batch_id, 1.0, absent=True)
+    shares = queue.dissolve("end")
+    assert (shares.kept, [c.batch_id for c in shares.given]) == (("a",), ["b"])
+    assert run_layer(queue) is None
+    queue.arrived("a")
+    queue.arrived("b")
+    assert [run_layer(queue) for _ in range(3)] == [Layer("a", 0), Layer("a", 1), None]
+
+
+def test_only_a_batch_that_was_added_can_arrive() -> None:
+    with pytest.raises(IllegalMove):
+        queue_of("a").arrived("b")
+    queue = queue_of("a")
+    queue.arrived("a")  # it was never absent
+    assert run_layer(queue, 1) == Layer("a", 0)
+
+
 class RandomPair(RuleBasedStateMachine):
     """Any order of events. Each batch's layers are written down by who ran them."""
 
@@ -302,15 +386,28 @@ class RandomPair(RuleBasedStateMachine):
         self.cancelled: set[str] = set()
         self.given: set[str] = set()
         self.shares: Shares | None = None
+        self.absent: set[str] = set()
 
     @precondition(lambda self: not self.queue.dissolved)
-    @rule(behind=st.booleans(), cost=st.integers(1, 3), gate=st.none() | st.integers(0, 3))
-    def add(self, behind: bool, cost: int, gate: int | None) -> None:
+    @rule(behind=st.booleans(), cost=st.integers(1, 3), gate=st.none() | st.integers(0, 3), absent=st.booleans())
+    def add(self, behind: bool, cost: int, gate: int | None, absent: bool) -> None:
         batch_id = f"b{len(self.target_ran)}"
-        self.queue.add(batch_id, cost, behind_seal=behind)
+        self.queue.add(batch_id, cost, behind_seal=behind, absent=absent)
         self.target_ran[batch_id] = []
+        if absent:
+            self.absent.add(batch_id)
         if gate is not None:
             self.queue.set_gate(batch_id, gate)
+
+    @precondition(lambda self: self.absent)
+    @rule(data=st.data())
+    def arrive(self, data: st.DataObject) -> None:
+        """At any time: it may have been pulled, cancelled or given meanwhile."""
+        batch_id = data.draw(st.sampled_from(sorted(self.absent)))
+        before = self.queue.batch(batch_id).state
+        self.queue.arrived(batch_id)
+        assert self.queue.batch(batch_id).state is before
+        self.absent.remove(batch_id)
 
     @precondition(lambda self: self.queue.layers_ready < 3)
     @rule()
@@ -325,10 +422,12 @@ class RandomPair(RuleBasedStateMachine):
             return
         assert layer.layer == len(self.target_ran[layer.batch_id])
         assert layer.layer < self.queue.layers_ready
+        assert layer.batch_id not in self.absent, "it has nothing to begin with"
         for other in self.queue.batches():
             if other.batch_id == layer.batch_id:
                 break
             startable = other.state is State.WAITING and other.next_layer < self.queue.layers_ready
+            startable = startable and other.batch_id not in self.absent
             assert not startable or other.gate is not None, "a later batch went first"
         self.running = layer.batch_id
 
@@ -411,6 +510,8 @@ class RandomPair(RuleBasedStateMachine):
         for batch_id, ran in self.target_ran.items():
             batch = self.queue.batch(batch_id)
             assert ran == list(range(batch.next_layer)), "a layer was skipped or run twice"
+            assert batch.absent == (batch_id in self.absent)
+            assert not (batch.absent and (ran or batch.in_layer))
             assert (batch.state is State.CLAIMED) == (batch_id in open_claims)
             assert batch.in_layer == (batch_id == self.running)
             assert (batch in self.queue.batches()) == (batch.state not in ENDED)
@@ -424,6 +525,8 @@ class RandomPair(RuleBasedStateMachine):
         if self.running is not None:
             self.queue.layer_done(self.running)
         self.queue.set_layers_ready(3)
+        for batch_id in self.absent:
+            self.queue.arrived(batch_id)
         for claim in [*self.queue.open_claims(), *self.queue.dissolve("d").given]:
             self.queue.confirm(claim.claim_id)
         while (layer := self.queue.next_for_target()) is not None:

@@ -315,7 +315,7 @@ def test_disowned_requests_leave_without_a_word() -> None:
 
 def test_aborted_requests_end_with_the_error_those_that_had_not_ended() -> None:
     scheduler = lending(request("a"), request("b"))
-    a, b = lent = scheduler.lend()
+    _a, _b = lent = scheduler.lend()
     scheduler.cancel("b", 0)
     scheduler.abort(lent, ERROR)
     ended = {o.request_id: (o.finish_reason, o.error) for o in scheduler.take_ended()}
@@ -327,7 +327,7 @@ def test_the_load_counts_what_is_lent_and_held_as_queued() -> None:
     scheduler = lending(request("a", 6), request("b", 7), request("c", 8), max_num_sequences=2)
     before = scheduler.load()
     assert (before.queued_requests, before.queued_tokens, before.oldest_arrived_s) == (3, 21, 0.0)
-    a, b, c = scheduler.lend()
+    a, b, _c = scheduler.lend()
     assert scheduler.load() == before
     scheduler.reserve([b])
     load = scheduler.load()

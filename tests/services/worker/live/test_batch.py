@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,5 +93,5 @@ def test_packing_keeps_everybody_and_the_order(sizes: list[int], most_tokens: in
     for pack in packs:
         assert pack
         assert len(pack) == 1 or sum(s.num_tokens for s in pack) <= most_tokens
-    for pack, following in zip(packs, packs[1:], strict=False):
+    for pack, following in itertools.pairwise(packs):
         assert sum(s.num_tokens for s in pack) + following[0].num_tokens > most_tokens, "it would have fitted"

@@ -13,9 +13,7 @@ from tests.services.worker.live.members import NUM_LAYERS, assignment, batch_of,
 
 
 def work() -> SourceWork:
-    return SourceWork(
-        make_loop(), decode_interval_s=1.0, start_at_s=10.0, on_done=lambda _: None, on_free=lambda: None
-    )
+    return SourceWork(make_loop(), decode_interval_s=1.0, start_at_s=10.0, on_done=lambda _: None, on_free=lambda: None)
 
 
 def done(record: PairRecord, batch_id: str, first_layer: int, at_s: float) -> None:

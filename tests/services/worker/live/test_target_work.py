@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from services.worker.core.output import TokenOutput
 from services.worker.core.sequence import Sequence
 from services.worker.live.batch import PromptBatch
 from services.worker.live.target_work import Held, TargetWork
@@ -101,7 +102,7 @@ def test_with_all_layers_it_finishes_batches_and_their_requests_decode_here() ->
     batch = target.take("x", a, b)
     assert (target.loop.num_requests, target.loop.scheduler.num_requests) == (2, 0)
     target.load(NUM_LAYERS)
-    outputs = []
+    outputs: list[TokenOutput] = []
     for _ in range(NUM_LAYERS):
         step = target.loop.step()
         assert step is not None

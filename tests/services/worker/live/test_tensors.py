@@ -130,7 +130,7 @@ async def test_a_receive_that_is_cancelled_leaves_its_buffer_to_nobody(pair: Pai
 
 
 async def test_giving_up_ends_everything_that_is_posted(pair: Pair) -> None:
-    source, target = await pair.start()
+    source, _target = await pair.start()
     transfers = [source.send(bytes_of(1), serial, Kind.HANDED_HIDDEN) for serial in range(3)]
     receiving = asyncio.create_task(source.receive(10, 0, Kind.PULLED_KV))
     await eventually(lambda: len(source._posted) == 4)

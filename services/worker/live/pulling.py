@@ -1,0 +1,128 @@
+"""How the source of a pair gets work: batches back from the target, and at times one that never went there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from services.worker.instance import Instance
+from services.worker.live.batch import PromptBatch
+from services.worker.live.handing import Handing
+from services.worker.live.peer import Peer
+from services.worker.live.source_work import Pulled, SourceWork
+from services.worker.live.tensors import Kind, Tensors
+from shared.errors import DeadlineExceeded, TransportError
+from shared.messages.live import Pull
+from shared.messages.live import Pulled as PullAnswer
+
+log = logging.getLogger(__name__)
+
+PULL_WAIT_S = 0.25
+"""How long one pull waits at the target for a batch."""
+MAX_LEAD_LAYERS = 1.0
+"""A batch is asked for at most so long before the one in hand is done."""
+_SMOOTHING = 0.5
+
+
+class Puller:
+    """One batch after the other. Everything raises ``PairLost`` when the target is gone."""
+
+    def __init__(
+        self, pair_id: str, instance: Instance, handing: Handing, peer: Peer, work: SourceWork, tensors: Tensors
+    ) -> None:
+        self._pair_id = pair_id
+        self._instance = instance
+        self._handing = handing
+        self._peer = peer
+        self._work = work
+        self._tensors = tensors
+        self.num_claims = 0
+        self.pull_s = 0.0
+        """Seconds that a pull takes, as measured."""
+        self.free = asyncio.Event()
+        """Set when the engine may be free, or there is another reason to look."""
+
+    async def until_free(self, is_over: Callable[[], bool]) -> None:
+        """No prefill is unfinished here, and there is room for the batch that probably comes; or it is over."""
+        while True:
+            await self._peer.until(self.free.wait())
+            self.free.clear()
+            if is_over() or await self._handing.call(self._is_free):
+                return
+            # Steps tell when prefills end; blocks come free with decodes, which are steps as well.
+
+    def _is_free(self) -> bool:
+        handed, backlog = self._handing.handed, self._handing.backlog
+        expected = next(iter(list(handed.values())), None) or (backlog[0] if backlog else None)
+        return self._work.is_free and (expected is None or self._fits(expected))
+
+    def _fits(self, batch: PromptBatch) -> bool:
+        pool = self._instance.engine.loop.scheduler.pool
+        return pool.can_allocate(sum(pool.blocks_for(n) for n in batch.lengths))
+
+    async def pull(self) -> PullAnswer:
+        """Ask for the earliest batch, and begin it if there is one."""
+        serial, started_s = self.num_claims, time.monotonic()
+        self.num_claims += 1
+        message = Pull(pair_id=self._pair_id, claim_id=self._claim_id(serial), serial=serial, wait_s=PULL_WAIT_S)
+        answer = await self._peer.ask("pull", message, PullAnswer, wait_s=PULL_WAIT_S)
+        if answer.batch_id:
+            await self.take(answer.batch_id, answer.first_layer, serial)
+            self._took(time.monotonic() - started_s)
+        else:
+            self.free.set()  # it still is, unless something comes in between
+        return answer
+
+    async def take(self, batch_id: str, first_layer: int, serial: int) -> None:
+        """Get a batch here that the target gave, and begin it."""
+        batch = self._handing.handed[batch_id]
+        pulled = Pulled(batch)
+        if first_layer:
+            try:
+                pulled = await self._receive(batch, first_layer, serial)
+            except (TransportError, DeadlineExceeded) as error:
+                log.warning("batch %s is computed from the beginning: %s", batch_id, error)
+        self._peer.settle(self._claim_id(serial))
+        await self._begin(pulled)
+        del self._handing.handed[batch_id]
+
+    async def _receive(self, batch: PromptBatch, first_layer: int, serial: int) -> Pulled:
+        engine, tensors, num_tokens = self._instance.engine.loop.engine, self._tensors, batch.num_tokens
+        kv_bytes = first_layer * num_tokens * engine.kv_bytes_per_token_layer
+        hidden_bytes = num_tokens * engine.hidden_bytes_per_token
+        hidden, kv = await asyncio.gather(
+            self._peer.until(tensors.receive(hidden_bytes, serial, Kind.PULLED_HIDDEN)),
+            self._peer.until(tensors.receive(kv_bytes, serial, Kind.PULLED_KV)),
+        )
+        return Pulled(batch, first_layer, hidden, kv)
+
+    async def _begin(self, pulled: Pulled) -> None:
+        batch, scheduler = pulled.batch, self._instance.engine.loop.scheduler
+
+        def start() -> bool:
+            if not batch.ended and not scheduler.reserve(batch.sequences):
+                return False
+            batch.begun = True
+            self._work.start(pulled)
+            return True
+
+        while not await self._handing.call(start):
+            self.free.clear()
+            await self._peer.until(self.free.wait())
+
+    async def run_from_backlog(self) -> None:
+        """The target has nothing to pull, and no room or no use for what waits here: it is begun here."""
+        async with self._handing.lock:
+            if self._handing.backlog:
+                await self._begin(Pulled(self._handing.backlog[0]))
+                self._handing.backlog.popleft()
+
+    def _took(self, seconds: float) -> None:
+        self.pull_s += _SMOOTHING * (seconds - self.pull_s)
+        layer_s = max((b.layer_s for b in self._handing.handed.values()), default=0.0)
+        self._work.lead_s = min(self.pull_s, MAX_LEAD_LAYERS * layer_s)
+
+    def _claim_id(self, serial: int) -> str:
+        return f"{self._pair_id}-claim-{serial}"
