@@ -4,6 +4,9 @@ Both read one float32 Llama checkpoint of over 100 million parameters, made on t
 the same number of tokens for the same prompts of mixed lengths with the same threads.
 ``transformers`` gets them as one left-padded batch with its default cache; the engine through its
 scheduler. Repetitions alternate, so that a noisy machine disturbs both.
+
+The engine runs steps with prompt tokens layer by layer, so that live scaling may begin between two layers. What that
+costs when nothing scales is measured against the same engine with all layers in one call.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from rich.table import Table
 from services.worker.core.scheduler import SchedulerConfig
 from services.worker.core.sequence import Sequence
 from services.worker.engine.arena import HostArena
+from services.worker.engine.base import Activation
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.loader import load_unit
 from services.worker.engine.loop import EngineLoop
@@ -36,6 +40,8 @@ from shared.errors import Internal
 from shared.messages.generation import SamplingParams
 
 BLOCK_SIZE = 16
+OVERHEAD_RUNS = 5
+"""Pairs of runs per repetition: a prefill is short, and the difference small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +61,25 @@ class EngineBenchSettings:
     num_layers: int = 12
     num_heads: int = 12
     num_kv_heads: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LayerByLayer:
+    """Prompts computed layer by layer, next to all layers in one call. ``*_s``: medians."""
+
+    prompt_tokens: int
+    layer_by_layer_s: float
+    one_call_s: float
+    ratio: float
+    """Layer by layer over one call: median of the ratios of neighbouring runs."""
+    ratio_quartiles: tuple[float, float]
+
+
+class _OneCallLoop(EngineLoop):
+    """As if live scaling did not exist."""
+
+    def _run_prompts(self, activation: Activation) -> None:
+        self.engine.run_layers(activation, 0, self.engine.num_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +131,12 @@ def _prompts(settings: EngineBenchSettings, batch_size: int) -> list[list[int]]:
     return [[draw.randrange(settings.vocab_size) for _ in range(length)] for length in lengths]
 
 
-def _run_engine(engine: TorchEngine, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
+def _run_engine(
+    engine: TorchEngine, prompts: list[list[int]], num_tokens: int, loop_type: type[EngineLoop] = EngineLoop
+) -> tuple[float, list[list[int]]]:
     """Seconds and the tokens written."""
     config = SchedulerConfig(num_blocks=engine.num_blocks, block_size=BLOCK_SIZE)
-    loop = EngineLoop(engine, config, time.perf_counter)
+    loop = loop_type(engine, config, time.perf_counter)
     params = SamplingParams(max_tokens=num_tokens, seed=0, temperature=0.0, ignore_eos=True)
     written: list[list[int]] = [[] for _ in prompts]
     started_s = time.perf_counter()
@@ -170,6 +197,22 @@ def _measure(engine: TorchEngine, model: Any, settings: EngineBenchSettings, bat
     return BatchResult(batch_size, num_prompt_tokens, engine_rate, transformers_rate, ratio, agreement)
 
 
+def _measure_layer_by_layer(engine: TorchEngine, settings: EngineBenchSettings) -> LayerByLayer:
+    """Prompts of the largest batch, one token each."""
+    prompts = _prompts(settings, max(settings.batch_sizes))
+    ours: list[float] = []
+    plain: list[float] = []
+    for repetition in range(OVERHEAD_RUNS * settings.repetitions):
+        # The order alternates, too: the second of two runs finds warmer caches.
+        for loop_type in (EngineLoop, _OneCallLoop) if repetition % 2 else (_OneCallLoop, EngineLoop):
+            seconds, _ = _run_engine(engine, prompts, 1, loop_type)
+            (plain if loop_type is _OneCallLoop else ours).append(seconds)
+    ratios = [a / b for a, b in zip(ours, plain, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    tokens = sum(len(prompt) for prompt in prompts)
+    return LayerByLayer(tokens, statistics.median(ours), statistics.median(plain), middle, (low, high))
+
+
 def run_engine_bench(
     json_path: Path | None,
     settings: EngineBenchSettings | None = None,
@@ -198,11 +241,14 @@ def run_engine_bench(
         for batch_size in settings.batch_sizes:
             progress(f"measuring batch {batch_size}")
             results.append(_measure(engine, model, settings, batch_size))
+        progress("measuring layer by layer")
+        layer_by_layer = _measure_layer_by_layer(engine, settings)
     finally:
         torch.set_num_threads(threads_before)
     report: dict[str, Any] = {
         "vs_transformers": {str(result.batch_size): round(result.ratio, 3) for result in results},
         "batches": [asdict(result) for result in results],
+        "layer_by_layer": asdict(layer_by_layer),
         "settings": asdict(settings),
         "num_parameters": num_parameters,
         "dtype": "float32",
@@ -227,6 +273,12 @@ def _print(report: dict[str, Any], console: Console) -> None:
             f"{batch['same_tokens']:.0%}",
         )
     console.print(table)
+    prefill = report["layer_by_layer"]
+    low, high = prefill["ratio_quartiles"]
+    console.print(
+        f"prompts layer by layer take {prefill['ratio']:.3f} times as long as in one call (quartiles {low:.3f} to "
+        f"{high:.3f}; {prefill['prompt_tokens']} tokens in {prefill['layer_by_layer_s']:.3f} s)"
+    )
 
 
 def command(

@@ -15,7 +15,7 @@ from typing import Protocol
 from services.worker.core.output import TokenOutput
 from services.worker.core.scheduler import ScheduledBatch, Scheduler, SchedulerConfig, SchedulerLoad
 from services.worker.core.sequence import Sequence
-from services.worker.engine.base import Batch, Engine, Sampled, SamplingRow, Slice
+from services.worker.engine.base import Activation, Batch, Engine, Sampled, SamplingRow, Slice
 from shared.errors import BlitzError, Internal
 from shared.messages.common import ErrorInfo
 
@@ -200,11 +200,7 @@ class EngineLoop:
         engine = self._engine
         activation = engine.embed(Batch(tuple(slices)))
         if scheduled.num_prefill_tokens:
-            for layer in range(engine.num_layers):
-                engine.run_layers(activation, layer, layer + 1)
-                if self.partial is not None:
-                    self.partial.ran_layer()
-                self.between_layers()
+            self._run_prompts(activation)
         else:
             engine.run_layers(activation, 0, engine.num_layers)
         if not rows:
@@ -213,3 +209,11 @@ class EngineLoop:
         if len(sampled) != len(rows):
             raise Internal(f"the engine sampled {len(sampled)} tokens for {len(rows)} rows")
         return sampled
+
+    def _run_prompts(self, activation: Activation) -> None:
+        engine = self._engine
+        for layer in range(engine.num_layers):
+            engine.run_layers(activation, layer, layer + 1)
+            if self.partial is not None:
+                self.partial.ran_layer()
+            self.between_layers()
