@@ -141,6 +141,8 @@ class Serving:
         if older is not None:
             # Its cancel may be lost on the way, and nobody reads it any more.
             instance.engine.cancel(request.request_id, older)
+            if self.cooperation is not None:
+                self.cooperation.cancel(request.request_id, older)
         self._gateways.setdefault(request.gateway_id, _Gateway(time.monotonic(), 30.0))
         key = (request.request_id, request.attempt)
         span = tracer().start_span(

@@ -66,6 +66,15 @@ class SampledToken(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Queued:
+    """Requests accepted and not begun."""
+
+    requests: int
+    tokens: int
+    oldest_arrived_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerLoad:
     """Gauges now, and counters over the scheduler's life."""
 

@@ -10,9 +10,6 @@ Rules, in order:
 4. A decode that finds no block preempts the latest arrival: its blocks are freed, it returns
    to the head of ``waiting`` with its output kept, and computes prompt and output again. The
    latest arrival itself just waits. So the oldest request always advances, and nothing starves.
-5. In live scaling the queue is lent (``lending``): requests that are not begun are not admitted here,
-   but handed to another instance, or computed outside of steps and adopted with their first token.
-
 Pure: no clock, no engine. One batch is in flight at a time.
 """
 
@@ -25,7 +22,14 @@ from collections.abc import Sequence as Rows
 
 from services.worker.core.blocks import BlockPool
 from services.worker.core.output import TokenOutput
-from services.worker.core.schedule import SampledToken, ScheduledBatch, ScheduledSlice, SchedulerConfig, SchedulerLoad
+from services.worker.core.schedule import (
+    Queued,
+    SampledToken,
+    ScheduledBatch,
+    ScheduledSlice,
+    SchedulerConfig,
+    SchedulerLoad,
+)
 from services.worker.core.sequence import Sequence
 from shared.errors import Conflict, ContextLengthExceeded, Overloaded
 from shared.messages.common import ErrorInfo
@@ -49,9 +53,6 @@ class Scheduler:
         self._next_id = 0
         self._in_flight: ScheduledBatch | None = None
         self._ended: list[TokenOutput] = []
-        self._num_held = 0
-        self.lending = False
-        """Requests that have not begun wait for ``lend`` instead of being admitted."""
         self._prefill_tokens_total = 0
         self._decode_tokens_total = 0
         self._preemptions_total = 0
@@ -59,7 +60,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether ``schedule`` or ``take_ended`` has something to give."""
-        return bool(self._running or self._ended or (self._waiting and not self._is_lent_next()))
+        return bool(self._running or self._ended or self._may_admit())
 
     @property
     def num_requests(self) -> int:
@@ -86,11 +87,12 @@ class Scheduler:
             sequence.finished = True
             self._ended.append(sequence.end(reason))
             return
-        if len(self._waiting) >= config.max_queued_requests:
-            raise Overloaded(f"{len(self._waiting)} requests are queued, the limit is {config.max_queued_requests}")
+        queued = self._queued()
+        if queued.requests >= self._queue_factor * config.max_queued_requests:
+            raise Overloaded(f"{queued.requests} requests are queued, the limit is {config.max_queued_requests}")
         # A queue that is empty takes any prompt that fits the pool, else a long one could never run.
-        if self._waiting and self._waiting_tokens + sequence.num_tokens > config.max_queued_tokens:
-            raise Overloaded(f"{self._waiting_tokens} tokens are queued, the limit is {config.max_queued_tokens}")
+        if queued.requests and queued.tokens + sequence.num_tokens > self._queue_factor * config.max_queued_tokens:
+            raise Overloaded(f"{queued.tokens} tokens are queued, the limit is {config.max_queued_tokens}")
         if sequence.arrived_s is None:
             sequence.arrived_s = now_s
         sequence.id = self._next_id
@@ -122,7 +124,7 @@ class Scheduler:
         """The next batch, or None if there is nothing to compute. ``complete`` or ``fail`` must follow."""
         if self._in_flight is not None:
             raise RuntimeError("a batch is in flight")
-        if not self._running and (not self._waiting or self._is_lent_next()):
+        if not self._running and not self._may_admit():
             return None
         budget = self.config.max_batch_tokens
         slices: list[ScheduledSlice] = []
@@ -148,8 +150,10 @@ class Scheduler:
             if budget <= 0:
                 break
             budget -= self._prefill(sequence, budget, slices)
-        while budget > 0 and not preempted and self._admit(now_s):
-            budget -= self._prefill(self._running[-1], budget, slices)
+        while budget > 0 and not preempted and (admitted := self._admit(now_s)) is not None:
+            budget -= self._prefill(admitted, budget, slices)
+        if not slices:
+            return None  # what is computed outside of steps leaves no room
         num_prefill_tokens = self.config.max_batch_tokens - budget - num_decode_tokens
         self._prefill_tokens_total += num_prefill_tokens
         self._decode_tokens_total += num_decode_tokens
@@ -199,78 +203,6 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
-    # --- live scaling: requests computed elsewhere, or here outside of steps ---------------------
-
-    def lend(self) -> list[Sequence]:
-        """Take the requests that have not begun out of the queue, in order. They stay accepted: ``return_lent``,
-        ``adopt`` or ``disown`` must follow for each that is not cancelled meanwhile."""
-        lent = [s for s in self._waiting if s.num_emitted == 0]
-        self._waiting = deque(s for s in self._waiting if s.num_emitted > 0)
-        self._waiting_tokens = sum(s.num_tokens for s in self._waiting)
-        return lent
-
-    def return_lent(self, sequences: Iterable[Sequence]) -> None:
-        """Lent requests wait here again, at their old places; ended ones are left out."""
-        for sequence in sequences:
-            if not sequence.finished:
-                self._put_back(sequence)
-
-    def reserve(self, sequences: Rows[Sequence]) -> bool:
-        """Seats and blocks for prefixes that are computed outside of steps, for all or, with False, for none.
-
-        Those that are another instance's so far get their place in the order of arrival here.
-        """
-        need = sum(self.pool.blocks_for(s.num_tokens) for s in sequences)
-        if self._num_seats < len(sequences) or not self.pool.can_allocate(need):
-            return False
-        for sequence in sequences:
-            if sequence.id < 0:
-                sequence.id = self._next_id
-                self._next_id += 1
-            sequence.block_table = self.pool.allocate(self.pool.blocks_for(sequence.num_tokens))
-            sequence.held = True
-        self._num_held += len(sequences)
-        return True
-
-    def release(self, sequences: Iterable[Sequence]) -> None:
-        """Give reserved seats and blocks back."""
-        for sequence in sequences:
-            if sequence.held:
-                sequence.held = False
-                self._num_held -= 1
-                self._free(sequence)
-
-    def adopt(self, sequence: Sequence, token: SampledToken, now_s: float = 0.0) -> TokenOutput | None:
-        """A reserved prefix was computed and its first token sampled: the request decodes here from now on.
-
-        None if it ended meanwhile. Raises ``Conflict`` for an attempt that is here already.
-        """
-        if sequence.finished:
-            self.release([sequence])
-            return None
-        if self._by_key.setdefault(sequence.key, sequence) is not sequence:
-            raise Conflict(f"attempt {sequence.attempt} of request {sequence.request_id} is here already")
-        sequence.held = False
-        self._num_held -= 1
-        if sequence.first_scheduled_s is None:
-            sequence.first_scheduled_s = now_s
-        sequence.num_computed = sequence.num_tokens
-        self._prefill_tokens_total += sequence.num_tokens
-        output = self._take_token(sequence, token)
-        if not sequence.finished:
-            bisect.insort(self._running, sequence, key=_arrival)
-        return output
-
-    def disown(self, sequences: Iterable[Sequence]) -> None:
-        """Lent requests are another instance's for good: they leave without a word."""
-        for sequence in sequences:
-            if not sequence.finished:
-                self._forget(sequence)
-
-    def abort(self, sequences: Iterable[Sequence], error: ErrorInfo) -> None:
-        """End these requests with an error, those that have not ended."""
-        self._end([s for s in sequences if not s.finished], "error", error)
-
     @property
     def has_prefill(self) -> bool:
         """Whether a running request's prefix is not computed yet."""
@@ -282,21 +214,17 @@ class Scheduler:
         return any(len(s.tokens) - s.num_computed == 1 for s in self._running)
 
     def load(self) -> SchedulerLoad:
-        """The load now. O(running); while the queue is lent O(requests)."""
+        """The load now. O(running)."""
         running_tokens = known_tokens = 0
         for sequence in self._running:
             running_tokens += sequence.num_computed
             remaining = len(sequence.tokens) - sequence.num_computed
             if remaining > 1:
                 known_tokens += remaining
-        waiting_tokens, oldest = self._waiting_tokens, self._waiting[0].arrived_s if self._waiting else None
-        if self.lending or self._num_held:
-            queued = [s for s in self._by_key.values() if s.held or not s.block_table]
-            waiting_tokens = sum(s.num_tokens for s in queued)
-            oldest = min((s.arrived_s for s in queued if s.arrived_s is not None), default=None)
+        queued = self._queued()
         return SchedulerLoad(
-            len(self._by_key) - len(self._running),
-            waiting_tokens + known_tokens,
+            queued.requests,
+            queued.tokens + known_tokens,
             len(self._running),
             running_tokens,
             self.pool.num_used,
@@ -304,19 +232,21 @@ class Scheduler:
             self._prefill_tokens_total,
             self._decode_tokens_total,
             self._preemptions_total,
-            oldest,
+            queued.oldest_arrived_s,
         )
 
     def check(self) -> None:
         """Assert the invariants that hold between calls. For tests."""
         in_flight = [p.sequence for p in self._in_flight.slices] if self._in_flight else []
-        held = {id(s): s.block_table for s in [*self._running, *self._waiting, *in_flight]}
-        self.pool.check(held.values())
-        order = [s.id for s in [*self._running, *self._waiting]]
-        assert order == sorted(order), "running and waiting are not in order of arrival"
-        assert len(self._running) <= self.config.max_num_sequences
+        owners = {id(s): s.block_table for s in [*self._running, *self._waiting, *in_flight, *self._elsewhere()]}
+        self.pool.check(owners.values())
+        for name, sequences in (("running", self._running), ("waiting", self._waiting)):
+            order = [s.id for s in sequences]
+            assert order == sorted(order), f"{name} is not in order of arrival"
+        assert self._num_seats >= 0
         assert self._waiting_tokens == sum(s.num_tokens for s in self._waiting)
-        assert {s.key for s in [*self._running, *self._waiting]} == set(self._by_key)
+        known = {s.key for s in [*self._running, *self._waiting, *self._elsewhere()] if not s.finished}
+        assert set(self._by_key) <= known
 
     def _grow(self, sequence: Sequence, index: int, preempted: list[Sequence]) -> bool:
         """Give a decode its next block; ``running[index:]`` may be preempted for it."""
@@ -338,31 +268,45 @@ class Scheduler:
         slices.append(ScheduledSlice(sequence, sequence.num_computed, count, count == remaining))
         return count
 
-    def _admit(self, now_s: float) -> bool:
+    def _admit(self, now_s: float) -> Sequence | None:
         """Move the head of ``waiting`` to ``running`` if a seat and the blocks of its prefix are free."""
-        if not self._waiting or self._is_lent_next() or self._num_seats < 1:
-            return False
+        if not self._may_admit() or self._num_seats < 1:
+            return None
         sequence = self._waiting[0]
         need = self.pool.blocks_for(sequence.num_tokens)
         if not self.pool.can_allocate(need + (self._spare_blocks if self._running else 0)):
-            return False
+            return None
         self._waiting.popleft()
         self._waiting_tokens -= sequence.num_tokens
         sequence.block_table = self.pool.allocate(need)
         if sequence.first_scheduled_s is None:
             sequence.first_scheduled_s = now_s
-        self._running.append(sequence)
-        return True
+        bisect.insort(self._running, sequence, key=arrival)
+        return sequence
+
+    def _may_admit(self) -> bool:
+        """Whether the head of ``waiting`` may run here."""
+        return bool(self._waiting)
 
     @property
     def _num_seats(self) -> int:
-        return self.config.max_num_sequences - len(self._running) - self._num_held
+        return self.config.max_num_sequences - len(self._running)
 
-    def _is_lent_next(self) -> bool:
-        return self.lending and self._waiting[0].num_emitted == 0
+    @property
+    def _queue_factor(self) -> int:
+        """How many instances work on this queue."""
+        return 1
+
+    def _queued(self) -> Queued:
+        oldest_s = self._waiting[0].arrived_s if self._waiting else None
+        return Queued(len(self._waiting), self._waiting_tokens, oldest_s)
+
+    def _elsewhere(self) -> Iterable[Sequence]:
+        """Requests that are neither running nor waiting here."""
+        return ()
 
     def _put_back(self, sequence: Sequence) -> None:
-        bisect.insort(self._waiting, sequence, key=_arrival)
+        bisect.insort(self._waiting, sequence, key=arrival)
         self._waiting_tokens += sequence.num_tokens
 
     def _take_token(self, sequence: Sequence, token: SampledToken) -> TokenOutput:
@@ -409,5 +353,6 @@ class Scheduler:
         self.pool.free(blocks)
 
 
-def _arrival(sequence: Sequence) -> int:
+def arrival(sequence: Sequence) -> int:
+    """For sorting."""
     return sequence.id

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.worker.core.lending import LendingScheduler
 from services.worker.core.output import TokenOutput
-from services.worker.core.scheduler import ScheduledBatch, Scheduler, SchedulerConfig, SchedulerLoad
+from services.worker.core.scheduler import ScheduledBatch, SchedulerConfig, SchedulerLoad
 from services.worker.core.sequence import Sequence
 from services.worker.engine.base import Activation, Batch, Engine, Sampled, SamplingRow, Slice
 from shared.errors import BlitzError, Internal
@@ -83,7 +84,7 @@ class EngineLoop:
                 f"the scheduler counts on {config.num_blocks} KV blocks of {config.block_size} tokens, "
                 f"the engine has {engine.num_blocks} of {engine.block_size}"
             )
-        self.scheduler = Scheduler(config)
+        self.scheduler = LendingScheduler(config)
         self._engine = engine
         self._clock = clock
         self._busy_s_total = 0.0
@@ -132,11 +133,11 @@ class EngineLoop:
 
     def step(self) -> StepOutput | None:
         """Compute one batch, or one layer of a partial one; None if there was nothing to do or to report."""
-        output = None
-        if self.partial is not None and self.partial.ready and not self._decode_is_due(self.partial):
-            output = self.partial.step()
-        if output is None:
-            output = self._step_batch()
+        partial = self.partial
+        due = partial is None or self._decode_is_due(partial)
+        output = self._step_batch() if due or partial is None else partial.step()
+        if output is None and partial is not None:
+            output = partial.step() if due else self._step_batch()
         # Asked again: a pair may have begun between two layers.
         if output is not None and self.partial is not None:
             self.partial.stepped(output)

@@ -165,8 +165,12 @@ class EngineThread:
                 self._stats = loop.stats()
                 commands.get()()
             else:
-                self._deliver(loop.step())
+                output = loop.step()
+                self._deliver(output)
                 self._stats = loop.stats()
+                if output is None:
+                    # There is work and no room for it: whatever changes that comes as a command.
+                    commands.get()()
 
     def _drain_soon(self) -> None:
         while not self._soon.empty():

@@ -83,15 +83,15 @@ def sequence_of(request: Submit, eos_token_ids: Iterable[int], arrived_s: float 
     )
 
 
-def packed(sequences: Iterable[Sequence], most_tokens: int) -> Iterator[list[Sequence]]:
-    """Requests in first-come order as batches of up to ``most_tokens`` tokens; a longer prefix is one by itself.
+def packed(sequences: Iterable[Sequence], most_tokens: int, most_requests: int) -> Iterator[list[Sequence]]:
+    """Requests in first-come order as batches of up to so many tokens and requests; a longer prefix is one by itself.
 
     Short prompts cost mostly the reading of the weights: together they cost it once.
     """
     pack: list[Sequence] = []
     num_tokens = 0
     for sequence in sequences:
-        if pack and num_tokens + sequence.num_tokens > most_tokens:
+        if pack and (num_tokens + sequence.num_tokens > most_tokens or len(pack) == most_requests):
             yield pack
             pack, num_tokens = [], 0
         pack.append(sequence)

@@ -20,6 +20,9 @@ from shared.transport.base import Buffer
 
 log = logging.getLogger(__name__)
 
+SEATS_SHARE = 4
+"""A batch takes at most this part of an instance's seats."""
+
 T = TypeVar("T")
 
 
@@ -57,15 +60,21 @@ class Handing:
             sequences = [self._lent.popleft() for _ in range(len(self._lent))]
             fresh = self._batches(sequences)
             self.backlog.extend(fresh)
-            while self.backlog and await self._hand_over(self.backlog[0], tensors, behind_seal):
-                pass
+            while self.backlog:
+                if self.backlog[0].ended:
+                    self.backlog.popleft()  # nobody waits for it any more
+                elif not await self._hand_over(self.backlog[0], tensors, behind_seal):
+                    return
 
     def _batches(self, sequences: list[Sequence]) -> list[PromptBatch]:
         loop, num_layers = self._instance.engine.loop, self._instance.layout.num_layers
         # Without a measurement a batch's cost is only relative to the others'.
         token_s = loop.prefill_token_s or 1e-6
         batches = []
-        for pack in packed(sequences, self._instance.scheduler.prefill_chunk_tokens):
+        config = self._instance.scheduler
+        # All of a batch need seats at once.
+        most_requests = max(1, config.max_num_sequences // SEATS_SHARE)
+        for pack in packed(sequences, config.prefill_chunk_tokens, most_requests):
             num_tokens = sum(s.num_tokens for s in pack)
             batch_id = f"{self._assignment.pair_id}-{self._num_batches}"
             self._num_batches += 1

@@ -16,7 +16,7 @@ from services.worker.live.batch import PromptBatch, sequence_of
 from services.worker.live.gates import Gates
 from services.worker.live.signal import Signal
 from services.worker.live.target_work import Held, TargetWork
-from services.worker.live.tensors import Kind, Tensors, sent
+from services.worker.live.tensors import Kind, Tensors
 from services.worker.serving import Serving
 from shared.errors import BadRequest, BlitzError, Conflict, Overloaded
 from shared.messages.live import Dissolve, Dissolved, Gate, Given, HandOver
@@ -50,7 +50,6 @@ class TargetBatches:
         """All that ever came."""
         self._borrowed: dict[str, PromptBatch] = {}
         """Those whose requests are the source's, by id."""
-        self._finished: list[str] = []
         self._sent: set[str] = set()
         """Claims whose tensors are on their way, or there."""
         self._dissolving = asyncio.Lock()
@@ -134,7 +133,7 @@ class TargetBatches:
         hidden = await asyncio.to_thread(engine.hidden_states, held.activation)
         first = self._tensors.send(hidden, serial, Kind.PULLED_HIDDEN)
         kv = await asyncio.to_thread(engine.export_kv, batch.block_tables, batch.lengths, num_layers)
-        failure = await sent(first, self._tensors.send(kv, serial, Kind.PULLED_KV))
+        failure = await self._tensors.sent(first, self._tensors.send(kv, serial, Kind.PULLED_KV))
         if failure is not None:
             log.info("batch %s: %s; the source computes it from the beginning", batch.batch_id, failure)
 
@@ -179,13 +178,14 @@ class TargetBatches:
             shares = self._queue.dissolve(message.claim_id, source_busy=message.source_busy_s)
             for claim in shares.given:
                 self._queue.confirm(claim.claim_id)
+            finished = tuple(self._work.finished)
         return Dissolved(
             kept=shares.kept,
             given=tuple(
                 Given(batch_id=claim.batch_id, first_layer=claim.first_layer, serial=message.first_serial + i)
                 for i, claim in enumerate(shares.given)
             ),
-            finished=tuple(self._finished),
+            finished=finished,
             layer_runs=self._work.layers.runs(),
         )
 
@@ -193,7 +193,7 @@ class TargetBatches:
         """Send what was begun of the given batches, free all that are the source's, wait for the end of the kept."""
         begun = [given for given in shares.given if given.first_layer]
         await asyncio.gather(*(self._send(self._work.held[g.batch_id], g.first_layer, g.serial) for g in begun))
-        await self._drop([batch_id for batch_id in self._borrowed if batch_id not in self._finished])
+        await self._drop([batch_id for batch_id in self._borrowed if batch_id not in shares.finished])
         await self._changed.until(lambda: not self._work.held)
 
     async def close(self) -> None:
@@ -232,7 +232,6 @@ class TargetBatches:
 
     def finished(self, batch: PromptBatch) -> None:
         """The engine finished a batch: its requests decode here."""
-        self._finished.append(batch.batch_id)
         self._borrowed.pop(batch.batch_id, None)
         self._changed.fire()
 

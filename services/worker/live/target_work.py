@@ -60,6 +60,8 @@ class TargetWork:
         self._on_layer = on_layer
         self._on_finished = on_finished
         self._on_broken = on_broken
+        self.finished: list[str] = []
+        """Batches that ended here, in order. Under ``lock``."""
         self._maybe = False
         self._closed = False
 
@@ -106,7 +108,8 @@ class TargetWork:
             output = self._end(held, layer)
         except Exception as error:
             log.exception("layer %d of batch %s failed", layer.layer, layer.batch_id)
-            self._maybe = False
+            with self.lock:
+                self._closed, self._maybe = True, False
             self._on_broken(error)
             return StepOutput(())
         self._loop.busy(time.monotonic() - started_s)
@@ -131,6 +134,8 @@ class TargetWork:
             ended = self.queue.batch(layer.batch_id).state in ENDED
             if ended:
                 self.held.pop(layer.batch_id, None)
+            if finished:
+                self.finished.append(layer.batch_id)
         if ended and not is_last:  # cancelled meanwhile
             self._loop.scheduler.release(held.batch.sequences)
         if finished:

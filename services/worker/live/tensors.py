@@ -11,7 +11,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from shared.errors import BlitzError, TransportError
+from shared.errors import BlitzError, DeadlineExceeded, TransportError
 from shared.transport.base import Buffer, Channel, TensorTransport, Transfer, tag_of
 
 PAIR_BIT = 1 << 38
@@ -66,6 +66,16 @@ class Tensors:
             raise
         return buffer
 
+    async def sent(self, *transfers: Transfer) -> BlitzError | None:
+        """Wait for the ends of sends; the first error, if any. Inside a host only time tells that the peer is dead."""
+        failure: BlitzError | None = None
+        for transfer in transfers:
+            try:
+                await transfer.wait(self._timeout_s)
+            except (TransportError, DeadlineExceeded) as error:
+                failure = failure or error
+        return failure
+
     def abort(self) -> None:
         """Give up what is posted. Buffers stay quarantined until their transfers are done."""
         for transfer in list(self._posted):
@@ -75,14 +85,3 @@ class Tensors:
         self._posted.add(transfer)
         transfer.add_done_callback(self._posted.discard)
         return transfer
-
-
-async def sent(*transfers: Transfer) -> BlitzError | None:
-    """Wait for the ends of sends; the first error, if any."""
-    failure: BlitzError | None = None
-    for transfer in transfers:
-        try:
-            await transfer.wait()
-        except TransportError as error:
-            failure = failure or error
-    return failure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Literal
 
 import pytest
@@ -40,12 +40,15 @@ RATE = Rate.parse("120mbit")
 """The model's 34 MB take 2.3 s."""
 SLOW = Rate.parse("12mbit")
 FAST = Rate.parse("1gbit")
+"""For what happens after the requests."""
 TOKEN_S = 0.0003
 """Per layer. One instance alone needs 2.4 s for the prompts of a burst."""
 PROMPT_TOKENS = (192, 96, 64, 160, 64, 32, 128, 48, 96, 128)
 """Not all equal, so that the planner gates some; the short ones share a batch."""
 PROMPTS = tuple(prompt_of(7, index, tokens, token_ids=range(10, 250)) for index, tokens in enumerate(PROMPT_TOKENS))
 OUTPUT_TOKENS = 16
+BUSY_S = max(PROMPT_TOKENS) * TOKEN_S
+"""Some layers, of whichever prompts."""
 NUM_STREAMS, STREAM_TOKENS = 3, 100
 """Requests that decode already when the burst comes, and still do when it is disturbed."""
 WORKER_ENV = {
@@ -121,8 +124,8 @@ class Lab:
                 with contextlib.suppress(Conflict):
                     return await self.stack.admin.scale(self.stack.model, instances, hold_s=HOLD_S, live=live)
 
-    async def cooperate(self, *, times: int = 1) -> tuple[Burst, ScaleRecord, LiveRecord]:
-        """A burst at one instance, and a second one that helps: returns once that has run layers and still loads.
+    async def cooperate(self, *, times: int = 1, busy_s: float = BUSY_S) -> tuple[Burst, ScaleRecord, LiveRecord]:
+        """A burst at one instance, and a second one that helps: returns once that was so busy, and still loads.
 
         ``times``: each of its prompts is asked.
         """
@@ -135,7 +138,7 @@ class Lab:
         record = await self.scale(2, live="always")
         (pair,) = record.live
         (target,) = record.targets
-        await self.until(lambda: self._has_run_layers(target), f"{target.worker_id} has run layers")
+        await self.until(lambda: self._helps(target, busy_s), f"{target.worker_id} runs layers")
         record = await self.stack.admin.scale_record(record.plan_id)
         assert record.targets[0].loaded_ms is None, f"too late to disturb anything: {record}"
         assert record.live[0].outcome == "running", record
@@ -148,9 +151,9 @@ class Lab:
     async def _queues(self) -> bool:
         return any(r.queued_requests >= len(PROMPTS) // 2 for r in self._fresh())
 
-    async def _has_run_layers(self, target: TargetRecord) -> bool:
+    async def _helps(self, target: TargetRecord, busy_s: float) -> bool:
         return any(
-            r.instance_id == target.instance_id and r.state == "live" and r.busy_s_total > max(PROMPT_TOKENS) * TOKEN_S
+            r.instance_id == target.instance_id and r.state == "live" and r.busy_s_total >= busy_s
             for r in self._fresh()
         )
 
@@ -177,17 +180,10 @@ class Lab:
         assert all(p.reason for p in record.live if p.outcome == "failed"), record
         return record
 
-    @contextlib.contextmanager
-    def rated(self, rate: Rate, *worker_ids: str) -> Iterator[None]:
-        """Another rate of these workers' links within the block."""
-        hosts = [self.stack.host_of(worker_id) for worker_id in worker_ids]
-        for host in hosts:
+    def set_rates(self, rate: Rate) -> None:
+        """Of every host's link, from now on."""
+        for host in range(NUM_HOSTS):
             self.network.set_rate(host, rate)
-        try:
-            yield
-        finally:
-            for host in hosts:
-                self.network.set_rate(host, RATE)
 
     async def cut(self, worker_id: str) -> None:
         """Pull the cable of a worker's data link for ``CUT_S``."""
@@ -223,13 +219,10 @@ class Lab:
         await self.until(well, f"{instances} instances serve and have nothing to do")
 
     async def scales_again(self) -> None:
-        """Out to every host and back to one."""
-        with self.rated(FAST, *(w.worker.worker_id for w in await self.stack.workers())):
-            record = await self.ended(await self.scale(NUM_HOSTS))
-            assert record.status == "done", record
-            await self.nothing_is_left(NUM_HOSTS)
-        await self.scale(1)
-        await self.nothing_is_left(1)
+        """Out to every host."""
+        record = await self.ended(await self.scale(NUM_HOSTS))
+        assert record.status == "done", record
+        await self.nothing_is_left(NUM_HOSTS)
 
     async def cancel_bursts(self) -> None:
         """Of a case that failed; otherwise all requests have ended."""
@@ -289,6 +282,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab
 @pytest_asyncio.fixture(loop_scope="module")
 async def lab(running: Lab) -> AsyncIterator[Lab]:
     """One instance serves, two workers are spare, and the links are quiet."""
+    running.set_rates(RATE)
     await running.scale(1)
     await running.nothing_is_left(1)
     await running.stack.wait_quiet()
@@ -300,6 +294,7 @@ async def test_a_target_that_is_killed_loses_no_request(lab: Lab) -> None:
     burst, record, pair = await lab.cooperate()
     lab.stack.kill(pair.target)
     await burst.answered_as_alone()
+    lab.set_rates(FAST)
     assert (await lab.pair_ended(record)).outcome == "failed"
     # The floor of two holds: another worker takes its place.
     await lab.nothing_is_left(2)
@@ -310,6 +305,7 @@ async def test_a_source_that_is_killed_leaves_its_requests_to_the_gateway(lab: L
     burst, record, pair = await lab.cooperate()
     lab.stack.kill(pair.source)
     await burst.answered_as_alone()
+    lab.set_rates(FAST)
     record = await lab.ended(record)
     # The target goes on loading, from its own disk.
     assert record.status == "done", record
@@ -325,6 +321,7 @@ async def test_a_link_that_is_cut_for_a_moment_loses_no_request(lab: Lab, member
     burst, record, pair = await lab.cooperate()
     await lab.cut(getattr(pair, member))
     await burst.answered_as_alone()
+    lab.set_rates(FAST)
     record = await lab.ended(record)
     assert record.status == "done", record
     await lab.nothing_is_left(2)
@@ -333,12 +330,13 @@ async def test_a_link_that_is_cut_for_a_moment_loses_no_request(lab: Lab, member
 
 
 async def test_layers_that_come_at_a_tenth_of_the_speed_delay_no_request(lab: Lab) -> None:
-    workers = [w.worker.worker_id for w in await lab.stack.workers()]
-    with lab.rated(SLOW, *workers):
-        burst, record, _ = await lab.cooperate(times=2)
-        await burst.answered_as_alone()
-        record = await lab.stack.admin.scale_record(record.plan_id)
-        assert record.targets[0].loaded_ms is None, f"the requests waited for the layers: {record}"
+    lab.set_rates(SLOW)
+    # The first layer may take longer than the burst.
+    burst, record, _ = await lab.cooperate(times=2, busy_s=0.0)
+    await burst.answered_as_alone()
+    record = await lab.stack.admin.scale_record(record.plan_id)
+    assert record.targets[0].loaded_ms is None, f"the requests waited for the layers: {record}"
+    lab.set_rates(FAST)
     record = await lab.ended(record)
     assert record.status == "done", record
     await lab.nothing_is_left(2)
@@ -350,6 +348,7 @@ async def test_a_load_that_is_cancelled_loses_no_request(lab: Lab) -> None:
     path = (await lab.stack.admin.status()).models[0].path
     await lab.stack.admin.remove_model(lab.stack.model)
     await burst.answered_as_alone()
+    lab.set_rates(FAST)
     assert (await lab.pair_ended(record)).outcome == "failed"
     await lab.nothing_is_left(0)
     await lab.stack.admin.add_model(path, name=lab.stack.model)

@@ -462,7 +462,6 @@ async def test_a_gateway_that_was_never_heard_is_not_gone_when_its_request_is_ho
     await alone.gateway.resend("w0", "r")
 
 
-@pytest.mark.xfail(strict=True, reason="the engine is told to cancel the older attempt, the pair is not")
 async def test_a_pair_is_told_of_an_attempt_that_a_newer_one_replaces(alone: LoneWorker) -> None:
     instance_id = await alone.serve()
     partner = serving_of(alone).cooperation = Partner()

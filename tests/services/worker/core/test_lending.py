@@ -9,9 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from services.worker.core.lending import LendingScheduler as Scheduler
 from services.worker.core.output import TokenOutput
 from services.worker.core.schedule import ScheduledBatch
-from services.worker.core.scheduler import Scheduler, SchedulerConfig
+from services.worker.core.scheduler import SchedulerConfig
 from services.worker.core.sequence import Sequence
 from services.worker.engine.base import Sampled
 from services.worker.engine.mock import next_token
@@ -350,7 +351,6 @@ def test_guests_count_as_used_blocks_and_not_as_requests() -> None:
     assert (load.queued_requests, load.queued_tokens, load.running_requests, load.blocks_used) == (0, 0, 0, 2)
 
 
-@pytest.mark.xfail(strict=True, reason="a step of no slices: the engine refuses it, and the thread spins until blocks")
 @pytest.mark.parametrize("what_runs", [False, True])
 def test_nothing_is_scheduled_while_what_is_held_leaves_no_room(what_runs: bool) -> None:
     scheduler = Scheduler(config(num_blocks=4))
@@ -365,7 +365,6 @@ def test_nothing_is_scheduled_while_what_is_held_leaves_no_room(what_runs: bool)
     assert batch is None or batch.slices
 
 
-@pytest.mark.xfail(strict=True, reason="admitted behind adopted ones that arrived later: they preempt it")
 def test_a_request_that_comes_back_runs_before_later_ones_that_were_adopted() -> None:
     scheduler = lending(request("a", 7, 8), request("b", 7, 8), num_blocks=4)
     a, b = scheduler.lend()
@@ -380,7 +379,6 @@ def test_a_request_that_comes_back_runs_before_later_ones_that_were_adopted() ->
     assert preempted == ["b"], "the latest arrival yields"
 
 
-@pytest.mark.xfail(strict=True, reason="a prefill preempted while the queue is lent stops what was preempted behind it")
 def test_a_preempted_prefill_does_not_hold_up_what_has_begun() -> None:
     scheduler = Scheduler(config(num_blocks=11, max_batch_tokens=12, prefill_chunk_tokens=2))
     first, long, late = request("first", 4, 30), request("long", 30, 2), request("late", 4, 20)
@@ -580,7 +578,8 @@ class Lending(RuleBasedStateMachine):
         assert scheduler._waiting_tokens == sum(s.num_tokens for s in scheduler._waiting)
         assert not any(s.finished for s in queued)
         assert len(scheduler._running) + len(self.held()) <= 4
-        assert scheduler._num_held == len(self.held())
+        assert len(scheduler._held) == len(self.held())
+        scheduler.check()
 
     @invariant()
     def the_load_is_that_of_all_requests(self) -> None:

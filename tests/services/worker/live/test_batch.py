@@ -81,17 +81,22 @@ def test_the_target_knows_a_request_as_the_source_does() -> None:
     ],
 )
 def test_short_prompts_share_a_batch_and_long_ones_have_their_own(sizes: list[int], expected: list[list[int]]) -> None:
-    found = packed([request(f"r{i}", n) for i, n in enumerate(sizes)], 8)
+    found = packed([request(f"r{i}", n) for i, n in enumerate(sizes)], 8, 99)
     assert [[s.num_tokens for s in pack] for pack in found] == expected
 
 
 @given(st.lists(st.integers(1, 30)), st.integers(1, 20))
 def test_packing_keeps_everybody_and_the_order(sizes: list[int], most_tokens: int) -> None:
     sequences = [request(f"r{i}", n) for i, n in enumerate(sizes)]
-    packs = list(packed(sequences, most_tokens))
+    packs = list(packed(sequences, most_tokens, 99))
     assert [s for pack in packs for s in pack] == sequences
     for pack in packs:
         assert pack
         assert len(pack) == 1 or sum(s.num_tokens for s in pack) <= most_tokens
     for pack, following in itertools.pairwise(packs):
         assert sum(s.num_tokens for s in pack) + following[0].num_tokens > most_tokens, "it would have fitted"
+
+
+def test_a_batch_never_needs_more_seats_than_allowed() -> None:
+    packs = list(packed([request(f"r{i}", 1) for i in range(10)], 100, 4))
+    assert [len(pack) for pack in packs] == [4, 4, 2]

@@ -44,9 +44,10 @@ async def test_requests_that_arrive_during_the_pair_queue_behind_the_others(redi
         await burst.clean()
 
 
-async def test_short_prompts_share_batches(redis_url: str) -> None:
+@pytest.mark.parametrize("num_seats", [8, 128])
+async def test_short_prompts_share_batches(redis_url: str, num_seats: int) -> None:
     prompts = {f"s{i}": tuple(40 + (5 * i + j) % 80 for j in range(9 + i % 7)) for i in range(100)}
-    async with live_cluster(redis_url, max_running_requests=128, max_queued_requests=128) as cluster:
+    async with live_cluster(redis_url, max_running_requests=num_seats, max_queued_requests=128) as cluster:
         burst = Burst(cluster)
         await burst.start(delay_s=0.02, prompts=prompts)
         await burst.ends()

@@ -248,7 +248,6 @@ def test_an_engine_error_is_told_and_closing_frees_everything(layer: int) -> Non
     target.loop.scheduler.check()
 
 
-@pytest.mark.xfail(strict=True, reason="the queue still has the batch inside its layer: the engine's thread breaks")
 def test_after_an_engine_error_it_runs_nothing_though_the_queue_changes() -> None:
     target = Target()
     target.take("a", request("a", 5))

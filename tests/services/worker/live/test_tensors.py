@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from services.worker.live.tensors import Kind, Tensors, live_tag, sent
+from services.worker.live.tensors import Kind, Tensors, live_tag
 from shared.errors import DeadlineExceeded, TransferAborted, TransportError
 from shared.transport.base import tag_of
 from shared.transport.memory import MemoryFabric
@@ -78,7 +78,7 @@ async def test_what_is_sent_is_received_by_its_number_and_kind(pair: Pair, poste
     transfers = [source.send(bytes_of(value), *key) for value, key in enumerate(which)]
     found = await (receiving or receive())
     assert found == list(reversed(range(len(which))))
-    assert await sent(*transfers) is None
+    assert await source.sent(*transfers) is None
 
 
 async def test_both_members_send_under_the_same_numbers(pair: Pair) -> None:
@@ -126,7 +126,7 @@ async def test_a_receive_that_is_cancelled_leaves_its_buffer_to_nobody(pair: Pai
         await receiving
     await eventually(lambda: transfer.done)
     assert isinstance(transfer.error, TransferAborted)
-    assert await sent(source.send(bytes_of(1), 0, Kind.PULLED_KV)) is None, "its sender is not held up"
+    assert await source.sent(source.send(bytes_of(1), 0, Kind.PULLED_KV)) is None, "its sender is not held up"
 
 
 async def test_giving_up_ends_everything_that_is_posted(pair: Pair) -> None:
@@ -135,7 +135,7 @@ async def test_giving_up_ends_everything_that_is_posted(pair: Pair) -> None:
     receiving = asyncio.create_task(source.receive(10, 0, Kind.PULLED_KV))
     await eventually(lambda: len(source._posted) == 4)
     source.abort()
-    assert isinstance(await sent(*transfers), TransferAborted)
+    assert isinstance(await source.sent(*transfers), TransferAborted)
     with pytest.raises(TransferAborted):
         await receiving
     await eventually(lambda: not source._posted)
@@ -146,8 +146,8 @@ async def test_the_first_error_of_several_sends_is_told(pair: Pair) -> None:
     ok, lost = source.send(bytes_of(1), 0, Kind.PULLED_HIDDEN), source.send(bytes_of(1), 0, Kind.PULLED_KV)
     await target.receive(1000, 0, Kind.PULLED_HIDDEN)
     lost.abort()
-    assert isinstance(await sent(ok, lost), TransferAborted)
-    assert await sent() is None
+    assert isinstance(await source.sent(ok, lost), TransferAborted)
+    assert await source.sent() is None
 
 
 async def test_a_lost_peer_is_noticed_and_ends_what_waits_for_it(pair: Pair) -> None:

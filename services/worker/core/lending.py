@@ -1,0 +1,142 @@
+"""The scheduler in live scaling: its queue is lent, and prefixes are computed outside of its steps.
+
+- While ``lending``, requests that have not begun are not admitted: ``lend`` takes them out, for another instance to run
+  layers of. Those that have begun (and were preempted) stay, and go on here.
+- A prefix that is computed outside of steps has its seat and blocks reserved first (``reserve``), and is adopted with
+  its first token. The request may be one of this scheduler's own that was lent, or another instance's so far.
+- Every lent request ends here like any other, unless it is returned, adopted, or disowned.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+
+from services.worker.core.output import TokenOutput
+from services.worker.core.schedule import Queued, SampledToken, SchedulerConfig
+from services.worker.core.scheduler import Scheduler, arrival
+from services.worker.core.sequence import Sequence
+from shared.errors import Conflict
+from shared.messages.common import ErrorInfo
+
+LENT_QUEUE_FACTOR = 2
+"""Two instances work on a queue that is lent: it may be twice as long."""
+
+
+class LendingScheduler(Scheduler):
+    """A scheduler that can lend its queue. As fast as the plain one while it does not."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self.lending = False
+        """Requests that have not begun wait for ``lend`` instead of being admitted."""
+        self._held: dict[int, Sequence] = {}
+        """With blocks for a prefix that is computed outside of steps, by identity."""
+
+    def lend(self) -> list[Sequence]:
+        """Take the requests that have not begun out of the queue, in order. They stay accepted: ``return_lent``,
+        ``adopt`` or ``disown`` must follow for each that is not cancelled meanwhile."""
+        lent = [s for s in self._waiting if not _has_begun(s)]
+        self._waiting = deque(s for s in self._waiting if _has_begun(s))
+        self._waiting_tokens = sum(s.num_tokens for s in self._waiting)
+        return lent
+
+    def return_lent(self, sequences: Iterable[Sequence]) -> None:
+        """Lent requests wait here again, at their old places; ended ones are left out."""
+        for sequence in sequences:
+            if not sequence.finished:
+                self._put_back(sequence)
+
+    def reserve(self, sequences: Rows[Sequence]) -> bool:
+        """Seats and blocks for prefixes that are computed outside of steps, for all or, with False, for none.
+
+        What was preempted comes first. Requests that are another instance's so far get their place in the order of
+        arrival here.
+        """
+        need = sum(self.pool.blocks_for(s.num_tokens) for s in sequences)
+        if self._waiting and _has_begun(self._waiting[0]):
+            return False
+        if self._num_seats < len(sequences) or not self.pool.can_allocate(need):
+            return False
+        for sequence in sequences:
+            if sequence.id < 0:
+                sequence.id = self._next_id
+                self._next_id += 1
+            sequence.block_table = self.pool.allocate(self.pool.blocks_for(sequence.num_tokens))
+            sequence.held = True
+            self._held[id(sequence)] = sequence
+        return True
+
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        """Give reserved seats and blocks back."""
+        for sequence in sequences:
+            if sequence.held:
+                self._let_go(sequence)
+                self._free(sequence)
+
+    def adopt(self, sequence: Sequence, token: SampledToken, now_s: float = 0.0) -> TokenOutput | None:
+        """A reserved prefix was computed and its first token sampled: the request decodes here from now on.
+
+        None if it ended meanwhile. Raises ``Conflict`` for an attempt that is here already.
+        """
+        if sequence.finished:
+            self.release([sequence])
+            return None
+        if self._by_key.setdefault(sequence.key, sequence) is not sequence:
+            raise Conflict(f"attempt {sequence.attempt} of request {sequence.request_id} is here already")
+        self._let_go(sequence)
+        if sequence.first_scheduled_s is None:
+            sequence.first_scheduled_s = now_s
+        sequence.num_computed = sequence.num_tokens
+        self._prefill_tokens_total += sequence.num_tokens
+        output = self._take_token(sequence, token)
+        if not sequence.finished:
+            bisect.insort(self._running, sequence, key=arrival)
+        return output
+
+    def disown(self, sequences: Iterable[Sequence]) -> None:
+        """Lent requests are another instance's for good: they leave without a word."""
+        for sequence in sequences:
+            if not sequence.finished:
+                self._forget(sequence)
+
+    def abort(self, sequences: Iterable[Sequence], error: ErrorInfo) -> None:
+        """End these requests with an error, those that have not ended."""
+        self._end([s for s in sequences if not s.finished], "error", error)
+
+    @property
+    def num_seats(self) -> int:
+        """Requests that could begin now, as far as seats go."""
+        return self._num_seats
+
+    def _may_admit(self) -> bool:
+        return bool(self._waiting) and (not self.lending or _has_begun(self._waiting[0]))
+
+    @property
+    def _num_seats(self) -> int:
+        return super()._num_seats - len(self._held)
+
+    @property
+    def _queue_factor(self) -> int:
+        return LENT_QUEUE_FACTOR if self.lending else 1
+
+    def _queued(self) -> Queued:
+        if not self.lending and not self._held:
+            return super()._queued()
+        queued = [s for s in self._by_key.values() if s.held or not s.block_table]
+        oldest_s = min((s.arrived_s for s in queued if s.arrived_s is not None), default=None)
+        return Queued(len(queued), sum(s.num_tokens for s in queued), oldest_s)
+
+    def _elsewhere(self) -> Iterable[Sequence]:
+        lent = [s for s in self._by_key.values() if not s.block_table]
+        return [*self._held.values(), *lent]
+
+    def _let_go(self, sequence: Sequence) -> None:
+        sequence.held = False
+        del self._held[id(sequence)]
+
+
+def _has_begun(sequence: Sequence) -> bool:
+    return sequence.first_scheduled_s is not None
