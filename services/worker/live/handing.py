@@ -116,6 +116,12 @@ class Handing:
         hidden, batch.hidden = batch.hidden, None
         return hidden
 
+    def has_room(self) -> bool:
+        """Whether the batch that probably comes next fits. On the engine's thread."""
+        expected = next(iter([*self.handed.values(), *self.backlog]), None)
+        pool = self._instance.engine.loop.scheduler.pool
+        return expected is None or pool.can_allocate(sum(pool.blocks_for(n) for n in expected.lengths))
+
     def holds(self, request_id: str, attempt: int) -> bool:
         """Whether a request is at the target."""
         return any(s.key == (request_id, attempt) for batch in self.handed.values() for s in batch.sequences)

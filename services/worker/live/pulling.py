@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 
 from services.worker.instance import Instance
 from services.worker.live.batch import PromptBatch
@@ -42,25 +41,12 @@ class Puller:
         self.pull_s = 0.0
         """Seconds that a pull takes, as measured."""
         self.free = asyncio.Event()
-        """Set when the engine may be free, or there is another reason to look."""
+        """Set when the engine is free, or there is another reason to look."""
 
-    async def until_free(self, is_over: Callable[[], bool]) -> None:
-        """No prefill is unfinished here, and there is room for the batch that probably comes; or it is over."""
-        while True:
-            await self._peer.until(self.free.wait())
-            self.free.clear()
-            if is_over() or await self._handing.call(self._is_free):
-                return
-            # Steps tell when prefills end; blocks come free with decodes, which are steps as well.
-
-    def _is_free(self) -> bool:
-        handed, backlog = self._handing.handed, self._handing.backlog
-        expected = next(iter(list(handed.values())), None) or (backlog[0] if backlog else None)
-        return self._work.is_free and (expected is None or self._fits(expected))
-
-    def _fits(self, batch: PromptBatch) -> bool:
-        pool = self._instance.engine.loop.scheduler.pool
-        return pool.can_allocate(sum(pool.blocks_for(n) for n in batch.lengths))
+    async def until_free(self) -> None:
+        """Until the engine is free for another batch, or there is another reason to look."""
+        await self._peer.until(self.free.wait())
+        self.free.clear()
 
     async def pull(self) -> PullAnswer:
         """Ask for the earliest batch, and begin it if there is one."""
@@ -111,6 +97,8 @@ class Puller:
         while not await self._handing.call(start):
             self.free.clear()
             await self._peer.until(self.free.wait())
+        # What the engine said before it had this batch does not count any more.
+        self.free.clear()
 
     async def run_from_backlog(self) -> None:
         """The target has nothing to pull, and no room or no use for what waits here: it is begun here."""

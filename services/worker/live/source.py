@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from opentelemetry import trace
 
 from services.worker.core.pair import PairLife, PairState
+from services.worker.engine.loop import StepOutput
 from services.worker.instance import Instance
 from services.worker.live.handing import Handing
 from services.worker.live.peer import PairLost, Peer
@@ -76,6 +77,7 @@ class LiveSource:
             start_at_s=self._record.started_at_s,
             on_done=lambda pulled: self._from_engine(self._batch_done, pulled, time.time()),
             on_free=lambda: self._from_engine(self._look),
+            has_room=self._handing.has_room,
         )
 
     # --- the whole of it ---------------------------------------------------------------------
@@ -171,9 +173,9 @@ class LiveSource:
         pair_id = self.assignment.pair_id
         puller = Puller(pair_id, self.instance, self._handing, self._peer, self._work, tensors)
         self._puller = puller
-        puller.free.set()
+        await self._handing.call(lambda: self._work.stepped(StepOutput(())))  # is it free already?
         while True:
-            await puller.until_free(self._is_over)
+            await puller.until_free()
             if self._is_over():
                 break
             answer = await puller.pull()

@@ -55,11 +55,14 @@ class SourceWork:
         start_at_s: float,
         on_done: Callable[[Pulled], None],
         on_free: Callable[[], None],
+        has_room: Callable[[], bool] = lambda: True,
     ) -> None:
+        """``has_room()``: asked on the engine's thread, whether the batch that probably comes fits."""
         self._loop = loop
         self._runs: deque[_Run] = deque()
         self._on_done = on_done
         self._on_free = on_free
+        self._has_room = has_room
         self.decode_interval_s = decode_interval_s
         self.lead_s = 0.0
         """How long before it is free the source asks for the next batch: what a pull takes."""
@@ -78,8 +81,10 @@ class SourceWork:
 
     @property
     def is_free(self) -> bool:
-        """No prefill is unfinished here, or none for longer than ``lead_s``."""
-        return not self._loop.scheduler.has_prefill and (not self._runs or self.remaining_s <= self.lead_s)
+        """No prefill is unfinished here, or none for longer than ``lead_s``, and there is room for more."""
+        if self._loop.scheduler.has_prefill or (self._runs and self.remaining_s > self.lead_s):
+            return False
+        return self._has_room()
 
     def start(self, pulled: Pulled) -> None:
         """Run the rest of a batch, after those that are here already."""

@@ -39,7 +39,7 @@ from shared.messages.live import (
     Taken,
     ZigzagAssignment,
 )
-from shared.zigzag.queue import Claim, Policy, Queue
+from shared.zigzag.queue import Claim, Policy, Queue, Wait
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +126,8 @@ class LiveTarget:
             with self._work.lock:
                 over = self._queue.dissolved or self._batches.is_over
                 found = None if over else self._queue.pull(message.claim_id)
+                # The engine would begin the next layer before this had a chance to look.
+                self._work.wanted = message.claim_id if isinstance(found, Wait) else ""
             if isinstance(found, Claim):
                 self._spawn(self._batches.give(found, message.serial))
                 # What was in the way of a later batch is gone.
@@ -133,6 +135,8 @@ class LiveTarget:
                 return self._pulled(found)
             left_s = deadline_s - time.monotonic()
             if over or left_s <= 0:
+                with self._work.lock:
+                    self._work.wanted = ""
                 return self._pulled(None)
             await self._changed.wait(left_s)
 

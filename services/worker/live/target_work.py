@@ -19,7 +19,7 @@ from services.worker.live.source_work import finish
 from services.worker.live.timeline import Timeline
 from shared.transport.base import Buffer
 from shared.zigzag.batch import ENDED
-from shared.zigzag.queue import Layer, Queue
+from shared.zigzag.queue import Claim, Layer, Queue
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,9 @@ class TargetWork:
         self._on_broken = on_broken
         self.finished: list[str] = []
         """Batches that ended here, in order. Under ``lock``."""
+        self.wanted = ""
+        """The claim id of a pull that waits: the batch is its as soon as a layer ends, before another one is begun.
+        Under ``lock``."""
         self._maybe = False
         self._closed = False
 
@@ -136,6 +139,8 @@ class TargetWork:
                 self.held.pop(layer.batch_id, None)
             if finished:
                 self.finished.append(layer.batch_id)
+            if self.wanted and isinstance(self.queue.pull(self.wanted), Claim):
+                self.wanted = ""  # whoever asked asks again, and gets the same answer
         if ended and not is_last:  # cancelled meanwhile
             self._loop.scheduler.release(held.batch.sequences)
         if finished:

@@ -44,7 +44,7 @@ FAST = Rate.parse("1gbit")
 TOKEN_S = 0.0003
 """Per layer. One instance alone needs 2.4 s for the prompts of a burst."""
 PROMPT_TOKENS = (192, 96, 64, 160, 64, 32, 128, 48, 96, 128)
-"""Not all equal, so that the planner gates some; the short ones share a batch."""
+"""Not all equal, and the short ones share a batch."""
 PROMPTS = tuple(prompt_of(7, index, tokens, token_ids=range(10, 250)) for index, tokens in enumerate(PROMPT_TOKENS))
 OUTPUT_TOKENS = 16
 BUSY_S = max(PROMPT_TOKENS) * TOKEN_S
