@@ -88,11 +88,12 @@ class PreciseSleep:
     def __init__(self) -> None:
         self._late_s = 0.0
 
-    def __call__(self, seconds: float) -> None:
+    def __call__(self, seconds: float, since: float | None = None) -> None:
+        """``since``: ``perf_counter`` that the time counts from, by default now."""
         if seconds <= 0:
             return
         now = time.perf_counter()
-        deadline = now + seconds - self._late_s
+        deadline = (now if since is None else since) + seconds - self._late_s
         coarse = deadline - now - _SLEEP_SLACK_S
         if coarse > 0:
             time.sleep(coarse)
@@ -140,7 +141,9 @@ class MockEngine:
         self._eos_every = eos_every
         self._hidden_bytes_per_token = hidden_bytes_per_token
         self._kv_bytes_per_token_layer = kv_bytes_per_token_layer
-        self._sleep = sleep or PreciseSleep()
+        precise = PreciseSleep()
+        self._sleep = sleep or precise
+        self._sleep_since = precise if sleep is None else lambda seconds, _since: sleep(seconds)
         self._kv = MockKv(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -226,12 +229,14 @@ class MockEngine:
             + timing.layer_per_token_s * activation.num_tokens
             + timing.layer_per_context_token_s * activation.context_tokens
         )
-        self._sleep(layer_s * (last - first))
+        started = time.perf_counter()
         if activation.slots is None:
             self._place(activation)
         assert activation.slots is not None
         self._kv.advance(activation.slots, first, last)
         activation.layers_done = last
+        # What the books take is part of the time: just after a sleep it is a fraction of a millisecond.
+        self._sleep_since(layer_s * (last - first), started)
 
     def _place(self, activation: MockActivation) -> None:
         """Write the batch's KV, or read what is there of the layers done elsewhere."""
