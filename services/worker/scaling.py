@@ -184,9 +184,8 @@ class Scaling:
             # A late write could land in whatever the arena holds next.
             self._fatal(str(error))
             return
-        await self.on_gone(instance, str(error) or type(error).__name__)
         await self._mover.end_feeds(instance)
-        await self._vacate(instance)
+        await self._vacate(instance, str(error) or type(error).__name__)
 
     async def _cancel_load(self, reason: str) -> None:
         """Cancel what loads and wait until its memory is free."""
@@ -237,7 +236,7 @@ class Scaling:
                     # Nobody may begin to read a copy that is about to go.
                     self._mover.withdraw(instance)
                     if await self._may_drop(instance) and instance.retire():
-                        await self._vacate(instance)
+                        await self._vacate(instance, "it has drained")
                         await self._progress.tell(self._drain_plan_id, instance.instance_id, "spare")
                         return
                     self._mover.offer(instance)
@@ -260,7 +259,8 @@ class Scaling:
             await self._retire(instance, True)
         return False
 
-    async def _vacate(self, instance: Instance) -> None:
+    async def _vacate(self, instance: Instance, reason: str) -> None:
+        await self.on_gone(instance, reason)
         if not await instance.stop():
             # A step that still runs reads weights and writes KV: the memory cannot be given to another model.
             self._fatal(f"the engine of {instance.instance_id} does not end")

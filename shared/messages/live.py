@@ -182,6 +182,8 @@ class PairEnded(Message, frozen=True, kw_only=True, tag="pair_ended.v1"):
 
     pair_id: str
     reason: str
+    finished: tuple[str, ...] = ()
+    """From the target: batches that it finished and owns."""
 
 
 class LiveBatch(msgspec.Struct, frozen=True, kw_only=True):

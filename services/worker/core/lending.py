@@ -52,13 +52,10 @@ class LendingScheduler(Scheduler):
     def reserve(self, sequences: Rows[Sequence]) -> bool:
         """Seats and blocks for prefixes that are computed outside of steps, for all or, with False, for none.
 
-        What was preempted comes first. Requests that are another instance's so far get their place in the order of
+        Requests that are another instance's so far get their place in the order of
         arrival here.
         """
-        need = sum(self.pool.blocks_for(s.num_tokens) for s in sequences)
-        if self._waiting and _has_begun(self._waiting[0]):
-            return False
-        if self._num_seats < len(sequences) or not self.pool.can_allocate(need):
+        if not self.fits([s.num_tokens for s in sequences]):
             return False
         for sequence in sequences:
             if sequence.id < 0:
@@ -68,6 +65,13 @@ class LendingScheduler(Scheduler):
             sequence.held = True
             self._held[id(sequence)] = sequence
         return True
+
+    def fits(self, lengths: Rows[int]) -> bool:
+        """Whether prefixes of so many tokens could be reserved now. Whatever runs keeps a block to grow into, and what
+        was preempted comes first."""
+        if (self._waiting and _has_begun(self._waiting[0])) or self._num_seats < len(lengths):
+            return False
+        return self.pool.can_allocate(sum(map(self.pool.blocks_for, lengths)) + len(self._running))
 
     def release(self, sequences: Iterable[Sequence]) -> None:
         """Give reserved seats and blocks back."""
@@ -106,11 +110,6 @@ class LendingScheduler(Scheduler):
         """End these requests with an error, those that have not ended."""
         self._end([s for s in sequences if not s.finished], "error", error)
 
-    @property
-    def num_seats(self) -> int:
-        """Requests that could begin now, as far as seats go."""
-        return self._num_seats
-
     def _may_admit(self) -> bool:
         return bool(self._waiting) and (not self.lending or _has_begun(self._waiting[0]))
 
@@ -123,8 +122,8 @@ class LendingScheduler(Scheduler):
         return LENT_QUEUE_FACTOR if self.lending else 1
 
     def _queued(self) -> Queued:
-        if not self.lending and not self._held:
-            return super()._queued()
+        if len(self._by_key) == len(self._running) + len(self._waiting):
+            return super()._queued()  # nothing is lent
         queued = [s for s in self._by_key.values() if s.held or not s.block_table]
         oldest_s = min((s.arrived_s for s in queued if s.arrived_s is not None), default=None)
         return Queued(len(queued), sum(s.num_tokens for s in queued), oldest_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from services.worker.core.lending import LendingScheduler
@@ -56,6 +56,10 @@ class PartialWork(Protocol):
     @property
     def num_requests(self) -> int:
         """Requests that it holds and that the scheduler does not count."""
+
+    @property
+    def queued(self) -> tuple[int, int]:
+        """Of those, the requests that are this instance's own, and their tokens: they count as queued here."""
 
     @property
     def decode_interval_s(self) -> float:
@@ -186,7 +190,13 @@ class EngineLoop:
 
     def stats(self) -> LoopStats:
         """The load now and the work so far."""
-        return LoopStats(self.scheduler.load(), self._busy_s_total, self._steps_total, self._failed_steps_total)
+        load = self.scheduler.load()
+        if self.partial is not None:
+            requests, tokens = self.partial.queued
+            load = replace(
+                load, queued_requests=load.queued_requests + requests, queued_tokens=load.queued_tokens + tokens
+            )
+        return LoopStats(load, self._busy_s_total, self._steps_total, self._failed_steps_total)
 
     def _compute(self, scheduled: ScheduledBatch) -> list[Sampled]:
         slices: list[Slice] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from shared.transport.base import Buffer
 
 log = logging.getLogger(__name__)
 
+LOOK_AHEAD = 7
+"""Batches that are embedded together with the one that goes."""
 SEATS_SHARE = 4
 """A batch takes at most this part of an instance's seats."""
 
@@ -91,23 +94,27 @@ class Handing:
             requests=batch.submits(self._assignment.target.instance_id, self._assignment.model),
             behind_seal=behind_seal,
         )
+        # Before it is known: a pull may bring the batch back before the answer comes.
+        self.handed[batch.batch_id] = self.backlog.popleft()
         try:
             await self._peer.ask("hand_over", message, Ack)
         except (Overloaded, BadRequest, PayloadTooLarge) as error:
             log.debug("batch %s stays here: %s", batch.batch_id, error)
+            self.backlog.appendleft(self.handed.pop(batch.batch_id))
             return False
         self.num_handed += 1
-        self.backlog.popleft()
         batch.serial = serial
-        self.handed[batch.batch_id] = batch
+        for sequence in batch.sequences:
+            if sequence.finished:  # cancelled meanwhile, when nobody knew yet whom to tell
+                self._peer.cancel(*sequence.key)
         # The transport cuts nothing off what it is given: the next hand-over need not wait for these to be there.
         tensors.send(await self._embedded(batch), serial, Kind.HANDED_HIDDEN)
         return True
 
     async def _embedded(self, batch: PromptBatch) -> Buffer:
-        """Hidden states of all waiting batches are made at once: the engine may be in the middle of a layer."""
+        """Hidden states of some waiting batches are made at once: each call may wait for the end of a layer."""
         if batch.hidden is None:
-            batches = [b for b in (batch, *self.backlog) if b.hidden is None]
+            batches = [b for b in (batch, *itertools.islice(self.backlog, LOOK_AHEAD)) if b.hidden is None]
             tokens = [b.token_ids() for b in batches]
             engine = self._instance.engine.loop.engine
             embedded = await self.call(lambda: [engine.embed_tokens(ids) for ids in tokens])
@@ -119,8 +126,7 @@ class Handing:
     def has_room(self) -> bool:
         """Whether the batch that probably comes next fits. On the engine's thread."""
         expected = next(iter([*self.handed.values(), *self.backlog]), None)
-        pool = self._instance.engine.loop.scheduler.pool
-        return expected is None or pool.can_allocate(sum(pool.blocks_for(n) for n in expected.lengths))
+        return expected is None or self._instance.engine.loop.scheduler.fits(expected.lengths)
 
     def holds(self, request_id: str, attempt: int) -> bool:
         """Whether a request is at the target."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -45,6 +46,8 @@ LIVE_LANE = 1
 """Hidden states do not wait behind the weights that are posted to the same worker."""
 SPLIT_TIMEOUT_S = 1.0
 PAIRED_QUEUE_FACTOR = 2
+MAX_PARTED = 8
+LEAVE_S = 2.0
 
 
 class Pairing:
@@ -76,6 +79,9 @@ class Pairing:
         self._silence_s = silence_s
         self.source: LiveSource | None = None
         self.target: LiveTarget | None = None
+        self._offering = asyncio.Lock()
+        self._parted: OrderedDict[str, Dissolved] = OrderedDict()
+        """What was agreed in pairs that have ended: the answer may have been lost."""
         self._run: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -118,7 +124,11 @@ class Pairing:
         elif instance.state != "serving":
             reason = f"its source is {instance.state}"
         elif self.source is not None:
+            if self.source.assignment.pair_id == assignment.pair_id:
+                return  # delivered again
             reason = f"the source is in {self.source.assignment.pair_id}"
+        elif self.target is not None:
+            reason = f"its source still finishes what it kept of {self.target.assignment.pair_id}"
         if reason or instance is None:
             log.info("pair %s is not made: %s", assignment.pair_id, reason)
             await self._bus.publish(subjects.live_reports(), declined(assignment, reason))
@@ -135,9 +145,12 @@ class Pairing:
             await self._bus.request(subjects.planner("split"), request, Ack, timeout_s=SPLIT_TIMEOUT_S)
 
         peer = Peer(self._bus, target.worker_id, pair_id, silence_s=self._silence_s)
-        self.source = LiveSource(assignment, instance, peer, connect, self._serving, ask_split)
-        instance.queue_factor = PAIRED_QUEUE_FACTOR
-        self._changed()
+
+        def lending(begun: bool) -> None:
+            instance.queue_factor = PAIRED_QUEUE_FACTOR if begun else 1
+            self._changed()
+
+        self.source = LiveSource(assignment, instance, peer, connect, self._serving, ask_split, lending)
         self._run = asyncio.create_task(self._run_source(self.source))
 
     async def _run_source(self, source: LiveSource) -> None:
@@ -171,8 +184,6 @@ class Pairing:
             log.warning("pair %s ended without a report: %s", assignment.pair_id, error)
         finally:
             self.source = None
-            source.instance.queue_factor = 1
-            self._changed()
 
     async def _on_taken(self, message: Taken) -> Ack:
         source = self.source
@@ -184,7 +195,10 @@ class Pairing:
 
     async def on_offer(self, offer: LiveOffer) -> Ack:
         """Accept a pair. Raises ``NotFound`` while the instance is not here, ``Conflict`` when it needs no pair."""
-        assignment = offer.assignment
+        async with self._offering:  # a repeat waits for what it repeats
+            return await self._accept(offer.assignment)
+
+    async def _accept(self, assignment: ZigzagAssignment) -> Ack:
         if self.target is not None and self.target.assignment.pair_id == assignment.pair_id:
             return Ack()
         instance, wanted = self._instance(), assignment.target
@@ -209,6 +223,10 @@ class Pairing:
 
     async def _until_ended(self, target: LiveTarget) -> None:
         await target.ended.wait()
+        if target.shares is not None:
+            self._parted[target.assignment.pair_id] = target.shares
+            if len(self._parted) > MAX_PARTED:
+                self._parted.popitem(last=False)
         if self.target is target:
             self.target = None
             target.instance.on_layer_ready = lambda: None
@@ -219,9 +237,12 @@ class Pairing:
             self.target.layers_ready()
 
     async def instance_gone(self, instance: Instance, reason: str) -> None:
-        """The instance fails or is cancelled: so does its pair, before its engine stops."""
+        """The instance's engine is about to stop: its pair ends before."""
         if self.target is not None and self.target.instance is instance:
             await self.target.fail(reason)
+        if self.source is not None and self.source.instance is instance and self._run is not None:
+            self.source.lost(reason)
+            await asyncio.wait({self._run}, timeout=LEAVE_S)
 
     async def _on_hand_over(self, message: HandOver) -> Ack:
         return await self._target(message.pair_id).on_hand_over(message)
@@ -236,6 +257,8 @@ class Pairing:
         return await self._target(message.pair_id).on_settle(message)
 
     async def _on_dissolve(self, message: Dissolve) -> Dissolved:
+        if (shares := self._parted.get(message.pair_id)) is not None:
+            return shares
         return await self._target(message.pair_id).on_dissolve(message)
 
     def _target(self, pair_id: str) -> LiveTarget:
@@ -247,7 +270,7 @@ class Pairing:
 
     def _on_pair_ended(self, message: PairEnded) -> None:
         if self.source is not None and self.source.assignment.pair_id == message.pair_id:
-            self.source.lost(f"the target ended the pair: {message.reason}")
+            self.source.lost(f"the target ended the pair: {message.reason}", message.finished)
         if self.target is not None and self.target.assignment.pair_id == message.pair_id:
             self._spawn(self.target.fail(f"the source ended the pair: {message.reason}", tell=False))
 

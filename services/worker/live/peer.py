@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 ASK_TIMEOUT_S = 1.0
 """One try of a question that is answered at once."""
 RETRY_S = 0.02
+MAX_RETRY_S = 0.25
 KEEP_ALIVE_S = 0.5
 GONE_S = 1.0
 """Nobody answers to the target's name, and a reconnection would have come by now."""
@@ -36,7 +37,7 @@ class PairLost(Exception):
 
 
 class Peer:
-    """One pair's line. All questions are idempotent."""
+    """One pair's line. A question that is repeated gets the answer of the first."""
 
     def __init__(self, bus: Bus, worker_id: str, pair_id: str, *, silence_s: float) -> None:
         """``silence_s``: a target that answers nothing for so long is gone."""
@@ -54,13 +55,17 @@ class Peer:
         """Ask until the target, which may not have its plan yet, accepts. Raises ``PairLost``."""
         message = LiveOffer(assignment=assignment)
         subject = subjects.worker_live(self._worker_id, "offer")
+        started_s, pause_s = time.monotonic(), RETRY_S
         while True:
             try:
                 await self.until(self._bus.request(subject, message, Ack, timeout_s=ASK_TIMEOUT_S))
             except (NotFound, Unavailable, DeadlineExceeded) as error:
                 if time.time() > assignment.expires_at_s:
                     raise PairLost(f"the target did not accept in time: {error}") from error
-                await asyncio.sleep(RETRY_S)
+                if not isinstance(error, NotFound):
+                    self._judge(error, time.monotonic() - started_s)
+                await asyncio.sleep(pause_s)
+                pause_s = min(MAX_RETRY_S, 1.5 * pause_s)
             except BlitzError as error:
                 raise PairLost(f"the target declined: {error}") from error
             else:

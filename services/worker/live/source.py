@@ -7,6 +7,7 @@ the source's scheduler and stays accepted there: whatever becomes of the target,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -25,6 +26,7 @@ from services.worker.live.tensors import Tensors
 from services.worker.serving import Serving
 from shared.errors import (
     BlitzError,
+    Conflict,
 )
 from shared.messages.common import Ack
 from shared.messages.live import (
@@ -52,8 +54,10 @@ class LiveSource:
         connect: Callable[[], Awaitable[Tensors]],
         serving: Serving,
         ask_split: Callable[[PlanSplit], Awaitable[None]],
+        lending: Callable[[bool], None],
     ) -> None:
-        """``connect()``: to the target; ``ask_split``: tells the planner what waits, who may answer with gates."""
+        """``connect()``: to the target; ``ask_split``: tells the planner what waits, who may answer with gates;
+        ``lending``: told when the queue begins and ends to be two instances'."""
         self.assignment = assignment
         self.instance = instance
         self.life = PairLife()
@@ -61,6 +65,7 @@ class LiveSource:
         self._connect = connect
         self._serving = serving
         self._ask_split = ask_split
+        self._lending = lending
         self._event_loop = asyncio.get_running_loop()
         self._num_layers = instance.layout.num_layers
         self._record = PairRecord(assignment, time.time())
@@ -89,19 +94,22 @@ class LiveSource:
             await self._redirect(tensors)
             async with asyncio.TaskGroup() as group:
                 helpers = [group.create_task(w) for w in (self._hand_arrivals(tensors), self._peer.keep_alive())]
-                await self._pull_until_dissolved(tensors)
+                puller = await self._pull_until_over(tensors)
                 for helper in helpers:
                     helper.cancel()
+            await self._dissolve(puller)
         except* (PairLost, BlitzError) as errors:
             await self._fail(str(errors.exceptions[0]))
         except* Exception as errors:  # a bug of ours must not keep what clients wait for
             log.error("pair %s broke", self.assignment.pair_id, exc_info=errors)
             await self._fail(f"{type(errors.exceptions[0]).__name__}: {errors.exceptions[0]}")
-        await self._handing.end()
-        while self._work.ready:
-            self._done.clear()
-            await self._done.wait()
-        await self._handing.call(self._detach)
+        with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
+            await self._handing.end()
+            while self._work.ready:
+                self._done.clear()
+                await self._done.wait()
+            await self._handing.call(self._detach)
+        self._lending(False)
         return self._record.report(self.life.state, self._failure, self._work)
 
     def arrived(self) -> None:
@@ -117,8 +125,9 @@ class LiveSource:
         """This process ends: the target need not wait."""
         await self._fail(reason)
 
-    def lost(self, reason: str) -> None:
-        """The target says that the pair is over."""
+    def lost(self, reason: str, finished: Iterable[str] = ()) -> None:
+        """The target says that the pair is over, and which batches it owns."""
+        self._owned_by_target(finished)
         self._peer.lose(reason)
 
     # --- offered, redirecting ------------------------------------------------------------------
@@ -133,6 +142,7 @@ class LiveSource:
     async def _redirect(self, tensors: Tensors) -> None:
         handing = self._handing
         await handing.lend(self._begin_lending)
+        self._lending(True)
         await handing.hand_over(tensors, behind_seal=False)
         await self._peer.ask("seal", Seal(pair_id=self.assignment.pair_id, count=handing.num_handed), Ack)
         self.life.move_to(PairState.COOPERATING)
@@ -141,6 +151,8 @@ class LiveSource:
 
     def _begin_lending(self) -> None:
         loop = self.instance.engine.loop
+        if loop.partial is not None:
+            raise Conflict(f"{self.instance.instance_id} is in another pair")
         loop.partial = self._work
         loop.scheduler.lending = True
 
@@ -169,7 +181,7 @@ class LiveSource:
 
     # --- cooperating, loaded -------------------------------------------------------------------
 
-    async def _pull_until_dissolved(self, tensors: Tensors) -> None:
+    async def _pull_until_over(self, tensors: Tensors) -> Puller:
         pair_id = self.assignment.pair_id
         puller = Puller(pair_id, self.instance, self._handing, self._peer, self._work, tensors)
         self._puller = puller
@@ -188,7 +200,7 @@ class LiveSource:
                 break
             elif self._handing.backlog:
                 await puller.run_from_backlog()
-        await self._dissolve(puller)
+        return puller
 
     def _look(self) -> None:
         if self._puller is not None:

@@ -1,6 +1,6 @@
 """What the source's engine does for a pair: the rest of the layers of the batches that it pulled.
 
-On the engine thread, but for ``remaining_s`` and ``wants_more``. One layer per step, so that decode steps come in
+On the engine thread, but for ``remaining_s``. One layer per step, so that decode steps come in
 between and what waits for the engine never waits for a whole prompt.
 """
 
@@ -46,6 +46,7 @@ class SourceWork:
 
     num_requests = 0
     """The scheduler counts all of them: they were accepted here."""
+    queued = (0, 0)
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from services.worker.live.tensors import Tensors
 from services.worker.serving import Serving
 from shared import subjects
 from shared.bus.base import Bus
-from shared.errors import BlitzError, Conflict
+from shared.errors import BlitzError, Conflict, Internal
 from shared.messages.common import Ack
 from shared.messages.live import (
     Dissolve,
@@ -81,7 +81,7 @@ class LiveTarget:
             start_at_s=time.time(),
             on_layer=self._from_engine(self._changed.fire),
             on_finished=self._from_engine(self._finished),
-            on_broken=self._from_engine(lambda error: self._fail_soon(f"the target's engine failed: {error}")),
+            on_broken=self._from_engine(self._engine_failed),
         )
         gates = Gates(assignment)
         self._batches = TargetBatches(instance, self._queue, self._work, gates, tensors, serving, self._changed)
@@ -167,8 +167,15 @@ class LiveTarget:
         return shares
 
     async def _hand_back(self, shares: Dissolved) -> None:
-        await self._batches.hand_back(shares)
-        await self._detach()
+        try:
+            await self._batches.hand_back(shares)
+        finally:
+            await self._detach()
+
+    @property
+    def shares(self) -> Dissolved | None:
+        """What was agreed at parting."""
+        return self._batches.shares
 
     # --- from the instance -------------------------------------------------------------------
 
@@ -267,15 +274,23 @@ class LiveTarget:
         if not self.life.fail():
             return
         log.warning("pair %s failed: %s", self.assignment.pair_id, reason)
+        self._tensors.abort()
+        await self._batches.close()
         if tell:
-            message = PairEnded(pair_id=self.assignment.pair_id, reason=reason)
+            finished = self._batches.finished_ids
+            message = PairEnded(pair_id=self.assignment.pair_id, reason=reason, finished=finished)
             try:
                 await self._bus.publish(subjects.worker_pair_ended(self.assignment.source.worker_id), message)
             except BlitzError as error:
                 log.debug("the source was not told: %s", error)
-        self._tensors.abort()
-        await self._batches.close()
         await self._detach()
+
+    def _engine_failed(self, error: Exception) -> None:
+        if self.life.ended:
+            # What was kept is nobody else's any more.
+            self._spawn(self._batches.abandon(Internal(f"the engine failed: {type(error).__name__}: {error}")))
+        else:
+            self._fail_soon(f"the target's engine failed: {error}")
 
     async def _detach(self) -> None:
         def detach(loop: EngineLoop) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterable
 
+from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance import Instance
 from services.worker.live.batch import PromptBatch, sequence_of
 from services.worker.live.gates import Gates
@@ -19,6 +21,7 @@ from services.worker.live.target_work import Held, TargetWork
 from services.worker.live.tensors import Kind, Tensors
 from services.worker.serving import Serving
 from shared.errors import BadRequest, BlitzError, Conflict, Overloaded
+from shared.messages.common import ErrorInfo
 from shared.messages.live import Dissolve, Dissolved, Gate, Given, HandOver
 from shared.zigzag.queue import Claim, Policy, Queue
 
@@ -52,8 +55,10 @@ class TargetBatches:
         """Those whose requests are the source's, by id."""
         self._sent: set[str] = set()
         """Claims whose tensors are on their way, or there."""
+        self._taking = asyncio.Lock()
         self._dissolving = asyncio.Lock()
-        self._shares: Dissolved | None = None
+        self.shares: Dissolved | None = None
+        """What was agreed at parting."""
         self.loaded = False
         """The target has everything."""
         self.closed = False
@@ -61,6 +66,12 @@ class TargetBatches:
     @property
     def num_known(self) -> int:
         return len(self._known)
+
+    @property
+    def finished_ids(self) -> tuple[str, ...]:
+        """Batches that were finished here."""
+        with self._work.lock:
+            return tuple(self._work.finished)
 
     @property
     def is_over(self) -> bool:
@@ -75,6 +86,12 @@ class TargetBatches:
         Raises ``Overloaded`` when there is no room now, ``BadRequest`` when there will never be, ``Conflict`` when the
         pair is over.
         """
+        if not message.requests or not 0 < message.layer_s < math.inf or message.serial < 0:
+            raise BadRequest(f"batch {message.batch_id!r} cannot be: {message.layer_s!r} s a layer", param="layer_s")
+        async with self._taking:  # a repeat must not be answered before what it repeats
+            return await self._take_in(message)
+
+    async def _take_in(self, message: HandOver) -> Held | None:
         if message.batch_id in self._known:
             return None
         sequences = [sequence_of(r, self._instance.record.spec.eos_token_ids) for r in message.requests]
@@ -161,14 +178,14 @@ class TargetBatches:
     async def dissolve(self, message: Dissolve) -> Dissolved:
         """Begun batches stay, untouched ones are shared. Repeating gives the same shares. ``hand_back`` must follow."""
         async with self._dissolving:
-            if self._shares is None:
+            if self.shares is None:
                 # Between two steps, so that no batch is inside a layer.
                 call = self._instance.engine.call(lambda _: self._dissolve(message))
-                self._shares = await asyncio.wrap_future(call)
-                kept = [self._borrowed.pop(i) for i in self._shares.kept if i in self._borrowed]
+                self.shares = await asyncio.wrap_future(call)
+                kept = [self._borrowed.pop(i) for i in self.shares.kept if i in self._borrowed]
                 self._serving.announce([s for batch in kept for s in batch.sequences])
                 self.look_again()
-            return self._shares
+            return self.shares
 
     def _dissolve(self, message: Dissolve) -> Dissolved:
         with self._work.lock:
@@ -191,8 +208,10 @@ class TargetBatches:
 
     async def hand_back(self, shares: Dissolved) -> None:
         """Send what was begun of the given batches, free all that are the source's, wait for the end of the kept."""
-        begun = [given for given in shares.given if given.first_layer]
-        await asyncio.gather(*(self._send(self._work.held[g.batch_id], g.first_layer, g.serial) for g in begun))
+        begun = [
+            (self._work.held[g.batch_id], g) for g in shares.given if g.first_layer and g.batch_id in self._work.held
+        ]
+        await asyncio.gather(*(self._send(held, given.first_layer, given.serial) for held, given in begun))
         await self._drop([batch_id for batch_id in self._borrowed if batch_id not in shares.finished])
         await self._changed.until(lambda: not self._work.held)
 
@@ -239,14 +258,21 @@ class TargetBatches:
         """Nobody waits any more for the requests of which ``is_gone(request_id, attempt, gateway_id)`` says so."""
         with self._work.lock:
             batches = {id(b): b for b in (*self._borrowed.values(), *(h.batch for h in self._work.held.values()))}
-        ended: list[PromptBatch] = []
-        for batch in batches.values():
-            for sequence in batch.sequences:
-                if not sequence.finished and is_gone(*sequence.key, sequence.gateway_id):
+        gone = [(b, s) for b in batches.values() for s in b.sequences if is_gone(*s.key, s.gateway_id)]
+        if not gone:
+            return
+
+        def end(loop: EngineLoop) -> None:
+            # On the engine's thread: the request may just be about to decode here.
+            for _, sequence in gone:
+                if sequence.held or sequence.id < 0:
                     sequence.finished = True
-                    if batch.ended:
-                        ended.append(batch)
-        await self._drop([batch.batch_id for batch in ended if self._cancel(batch)])
+                elif not sequence.finished:
+                    loop.scheduler.cancel(*sequence.key)
+
+        await asyncio.wrap_future(self._instance.engine.call(end, between_layers=True))
+        ended = {batch.batch_id: batch for batch, _ in gone if batch.ended}
+        await self._drop([batch_id for batch_id, batch in ended.items() if self._cancel(batch)])
 
     def _cancel(self, batch: PromptBatch) -> bool:
         """Whether its blocks are free now. Else the engine drops it at the layer's end, or the source settles it."""
@@ -257,6 +283,22 @@ class TargetBatches:
                 return False
             self._queue.cancel(batch.batch_id)
             return not self._queue.batch(batch.batch_id).in_layer
+
+    async def abandon(self, error: BlitzError) -> None:
+        """The engine cannot finish what was kept: those requests end with an error, and gateways try elsewhere."""
+        info = ErrorInfo.of(error)
+
+        def abandon(_: EngineLoop) -> StepOutput:
+            outputs = []
+            for batch in self._work.close():
+                for sequence in batch.sequences:
+                    if not sequence.finished and batch.batch_id not in self._borrowed:
+                        sequence.finished = True
+                        outputs.append(sequence.end("error", info))
+            return StepOutput(tuple(outputs))
+
+        self._serving.on_output(await asyncio.wrap_future(self._instance.engine.call(abandon)))
+        self._changed.fire()
 
     def look_again(self) -> None:
         """There may be a layer to run, or a batch to pull."""

@@ -76,6 +76,12 @@ class TargetWork:
     def num_requests(self) -> int:
         return sum(len(held.batch.sequences) for held in list(self.held.values()))
 
+    @property
+    def queued(self) -> tuple[int, int]:
+        """Kept batches are the target's own; before the pair dissolves, all are the source's."""
+        kept = [held.batch for held in list(self.held.values())] if self.queue.dissolved else []
+        return sum(len(b.sequences) for b in kept), sum(b.num_tokens for b in kept)
+
     def changed(self) -> None:
         """The queue did; there may be a layer to run. Under ``lock``; the caller wakes the engine."""
         self._maybe = not self._closed

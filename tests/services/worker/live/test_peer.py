@@ -283,7 +283,7 @@ async def test_the_end_is_told_if_it_can_be(line: Line) -> None:
 
 async def test_an_offer_is_repeated_until_the_target_has_its_plan(line: Line) -> None:
     offer = LiveOffer(assignment=assignment())
-    offering = asyncio.create_task(line.peer(silence_s=0.0).offer(offer.assignment))
+    offering = asyncio.create_task(line.peer(silence_s=5.0).offer(offer.assignment))
     await asyncio.sleep(SHORT_S)
     line.answers = [NotFound("no plan yet"), never()]
     await line.respond("offer")
