@@ -10,7 +10,8 @@ from rich.text import Text
 
 from compose.admin_types import HostCopyStatus, PoolModel, PoolStatus
 from compose.cli.connection import URL_DEFAULT, Json, Url, ask
-from compose.cli.status import state_text, titled_table
+from compose.cli.status import state_text
+from compose.cli.tables import titled_table
 
 _MIB = 1 << 20
 

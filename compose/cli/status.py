@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from compose.admin_types import Status
+from compose.admin_types import InstanceStatus, Status
 from compose.cli.connection import URL_DEFAULT, Json, Url, ask
+from compose.cli.tables import fitting, titled_table
 
 _STATE_STYLES = {
     "serving": "green",
@@ -20,6 +21,9 @@ _STATE_STYLES = {
     "retired": "yellow",
     "failed": "red",
 }
+_INSTANCE = ("id", "model", "state", "role", "layers", "running", "queued", "queued tokens", "workers")
+_SPARED = ("workers", "queued tokens", "role")
+"""Columns of instances that narrow terminals do without, the least important first. An id names its worker."""
 
 
 def status(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
@@ -29,30 +33,31 @@ def status(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
         typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
         return
     console = Console(highlight=False)
-    for table in tables(found):
+    for table in tables(found, console):
         console.print(table)
 
 
-def tables(found: Status) -> tuple[Table, ...]:
-    """Models, instances and workers as tables."""
+def tables(found: Status, console: Console) -> tuple[Table, ...]:
+    """Models, instances and workers as tables for ``console``."""
     models = titled_table("Models", "name", "serving", "min", "max", "path")
     for model in found.models:
         most = "-" if model.max_instances is None or model.max_instances >= 1_000_000 else str(model.max_instances)
         models.add_row(model.name, str(found.serving(model.name)), str(model.min_instances), most, model.path)
     num_layers = {model.name: model.num_layers for model in found.models}
-    columns = ("id", "model", "state", "role", "layers", "running", "queued", "queued tokens", "workers")
-    instances = titled_table("Instances", *columns)
-    for instance in found.instances:
-        layers = _layers(instance.layers_ready, num_layers.get(instance.model))
-        load = instance.load
-        loads = (load.running_requests, load.queued_requests, load.queued_tokens) if load is not None else ("-",) * 3
-        state = state_text(instance.state)
-        workers = ", ".join(instance.workers)
-        instances.add_row(instance.id, instance.model, state, instance.role, layers, *map(str, loads), workers)
+    rows = [_instance_row(instance, num_layers.get(instance.model)) for instance in found.instances]
+    instances = fitting(console, "Instances", _INSTANCE, rows, spared=_SPARED)
     processes = titled_table("Workers", "id", "host", "device", "engine", "state")
     for worker in found.workers:
         processes.add_row(worker.id, worker.host, worker.device, worker.engine, state_text(worker.state))
     return models, instances, processes
+
+
+def _instance_row(instance: InstanceStatus, num_layers: int | None) -> tuple[str | Text, ...]:
+    layers = _layers(instance.layers_ready, num_layers)
+    load = instance.load
+    loads = (load.running_requests, load.queued_requests, load.queued_tokens) if load is not None else ("-",) * 3
+    state, workers = state_text(instance.state), ", ".join(instance.workers)
+    return (instance.id, instance.model, state, instance.role, layers, *map(str, loads), workers)
 
 
 def _layers(ready: int | None, num_layers: int | None) -> str:
@@ -60,14 +65,6 @@ def _layers(ready: int | None, num_layers: int | None) -> str:
     if ready is None:
         return "-"
     return str(ready) if num_layers is None else f"{ready}/{num_layers}"
-
-
-def titled_table(title: str, *columns: str) -> Table:
-    """An empty table without lines."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
 
 
 def state_text(state: str) -> Text:

@@ -102,8 +102,11 @@ class Pairing:
             and w.instance.instance_id not in leaving
         }
 
-    def select(self, overloaded: tuple[Overloaded, ...], planned: WorkerChains, choice: LiveChoice) -> Selection:
-        """The pairs between them and the tails of a plan."""
+    def select(self, overloaded: tuple[Overloaded, ...], planned: WorkerChains, asked: LiveChoice) -> Selection:
+        """The pairs between them and the tails of a plan, as a wish asks for them."""
+        choice = self.choice(asked)
+        if choice == "never":
+            return Selection((), ("asked for" if asked == "never" else "the planner's default is never",))
         predicted_s = planned.predicted_s
         return select_pairs(overloaded, {t: predicted_s[t] for t in planned.tails}, choice=choice)
 

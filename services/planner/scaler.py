@@ -133,7 +133,7 @@ class Scaler:
         planned = plan_by(self._strategy, cluster, decision.load, model.weights_bytes, tails=tails)
         if not planned.chains:
             raise NoCapacity("; ".join(planned.left_out))
-        selection = self._pairing.select(overloaded, planned, choice)
+        selection = self._pairing.select(overloaded, planned, wish.live)
         planned = dataclasses.replace(planned, explain=planned.explain + selection.explain)
         worker_ids = planned.targets
         request = LeaseWorkers(plan_id=plan_id, model=model.name, worker_ids=worker_ids, ttl_s=self._lease_ttl_s)

@@ -96,6 +96,8 @@ class Splitter:
         try:
             while True:
                 async with self._turn:
+                    if not self._is_of_use(pair):
+                        return "late"
                     asked = self._newest[pair.pair_id]
                     found = await asyncio.to_thread(
                         assign,
@@ -113,7 +115,7 @@ class Splitter:
         if not found.gates:
             return "no_gain"
         gates = gates_in_time(found, elapsed_s)
-        if not gates or not pair.running:
+        if not gates or not self._is_of_use(pair):
             return "late"
         assignment = pair.set_gates(gates)
         await publish_revision(self._bus, assignment)
@@ -125,3 +127,9 @@ class Splitter:
             found.free.mean,
         )
         return "gates"
+
+    def _is_of_use(self, pair: LivePair) -> bool:
+        """A target that has everything stops nowhere: gates would only hold its source up."""
+        operation = self._operations.get(pair.assignment.plan_id)
+        target = pair.assignment.target.worker_id
+        return pair.running and operation is not None and operation.still_loads(target, time.time())

@@ -218,9 +218,12 @@ class PoolService:
 
     async def _on_snapshot(self, request: GetSnapshot) -> Snapshot:
         publisher, sequence = await self._store.sequence()
-        reports = [r for r in await self._store.workers() if r.worker.worker_id > request.after_worker_id]
-        page = reports[: max(1, min(request.page_size, 1000))]
-        leases = await self._store.leases(tuple(r.worker.worker_id for r in page))
+        worker_ids = tuple(name for name in await self._store.worker_ids() if name > request.after_worker_id)
+        page = worker_ids[: max(1, min(request.page_size, 1000))]
+        # Before the reports: a worker that uses its lease up meanwhile is then seen with both. The other way round it
+        # were seen with neither, as if it had forgotten its plan.
+        leases = await self._store.leases(page)
+        reports = await self._store.reports(page)
         now_s = time.time()
         return Snapshot(
             publisher=publisher,
@@ -238,10 +241,10 @@ class PoolService:
                     nic_egress_gbps=r.nic_egress_gbps,
                     nic_ingress_gbps=r.nic_ingress_gbps,
                 )
-                for r in page
+                for r in reports
             ),
             floors=await self._store.floors(now_s),
-            next_worker_id=page[-1].worker.worker_id if len(page) < len(reports) else "",
+            next_worker_id=page[-1] if len(page) < len(worker_ids) else "",
             unplaced=await self._store.unplaced(),
         )
 

@@ -85,14 +85,21 @@ class Store:
         """Forget the workers whose lease ran out; their ids."""
         return tuple(i.decode() for i in await self._expire(keys=[f"{PREFIX}workers"], args=[PREFIX]))
 
+    async def worker_ids(self) -> tuple[str, ...]:
+        """Of every living worker, in order."""
+        return tuple(sorted(i.decode() for i in await cast(Any, self._redis.zrange(f"{PREFIX}workers", 0, -1))))
+
     async def workers(self) -> tuple[WorkerHeartbeat, ...]:
         """The latest report of every living worker, in the order of ids."""
-        ids = sorted(i.decode() for i in await cast(Any, self._redis.zrange(f"{PREFIX}workers", 0, -1)))
+        return await self.reports(await self.worker_ids())
+
+    async def reports(self, worker_ids: tuple[str, ...]) -> tuple[WorkerHeartbeat, ...]:
+        """The latest reports of these workers, in their order; without those that are gone by now."""
         async with self._redis.pipeline(transaction=False) as pipe:
-            for worker_id in ids:
+            for worker_id in worker_ids:
                 pipe.hget(f"{PREFIX}worker:{worker_id}", "report")
             raw = await pipe.execute()
-        reports = (_readable(report, WorkerHeartbeat, worker_id) for worker_id, report in zip(ids, raw, strict=True))
+        reports = (_readable(value, WorkerHeartbeat, name) for name, value in zip(worker_ids, raw, strict=True))
         return tuple(report for report in reports if report is not None)
 
     async def leases(self, worker_ids: tuple[str, ...]) -> dict[str, Lease]:

@@ -9,8 +9,8 @@ import msgspec
 from shared.messages.live import Gate, LayerRuns, LiveReport, ZigzagAssignment
 from shared.messages.scaling import LiveBatchRecord, LiveRecord
 
-LIVE_REPORT_WAIT_S = 5.0
-"""How long after its target has ended a pair's report is waited for."""
+LIVE_REPORT_WAIT_S = 60.0
+"""How long after its target has ended a pair's report is waited for: long queues are worked off together until then."""
 MAX_BUCKETS = 20_000
 """Of one timeline; what is beyond is left away."""
 _DEFAULT_BUCKET_S = 0.05
@@ -62,8 +62,11 @@ class LivePair:
         if self.running:
             self._outcome, self._reason = "failed", why
 
-    def check(self, target_ended: bool, now_s: float) -> None:
-        """Stop waiting for a report that does not come. ``target_ended``: the target serves, or has failed."""
+    def check(self, target_ended: bool, now_s: float, *, source_gone: str = "") -> None:
+        """Stop waiting for a report that does not come. ``target_ended``: the target serves, or has failed.
+        ``source_gone``: why nobody is left to report; empty while somebody is."""
+        if self.running and source_gone:
+            self._outcome, self._reason = "unknown", source_gone
         if not self.running or not target_ended:
             return
         # By this process's clock alone: workers' clocks may differ.

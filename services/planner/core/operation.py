@@ -16,8 +16,11 @@ Direction = Literal["out", "in", "none"]
 
 DEADLINE_FINISHES = 3.0
 """A target may take this many times its predicted finish, where that is longer than what its bytes alone allow."""
+LOST_WORD_S = 5.0
+"""A target that is late by this, and takes ``DEADLINE_FINISHES`` times as long as predicted, has everything: it said
+so, and was not heard."""
 MISSING_S = 2.0
-"""A target's worker that the registry has not known for this long is dead."""
+"""A worker that the registry has not known for this long is dead."""
 
 
 @dataclass(slots=True)
@@ -32,7 +35,6 @@ class _Target:
     serving_s: float | None = None
     spare_s: float | None = None
     received_bytes: int = 0
-    missing_since_s: float | None = None
     failure: str = ""
 
 
@@ -76,6 +78,7 @@ class Operation:
         self._explain, self._left_out, self._trace_id = explain, left_out, trace_id
         self._targets = {worker: _Target(worker, instance) for worker, instance in targets}
         self.pairs = {assignment.pair_id: LivePair(assignment) for assignment in pairs}
+        self._missing_since_s: dict[str, float] = {}
         self._failure = ""
 
     @property
@@ -109,6 +112,13 @@ class Operation:
             for t in self._targets.values()
             if self._predicted_s.get(t.worker_id) and self._loads(t.worker_id)
         }
+
+    def still_loads(self, worker_id: str, now_s: float) -> bool:
+        """Whether a target may lack something: it has not said that it has everything, and is not so late that its
+        word must have been lost."""
+        predicted_s = self._predicted_s.get(worker_id, 0.0)
+        latest_s = max(DEADLINE_FINISHES * predicted_s, predicted_s + LOST_WORD_S) if predicted_s else float("inf")
+        return self._loads(worker_id) and now_s <= (self._planned_s or now_s) + latest_s
 
     def layers_ready_at_s(self, worker_id: str) -> tuple[float, ...]:
         """When a target had each layer, as far as it has told without a gap."""
@@ -180,19 +190,32 @@ class Operation:
         pairs that do not report."""
         self._check_targets(workers, now_s)
         for pair in self.pairs.values():
-            pair.check(self._ended(self._targets[pair.assignment.target.worker_id]), now_s)
+            ended = self._ended(self._targets[pair.assignment.target.worker_id])
+            pair.check(ended, now_s, source_gone=self._source_gone(pair, workers, now_s))
+
+    def _source_gone(self, pair: LivePair, workers: Mapping[str, WorkerRecord], now_s: float) -> str:
+        source = pair.assignment.source
+        if self._is_dead(source.worker_id, workers, now_s):
+            return "the source's worker died"
+        worker = workers.get(source.worker_id)
+        gone = worker is not None and not _holds(worker, source.instance_id)
+        return "the source's worker does not hold its instance any more" if gone else ""
+
+    def _is_dead(self, worker_id: str, workers: Mapping[str, WorkerRecord], now_s: float) -> bool:
+        """Whether it has been missing for long. A registry that was emptied knows nobody for a moment."""
+        if worker_id in workers:
+            self._missing_since_s.pop(worker_id, None)
+            return False
+        return now_s - self._missing_since_s.setdefault(worker_id, now_s) >= MISSING_S
 
     def _check_targets(self, workers: Mapping[str, WorkerRecord], now_s: float) -> None:
         for worker_id, instance_id in self.open_targets:
             worker = workers.get(worker_id)
             target = self._targets[worker_id]
+            if self._is_dead(worker_id, workers, now_s):
+                self.fail_target(worker_id, "the worker died")
             if worker is None:
-                # A registry that was emptied knows nobody for a moment.
-                target.missing_since_s = target.missing_since_s or now_s
-                if now_s - target.missing_since_s >= MISSING_S:
-                    self.fail_target(worker_id, "the worker died")
                 continue
-            target.missing_since_s = None
             if self.direction == "in" and not _holds(worker, instance_id):
                 target.spare_s = now_s  # its own report was lost
             elif now_s > self._must_end_by_s(worker_id):

@@ -82,6 +82,8 @@ def select_pairs(
     finish_s = {t: at_s or float("inf") for t, at_s in tails.items()}
     free = sorted(finish_s, key=lambda t: (-finish_s[t], t))
     sources, declined = _sources(overloaded, choice)
+    if choice == "always" and not overloaded:
+        declined.append("no instance serves that could be a source")
     pairs: list[Pair] = []
     for source in sources:
         name = source.instance_id
@@ -97,14 +99,26 @@ def select_pairs(
             continue
         target = late[0]
         free.remove(target)
-        when = f"in {finish_s[target]:.3f} s" if tails[target] else "nobody knows when"
-        asked = "; asked for" if choice == "always" else ""
-        why = (
-            f"{target} is a tail that has all layers {when}; {name} has {source.queue_s:.3f} s of queue and "
-            f"{source.slack_s:.3f} s of slack{asked}"
-        )
-        pairs.append(Pair(name, target, why))
+        pairs.append(Pair(name, target, (_asked if choice == "always" else _needed)(source, target, tails[target])))
     return Selection(tuple(pairs), tuple(declined))
+
+
+def _needed(source: Overloaded, target: str, finish_s: float) -> str:
+    when = f"in {finish_s:.3f} s" if finish_s else "nobody knows when"
+    return f"{target} is a tail that has all layers {when}; {source.instance_id} has {_queue(source)}"
+
+
+def _asked(source: Overloaded, target: str, finish_s: float) -> str:
+    name = source.instance_id
+    queue = f"; {name} has {_queue(source)}" if source.queue_s else ""
+    when = f"{target} is expected to have all layers in {finish_s:.3f} s"
+    if not finish_s:
+        when = f"nobody knows when {target} has all layers"
+    return f"{target} helps {name} (asked for); {when}{queue}"
+
+
+def _queue(source: Overloaded) -> str:
+    return f"{source.queue_s:.3f} s of queue and {source.slack_s:.3f} s of slack"
 
 
 def _sources(overloaded: Sequence[Overloaded], choice: LiveChoice) -> tuple[list[Overloaded], list[str]]:

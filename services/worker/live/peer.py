@@ -25,6 +25,7 @@ ASK_TIMEOUT_S = 1.0
 RETRY_S = 0.02
 MAX_RETRY_S = 0.25
 KEEP_ALIVE_S = 0.5
+LAST_WORD_S = 0.2
 GONE_S = 1.0
 """Nobody answers to the target's name, and a reconnection would have come by now."""
 
@@ -102,6 +103,10 @@ class Peer:
             try:
                 return await self.until(self._bus.request(subject, message, answer, timeout_s=ASK_TIMEOUT_S + wait_s))
             except (Conflict, NotFound) as error:
+                # Its own word may be on the way, and says more: which batches it owns.
+                await asyncio.wait({self._lost}, timeout=LAST_WORD_S)
+                if self._lost.done():
+                    self._lost.result()
                 raise PairLost(f"the target has no such pair: {error}") from error
             except (Unavailable, DeadlineExceeded) as error:
                 self._judge(error, time.monotonic() - started_s)

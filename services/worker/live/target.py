@@ -72,6 +72,7 @@ class LiveTarget:
         self._changed = Signal()
         self._heard_s = time.monotonic()
         self._parting = False
+        self._failure = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._queue = Queue(instance.layout.num_layers, Policy(assignment.policy))
         self._work = TargetWork(
@@ -226,7 +227,7 @@ class LiveTarget:
         """The source lives; do we?"""
         self._heard_s = time.monotonic()
         if self.life.state is PairState.FAILED:
-            raise Conflict(f"pair {self.assignment.pair_id} has failed here")
+            raise Conflict(f"pair {self.assignment.pair_id} has failed here: {self._failure}")
 
     def _move_on(self) -> None:
         if self._batches.loaded and self.life.state is PairState.COOPERATING:
@@ -273,6 +274,7 @@ class LiveTarget:
         """The pair is over: everything that is not owned here is dropped."""
         if not self.life.fail():
             return
+        self._failure = reason
         log.warning("pair %s failed: %s", self.assignment.pair_id, reason)
         self._tensors.abort()
         await self._batches.close()

@@ -96,6 +96,56 @@ def test_status_shows_how_far_instances_are_and_what_they_have_to_do(
         assert f"i-3 demo live colocated 3{layers} 0 2 900 worker-2" in lines
 
 
+def crowded(worker_id: str = "worker-{}") -> dict[str, Any]:
+    """Two instances with ids as planned ones have them, on workers with such ids."""
+    ids = [worker_id.format(i) for i in range(2)]
+    load = {"running_requests": 5, "queued_requests": 6, "queued_tokens": 77_777}
+    fields = {"model": "demo", "state": "serving", "role": "prefill", "layers_ready": 8, "load": load}
+    instances = [{"id": f"60d3c18b3909-{name}", "workers": [name], **fields} for name in ids]
+    workers = [{"id": name, "host": "60d3c18b3909", "device": "cuda:0", "engine": "flashinfer", "state": "serving"}
+               for name in ids]  # fmt: skip
+    return STATUS | {"instances": instances, "workers": workers}
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (80, "role layers running queued"),
+        (100, "role layers running queued queued tokens workers"),
+        (120, "role layers running queued queued tokens workers"),
+        (65, "layers running queued"),
+    ],
+)
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_ids(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int, shown: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    gateway.answers["GET /admin/status"] = (200, crowded())
+    assert run(["status"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert f"id model state {shown}" in lines
+    values = {"role": "prefill", "layers": "8", "running": "5", "queued": "6"}
+    row = " ".join(values[name] for name in shown.removesuffix(" queued tokens workers").split())
+    wide = " 77777 worker-{}" if "workers" in shown else ""
+    for i in range(2):
+        assert f"60d3c18b3909-worker-{i} demo serving {row}{wide.format(i)}" in lines
+        assert f"worker-{i} 60d3c18b3909 cuda:0 flashinfer serving" in lines
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_ids_that_do_not_fit_are_cut_and_never_wrapped(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    gateway.answers["GET /admin/status"] = (200, crowded("worker-{}" + "-of-a-long-name" * 6))
+    assert run(["status"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    (start, end) = (lines.index(line) for line in lines if line.split() in (["Instances"], ["Workers"]))
+    rows = [line.split() for line in lines[start + 2 : end]]
+    assert [(row[0].endswith("…"), row[1:]) for row in rows] == [(True, ["demo", "serving", "8", "5", "6"])] * 2
+
+
 def test_a_live_instance_looks_like_no_other() -> None:
     states = ("spare", "loading", "serving", "draining", "failed")
     assert state_text("live").style not in [state_text(state).style for state in states]

@@ -23,7 +23,7 @@ from shared.messages.common import Ack, LiveChoice, LivePolicy, Role
 from shared.messages.live import LayerRuns, PlanSplit, SplitBatch, ZigzagAssignment
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
 from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import DrainPlan, ScalePlan, ScaleRecord
+from shared.messages.scaling import DrainPlan, ProgressEvent, ScalePlan, ScaleRecord
 from shared.settings import SettingsError
 from shared.zigzag.playback import Job
 from tests.records import model, worker_record
@@ -179,13 +179,14 @@ async def test_never_makes_no_pair(rig: LiveRig) -> None:
     await rig.load("w0", 50_000)
     record = await rig.scale(3, live="never")
     assert rig.assignments() == []
-    assert not any("live: " in line for line in record.explain)
+    assert [line for line in record.explain if "live" in line] == ["not live: asked for"]
 
 
 async def test_always_pairs_instances_that_are_idle(rig: LiveRig) -> None:
     await rig.load("w1", 10)
     await rig.scale(3, live="always")
     assert [source for source, _ in rig.pairs()] == ["w1"], "the longest queue first"
+    assert " helps i-w1 (asked for); " in rig.assignments()[0].why
 
 
 @pytest.mark.parametrize(("default", "asked", "num_pairs"), [("always", "auto", 1), ("never", "always", 1)])
@@ -204,6 +205,8 @@ async def test_a_default_of_never_goes_for_demands() -> None:
         await rig.demand(3)
         await eventually(lambda: rig.planned("out") == 1)
         assert rig.assignments() == []
+        (record,) = await rig.records()
+        assert "not live: the planner's default is never" in record.explain
 
 
 def with_instance(record: WorkerRecord, **changes: object) -> WorkerRecord:
@@ -419,6 +422,23 @@ async def test_only_the_newest_request_of_a_pair_is_answered(rig: LiveRig, monke
     assert [len(a.gates) for a in rig.assignments()] == [0, len(UNEQUAL)]
 
 
+@pytest.mark.parametrize("event", ["loaded", "serving"])
+async def test_a_target_that_has_everything_gets_no_gates(
+    rig: LiveRig, monkeypatch: pytest.MonkeyPatch, event: ProgressEvent
+) -> None:
+    first = await rig.paired()
+    held = HeldAssign(monkeypatch)
+    await rig.split(first.pair_id, UNEQUAL)
+    await asyncio.to_thread(held.begun.acquire, timeout=TIMEOUT_S)
+    await rig.report(first.plan_id, event, first.target.worker_id, first.target.instance_id)
+    held.go_on.release()
+    await eventually(lambda: rig.splits("late") == 1)
+    await rig.split(first.pair_id, UNEQUAL)
+    await eventually(lambda: rig.splits("late") == 2)
+    assert len(held.seen) == 1, "the second is not even computed"
+    assert len(rig.assignments()) == 1
+
+
 async def test_plans_are_made_while_a_split_is_computed(rig: LiveRig, monkeypatch: pytest.MonkeyPatch) -> None:
     first = await rig.paired()
     held = HeldAssign(monkeypatch)
@@ -541,6 +561,22 @@ async def test_a_pair_whose_target_died_becomes_unknown(rig: LiveRig, monkeypatc
     rig.pool.workers = rig.serving
     ended = await rig.record(first.plan_id, wait_s=TIMEOUT_S)
     assert (ended.status, ended.live[0].outcome) == ("failed", "unknown")
+
+
+async def test_a_pair_whose_source_is_gone_becomes_unknown_and_its_target_may_be_a_source(
+    rig: LiveRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operation, "MISSING_S", 0.0)
+    rig.pool.workers = (rig.serving[0], rig.record_of("w5"))
+    record = await rig.scale(2, live="always")
+    (first,) = rig.assignments()
+    serving = with_instance(rig.record_of("w5", "serving"), instance_id=first.target.instance_id)
+    rig.pool.workers = (serving, rig.record_of("w6"))
+    await rig.end(record)
+    ended = await rig.record(first.plan_id, wait_s=TIMEOUT_S)
+    assert (ended.status, ended.live[0].outcome) == ("done", "unknown")
+    await rig.scale(2, live="always")
+    assert rig.pairs()[1:] == [("w5", "w6")]
 
 
 async def test_reports_on_unknown_plans_are_ignored(rig: LiveRig) -> None:

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from safetensors.torch import load_file, save_file
 
 from services.pool.service import PoolService
-from services.pool.store import Store
+from services.pool.store import Lease, Store
 from shared import subjects
 from shared.bus.memory import MemoryBroker
 from shared.errors import BadCheckpoint, BadRequest, BlitzError, Conflict, ModelNotFound, NoCapacity, Unavailable
@@ -68,7 +68,9 @@ class Pool:
 
 
 @contextlib.asynccontextmanager
-async def running_pool(redis_url: str, *, flush: bool = True, patient: bool = True) -> AsyncIterator[Pool]:
+async def running_pool(
+    redis_url: str, *, flush: bool = True, patient: bool = True, store: Store | None = None
+) -> AsyncIterator[Pool]:
     redis = Redis.from_url(redis_url)
     if flush:
         await redis.flushdb()
@@ -76,7 +78,8 @@ async def running_pool(redis_url: str, *, flush: bool = True, patient: bool = Tr
     tables: list[RouteTable] = []
     await broker.bus("reader").subscribe(subjects.routes(), RouteTable, tables.append)
     stopping = asyncio.Event()
-    service = PoolService(broker.bus("pool"), Store.connect(redis_url), lease_s=LEASE_S, metrics=CollectorRegistry())
+    store = store or Store.connect(redis_url)
+    service = PoolService(broker.bus("pool"), store, lease_s=LEASE_S, metrics=CollectorRegistry())
     running = asyncio.create_task(service.run(stopping))
     await asyncio.sleep(LEASE_S + 0.3 if patient else 0.05)
     yield Pool(broker, redis, tables)
@@ -178,6 +181,59 @@ async def test_a_lease_is_used_up_when_its_worker_reports_under_it(granting_pool
     assert (await granting_pool.snapshot()).workers[0].lease_plan_id == ""
     await granting_pool.beat(heartbeat("w0", sequence=3))
     await granting_pool.lease("w0", plan_id="next")
+
+
+class InterruptedStore(Store):
+    """Workers report ``late`` while a snapshot reads the leases."""
+
+    late: tuple[WorkerHeartbeat, ...] = ()
+    before = True
+    """Just before it has read them; or just after."""
+
+    async def leases(self, worker_ids: tuple[str, ...]) -> dict[str, Lease]:
+        if self.before:
+            await self._report()
+        found = await super().leases(worker_ids)
+        await self._report()
+        return found
+
+    async def _report(self) -> None:
+        late, self.late = self.late, ()
+        for report in late:
+            await self.heartbeat(report, LEASE_S)
+
+
+@pytest.mark.parametrize("before", [True, False])
+async def test_a_worker_that_uses_its_lease_up_is_seen_with_its_lease_or_its_instance(
+    redis_url: str, before: bool
+) -> None:
+    store = cast(InterruptedStore, InterruptedStore.connect(redis_url))
+    store.before = before
+    async with running_pool(redis_url, store=store) as pool:
+        record = await pool.know_model()
+        await pool.beat(heartbeat("w0"))
+        epoch = (await pool.lease("w0")).epochs[0][1]
+        store.late = (heartbeat("w0", record, "loading", sequence=2, epoch=epoch),)
+        (worker,) = (await pool.snapshot()).workers
+        assert worker.instance is not None
+        # With both it is what it reports; the planner counts it once.
+        assert (worker.state, worker.lease_plan_id) == ("loading", "" if before else "plan")
+        (worker,) = (await pool.snapshot()).workers
+        assert (worker.state, worker.lease_plan_id) == ("loading", "")
+    await store.close()
+
+
+async def test_a_worker_that_leaves_during_a_snapshot_is_not_in_it_and_pages_go_on(redis_url: str) -> None:
+    store = cast(InterruptedStore, InterruptedStore.connect(redis_url))
+    async with running_pool(redis_url, patient=False, store=store) as pool:
+        for index in range(3):
+            await pool.beat(heartbeat(f"w{index}"))
+        store.late = tuple(heartbeat(f"w{index}", sequence=2, leaving=True) for index in range(2))
+        first = await pool.snapshot(page_size=2)
+        assert (first.workers, first.next_worker_id) == ((), "w1")
+        rest = await pool.snapshot(page_size=2, after_worker_id=first.next_worker_id)
+        assert ([w.worker.worker_id for w in rest.workers], rest.next_worker_id) == (["w2"], "")
+    await store.close()
 
 
 async def test_a_started_pool_grants_nothing_until_a_lease_has_passed(redis_url: str) -> None:

@@ -22,6 +22,15 @@ def test_loading_instances_and_leased_workers_count() -> None:
     assert decide(M, workers, 3, None).nothing
 
 
+def test_an_instance_whose_lease_still_shows_counts_once() -> None:
+    workers = [
+        worker_record("w0", M, "serving"),
+        worker_record("w1", M, "loading", lease_plan_id="p", lease_model="m"),
+    ]
+    decision = decide(M, workers, 3, None)
+    assert (decision.current, decision.load) == (2, 1)
+
+
 def test_draining_instances_are_revived_before_anything_is_loaded() -> None:
     workers = [worker_record("w0", M, "serving"), worker_record("w1", M, "draining")]
     decision = decide(M, workers, 3, None)

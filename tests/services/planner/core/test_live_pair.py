@@ -65,6 +65,20 @@ def test_a_report_is_waited_for_a_while_after_the_target_has_ended() -> None:
     assert "did not report" in pair.record(TRIGGERED_S).reason
 
 
+@pytest.mark.parametrize("target_ended", [False, True])
+def test_a_pair_without_its_source_is_over_at_once(target_ended: bool) -> None:
+    pair = LivePair(assignment())
+    pair.check(target_ended, 100.0)
+    assert pair.running
+    pair.check(target_ended, 100.5, source_gone="the source's worker died")
+    assert (pair.outcome, pair.record(TRIGGERED_S).reason) == ("unknown", "the source's worker died")
+    pair.check(True, 101.0 + LIVE_REPORT_WAIT_S)
+    assert pair.record(TRIGGERED_S).reason == "the source's worker died"
+    pair.apply(report(pair.assignment))
+    pair.check(True, 102.0 + LIVE_REPORT_WAIT_S, source_gone="the source's worker died")
+    assert pair.outcome == "dissolved"
+
+
 def test_a_report_that_comes_late_after_all_counts() -> None:
     pair = LivePair(assignment())
     pair.check(True, 0.0)

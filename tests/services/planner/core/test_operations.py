@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from services.planner.core.live_pair import LIVE_REPORT_WAIT_S
-from services.planner.core.operation import MISSING_S, Direction, Operation
+from services.planner.core.operation import LOST_WORD_S, MISSING_S, Direction, Operation
 from services.planner.core.operations import Operations
 from services.planner.core.traffic import SETTLING_S
 from shared.messages.live import LayerRuns
+from shared.messages.registry import WorkerRecord
 from shared.messages.scaling import ScaleProgress
 from tests.records import model, worker_record
 from tests.services.planner.core.pairs import assignment, report
@@ -243,6 +245,17 @@ def with_pairs(*targets: str) -> Operation:
     )
 
 
+def all_there() -> dict[str, WorkerRecord]:
+    """The members of pairs, and what they hold by the plan."""
+    found = {}
+    for worker_id, state in (("w0", "serving"), ("w8", "serving"), ("w1", "live"), ("w2", "live")):
+        record = worker_record(worker_id, model("m"), state)  # type: ignore[arg-type]
+        assert record.instance is not None
+        own = msgspec.structs.replace(record.instance, instance_id=f"i{worker_id[1]}")
+        found[worker_id] = msgspec.structs.replace(record, instance=own)
+    return found
+
+
 def both_serve(op: Operation) -> None:
     for worker_id in ("w1", "w2"):
         op.apply(msgspec.structs.replace(event(worker_id, "serving", 1002.0), plan_id="plan-p"))
@@ -278,24 +291,57 @@ def test_a_failed_pair_does_not_fail_the_operation() -> None:
 
 def test_a_pair_that_does_not_report_is_not_waited_for_for_ever() -> None:
     op = with_pairs("w1")
-    op.check({}, 1001.0)
+    op.check(all_there(), 1001.0)
     both_serve(op)
-    op.check({}, 1002.0)
-    op.check({}, 1001.9 + LIVE_REPORT_WAIT_S)
+    op.check(all_there(), 1002.0)
+    op.check(all_there(), 1001.9 + LIVE_REPORT_WAIT_S)
     assert not op.finished
-    op.check({}, 1002.0 + LIVE_REPORT_WAIT_S)
+    op.check(all_there(), 1002.0 + LIVE_REPORT_WAIT_S)
     assert (op.finished, op.record().status, op.record().live[0].outcome) == (True, "done", "unknown")
 
 
 def test_a_pair_whose_target_failed_is_waited_for_from_then_on() -> None:
     op = with_pairs("w1")
     op.apply(msgspec.structs.replace(event("w2", "serving", 1001.0), plan_id="plan-p"))
-    op.check({}, 1001.0 + 10 * LIVE_REPORT_WAIT_S)
+    op.check(all_there(), 1001.0 + 10 * LIVE_REPORT_WAIT_S)
     assert op.pairs["plan-p-w1"].running, "its target loads"
     op.fail_target("w1", "the worker died")
-    op.check({}, 2000.0)
-    op.check({}, 2000.0 + LIVE_REPORT_WAIT_S)
+    op.check(all_there(), 2000.0)
+    op.check(all_there(), 1999.9 + LIVE_REPORT_WAIT_S)
+    assert op.pairs["plan-p-w1"].running
+    op.check(all_there(), 2000.0 + LIVE_REPORT_WAIT_S)
     assert (op.record().status, op.record().live[0].outcome) == ("failed", "unknown")
+
+
+def test_a_pair_whose_sources_worker_died_is_over_and_leaves_its_instances_free() -> None:
+    operations = Operations()
+    op = with_pairs("w1")
+    operations.add(op)
+    missing = {name: worker for name, worker in all_there().items() if name != "w0"}
+    op.check(missing, 1001.0)
+    op.check(missing, 1000.9 + MISSING_S)
+    assert operations.instances_in_pairs() == {"i0", "i1"}
+    # It was back in between, as after a registry was emptied.
+    op.check(all_there(), 1001.0 + MISSING_S)
+    op.check(missing, 1002.0 + MISSING_S)
+    assert operations.instances_in_pairs() == {"i0", "i1"}
+    op.check(missing, 1002.0 + 2 * MISSING_S)
+    (pair,) = op.record().live
+    assert (pair.outcome, "died" in pair.reason) == ("unknown", True)
+    assert operations.instances_in_pairs() == set()
+    assert op.open_targets == (("w1", "i1"), ("w2", "i2")), "the targets load on"
+    op.apply_live(report(assignment("w0", "w1"), outcome="failed", reason="late, and better"))
+    assert op.record().live[0].reason == "late, and better"
+
+
+@pytest.mark.parametrize("now", [worker_record("w0"), worker_record("w0", model("m"), "serving")])
+def test_a_pair_whose_source_holds_something_else_is_over(now: WorkerRecord) -> None:
+    op = with_pairs("w1", "w2")
+    op.check(all_there(), 1001.0)
+    op.check(all_there() | {"w0": now}, 1001.5)
+    lost, kept = op.record().live
+    assert (lost.outcome, "does not hold its instance" in lost.reason) == ("unknown", True)
+    assert kept.outcome == "running"
 
 
 def test_a_plan_that_was_not_published_has_no_pairs_left() -> None:
@@ -309,6 +355,23 @@ def test_reports_on_strange_pairs_are_ignored() -> None:
     op = with_pairs("w1")
     op.apply_live(report(assignment("w0", "w9")))
     assert [pair.outcome for pair in op.record().live] == ["running"]
+
+
+@pytest.mark.parametrize("kind", ["loaded", "serving", "failed", "spare"])
+def test_a_target_loads_until_it_says_otherwise(kind: str) -> None:
+    op = loads()
+    op.apply(event("w1", "layer_ready", 101.0, layer=0))
+    assert [op.still_loads(w, 102.0) for w in ("w1", "w2")] == [True, True]
+    op.apply(event("w1", kind, 102.0))
+    assert [op.still_loads(w, 102.5) for w in ("w1", "w2")] == [False, True]
+
+
+def test_a_target_that_is_late_by_far_has_loaded_without_a_word() -> None:
+    op = loads()
+    # Planned at 101 s; 2 s and 5 s were predicted.
+    assert [op.still_loads("w1", 103.0 + LOST_WORD_S - 0.1), op.still_loads("w1", 103.1 + LOST_WORD_S)] == [True, False]
+    assert [op.still_loads("w2", 115.9), op.still_loads("w2", 116.1)] == [True, False]
+    assert operation().still_loads("w1", 1e9), "nobody knows when"
 
 
 def test_a_target_says_when_it_went_live() -> None:

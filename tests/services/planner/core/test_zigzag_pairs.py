@@ -61,8 +61,20 @@ def test_always_asks_neither_for_overload_nor_for_lateness() -> None:
     idle = [Overloaded("x", 0.0, 9.0), Overloaded("y", 0.1, 9.0), Overloaded("z", 5.0, 0.0, live=True)]
     selection = select_pairs(idle, TAILS, choice="always")
     assert ends(selection) == [("y", "d"), ("x", "c")]
-    assert selection.pairs[0].why.endswith("asked for")
+    assert [pair.why for pair in selection.pairs] == [
+        "d helps y (asked for); d is expected to have all layers in 4.000 s; y has 0.100 s of queue and 9.000 s of "
+        "slack",
+        "c helps x (asked for); c is expected to have all layers in 1.000 s",
+    ]
     assert ["in a pair already" in line for line in selection.declined] == [True]
+
+
+def test_what_was_asked_for_and_cannot_be_is_said() -> None:
+    (pair,) = select_pairs([Overloaded("x", 0.0, 1.0)], {"c": 0.0}, choice="always").pairs
+    assert pair.why == "c helps x (asked for); nobody knows when c has all layers"
+    nobody = select_pairs([], TAILS, choice="always")
+    assert nobody.explain == ("not live: no instance serves that could be a source",)
+    assert select_pairs([], TAILS).explain == ()
 
 
 def test_never_makes_no_pairs_and_gives_no_reasons() -> None:

@@ -1,0 +1,56 @@
+"""Tables that stay readable on narrow terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+_IDS = ("id", "worker", "workers", "host")
+"""Columns that are cut where there is no room: an id over three lines can be neither read nor copied."""
+_TEXTS = ("name", "model", "path", "why")
+"""Columns that take more lines instead: every character counts. All others are short and keep their width."""
+_UNLIMITED = 10_000
+
+
+def titled_table(title: str, *columns: str) -> Table:
+    """An empty table without lines."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        shrinks = column in _IDS or column in _TEXTS
+        table.add_column(column, overflow="fold" if column in _TEXTS else "ellipsis", no_wrap=not shrinks)
+    return table
+
+
+def fitting(
+    console: Console,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    *,
+    spared: Sequence[str] = (),
+) -> Table:
+    """A table, without as many of ``spared`` as it takes to fit the console, the first of them first."""
+    for num_spared in range(len(spared) + 1):
+        table = _without(spared[:num_spared], title, columns, rows)
+        if _width(table, console) <= console.width:
+            break
+    return table
+
+
+def _without(
+    spared: Collection[str], title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]]
+) -> Table:
+    kept = [index for index, column in enumerate(columns) if column not in spared]
+    table = titled_table(title, *(columns[index] for index in kept))
+    for row in rows:
+        table.add_row(*(row[index] for index in kept))
+    return table
+
+
+def _width(table: Table, console: Console) -> int:
+    """Columns that it takes without cutting or wrapping anything."""
+    return Measurement.get(console, console.options.update(width=_UNLIMITED), table).maximum
