@@ -10,6 +10,13 @@ from tests.otlp import OtlpReceiver
 from tests.servers import nats_server, redis_server
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Which tests run in one process, one after the other: those of a module, and all that need the one lab."""
+    for item in items:
+        group = "lab" if item.get_closest_marker("root") else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a NATS server with JetStream, shared by the session: use names of your own."""

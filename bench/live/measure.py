@@ -152,6 +152,10 @@ class _Bench:
         # Returns once the planner answers.
         await stack.scale(1, timeout_s=self._timeout_s)
         await self._until_spare()
+        # A planner learns from its first pair how long it takes until weights begin to come.
+        await self._scale_out(mode)
+        await stack.scale(1, timeout_s=self._timeout_s)
+        await self._until_spare()
         await stack.wait_quiet()
         await self._client.connect(workload.num_prompts)
         received = self._network.received_bytes()

@@ -29,6 +29,9 @@ from shared.messages.scaling import ScalePlan
 
 log = logging.getLogger(__name__)
 
+MAX_STARTUP_S = 1.0
+_SMOOTHING = 0.7
+
 LIVE_CHOICES: tuple[LiveChoice, ...] = get_args(LiveChoice)
 LIVE_POLICIES: tuple[LivePolicy, ...] = get_args(LivePolicy)
 
@@ -55,6 +58,8 @@ class Pairing:
         self._operations = operations
         self._settings = settings
         self._book = LoadBook(assumed_tokens_per_s=settings.assumed_tokens_per_s, report_ttl_s=settings.report_ttl_s)
+        self._startup_s = 0.0
+        """From a plan to the first byte of its weights, as pairs have seen it."""
         self._published = Counter("blitz_planner_pairs_total", "Pairs published", ["policy"], registry=metrics)
 
     async def subscribe(self) -> list[Subscription]:
@@ -121,7 +126,15 @@ class Pairing:
             planned.predicted_s,
             policy=self._settings.policy,
             slo_tbt_s=self._settings.slo_tbt_s,
+            startup_s=self._startup_s,
         )
+
+    def first_layer(self, pair: LivePair, at_s: float) -> None:
+        """A pair's target has its first layer: what came before the first byte, the next plan expects as well."""
+        expected = pair.assignment.layers_ready_at_s
+        if expected:
+            late_s = at_s - expected[0]
+            self._startup_s = min(MAX_STARTUP_S, max(0.0, self._startup_s + _SMOOTHING * late_s))
 
     async def publish(self, operation: Operation) -> None:
         """Tell the pairs of a plan that is out. One that cannot be told has failed: its target loads as any other."""

@@ -209,6 +209,10 @@ class PlannerService:
         if operation is None:
             return
         operation.apply(event)
+        if event.event == "layer_ready" and event.layer == 0:
+            for pair in operation.pairs.values():
+                if pair.assignment.target.worker_id == event.worker_id:
+                    self._pairing.first_layer(pair, event.at_s)
         if event.event == "failed":
             log.warning("%s: %s failed: %s", event.plan_id, event.worker_id, event.detail)
             self._spawn(self._release(event.plan_id, event.worker_id))

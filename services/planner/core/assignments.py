@@ -20,16 +20,20 @@ def zigzag_assignments(
     *,
     policy: LivePolicy,
     slo_tbt_s: float,
+    startup_s: float = 0.0,
 ) -> tuple[ZigzagAssignment, ...]:
     """The first revision of each pair's assignment, without gates.
 
     ``sources``: the workers of the serving instances, by instance id. ``predicted_s``: seconds that each target takes
-    once the plan is out; of one of which nobody knows (0) the assignment tells no times.
+    once the plan is out; of one of which nobody knows (0) the assignment tells no times. ``startup_s``: from the plan
+    to the first byte.
     """
     pairs = tuple(pairs)
     if not pairs:
         return ()
     layout = layout_of(plan.model.spec)
+
+    start_at_s = plan.planned_at_s + startup_s
 
     def assignment(pair: Pair) -> ZigzagAssignment:
         finish_s = predicted_s.get(pair.target, 0.0)
@@ -41,8 +45,8 @@ def zigzag_assignments(
             target=plan.member(pair.target),
             policy=policy,
             why=pair.why,
-            layers_ready_at_s=layers_ready_at_s(layout, plan.planned_at_s, finish_s) if finish_s else (),
-            loaded_at_s=plan.planned_at_s + finish_s if finish_s else 0.0,
+            layers_ready_at_s=layers_ready_at_s(layout, start_at_s, finish_s) if finish_s else (),
+            loaded_at_s=start_at_s + finish_s if finish_s else 0.0,
             slo_tbt_s=plan.model.slo_tbt_s or slo_tbt_s,
             expires_at_s=plan.give_up_at_s,
         )

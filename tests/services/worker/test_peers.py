@@ -29,11 +29,11 @@ class Recording:
         self.connects: list[tuple[bytes, bool]] = []
         self.refuse: set[bytes] = set()
 
-    async def connect(self, address: bytes, *, same_host: bool, timeout_s: float = 10.0) -> Channel:
+    async def connect(self, address: bytes, *, same_host: bool, timeout_s: float = 10.0, lane: int = 0) -> Channel:
         self.connects.append((address, same_host))
         if address in self.refuse:
             raise PeerLost("not now")
-        return await self.real.connect(address, same_host=same_host, timeout_s=timeout_s)
+        return await self.real.connect(address, same_host=same_host, timeout_s=timeout_s, lane=lane)
 
 
 class Cluster:
