@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.otlp import OtlpReceiver
 from tests.servers import nats_server, redis_server
 
+LAB = ("tests/bench/lab/", "tests/bench/scaleout/test_measure.py", "tests/bench/live/test_measure.py")
+"""What needs the lab, of which a machine has one."""
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests run in one process, one after the other: those of a module, and all that need the one lab."""
-    for item in items:
-        group = "lab" if item.get_closest_marker("root") else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which tests run in one process, one after the other: those of a module, and all that need the lab."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByModule(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.partition("::")[0]
+            return "lab" if module.startswith(LAB) else module
+
+    return ByModule(config, log)
 
 
 @pytest.fixture(scope="session")

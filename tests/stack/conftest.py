@@ -25,13 +25,13 @@ FAST = {
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def torch_stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    """Four workers with the torch engine and a tiny Llama."""
+    """Four workers with the torch engine and a tiny Llama. No load moves the monitor: only the tests scale."""
     config = StackConfig(
         models=(tiny_checkpoint("llama"),),
         state_dir=tmp_path_factory.mktemp("stack"),
         workers=4,
         port=0,
-        env=FAST,
+        env=FAST | {"BLITZ_MONITOR_PREFILL_TOKENS_PER_S": "1e9"},
     )
     async with Stack(config) as stack:
         await stack.wait_ready(READY_S)

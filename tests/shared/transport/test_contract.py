@@ -239,12 +239,17 @@ async def test_bad_buffer_fails_the_receive(start: Start, buffer: object) -> Non
 
 
 async def test_idle_transports_burn_no_cpu(start: Start) -> None:
+    async def burnt_s() -> float:
+        before_s = time.process_time()
+        await asyncio.sleep(1.0)
+        return time.process_time() - before_s
+
+    # What other tests of this process have left behind runs on.
+    others_s = await burnt_s()
     sender, receiver = start("a"), start("b")
     await sender.connect(receiver.address, same_host=True)
     await asyncio.sleep(0.1)
-    before_s = time.process_time()
-    await asyncio.sleep(1.0)
-    assert time.process_time() - before_s < 0.02
+    assert await burnt_s() < others_s + 0.02
 
 
 async def lanes(start: Start, same_host: bool) -> tuple[TensorTransport, TensorTransport, list[Channel]]:

@@ -126,6 +126,7 @@ class Partial:
     """Partial work that runs layers which the test puts there."""
 
     num_requests = 0
+    queued = (0, 0)
     decode_interval_s = 1e9
 
     def __init__(self, layers=0):
