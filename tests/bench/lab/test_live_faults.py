@@ -349,7 +349,8 @@ async def test_a_load_that_is_cancelled_loses_no_request(lab: Lab) -> None:
     await lab.stack.admin.remove_model(lab.stack.model)
     await burst.answered_as_alone()
     lab.set_rates(FAST)
-    assert (await lab.pair_ended(record)).outcome == "failed"
+    # The target's load is cancelled and the source drains: whichever is heard of first ends the pair.
+    assert (await lab.pair_ended(record)).outcome in ("failed", "dissolved")
     await lab.nothing_is_left(0)
     await lab.stack.admin.add_model(path, name=lab.stack.model)
     await lab.nothing_is_left(1)
