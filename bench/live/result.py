@@ -111,7 +111,7 @@ class EngineResult:
         }
 
     def _playback(self, mode: Mode, source: Source) -> dict[str, float]:
-        return {figure: round(self.seconds(mode, figure, source), 4) for figure in FIGURES}
+        return {f"ttft_{figure}": round(self.seconds(mode, figure, source), 4) for figure in FIGURES}
 
     def _deviations(self, mode: Mode, source: Source) -> dict[str, float]:
         return {figure.removesuffix("_s"): round(self.deviation(mode, figure, source), 4) for figure in FIGURES}
