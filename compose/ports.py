@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import random
 import socket
+from pathlib import Path
 
 from compose.errors import StackRefused
 
+_LOCAL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 10_000
+_ATTEMPTS = 64
+
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on now."""
-    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on now, and that nobody is likely to take before its server does.
+
+    The system gives ports of its local range to every outgoing connection, and to
+    whoever asks for any port; the server this one is for may come up seconds later.
+    So it is drawn by chance from the ports below that range.
+
+    Raises:
+        StackRefused: no port was free.
+    """
+    for port in _candidates():
+        with socket.socket(_family(host), socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            free: int = probe.getsockname()[1]
+            return free
+    raise StackRefused(f"no TCP port is free on {host}")
+
+
+def _candidates() -> list[int]:
+    try:
+        first_local = int(_LOCAL_PORT_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):  # not Linux: its local ports are above these
+        first_local = 32_768
+    below = range(_FIRST_PORT, first_local)
+    # 0: the system's choice, where it keeps (nearly) all ports for itself.
+    return [*random.SystemRandom().sample(below, min(_ATTEMPTS, len(below))), 0]
 
 
 def require_free(host: str, port: int, flag: str) -> None:

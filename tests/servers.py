@@ -11,14 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from compose.ports import free_port
+
 START_TIMEOUT_S = 15.0
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def binary(name: str, *also: Path) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.servers import free_port
+from compose.ports import free_port
 
 PREAMBLE = """
 import asyncio, logging, sys, os, time

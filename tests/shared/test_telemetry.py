@@ -8,9 +8,9 @@ import time
 import pytest
 from opentelemetry import trace
 
+from compose.ports import free_port
 from shared.telemetry import context_from, current_traceparent, exporting
 from tests.otlp import OtlpReceiver
-from tests.servers import free_port
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 PROGRAM = f"""

@@ -52,8 +52,7 @@ class LendingScheduler(Scheduler):
     def reserve(self, sequences: Rows[Sequence]) -> bool:
         """Seats and blocks for prefixes that are computed outside of steps, for all or, with False, for none.
 
-        Requests that are another instance's so far get their place in the order of
-        arrival here.
+        Requests that are another instance's so far get their place in the order of arrival here.
         """
         if not self.fits([s.num_tokens for s in sequences]):
             return False

@@ -177,6 +177,11 @@ class Pairing:
                         },
                         timestamp=int(batch.first_token_at_s * 1e9),
                     )
+                if report.first_cooperative_token_at_s is not None:
+                    span.add_event("first_cooperative_token", timestamp=int(report.first_cooperative_token_at_s * 1e9))
+                for name, runs in (("source_layers", report.source_runs), ("target_layers", report.target_runs)):
+                    if runs is not None:
+                        span.set_attribute(f"blitz.{name}_per_{round(runs.bucket_s * 1000)}ms", runs.counts)
                 span.set_attribute("blitz.outcome", report.outcome)
                 await self._bus.publish(subjects.live_reports(), report)
             log.info("pair %s %s: %d batches", report.pair_id, report.outcome, len(report.batches))

@@ -24,10 +24,7 @@ from services.worker.live.report import PairRecord
 from services.worker.live.source_work import Pulled, SourceWork
 from services.worker.live.tensors import Tensors
 from services.worker.serving import Serving
-from shared.errors import (
-    BlitzError,
-    Conflict,
-)
+from shared.errors import BlitzError, Conflict
 from shared.messages.common import Ack
 from shared.messages.live import (
     Dissolve,
@@ -194,8 +191,9 @@ class LiveSource:
             self._target_loaded = self._target_loaded or answer.loaded
             if self._target_loaded and self.life.state is PairState.COOPERATING:
                 self.life.move_to(PairState.LOADED)
-            if self._handing.backlog and answer.batch_id:
-                self._arrivals.set()  # there is room at the target now
+            if answer.batch_id:
+                if self._handing.backlog:
+                    self._arrivals.set()  # there is room at the target now
             elif answer.can_dissolve or self.instance.state != "serving":
                 break
             elif self._handing.backlog:

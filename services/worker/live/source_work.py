@@ -109,7 +109,7 @@ class SourceWork:
             output = self._advance(run)
         except BlitzError as failure:
             error = ErrorInfo.of(failure)
-        except Exception as failure:
+        except Exception as failure:  # an engine may raise anything; its batch ends with a typed error
             log.exception("layer %d of batch %s failed", run.next_layer, batch.batch_id)
             error = ErrorInfo.of(Internal(f"the engine failed: {type(failure).__name__}: {failure}"))
         busy_s = time.monotonic() - started_s

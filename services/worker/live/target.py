@@ -124,20 +124,19 @@ class LiveTarget:
         deadline_s = time.monotonic() + message.wait_s
         while True:
             self._check_lives()
+            left_s = deadline_s - time.monotonic()
             with self._work.lock:
                 over = self._queue.dissolved or self._batches.is_over
                 found = None if over else self._queue.pull(message.claim_id)
-                # The engine would begin the next layer before this had a chance to look.
-                self._work.wanted = message.claim_id if isinstance(found, Wait) else ""
+                # The engine would begin the next layer before this had a chance to look. Once nobody waits, it must
+                # not grant a claim any more that nobody takes.
+                self._work.wanted = message.claim_id if isinstance(found, Wait) and left_s > 0 else ""
             if isinstance(found, Claim):
                 self._spawn(self._batches.give(found, message.serial))
                 # What was in the way of a later batch is gone.
                 self._batches.look_again()
                 return self._pulled(found)
-            left_s = deadline_s - time.monotonic()
             if over or left_s <= 0:
-                with self._work.lock:
-                    self._work.wanted = ""
                 return self._pulled(None)
             await self._changed.wait(left_s)
 
@@ -288,8 +287,8 @@ class LiveTarget:
         await self._detach()
 
     def _engine_failed(self, error: Exception) -> None:
-        if self.life.ended:
-            # What was kept is nobody else's any more.
+        if self._queue.dissolved:
+            # What was kept is nobody else's any more, even if the source does not know yet.
             self._spawn(self._batches.abandon(Internal(f"the engine failed: {type(error).__name__}: {error}")))
         else:
             self._fail_soon(f"the target's engine failed: {error}")

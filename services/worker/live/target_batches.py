@@ -297,7 +297,8 @@ class TargetBatches:
                         outputs.append(sequence.end("error", info))
             return StepOutput(tuple(outputs))
 
-        self._serving.on_output(await asyncio.wrap_future(self._instance.engine.call(abandon)))
+        async with self._dissolving:  # then it is settled whose they are
+            self._serving.on_output(await asyncio.wrap_future(self._instance.engine.call(abandon)))
         self._changed.fire()
 
     def look_again(self) -> None:

@@ -115,7 +115,7 @@ class TargetWork:
         try:
             self._run(held, layer)
             output = self._end(held, layer)
-        except Exception as error:
+        except Exception as error:  # an engine may raise anything; the source computes these batches then
             log.exception("layer %d of batch %s failed", layer.layer, layer.batch_id)
             with self.lock:
                 self._closed, self._maybe = True, False

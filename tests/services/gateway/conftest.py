@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -119,10 +118,3 @@ async def make_stack(checkpoint: Path) -> AsyncIterator[StackFactory]:
 async def stack(make_stack: StackFactory) -> Stack:
     """One gateway, one worker."""
     return await make_stack()
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

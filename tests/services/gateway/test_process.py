@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from compose.ports import free_port
 from services.gateway.config import GatewayConfig
 from shared.bus.nats import NatsBus
 from shared.settings import SettingsError
@@ -33,21 +34,16 @@ class NatsBroker:
 
 
 @pytest.fixture
-def nats_url(free_port: int, tmp_path: Path) -> Iterator[str]:
+def nats_url(tmp_path: Path) -> Iterator[str]:
+    port = free_port()
     process = subprocess.Popen(
-        [NATS, "-a", "127.0.0.1", "-p", str(free_port), "-js", "-sd", str(tmp_path / "js")],
+        [NATS, "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(tmp_path / "js")],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    yield f"nats://127.0.0.1:{free_port}"
+    yield f"nats://127.0.0.1:{port}"
     process.kill()
     process.wait()
-
-
-def spare_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment(nats_url: str, port: int) -> dict[str, str]:
@@ -56,7 +52,7 @@ def environment(nats_url: str, port: int) -> dict[str, str]:
 
 @pytest.mark.stack
 async def test_sigterm_finishes_streams_and_exits_cleanly(nats_url: str, checkpoint: Path) -> None:
-    port = spare_port()
+    port = free_port()
     buses: list[NatsBus] = []
     async with asyncio.timeout(10):
         while len(buses) < 2:

@@ -11,12 +11,12 @@ import uuid
 import nats
 import pytest
 
+from compose.ports import free_port
 from shared import subjects
 from shared.bus.nats import NatsBus
 from shared.errors import Overloaded, Unavailable
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
-from tests.servers import free_port
 from tests.shared.bus.conftest import NatsPlace, eventually
 
 CANCEL = Cancel(request_id="r", attempt=0)

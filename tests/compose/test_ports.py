@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from compose import ports
+
+
+def test_no_outgoing_connection_takes_a_free_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    local = tmp_path / "range"
+    local.write_text("20000\t60999\n")
+    monkeypatch.setattr(ports, "_LOCAL_PORT_RANGE", local)
+    drawn = {ports.free_port() for _ in range(20)}
+    assert all(1024 < port < 20000 for port in drawn)
+    assert len(drawn) > 10
+
+
+@pytest.mark.parametrize("text", ["10000 65000", "1024 65000", "nonsense", ""])
+def test_there_is_a_free_port_whatever_the_system_keeps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
+    local = tmp_path / "range"
+    local.write_text(text)
+    monkeypatch.setattr(ports, "_LOCAL_PORT_RANGE", local)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", ports.free_port()))
+        server.listen()
+
+
+def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        other = ports.free_port()
+        monkeypatch.setattr(ports, "_candidates", lambda: [port, other])
+        assert ports.free_port() == other
