@@ -56,8 +56,9 @@ async def wait_until(probe: Probe, what: str, *, timeout_s: float) -> None:
     while True:
         # Refused, reset or silent: not there yet.
         with contextlib.suppress(OSError, TimeoutError):
-            if await asyncio.wait_for(probe(), _ANSWER_S):
-                return
+            async with asyncio.timeout(_ANSWER_S):
+                if await probe():
+                    return
         if time.monotonic() > deadline_s:
             raise StackNotReady(f"{what} did not answer within {timeout_s:g} s")
         await asyncio.sleep(_EVERY_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -89,10 +90,10 @@ class Registration:
             if not await self._report():
                 await asyncio.sleep(min(0.2, self._lease_s / 4))
                 continue
-            try:
-                await asyncio.wait_for(self._changed.wait(), timeout=self._lease_s / 3)
-            except TimeoutError:
-                continue
+            # Not wait_for: in Python 3.11 that loses a cancellation which comes together with the event.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._lease_s / 3):
+                    await self._changed.wait()
 
     async def leave(self) -> None:
         """The last report: the pool forgets this incarnation at once."""

@@ -138,7 +138,8 @@ class Peer:
         """Settle claims and give signs of life, until cancelled. Raises ``PairLost``."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._settling.wait(), timeout=KEEP_ALIVE_S)
+                async with asyncio.timeout(KEEP_ALIVE_S):
+                    await self._settling.wait()
             self._settling.clear()
             while self._to_cancel:
                 with contextlib.suppress(BlitzError):  # it costs the target some layers

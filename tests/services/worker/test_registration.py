@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from services.worker import service
@@ -48,6 +50,22 @@ async def test_a_registry_that_lost_the_model_gets_it_back(alone: LoneWorker) ->
     await alone.serve()
     await eventually(lambda: alone.pool.restored)
     assert alone.pool.restored[0] == alone.model
+
+
+@pytest.mark.parametrize("ticks", range(6))
+async def test_it_ends_when_it_is_stopped_just_as_something_changes(alone: LoneWorker, ticks: int) -> None:
+    alone.pool.ack = HeartbeatAck(lease_s=3600.0)
+    registration = alone.worker.service._registration
+    known = len(alone.pool.heartbeats)
+    reporting = asyncio.create_task(registration.run())
+    await eventually(lambda: len(alone.pool.heartbeats) > known)
+    await asyncio.sleep(0.01)  # it waits again
+    registration.changed()
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    reporting.cancel()
+    ended, _ = await asyncio.wait({reporting}, timeout=5.0)
+    assert ended
 
 
 async def test_the_last_report_says_goodbye() -> None:
