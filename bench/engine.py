@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from services.worker.core.scheduler import SchedulerConfig
+from services.worker.core.scheduler import ScheduledBatch, SchedulerConfig
 from services.worker.core.sequence import Sequence
 from services.worker.engine.arena import HostArena
 from services.worker.engine.base import Activation
@@ -78,7 +78,8 @@ class LayerByLayer:
 class _OneCallLoop(EngineLoop):
     """As if live scaling did not exist."""
 
-    def _run_prompts(self, activation: Activation) -> None:
+    def _run_prompts(self, activation: Activation, scheduled: ScheduledBatch) -> None:
+        del scheduled
         self.engine.run_layers(activation, 0, self.engine.num_layers)
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from compose.admin_types import PoolStatus, Status
 from shared.errors import BadRequest, BlitzError, Internal, Unauthorized, Unavailable, error_from_code
-from shared.messages.common import LiveChoice
+from shared.messages.common import LiveChoice, Role
 from shared.messages.scaling import ScaleRecord
 
 T = TypeVar("T")
@@ -100,9 +100,12 @@ class AdminClient:
         """Unregister a model. Raises ``ModelNotFound``."""
         await self._call("DELETE", f"/admin/models/{quote(name, safe='')}")
 
-    async def scale(self, model: str, instances: int, *, hold_s: float, live: LiveChoice = "auto") -> ScaleRecord:
-        """Ask for so many instances now; the record of the operation as it starts. Raises ``ModelNotFound``."""
-        body = {"instances": instances, "hold_s": hold_s, "live": live}
+    async def scale(
+        self, model: str, instances: int, *, hold_s: float, live: LiveChoice = "auto", role: Role = "colocated"
+    ) -> ScaleRecord:
+        """Ask for so many instances in a role now; the record of the operation as it starts. Raises
+        ``ModelNotFound``."""
+        body = {"instances": instances, "hold_s": hold_s, "live": live, "role": role}
         path = f"/admin/models/{quote(model, safe='')}/scale"
         return self._as(await self._call("POST", path, json=body), ScaleRecord)
 

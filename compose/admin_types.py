@@ -71,6 +71,7 @@ class InstanceCopy(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     host: str = ""
     state: str
+    role: str = "colocated"
     complete: bool = False
 
 

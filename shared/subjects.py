@@ -93,6 +93,12 @@ def worker_live(worker_id: str, operation: str) -> str:
     return f"{PREFIX}.worker.{_token(worker_id)}.live.{_token(operation)}"
 
 
+def worker_decode(worker_id: str, operation: str) -> str:
+    """RPC from a prefill instance's worker to a decode instance's (``shared.messages.disaggregated``): reserve, renew,
+    begin, release."""
+    return f"{PREFIX}.worker.{_token(worker_id)}.decode.{_token(operation)}"
+
+
 def worker_pair_ended(worker_id: str) -> str:
     """PairEnded, from one member of a pair to the other."""
     return f"{PREFIX}.worker.{_token(worker_id)}.pair_ended"

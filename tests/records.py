@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.layout import layout_of
-from shared.messages.common import InstanceState
+from shared.messages.common import InstanceState, Role
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerHeartbeat, WorkerInfo, WorkerRecord
 from shared.model_spec import ModelSpec
 
@@ -57,7 +57,13 @@ def worker(worker_id: str, **changes: object) -> WorkerInfo:
     return WorkerInfo(**(fields | changes))  # type: ignore[arg-type]
 
 
-def instance(record: ModelRecord, worker_id: str, state: InstanceState = "serving", epoch: int = 1) -> InstanceInfo:
+def instance(
+    record: ModelRecord,
+    worker_id: str,
+    state: InstanceState = "serving",
+    epoch: int = 1,
+    role: Role = "colocated",
+) -> InstanceInfo:
     """An instance of a model on a worker."""
     return InstanceInfo(
         instance_id=f"i-{worker_id}",
@@ -65,7 +71,7 @@ def instance(record: ModelRecord, worker_id: str, state: InstanceState = "servin
         model_hash=record.model_hash,
         layout_hash=record.layout_hash,
         state=state,
-        role="colocated",
+        role=role,
         epoch=epoch,
         max_running_requests=8,
         max_queued_tokens=1000,
@@ -79,17 +85,20 @@ def worker_record(
     state: InstanceState = "spare",
     *,
     epoch: int = 1,
+    role: Role = "colocated",
     lease_plan_id: str = "",
     lease_model: str = "",
+    lease_role: Role = "colocated",
     **changes: object,
 ) -> WorkerRecord:
     """A worker as a snapshot shows it."""
     return WorkerRecord(
         worker=worker(worker_id, **changes),
         state=state,
-        instance=instance(record, worker_id, state, epoch) if record is not None else None,
+        instance=instance(record, worker_id, state, epoch, role) if record is not None else None,
         lease_plan_id=lease_plan_id,
         lease_model=lease_model,
+        lease_role=lease_role,
     )
 
 

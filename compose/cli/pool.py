@@ -54,7 +54,8 @@ def tables(found: PoolStatus) -> tuple[Table, ...]:
 def _add_copies(table: Table, model: PoolModel) -> None:
     for instance in model.instances:
         size = _mib(model.weights_bytes) if instance.complete else "partly"
-        table.add_row(model.name, "GPU", instance.worker, instance.host, state_text(instance.state), size)
+        where = "GPU" if instance.role == "colocated" else f"GPU ({instance.role})"
+        table.add_row(model.name, where, instance.worker, instance.host, state_text(instance.state), size)
     for copy in model.host_copies:
         table.add_row(*_row(model.name, copy))
 

@@ -13,7 +13,7 @@ from compose.admin import AdminClient
 from compose.cli.connection import URL_DEFAULT, Json, Url, ask
 from compose.cli.live_record import pair_lines
 from compose.errors import StackError
-from shared.messages.common import LiveChoice
+from shared.messages.common import LiveChoice, Role
 from shared.messages.scaling import ScaleRecord
 
 _WAIT_S = 5.0
@@ -27,6 +27,9 @@ class ScaleFailed(StackError):
 def scale(
     model: Annotated[str, typer.Argument(help="The model's name.")],
     instances: Annotated[int, typer.Argument(help="How many instances.", min=0, metavar="N")],
+    role: Annotated[
+        Role, typer.Option(help="What they do: whole requests, only their prompts, or only the decoding after these.")
+    ] = "colocated",
     hold_s: Annotated[
         float, typer.Option("--hold", min=0, help="Seconds during which there are not fewer.", metavar="S")
     ] = 300.0,
@@ -46,24 +49,25 @@ def scale(
 ) -> None:
     """Ask for N instances of a model now, wait, and print the scale operation's record."""
     choice: LiveChoice = "auto" if live is None else "always" if live else "never"
-    record = ask(url, lambda client: _scale(client, model, instances, hold_s, timeout_s, choice))
+    record = ask(url, lambda client: _scale(client, model, instances, role, hold_s, timeout_s, choice))
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(record), indent=2).decode())
     else:
         _print(record)
+    wanted = str(instances) if role == "colocated" else f"{instances} {role} instances"
     if record.status == "failed":
         reasons = [f"{target.worker_id}: {target.failure}" for target in record.targets if target.failure]
         why = "; ".join([*reasons, *record.left_out]) or record.reason or "no reason was recorded"
-        raise ScaleFailed(f"scaling {model} to {instances} failed: {why}")
+        raise ScaleFailed(f"scaling {model} to {wanted} failed: {why}")
     if record.status == "running":
-        raise ScaleFailed(f"scaling {model} to {instances} did not end within {timeout_s:g} s (plan {record.plan_id})")
+        raise ScaleFailed(f"scaling {model} to {wanted} did not end within {timeout_s:g} s (plan {record.plan_id})")
 
 
 async def _scale(
-    client: AdminClient, model: str, instances: int, hold_s: float, timeout_s: float, live: LiveChoice
+    client: AdminClient, model: str, instances: int, role: Role, hold_s: float, timeout_s: float, live: LiveChoice
 ) -> ScaleRecord:
     deadline_s = time.monotonic() + timeout_s
-    record = await client.scale(model, instances, hold_s=hold_s, live=live)
+    record = await client.scale(model, instances, hold_s=hold_s, live=live, role=role)
     while record.status == "running" and (left_s := deadline_s - time.monotonic()) > 0:
         record = await client.scale_record(record.plan_id, wait_s=min(_WAIT_S, left_s))
     return record
@@ -85,6 +89,7 @@ def _print(record: ScaleRecord) -> None:
         times = [("reason", record.reason)]
     rows = [
         ("model", record.model),
+        *([("role", record.role)] if record.role != "colocated" else []),
         ("plan_id", record.plan_id),
         ("status", record.status),
         ("direction", record.direction),

@@ -124,7 +124,7 @@ class Dispatcher:
     def pump(self, model: str) -> None:
         """Bind the model's waiting requests as far as its instances take them."""
         for assignment in self.router.dispatch(model, now_s=self._clock()):
-            self._submitter.submit(self.requests[assignment.request_id], assignment.route)
+            self._submitter.submit(self.requests[assignment.request_id], assignment.route, assignment.decode)
 
     def tick(self) -> None:
         """Do what time asks for; call it every 50 ms or so."""
@@ -183,7 +183,7 @@ class Dispatcher:
         self._deliver(request, part, skip, reason, now_s)
 
     def _moved(self, request: ActiveRequest, now_s: float) -> None:
-        """A cooperating instance took the request over: it is the one to count at, to ask and to cancel now."""
+        """Another instance took the request over: it is the one to count at, to ask and to cancel now."""
         stream = request.stream
         self.router.moved(stream.request_id, stream.instance_id)
         # The new holder knows the stream, whatever becomes of the Submit to the old one, and has its own patience.

@@ -12,7 +12,7 @@ from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.messages.common import Ack
-from shared.messages.generation import Submit
+from shared.messages.generation import DecodePlace, Submit
 from shared.messages.registry import Route
 
 
@@ -38,10 +38,11 @@ class Submitter:
         self._gateway_id = gateway_id
         self._timeout_s = timeout_s
 
-    def submit(self, request: ActiveRequest, route: Route) -> None:
-        """Begin the next attempt, at ``route``."""
+    def submit(self, request: ActiveRequest, route: Route, decode: Route | None = None) -> None:
+        """Begin the next attempt, at ``route``; ``decode`` goes on behind the first token if it is given."""
         stream = request.stream
-        stream.submitted_to(route.instance_id, route.worker_id)
+        decode_at = DecodePlace(worker_id=decode.worker_id, instance_id=decode.instance_id) if decode else None
+        stream.submitted_to(route.instance_id, route.worker_id, decode_at)
         request.progress_s = self._clock()
         request.asked = False
         request.submitting = True
@@ -60,6 +61,7 @@ class Submitter:
             sampling=stream.sampling,
             output_token_ids=tuple(stream.output_token_ids),
             arrived_at_s=stream.arrived_at_s,
+            decode_at=stream.decode_at,
         )
         try:
             await self._bus.request(subjects.worker_submit(worker_id), message, Ack, timeout_s=self._timeout_s)

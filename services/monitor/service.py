@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
@@ -16,6 +18,7 @@ from services.monitor.core.demand import DemandPolicy, ModelDemand, Verdict
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
+from shared.messages.common import Role
 from shared.messages.load import Demand, LoadReport, QueueReport
 from shared.messages.registry import Floor, GetSnapshot, ModelRecord, RouteTable, Snapshot, WorkerRecord
 from shared.telemetry import tracer
@@ -26,9 +29,9 @@ SNAPSHOT_INTERVAL_S = 1.0
 
 
 @dataclass(slots=True)
-class _Model:
-    record: ModelRecord
-    demand: ModelDemand
+class _Group:
+    """The instances of one model and role."""
+
     observed: int = 0
     """Instances that serve, load or are live, as of the last snapshot."""
     floor: Floor | None = None
@@ -39,8 +42,18 @@ class _Model:
     triggered_at_s: float = 0.0
 
 
+@dataclass(slots=True)
+class _Model:
+    record: ModelRecord
+    demand: ModelDemand
+    groups: dict[Role, _Group] = field(default_factory=lambda: {role: _Group() for role in get_args(Role)})
+
+
 class MonitorService:
-    """Watches every registered model; tells the planner what each needs when it has something else."""
+    """Watches every registered model; tells the planner what each needs when it has something else.
+
+    Load decides on colocated instances. Those of other roles are as many as somebody asked for by hand.
+    """
 
     def __init__(
         self,
@@ -79,10 +92,9 @@ class MonitorService:
                     next_snapshot_s = time.monotonic() + SNAPSHOT_INTERVAL_S
                     await self._take_snapshot()
                 await self._evaluate()
-                try:
-                    await asyncio.wait_for(stopping.wait(), timeout=self._interval_s)
-                except TimeoutError:
-                    continue
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._interval_s):
+                        await stopping.wait()
         finally:
             for subscription in subscriptions:
                 await subscription.close()
@@ -105,7 +117,7 @@ class MonitorService:
 
     async def _take_snapshot(self) -> None:
         models: dict[str, ModelRecord] = {}
-        floors: dict[str, Floor] = {}
+        floors: dict[tuple[str, Role], Floor] = {}
         workers: list[WorkerRecord] = []
         after = ""
         try:
@@ -113,7 +125,7 @@ class MonitorService:
                 request = GetSnapshot(after_worker_id=after)
                 page = await self._bus.request(subjects.pool("snapshot"), request, Snapshot, timeout_s=2.0)
                 models.update({m.name: m for m in page.models})
-                floors.update({f.model: f for f in page.floors})
+                floors.update({(f.model, f.role): f for f in page.floors})
                 workers.extend(page.workers)
                 after = page.next_worker_id
                 if not after:
@@ -132,42 +144,56 @@ class MonitorService:
             if known is None or known.record.model_hash != record.model_hash:
                 known = self._models[name] = _Model(record, ModelDemand(self._policy))
             known.record = record
-            known.observed = observed[name]
-            known.floor = floors.get(name)
+            for role, group in known.groups.items():
+                group.observed = observed[name, role]
+                group.floor = floors.get((name, role))
 
     async def _evaluate(self) -> None:
         now_s = time.monotonic()
         for name, model in sorted(self._models.items()):
-            verdict = model.demand.evaluate(now_s, model.observed, slo_ttft_s=model.record.slo_ttft_s)
-            low = max(model.record.min_instances, model.floor.instances if model.floor else 0)
-            desired = min(max(verdict.desired, low), model.record.max_instances)
-            self._desired_gauge.labels(name).set(desired)
-            self._needed_gauge.labels(name).set(verdict.needed)
-            if desired == model.observed:
-                model.sent = model.told = None
-                continue
-            if desired != model.sent:
-                model.triggered_at_s = time.time()
-            elif now_s - model.sent_at_s < self._repeat_s:
-                continue
-            await self._send(name, model, verdict, desired)
-            model.sent, model.sent_at_s = desired, now_s
+            for role, group in model.groups.items():
+                verdict = self._verdict(model, role, group, now_s)
+                low = model.record.min_instances if role == "colocated" else 0
+                if group.floor is not None:
+                    low = max(low, group.floor.instances)
+                desired = min(max(verdict.desired, low), model.record.max_instances)
+                if role == "colocated":
+                    self._desired_gauge.labels(name).set(desired)
+                    self._needed_gauge.labels(name).set(verdict.needed)
+                if desired == group.observed:
+                    group.sent = group.told = None
+                    continue
+                if desired != group.sent:
+                    group.triggered_at_s = time.time()
+                elif now_s - group.sent_at_s < self._repeat_s:
+                    continue
+                await self._send(name, role, group, verdict, desired)
+                group.sent, group.sent_at_s = desired, now_s
 
-    async def _send(self, name: str, model: _Model, verdict: Verdict, desired: int) -> None:
+    def _verdict(self, model: _Model, role: Role, group: _Group, now_s: float) -> Verdict:
+        if role == "colocated":
+            return model.demand.evaluate(now_s, group.observed, slo_ttft_s=model.record.slo_ttft_s)
+        desired = group.floor.instances if group.floor else group.observed
+        return Verdict(desired, desired, "asked for by hand")
+
+    async def _send(self, name: str, role: Role, group: _Group, verdict: Verdict, desired: int) -> None:
         self._sequence += 1
-        with tracer().start_as_current_span(
-            "monitor.demand",
-            attributes={"blitz.model": name, "blitz.desired": desired, "blitz.observed": model.observed},
-        ):
+        attributes: dict[str, str | int] = {
+            "blitz.model": name,
+            "blitz.role": role,
+            "blitz.desired": desired,
+            "blitz.observed": group.observed,
+        }
+        with tracer().start_as_current_span("monitor.demand", attributes=attributes):
             demand = Demand(
                 publisher=self._publisher,
                 sequence=self._sequence,
                 published_at_s=time.time(),
                 model=name,
-                role="colocated",
+                role=role,
                 desired=desired,
-                observed=model.observed,
-                triggered_at_s=model.triggered_at_s,
+                observed=group.observed,
+                triggered_at_s=group.triggered_at_s,
                 reason=verdict.reason,
             )
             try:
@@ -175,21 +201,23 @@ class MonitorService:
             except BlitzError as error:
                 log.warning("demand for %s not published: %s", name, error)
                 return
-        direction = desired > model.observed
-        if model.told != direction:
-            model.told = direction
-            log.info("%s: %d instances wanted, %d there: %s", name, desired, model.observed, verdict.reason)
+        direction = desired > group.observed
+        if group.told != direction:
+            group.told = direction
+            what = "instances" if role == "colocated" else f"{role} instances"
+            log.info("%s: %d %s wanted, %d there: %s", name, desired, what, group.observed, verdict.reason)
 
 
-def _observed(models: Mapping[str, ModelRecord], workers: Iterable[WorkerRecord]) -> Counter[str]:
-    """Instances by model that serve or are on their way. Those of other weights under the same name are none."""
-    observed: Counter[str] = Counter()
+def _observed(models: Mapping[str, ModelRecord], workers: Iterable[WorkerRecord]) -> Counter[tuple[str, Role]]:
+    """Instances by model and role that serve or are on their way. Those of other weights under the same name are
+    none."""
+    observed: Counter[tuple[str, Role]] = Counter()
     for worker in workers:
         instance = worker.instance
         if instance is None:
-            observed[worker.lease_model] += 1
+            observed[worker.lease_model, worker.lease_role] += 1
         elif worker.state in ("loading", "live", "serving"):
             model = models.get(instance.model)
             if model is not None and model.model_hash == instance.model_hash:
-                observed[model.name] += 1
+                observed[model.name, instance.role] += 1
     return observed

@@ -21,7 +21,7 @@ from services.planner.registry_view import RegistryView
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BlitzError
-from shared.messages.common import LiveChoice, LivePolicy
+from shared.messages.common import LiveChoice, LivePolicy, Role
 from shared.messages.live import ZigzagAssignment
 from shared.messages.load import LoadReport, QueueReport
 from shared.messages.registry import ModelRecord, WorkerRecord
@@ -79,20 +79,26 @@ class Pairing:
         """Forget who has been silent for too long."""
         self._book.forget(time.monotonic())
 
-    def choice(self, asked: LiveChoice) -> LiveChoice:
-        """What a wish comes to."""
+    def choice(self, asked: LiveChoice, role: Role) -> LiveChoice:
+        """What a wish for instances of ``role`` comes to. A decode instance never loads live: weights and KV would
+        both come in."""
+        if role == "decode":
+            return "never"
         return self._settings.choice if asked == "auto" else asked
 
-    def overloaded(self, model: ModelRecord, view: RegistryView) -> tuple[Overloaded, ...]:
-        """The queue of each instance that could be a source."""
+    def overloaded(self, model: ModelRecord, view: RegistryView, role: Role) -> tuple[Overloaded, ...]:
+        """The queue of each instance that could be a source for new instances of ``role``."""
         sources = self._sources(model, view)
-        return self._book.overloaded(
+        # Of all of them: what gateways hold goes to instances of either role.
+        queues = self._book.overloaded(
             model.name,
             tuple(sources),
             slo_ttft_s=model.slo_ttft_s or self._settings.slo_ttft_s,
             now_s=time.monotonic(),
             in_pairs=self._operations.instances_in_pairs(),
         )
+        roles = {instance_id: w.instance.role for instance_id, w in sources.items() if w.instance is not None}
+        return tuple([queue for queue in queues if roles[queue.instance_id] == role])
 
     def _sources(self, model: ModelRecord, view: RegistryView) -> dict[str, WorkerRecord]:
         """Serving instances of these very weights that run prefills and are to stay, by instance id."""
@@ -107,9 +113,13 @@ class Pairing:
             and w.instance.instance_id not in leaving
         }
 
-    def select(self, overloaded: tuple[Overloaded, ...], planned: WorkerChains, asked: LiveChoice) -> Selection:
-        """The pairs between them and the tails of a plan, as a wish asks for them."""
-        choice = self.choice(asked)
+    def select(
+        self, overloaded: tuple[Overloaded, ...], planned: WorkerChains, asked: LiveChoice, role: Role
+    ) -> Selection:
+        """The pairs between them and the tails of a plan for ``role``, as a wish asks for them."""
+        choice = self.choice(asked, role)
+        if role == "decode":
+            return Selection((), ("decode instances have no prompts to share, and KV comes in beside the weights",))
         if choice == "never":
             return Selection((), ("asked for" if asked == "never" else "the planner's default is never",))
         predicted_s = planned.predicted_s

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 from shared import subjects
 from shared.bus.base import Bus
+from shared.messages.common import Role
 from shared.messages.registry import Floor, GetSnapshot, ModelRecord, Snapshot, WorkerRecord
 
 
 @dataclass(frozen=True, slots=True)
 class RegistryView:
-    """Models and floors by name, workers in the order of ids."""
+    """Models by name, workers in the order of ids, floors by model and role."""
 
     models: dict[str, ModelRecord]
     workers: tuple[WorkerRecord, ...]
-    floors: dict[str, Floor]
+    floors: dict[tuple[str, Role], Floor]
 
 
 async def read_registry(bus: Bus, *, timeout_s: float) -> RegistryView:
@@ -28,4 +29,5 @@ async def read_registry(bus: Bus, *, timeout_s: float) -> RegistryView:
         workers.extend(page.workers)
         after = page.next_worker_id
         if not after:
-            return RegistryView({m.name: m for m in page.models}, tuple(workers), {f.model: f for f in page.floors})
+            floors = {(f.model, f.role): f for f in page.floors}
+            return RegistryView({m.name: m for m in page.models}, tuple(workers), floors)

@@ -24,7 +24,7 @@ from services.planner.registry_view import RegistryView, read_registry
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, ModelNotFound, NoCapacity
-from shared.messages.common import Ack, LiveChoice
+from shared.messages.common import Ack, LiveChoice, Role
 from shared.messages.registry import LeaseGrant, LeaseWorkers, ModelRecord, ReleaseWorkers, WorkerRecord
 from shared.telemetry import tracer
 
@@ -35,13 +35,14 @@ RPC_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Who wants how many instances, since when, and why; and whether they shall scale live."""
+    """Who wants how many instances of a role, since when, and why; and whether they shall scale live."""
 
     model: str
     desired: int
     triggered_at_s: float
     reason: str
     live: LiveChoice = "auto"
+    role: Role = "colocated"
 
 
 class Scaler:
@@ -81,11 +82,13 @@ class Scaler:
             if model is None:
                 raise ModelNotFound(f"model {wish.model!r} is not registered", param="model")
             in_pairs = self._operations.instances_in_pairs()
-            decision = decide(model, view.workers, wish.desired, view.floors.get(wish.model), in_pairs)
+            floor = view.floors.get((wish.model, wish.role))
+            decision = decide(model, view.workers, wish.desired, floor, in_pairs, role=wish.role)
             plan_id = f"plan-{secrets.token_hex(6)}"
             span.set_attributes(
                 {
                     "blitz.model": wish.model,
+                    "blitz.role": wish.role,
                     "blitz.desired": decision.desired,
                     "blitz.current": decision.current,
                     "blitz.plan_id": plan_id,
@@ -112,6 +115,7 @@ class Scaler:
             reason=f"{wish.reason}; nothing to do",
             triggered_at_s=wish.triggered_at_s,
             targets=(),
+            role=wish.role,
         )
         self._operations.add(operation)
         return operation
@@ -126,17 +130,19 @@ class Scaler:
             remaining_s=self._operations.remaining_s(time.time()),
             busy_nic_share=self._busy_nic_share,
         )
-        choice = self._pairing.choice(wish.live)
-        overloaded = self._pairing.overloaded(model, view)
+        choice = self._pairing.choice(wish.live, wish.role)
+        overloaded = self._pairing.overloaded(model, view, wish.role)
         # Every pair needs a tail of its own.
         tails = max(1, min(decision.load, num_sources(overloaded, choice)))
         planned = plan_by(self._strategy, cluster, decision.load, model.weights_bytes, tails=tails)
         if not planned.chains:
             raise NoCapacity("; ".join(planned.left_out))
-        selection = self._pairing.select(overloaded, planned, wish.live)
+        selection = self._pairing.select(overloaded, planned, wish.live, wish.role)
         planned = dataclasses.replace(planned, explain=planned.explain + selection.explain)
         worker_ids = planned.targets
-        request = LeaseWorkers(plan_id=plan_id, model=model.name, worker_ids=worker_ids, ttl_s=self._lease_ttl_s)
+        request = LeaseWorkers(
+            plan_id=plan_id, model=model.name, worker_ids=worker_ids, ttl_s=self._lease_ttl_s, role=wish.role
+        )
         grant = await self._bus.request(subjects.pool("lease"), request, LeaseGrant, timeout_s=RPC_TIMEOUT_S)
         now_s = time.time()
         load_s = model.weights_bytes * 8 / (self._load_floor_gbps * 1e9)
@@ -151,6 +157,7 @@ class Scaler:
             planned_at_s=now_s,
             give_up_at_s=now_s + self._lease_ttl_s + slowest_s,
             reason=wish.reason,
+            role=wish.role,
         )
         operation = Operation(
             plan_id=plan_id,
@@ -168,6 +175,7 @@ class Scaler:
             links=planned.links,
             predicted_s=planned.predicted_s,
             pairs=self._pairing.assignments(plan, planned, selection, view),
+            role=wish.role,
         )
         _show_pairs(operation, choice)
         # Known before it is published: a target's first report may overtake the server's reply.
@@ -201,6 +209,7 @@ class Scaler:
             trace_id=_trace_id(),
             accept_by_s=end_by_s,
             deadline_s=end_by_s,
+            role=wish.role,
         )
         self._operations.add(operation)
         try:

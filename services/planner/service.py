@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import defaultdict
@@ -11,6 +12,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 
+from services.planner.core.explain import instances_of
 from services.planner.core.operation import Operation
 from services.planner.core.operations import Operations
 from services.planner.core.strategies import Strategy
@@ -22,7 +24,7 @@ from services.planner.splitter import Splitter
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, PlanNotFound, Unavailable
-from shared.messages.common import Ack
+from shared.messages.common import Ack, Role
 from shared.messages.live import LiveReport
 from shared.messages.load import Demand
 from shared.messages.registry import ReleaseWorkers, SetFloor
@@ -39,6 +41,7 @@ log = logging.getLogger(__name__)
 
 RECOVERY_WAIT_S = 4.0
 """How long a manual scale waits for a registry that just started."""
+CHECK_INTERVAL_S = 0.5
 LEASE_TRIES = 3
 """How often a wish is planned when plans for other models take its workers first."""
 MAX_WAIT_S = 30.0
@@ -47,7 +50,8 @@ MAX_LISTED = 100
 
 
 class PlannerService:
-    """Decisions about one model are made one at a time; models do not wait for each other."""
+    """Decisions about one model, whatever the role, are made one at a time: each knows the transfers of those before.
+    Models do not wait for each other."""
 
     def __init__(
         self,
@@ -81,8 +85,8 @@ class PlannerService:
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._waiting: dict[str, Demand] = {}
-        self._last_refusal: dict[str, str] = {}
+        self._waiting: dict[tuple[str, Role], Demand] = {}
+        self._last_refusal: dict[tuple[str, Role], str] = {}
         self._plans = Counter("blitz_planner_plans_total", "Plans published", ["direction"], registry=metrics)
         self._refused = Counter("blitz_planner_refused_total", "Demands without a plan", ["code"], registry=metrics)
         self._plan_seconds = Histogram(
@@ -108,10 +112,9 @@ class PlannerService:
             while not stopping.is_set():
                 self._pairing.forget()
                 await self._give_up_late()
-                try:
-                    await asyncio.wait_for(stopping.wait(), timeout=0.5)
-                except TimeoutError:
-                    continue
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(CHECK_INTERVAL_S):
+                        await stopping.wait()
         finally:
             for subscription in subscriptions:
                 await subscription.close()
@@ -126,29 +129,32 @@ class PlannerService:
     # --- wishes ----------------------------------------------------------------------------
 
     def _on_demand(self, demand: Demand) -> None:
-        # Only the newest verdict about a model counts; one that waits is replaced.
-        queued = demand.model in self._waiting
-        self._waiting[demand.model] = demand
+        # Only the newest verdict about a model's role counts; one that waits is replaced.
+        about = (demand.model, demand.role)
+        queued = about in self._waiting
+        self._waiting[about] = demand
         if not queued:
-            self._spawn(self._follow_demand(demand.model))
+            self._spawn(self._follow_demand(*about))
 
-    async def _follow_demand(self, model: str) -> None:
+    async def _follow_demand(self, model: str, role: Role) -> None:
         async with self._locks[model]:
-            demand = self._waiting.pop(model)
-            wish = Wish(model, demand.desired, demand.triggered_at_s, demand.reason)
+            about = (model, role)
+            demand = self._waiting.pop(about)
+            wish = Wish(model, demand.desired, demand.triggered_at_s, demand.reason, role=role)
             try:
                 await self._fulfil(wish)
-                self._last_refusal.pop(model, None)
+                self._last_refusal.pop(about, None)
             except BlitzError as error:
                 # The monitor repeats itself while the number is wrong, so nothing is lost here.
                 self._refused.labels(error.code).inc()
-                level = logging.DEBUG if self._last_refusal.get(model) == error.code else logging.WARNING
-                self._last_refusal[model] = error.code
-                log.log(level, "no plan for %s (%d instances wanted): %s", model, demand.desired, error)
+                level = logging.DEBUG if self._last_refusal.get(about) == error.code else logging.WARNING
+                self._last_refusal[about] = error.code
+                wanted = instances_of(demand.desired, role)
+                log.log(level, "no plan for %s (%s wanted): %s", model, wanted, error)
 
     async def _on_start_scale(self, request: StartScale) -> ScaleRecord:
-        reason = f"asked for {request.instances} instances"
-        wish = Wish(request.model, request.instances, time.time(), reason, request.live)
+        role, wanted = request.role, instances_of(request.instances, request.role)
+        wish = Wish(request.model, request.instances, time.time(), f"asked for {wanted}", request.live, role)
         if request.instances < 0 or request.hold_s < 0:
             raise BadRequest("instances and hold_s must not be negative", param="instances")
         async with self._locks[request.model]:
@@ -157,22 +163,20 @@ class PlannerService:
             if model is None:
                 raise ModelNotFound(f"model {request.model!r} is not registered", param="model")
             if request.instances > model.max_instances:
-                raise Conflict(
-                    f"{request.instances} instances are more than the model's max_instances {model.max_instances}"
-                )
+                raise Conflict(f"{wanted} are more than the model's max_instances {model.max_instances}")
             # Set first: the old floor may be above what is asked for now. Set back if nothing comes of it.
-            await self._set_floor(request.model, request.instances, request.hold_s)
+            await self._set_floor(request.model, role, request.instances, request.hold_s)
             try:
                 operation = await self._fulfil_patiently(wish)
             except BlitzError:
-                before = view.floors.get(request.model)
+                before = view.floors.get((request.model, role))
                 hold_s = max(0.0, before.until_s - time.time()) if before else 0.0
-                await self._set_floor(request.model, before.instances if before else 0, hold_s)
+                await self._set_floor(request.model, role, before.instances if before else 0, hold_s)
                 raise
         return (operation or self._scaler.nothing_to_do(wish)).record()
 
-    async def _set_floor(self, model: str, instances: int, hold_s: float) -> None:
-        floor = SetFloor(model=model, instances=instances, hold_s=hold_s)
+    async def _set_floor(self, model: str, role: Role, instances: int, hold_s: float) -> None:
+        floor = SetFloor(model=model, instances=instances, hold_s=hold_s, role=role)
         await self._bus.request(subjects.pool("set_floor"), floor, Ack, timeout_s=RPC_TIMEOUT_S)
 
     async def _fulfil_patiently(self, wish: Wish) -> Operation | None:
@@ -262,11 +266,11 @@ class PlannerService:
             raise PlanNotFound(f"no scale operation {request.plan_id!r} is known", param="plan_id")
         deadline = time.monotonic() + min(max(0.0, request.wait_s), MAX_WAIT_S)
         while not operation.finished and (left := deadline - time.monotonic()) > 0:
-            async with self._changed:
-                try:
-                    await asyncio.wait_for(self._changed.wait(), timeout=left)
-                except TimeoutError:
-                    break
+            try:
+                async with asyncio.timeout(left), self._changed:
+                    await self._changed.wait()
+            except TimeoutError:
+                break
         return operation.record()
 
     async def _on_list_records(self, request: ListScaleRecords) -> ScaleRecords:

@@ -10,8 +10,8 @@ Keys (prefix ``blitz:``):
     copies:<hash>     hash   copy id -> serial of each complete copy of that model; 'retired:<sequence>:' before the
                              serial of one that may go, with the sequence of its worker's newest report by then.
                              Copy ids begin with their worker's id and a '/'.
-    lease:<id>        hash   plan, model, epoch, expires (ms)
-    floors            hash   model -> Floor (msgpack)
+    lease:<id>        hash   plan, model, role, epoch, expires (ms); without a role: colocated
+    floors            hash   model -> Floor (msgpack) of its colocated instances, 'model role' -> that of another role
     epoch, sequence   counters
     publisher         identity of this registry's event sequence
     placer            the pool process that places host copies, while it lasts
@@ -108,13 +108,13 @@ return dead
 """
 )
 
-# KEYS: workers, epoch, models   ARGV: prefix, plan, model, ttl_ms, id...
+# KEYS: workers, epoch, models   ARGV: prefix, plan, model, role, ttl_ms, id...
 # All or none. Returns {'ok', expires, epoch...} or {'no', id, why}.
 LEASE = (
     NOW
     + """
 if redis.call('HEXISTS', KEYS[3], ARGV[3]) == 0 then return {'no', '', 'model'} end
-for i = 5, #ARGV do
+for i = 6, #ARGV do
   local id = ARGV[i]
   local ends = redis.call('ZSCORE', KEYS[1], id)
   if not ends or tonumber(ends) <= now then return {'no', id, 'gone'} end
@@ -122,16 +122,16 @@ for i = 5, #ARGV do
   local lease = redis.call('HMGET', ARGV[1] .. 'lease:' .. id, 'plan', 'expires')
   if lease[1] and lease[1] ~= ARGV[2] and tonumber(lease[2]) > now then return {'no', id, 'leased'} end
 end
-local expires = now + tonumber(ARGV[4])
+local expires = now + tonumber(ARGV[5])
 local out = {'ok', tostring(expires)}
 """
     + LAST_EPOCH
     + """
-for i = 5, #ARGV do
+for i = 6, #ARGV do
   epoch = epoch + 1
-  redis.call('HSET', ARGV[1] .. 'lease:' .. ARGV[i], 'plan', ARGV[2], 'model', ARGV[3],
+  redis.call('HSET', ARGV[1] .. 'lease:' .. ARGV[i], 'plan', ARGV[2], 'model', ARGV[3], 'role', ARGV[4],
              'epoch', string.format('%.0f', epoch), 'expires', string.format('%.0f', expires))
-  redis.call('PEXPIRE', ARGV[1] .. 'lease:' .. ARGV[i], ARGV[4])
+  redis.call('PEXPIRE', ARGV[1] .. 'lease:' .. ARGV[i], ARGV[5])
   out[#out + 1] = string.format('%.0f', epoch)
 end
 redis.call('SET', KEYS[2], string.format('%.0f', epoch))
@@ -208,13 +208,13 @@ redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 return ''
 """
 
-# KEYS: models, removed, floors   ARGV: name
+# KEYS: models, removed, floors   ARGV: name, its fields in floors...
 REMOVE_MODEL = (
     NOW
     + """
 if redis.call('HDEL', KEYS[1], ARGV[1]) == 0 then return 0 end
 redis.call('HSET', KEYS[2], ARGV[1], now)
-redis.call('HDEL', KEYS[3], ARGV[1])
+redis.call('HDEL', KEYS[3], unpack(ARGV, 2))
 return 1
 """
 )

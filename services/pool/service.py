@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -16,7 +17,7 @@ from services.pool.core.grace import Grace
 from services.pool.core.new_model import check_limits, name_of
 from services.pool.core.routes import route_of, routes_by_model
 from services.pool.placing import Placing
-from services.pool.store import Store
+from services.pool.store import Lease, Store
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.checkpoint import Checkpoint, inspect_checkpoint
@@ -77,10 +78,9 @@ class PoolService:
         try:
             while not stopping.is_set():
                 await self._tick()
-                try:
-                    await asyncio.wait_for(stopping.wait(), timeout=min(0.2, self._lease_s / 5))
-                except TimeoutError:
-                    continue
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(0.2, self._lease_s / 5)):
+                        await stopping.wait()
         finally:
             for subscription in self._subscriptions:
                 await subscription.close()
@@ -230,19 +230,7 @@ class PoolService:
             sequence=sequence,
             taken_at_s=now_s,
             models=await self._store.models(),
-            workers=tuple(
-                WorkerRecord(
-                    worker=r.worker,
-                    state=r.state,
-                    instance=r.instance,
-                    lease_plan_id=leases[r.worker.worker_id].plan_id if r.worker.worker_id in leases else "",
-                    lease_model=leases[r.worker.worker_id].model if r.worker.worker_id in leases else "",
-                    host_copies=r.host_copies,
-                    nic_egress_gbps=r.nic_egress_gbps,
-                    nic_ingress_gbps=r.nic_ingress_gbps,
-                )
-                for r in reports
-            ),
+            workers=tuple(_record(r, leases.get(r.worker.worker_id)) for r in reports),
             floors=await self._store.floors(now_s),
             next_worker_id=page[-1] if len(page) < len(worker_ids) else "",
             unplaced=await self._store.unplaced(),
@@ -255,7 +243,9 @@ class PoolService:
         with tracer().start_as_current_span(
             "pool.lease", attributes={"blitz.plan_id": request.plan_id, "blitz.model": request.model}
         ):
-            return await self._store.lease(request.plan_id, request.model, request.worker_ids, request.ttl_s)
+            return await self._store.lease(
+                request.plan_id, request.model, request.worker_ids, request.ttl_s, request.role
+            )
 
     def _check_grants(self) -> None:
         now = time.monotonic()
@@ -280,10 +270,27 @@ class PoolService:
             raise ModelNotFound(f"model {request.model!r} is not registered", param="model")
         if request.instances < 0 or request.hold_s < 0:
             raise BadRequest("instances and hold_s must not be negative")
+        if not request.hold_s:
+            await self._store.lift_floor(request.model, request.role)
+            return Ack()
         until_s = time.time() + request.hold_s
-        floor = Floor(model=request.model, instances=request.instances, until_s=until_s) if request.hold_s else None
-        await self._store.set_floor(floor, request.model)
+        floor = Floor(model=request.model, instances=request.instances, until_s=until_s, role=request.role)
+        await self._store.set_floor(floor)
         return Ack()
+
+
+def _record(report: WorkerHeartbeat, lease: Lease | None) -> WorkerRecord:
+    return WorkerRecord(
+        worker=report.worker,
+        state=report.state,
+        instance=report.instance,
+        lease_plan_id=lease.plan_id if lease else "",
+        lease_model=lease.model if lease else "",
+        lease_role=lease.role if lease else "colocated",
+        host_copies=report.host_copies,
+        nic_egress_gbps=report.nic_egress_gbps,
+        nic_ingress_gbps=report.nic_ingress_gbps,
+    )
 
 
 def _inspect(path: str) -> Checkpoint:

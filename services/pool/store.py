@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import msgspec
 from redis.asyncio import Redis
@@ -15,6 +15,7 @@ from services.pool import scripts
 from services.pool.core.copies import complete_copies
 from shared.errors import Conflict, ModelNotFound, NoCapacity
 from shared.messages.codec import M, MalformedMessage, decode, encode
+from shared.messages.common import Role
 from shared.messages.registry import Floor, LeaseGrant, ModelRecord, Unplaced, WorkerHeartbeat
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class Lease:
     worker_id: str
     plan_id: str
     model: str
+    role: Role
 
 
 class Store:
@@ -106,20 +108,22 @@ class Store:
         """Open leases of these workers."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for worker_id in worker_ids:
-                pipe.hmget(f"{PREFIX}lease:{worker_id}", "plan", "model")
+                pipe.hmget(f"{PREFIX}lease:{worker_id}", "plan", "model", "role")
             raw = await pipe.execute()
         return {
-            worker_id: Lease(worker_id, plan.decode(), model.decode())
-            for worker_id, (plan, model) in zip(worker_ids, raw, strict=True)
+            worker_id: Lease(worker_id, plan.decode(), model.decode(), cast(Role, (role or b"colocated").decode()))
+            for worker_id, (plan, model, role) in zip(worker_ids, raw, strict=True)
             if plan is not None
         }
 
-    async def lease(self, plan_id: str, model: str, worker_ids: tuple[str, ...], ttl_s: float) -> LeaseGrant:
-        """Lease spare workers, all or none. Raises ``ModelNotFound``, ``NoCapacity`` (a worker is
-        gone) or ``Conflict`` (busy, or leased to another plan)."""
+    async def lease(
+        self, plan_id: str, model: str, worker_ids: tuple[str, ...], ttl_s: float, role: Role = "colocated"
+    ) -> LeaseGrant:
+        """Lease spare workers for instances of ``role``, all or none. Raises ``ModelNotFound``, ``NoCapacity`` (a
+        worker is gone) or ``Conflict`` (busy, or leased to another plan)."""
         answer = await self._lease(
             keys=[f"{PREFIX}workers", f"{PREFIX}epoch", f"{PREFIX}models"],
-            args=[PREFIX, plan_id, model, round(ttl_s * 1000), *worker_ids],
+            args=[PREFIX, plan_id, model, role, round(ttl_s * 1000), *worker_ids],
         )
         verdict, *rest = [part.decode() for part in answer]
         if verdict == "ok":
@@ -186,7 +190,8 @@ class Store:
     async def remove_model(self, name: str) -> bool:
         """Forget a model; False if there was none."""
         keys = [f"{PREFIX}models", f"{PREFIX}removed", f"{PREFIX}floors"]
-        return bool(await self._remove_model(keys=keys, args=[name]))
+        fields = [_floor_field(name, role) for role in get_args(Role)]
+        return bool(await self._remove_model(keys=keys, args=[name, *fields]))
 
     async def models(self) -> tuple[ModelRecord, ...]:
         """All models, in the order of names."""
@@ -206,12 +211,14 @@ class Store:
         """Names of all models that were removed on purpose."""
         return frozenset(name.decode() for name in await cast(Any, self._redis.hkeys(f"{PREFIX}removed")))
 
-    async def set_floor(self, floor: Floor | None, model: str) -> None:
-        """Set or lift (None) a model's manual floor."""
-        if floor is None:
-            await cast(Any, self._redis.hdel(f"{PREFIX}floors", model))
-        else:
-            await cast(Any, self._redis.hset(f"{PREFIX}floors", model, msgspec.msgpack.encode(floor)))
+    async def set_floor(self, floor: Floor) -> None:
+        """Set the manual floor of a model and role, in place of the one before."""
+        field = _floor_field(floor.model, floor.role)
+        await cast(Any, self._redis.hset(f"{PREFIX}floors", field, msgspec.msgpack.encode(floor)))
+
+    async def lift_floor(self, model: str, role: Role) -> None:
+        """Forget the manual floor of a model and role, if there is one."""
+        await cast(Any, self._redis.hdel(f"{PREFIX}floors", _floor_field(model, role)))
 
     async def floors(self, now_s: float) -> tuple[Floor, ...]:
         """Floors in force at unix time ``now_s``."""
@@ -236,6 +243,11 @@ class Store:
         """(publisher, sequence) of the last event."""
         publisher, sequence = await cast(Any, self._redis.mget(f"{PREFIX}publisher", f"{PREFIX}sequence"))
         return (publisher or b"").decode(), int(sequence or 0)
+
+
+def _floor_field(model: str, role: Role) -> str:
+    """Names have no spaces, and colocated instances' floors are where they were before there were roles."""
+    return model if role == "colocated" else f"{model} {role}"
 
 
 def _readable(value: bytes | None, kind: type[M], name: str) -> M | None:

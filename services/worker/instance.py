@@ -15,13 +15,13 @@ from services.worker.data_plane.weight_copy import WeightCopy
 from services.worker.engine.arena import HostArena
 from services.worker.engine.base import Engine
 from services.worker.engine.kv_pool import KvPool
-from services.worker.engine.loop import EngineLoop, StepOutput
+from services.worker.engine.loop import Departures, EngineLoop, StepOutput
 from services.worker.engine.mock import MockEngine
 from services.worker.engine.thread import EngineThread
 from services.worker.engine.torch_engine import TorchEngine
 from shared.errors import BadCheckpoint, BlitzError, Conflict, Unavailable
 from shared.layout import ArenaLayout, layout_of
-from shared.messages.common import InstanceState
+from shared.messages.common import InstanceState, Role
 from shared.messages.registry import InstanceInfo, ModelRecord
 from shared.messages.scaling import ChainMember, ScalePlan
 from shared.model_spec import DTYPE_BYTES
@@ -50,8 +50,12 @@ class Instance:
         scheduler: SchedulerConfig,
         on_output: OnOutput,
         on_failure: Callable[[BlitzError], None],
+        *,
+        role: Role = "colocated",
+        departures: Departures | None = None,
     ) -> None:
         self.record = record
+        self.role = role
         self.plan_id = plan_id
         self.instance_id = member.instance_id
         self.epoch = member.epoch
@@ -61,7 +65,9 @@ class Instance:
         self._digest = ""
         self._lifecycle = Lifecycle()
         self._lifecycle.move_to("loading")
-        self._thread = EngineThread(EngineLoop(engine, scheduler, time.monotonic), on_output, on_failure)
+        loop = EngineLoop(engine, scheduler, time.monotonic)
+        loop.departures = departures
+        self._thread = EngineThread(loop, on_output, on_failure)
         self._pins = 0
         self._retired = False
         self._started = False
@@ -90,7 +96,7 @@ class Instance:
             model_hash=self.record.model_hash,
             layout_hash=self.record.layout_hash,
             state=self.state,
-            role="colocated",
+            role=self.role,
             epoch=self.epoch,
             layers_ready=self.copy.layers_ready,
             weights_digest=self._digest,
@@ -134,7 +140,7 @@ class Instance:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """The copy is being read by others: it must not go."""
+        """Others read the copy, or have room here for a request that comes: it must not go."""
         self._pins += 1
         try:
             yield
@@ -184,6 +190,8 @@ class InstanceFactory:
         on_output: OnOutput,
         on_failure: Callable[[BlitzError], None],
     ) -> None:
+        self.departures: Departures | None = None
+        """Of the instances that are created from now on."""
         self._config = config
         self._on_output = on_output
         self._on_failure = on_failure
@@ -213,7 +221,18 @@ class InstanceFactory:
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
         )
-        return Instance(record, plan.plan_id, member, copy, engine, scheduler, self._on_output, self._on_failure)
+        return Instance(
+            record,
+            plan.plan_id,
+            member,
+            copy,
+            engine,
+            scheduler,
+            self._on_output,
+            self._on_failure,
+            role=plan.role,
+            departures=self.departures,
+        )
 
     def _engine(self, layout: ArenaLayout) -> Engine:
         config = self._config

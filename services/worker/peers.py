@@ -18,6 +18,8 @@ from shared.transport.base import Channel, TensorTransport
 log = logging.getLogger(__name__)
 
 MAX_PRECONNECTED = 16
+TENSOR_LANE = 1
+"""Hidden states and KV do not wait behind the weights that are posted to the same worker."""
 CONNECT_TIMEOUT_S = 10.0
 
 

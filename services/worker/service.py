@@ -8,14 +8,17 @@ import secrets
 import time
 from collections.abc import Callable
 
-from prometheus_client import REGISTRY, CollectorRegistry, Gauge
+from prometheus_client import REGISTRY, CollectorRegistry
 
 from services.worker.config import WorkerConfig
+from services.worker.disaggregated.arrivals import Arrivals
+from services.worker.disaggregated.departures import Departures
 from services.worker.host_copies import HostCopies
 from services.worker.host_store import HostStore
 from services.worker.instance import Instance, InstanceFactory
 from services.worker.leaving import until_allowed
 from services.worker.live.pairing import Pairing
+from services.worker.load_reporter import LoadReporter
 from services.worker.node.facts import NodeFacts
 from services.worker.node.nic_meter import NicMeter
 from services.worker.peers import Peers
@@ -30,7 +33,6 @@ from shared.errors import BlitzError
 from shared.messages.common import InstanceState
 from shared.messages.copies import DropCopy, HoldCopy
 from shared.messages.generation import AckTerminal, Cancel, GatewayHeartbeat, Resend, Submit
-from shared.messages.load import LoadReport
 from shared.messages.registry import ModelRecord, WorkerInfo
 from shared.messages.scaling import (
     DrainPlan,
@@ -125,15 +127,30 @@ class WorkerService:
             self._report_state,
             silence_s=config.stall_s,
         )
-        self._serving.cooperation = self._pairing
+        self._arrivals = Arrivals(bus, transport, self.info, self._peers, self._serving, lambda: self._scaling.instance)
+        self._departures = factory.departures = Departures(
+            bus,
+            self.info,
+            self._peers,
+            self._serving,
+            lambda: self._scaling.instance,
+            silence_s=config.stall_s,
+            metrics=metrics,
+        )
+        self._serving.cooperations = (self._pairing, self._departures, self._arrivals)
         self._scaling.on_loaded = self._pairing.loaded
-        self._scaling.on_gone = self._pairing.instance_gone
+        self._scaling.on_gone = self._instance_gone
         self._registration = Registration(bus, self.info, self._standing, self._record, self._scaling.on_stop_instance)
         self._loop = asyncio.get_running_loop()
         self._fatal = fatal
-        self._running_gauge = Gauge("blitz_worker_running_requests", "Running requests", registry=metrics)
-        self._queued_gauge = Gauge("blitz_worker_queued_requests", "Waiting requests", registry=metrics)
-        self._kv_gauge = Gauge("blitz_worker_kv_usage_ratio", "Used share of the KV blocks", registry=metrics)
+        self._load_reporter = LoadReporter(
+            bus,
+            config.worker_id,
+            lambda: self._scaling.instance,
+            self._expire,
+            interval_s=config.report_interval_s,
+            metrics=metrics,
+        )
 
     @property
     def registered(self) -> asyncio.Event:
@@ -160,6 +177,7 @@ class WorkerService:
             await self._bus.subscribe_events(subjects.scale_plans(), ScalePlan, scaling.on_scale_plan),
             await self._bus.subscribe_events(subjects.drain_plans(), DrainPlan, scaling.on_drain_plan),
             *await self._pairing.subscribe(),
+            *await self._arrivals.subscribe(),
         ]
         tasks = [
             asyncio.create_task(work)
@@ -168,7 +186,7 @@ class WorkerService:
                 self._peers.run(),
                 self._host_copies.run(),
                 serving.publish_forever(),
-                self._report_load(),
+                self._load_reporter.run(),
             )
         ]
         stopped = asyncio.create_task(stopping.wait())
@@ -187,6 +205,8 @@ class WorkerService:
                 await subscription.close()
             await self._host_copies.close()
             await self._pairing.close()
+            await self._departures.close()
+            await self._arrivals.close()
             await scaling.close()
             await self._registration.leave()
 
@@ -228,6 +248,14 @@ class WorkerService:
         self._mover.withdraw(instance)
         await instance.idle()
 
+    async def _instance_gone(self, instance: Instance, reason: str) -> None:
+        for part in (self._pairing, self._departures, self._arrivals):
+            await part.instance_gone(instance, reason)
+
+    def _expire(self) -> None:
+        self._serving.expire()
+        self._arrivals.expire()
+
     def _report_state(self) -> None:
         self._registration.changed()
 
@@ -253,43 +281,3 @@ class WorkerService:
 
     def _on_engine_failure(self, error: BlitzError) -> None:
         self._loop.call_soon_threadsafe(self._fatal, f"the engine's thread ended: {error}")
-
-    async def _report_load(self) -> None:
-        """Publish the instance's load, and do what is due now and then, until cancelled."""
-        while True:
-            await asyncio.sleep(self._config.report_interval_s)
-            self._serving.expire()
-            instance = self._scaling.instance
-            if instance is None or instance.state not in ("live", "serving", "draining"):
-                self._running_gauge.set(0)
-                self._queued_gauge.set(0)
-                self._kv_gauge.set(0)
-                continue
-            stats = instance.engine.stats()
-            load = stats.load
-            self._running_gauge.set(load.running_requests)
-            self._queued_gauge.set(load.queued_requests)
-            self._kv_gauge.set(load.blocks_used / load.blocks_total)
-            report = LoadReport(
-                worker_id=self._config.worker_id,
-                instance_id=instance.instance_id,
-                model=instance.record.name,
-                state=instance.state,
-                role="colocated",
-                published_at_s=time.time(),
-                queued_requests=load.queued_requests,
-                queued_tokens=load.queued_tokens,
-                running_requests=load.running_requests,
-                running_tokens=load.running_tokens,
-                prefill_tokens_total=load.prefill_tokens_total,
-                decode_tokens_total=load.decode_tokens_total,
-                busy_s_total=stats.busy_s_total,
-                kv_blocks_total=load.blocks_total,
-                kv_blocks_used=load.blocks_used,
-                preemptions_total=load.preemptions_total,
-                oldest_queued_s=max(0.0, time.monotonic() - (load.oldest_arrived_s or time.monotonic())),
-            )
-            try:
-                await self._bus.publish(subjects.load(), report)
-            except BlitzError as error:
-                log.debug("load not published: %s", error)

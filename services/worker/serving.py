@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
-
 from services.worker.core.output import TokenOutput
-from services.worker.core.sequence import Sequence
+from services.worker.core.sequence import Sequence, sequence_of
 from services.worker.engine.loop import StepOutput
 from services.worker.instance import Instance
 from services.worker.moved import Moved
+from services.worker.request_spans import RequestSpans
 from services.worker.streams import Streams
 from shared import subjects
 from shared.bus.base import Bus
@@ -31,7 +30,6 @@ from shared.messages.generation import (
     Submit,
     TokenBatch,
 )
-from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +49,7 @@ class _Gateway:
 
 
 class Cooperation(Protocol):
-    """What a pair in live scaling wants to know of requests."""
+    """What those who share requests with other instances want to know of them."""
 
     def arrived(self) -> None:
         """A request was accepted."""
@@ -72,7 +70,7 @@ class Serving:
         self._instance = instance
         self._loop = asyncio.get_running_loop()
         self._streams = Streams()
-        self._spans: dict[tuple[str, int], Span] = {}
+        self.spans = RequestSpans(worker_id)
         self._gateways: dict[str, _Gateway] = {}
         self._steps: deque[StepOutput] = deque()
         self._stepped = asyncio.Event()
@@ -80,7 +78,7 @@ class Serving:
         self._moved = Moved()
         self._tasks: set[asyncio.Task[None]] = set()
         self.admitting = True
-        self.cooperation: Cooperation | None = None
+        self.cooperations: tuple[Cooperation, ...] = ()
 
     # --- from the engine ---------------------------------------------------------------------
 
@@ -115,7 +113,7 @@ class Serving:
             await self._send(gateway_id, instance_id, parts)
         for output in step.outputs:
             if output.finish_reason is not None:
-                self._end_span(output)
+                self.spans.ended(output)
 
     async def _send(self, gateway_id: str, instance_id: str, parts: list[StreamPart]) -> None:
         batch = TokenBatch(worker_id=self._worker_id, instance_id=instance_id, parts=tuple(parts))
@@ -134,50 +132,32 @@ class Serving:
         if instance is None or not self.admitting:
             raise Conflict(f"worker {self._worker_id} has no instance that takes requests")
         instance.check_admits(request.instance_id)
-        offset = len(request.output_token_ids)
+        offset, key = len(request.output_token_ids), (request.request_id, request.attempt)
+        if self._moved.owner_of(key) is not None:
+            return Ack()  # the submit was repeated: it runs elsewhere by now
         older = self._streams.attempt_of(request.request_id)
-        if not self._streams.open(request.request_id, request.attempt, request.gateway_id, offset):
+        if not self._streams.open(*key, request.gateway_id, offset):
             return Ack()  # the submit was repeated: it runs already
         if older is not None:
-            # Its cancel may be lost on the way, and nobody reads it any more.
-            instance.engine.cancel(request.request_id, older)
-            if self.cooperation is not None:
-                self.cooperation.cancel(request.request_id, older)
+            self._give_up(instance, request.request_id, older)
         self._gateways.setdefault(request.gateway_id, _Gateway(time.monotonic(), 30.0))
-        key = (request.request_id, request.attempt)
-        span = tracer().start_span(
-            "worker.request",
-            kind=SpanKind.SERVER,
-            attributes={
-                "gen_ai.operation.name": "generate",
-                "gen_ai.request.model": request.model,
-                "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
-                "blitz.request_id": request.request_id,
-                "blitz.attempt": request.attempt,
-                "blitz.worker_id": self._worker_id,
-                "blitz.instance_id": request.instance_id,
-            },
-        )
-        self._spans[key] = span
-        sequence = Sequence(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            gateway_id=request.gateway_id,
-            prompt=request.prompt_token_ids,
-            params=request.sampling,
-            eos_token_ids=instance.record.spec.eos_token_ids,
-            output=request.output_token_ids,
-        )
+        self.spans.open(request, "worker.request")
+        sequence = sequence_of(request, instance.record.spec.eos_token_ids)
         try:
             await asyncio.wrap_future(instance.engine.submit(sequence))
         except BlitzError as error:
             self._streams.forget(*key)
-            span.set_status(Status(StatusCode.ERROR, str(error)))
-            self._spans.pop(key).end()
+            self.spans.refused(key, error)
             raise
-        if self.cooperation is not None:
-            self.cooperation.arrived()
+        for cooperation in self.cooperations:
+            cooperation.arrived()
         return Ack()
+
+    def _give_up(self, instance: Instance, request_id: str, attempt: int) -> None:
+        """A newer attempt is here. The older one's cancel may be lost on the way, and nobody reads it any more."""
+        instance.engine.cancel(request_id, attempt)
+        for cooperation in self.cooperations:
+            cooperation.cancel(request_id, attempt)
 
     def on_cancel(self, request: Cancel) -> None:
         """The gateway wants no more of a request."""
@@ -185,8 +165,8 @@ class Serving:
         self._streams.forget(request.request_id, request.attempt)
         if instance is not None:
             instance.engine.cancel(request.request_id, request.attempt)
-        if self.cooperation is not None:
-            self.cooperation.cancel(request.request_id, request.attempt)
+        for cooperation in self.cooperations:
+            cooperation.cancel(request.request_id, request.attempt)
         owner = self._moved.owner_of((request.request_id, request.attempt))
         if owner is not None:
             task = asyncio.create_task(self._tell(owner, request))
@@ -222,7 +202,7 @@ class Serving:
         except BlitzError as error:
             log.debug("%s was not told of a cancel: %s", worker_id, error)
 
-    # --- live scaling ------------------------------------------------------------------------
+    # --- requests that move between instances ------------------------------------------------
 
     def host(self, requests: Iterable[Submit]) -> None:
         """Another worker's requests, of which this one computes layers; they may become its own."""
@@ -230,6 +210,17 @@ class Serving:
         for request in requests:
             self._streams.open(request.request_id, request.attempt, request.gateway_id, len(request.output_token_ids))
             self._gateways.setdefault(request.gateway_id, _Gateway(now_s, 30.0))
+
+    def supersede(self, request: Submit, instance: Instance) -> None:
+        """Another worker's request is about to be hosted: earlier attempts at it are given up. Raises ``Conflict`` for
+        one that is newer."""
+        known = self._streams.attempt_of(request.request_id)
+        if known is not None and known > request.attempt:
+            raise Conflict(
+                f"attempt {known} of request {request.request_id} is here already, {request.attempt} is over"
+            )
+        if known is not None and known < request.attempt:
+            self._give_up(instance, request.request_id, known)
 
     def unhost(self, sequences: Iterable[Sequence]) -> None:
         """They are the other worker's alone."""
@@ -247,10 +238,7 @@ class Serving:
         self._moved.add([s.key for s in gone], worker_id, time.monotonic())
         for sequence in gone:
             self._streams.forget(*sequence.key)
-            span = self._spans.pop(sequence.key, None)
-            if span is not None:
-                span.set_attribute("blitz.moved_to", worker_id)
-                span.end()
+            self.spans.moved(sequence.key, worker_id)
 
     def on_gateway(self, heartbeat: GatewayHeartbeat) -> None:
         """A gateway lives."""
@@ -274,20 +262,8 @@ class Serving:
                 instance = self._instance()
                 if instance is not None:
                     instance.engine.cancel_gateway(gateway_id)
-                if self.cooperation is not None:
-                    self.cooperation.cancel_gateway(gateway_id)
-
-    def _end_span(self, output: TokenOutput) -> None:
-        span = self._spans.pop((output.request_id, output.attempt), None)
-        if span is None:
-            return
-        if output.queued_s is not None:
-            span.set_attribute("blitz.queued_s", output.queued_s)
-        span.set_attribute("gen_ai.usage.output_tokens", output.offset + len(output.token_ids))
-        span.set_attribute("gen_ai.response.finish_reasons", [output.finish_reason or ""])
-        if output.error is not None:
-            span.set_status(Status(StatusCode.ERROR, output.error.message))
-        span.end()
+                for cooperation in self.cooperations:
+                    cooperation.cancel_gateway(gateway_id)
 
 
 def _pages(part: StreamPart) -> Iterator[StreamPart]:

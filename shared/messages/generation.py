@@ -37,6 +37,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Number of alternatives per token; 0 gives the sampled token's alone, None gives none."""
 
 
+class DecodePlace(msgspec.Struct, frozen=True, kw_only=True):
+    """A decode instance."""
+
+    worker_id: str
+    instance_id: str
+
+
 class Submit(Message, frozen=True, kw_only=True, tag="submit.v1"):
     """Run this request on that instance. ``output_token_ids`` are tokens already streamed."""
 
@@ -50,6 +57,8 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit.v1"):
     output_token_ids: tuple[int, ...] = ()
     arrived_at_s: float = 0.0
     """Unix time at which the gateway accepted the request."""
+    decode_at: DecodePlace | None = None
+    """Who decodes it once a prefill instance has computed its prompt. None: whoever computes the prompt."""
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel.v1"):

@@ -54,7 +54,7 @@ class QueueReport(Message, frozen=True, kw_only=True, tag="queue.v1"):
 
 
 class Demand(Message, frozen=True, kw_only=True, tag="demand.v1"):
-    """The monitor's verdict: how many instances a model needs now, and why."""
+    """The monitor's verdict: how many instances of a role a model needs now, and why."""
 
     publisher: str
     sequence: int

@@ -23,7 +23,9 @@ class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     weights_bytes: int
     added_at_s: float
     min_instances: int = 1
+    """Of colocated instances."""
     max_instances: int = 1_000_000
+    """Of each role."""
     slo_ttft_s: float = 0.0
     """Objective for the time to the first token. 0: the services' default."""
     slo_tbt_s: float = 0.0
@@ -159,17 +161,20 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     lease_plan_id: str = ""
     """The plan that leased this worker and that it has not reported on yet."""
     lease_model: str = ""
+    lease_role: Role = "colocated"
+    """Of the instance that the plan makes there."""
     host_copies: tuple[HostCopy, ...] = ()
     nic_egress_gbps: float = 0.0
     nic_ingress_gbps: float = 0.0
 
 
 class Floor(msgspec.Struct, frozen=True, kw_only=True):
-    """A manual number of instances below which the monitor does not go until ``until_s``."""
+    """A manual number of instances of one role below which the monitor does not go until ``until_s``."""
 
     model: str
     instances: int
     until_s: float
+    role: Role = "colocated"
 
 
 class Unplaced(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,6 +205,8 @@ class LeaseWorkers(Message, frozen=True, kw_only=True, tag="lease_workers.v1"):
     model: str
     worker_ids: tuple[str, ...]
     ttl_s: float
+    role: Role = "colocated"
+    """Of the instances that the plan makes."""
 
 
 class LeaseGrant(Message, frozen=True, kw_only=True, tag="lease_grant.v1"):
@@ -218,11 +225,12 @@ class ReleaseWorkers(Message, frozen=True, kw_only=True, tag="release_workers.v1
 
 
 class SetFloor(Message, frozen=True, kw_only=True, tag="set_floor.v1"):
-    """Hold a model at no fewer than ``instances`` for ``hold_s`` (0 lifts the floor)."""
+    """Hold a model at no fewer than ``instances`` of a role for ``hold_s`` (0 lifts the role's floor)."""
 
     model: str
     instances: int
     hold_s: float
+    role: Role = "colocated"
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):

@@ -231,12 +231,13 @@ class ScaleProgress(Message, frozen=True, kw_only=True, tag="scale_progress.v1")
 
 
 class StartScale(Message, frozen=True, kw_only=True, tag="start_scale.v1"):
-    """Ask the planner for ``instances`` of a model now; held as a floor for ``hold_s``."""
+    """Ask the planner for ``instances`` of a model in one role now; held as the role's floor for ``hold_s``."""
 
     model: str
     instances: int
     hold_s: float
     live: LiveChoice = "auto"
+    role: Role = "colocated"
 
 
 class GetScaleRecord(Message, frozen=True, kw_only=True, tag="get_scale_record.v1"):
@@ -327,6 +328,8 @@ class ScaleRecord(Message, frozen=True, kw_only=True, tag="scale_record.v1"):
     trace_id: str = ""
     live: tuple[LiveRecord, ...] = ()
     """Pairs that scaled live."""
+    role: Role = "colocated"
+    """Of the instances that the operation is about."""
 
 
 class ListScaleRecords(Message, frozen=True, kw_only=True, tag="list_scale_records.v1"):

@@ -19,7 +19,7 @@ from services.pool.store import Store
 from shared import subjects
 from shared.bus.memory import MemoryBroker
 from shared.messages.codec import decode
-from shared.messages.common import Ack, LiveChoice
+from shared.messages.common import Ack, LiveChoice, Role
 from shared.messages.live import LiveReport
 from shared.messages.registry import AddModel, GetSnapshot, ModelRecord, RemoveModel, Snapshot, WorkerRecord
 from shared.messages.scaling import GetScaleRecord, ScalePlan, ScaleProgress, ScaleRecord, StartScale
@@ -94,9 +94,11 @@ class Cluster:
     async def remove_model(self, name: str = "m") -> None:
         await self.client.request(subjects.pool("remove_model"), RemoveModel(name=name), Ack, timeout_s=TIMEOUT_S)
 
-    async def start_scale(self, instances: int, model: str = "m", *, live: LiveChoice = "auto") -> ScaleRecord:
+    async def start_scale(
+        self, instances: int, model: str = "m", *, live: LiveChoice = "auto", role: Role = "colocated"
+    ) -> ScaleRecord:
         """Ask for instances; the record as of the plan. Raises the planner's refusal."""
-        message = StartScale(model=model, instances=instances, hold_s=HOLD_S, live=live)
+        message = StartScale(model=model, instances=instances, hold_s=HOLD_S, live=live, role=role)
         return await self.client.request(subjects.planner("scale"), message, ScaleRecord, timeout_s=TIMEOUT_S)
 
     async def record(self, plan_id: str) -> ScaleRecord:

@@ -11,6 +11,7 @@ from shared.messages.common import Ack
 from shared.messages.generation import (
     AckTerminal,
     Cancel,
+    DecodePlace,
     GatewayHeartbeat,
     Resend,
     SamplingParams,
@@ -62,6 +63,7 @@ class FakeGateway:
         prompt: tuple[int, ...] = PROMPT,
         output: tuple[int, ...] = (),
         max_tokens: int = 8,
+        decode_at: DecodePlace | None = None,
     ) -> Ack:
         """One Submit RPC. Raises the worker's typed refusal."""
         request = Submit(
@@ -73,6 +75,7 @@ class FakeGateway:
             prompt_token_ids=prompt,
             sampling=SamplingParams(max_tokens=max_tokens, seed=1, temperature=0.0),
             output_token_ids=output,
+            decode_at=decode_at,
         )
         return await self.bus.request(subjects.worker_submit(worker_id), request, Ack, timeout_s=RPC_TIMEOUT_S)
 
@@ -110,12 +113,19 @@ class FakeGateway:
         self._arrived.clear()
         await self._arrived.wait()
 
-    def tokens(self, request_id: str, *, attempt: int = 1, start: int = 0) -> tuple[int, ...]:
-        """A stream's tokens so far. Asserts consecutive offsets from ``start`` and nothing behind a terminal part."""
+    def tokens(self, request_id: str, *, attempt: int = 1, start: int = 0, repeats: bool = False) -> tuple[int, ...]:
+        """A stream's tokens so far. Asserts consecutive offsets from ``start`` and nothing behind a terminal part.
+
+        ``repeats``: tokens that are here already may be said again, if they are the same.
+        """
         tokens: list[int] = []
         ended = False
         for part in self.parts.get((request_id, attempt), []):
             assert not ended, f"{part} follows the terminal part"
+            if repeats and part.token_ids and part.offset < start + len(tokens) and part.finish_reason is None:
+                at = part.offset - start
+                assert tokens[at : at + len(part.token_ids)] == list(part.token_ids), f"{part} after {tokens}"
+                continue
             assert part.offset == start + len(tokens), f"offset {part.offset} behind {start + len(tokens)} tokens"
             tokens.extend(part.token_ids)
             ended = part.finish_reason is not None

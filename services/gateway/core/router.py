@@ -5,35 +5,24 @@ Rules
 - An instance takes a request while it serves, is not suspended, holds fewer of our requests than
   it can run, and the prompts that it has not begun leave room in its queue. An idle instance
   always takes one. Among those, the one with the fewest outstanding tokens, then the lowest id.
+- A decode instance gets no request from here. A request for a prefill instance names the decode instance that goes on
+  with it: the one with the fewest outstanding tokens, those promised to it included. However full it is, the request
+  does not wait here for it: how long to, the prefill instance knows. Without any it decodes by itself.
 - The queue is bounded; a full one refuses.
 - A request that another instance takes over counts there from then on.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.gateway.core.routes import TAKES_REQUESTS
+from services.gateway.core.bookings import Bookings, InstanceLoad
+from services.gateway.core.routes import TAKES_REQUESTS, takes_new
 from services.gateway.core.stream import StreamState
 from shared.errors import Overloaded
 from shared.messages.registry import Route
-
-EXPECTED_OUTPUT_TOKENS = 256
-"""``max_tokens`` says little about how long an answer becomes: it counts up to this."""
-
-
-@dataclass(slots=True)
-class InstanceLoad:
-    """What this gateway has at one instance."""
-
-    inflight_requests: int = 0
-    unstarted_requests: int = 0
-    unstarted_tokens: int = 0
-    outstanding_tokens: int = 0
-    suspended_until_s: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +31,8 @@ class Assignment:
 
     request_id: str
     route: Route
+    decode: Route | None = None
+    """Who decodes it, if that is another instance."""
 
 
 @dataclass(slots=True)
@@ -49,14 +40,6 @@ class _Waiting:
     sequence: int
     stream: StreamState
     deadline_s: float
-
-
-@dataclass(slots=True)
-class _Booking:
-    instance_id: str
-    known_tokens: int
-    outstanding_tokens: int
-    unstarted: bool
 
 
 @dataclass(slots=True)
@@ -72,8 +55,7 @@ class Router:
     def __init__(self, *, max_queued_requests: int) -> None:
         self._max_queued_requests = max_queued_requests
         self._queues: dict[str, _Queue] = {}
-        self._loads: dict[str, InstanceLoad] = {}
-        self._bookings: dict[str, _Booking] = {}
+        self._bookings = Bookings()
         self._sequences: dict[str, int] = {}
         self._next_sequence = 0
 
@@ -84,7 +66,7 @@ class Router:
 
     def load_of(self, instance_id: str) -> InstanceLoad:
         """What we have at an instance."""
-        return self._loads.setdefault(instance_id, InstanceLoad())
+        return self._bookings.load_of(instance_id)
 
     def set_routes(self, model: str, routes: Iterable[Route]) -> None:
         """Replace a model's instances. Bookings at instances that are gone stay until released."""
@@ -137,32 +119,24 @@ class Router:
                 break
             queue.waiting.popleft()
             queue.waiting_tokens -= item.stream.num_known_tokens
-            self._book(item.stream, route)
-            assignments.append(Assignment(item.stream.request_id, route))
+            decode = self._choose_decode(queue, item.stream, now_s) if route.role == "prefill" else None
+            self._bookings.book(
+                item.stream, route.instance_id, decode_instance_id=decode.instance_id if decode is not None else ""
+            )
+            assignments.append(Assignment(item.stream.request_id, route, decode))
         return assignments
 
     def started(self, request_id: str) -> None:
         """The request's first part came: its prompt no longer waits at the instance."""
-        booking = self._bookings.get(request_id)
-        if booking is not None and booking.unstarted:
-            booking.unstarted = False
-            load = self._loads[booking.instance_id]
-            load.unstarted_requests -= 1
-            load.unstarted_tokens -= booking.known_tokens
+        self._bookings.started(request_id)
 
     def moved(self, request_id: str, instance_id: str) -> None:
         """Another instance took the request over, whether it has a route or not. Unknown requests are ignored."""
-        booking = self._bookings.get(request_id)
-        if booking is not None:
-            self._count(booking, -1)
-            booking.instance_id = instance_id
-            self._count(booking, 1)
+        self._bookings.moved(request_id, instance_id)
 
     def release(self, request_id: str) -> None:
         """The request holds nothing at its instance any more."""
-        booking = self._bookings.pop(request_id, None)
-        if booking is not None:
-            self._count(booking, -1)
+        self._bookings.release(request_id)
 
     def finish(self, request_id: str, model: str) -> None:
         """The request is over, wherever it is."""
@@ -191,9 +165,9 @@ class Router:
         return late
 
     def prune(self) -> None:
-        """Forget the loads of instances that are gone and hold nothing of ours."""
+        """Forget the loads of instances that are gone, hold nothing of ours and were promised nothing."""
         known = {instance_id for queue in self._queues.values() for instance_id in queue.routes}
-        self._loads = {i: load for i, load in self._loads.items() if i in known or load.inflight_requests}
+        self._bookings.prune(known)
 
     def _forget(self, item: _Waiting) -> StreamState:
         self._sequences.pop(item.stream.request_id, None)
@@ -214,9 +188,7 @@ class Router:
 
     @staticmethod
     def _fits(route: Route, load: InstanceLoad, stream: StreamState, now_s: float) -> bool:
-        if route.state not in TAKES_REQUESTS or load.suspended_until_s > now_s:
-            return False
-        if route.context_tokens and stream.num_context_tokens > route.context_tokens:
+        if not takes_new(route) or load.suspended_until_s > now_s or not _holds(route, stream):
             return False
         if load.inflight_requests == 0:
             return True
@@ -224,17 +196,23 @@ class Router:
             load.unstarted_requests == 0 or load.unstarted_tokens + stream.num_known_tokens <= route.max_queued_tokens
         )
 
-    def _book(self, stream: StreamState, route: Route) -> None:
-        known = stream.num_known_tokens
-        remaining = stream.sampling.max_tokens - len(stream.output_token_ids)
-        outstanding = known + min(remaining, EXPECTED_OUTPUT_TOKENS)
-        booking = self._bookings[stream.request_id] = _Booking(route.instance_id, known, outstanding, unstarted=True)
-        self._count(booking, 1)
+    def _choose_decode(self, queue: _Queue, stream: StreamState, now_s: float) -> Route | None:
+        if stream.sampling.max_tokens - len(stream.output_token_ids) <= 1:
+            # It ends with the token that the prompt's computation gives.
+            return None
+        best: Route | None = None
+        best_rank: tuple[bool, int] | None = None
+        for route in queue.routes.values():
+            load = self.load_of(route.instance_id)
+            if route.role != "decode" or route.state not in TAKES_REQUESTS or load.suspended_until_s > now_s:
+                continue
+            if not _holds(route, stream):
+                continue
+            rank = (route.instance_id in stream.avoid, load.decode_tokens)
+            if best_rank is None or rank < best_rank:
+                best, best_rank = route, rank
+        return best
 
-    def _count(self, booking: _Booking, sign: int) -> None:
-        load = self.load_of(booking.instance_id)
-        load.inflight_requests += sign
-        load.outstanding_tokens += sign * booking.outstanding_tokens
-        if booking.unstarted:
-            load.unstarted_requests += sign
-            load.unstarted_tokens += sign * booking.known_tokens
+
+def _holds(route: Route, stream: StreamState) -> bool:
+    return not route.context_tokens or stream.num_context_tokens <= route.context_tokens

@@ -20,6 +20,11 @@ KNOWN_STATES: frozenset[InstanceState] = frozenset({"live", "serving", "draining
 """States in which an instance may hold requests of ours."""
 
 
+def takes_new(route: Route) -> bool:
+    """Whether an instance gets requests from a gateway at all: a decode instance gets them from prefill instances."""
+    return route.state in TAKES_REQUESTS and route.role != "decode"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelRoutes:
     """One model and its instances by id."""
@@ -30,8 +35,13 @@ class ModelRoutes:
     @property
     def context_tokens(self) -> int:
         """Longest prompt plus output that the model, and the best of its instances, can hold."""
-        # A live instance may never come to serve: it promises nothing yet.
-        limits = [r.context_tokens for r in self.routes.values() if r.context_tokens > 0 and r.state != "live"]
+        # A live instance may never come to serve: it promises nothing yet. A request for which a decode instance is
+        # too small is decoded where its prompt is computed: decode instances bound nothing, and allow nothing.
+        limits = [
+            route.context_tokens
+            for route in self.routes.values()
+            if route.context_tokens > 0 and route.state != "live" and route.role != "decode"
+        ]
         return min(self.record.spec.max_position, max(limits)) if limits else self.record.spec.max_position
 
 

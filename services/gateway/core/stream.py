@@ -5,8 +5,9 @@ Rules
 - A part is taken when it starts at, or overlaps, the next offset; the overlap is skipped.
 - A part beyond the next offset is a gap: the worker is asked to send again from there.
 - Output tokens survive attempts: the next attempt continues behind them.
-- While two instances cooperate, one takes requests over from the other under the same attempt. The first part of a
-  worker that has not had the attempt yet says so, with tokens or without, unless it only repeats what is here.
+- While two instances cooperate, and when a decode instance goes on behind a prefill instance, one takes requests over
+  from the other under the same attempt. The first part of a worker that has not had the attempt yet says so, with
+  tokens or without, unless it only repeats what is here (as a decode instance first does with the first token).
   A worker that has had it gets it back with new tokens only: what else it says comes late.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from shared.messages.generation import FinishReason, SamplingParams, StreamPart
+from shared.messages.generation import DecodePlace, FinishReason, SamplingParams, StreamPart
 
 
 class Phase(enum.Enum):
@@ -56,6 +57,8 @@ class StreamState:
     """Attempts lost to a fault (an instance that was merely full does not count)."""
     instance_id: str = ""
     worker_id: str = ""
+    decode_at: DecodePlace | None = None
+    """The decode instance that the current attempt was promised to."""
     former_workers: set[str] = field(default_factory=set)
     """Those from which another took the current attempt over."""
     avoid: set[str] = field(default_factory=set)
@@ -79,14 +82,15 @@ class StreamState:
             return "stop"
         return "length" if len(output) >= self.sampling.max_tokens else None
 
-    def submitted_to(self, instance_id: str, worker_id: str) -> None:
-        """A new attempt begins on that instance."""
+    def submitted_to(self, instance_id: str, worker_id: str, decode_at: DecodePlace | None = None) -> None:
+        """A new attempt begins on that instance, to be decoded at another one if that is named."""
         if self.phase is not Phase.QUEUED:
             raise ValueError(f"request {self.request_id} is {self.phase.value}, it cannot be submitted")
         self.attempt += 1
         self.phase = Phase.SUBMITTED
         self.instance_id = instance_id
         self.worker_id = worker_id
+        self.decode_at = decode_at
         self.former_workers.clear()
 
     def taken_over(self, part: StreamPart, verdict: Verdict, *, instance_id: str, worker_id: str) -> bool:
@@ -112,8 +116,12 @@ class StreamState:
         if fault:
             self.failures += 1
             self.avoid.add(self.instance_id)
+            if self.decode_at is not None and self.phase is Phase.RUNNING:
+                # It may have had the request already, without a token to show for it.
+                self.avoid.add(self.decode_at.instance_id)
         self.phase = Phase.QUEUED
         self.instance_id = self.worker_id = ""
+        self.decode_at = None
 
     def finished(self) -> None:
         """Nothing is accepted any more."""

@@ -17,7 +17,7 @@ from services.gateway.http.status import status_json
 from services.gateway.service import Gateway
 from shared import subjects
 from shared.errors import BadRequest
-from shared.messages.common import Ack, LiveChoice
+from shared.messages.common import Ack, LiveChoice, Role
 from shared.messages.registry import AddModel, ModelRecord, RemoveModel
 from shared.messages.scaling import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
 
@@ -93,7 +93,7 @@ def admin_router(gateway: Gateway) -> APIRouter:
 
     @router.post("/models/{name:path}/scale")
     async def scale(name: str, request: Request) -> Response:
-        """Ask for ``{"instances": N, "hold_s": 300, "live": "auto"}`` instances now."""
+        """Ask for ``{"instances": N, "hold_s": 300, "live": "auto", "role": "colocated"}`` instances now."""
         gateway.find_model(name)
         fields = await _fields(request, gateway)
         if fields.raw("instances") is None:
@@ -103,6 +103,7 @@ def admin_router(gateway: Gateway) -> APIRouter:
             instances=fields.integer("instances", 0, low=0, high=MAX_INSTANCES),
             hold_s=fields.number("hold_s", DEFAULT_HOLD_S, low=0, high=1e9),
             live=fields.choice("live", "auto", get_args(LiveChoice)),
+            role=fields.choice("role", "colocated", get_args(Role)),
         )
         record = await bus.request(subjects.planner("scale"), message, ScaleRecord, timeout_s=RPC_TIMEOUT_S)
         return _json(record)

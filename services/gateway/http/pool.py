@@ -43,6 +43,7 @@ def _model(record: ModelRecord, workers: Sequence[WorkerRecord], reasons: dict[s
             "worker": worker.worker.worker_id,
             "host": worker.worker.host,
             "state": instance.state,
+            "role": instance.role,
             "complete": _is_complete(instance),
         }
         for worker in workers

@@ -17,7 +17,7 @@ def status_json(pages: Sequence[Snapshot], loads: Mapping[str, LoadReport] | Non
     loads = loads or {}
     workers = [record for page in pages for record in page.workers]
     models = {record.name: record for page in pages for record in page.models}
-    floors = {floor.model: floor for page in pages for floor in page.floors}
+    floors = {(floor.model, floor.role): floor for page in pages for floor in page.floors}
     instances: dict[str, dict[str, Any]] = {}
     for record in workers:
         instance = record.instance
@@ -46,7 +46,8 @@ def status_json(pages: Sequence[Snapshot], loads: Mapping[str, LoadReport] | Non
         "instances": [instances[key] for key in sorted(instances)],
         "workers": [_worker(record) for record in workers],
         "floors": [
-            {"model": floor.model, "instances": floor.instances, "until_s": floor.until_s} for floor in floors.values()
+            {"model": floor.model, "role": floor.role, "instances": floor.instances, "until_s": floor.until_s}
+            for floor in floors.values()
         ],
     }
 

@@ -1,10 +1,13 @@
-"""How many instances a model needs (paper section 5.3).
+"""How many colocated instances a model needs (paper section 5.3).
 
 In units of one instance:
 
     prefill = (arriving prompt tokens/s + waiting prompt tokens / slack) / (capacity · utilisation)
     decode  = max(KV blocks used / (KV blocks · upper bound), running requests / limit)
     needed  = prefill + decode             (colocated instances do both)
+
+New requests go to colocated and to prefill instances. Of what gateways hold and of what arrives there, the share counts
+that colocated instances have in those that serve. Nothing else of prefill and decode instances counts here.
 
 Up at once: ``ceil(needed)``. Down only when the largest ``needed`` of a whole window would fit
 fewer instances with room to spare. *capacity* is prompt tokens per second of one instance: an
@@ -80,12 +83,20 @@ class ModelDemand:
     def __init__(self, policy: DemandPolicy) -> None:
         self._policy = policy
         self._instances: dict[str, _Instance] = {}
+        self._prefilling: dict[str, float] = {}
+        """When each prefill instance that serves reported last."""
         self._queues: dict[str, _Queue] = {}
         self._needed = MaxWindow(policy.down_window_s)
         self._measured_tokens_per_s = 0.0
 
     def on_load(self, report: LoadReport, now_s: float) -> None:
         """An instance reports."""
+        if report.role != "colocated":
+            if report.role == "prefill" and report.state == "serving":
+                self._prefilling[report.instance_id] = now_s
+            else:
+                self._prefilling.pop(report.instance_id, None)
+            return
         instance = self._instances.setdefault(report.instance_id, _Instance(self._policy))
         waiting = instance.report is not None and instance.report.queued_tokens > 0
         instance.report, instance.at_s = report, now_s
@@ -113,14 +124,16 @@ class ModelDemand:
         return self._policy.prefill_tokens_per_s or self._measured_tokens_per_s or self._policy.assumed_tokens_per_s
 
     def evaluate(self, now_s: float, observed: int, *, slo_ttft_s: float = 0.0) -> Verdict:
-        """The verdict when ``observed`` instances serve or are on their way; ``slo_ttft_s`` 0: no objective."""
+        """The verdict when ``observed`` colocated instances serve or are on their way; ``slo_ttft_s`` 0: no
+        objective."""
         policy = self._policy
         slack_s = max(slo_ttft_s, MIN_SLACK_S) if slo_ttft_s > 0 else policy.slack_s
         self._forget(now_s)
         reports = [i.report for i in self._instances.values() if i.report is not None]
         queues = [q.queue for q in self._queues.values() if q.queue is not None]
-        arriving = sum(q.arrived.growth(now_s) for q in self._queues.values()) / policy.rate_window_s
-        waiting = sum(r.queued_tokens for r in reports) + sum(q.queued_tokens for q in queues)
+        share = self._share(reports)
+        arriving = share * sum(q.arrived.growth(now_s) for q in self._queues.values()) / policy.rate_window_s
+        waiting = sum(r.queued_tokens for r in reports) + share * sum(q.queued_tokens for q in queues)
         prefill = (arriving + waiting / slack_s) / (self.capacity_tokens_per_s * policy.utilisation)
         serving = [r for r in reports if r.state == "serving" and r.kv_blocks_total]
         used = sum(r.kv_blocks_used for r in reports)
@@ -137,12 +150,18 @@ class ModelDemand:
             fits = ceil(self._needed.largest / policy.down_headroom - 1e-6)
             desired = min(observed, max(fits, desired)) if self._needed.full(now_s) else observed
         reason = (
-            f"prefill {prefill:.2f} ({arriving:.0f} tokens/s arriving, {waiting} waiting, "
+            f"prefill {prefill:.2f} ({arriving:.0f} tokens/s arriving, {waiting:.0f} waiting, "
             f"{self.capacity_tokens_per_s:.0f} tokens/s each) + decode {decode:.2f} ({running} running)"
         )
         return Verdict(desired, needed, reason)
 
+    def _share(self, reports: list[LoadReport]) -> float:
+        """Of new requests, that go to colocated instances: all, unless prefill instances take some."""
+        colocated = sum(1 for r in reports if r.state == "serving")
+        return colocated / (colocated + len(self._prefilling)) if self._prefilling else 1.0
+
     def _forget(self, now_s: float) -> None:
         ttl = self._policy.report_ttl_s
         self._instances = {k: v for k, v in self._instances.items() if now_s - v.at_s <= ttl}
+        self._prefilling = {k: at_s for k, at_s in self._prefilling.items() if now_s - at_s <= ttl}
         self._queues = {k: v for k, v in self._queues.items() if now_s - v.at_s <= ttl}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from shared.messages.common import Role
 from shared.messages.registry import Floor, ModelRecord, WorkerRecord
 
 COUNTED = ("loading", "live", "serving")
@@ -27,9 +28,12 @@ class Decision:
         return not (self.load or self.revive or self.drain)
 
 
-def bounded(desired: int, model: ModelRecord, floor: Floor | None) -> int:
-    """The wanted number within the model's limits, and not below a manual floor."""
-    low = max(model.min_instances, floor.instances if floor else 0)
+def bounded(desired: int, model: ModelRecord, floor: Floor | None, role: Role = "colocated") -> int:
+    """The wanted number within the model's limits, and not below the role's manual floor.
+
+    ``max_instances`` bounds each role by itself; ``min_instances`` speaks of colocated instances only.
+    """
+    low = max(model.min_instances if role == "colocated" else 0, floor.instances if floor else 0)
     return max(min(desired, model.max_instances), min(low, model.max_instances))
 
 
@@ -39,22 +43,26 @@ def decide(
     desired: int,
     floor: Floor | None,
     in_pairs: Collection[str] = (),
+    *,
+    role: Role = "colocated",
 ) -> Decision:
-    """Steps from what ``workers`` run to ``desired`` instances of ``model``.
+    """Steps from what ``workers`` run to ``desired`` instances of ``model`` in ``role``; those of other roles are
+    left alone. ``floor`` is the role's.
 
     Draining instances are revived before anything is loaded (their weights are there). Workers
-    leased for the model and not yet reporting count as loading. Scaling in drains the instances
+    leased for the model and role and not yet reporting count as loading. Scaling in drains the instances
     that serve least, never one that still loads (its plan runs; it can go when it is up). Those of
     ``in_pairs`` (instance ids), which scale live with another, go last.
     """
-    wanted = bounded(desired, model, floor)
+    wanted = bounded(desired, model, floor, role)
     # Instances of other weights that had this name before are none of its: they drain.
     mine = [
         w
         for w in workers
-        if w.instance is not None and (w.instance.model, w.instance.model_hash) == (model.name, model.model_hash)
+        if w.instance is not None
+        and (w.instance.model, w.instance.model_hash, w.instance.role) == (model.name, model.model_hash, role)
     ]
-    leased = sum(1 for w in workers if w.state == "spare" and w.lease_model == model.name)
+    leased = sum(1 for w in workers if w.state == "spare" and (w.lease_model, w.lease_role) == (model.name, role))
     counted = [w for w in mine if w.state in COUNTED]
     current = len(counted) + leased
     missing = wanted - current

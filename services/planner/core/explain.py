@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from services.planner.core.edges import Edge
 from services.planner.core.stripes import Stripe
+from shared.messages.common import Role
 
 MAX_NAMES = 8
 MAX_EDGES = 50
@@ -21,6 +22,11 @@ _LATE = {
     "sends_less": "; late in the order: it sends out less than it takes in, so what follows would starve",
     "disturbs": "; last in the order: serving traffic comes in through all its NICs",
 }
+
+
+def instances_of(number: int, role: Role) -> str:
+    """So many instances, in words; the usual role goes without saying."""
+    return f"{number} instances" if role == "colocated" else f"{number} {role} instances"
 
 
 def explain(edges: Sequence[Edge], pruned: Sequence[str], tails: Sequence[str]) -> tuple[str, ...]:

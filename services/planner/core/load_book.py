@@ -40,8 +40,8 @@ class _Instance:
 
 
 def _saturated(report: LoadReport) -> bool:
-    # A live instance runs parts of prompts, a draining one is left with few.
-    return report.state == "serving" and report.queued_tokens > 0
+    # A live instance runs parts of prompts, a draining one is left with few, a decode instance with preempted ones.
+    return report.state == "serving" and report.role != "decode" and report.queued_tokens > 0
 
 
 def _smoothed(known: float, newest: float) -> float:

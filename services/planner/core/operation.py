@@ -8,6 +8,7 @@ from typing import Literal
 
 from services.planner.core.live_pair import LivePair
 from services.planner.core.traffic import Link
+from shared.messages.common import Role
 from shared.messages.live import LiveReport, ZigzagAssignment
 from shared.messages.registry import WorkerRecord
 from shared.messages.scaling import ScaleProgress, ScaleRecord, TargetRecord
@@ -59,13 +60,13 @@ class Operation:
         links: tuple[Link, ...] = (),
         predicted_s: Mapping[str, float] | None = None,
         pairs: Iterable[ZigzagAssignment] = (),
+        role: Role = "colocated",
     ) -> None:
         """``targets`` are (worker_id, instance_id). A target that has not accepted by ``accept_by_s``, or
         not ended by ``deadline_s``, has failed. ``links``: who sends weights to whom. ``predicted_s``: the seconds
         that each target should take once the plan is out; one that should take long has a later deadline. ``pairs``:
         who of them scales live with whom."""
-        self.plan_id = plan_id
-        self.model = model
+        self.plan_id, self.model, self._role = plan_id, model, role
         self._accept_by_s = accept_by_s
         self._deadline_s = deadline_s
         self._links = links
@@ -240,6 +241,7 @@ class Operation:
         return ScaleRecord(
             plan_id=self.plan_id,
             model=self.model,
+            role=self._role,
             status=status,
             direction=self.direction,
             desired=self._desired,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from services.planner.core.cluster import Cluster
 from services.planner.core.worker_chains import WorkerChains
+from shared.messages.common import Role
 from shared.messages.registry import LeaseGrant, ModelRecord, WorkerRecord
 from shared.messages.scaling import ChainMember, DrainPlan, DrainTarget, ScalePlan
 
@@ -21,12 +22,14 @@ def scale_plan(
     planned_at_s: float,
     give_up_at_s: float,
     reason: str,
+    role: Role = "colocated",
 ) -> ScalePlan:
-    """The plan as an event. Each target works under the epoch of its lease; its instance is named after the plan."""
+    """The plan as an event. Each target works under the epoch of its lease; its instance, of this role, is named after
+    the plan."""
     return ScalePlan(
         plan_id=plan_id,
         model=model,
-        role="colocated",
+        role=role,
         members=_members(plan_id, planned, cluster, dict(grant.epochs)),
         chains=planned.chains,
         fallbacks=planned.fallbacks,

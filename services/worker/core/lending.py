@@ -1,10 +1,12 @@
-"""The scheduler in live scaling: its queue is lent, and prefixes are computed outside of its steps.
+"""The scheduler with requests that another instance works on: in live scaling, and in disaggregated serving.
 
 - While ``lending``, requests that have not begun are not admitted: ``lend`` takes them out, for another instance to run
   layers of. Those that have begun (and were preempted) stay, and go on here.
 - A prefix that is computed outside of steps has its seat and blocks reserved first (``reserve``), and is adopted with
   its first token. The request may be one of this scheduler's own that was lent, or another instance's so far.
 - Every lent request ends here like any other, unless it is returned, adopted, or disowned.
+- A request that another instance is to decode (``decode_at``) is *parked* with its first token: it keeps its seat and
+  blocks and is not decoded, until it is unparked, or disowned and released.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ import bisect
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
+from dataclasses import replace
 
 from services.worker.core.output import TokenOutput
-from services.worker.core.schedule import Queued, SampledToken, SchedulerConfig
+from services.worker.core.schedule import Queued, SampledToken, ScheduledBatch, SchedulerConfig, SchedulerLoad
 from services.worker.core.scheduler import Scheduler, arrival
 from services.worker.core.sequence import Sequence
 from shared.errors import Conflict
@@ -34,6 +37,9 @@ class LendingScheduler(Scheduler):
         """Requests that have not begun wait for ``lend`` instead of being admitted."""
         self._held: dict[int, Sequence] = {}
         """With blocks for a prefix that is computed outside of steps, by identity."""
+        self._parked: dict[int, Sequence] = {}
+        """With a prefix that was computed, and is to be decoded elsewhere, by identity."""
+        self._departing: list[tuple[Sequence, SampledToken]] = []
 
     def lend(self) -> list[Sequence]:
         """Take the requests that have not begun out of the queue, in order. They stay accepted: ``return_lent``,
@@ -79,10 +85,13 @@ class LendingScheduler(Scheduler):
                 self._let_go(sequence)
                 self._free(sequence)
 
-    def adopt(self, sequence: Sequence, token: SampledToken, now_s: float = 0.0) -> TokenOutput | None:
+    def adopt(
+        self, sequence: Sequence, token: SampledToken, now_s: float = 0.0, *, computed_here: bool = True
+    ) -> TokenOutput | None:
         """A reserved prefix was computed and its first token sampled: the request decodes here from now on.
 
-        None if it ended meanwhile. Raises ``Conflict`` for an attempt that is here already.
+        None if it ended meanwhile. ``computed_here``: its prefix counts as this scheduler's work. Raises ``Conflict``
+        for an attempt that is here already.
         """
         if sequence.finished:
             self.release([sequence])
@@ -93,17 +102,76 @@ class LendingScheduler(Scheduler):
         if sequence.first_scheduled_s is None:
             sequence.first_scheduled_s = now_s
         sequence.num_computed = sequence.num_tokens
-        self._prefill_tokens_total += sequence.num_tokens
+        if computed_here:
+            self._prefill_tokens_total += sequence.num_tokens
         output = self._take_token(sequence, token)
-        if not sequence.finished:
+        if output.finish_reason is None and sequence.decode_at is not None:
+            self._park(sequence)
+        elif output.finish_reason is None:
             bisect.insort(self._running, sequence, key=arrival)
         return output
+
+    def complete(self, batch: ScheduledBatch, sampled: Rows[SampledToken]) -> list[TokenOutput]:
+        """As the plain scheduler; parks what is to be decoded elsewhere."""
+        known = len(self._departing)
+        outputs = super().complete(batch, sampled)
+        if len(self._departing) > known:
+            parking = [s for s, _ in self._departing[known:] if not s.finished]
+            for sequence in parking:
+                self._park(sequence)
+            self._running = [s for s in self._running if not s.held]
+        return outputs
+
+    def take_departing(self) -> list[tuple[Sequence, SampledToken]]:
+        """Requests that are to be decoded elsewhere, with the first tokens that they got since the last call.
+
+        Those that have not ended with it are parked.
+        """
+        departing, self._departing = self._departing, []
+        return departing
+
+    def unpark(self, sequence: Sequence) -> None:
+        """A parked request is decoded here after all, unless it has ended: then its blocks are freed."""
+        if sequence.finished:
+            self.release([sequence])
+        elif id(sequence) in self._parked:
+            self._let_go(sequence)
+            sequence.decode_at = None
+            bisect.insort(self._running, sequence, key=arrival)
+
+    def part_with(self, sequence: Sequence) -> None:
+        """A parked request is decoded elsewhere now: it leaves without a word, if it has not ended."""
+        if not sequence.finished:
+            sequence.finished = True
+            del self._by_key[sequence.key]
+        self.release([sequence])
+
+    def _park(self, sequence: Sequence) -> None:
+        sequence.held = True
+        self._parked[id(sequence)] = sequence
+
+    def _take_token(self, sequence: Sequence, token: SampledToken) -> TokenOutput:
+        if sequence.decode_at is not None:
+            self._departing.append((sequence, token))
+        return super()._take_token(sequence, token)
 
     def disown(self, sequences: Iterable[Sequence]) -> None:
         """Lent requests are another instance's for good: they leave without a word."""
         for sequence in sequences:
             if not sequence.finished:
                 self._forget(sequence)
+
+    def load(self) -> SchedulerLoad:
+        """As the plain scheduler's; what is parked counts as running."""
+        load = super().load()
+        if not self._parked:
+            return load
+        num_tokens = sum(s.num_computed for s in self._parked.values())
+        return replace(
+            load,
+            running_requests=load.running_requests + len(self._parked),
+            running_tokens=load.running_tokens + num_tokens,
+        )
 
     def abort(self, sequences: Iterable[Sequence], error: ErrorInfo) -> None:
         """End these requests with an error, those that have not ended."""
@@ -114,26 +182,28 @@ class LendingScheduler(Scheduler):
 
     @property
     def _num_seats(self) -> int:
-        return super()._num_seats - len(self._held)
+        return super()._num_seats - len(self._held) - len(self._parked)
 
     @property
     def _queue_factor(self) -> int:
         return LENT_QUEUE_FACTOR if self.lending else 1
 
     def _queued(self) -> Queued:
-        if len(self._by_key) == len(self._running) + len(self._waiting):
+        num_parked = sum(not s.finished for s in self._parked.values())
+        if len(self._by_key) == len(self._running) + len(self._waiting) + num_parked:
             return super()._queued()  # nothing is lent
-        queued = [s for s in self._by_key.values() if s.held or not s.block_table]
+        queued = [s for s in self._by_key.values() if id(s) in self._held or not s.block_table]
         oldest_s = min((s.arrived_s for s in queued if s.arrived_s is not None), default=None)
         return Queued(len(queued), sum(s.num_tokens for s in queued), oldest_s)
 
     def _elsewhere(self) -> Iterable[Sequence]:
         lent = [s for s in self._by_key.values() if not s.block_table]
-        return [*self._held.values(), *lent]
+        return [*self._held.values(), *self._parked.values(), *lent]
 
     def _let_go(self, sequence: Sequence) -> None:
         sequence.held = False
-        del self._held[id(sequence)]
+        self._held.pop(id(sequence), None)
+        self._parked.pop(id(sequence), None)
 
 
 def _has_begun(sequence: Sequence) -> bool:

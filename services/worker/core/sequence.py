@@ -7,7 +7,7 @@ from collections.abc import Sequence as Tokens
 
 from services.worker.core.output import TokenOutput
 from shared.messages.common import ErrorInfo
-from shared.messages.generation import FinishReason, SamplingParams, TokenLogprobs
+from shared.messages.generation import DecodePlace, FinishReason, SamplingParams, Submit, TokenLogprobs
 
 
 class Sequence:
@@ -18,14 +18,16 @@ class Sequence:
     them as output. ``arrived_s`` is in the scheduler's clock; None takes the time of ``add``.
 
     Scheduler state, changed by the scheduler only: ``id`` (arrival order), ``num_computed``
-    (tokens whose KV is in ``block_table``), ``first_scheduled_s``, ``held`` (computed outside of
-    steps: its blocks stay until it is released), ``finished``.
+    (tokens whose KV is in ``block_table``), ``first_scheduled_s``, ``held`` (computed or decoded
+    elsewhere: its blocks stay until it is released), ``finished``. ``decode_at``: who decodes it once
+    its prefix is computed; None: whoever computes it.
     """
 
     __slots__ = (
         "arrived_s",
         "attempt",
         "block_table",
+        "decode_at",
         "eos_token_ids",
         "finished",
         "first_scheduled_s",
@@ -53,6 +55,7 @@ class Sequence:
         eos_token_ids: Iterable[int] = (),
         output: Tokens[int] = (),
         arrived_s: float | None = None,
+        decode_at: DecodePlace | None = None,
     ) -> None:
         self.request_id = request_id
         self.attempt = attempt
@@ -62,6 +65,7 @@ class Sequence:
         self.eos_token_ids = tuple(eos_token_ids)
         self.output = list(output)
         self.arrived_s = arrived_s
+        self.decode_at = decode_at
         self.tokens = [*self.prompt, *self.output]
         self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
         self.id = -1
@@ -129,3 +133,33 @@ class Sequence:
         if self.first_scheduled_s is None or self.arrived_s is None:
             return None
         return max(0.0, self.first_scheduled_s - self.arrived_s)
+
+
+def sequence_of(request: Submit, eos_token_ids: Iterable[int], arrived_s: float | None = None) -> Sequence:
+    """A request as the scheduler takes it."""
+    return Sequence(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        gateway_id=request.gateway_id,
+        prompt=request.prompt_token_ids,
+        params=request.sampling,
+        eos_token_ids=eos_token_ids,
+        output=request.output_token_ids,
+        arrived_s=arrived_s,
+        decode_at=request.decode_at,
+    )
+
+
+def submit_of(sequence: Sequence, instance_id: str, model: str) -> Submit:
+    """A request as another instance has to know it."""
+    return Submit(
+        request_id=sequence.request_id,
+        attempt=sequence.attempt,
+        gateway_id=sequence.gateway_id,
+        instance_id=instance_id,
+        model=model,
+        prompt_token_ids=sequence.prompt,
+        sampling=sequence.params,
+        output_token_ids=tuple(sequence.output),
+        decode_at=sequence.decode_at,
+    )

@@ -5,7 +5,9 @@ turns a ``Batch`` into sampled tokens. All methods run on the engine thread, but
 otherwise. Nothing here imports torch, so that the core, the mock and the tests start without it.
 
 A batch can move between two engines of the same model half-way: one exports the KV of the layers it has
-run and the hidden states, the other imports and resumes (live scaling; see ``handoff`` for the bytes).
+run and the hidden states, the other imports and resumes (live scaling; see ``handoff`` for the bytes). Or it
+runs all layers of a prompt here, its KV moves layer by layer meanwhile, and it is decoded there (disaggregated
+serving).
 """
 
 from __future__ import annotations
@@ -123,22 +125,37 @@ class Engine(Protocol):
         last layer has run: only the sampled tokens' states are left then.
         """
 
-    def export_kv(self, block_tables: Sequence[Sequence[int]], num_tokens: Sequence[int], num_layers: int) -> Buffer:
-        """KV of layers ``0 .. num_layers`` of positions ``0 .. num_tokens[i]`` of each sequence.
+    def export_kv(
+        self,
+        block_tables: Sequence[Sequence[int]],
+        num_tokens: Sequence[int],
+        last_layer: int,
+        *,
+        first_layer: int = 0,
+    ) -> Buffer:
+        """KV of layers ``first_layer <= i < last_layer`` of positions ``0 .. num_tokens[i]`` of each sequence.
 
-        Flat host bytes of ``[num_layers, 2 (K, V), total tokens, num_kv_heads, head_dim]``, independent of block
-        size and of which blocks: a copy of the caller's own. From any thread, while the engine thread runs other
-        batches but not this one: only pages of these sequences are read. Raises ``BadRequest`` for short block
-        tables, blocks outside of the pool, more layers than there are.
+        Flat host bytes of ``[last_layer - first_layer, 2 (K, V), total tokens, num_kv_heads, head_dim]``,
+        independent of block size and of which blocks: a copy of the caller's own. From any thread, while the engine
+        thread runs other batches, or later layers of this one: only these sequences' slots in these layers are
+        read. ``run_layers`` must have returned from them. Raises ``BadRequest`` for short block tables, blocks
+        outside of the pool, or unless ``0 <= first_layer <= last_layer <= num_layers``.
         """
 
     def import_kv(
-        self, block_tables: Sequence[Sequence[int]], num_tokens: Sequence[int], num_layers: int, kv: Buffer
+        self,
+        block_tables: Sequence[Sequence[int]],
+        num_tokens: Sequence[int],
+        last_layer: int,
+        kv: Buffer,
+        *,
+        first_layer: int = 0,
     ) -> None:
-        """The reverse of ``export_kv``: writes the KV into the slots of these positions.
+        """The reverse of ``export_kv``: writes the KV into the slots of these positions, in these layers alone.
 
-        From any thread, while no batch that runs uses these blocks. ``kv`` is only read. Raises ``BadRequest`` as
-        ``export_kv`` does, and for a wrong size.
+        Layers may come bit by bit, in their order and each once; the sequences' next tokens can be computed when all
+        are there. From any thread, while no batch that runs uses these blocks. ``kv`` is only read. Raises
+        ``BadRequest`` as ``export_kv`` does, and for a wrong size.
         """
 
     def head(self, activation: Activation) -> Logits:

@@ -1,8 +1,9 @@
 """What two engines hand each other, as host bytes: the rules that every engine checks.
 
 A batch moves between engines as its hidden states ``[num_tokens, hidden_size]`` and its KV
-``[num_layers, 2 (K, V), num_tokens, num_kv_heads, head_dim]``, both in the model's dtype. Tokens lie
-sequence after sequence. Which blocks hold them, and how large those are, is each engine's own affair.
+``[num_layers, 2 (K, V), num_tokens, num_kv_heads, head_dim]``, both in the model's dtype. The KV may also come
+as several ranges of layers. Tokens lie sequence after sequence. Which blocks hold them, and how large those are,
+is each engine's own affair.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ def check_next_layer(next_layer: int, num_layers: int) -> None:
         raise BadRequest(f"a batch cannot be resumed at layer {next_layer} of {num_layers}")
 
 
-def check_num_layers(num_layers: int, limit: int) -> None:
-    """Raises ``BadRequest`` for KV of more layers than the model has."""
-    if not 0 <= num_layers <= limit:
-        raise BadRequest(f"KV of {num_layers} layers of a model of {limit}")
+def check_layers(first_layer: int, last_layer: int, num_layers: int) -> None:
+    """Raises ``BadRequest`` unless ``first_layer <= i < last_layer`` are layers of the model, or none."""
+    if not 0 <= first_layer <= last_layer <= num_layers:
+        raise BadRequest(f"KV of layers {first_layer}..{last_layer} of a model of {num_layers}")
 
 
 def check_whole(next_layer: int, num_layers: int) -> None:

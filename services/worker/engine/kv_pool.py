@@ -28,19 +28,19 @@ class KvCache:
     num_blocks: int
     block_size: int
 
-    def gather(self, slots: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy the KV of ``slots [n]`` (block * block_size + offset) in the first layers into ``out``.
+    def gather(self, slots: torch.Tensor, out: torch.Tensor, first_layer: int = 0) -> None:
+        """Copy the KV of ``slots [n]`` (block * block_size + offset) in layers ``first_layer ..`` into ``out``.
 
-        ``out``: ``[num_layers, 2 (K, V), n, num_kv_heads, head_dim]``. Reads no other slots: other threads may be
-        writing those.
+        ``out``: ``[num_layers, 2 (K, V), n, num_kv_heads, head_dim]``. Reads no other slots and no other layers:
+        other threads may be writing those.
         """
-        for layer, (keys, values) in enumerate(out):
+        for layer, (keys, values) in enumerate(out, start=first_layer):
             torch.index_select(self.k[layer].flatten(0, 1), 0, slots, out=keys)
             torch.index_select(self.v[layer].flatten(0, 1), 0, slots, out=values)
 
-    def scatter(self, slots: torch.Tensor, kv: torch.Tensor) -> None:
+    def scatter(self, slots: torch.Tensor, kv: torch.Tensor, first_layer: int = 0) -> None:
         """The reverse of ``gather``: write ``kv`` into ``slots``, and no others."""
-        for layer, (keys, values) in enumerate(kv):
+        for layer, (keys, values) in enumerate(kv, start=first_layer):
             self.k[layer].flatten(0, 1).index_copy_(0, slots, keys)
             self.v[layer].flatten(0, 1).index_copy_(0, slots, values)
 

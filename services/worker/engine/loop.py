@@ -14,7 +14,13 @@ from typing import Protocol
 
 from services.worker.core.lending import LendingScheduler
 from services.worker.core.output import TokenOutput
-from services.worker.core.scheduler import ScheduledBatch, SchedulerConfig, SchedulerLoad
+from services.worker.core.scheduler import (
+    SampledToken,
+    ScheduledBatch,
+    ScheduledSlice,
+    SchedulerConfig,
+    SchedulerLoad,
+)
 from services.worker.core.sequence import Sequence
 from services.worker.engine.base import Activation, Batch, Engine, Sampled, SamplingRow, Slice
 from shared.errors import BlitzError, Internal
@@ -75,6 +81,16 @@ class PartialWork(Protocol):
         """Any step has ended."""
 
 
+class Departures(Protocol):
+    """Requests that another instance is to decode (disaggregated serving). Called on the engine's thread."""
+
+    def ran_layers(self, sequence: Sequence, num_layers: int) -> None:
+        """So many layers of the request's prefix have KV here; 0: its prefix was begun."""
+
+    def computed(self, sequence: Sequence, token: SampledToken) -> None:
+        """Its first token was sampled. It is parked, unless that was the end."""
+
+
 _SMOOTHING = 0.3
 """Weight of the newest measurement of the prefill's speed."""
 
@@ -97,6 +113,7 @@ class EngineLoop:
         self._prefill_token_s = 0.0
         self._stepped_s = float("-inf")
         self.partial: PartialWork | None = None
+        self.departures: Departures | None = None
         self.between_layers: Callable[[], None] = lambda: None
         """Called between two layers of a step with prompt tokens. It must not step."""
 
@@ -142,6 +159,11 @@ class EngineLoop:
         output = self._step_batch() if due or partial is None else partial.step()
         if output is None and partial is not None:
             output = partial.step() if due else self._step_batch()
+        for sequence, token in self.scheduler.take_departing():
+            if self.departures is None:
+                self.scheduler.unpark(sequence)
+            else:
+                self.departures.computed(sequence, token)
         # Asked again: a pair may have begun between two layers.
         if output is not None and self.partial is not None:
             self.partial.stepped(output)
@@ -211,7 +233,7 @@ class EngineLoop:
         engine = self._engine
         activation = engine.embed(Batch(tuple(slices)))
         if scheduled.num_prefill_tokens:
-            self._run_prompts(activation)
+            self._run_prompts(activation, scheduled)
         else:
             engine.run_layers(activation, 0, engine.num_layers)
         if not rows:
@@ -221,10 +243,22 @@ class EngineLoop:
             raise Internal(f"the engine sampled {len(sampled)} tokens for {len(rows)} rows")
         return sampled
 
-    def _run_prompts(self, activation: Activation) -> None:
-        engine = self._engine
+    def _run_prompts(self, activation: Activation, scheduled: ScheduledBatch) -> None:
+        engine, departures = self._engine, self.departures
+        leaving = [p for p in scheduled.slices if p.sequence.decode_at is not None]
         for layer in range(engine.num_layers):
             engine.run_layers(activation, layer, layer + 1)
             if self.partial is not None:
                 self.partial.ran_layer()
+            if leaving and departures is not None:
+                _tell(departures, leaving, layer + 1)
             self.between_layers()
+
+
+def _tell(departures: Departures, pieces: list[ScheduledSlice], num_layers: int) -> None:
+    for piece in pieces:
+        if piece.sample:
+            departures.ran_layers(piece.sequence, num_layers)
+        elif num_layers == 1:
+            # Before the last part of a prefix no layer has its KV whole: this is only to say that it has begun.
+            departures.ran_layers(piece.sequence, 0)

@@ -16,13 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.worker.engine.base import Batch, Sampled, SamplingRow
-from services.worker.engine.handoff import (
-    check_batch,
-    check_next_layer,
-    check_num_layers,
-    check_tokens,
-    check_whole,
-)
+from services.worker.engine.handoff import check_batch, check_layers, check_next_layer, check_tokens, check_whole
 from services.worker.engine.mock_hidden import HIDDEN_MIN_BYTES, check_hidden, hidden_of
 from services.worker.engine.mock_kv import MockKv, Slots, extend_hash, hash_tokens
 from shared.messages.generation import TokenLogprobs
@@ -147,6 +141,7 @@ class MockEngine:
         self._kv = MockKv(
             num_blocks=num_blocks,
             block_size=block_size,
+            num_layers=num_layers,
             bytes_per_token_layer=kv_bytes_per_token_layer,
             verify=verify,
         )
@@ -201,17 +196,31 @@ class MockEngine:
         check_whole(activation.layers_done, self._num_layers)
         return hidden_of(_tokens_of(activation.batch), activation.layers_done, self._hidden_bytes_per_token)
 
-    def export_kv(self, block_tables: Sequence[Sequence[int]], num_tokens: Sequence[int], num_layers: int) -> Buffer:
+    def export_kv(
+        self,
+        block_tables: Sequence[Sequence[int]],
+        num_tokens: Sequence[int],
+        last_layer: int,
+        *,
+        first_layer: int = 0,
+    ) -> Buffer:
         """See ``Engine``. Raises ``RuntimeError`` for layers that have not been run."""
-        check_num_layers(num_layers, self._num_layers)
-        return self._kv.export(self._kv.slots_of(block_tables, num_tokens), num_layers)
+        check_layers(first_layer, last_layer, self._num_layers)
+        return self._kv.export(self._kv.slots_of(block_tables, num_tokens), first_layer, last_layer)
 
     def import_kv(
-        self, block_tables: Sequence[Sequence[int]], num_tokens: Sequence[int], num_layers: int, kv: Buffer
+        self,
+        block_tables: Sequence[Sequence[int]],
+        num_tokens: Sequence[int],
+        last_layer: int,
+        kv: Buffer,
+        *,
+        first_layer: int = 0,
     ) -> None:
-        """See ``Engine``. Raises ``RuntimeError`` for bytes that are not the KV of these positions and layers."""
-        check_num_layers(num_layers, self._num_layers)
-        self._kv.load(self._kv.slots_of(block_tables, num_tokens), num_tokens, num_layers, kv)
+        """See ``Engine``. Raises ``RuntimeError`` for bytes that are not the KV of these positions and layers, or
+        where exactly the layers before are not there already."""
+        check_layers(first_layer, last_layer, self._num_layers)
+        self._kv.load(self._kv.slots_of(block_tables, num_tokens), num_tokens, first_layer, last_layer, kv)
 
     def run_layers(self, activation: MockActivation, first: int, last: int) -> None:
         """Take the layers' time; the first one writes the KV, or finds what was imported.
@@ -233,10 +242,12 @@ class MockEngine:
         if activation.slots is None:
             self._place(activation)
         assert activation.slots is not None
-        self._kv.advance(activation.slots, first, last)
-        activation.layers_done = last
+        self._kv.begin(activation.slots, first)
         # What the books take is part of the time: just after a sleep it is a fraction of a millisecond.
         self._sleep_since(layer_s * (last - first), started)
+        # Only now: nobody may export a layer that still runs.
+        self._kv.advance(activation.slots, last)
+        activation.layers_done = last
 
     def _place(self, activation: MockActivation) -> None:
         """Write the batch's KV, or read what is there of the layers done elsewhere."""

@@ -44,7 +44,9 @@ def hash_tokens(token_ids: Sequence[int], prefix_hash: int = _EMPTY) -> int:
 class MockKv:
     """Slots of a block pool. Methods touch only the slots that they are given, so that threads may share it."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, bytes_per_token_layer: int, verify: bool) -> None:
+    def __init__(
+        self, *, num_blocks: int, block_size: int, num_layers: int, bytes_per_token_layer: int, verify: bool
+    ) -> None:
         if bytes_per_token_layer < _RECORD.itemsize or bytes_per_token_layer % 2:
             raise ValueError(
                 f"KV of {bytes_per_token_layer} bytes per token and layer: "
@@ -52,6 +54,7 @@ class MockKv:
             )
         self._num_blocks = num_blocks
         self._block_size = block_size
+        self._num_layers = num_layers
         self._bytes_per_token_layer = bytes_per_token_layer
         self._verify = verify
         slots = num_blocks * block_size
@@ -62,8 +65,9 @@ class MockKv:
         self._all_tokens = np.frombuffer(self._tokens, dtype=np.int64)
         self._all_positions = np.frombuffer(self._positions, dtype=np.int64)
         self._all_hashes = np.frombuffer(self._hashes, dtype=np.uint64)
-        self._layers = np.zeros(slots, dtype=np.int16)
+        self._layers = array("h", [0]) * slots
         """How many layers of a slot have KV."""
+        self._all_layers = np.frombuffer(self._layers, dtype=np.int16)
 
     def slots_of(self, block_tables: Sequence[Sequence[int]], num_tokens: Sequence[int]) -> Slots:
         """See ``handoff.slots_of``."""
@@ -97,13 +101,18 @@ class MockKv:
         return hashes[-1]
 
     def _prefix_hash(self, piece: Slice) -> int:
-        """The hash of the KV before the slice, read through its block table."""
+        """The hash of the KV before the slice, read through its block table; all layers of it must be there."""
         size, table, start = self._block_size, piece.block_table, piece.start
         if start == 0:
             return _EMPTY
         slot = table[(start - 1) // size] * size + (start - 1) % size
         if self._positions[slot] != start - 1:
             raise RuntimeError(f"sequence {piece.sequence_id}: no KV at position {start - 1}, slot {slot}")
+        if self._layers[slot] != self._num_layers:
+            raise RuntimeError(
+                f"sequence {piece.sequence_id}: position {start - 1}, slot {slot}, has KV of {self._layers[slot]} "
+                f"layers, not of all {self._num_layers}"
+            )
         if self._verify:
             gathered = hash_tokens([self._tokens[table[p // size] * size + p % size] for p in range(start)])
             if gathered != self._hashes[slot]:
@@ -127,41 +136,51 @@ class MockKv:
         slots += own.tolist()
         return int(self._all_hashes[own[-1]])
 
-    def advance(self, slots: Slots, first: int, last: int) -> None:
-        """Layers ``first .. last`` of these slots have KV now.
+    def begin(self, slots: Slots, first: int) -> None:
+        """Layer ``first`` of these slots begins: with layer 0, what they held is gone.
 
-        Raises ``RuntimeError`` unless exactly those before ``first`` had: it was not imported, or another batch
-        has written there.
+        Raises ``RuntimeError`` unless exactly the layers before ``first`` have KV: it was not imported, or another
+        batch has written there.
         """
         if first > 0:
             self._check_layers(slots, first, exactly=True)
-        self._layers[slots] = last
+        else:
+            self._all_layers[slots] = 0
+
+    def advance(self, slots: Slots, last: int) -> None:
+        """Layers before ``last`` of these slots have KV now: another thread may export them from here on."""
+        self._all_layers[slots] = last
 
     def _check_layers(self, slots: Slots, num_layers: int, *, exactly: bool) -> None:
-        held = self._layers[slots]
+        held = self._all_layers[slots]
         wrong = held != num_layers if exactly else held < num_layers
         if wrong.any():
             at = int(wrong.argmax())
             raise RuntimeError(f"slot {slots[at]} has KV of {held[at]} layers, not of {num_layers}")
 
-    def export(self, slots: Slots, num_layers: int) -> Bytes:
-        """See ``Engine.export_kv``. Raises ``RuntimeError`` if that many layers have not been run."""
-        self._check_layers(slots, num_layers, exactly=False)
-        kv = np.zeros((num_layers, 2, len(slots), self._bytes_per_token_layer // 2), dtype=np.uint8)
+    def export(self, slots: Slots, first_layer: int, last_layer: int) -> Bytes:
+        """See ``Engine.export_kv``. Raises ``RuntimeError`` if the layers before ``last_layer`` have not been run.
+
+        The batch's later layers only raise the number of layers that its slots have, in the middle of this or not.
+        """
+        self._check_layers(slots, last_layer, exactly=False)
+        kv = np.zeros((last_layer - first_layer, 2, len(slots), self._bytes_per_token_layer // 2), dtype=np.uint8)
         record = np.empty(len(slots), dtype=_RECORD)
         record["magic"] = _MAGIC
         record["token"] = self._all_tokens[slots]
         record["position"] = self._all_positions[slots]
         record["hash"] = self._all_hashes[slots]
-        for layer in range(num_layers):
+        for index, layer in enumerate(range(first_layer, last_layer)):
             record["layer"] = layer
             halves = record.view(np.uint8).reshape(len(slots), 2, _HALF_BYTES)
-            kv[layer, :, :, :_HALF_BYTES] = halves.transpose(1, 0, 2)
+            kv[index, :, :, :_HALF_BYTES] = halves.transpose(1, 0, 2)
         return kv.reshape(-1)
 
-    def load(self, slots: Slots, num_tokens: Sequence[int], num_layers: int, kv: Buffer) -> None:
-        """See ``Engine.import_kv``. Raises ``RuntimeError`` for bytes that are not the KV of these positions."""
+    def load(self, slots: Slots, num_tokens: Sequence[int], first_layer: int, last_layer: int, kv: Buffer) -> None:
+        """See ``Engine.import_kv``. Raises ``RuntimeError`` for bytes that are not the KV of these positions, or unless
+        exactly the layers before ``first_layer`` are there, of the same tokens behind the same prefixes."""
         half_bytes = self._bytes_per_token_layer // 2
+        num_layers = last_layer - first_layer
         flat = host_bytes(kv, num_layers * len(slots) * self._bytes_per_token_layer, "KV")
         if not num_layers or not len(slots):
             return
@@ -169,16 +188,22 @@ class MockKv:
         # [num_layers, tokens], one record from the two halves
         records = np.ascontiguousarray(layers.transpose(0, 2, 1, 3)).reshape(num_layers, -1).view(_RECORD)
         positions = np.concatenate([np.arange(count) for count in num_tokens])
-        for layer, record in enumerate(records):
+        held = positions, records[0]["token"], records[0]["hash"]
+        if first_layer > 0:
+            self._check_layers(slots, first_layer, exactly=True)
+            held = self._all_positions[slots], self._all_tokens[slots], self._all_hashes[slots]
+        for layer, record in enumerate(records, start=first_layer):
             sound = (record["magic"] == _MAGIC) & (record["layer"] == layer) & (record["position"] == positions)
-            sound &= (record["token"] == records[0]["token"]) & (record["hash"] == records[0]["hash"])
+            for name, expected in zip(("position", "token", "hash"), held, strict=True):
+                sound &= record[name] == expected
             if not sound.all():
                 at = int(sound.argmin())
+                position, token_id, prefix_hash = (int(expected[at]) for expected in held)
                 raise RuntimeError(
                     f"imported KV of layer {layer}, token {at} of the batch, position {positions[at]}: found that of "
-                    f"layer {record['layer'][at]}, position {record['position'][at]}, token id {record['token'][at]}"
+                    f"layer {record['layer'][at]}, position {record['position'][at]}, token id {record['token'][at]}, "
+                    f"prefix {int(record['hash'][at]):x}, where the slot's position is {position}, its token id "
+                    f"{token_id}, its prefix {prefix_hash:x}"
                 )
-        self._all_tokens[slots] = records[0]["token"]
-        self._all_positions[slots] = positions
-        self._all_hashes[slots] = records[0]["hash"]
-        self._layers[slots] = num_layers
+        self._all_positions[slots], self._all_tokens[slots], self._all_hashes[slots] = held
+        self._all_layers[slots] = last_layer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ordered
 
-from services.worker.core.sequence import Sequence
+from services.worker.core.sequence import Sequence, submit_of
 from services.worker.engine.base import Batch, SamplingRow, Slice
 from shared.messages.generation import Submit
 from shared.transport.base import Buffer
@@ -54,33 +54,7 @@ class PromptBatch:
 
     def submits(self, instance_id: str, model: str) -> tuple[Submit, ...]:
         """The requests, as the target has to know them."""
-        return tuple(
-            Submit(
-                request_id=s.request_id,
-                attempt=s.attempt,
-                gateway_id=s.gateway_id,
-                instance_id=instance_id,
-                model=model,
-                prompt_token_ids=s.prompt,
-                sampling=s.params,
-                output_token_ids=tuple(s.output),
-            )
-            for s in self.sequences
-        )
-
-
-def sequence_of(request: Submit, eos_token_ids: Iterable[int], arrived_s: float | None = None) -> Sequence:
-    """A request as the scheduler takes it."""
-    return Sequence(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        gateway_id=request.gateway_id,
-        prompt=request.prompt_token_ids,
-        params=request.sampling,
-        eos_token_ids=eos_token_ids,
-        output=request.output_token_ids,
-        arrived_s=arrived_s,
-    )
+        return tuple(submit_of(s, instance_id, model) for s in self.sequences)
 
 
 def packed(sequences: Iterable[Sequence], most_tokens: int, most_requests: int) -> Iterator[list[Sequence]]:

@@ -1,6 +1,7 @@
 """The target of a pair: its conversation with the source, and its life.
 
-Everything here runs on the event loop. The batches are in ``target_batches``, the engine's part is ``target_work``.
+Everything here runs on the event loop. The batches are in ``target_batches``, how they go back in ``giving`` and
+``parting``; the engine's part is ``target_work``.
 """
 
 from __future__ import annotations
@@ -17,34 +18,23 @@ from services.worker.engine.loop import EngineLoop
 from services.worker.instance import Instance
 from services.worker.live.batch import PromptBatch
 from services.worker.live.gates import Gates
-from services.worker.live.signal import Signal
+from services.worker.live.giving import Giving
+from services.worker.live.parting import Parting
+from services.worker.live.source_line import SourceLine
 from services.worker.live.target_batches import TargetBatches
 from services.worker.live.target_work import TargetWork
 from services.worker.live.tensors import Tensors
 from services.worker.serving import Serving
-from shared import subjects
+from services.worker.signal import Signal
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict, Internal
 from shared.messages.common import Ack
-from shared.messages.live import (
-    Dissolve,
-    Dissolved,
-    Gate,
-    HandOver,
-    PairEnded,
-    Pull,
-    Pulled,
-    Seal,
-    Settle,
-    Taken,
-    ZigzagAssignment,
-)
-from shared.zigzag.queue import Claim, Policy, Queue, Wait
+from shared.messages.live import Dissolve, Dissolved, Gate, HandOver, Pull, Pulled, Seal, Settle, ZigzagAssignment
+from shared.zigzag.queue import Policy, Queue
 
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.05
-RPC_TIMEOUT_S = 1.0
 
 
 class LiveTarget:
@@ -65,13 +55,11 @@ class LiveTarget:
         self.instance = instance
         self.life = PairLife()
         self.ended = asyncio.Event()
-        self._bus = bus
         self._tensors = tensors
-        self._silence_s = silence_s
+        self._line = SourceLine(assignment, bus, tensors, self.life, silence_s=silence_s)
         self._event_loop = asyncio.get_running_loop()
         self._changed = Signal()
-        self._heard_s = time.monotonic()
-        self._parting = False
+        self._has_parted = False
         self._failure = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._queue = Queue(instance.layout.num_layers, Policy(assignment.policy))
@@ -84,8 +72,10 @@ class LiveTarget:
             on_finished=self._from_engine(self._finished),
             on_broken=self._from_engine(self._engine_failed),
         )
-        gates = Gates(assignment)
-        self._batches = TargetBatches(instance, self._queue, self._work, gates, tensors, serving, self._changed)
+        queue, work, changed = self._queue, self._work, self._changed
+        self._batches = TargetBatches(instance, queue, work, Gates(assignment), tensors, serving, changed)
+        self._giving = Giving(instance, queue, work, self._batches, tensors, changed)
+        self._parting = Parting(instance, queue, work, self._batches, self._giving, serving, changed)
 
     def begin(self) -> None:
         """The offer is accepted: hand-overs may come."""
@@ -121,46 +111,25 @@ class LiveTarget:
 
     async def on_pull(self, message: Pull) -> Pulled:
         """The earliest batch for the source; waits up to ``wait_s`` for one that it may have."""
-        deadline_s = time.monotonic() + message.wait_s
-        while True:
-            self._check_lives()
-            left_s = deadline_s - time.monotonic()
-            with self._work.lock:
-                over = self._queue.dissolved or self._batches.is_over
-                found = None if over else self._queue.pull(message.claim_id)
-                # The engine would begin the next layer before this had a chance to look. Once nobody waits, it must
-                # not grant a claim any more that nobody takes.
-                self._work.wanted = message.claim_id if isinstance(found, Wait) and left_s > 0 else ""
-            if isinstance(found, Claim):
-                self._spawn(self._batches.give(found, message.serial))
-                # What was in the way of a later batch is gone.
-                self._batches.look_again()
-                return self._pulled(found)
-            if over or left_s <= 0:
-                return self._pulled(None)
-            await self._changed.wait(left_s)
-
-    def _pulled(self, claim: Claim | None) -> Pulled:
-        return Pulled(
-            batch_id="" if claim is None else claim.batch_id,
-            first_layer=0 if claim is None else claim.first_layer,
-            layers_ready=self._queue.layers_ready,
-            loaded=self._batches.loaded,
-            can_dissolve=claim is None and self._batches.is_over,
-        )
+        claim = await self._giving.pull(message, self._check_lives)
+        if claim is not None:
+            self._spawn(self._giving.give(claim, message.serial))
+            # What was in the way of a later batch is gone.
+            self._batches.look_again()
+        return self._giving.answer(claim)
 
     async def on_settle(self, message: Settle) -> Ack:
         """The source has these batches. Without claims it only says that it lives."""
         self._check_lives()
-        await self._batches.settle(message.claim_ids)
+        await self._giving.settle(message.claim_ids)
         return Ack()
 
     async def on_dissolve(self, message: Dissolve) -> Dissolved:
         """Part. Repeating gives the same shares."""
         self._check_lives()
-        shares = await self._batches.dissolve(message)
-        if not self._parting and not self.life.ended:
-            self._parting = True
+        shares = await self._parting.dissolve(message)
+        if not self._has_parted and not self.life.ended:
+            self._has_parted = True
             self.life.move_to(PairState.DISSOLVED)
             log.info("pair %s is dissolved: %d kept, %d given", message.pair_id, len(shares.kept), len(shares.given))
             self._spawn(self._hand_back(shares))
@@ -168,14 +137,14 @@ class LiveTarget:
 
     async def _hand_back(self, shares: Dissolved) -> None:
         try:
-            await self._batches.hand_back(shares)
+            await self._parting.hand_back(shares)
         finally:
             await self._detach()
 
     @property
     def shares(self) -> Dissolved | None:
         """What was agreed at parting."""
-        return self._batches.shares
+        return self._parting.shares
 
     # --- from the instance -------------------------------------------------------------------
 
@@ -187,7 +156,7 @@ class LiveTarget:
         )
         self._move_on()
         if self._batches.loaded and not was_loaded:
-            self._spawn(self._tell_taken())
+            self._spawn(self._line.tell_taken(loaded=True))
 
     def set_gates(self, gates: tuple[Gate, ...]) -> None:
         """A split was computed."""
@@ -224,7 +193,7 @@ class LiveTarget:
 
     def _check_lives(self) -> None:
         """The source lives; do we?"""
-        self._heard_s = time.monotonic()
+        self._line.heard()
         if self.life.state is PairState.FAILED:
             raise Conflict(f"pair {self.assignment.pair_id} has failed here: {self._failure}")
 
@@ -235,19 +204,7 @@ class LiveTarget:
     def _finished(self, batch: PromptBatch) -> None:
         self._batches.finished(batch)
         if not self.life.ended:
-            self._spawn(self._tell_taken(batch.batch_id))
-
-    async def _tell_taken(self, *batch_ids: str) -> None:
-        message = Taken(pair_id=self.assignment.pair_id, batch_ids=batch_ids, loaded=self._batches.loaded)
-        subject = subjects.worker_live(self.assignment.source.worker_id, "taken")
-        while not self.life.ended:
-            try:
-                await self._bus.request(subject, message, Ack, timeout_s=RPC_TIMEOUT_S)
-            except BlitzError as error:
-                log.debug("the source did not hear that %s are taken: %s", batch_ids, error)
-                await asyncio.sleep(WATCH_S)
-                continue
-            return
+            self._spawn(self._line.tell_taken(batch.batch_id, loaded=self._batches.loaded))
 
     async def _watch(self) -> None:
         """Until the pair ends: does the source still live, do layers come as planned?"""
@@ -255,13 +212,8 @@ class LiveTarget:
             await asyncio.sleep(WATCH_S)
             if self._batches.lapse_if_late(time.time()):
                 log.info("pair %s: layers are late, the split is off", self.assignment.pair_id)
-            connected_since_s = self._bus.connected_since_s
-            if connected_since_s is None:
-                self._heard_s = time.monotonic()
-            elif self._tensors.peer_is_lost:
-                self._fail_soon("the connection to the source is lost")
-            elif time.monotonic() - max(self._heard_s, connected_since_s) > self._silence_s:
-                self._fail_soon(f"the source was silent for {self._silence_s:g} s")
+            if (reason := self._line.why_lost()) is not None:
+                self._fail_soon(reason)
 
     def _fail_soon(self, reason: str) -> None:
         if not self.life.ended:
@@ -278,18 +230,13 @@ class LiveTarget:
         self._tensors.abort()
         await self._batches.close()
         if tell:
-            finished = self._batches.finished_ids
-            message = PairEnded(pair_id=self.assignment.pair_id, reason=reason, finished=finished)
-            try:
-                await self._bus.publish(subjects.worker_pair_ended(self.assignment.source.worker_id), message)
-            except BlitzError as error:
-                log.debug("the source was not told: %s", error)
+            await self._line.tell_ended(reason, self._batches.finished_ids)
         await self._detach()
 
     def _engine_failed(self, error: Exception) -> None:
         if self._queue.dissolved:
             # What was kept is nobody else's any more, even if the source does not know yet.
-            self._spawn(self._batches.abandon(Internal(f"the engine failed: {type(error).__name__}: {error}")))
+            self._spawn(self._parting.abandon(Internal(f"the engine failed: {type(error).__name__}: {error}")))
         else:
             self._fail_soon(f"the target's engine failed: {error}")
 

@@ -1,4 +1,4 @@
-"""The batches of a pair at its target: taking them in, giving them back, parting with them.
+"""The batches of a pair at its target, from taking them in to dropping them.
 
 The target owns a request from when it finishes its batch, or keeps it when the pair is dissolved. Until then the source
 has it: should the target go, the source computes it; should the source go, the gateway submits it again.
@@ -12,18 +12,18 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 
-from services.worker.engine.loop import EngineLoop, StepOutput
+from services.worker.core.sequence import sequence_of
+from services.worker.engine.loop import EngineLoop
 from services.worker.instance import Instance
-from services.worker.live.batch import PromptBatch, sequence_of
+from services.worker.live.batch import PromptBatch
 from services.worker.live.gates import Gates
-from services.worker.live.signal import Signal
 from services.worker.live.target_work import Held, TargetWork
 from services.worker.live.tensors import Kind, Tensors
 from services.worker.serving import Serving
+from services.worker.signal import Signal
 from shared.errors import BadRequest, BlitzError, Conflict, Overloaded
-from shared.messages.common import ErrorInfo
-from shared.messages.live import Dissolve, Dissolved, Gate, Given, HandOver
-from shared.zigzag.queue import Claim, Policy, Queue
+from shared.messages.live import Gate, HandOver
+from shared.zigzag.queue import Queue
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +51,9 @@ class TargetBatches:
         self._changed = changed
         self._known: set[str] = set()
         """All that ever came."""
-        self._borrowed: dict[str, PromptBatch] = {}
-        """Those whose requests are the source's, by id."""
-        self._sent: set[str] = set()
-        """Claims whose tensors are on their way, or there."""
         self._taking = asyncio.Lock()
-        self._dissolving = asyncio.Lock()
-        self.shares: Dissolved | None = None
-        """What was agreed at parting."""
+        self.borrowed: dict[str, PromptBatch] = {}
+        """Those whose requests are the source's, by id."""
         self.loaded = False
         """The target has everything."""
         self.closed = False
@@ -72,11 +67,6 @@ class TargetBatches:
         """Batches that were finished here."""
         with self._work.lock:
             return tuple(self._work.finished)
-
-    @property
-    def is_over(self) -> bool:
-        """Cooperation has nothing left to gain. The baselines have none once everything is loaded."""
-        return self._queue.can_dissolve if self._queue.policy is Policy.ZIGZAG else self._queue.loaded
 
     # --- taking in ---------------------------------------------------------------------------
 
@@ -114,7 +104,7 @@ class TargetBatches:
             self._work.held[batch.batch_id] = held
             self._queue.add(batch.batch_id, message.layer_s, behind_seal=message.behind_seal, absent=True)
             self._gates.added(self._queue, batch.batch_id)
-        self._borrowed[batch.batch_id] = batch
+        self.borrowed[batch.batch_id] = batch
         self._serving.host(message.requests)
         self._changed.fire()
         return held
@@ -137,92 +127,57 @@ class TargetBatches:
             self._queue.arrived(batch.batch_id)
         self.look_again()
 
-    # --- giving back -------------------------------------------------------------------------
+    # --- letting go --------------------------------------------------------------------------
 
-    async def give(self, claim: Claim, serial: int) -> None:
-        """Send what was computed of a claimed batch, once; the source has the rest."""
-        if claim.first_layer and claim.claim_id not in self._sent:
-            self._sent.add(claim.claim_id)
-            await self._send(self._work.held[claim.batch_id], claim.first_layer, serial)
-
-    async def _send(self, held: Held, num_layers: int, serial: int) -> None:
-        engine, batch = self._instance.engine.loop.engine, held.batch
-        hidden = await asyncio.to_thread(engine.hidden_states, held.activation)
-        first = self._tensors.send(hidden, serial, Kind.PULLED_HIDDEN)
-        kv = await asyncio.to_thread(engine.export_kv, batch.block_tables, batch.lengths, num_layers)
-        failure = await self._tensors.sent(first, self._tensors.send(kv, serial, Kind.PULLED_KV))
-        if failure is not None:
-            log.info("batch %s: %s; the source computes it from the beginning", batch.batch_id, failure)
-
-    async def settle(self, claim_ids: Iterable[str]) -> None:
-        """The source has these: they are free here. Unknown and settled claims are ignored."""
-        with self._work.lock:
-            claims = {claim.claim_id: claim for claim in self._queue.open_claims()}
-            settled = [claims[i] for i in claim_ids if i in claims]
-            for claim in settled:
-                self._queue.confirm(claim.claim_id)
-        await self._drop([claim.batch_id for claim in settled])
-
-    async def _drop(self, batch_ids: list[str]) -> None:
+    async def drop(self, batch_ids: list[str]) -> None:
+        """Free what these have here: they are the source's, or nobody's."""
         if not batch_ids:
             return
         call = self._instance.engine.call(lambda _: self._work.drop(tuple(batch_ids)), between_layers=True)
         await asyncio.wrap_future(call)
         for batch_id in batch_ids:
-            if (batch := self._borrowed.pop(batch_id, None)) is not None:
+            if (batch := self.borrowed.pop(batch_id, None)) is not None:
                 self._serving.unhost(batch.sequences)
         self.look_again()
 
-    # --- parting -----------------------------------------------------------------------------
-
-    async def dissolve(self, message: Dissolve) -> Dissolved:
-        """Begun batches stay, untouched ones are shared. Repeating gives the same shares. ``hand_back`` must follow."""
-        async with self._dissolving:
-            if self.shares is None:
-                # Between two steps, so that no batch is inside a layer.
-                call = self._instance.engine.call(lambda _: self._dissolve(message))
-                self.shares = await asyncio.wrap_future(call)
-                kept = [self._borrowed.pop(i) for i in self.shares.kept if i in self._borrowed]
-                self._serving.announce([s for batch in kept for s in batch.sequences])
-                self.look_again()
-            return self.shares
-
-    def _dissolve(self, message: Dissolve) -> Dissolved:
+    async def cancel(self, is_gone: Callable[[str, int, str], bool]) -> None:
+        """Nobody waits any more for the requests of which ``is_gone(request_id, attempt, gateway_id)`` says so."""
         with self._work.lock:
-            # The source asks for one batch after the other: what it pulled, it has.
-            for claim in self._queue.open_claims():
-                self._queue.confirm(claim.claim_id)
-            shares = self._queue.dissolve(message.claim_id, source_busy=message.source_busy_s)
-            for claim in shares.given:
-                self._queue.confirm(claim.claim_id)
-            finished = tuple(self._work.finished)
-        return Dissolved(
-            kept=shares.kept,
-            given=tuple(
-                Given(batch_id=claim.batch_id, first_layer=claim.first_layer, serial=message.first_serial + i)
-                for i, claim in enumerate(shares.given)
-            ),
-            finished=finished,
-            layer_runs=self._work.layers.runs(),
-        )
+            batches = {id(b): b for b in (*self.borrowed.values(), *(h.batch for h in self._work.held.values()))}
+        gone = [(b, s) for b in batches.values() for s in b.sequences if is_gone(*s.key, s.gateway_id)]
+        if not gone:
+            return
 
-    async def hand_back(self, shares: Dissolved) -> None:
-        """Send what was begun of the given batches, free all that are the source's, wait for the end of the kept."""
-        begun = [
-            (self._work.held[g.batch_id], g) for g in shares.given if g.first_layer and g.batch_id in self._work.held
-        ]
-        await asyncio.gather(*(self._send(held, given.first_layer, given.serial) for held, given in begun))
-        await self._drop([batch_id for batch_id in self._borrowed if batch_id not in shares.finished])
-        await self._changed.until(lambda: not self._work.held)
+        def end(loop: EngineLoop) -> None:
+            # On the engine's thread: the request may just be about to decode here.
+            for _, sequence in gone:
+                if sequence.held or sequence.id < 0:
+                    sequence.finished = True
+                elif not sequence.finished:
+                    loop.scheduler.cancel(*sequence.key)
+
+        await asyncio.wrap_future(self._instance.engine.call(end, between_layers=True))
+        ended = {batch.batch_id: batch for batch, _ in gone if batch.ended}
+        await self.drop([batch_id for batch_id, batch in ended.items() if self._cancel(batch)])
+
+    def _cancel(self, batch: PromptBatch) -> bool:
+        """Whether its blocks are free now. Else the engine drops it at the layer's end, or the source settles it."""
+        with self._work.lock:
+            if batch.batch_id not in self._work.held:
+                return False
+            if any(claim.batch_id == batch.batch_id for claim in self._queue.open_claims()):
+                return False
+            self._queue.cancel(batch.batch_id)
+            return not self._queue.batch(batch.batch_id).in_layer
 
     async def close(self) -> None:
         """Drop everything that is not owned here. Between two steps, so that none is inside a layer."""
         self.closed = True
         with contextlib.suppress(BlitzError):  # the engine has stopped, and freed everything
             await asyncio.wrap_future(self._instance.engine.call(lambda _: self._work.close()))
-        for batch in self._borrowed.values():
+        for batch in self.borrowed.values():
             self._serving.unhost(batch.sequences)
-        self._borrowed.clear()
+        self.borrowed.clear()
         self._changed.fire()
 
     # --- what happens to them ------------------------------------------------------------------
@@ -251,55 +206,12 @@ class TargetBatches:
 
     def finished(self, batch: PromptBatch) -> None:
         """The engine finished a batch: its requests decode here."""
-        self._borrowed.pop(batch.batch_id, None)
+        self.own((batch.batch_id,))
         self._changed.fire()
 
-    async def cancel(self, is_gone: Callable[[str, int, str], bool]) -> None:
-        """Nobody waits any more for the requests of which ``is_gone(request_id, attempt, gateway_id)`` says so."""
-        with self._work.lock:
-            batches = {id(b): b for b in (*self._borrowed.values(), *(h.batch for h in self._work.held.values()))}
-        gone = [(b, s) for b in batches.values() for s in b.sequences if is_gone(*s.key, s.gateway_id)]
-        if not gone:
-            return
-
-        def end(loop: EngineLoop) -> None:
-            # On the engine's thread: the request may just be about to decode here.
-            for _, sequence in gone:
-                if sequence.held or sequence.id < 0:
-                    sequence.finished = True
-                elif not sequence.finished:
-                    loop.scheduler.cancel(*sequence.key)
-
-        await asyncio.wrap_future(self._instance.engine.call(end, between_layers=True))
-        ended = {batch.batch_id: batch for batch, _ in gone if batch.ended}
-        await self._drop([batch_id for batch_id, batch in ended.items() if self._cancel(batch)])
-
-    def _cancel(self, batch: PromptBatch) -> bool:
-        """Whether its blocks are free now. Else the engine drops it at the layer's end, or the source settles it."""
-        with self._work.lock:
-            if batch.batch_id not in self._work.held:
-                return False
-            if any(claim.batch_id == batch.batch_id for claim in self._queue.open_claims()):
-                return False
-            self._queue.cancel(batch.batch_id)
-            return not self._queue.batch(batch.batch_id).in_layer
-
-    async def abandon(self, error: BlitzError) -> None:
-        """The engine cannot finish what was kept: those requests end with an error, and gateways try elsewhere."""
-        info = ErrorInfo.of(error)
-
-        def abandon(_: EngineLoop) -> StepOutput:
-            outputs = []
-            for batch in self._work.close():
-                for sequence in batch.sequences:
-                    if not sequence.finished and batch.batch_id not in self._borrowed:
-                        sequence.finished = True
-                        outputs.append(sequence.end("error", info))
-            return StepOutput(tuple(outputs))
-
-        async with self._dissolving:  # then it is settled whose they are
-            self._serving.on_output(await asyncio.wrap_future(self._instance.engine.call(abandon)))
-        self._changed.fire()
+    def own(self, batch_ids: Iterable[str]) -> list[PromptBatch]:
+        """The requests of these are this worker's from now on; those of which that is news."""
+        return [self.borrowed.pop(i) for i in batch_ids if i in self.borrowed]
 
     def look_again(self) -> None:
         """There may be a layer to run, or a batch to pull."""

@@ -32,7 +32,12 @@ POOL = {
         {
             "name": "demo", "model_hash": "f103", "weights_bytes": 10 << 20, "invariant": "ok", "host_copy": "ready",
             "reason": "", "host_bytes": 20 << 20,
-            "instances": [{"id": "i-1", "worker": "worker-0", "host": "box", "state": "serving", "complete": True}],
+            "instances": [
+                {"id": "i-1", "worker": "worker-0", "host": "box", "state": "serving", "role": "colocated",
+                 "complete": True},
+                {"id": "i-2", "worker": "worker-1", "host": "box", "state": "serving", "role": "decode",
+                 "complete": True},
+            ],
             "host_copies": [
                 {"worker": "worker-1", "host": "crate", "state": "ready", "bytes": 10 << 20, "cached": False},
                 {"worker": "worker-2", "host": "crate", "state": "retired", "bytes": 10 << 20, "cached": True},
@@ -161,6 +166,7 @@ def test_pool_shows_who_holds_what_and_what_is_missing(
         "demo 10.0 ok ready 20.0",
         "lost 30.0 missing none 0.0 no complete copy in any memory: no room",
         "demo GPU worker-0 box serving 10.0",
+        "demo GPU (decode) worker-1 box serving 10.0",
         "demo host worker-1 crate ready 10.0",
         "demo host (cached) worker-2 crate retired 10.0",
         "old (not registered) host (cached) worker-1 crate ready 5.0",

@@ -34,13 +34,14 @@ def test_scale_waits_for_the_end_and_prints_the_record(
     gateway.answers["POST /admin/models/demo/scale"] = (200, RECORD)
     gateway.answers["GET /admin/scale/p-1?wait_s=5"] = [(200, RECORD), (200, DONE)]
     assert run(["scale", "demo", "2", "--hold", "60"]) == 0
-    assert gateway.requests[0][1] == {"instances": 2, "hold_s": 60.0, "live": "auto"}
+    assert gateway.requests[0][1] == {"instances": 2, "hold_s": 60.0, "live": "auto", "role": "colocated"}
     rows = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert rows["trigger_to_first_byte_ms"].strip() == "3.2"
     assert rows["layer_ready_ms"].strip() == "[10.0, 20.5]"
     assert rows["trigger_to_serving_ms"].strip() == "42.0"
     assert rows["bytes"].strip() == "1000"
     assert rows["gbps"].strip() == "8.500"
+    assert "role" not in rows, "it goes without saying"
 
 
 def test_scale_as_json_is_the_whole_record(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +49,7 @@ def test_scale_as_json_is_the_whole_record(gateway: FakeGateway, capsys: pytest.
     assert run(["scale", "demo", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["trigger_to_serving_ms"] == 42.0
-    body = {"instances": 2, "hold_s": 300.0, "live": "auto"}
+    body = {"instances": 2, "hold_s": 300.0, "live": "auto", "role": "colocated"}
     assert gateway.requests == [("POST /admin/models/demo/scale", body, None)]
 
 
@@ -103,3 +104,24 @@ def test_a_count_that_is_none_is_refused_before_anything_is_sent(
 ) -> None:
     assert run(["scale", "demo", "--", count]) == 2
     assert gateway.requests == []
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_role_is_asked_for_and_shown(gateway: FakeGateway, capsys: pytest.CaptureFixture[str], role: str) -> None:
+    gateway.answers["POST /admin/models/demo/scale"] = (200, DONE | {"role": role})
+    assert run(["scale", "demo", "2", "--role", role]) == 0
+    assert gateway.requests[0][1]["role"] == role
+    rows = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["role"].strip() == role
+    gateway.answers["POST /admin/models/demo/scale"] = (200, RECORD | {"status": "failed", "role": role})
+    assert run(["scale", "demo", "2", "--role", role]) == 1
+    assert capsys.readouterr().err == f"error: scaling demo to 2 {role} instances failed: asked for\n"
+
+
+def test_a_role_that_is_none_is_refused_before_anything_is_sent(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["scale", "demo", "2", "--role", "router"]) == 2
+    assert gateway.requests == []
+    error = capsys.readouterr().err
+    assert all(word in error for word in ("--role", "router", "colocated", "prefill", "decode"))

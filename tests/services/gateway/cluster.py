@@ -11,8 +11,8 @@ import msgspec
 from shared import subjects
 from shared.bus.base import Subscription
 from shared.bus.memory import MemoryBroker, MemoryBus
-from shared.errors import BlitzError, NotFound
-from shared.messages.common import Ack, ErrorInfo, InstanceState
+from shared.errors import BlitzError, NoResponder, NotFound
+from shared.messages.common import Ack, ErrorInfo, InstanceState, Role
 from shared.messages.generation import (
     AckTerminal,
     Cancel,
@@ -58,6 +58,7 @@ class FakeWorker:
     max_running: int = 64
     max_queued_tokens: int = 100_000
     state: InstanceState = "serving"
+    role: Role = "colocated"
     refuse_with: BlitzError | None = None
     pause_after: int | None = None
     """Send this many tokens of each request, then wait until ``resume`` is set."""
@@ -74,6 +75,8 @@ class FakeWorker:
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._sent: dict[tuple[str, int], list[StreamPart]] = {}
         self._gateway: dict[str, str] = {}
+        self._owners: dict[tuple[str, int], str] = {}
+        """Workers that took requests over from this one: they are told what a gateway says about them."""
         self._subscriptions: list[Subscription] = []
 
     @property
@@ -100,14 +103,26 @@ class FakeWorker:
 
     async def take_over(self, submit: Submit, source: FakeWorker, *, silently: bool = False) -> None:
         """Own a request of ``source`` under the same attempt, say so unless ``silently``, and go on with it."""
-        key = (submit.request_id, submit.attempt)
-        sent = [token for part in source._sent.get(key, ()) for token in part.token_ids]
-        submit = msgspec.structs.replace(submit, output_token_ids=(*submit.output_token_ids, *sent))
-        source._tasks.pop(key).cancel()
-        self._gateway[submit.request_id] = submit.gateway_id
+        submit = self._taken(submit, source, repeated=0)
         if not silently:
             await self.send(submit.gateway_id, self.part(submit, len(submit.output_token_ids), []))
-        self._tasks[key] = asyncio.create_task(self._generate(submit))
+        self._begin(submit)
+
+    def decode(self, submit: Submit, prefill: FakeWorker) -> None:
+        """Own a request of a prefill worker under the same attempt: send its last token again, and go on behind it."""
+        self._begin(self._taken(submit, prefill, repeated=1))
+
+    def _taken(self, submit: Submit, source: FakeWorker, *, repeated: int) -> Submit:
+        key = (submit.request_id, submit.attempt)
+        sent = [token for part in source._sent.get(key, ()) for token in part.token_ids]
+        source._tasks.pop(key).cancel()
+        source._owners[key] = self.name
+        output = (*submit.output_token_ids, *sent)
+        return msgspec.structs.replace(submit, output_token_ids=output[: len(output) - repeated])
+
+    def _begin(self, submit: Submit) -> None:
+        self._gateway[submit.request_id] = submit.gateway_id
+        self._tasks[submit.request_id, submit.attempt] = asyncio.create_task(self._generate(submit))
 
     async def send(self, gateway_id: str, *parts: StreamPart) -> None:
         batch = TokenBatch(worker_id=self.name, instance_id=self.instance_id, parts=parts)
@@ -117,14 +132,17 @@ class FakeWorker:
         self.submits.append(submit)
         if self.refuse_with is not None:
             raise self.refuse_with
-        self._gateway[submit.request_id] = submit.gateway_id
-        key = (submit.request_id, submit.attempt)
-        self._tasks[key] = asyncio.create_task(self._generate(submit))
+        self._begin(submit)
         return Ack()
 
     async def _on_resend(self, resend: Resend) -> Ack:
         self.resends.append(resend)
         key = (resend.request_id, resend.attempt)
+        if key in self._owners:
+            try:
+                return await self.bus.request(subjects.worker_resend(self._owners[key]), resend, Ack, timeout_s=1.0)
+            except NoResponder as error:
+                raise NotFound("its new owner does not answer") from error
         if key not in self._tasks:
             raise NotFound("no such stream")
         again = [part for part in self._sent.get(key, []) if part.offset >= resend.offset]
@@ -134,8 +152,12 @@ class FakeWorker:
 
     def _on_cancel(self, cancel: Cancel) -> None:
         self.cancels.append(cancel)
-        task = self._tasks.get((cancel.request_id, cancel.attempt))
-        if task is not None:
+        key = (cancel.request_id, cancel.attempt)
+        task = self._tasks.get(key)
+        if key in self._owners:
+            told = self.bus.publish(subjects.worker_cancel(self._owners[key]), cancel)
+            self._tasks[key] = asyncio.ensure_future(told)
+        elif task is not None:
             task.cancel()
 
     def _on_ack(self, ack: AckTerminal) -> None:
@@ -172,7 +194,7 @@ class FakeWorker:
             instance_id=self.instance_id,
             worker_id=self.name,
             state=self.state,
-            role="colocated",
+            role=self.role,
             max_running_requests=self.max_running,
             max_queued_tokens=self.max_queued_tokens,
             context_tokens=CONTEXT_TOKENS,
@@ -195,7 +217,7 @@ class FakeWorker:
             model_hash=model.model_hash,
             layout_hash=model.layout_hash,
             state=self.state,
-            role="colocated",
+            role=self.role,
             epoch=1,
             weights_digest="d",
             layers_ready=1,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.gateway.core.router import InstanceLoad
+from services.gateway.core.bookings import InstanceLoad
 from services.gateway.core.stream import StreamState
 from shared import subjects
 from shared.errors import NotFound, Unavailable

@@ -17,6 +17,7 @@ from services.monitor.service import MonitorService
 from shared import subjects
 from shared.bus.memory import MemoryBroker
 from shared.errors import Unavailable
+from shared.messages.common import Role
 from shared.messages.load import Demand, ModelQueue, QueueReport
 from shared.messages.registry import Floor, ModelRecord, RouteTable
 from tests.records import model, worker_record
@@ -145,6 +146,63 @@ async def test_a_floor_holds_while_there_is_no_load(rig: Rig) -> None:
     await rig.wanted(1)
     await rig.show(model(min_instances=0), serving=1)
     await rig.wanted(0)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_instance_of_another_role_is_neither_counted_nor_asked_for(rig: Rig, role: Role) -> None:
+    rig.pool.models = (model(min_instances=1),)
+    rig.pool.workers = (
+        worker_record("w0", model(), "serving"),
+        worker_record("w1", model(), "serving", role=role),
+        worker_record("w2", lease_plan_id="p", lease_model="m", lease_role=role),
+    )
+    await eventually(lambda: rig.pool.num_snapshots >= 2)
+    rig.demands.clear()
+    await rig.quiet()
+    rig.pool.workers = rig.pool.workers[1:]
+    demand = await rig.wanted(1)
+    assert (demand.role, demand.observed) == ("colocated", 0)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_the_floor_of_a_role_is_its_number_while_it_holds(rig: Rig, role: Role) -> None:
+    record = model(min_instances=0, max_instances=4)
+    rig.pool.models = (record,)
+    rig.pool.floors = (Floor(model="m", instances=2, until_s=FAR_FUTURE_S, role=role),)
+    demand = await rig.wanted(2)
+    assert (demand.role, demand.observed, demand.reason) == (role, 0, "asked for by hand")
+    # What is on its way counts, and more than was asked for goes.
+    rig.pool.workers = (
+        worker_record("w0", record, "serving", role=role),
+        worker_record("w1", lease_plan_id="p", lease_model="m", lease_role=role),
+    )
+    known = rig.pool.num_snapshots
+    await eventually(lambda: rig.pool.num_snapshots >= known + 2)
+    await rig.quiet()
+    rig.pool.workers = tuple(worker_record(f"w{i}", record, "serving", role=role) for i in range(3))
+    await eventually(lambda: rig.demands[-1].observed == 3)
+    assert (rig.demands[-1].role, rig.demands[-1].desired) == (role, 2)
+    rig.pool.floors = (Floor(model="m", instances=9, until_s=FAR_FUTURE_S, role=role),)
+    await rig.wanted(4)
+    # Without a floor it stays as it is.
+    rig.pool.floors = ()
+    known = rig.pool.num_snapshots
+    await eventually(lambda: rig.pool.num_snapshots >= known + 2)
+    await rig.quiet()
+    assert {d.role for d in rig.demands} == {role}
+    assert rig.gauge() == 0, "it is of colocated instances"
+
+
+async def test_demands_of_different_roles_are_repeated_each_for_itself(rig: Rig) -> None:
+    rig.pool.models = (model(min_instances=1),)
+    rig.pool.floors = (
+        Floor(model="m", instances=2, until_s=FAR_FUTURE_S, role="prefill"),
+        Floor(model="m", instances=3, until_s=FAR_FUTURE_S, role="decode"),
+    )
+    await eventually(lambda: len(rig.demands) >= 9)
+    wanted = {("colocated", 1), ("prefill", 2), ("decode", 3)}
+    assert {(d.role, d.desired) for d in rig.demands} == wanted
+    assert len({(d.role, d.triggered_at_s) for d in rig.demands}) == len(wanted), "a repeat is the same wish"
 
 
 async def test_load_is_met_within_the_models_limits(rig: Rig) -> None:

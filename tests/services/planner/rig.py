@@ -15,7 +15,7 @@ from services.planner.service import PlannerService
 from shared import subjects
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.messages.codec import Message, decode
-from shared.messages.common import LiveChoice
+from shared.messages.common import LiveChoice, Role
 from shared.messages.live import ZigzagAssignment
 from shared.messages.load import Demand
 from shared.messages.scaling import (
@@ -70,14 +70,14 @@ class Rig:
         """These workers, spare, are all there is."""
         self.pool.workers = tuple(worker_record(w) for w in worker_ids)
 
-    async def demand(self, desired: int) -> None:
+    async def demand(self, desired: int, role: Role = "colocated") -> None:
         self._sequence += 1
         message = Demand(
             publisher="monitor",
             sequence=self._sequence,
             published_at_s=time.time(),
             model="m",
-            role="colocated",
+            role=role,
             desired=desired,
             observed=0,
             triggered_at_s=time.time(),
@@ -86,9 +86,14 @@ class Rig:
         await self.client.publish(subjects.demand(), message)
 
     async def scale(
-        self, instances: int, name: str = "m", hold_s: float = 60.0, live: LiveChoice = "auto"
+        self,
+        instances: int,
+        name: str = "m",
+        hold_s: float = 60.0,
+        live: LiveChoice = "auto",
+        role: Role = "colocated",
     ) -> ScaleRecord:
-        message = StartScale(model=name, instances=instances, hold_s=hold_s, live=live)
+        message = StartScale(model=name, instances=instances, hold_s=hold_s, live=live, role=role)
         return await self.client.request(subjects.planner("scale"), message, ScaleRecord, timeout_s=TIMEOUT_S)
 
     async def record(self, plan_id: str, wait_s: float = 0.0) -> ScaleRecord:

@@ -46,9 +46,9 @@ class LiveRig(Rig):
         self.serving = tuple(self.record_of(f"w{i}", "serving") for i in range(num_serving))
         self.pool.workers = (*self.serving, *(self.record_of(f"w{i}") for i in range(5, 8)))
 
-    def record_of(self, worker_id: str, state: str = "spare") -> WorkerRecord:
+    def record_of(self, worker_id: str, state: str = "spare", role: Role = "colocated") -> WorkerRecord:
         runs = None if state == "spare" else self.model
-        fields = {"arena_bytes": 1 << 40, "host": f"h-{worker_id}"}
+        fields = {"arena_bytes": 1 << 40, "host": f"h-{worker_id}", "role": role}
         return worker_record(worker_id, runs, state, **fields)  # type: ignore[arg-type]
 
     async def load(self, worker_id: str, queued_tokens: int, oldest_queued_s: float = 0.0) -> None:
@@ -214,11 +214,42 @@ def with_instance(record: WorkerRecord, **changes: object) -> WorkerRecord:
     return msgspec.structs.replace(record, instance=msgspec.structs.replace(record.instance, **changes))
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
-async def test_a_decode_instance_is_no_source(rig: LiveRig, role: Role) -> None:
-    rig.pool.workers = (with_instance(rig.serving[0], role=role), rig.record_of("w5"))
-    await rig.scale(2, live="always")
-    assert len(rig.assignments()) == (role == "prefill")
+@pytest.mark.parametrize("role", ["colocated", "prefill", "decode"])
+@pytest.mark.parametrize("wanted", ["colocated", "prefill", "decode"])
+async def test_a_pair_is_of_one_role_that_runs_prompts(rig: LiveRig, role: Role, wanted: Role) -> None:
+    rig.pool.workers = (rig.record_of("w0", "serving", role), rig.record_of("w5"))
+    await rig.scale(1 + (role == wanted), live="always", role=wanted)
+    (plan,) = rig.plans()
+    assert isinstance(plan, ScalePlan)
+    assert plan.role == wanted
+    assert rig.pairs() == ([("w0", "w5")] if role == wanted != "decode" else [])
+
+
+@pytest.mark.parametrize("asked", ["auto", "always", "never"])
+async def test_a_decode_plan_says_why_it_is_not_live(asked: LiveChoice) -> None:
+    async with running(LiveRig(LiveSettings(choice="always"))) as rig:
+        assert isinstance(rig, LiveRig)
+        await rig.load("w0", 50_000)
+        record = await rig.scale(1, live=asked, role="decode")
+        assert rig.assignments() == []
+        assert [line for line in record.explain if "live: " in line] == [
+            "not live: decode instances have no prompts to share, and KV comes in beside the weights"
+        ]
+
+
+async def test_what_gateways_hold_is_shared_by_all_who_take_new_requests(rig: LiveRig) -> None:
+    rig.pool.workers = (
+        rig.record_of("w0", "serving"),
+        rig.record_of("w1", "serving", "prefill"),
+        rig.record_of("w2", "serving", "decode"),
+        rig.record_of("w5"),
+    )
+    await rig.queue(50_000)
+    await rig.scale(2, role="prefill")
+    (made,) = rig.assignments()
+    # Half of the tokens, at the assumed speed.
+    assert made.source.worker_id == "w1"
+    assert f"i-w1 has {25_000 / LiveSettings().assumed_tokens_per_s:.3f} s of queue" in made.why
 
 
 async def test_neither_what_drains_nor_what_was_told_to_is_a_source(rig: LiveRig) -> None:

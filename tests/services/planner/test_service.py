@@ -14,6 +14,7 @@ from services.planner.core import operation
 from services.planner.service import LEASE_TRIES
 from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, NoCapacity, PlanNotFound, Unavailable
 from shared.messages.codec import Message
+from shared.messages.common import Role
 from shared.messages.registry import Floor, HostCopy, WorkerRecord
 from shared.messages.scaling import (
     Copy,
@@ -311,6 +312,93 @@ async def test_a_model_held_by_a_floor_is_not_drained_below_it(rig: Rig) -> None
     plan = rig.plans()[-1]
     assert isinstance(plan, DrainPlan)
     assert [t.worker_id for t in plan.targets] == ["w2"]
+
+
+# --- roles ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["colocated", "prefill", "decode"])
+async def test_a_wish_for_a_role_is_leased_planned_held_and_recorded_as_such(rig: Rig, role: Role) -> None:
+    others: tuple[Role, ...] = ("colocated", "prefill", "decode")
+    serving = [worker_record(f"x{r}", rig.model, "serving", role=r) for r in others if r != role]
+    rig.pool.workers = (worker_record("w0"), *serving)
+    made = await rig.scale(1, role=role)
+    (plan,) = rig.plans()
+    assert isinstance(plan, ScalePlan)
+    assert (plan.role, len(plan.targets)) == (role, 1)
+    assert [(lease.role, lease.worker_ids) for lease in rig.pool.leases] == [(role, ("w0",))]
+    assert [(f.role, f.instances) for f in rig.pool.floors_set] == [(role, 1)]
+    what = "1 instances" if role == "colocated" else f"1 {role} instances"
+    assert (made.role, made.reason) == (role, f"asked for {what}")
+    assert [record.role for record in await rig.records()] == [role]
+    # The second time it is there.
+    rig.pool.workers = (worker_record("w0", rig.model, "serving", role=role), *serving)
+    again = await rig.scale(1, role=role)
+    assert (again.direction, again.role) == ("none", role)
+
+
+async def test_scaling_a_role_in_leaves_other_roles_alone_whatever_their_floors(rig: Rig) -> None:
+    rig.pool.workers = (
+        worker_record("w0", rig.model, "serving", role="prefill"),
+        worker_record("w1", rig.model, "serving", epoch=2, role="prefill"),
+        worker_record("w2", rig.model, "serving", epoch=3, role="decode"),
+        worker_record("w3", rig.model, "serving", epoch=4),
+    )
+    rig.pool.floors = (
+        Floor(model="m", instances=1, until_s=FAR_FUTURE_S, role="prefill"),
+        Floor(model="m", instances=3, until_s=FAR_FUTURE_S, role="decode"),
+        Floor(model="m", instances=4, until_s=FAR_FUTURE_S),
+    )
+    await rig.demand(0, "prefill")
+    await eventually(lambda: rig.planned("in") == 1)
+    (plan,) = rig.plans()
+    assert isinstance(plan, DrainPlan)
+    assert [t.worker_id for t in plan.targets] == ["w1"]
+    assert [(record.role, record.desired) for record in await rig.records()] == [("prefill", 1)]
+
+
+async def test_demands_of_two_roles_that_wait_do_not_replace_each_other(rig: Rig) -> None:
+    rig.pool.workers = tuple(worker_record(f"w{i}", arena_bytes=1 << 24) for i in range(6))
+    for desired in (3, 1):
+        for role in ("colocated", "prefill", "decode"):
+            await rig.demand(desired, role)
+    await eventually(lambda: rig.planned("out") == 3)
+    made = {plan.role: len(plan.targets) for plan in rig.plans() if isinstance(plan, ScalePlan)}
+    assert made == {"colocated": 1, "prefill": 1, "decode": 1}
+
+
+async def test_a_role_without_spare_workers_is_news_even_if_another_was_refused(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, role in enumerate(("prefill", "decode", "prefill"), 1):
+        await rig.demand(1, role)  # type: ignore[arg-type]
+        await eventually(lambda number=number: rig.refused("no_capacity") == number)
+    assert [line.partition(":")[0] for line in refusals(caplog)] == [
+        "no plan for m (1 prefill instances wanted)",
+        "no plan for m (1 decode instances wanted)",
+    ]
+
+
+async def test_a_refused_wish_leaves_the_floors_of_all_roles_as_they_were(rig: Rig) -> None:
+    rig.pool.workers = ()
+    rig.pool.floors = (
+        Floor(model="m", instances=3, until_s=FAR_FUTURE_S),
+        Floor(model="m", instances=1, until_s=FAR_FUTURE_S, role="decode"),
+    )
+    with pytest.raises(NoCapacity):
+        await rig.scale(2, role="decode")
+    assert [(f.role, f.instances) for f in rig.pool.floors_set] == [("decode", 2), ("decode", 1)]
+
+
+async def test_a_models_most_instances_bound_each_role_by_itself(rig: Rig) -> None:
+    rig.pool.workers = tuple(worker_record(f"w{i}", rig.model, "serving") for i in range(4))
+    rig.pool.workers += tuple(worker_record(f"w{i}") for i in range(4, 9))
+    with pytest.raises(Conflict, match="5 prefill instances are more than the model's max_instances 4"):
+        await rig.scale(5, role="prefill")
+    await rig.scale(4, role="prefill")
+    (plan,) = rig.plans()
+    assert isinstance(plan, ScalePlan)
+    assert len(plan.targets) == 4
 
 
 # --- what is in flight, host copies and wrong facts ----------------------------------------------

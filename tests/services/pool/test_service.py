@@ -20,7 +20,7 @@ from services.pool.store import Lease, Store
 from shared import subjects
 from shared.bus.memory import MemoryBroker
 from shared.errors import BadCheckpoint, BadRequest, BlitzError, Conflict, ModelNotFound, NoCapacity, Unavailable
-from shared.messages.common import Ack
+from shared.messages.common import Ack, Role
 from shared.messages.registry import (
     AddModel,
     GetSnapshot,
@@ -57,8 +57,10 @@ class Pool:
     async def snapshot(self, **fields: object) -> Snapshot:
         return await self.ask("snapshot", GetSnapshot(**fields), Snapshot)  # type: ignore[return-value, arg-type]
 
-    async def lease(self, *worker_ids: str, plan_id: str = "plan", ttl_s: float = 5.0) -> LeaseGrant:
-        message = LeaseWorkers(plan_id=plan_id, model="m", worker_ids=worker_ids, ttl_s=ttl_s)
+    async def lease(
+        self, *worker_ids: str, plan_id: str = "plan", ttl_s: float = 5.0, role: Role = "colocated"
+    ) -> LeaseGrant:
+        message = LeaseWorkers(plan_id=plan_id, model="m", worker_ids=worker_ids, ttl_s=ttl_s, role=role)
         return await self.ask("lease", message, LeaseGrant)  # type: ignore[return-value]
 
     async def know_model(self) -> ModelRecord:
@@ -301,6 +303,34 @@ async def test_a_floor_holds_until_it_is_lifted(pool: Pool) -> None:
     assert (await pool.snapshot()).floors == ()
     with pytest.raises(ModelNotFound):
         await pool.ask("set_floor", SetFloor(model="x", instances=3, hold_s=60.0), Ack)
+
+
+async def test_each_role_of_a_model_has_a_floor_of_its_own(pool: Pool) -> None:
+    await pool.know_model()
+    roles: tuple[Role, ...] = ("colocated", "prefill", "decode")
+    for instances, role in enumerate(roles, 1):
+        await pool.ask("set_floor", SetFloor(model="m", instances=instances, hold_s=60.0, role=role), Ack)
+    await pool.ask("set_floor", SetFloor(model="m", instances=7, hold_s=60.0, role="decode"), Ack)
+    floors = (await pool.snapshot()).floors
+    assert {(f.model, f.role): f.instances for f in floors} == {
+        ("m", "colocated"): 1,
+        ("m", "prefill"): 2,
+        ("m", "decode"): 7,
+    }
+    await pool.ask("set_floor", SetFloor(model="m", instances=0, hold_s=0.0, role="prefill"), Ack)
+    assert {f.role for f in (await pool.snapshot()).floors} == {"colocated", "decode"}
+    await pool.ask("remove_model", RemoveModel(name="m"), Ack)
+    assert (await pool.snapshot()).floors == ()
+
+
+async def test_a_snapshot_shows_for_which_role_a_worker_is_leased(granting_pool: Pool) -> None:
+    await granting_pool.know_model()
+    for worker_id in ("w0", "w1", "w2"):
+        await granting_pool.beat(heartbeat(worker_id))
+    await granting_pool.lease("w0", plan_id="a", role="prefill")
+    await granting_pool.lease("w1", plan_id="b")
+    shown = {w.worker.worker_id: (w.lease_plan_id, w.lease_role) for w in (await granting_pool.snapshot()).workers}
+    assert shown == {"w0": ("a", "prefill"), "w1": ("b", "colocated"), "w2": ("", "colocated")}
 
 
 async def test_a_model_is_validated_and_registered_under_its_directorys_name(pool: Pool, tmp_path: Path) -> None:

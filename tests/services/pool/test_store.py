@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from services.pool.store import Store
 from shared.messages.codec import encode
-from shared.messages.registry import Unplaced
+from shared.messages.registry import Floor, Unplaced
 from tests.records import heartbeat, model
 from tests.services.pool.host_copies import copy_of, holding
 
@@ -82,6 +82,25 @@ async def test_records_of_before_there_were_objectives_are_read(store: Store, re
     await redis.aclose()
     assert await store.models() == (M,)
     assert (M.slo_ttft_s, M.slo_tbt_s) == (0.0, 0.0)
+
+
+async def test_leases_and_floors_of_before_there_were_roles_are_of_colocated_instances(
+    store: Store, redis_url: str
+) -> None:
+    await store.add_model(M)
+    await store.heartbeat(heartbeat("w0"), 5.0)
+    await store.lease("plan", "m", ("w0",), 5.0, "decode")
+    floor = Floor(model="m", instances=2, until_s=9e9)
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(floor))
+    del fields["role"]
+    redis = Redis.from_url(redis_url)
+    assert await cast(Any, redis.hdel("blitz:lease:w0", "role")) == 1
+    await cast(Any, redis.hset("blitz:floors", "m", msgspec.msgpack.encode(fields)))
+    await redis.aclose()
+    assert (await store.leases(("w0",)))["w0"].role == "colocated"
+    assert await store.floors(0.0) == (floor,)
+    await store.lift_floor("m", "colocated")
+    assert await store.floors(0.0) == ()
 
 
 async def test_what_has_no_host_copy_is_kept_for_every_process(store: Store) -> None:

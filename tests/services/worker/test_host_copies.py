@@ -219,6 +219,7 @@ async def test_a_cached_copy_that_the_pool_needs_does_not_make_way() -> None:
         await alone.serve()
         await inside(alone).keep(alone.worker.serving)
         assert [(c.model, c.state) for c in inside(alone).report()] == [("other", "ready")]
+        alone.pool.retire_error = None  # else it would wait at its end
 
 
 # --- copies in use -------------------------------------------------------------------------------

@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from services.worker.core.sequence import Sequence
+from services.worker.core.sequence import Sequence, sequence_of
 from services.worker.engine.mock import MockTiming
-from services.worker.live.batch import sequence_of
 from services.worker.serving import Serving
 from shared import subjects
 from shared.errors import BlitzError, Conflict, ContextLengthExceeded, NotFound, Overloaded
@@ -438,7 +437,8 @@ async def test_a_newer_attempt_stays_when_the_guest_of_an_older_one_leaves(alone
 
 async def test_a_pair_is_told_of_arrivals_and_of_cancels(alone: LoneWorker) -> None:
     instance_id = await alone.serve()
-    partner = serving_of(alone).cooperation = Partner()
+    partner = Partner()
+    serving_of(alone).cooperations = (partner,)
     await alone.pause()
     await alone.submit(instance_id, "r")
     await alone.submit(instance_id, "r")  # repeated
@@ -451,7 +451,8 @@ async def test_a_pair_is_told_of_arrivals_and_of_cancels(alone: LoneWorker) -> N
 
 
 async def test_a_pair_is_told_of_a_gateway_that_is_gone(alone: LoneWorker) -> None:
-    partner = serving_of(alone).cooperation = Partner()
+    partner = Partner()
+    serving_of(alone).cooperations = (partner,)
     await alone.gateway.beat(LEASE_S)
     await eventually(lambda: partner.told == [("cancel_gateway", "gw")])
 
@@ -464,7 +465,8 @@ async def test_a_gateway_that_was_never_heard_is_not_gone_when_its_request_is_ho
 
 async def test_a_pair_is_told_of_an_attempt_that_a_newer_one_replaces(alone: LoneWorker) -> None:
     instance_id = await alone.serve()
-    partner = serving_of(alone).cooperation = Partner()
+    partner = Partner()
+    serving_of(alone).cooperations = (partner,)
     await alone.pause()
     await alone.submit(instance_id, "r", attempt=1)
     await alone.submit(instance_id, "r", attempt=2)

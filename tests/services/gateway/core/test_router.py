@@ -2,22 +2,29 @@ from __future__ import annotations
 
 import pytest
 
+from services.gateway.core.bookings import InstanceLoad
 from services.gateway.core.router import Router
 from services.gateway.core.stream import StreamState
 from shared.errors import Overloaded
-from shared.messages.common import InstanceState
+from shared.messages.common import InstanceState, Role
 from shared.messages.generation import SamplingParams
 from shared.messages.registry import Route
 
 
 def route(
-    name: str, *, running: int = 2, queued_tokens: int = 100, state: InstanceState = "serving", context: int = 0
+    name: str,
+    *,
+    running: int = 2,
+    queued_tokens: int = 100,
+    state: InstanceState = "serving",
+    context: int = 0,
+    role: Role = "colocated",
 ) -> Route:
     return Route(
         instance_id=name,
         worker_id=f"w-{name}",
         state=state,
-        role="colocated",
+        role=role,
         max_running_requests=running,
         max_queued_tokens=queued_tokens,
         context_tokens=context,
@@ -42,6 +49,11 @@ class Harness:
     def add(self, *streams: StreamState) -> None:
         for one in streams:
             self.router.enqueue(one, deadline_s=10.0, retry_after_s=1.0)
+
+    def placed(self, now_s: float = 0.0) -> list[tuple[str, str | None]]:
+        """(prefill, decode) instances of what is dispatched now."""
+        sent = self.router.dispatch("m", now_s=now_s)
+        return [(a.route.instance_id, a.decode.instance_id if a.decode is not None else None) for a in sent]
 
     def sent(self, now_s: float = 0.0) -> list[tuple[str, str]]:
         return [(a.request_id, a.route.instance_id) for a in self.router.dispatch("m", now_s=now_s)]
@@ -179,6 +191,139 @@ def test_a_request_that_moved_goes_back_into_the_queue_from_where_it_is() -> Non
     h.router.requeue(one, deadline_s=10.0)
     assert load(h.router, "b") == (0, 0, 0, 0)
     assert h.sent() == [("1", "a")]
+
+
+def prefill(name: str, *, running: int = 9, state: InstanceState = "serving") -> Route:
+    return route(name, running=running, queued_tokens=1000, state=state, role="prefill")
+
+
+def decode(name: str, *, running: int = 9, state: InstanceState = "serving", context: int = 0) -> Route:
+    return route(name, running=running, state=state, context=context, role="decode")
+
+
+def promised(router: Router, name: str) -> tuple[int, int]:
+    at = router.load_of(name)
+    return at.promised_requests, at.promised_tokens
+
+
+def test_a_decode_instance_gets_no_request_itself() -> None:
+    h = Harness(decode("d"))
+    h.add(stream("1", max_tokens=5))
+    assert h.sent() == []
+    assert h.router.queued("m") == (1, 10)
+    h.router.set_routes("m", [decode("d"), route("a")])
+    assert h.placed() == [("a", None)]
+
+
+def test_a_prefill_instances_request_names_the_decode_instance_with_the_fewest_tokens_promised_or_there() -> None:
+    h = Harness(prefill("p"), decode("d1"), decode("d2"))
+    h.add(stream("long", 90, max_tokens=10), stream("1", max_tokens=5), stream("2", max_tokens=5))
+    assert h.placed() == [("p", "d1"), ("p", "d2"), ("p", "d2")]
+    assert (promised(h.router, "d1"), promised(h.router, "d2")) == ((1, 100), (2, 30))
+    # Having arrived, they count as before; among equals the lowest id is chosen.
+    h.router.moved("long", "d1")
+    h.add(stream("3", 60, max_tokens=10))
+    assert h.placed() == [("p", "d2")]
+    h.add(stream("4", max_tokens=5))
+    assert h.placed() == [("p", "d1")]
+    h.router.moved("3", "d2")
+    for name in ("long", "4"):
+        h.router.finish(name, "m")
+    assert h.router.load_of("d1").decode_tokens == 0
+    h.add(stream("5", max_tokens=5))
+    assert h.placed() == [("p", "d1")]
+
+
+def test_prefill_and_colocated_instances_are_chosen_from_alike() -> None:
+    h = Harness(route("a"), decode("d"), prefill("p"))
+    h.add(stream("1", 90, max_tokens=5), stream("2", max_tokens=5), stream("3", max_tokens=5))
+    assert h.placed() == [("a", None), ("p", "d"), ("p", "d")]
+
+
+def test_without_a_decode_instance_that_can_take_it_the_prefill_instance_decodes_by_itself() -> None:
+    unfit = [decode("d1", state="draining"), decode("d2", state="live"), decode("d3", context=14), decode("d4")]
+    h = Harness(prefill("p"), *unfit)
+    h.router.suspend("d4", until_s=1.0)
+    h.add(stream("1", max_tokens=5))
+    assert h.placed(now_s=0.5) == [("p", None)]
+    h.add(stream("2", max_tokens=5))
+    assert h.placed(now_s=1.0) == [("p", "d4")]
+    h.add(stream("3", max_tokens=4))
+    assert h.placed(now_s=1.0) == [("p", "d3")]
+
+
+def test_a_request_of_one_token_needs_no_decode_instance() -> None:
+    h = Harness(prefill("p"), decode("d"))
+    one, last = stream("1", max_tokens=1), stream("2", max_tokens=3)
+    last.output_token_ids = [7, 7]
+    h.add(one, last)
+    assert h.placed() == [("p", None)] * 2
+
+
+def test_a_full_decode_instance_makes_no_request_wait_here() -> None:
+    h = Harness(prefill("p"), decode("d", running=1))
+    for i in range(4):
+        h.add(stream(str(i), 500, max_tokens=500))
+        assert h.placed() == [("p", "d")]
+        h.router.started(str(i))
+        h.router.moved(str(i), "d")
+    assert load(h.router, "d") == (4, 0, 0, 4 * 756)
+
+
+def test_a_full_prefill_instance_does() -> None:
+    h = Harness(prefill("p", running=1), decode("d"))
+    h.add(stream("1", max_tokens=5), stream("2", max_tokens=5))
+    assert h.placed() == [("p", "d")]
+    h.router.started("1")
+    assert h.placed() == []
+    h.router.moved("1", "d")
+    assert h.placed() == [("p", "d")]
+
+
+def test_a_decode_instance_that_failed_the_request_is_avoided_unless_it_is_the_only_one() -> None:
+    h = Harness(prefill("p"), decode("d1"), decode("d2"))
+    h.add(stream("busy", 900, max_tokens=5), *(stream(str(i), max_tokens=5) for i in range(2)))
+    assert h.placed() == [("p", "d1"), ("p", "d2"), ("p", "d2")]
+    one = stream("one", max_tokens=5)
+    one.avoid.add("d2")
+    h.add(one)
+    assert h.placed() == [("p", "d1")]
+    h.router.set_routes("m", [prefill("p"), decode("d2")])
+    two = stream("two", max_tokens=5)
+    two.avoid.add("d2")
+    h.add(two)
+    assert h.placed() == [("p", "d2")]
+
+
+def test_a_promise_ends_with_the_booking_however_it_ends() -> None:
+    h = Harness(prefill("p"), decode("d"))
+    streams = [stream(str(i), max_tokens=5) for i in range(5)]
+    h.add(*streams)
+    assert h.placed() == [("p", "d")] * 5
+    h.router.started("0")
+    assert promised(h.router, "d") == (5, 75)
+    h.router.finish("0", "m")
+    h.router.requeue(streams[1], deadline_s=10.0)
+    h.router.moved("2", "d")
+    h.router.moved("3", "elsewhere")
+    h.router.release("4")
+    assert promised(h.router, "d") == (0, 0)
+    assert load(h.router, "d") == (1, 1, 10, 15)
+    for name in ("1", "2", "3"):
+        h.router.finish(name, "m")
+    for instance in ("p", "d", "elsewhere"):
+        assert h.router.load_of(instance) == InstanceLoad(), instance
+
+
+def test_what_was_promised_to_an_instance_that_is_gone_is_not_forgotten_before_its_end() -> None:
+    h = Harness(prefill("p"), decode("d"))
+    h.add(stream("1", max_tokens=5))
+    h.placed()
+    h.router.set_routes("m", [prefill("p")])
+    h.router.prune()
+    assert promised(h.router, "d") == (1, 15)
+    h.router.finish("1", "m")
+    assert h.router.load_of("d") == InstanceLoad()
 
 
 def test_finishing_everything_leaves_no_load() -> None:

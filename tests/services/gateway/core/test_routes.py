@@ -4,8 +4,8 @@ from pathlib import Path
 
 import msgspec
 
-from services.gateway.core.routes import RouteBook
-from shared.messages.common import InstanceState
+from services.gateway.core.routes import RouteBook, takes_new
+from shared.messages.common import InstanceState, Role
 from shared.messages.registry import ModelRecord, Route, RouteTable, Snapshot
 from tests.records import worker_record
 from tests.services.gateway.checkpoint import model_record
@@ -13,12 +13,12 @@ from tests.services.gateway.checkpoint import model_record
 MODEL = model_record(Path("/m"), "m")
 
 
-def route(name: str, state: InstanceState = "serving", context: int = 100) -> Route:
+def route(name: str, state: InstanceState = "serving", context: int = 100, role: Role = "colocated") -> Route:
     return Route(
         instance_id=name,
         worker_id=f"w-{name}",
         state=state,
-        role="colocated",
+        role=role,
         max_running_requests=1,
         max_queued_tokens=1,
         context_tokens=context,
@@ -89,6 +89,23 @@ def test_a_live_instance_promises_no_context() -> None:
     book = RouteBook()
     book.apply_event(table(1, route("a", context=50), route("b", "live", context=70)))
     assert book.models["m"].context_tokens == 50
+
+
+def test_a_decode_instance_promises_no_context_either() -> None:
+    book = RouteBook()
+    book.apply_event(table(1, route("a", context=50, role="prefill"), route("b", context=70, role="decode")))
+    assert book.models["m"].context_tokens == 50
+    book.apply_event(table(2, route("a", context=50, role="prefill"), route("b", context=20, role="decode")))
+    assert book.models["m"].context_tokens == 50
+    book.apply_event(table(3, route("b", context=20, role="decode")))
+    assert book.models["m"].context_tokens == MODEL.spec.max_position
+
+
+def test_only_serving_instances_that_compute_prompts_take_new_requests() -> None:
+    assert takes_new(route("a"))
+    assert takes_new(route("a", role="prefill"))
+    assert not takes_new(route("a", role="decode"))
+    assert not takes_new(route("a", "draining", role="prefill"))
 
 
 def test_context_is_the_best_instances_within_the_models() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.gateway.core.stream import Phase, StreamState, Verdict
-from shared.messages.generation import SamplingParams, StreamPart
+from shared.messages.generation import DecodePlace, SamplingParams, StreamPart
 
 
 def stream(max_tokens: int = 10, **sampling: Any) -> StreamState:
@@ -108,6 +108,36 @@ def test_an_end_can_come_from_who_took_over() -> None:
     state = stream()
     state.accept(part(0, 7))
     assert hears(state, "v", part(1, reason="stop"))
+
+
+def test_a_decode_worker_is_followed_with_its_first_new_token_at_the_latest() -> None:
+    state = stream()
+    state.accept(part(0, 7))
+    # It sends the first token, too: that may have been lost, and was not.
+    assert not hears(state, "v", part(0, 7))
+    assert hears(state, "v", part(1, 8))
+    assert (state.worker_id, state.output_token_ids) == ("v", [7, 8])
+    lost = stream()
+    assert hears(lost, "v", part(0, 7))
+    assert not hears(lost, "w", part(0, 7))
+    assert (lost.worker_id, lost.output_token_ids) == ("v", [7])
+
+
+def test_a_decode_instance_is_avoided_once_it_may_have_had_the_request() -> None:
+    place = DecodePlace(worker_id="d", instance_id="i-d")
+    state = StreamState("r", "m", (1, 2), SamplingParams(max_tokens=9, seed=0), 0.0)
+    state.submitted_to("i", "w", place)
+    state.requeued(fault=True)
+    assert (state.avoid, state.decode_at) == ({"i"}, None)
+    state.submitted_to("j", "v", place)
+    state.accept(part(0, 7, attempt=2))
+    state.requeued(fault=True)
+    assert state.avoid == {"i", "j", "i-d"}
+    state.submitted_to("k", "x")
+    state.accept(part(1, 8, attempt=3))
+    assert hears(state, "y", part(2, 9, attempt=3))
+    state.requeued(fault=True)
+    assert state.avoid == {"i", "j", "i-d", "i-y"}
 
 
 def test_the_next_attempt_starts_with_nobodys_past() -> None:

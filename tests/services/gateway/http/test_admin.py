@@ -125,6 +125,7 @@ WRONG_CHOICES: list[Any] = [True, "", "maybe", 1, []]
         ("/admin/models/tiny/scale", {"instances": "2"}, "instances"),
         ("/admin/models/tiny/scale", {"instances": 2, "hold_s": -1}, "hold_s"),
         *(("/admin/models/tiny/scale", {"instances": 2, "live": live}, "live") for live in WRONG_CHOICES),
+        *(("/admin/models/tiny/scale", {"instances": 2, "role": role}, "role") for role in WRONG_CHOICES),
         *(
             ("/admin/models", {"path": "/m", param: slo_s}, param)
             for param in ("slo_ttft_s", "slo_tbt_s")
@@ -146,6 +147,14 @@ async def test_whether_to_scale_live_is_the_planners_to_know(stack: Stack, live:
     body = {"instances": 2, "live": live}
     assert (await stack.http.post("/admin/models/tiny/scale", json=body)).status_code == 200
     assert [message.live for message in asked] == [live or "auto"]
+
+
+@pytest.mark.parametrize("role", ["colocated", "prefill", "decode", None])
+async def test_the_role_that_is_scaled_reaches_the_planner(stack: Stack, role: str | None) -> None:
+    asked = await planner(stack)
+    body = {"instances": 2, "role": role}
+    assert (await stack.http.post("/admin/models/tiny/scale", json=body)).status_code == 200
+    assert [message.role for message in asked] == [role or "colocated"]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])

@@ -75,6 +75,12 @@ def test_a_model_without_copies_says_why() -> None:
     assert (mine["invariant"], mine["host_copy"]) == ("missing", "none")
 
 
+def test_copies_of_instances_show_their_role() -> None:
+    decoding = worker_record("w0", M, "serving", role="decode")
+    [mine] = pool_json([snapshot(decoding, holder("w1", serves=M))])["models"]
+    assert [(i["worker"], i["role"]) for i in mine["instances"]] == [("w0", "decode"), ("w1", "colocated")]
+
+
 def test_the_command_line_reads_every_key() -> None:
     found = pool_json([snapshot(holder("w0", copy_of(M), copy_of(model("old")), serves=M))])
     read = msgspec.convert(found, PoolStatus)

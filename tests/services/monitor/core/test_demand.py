@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from services.monitor.core.demand import DemandPolicy, ModelDemand
-from shared.messages.common import InstanceState
+from shared.messages.common import InstanceState, Role
 from shared.messages.load import LoadReport, ModelQueue
 
 POLICY = DemandPolicy(
@@ -142,3 +142,51 @@ def test_a_dead_instances_last_report_is_forgotten() -> None:
     demand.on_load(report(queued_tokens=5000), 0.0)
     assert demand.evaluate(0.0, 1).desired == 10
     assert demand.evaluate(3.0, 0).desired == 0
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_instances_of_other_roles_have_to_do_does_not_count(role: Role) -> None:
+    demand = ModelDemand(POLICY)
+    demand.on_load(report("i0", kv_blocks_used=50), 0.0)
+    before = demand.evaluate(0.0, 1)
+    demand.on_load(
+        report("i1", role=role, queued_tokens=5000, running_requests=9, kv_blocks_used=900, kv_blocks_total=1000), 0.0
+    )
+    assert demand.evaluate(0.0, 1) == before
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_capacity_is_not_measured_from_instances_of_other_roles(role: Role) -> None:
+    demand = ModelDemand(DemandPolicy(rate_window_s=1.0, assumed_tokens_per_s=123.0))
+    for step in range(40):
+        busy = report(role=role, queued_tokens=5000, prefill_tokens_total=200 * step, busy_s_total=step / 10)
+        demand.on_load(busy, step / 10)
+    assert demand.capacity_tokens_per_s == 123.0
+
+
+def test_prefill_instances_that_serve_take_their_share_of_new_requests() -> None:
+    demand = ModelDemand(POLICY)
+    demand.on_queue("g", queue(0), 0.0)
+    demand.on_queue("g", queue(1500, queued_tokens=750), 0.5)  # 3000 tokens/s in all: three instances
+    demand.on_load(report("i0"), 0.5)
+    assert demand.evaluate(0.5, 1).needed == pytest.approx(3.0)
+    for name, role, state in (("i1", "prefill", "loading"), ("i2", "decode", "serving")):
+        demand.on_load(report(name, role=role, state=state), 0.5)
+    assert demand.evaluate(0.5, 1).needed == pytest.approx(3.0), "they take no requests"
+    demand.on_load(report("i1", role="prefill"), 0.5)
+    verdict = demand.evaluate(0.5, 1)
+    assert verdict.needed == pytest.approx(1.5)
+    assert "375 waiting" in verdict.reason
+    demand.on_load(report("i1", role="prefill", state="draining"), 0.5)
+    assert demand.evaluate(0.5, 1).needed == pytest.approx(3.0)
+
+
+def test_a_model_of_prefill_instances_alone_needs_no_colocated_one() -> None:
+    demand = ModelDemand(POLICY)
+    demand.on_load(report("i1", role="prefill"), 0.0)
+    demand.on_queue("g", queue(0), 0.0)
+    demand.on_queue("g", queue(5000, queued_tokens=5000), 0.5)
+    assert demand.evaluate(0.5, 0).desired == 0
+    # The prefill instance fell silent: nobody else takes them.
+    demand.on_queue("g", queue(5000, queued_tokens=5000), 1.6)
+    assert demand.evaluate(1.6, 0).desired == 10

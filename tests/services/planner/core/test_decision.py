@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import pytest
+
 from services.planner.core.decision import bounded, decide
+from shared.messages.common import Role
 from shared.messages.registry import Floor
 from tests.records import model, worker_record
 
 M = model("m", max_instances=4)
+ROLES: tuple[Role, ...] = ("colocated", "prefill", "decode")
 
 
 def test_missing_instances_are_loaded() -> None:
@@ -72,3 +76,39 @@ def test_instances_of_other_weights_under_the_same_name_are_neither_counted_nor_
     workers = [worker_record("w0", old, "serving"), worker_record("w1", old, "draining")]
     decision = decide(M, workers, 2, None)
     assert (decision.current, decision.load, decision.revive) == (0, 2, ())
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_instances_and_leases_of_other_roles_do_not_count(role: Role) -> None:
+    other: Role = "decode" if role == "prefill" else "prefill"
+    workers = [
+        worker_record("w0", M, "serving", role=role),
+        worker_record("w1", lease_plan_id="p", lease_model="m", lease_role=role),
+        worker_record("w2", M, "serving", role=other),
+        worker_record("w3", M, "loading", role=other),
+        worker_record("w4", lease_plan_id="q", lease_model="m", lease_role=other),
+    ]
+    decision = decide(M, workers, 3, None, role=role)
+    assert (decision.current, decision.load) == (2, 1)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_only_instances_of_the_role_are_revived_and_drained(role: Role) -> None:
+    """Those of other roles would be first by any other rule: they are newer, or drain already."""
+    others = [r for r in ROLES if r != role]
+    workers = [worker_record(f"w{i}", M, "serving", epoch=i, role=role) for i in (1, 2)]
+    workers += [worker_record(f"x{r}", M, "serving", epoch=9, role=r) for r in others]
+    floor = Floor(model="m", instances=1, until_s=1.0, role=role)
+    assert [w.worker.worker_id for w in decide(M, workers, 0, floor, role=role).drain] == ["w2"]
+    workers += [worker_record(f"a{r}", M, "draining", role=r) for r in others]
+    workers += [worker_record("w3", M, "draining", role=role)]
+    decision = decide(M, workers, 4, None, role=role)
+    assert ([w.worker.worker_id for w in decision.revive], decision.load) == (["w3"], 1)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_least_number_is_of_colocated_instances_and_the_most_of_each_role(role: Role) -> None:
+    assert bounded(0, M, None) == 1
+    assert bounded(0, M, None, role) == 0
+    assert bounded(9, M, None, role) == 4
+    assert bounded(0, M, Floor(model="m", instances=2, until_s=1.0, role=role), role) == 2

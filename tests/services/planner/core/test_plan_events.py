@@ -6,17 +6,27 @@ from services.planner.core.cluster import Cluster
 from services.planner.core.plan_events import scale_plan, targets_of
 from services.planner.core.strategies import Strategy, plan_by
 from shared.messages.codec import decode, encode
+from shared.messages.common import Role
 from shared.messages.registry import LeaseGrant
 from shared.messages.scaling import ScalePlan
 from tests.services.planner.core.clusters import MODEL, MODEL_BYTES, cluster, record
 
 
-def event(found: Cluster, n: int, strategy: Strategy = "chain") -> ScalePlan:
+def event(found: Cluster, n: int, strategy: Strategy = "chain", role: Role = "colocated") -> ScalePlan:
     planned = plan_by(strategy, found, n, MODEL_BYTES)
     epochs = tuple((name, 100 + i) for i, name in enumerate(planned.targets))
     grant = LeaseGrant(plan_id="plan-p", epochs=epochs, expires_at_s=9.0)
     return scale_plan(
-        "plan-p", MODEL, planned, found, grant, triggered_at_s=1.0, planned_at_s=2.0, give_up_at_s=9.0, reason="load"
+        "plan-p",
+        MODEL,
+        planned,
+        found,
+        grant,
+        triggered_at_s=1.0,
+        planned_at_s=2.0,
+        give_up_at_s=9.0,
+        reason="load",
+        role=role,
     )
 
 
@@ -69,6 +79,8 @@ def test_a_copy_that_loads_is_named_with_its_instance() -> None:
     assert event(found, 1).member("w1").instance_id == "i-w1"
 
 
-def test_a_plan_survives_the_wire() -> None:
-    plan = event(EVERYTHING, 2)
+@pytest.mark.parametrize("role", ["colocated", "prefill", "decode"])
+def test_a_plan_survives_the_wire_with_its_role(role: Role) -> None:
+    plan = event(EVERYTHING, 2, role=role)
+    assert plan.role == role
     assert decode(encode(plan), ScalePlan) == plan

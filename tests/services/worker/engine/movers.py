@@ -58,9 +58,9 @@ def sequences_of(engine: Engine, lengths: Sequence[int], *, backwards: bool = Fa
     ]
 
 
-def batch_of(sequences: Sequence[DrivenSequence]) -> Batch:
-    """Whole prompts."""
-    return Batch(tuple(s.next_slice() for s in sequences))
+def batch_of(sequences: Sequence[DrivenSequence], max_tokens: int | None = None) -> Batch:
+    """Whole prompts, or the next ``max_tokens`` of each."""
+    return Batch(tuple(s.next_slice(max_tokens) for s in sequences))
 
 
 @dataclass

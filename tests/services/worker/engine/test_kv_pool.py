@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from services.worker.engine.kv_pool import KvPool, kv_block_bytes, kv_pool_bytes
+from services.worker.engine.kv_pool import KvCache, KvPool, kv_block_bytes, kv_pool_bytes
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BadRequest
 from shared.model_spec import ModelSpec
@@ -53,3 +54,16 @@ def test_a_pool_made_for_so_many_blocks_holds_them(kind: str, num_blocks: int) -
 def test_blocks_that_do_not_fit_are_refused(num_blocks: int) -> None:
     with pytest.raises(BadRequest, match="blocks"):
         KvPool.allocate(1 << 20).view(_spec(), 16, num_blocks)
+
+
+def test_only_the_pages_of_the_layers_that_are_asked_for_are_touched() -> None:
+    no_pages = torch.empty(0)  # whoever touches them gets an error
+    k, v = (torch.arange(24.0).view(3, 4, 1, 2) + base for base in (0, 100))
+    cache = KvCache((no_pages, k, no_pages), (no_pages, v, no_pages), num_blocks=3, block_size=4)
+    slots, kv = torch.tensor([9, 0]), torch.empty(1, 2, 2, 1, 2)
+    cache.gather(slots, kv, 1)
+    assert kv.flatten().tolist() == [18, 19, 0, 1, 118, 119, 100, 101]
+    cache.scatter(slots, -kv, 1)
+    assert k[2, 1].tolist() == [[-18, -19]]
+    assert v[0, 0].tolist() == [[-100, -101]]
+    assert k[0, 1].tolist() == [[2, 3]]

@@ -98,16 +98,17 @@ def test_kv_on_the_wire_is_layers_k_and_v_tokens_heads() -> None:
             assert torch.equal(exported, torch.stack([pages[block, offset] for block, offset in at]))
 
 
-def test_an_import_writes_the_slots_of_its_tokens_and_layers_alone() -> None:
+@pytest.mark.parametrize("first_layer", [0, 1, 2])
+def test_an_import_writes_the_slots_of_its_tokens_and_layers_alone(first_layer: int) -> None:
     engine = loaded_engine("llama", block_size=4)
     for pages in (*engine._cache.k, *engine._cache.v):
         pages.fill_(7)
     kv = torch.zeros(2 * 6 * engine.kv_bytes_per_token_layer, dtype=torch.uint8).numpy()
-    engine.import_kv([(9, 2)], [6], 2, kv)
+    engine.import_kv([(9, 2)], [6], first_layer + 2, kv, first_layer=first_layer)
     for layer in range(4):
         for pages in (engine._cache.k[layer], engine._cache.v[layer]):
             expected = torch.full_like(pages, 7)
-            if layer < 2:
+            if first_layer <= layer < first_layer + 2:
                 expected[9] = 0
                 expected[2, :2] = 0
             assert torch.equal(pages, expected)

@@ -9,7 +9,9 @@ from services.planner.live import LiveSettings
 from services.worker.engine.mock import MockTiming
 from services.worker.live.source import LiveSource
 from services.worker.live.target import LiveTarget
-from shared.messages.common import LivePolicy
+from shared.messages.common import LivePolicy, Role
+from shared.messages.generation import DecodePlace
+from shared.messages.registry import WorkerRecord
 from tests.services.cluster import Cluster, running_cluster
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
@@ -22,8 +24,10 @@ TIMING = MockTiming(layer_per_token_s=LAYER_S / NUM_TOKENS)
 
 
 @contextlib.asynccontextmanager
-async def live_cluster(redis_url: str, policy: LivePolicy = "zigzag", **worker: object) -> AsyncIterator[Cluster]:
-    """Two workers, each of whose steps is one prompt; a layer of one takes ``LAYER_S``."""
+async def live_cluster(
+    redis_url: str, policy: LivePolicy = "zigzag", num_workers: int = 2, **worker: object
+) -> AsyncIterator[Cluster]:
+    """Workers each of whose steps is one prompt; a layer of one takes ``LAYER_S``."""
     fields: dict[str, object] = {
         "mock": TIMING,
         "max_batch_tokens": NUM_TOKENS,
@@ -31,7 +35,7 @@ async def live_cluster(redis_url: str, policy: LivePolicy = "zigzag", **worker: 
         "max_running_requests": 16,
     }
     settings = LiveSettings(policy=policy)
-    async with running_cluster(redis_url, 2, monitor=False, live=settings, **(fields | worker)) as cluster:
+    async with running_cluster(redis_url, num_workers, monitor=False, live=settings, **(fields | worker)) as cluster:
         yield cluster
 
 
@@ -41,6 +45,7 @@ class Burst:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.prompts: dict[str, tuple[int, ...]] = {}
+        self.decode_at: DecodePlace | None = None
 
     async def start(
         self,
@@ -49,22 +54,42 @@ class Burst:
         max_tokens: int = 4,
         prompts: dict[str, tuple[int, ...]] = PROMPTS,
         before: Callable[[], Awaitable[None]] | None = None,
+        role: Role = "colocated",
     ) -> None:
-        """``delay_s``: of each message of the weights. ``before``: done while only the first instance is there."""
+        """``delay_s``: of each message of the weights. ``before``: done while only the first instance is there.
+        ``role``: of source and target; with prefill instances a third worker decodes."""
         cluster = self.cluster
         self.prompts, self.max_tokens = dict(prompts), max_tokens
         await cluster.add_model()
-        await cluster.scale(1)
-        (first,) = await cluster.serving(1)
+        if role == "prefill":
+            await self._scale("decode")
+        first = await self._scale(role)
         self.source = cluster.workers[first.worker.worker_id]
-        self.target = next(w for w in cluster.workers.values() if w is not self.source)
+        self.target = next(w for w in cluster.workers.values() if w.instance is None)
         self.source_instance_id = self.source.serving.instance_id
         if before is not None:
             await before()
         self.source.transport.delay_s = delay_s
         for request_id in prompts:
             await self.submit(request_id)
-        self.plan_id = (await cluster.start_scale(2, live="always")).plan_id
+        self.plan_id = (await cluster.start_scale(2, live="always", role=role)).plan_id
+
+    async def _scale(self, role: Role) -> WorkerRecord:
+        """The first instance of a role."""
+        cluster = self.cluster
+        await cluster.record((await cluster.start_scale(1, role=role)).plan_id)
+        found = []
+
+        async def serves() -> bool:
+            found[:] = [w for w in await cluster.instances() if w.instance is not None and w.instance.role == role]
+            return len(found) == 1 and found[0].state == "serving"
+
+        await eventually(serves)
+        if role == "decode":
+            (record,) = found
+            worker = self.decoder = cluster.workers[record.worker.worker_id]
+            self.decode_at = DecodePlace(worker_id=worker.worker_id, instance_id=worker.serving.instance_id)
+        return found[0]
 
     async def submit(self, request_id: str, prompt: tuple[int, ...] | None = None) -> None:
         """One request more, to the source."""
@@ -76,6 +101,7 @@ class Burst:
             request_id,
             prompt=self.prompts[request_id],
             max_tokens=self.max_tokens,
+            decode_at=self.decode_at,
         )
 
     async def live_source(self) -> LiveSource:
@@ -99,7 +125,7 @@ class Burst:
                 continue
             end = await self.cluster.gateway.end_of(request_id)
             assert end.finish_reason == "length", (request_id, end)
-            tokens = self.cluster.gateway.tokens(request_id)
+            tokens = self.cluster.gateway.tokens(request_id, repeats=self.decode_at is not None)
             assert tokens == expected_tokens(self.max_tokens, prompt), request_id
 
     async def clean(self) -> None:

@@ -1,0 +1,116 @@
+"""Room that is kept for one request at the instance that is to decode it, and the KV that comes in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from services.worker.core.sequence import Sequence
+from services.worker.disaggregated.tags import kv_tag
+from services.worker.instance import Instance
+from services.worker.peers import TENSOR_LANE, Peers
+from services.worker.signal import Signal
+from shared.errors import BlitzError
+from shared.messages.disaggregated import ReserveDecode
+from shared.transport.base import Buffer, Channel, TensorTransport, Transfer
+
+log = logging.getLogger(__name__)
+
+WINDOW_LAYERS = 8
+WINDOW_BYTES = 64 << 20
+"""Of KV that may be on its way to one request: its receives are posted before it is sent."""
+
+
+class Arrival:
+    """Event loop only. Its sequence has its seat and blocks; the instance is pinned until ``unpin``."""
+
+    def __init__(self, message: ReserveDecode, sequence: Sequence, instance: Instance, ticket: int) -> None:
+        self.message = message
+        self.sequence = sequence
+        self.instance = instance
+        self.ticket = ticket
+        self.renewed_at_s = time.monotonic()
+        self.layers_here = 0
+        self.num_tokens = sequence.num_tokens
+        engine = instance.engine.loop.engine
+        self.num_layers = engine.num_layers
+        self._layer_bytes = self.num_tokens * engine.kv_bytes_per_token_layer
+        self.window_layers = max(1, min(WINDOW_LAYERS, WINDOW_BYTES // self._layer_bytes))
+        self._over = False
+        self._changed = Signal()
+        self._receiving: asyncio.Task[None] | None = None
+        self._importing: asyncio.Future[None] | None = None
+        self._pin = contextlib.ExitStack()
+        self._pin.enter_context(instance.pinned())
+
+    @property
+    def is_whole(self) -> bool:
+        """All KV is here."""
+        return self.layers_here == self.num_layers
+
+    def unpin(self) -> None:
+        """The instance is idle as far as this one is concerned."""
+        self._pin.close()
+
+    def receive(self, transport: TensorTransport, peers: Peers, failed: Callable[[], None]) -> None:
+        """Begin to bring the KV in. ``failed()``: it does not come."""
+        self._receiving = asyncio.create_task(self._receive(transport, peers, failed))
+
+    async def until_here(self, num_layers: int, timeout_s: float) -> None:
+        """Until so many layers are here, or none will come, at most so long."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.layers_here < num_layers and not self._over and (left_s := deadline_s - time.monotonic()) > 0:
+            await self._changed.wait(left_s)
+
+    async def stop(self) -> None:
+        """Receive no more. When this returns nothing is written into the blocks any more."""
+        if self._receiving is not None:
+            self._receiving.cancel()
+            await asyncio.wait({self._receiving})
+        if self._importing is not None:
+            await asyncio.wait({self._importing})
+
+    async def _receive(self, transport: TensorTransport, peers: Peers, failed: Callable[[], None]) -> None:
+        """All layers, in order."""
+        posted: deque[tuple[Buffer, Transfer]] = deque()
+        try:
+            channel = await peers.channel(self.message.transport_address, self.message.host, lane=TENSOR_LANE)
+            next_layer = 0
+            while not self.is_whole:
+                while next_layer < min(self.num_layers, self.layers_here + self.window_layers):
+                    posted.append(self._post(transport, channel, next_layer))
+                    next_layer += 1
+                kv, transfer = posted[0]
+                await transfer.wait()
+                posted.popleft()
+                await self._import(kv)
+        except BlitzError as error:
+            log.info("the KV of request %s does not come: %s", self.sequence.request_id, error)
+            failed()
+        except Exception:  # an engine may raise anything about KV that is not right; the request is decoded elsewhere
+            log.exception("the KV of request %s", self.sequence.request_id)
+            failed()
+        finally:
+            self._over = True
+            for _, transfer in posted:
+                transfer.abort()
+            self._changed.fire()
+
+    def _post(self, transport: TensorTransport, channel: Channel, layer: int) -> tuple[Buffer, Transfer]:
+        buffer = np.empty(self._layer_bytes, dtype=np.uint8)
+        return buffer, transport.recv(buffer, kv_tag(self.ticket, layer), source=channel)
+
+    async def _import(self, kv: Buffer) -> None:
+        engine, layer = self.instance.engine.loop.engine, self.layers_here
+        tables, lengths = [self.sequence.block_table], [self.num_tokens]
+        work = asyncio.to_thread(engine.import_kv, tables, lengths, layer + 1, kv, first_layer=layer)
+        self._importing = asyncio.ensure_future(work)
+        await asyncio.shield(self._importing)
+        self.layers_here += 1
+        self._changed.fire()

@@ -1,0 +1,100 @@
+"""How the target of a pair parts from the source: each batch gets one owner for good."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.worker.engine.loop import EngineLoop, StepOutput
+from services.worker.instance import Instance
+from services.worker.live.giving import Giving
+from services.worker.live.target_batches import TargetBatches
+from services.worker.live.target_work import TargetWork
+from services.worker.serving import Serving
+from services.worker.signal import Signal
+from shared.errors import BlitzError
+from shared.messages.common import ErrorInfo
+from shared.messages.live import Dissolve, Dissolved, Given
+from shared.zigzag.queue import Queue
+
+
+class Parting:
+    """Event loop only, but for what it has the engine's thread do."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        queue: Queue,
+        work: TargetWork,
+        batches: TargetBatches,
+        giving: Giving,
+        serving: Serving,
+        changed: Signal,
+    ) -> None:
+        """``changed`` fires when the queue did."""
+        self._instance = instance
+        self._queue = queue
+        self._work = work
+        self._batches = batches
+        self._giving = giving
+        self._serving = serving
+        self._changed = changed
+        self._dissolving = asyncio.Lock()
+        self.shares: Dissolved | None = None
+        """What was agreed."""
+
+    async def dissolve(self, message: Dissolve) -> Dissolved:
+        """Begun batches stay, untouched ones are shared. Repeating gives the same shares. ``hand_back`` must follow."""
+        async with self._dissolving:
+            if self.shares is None:
+                # Between two steps, so that no batch is inside a layer.
+                call = self._instance.engine.call(lambda _: self._dissolve(message))
+                self.shares = await asyncio.wrap_future(call)
+                kept = self._batches.own(self.shares.kept)
+                self._serving.announce([s for batch in kept for s in batch.sequences])
+                self._batches.look_again()
+            return self.shares
+
+    def _dissolve(self, message: Dissolve) -> Dissolved:
+        with self._work.lock:
+            # The source asks for one batch after the other: what it pulled, it has.
+            for claim in self._queue.open_claims():
+                self._queue.confirm(claim.claim_id)
+            shares = self._queue.dissolve(message.claim_id, source_busy=message.source_busy_s)
+            for claim in shares.given:
+                self._queue.confirm(claim.claim_id)
+            finished = tuple(self._work.finished)
+        return Dissolved(
+            kept=shares.kept,
+            given=tuple(
+                Given(batch_id=claim.batch_id, first_layer=claim.first_layer, serial=message.first_serial + i)
+                for i, claim in enumerate(shares.given)
+            ),
+            finished=finished,
+            layer_runs=self._work.layers.runs(),
+        )
+
+    async def hand_back(self, shares: Dissolved) -> None:
+        """Send what was begun of the given batches, free all that are the source's, wait for the end of the kept."""
+        begun = [
+            (self._work.held[g.batch_id], g) for g in shares.given if g.first_layer and g.batch_id in self._work.held
+        ]
+        await asyncio.gather(*(self._giving.send(held, given.first_layer, given.serial) for held, given in begun))
+        await self._batches.drop([batch_id for batch_id in self._batches.borrowed if batch_id not in shares.finished])
+        await self._changed.until(lambda: not self._work.held)
+
+    async def abandon(self, error: BlitzError) -> None:
+        """The engine cannot finish what was kept: those requests end with an error, and gateways try elsewhere."""
+        info = ErrorInfo.of(error)
+
+        def abandon(_: EngineLoop) -> StepOutput:
+            outputs = []
+            for batch in self._work.close():
+                for sequence in batch.sequences:
+                    if not sequence.finished and batch.batch_id not in self._batches.borrowed:
+                        sequence.finished = True
+                        outputs.append(sequence.end("error", info))
+            return StepOutput(tuple(outputs))
+
+        async with self._dissolving:  # then it is settled whose they are
+            self._serving.on_output(await asyncio.wrap_future(self._instance.engine.call(abandon)))
+        self._changed.fire()

@@ -1,0 +1,70 @@
+"""Disaggregated serving: a prefill instance computes prompts, a decode instance takes their KV and streams over
+(design of the protocol: ``docs/decisions/0014-disaggregated.md``).
+
+KV travels over the tensor transport, one message per layer, ``[2 (K, V), num_tokens, num_kv_heads, head_dim]`` in the
+model's dtype, with the tags of the reservation's ``ticket``.
+"""
+
+from __future__ import annotations
+
+from shared.messages.codec import Message
+from shared.messages.generation import Submit, TokenLogprobs
+
+
+class ReserveDecode(Message, frozen=True, kw_only=True, tag="reserve_decode.v1"):
+    """Keep a seat and KV blocks for this request's prefix (prompt, and output of earlier attempts), and receive its KV.
+
+    Repeated, it gets the same answer. The room lapses after ``lease_s`` without a ``RenewDecode``.
+    """
+
+    request: Submit
+    """``instance_id`` is the decode instance."""
+    worker_id: str
+    """Who computes the prompt, and sends."""
+    host: str
+    transport_address: bytes
+    lease_s: float
+
+
+class DecodeReserved(Message, frozen=True, kw_only=True, tag="decode_reserved.v1"):
+    """The reservation's number, unique among those of its worker's process, and where to send."""
+
+    ticket: int
+    host: str
+    transport_address: bytes
+    window_layers: int
+    """So many layers may be sent beyond those that have arrived: their receives are posted."""
+
+
+class RenewDecode(Message, frozen=True, kw_only=True, tag="renew_decode.v1"):
+    """Keep the room for longer, and say how much is there: at once if ``wait_layers`` are, else a moment later."""
+
+    request_id: str
+    attempt: int
+    ticket: int
+    wait_layers: int = 0
+
+
+class DecodeRoom(Message, frozen=True, kw_only=True, tag="decode_room.v1"):
+    """The KV of the first ``layers_here`` layers has arrived."""
+
+    layers_here: int
+
+
+class BeginDecode(Message, frozen=True, kw_only=True, tag="begin_decode.v1"):
+    """All KV is there, and this is the first token: the request is the decode instance's once it acknowledges.
+
+    Repeated, it is acknowledged again.
+    """
+
+    request_id: str
+    attempt: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+class ReleaseDecode(Message, frozen=True, kw_only=True, tag="release_decode.v1"):
+    """The request will not come: it has ended, or is decoded elsewhere. Unknown ones are acknowledged."""
+
+    request_id: str
+    attempt: int

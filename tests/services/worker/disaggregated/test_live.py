@@ -1,0 +1,51 @@
+"""Two prefill instances scale live together: whoever finishes a prompt ships its KV to the decode instance."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.messages.common import LivePolicy
+from tests.services.cluster import Cluster
+from tests.services.waiting import eventually
+from tests.services.worker.live.burst import Burst, live_cluster
+
+
+@pytest.mark.parametrize("policy", ["zigzag", "best_effort", "stop_the_world"])
+async def test_a_burst_at_prefill_instances(redis_url: str, policy: LivePolicy) -> None:
+    async with live_cluster(redis_url, policy, num_workers=3) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.02, role="prefill", max_tokens=8)
+        await burst.ends()
+        await burst.clean()
+        (report,) = cluster.live_reports
+        assert report.outcome == "dissolved"
+        assert report.batches
+        assert await _senders(burst) == dict.fromkeys(burst.prompts, burst.decoder.worker_id)
+        for worker in (burst.source, burst.target):
+            assert _outcomes(worker.service._departures).keys() <= {"moved"}
+
+
+async def test_the_decode_worker_dies_while_two_prefill_instances_cooperate(redis_url: str) -> None:
+    async with live_cluster(redis_url, num_workers=3) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.02, role="prefill", max_tokens=8)
+        await eventually(lambda: any(_outcomes(w.service._departures) for w in (burst.source, burst.target)))
+        had = await _senders(burst)
+        await burst.decoder.kill()
+        here = [r for r in burst.prompts if had.get(r) != burst.decoder.worker_id]
+        assert here
+        for request_id in here:
+            end = await cluster.gateway.end_of(request_id)
+            assert end.finish_reason == "length"
+        await burst.clean()
+
+
+async def _senders(burst: Burst) -> dict[str, str]:
+    """Who sent each request's latest tokens."""
+    cluster: Cluster = burst.cluster
+    return {p.request_id: b.worker_id for b in cluster.gateway.batches for p in b.parts if p.token_ids}
+
+
+def _outcomes(departures: object) -> dict[str, float]:
+    samples = [s for metric in departures._ended.collect() for s in metric.samples]  # type: ignore[attr-defined]
+    return {s.labels["outcome"]: s.value for s in samples if s.name.endswith("_total")}

@@ -1,0 +1,187 @@
+"""The engine loop and requests that another instance is to decode."""
+
+from __future__ import annotations
+
+from services.worker.core.scheduler import SampledToken, SchedulerConfig
+from services.worker.core.sequence import Sequence
+from services.worker.engine.base import Activation
+from services.worker.engine.loop import EngineLoop, StepOutput
+from services.worker.engine.mock import MockEngine, next_token
+from shared.messages.generation import DecodePlace, SamplingParams
+
+NUM_BLOCKS, BLOCK_SIZE, NUM_LAYERS = 32, 4, 3
+PLACE = DecodePlace(worker_id="w1", instance_id="i1")
+
+
+class FailingEngine(MockEngine):
+    """Fails in this layer, once."""
+
+    fails_in: int | None = None
+
+    def run_layers(self, activation: Activation, first: int, last: int) -> None:
+        if self.fails_in is not None and first <= self.fails_in < last:
+            self.fails_in = None
+            raise RuntimeError("broken")
+        super().run_layers(activation, first, last)
+
+
+class Told:
+    """What a loop says of departing requests: (request, layers), or (request, its token)."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self.said: list[tuple[str, int]] = []
+        self.sequences: dict[str, Sequence] = {}
+        self.computed_at: list[int] = []
+
+    def ran_layers(self, sequence: Sequence, num_layers: int) -> None:
+        self.said.append((sequence.request_id, num_layers))
+        assert not sequence.output, "its first token comes after its layers"
+        if num_layers:
+            tables, lengths = [sequence.block_table], [sequence.num_tokens]
+            self._loop.engine.export_kv(tables, lengths, num_layers)  # raises unless it is all there
+
+    def computed(self, sequence: Sequence, token: SampledToken) -> None:
+        assert token.error is not None or sequence.output == [token.token_id]
+        assert sequence.held != sequence.finished, "parked, or over"
+        self.computed_at.append(len(self.said))
+        self.sequences[sequence.request_id] = sequence
+
+
+def loop_of(**changes: int) -> tuple[EngineLoop, Told, FailingEngine]:
+    engine = FailingEngine(num_layers=NUM_LAYERS, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, verify=True)
+    loop = EngineLoop(engine, SchedulerConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, **changes), lambda: 0.0)
+    loop.departures = told = Told(loop)
+    return loop, told, engine
+
+
+def request(name: str, num_tokens: int = 5, *, leaves: bool = True, max_tokens: int = 6) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens, seed=1)
+    place = PLACE if leaves else None
+    prompt = tuple(range(len(name), len(name) + num_tokens))
+    return Sequence(request_id=name, attempt=0, gateway_id="g", prompt=prompt, params=params, decode_at=place)
+
+
+def tokens_after(sequence: Sequence, count: int) -> list[int]:
+    tokens = list(sequence.prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(sequence.prompt) :]
+
+
+def run(loop: EngineLoop) -> list[StepOutput]:
+    steps = []
+    while loop.has_work:
+        output = loop.step()
+        assert output is not None
+        steps.append(output)
+        loop.scheduler.check()
+    return steps
+
+
+def test_every_layer_is_told_as_soon_as_it_was_run_and_the_token_after_them() -> None:
+    loop, told, _ = loop_of()
+    loop.add(request("a"))
+    (only,) = run(loop)
+    assert told.said == [("a", 1), ("a", 2), ("a", 3)]
+    assert told.computed_at == [3]
+    assert [(o.request_id, len(o.token_ids), o.finish_reason) for o in only.outputs] == [("a", 1, None)]
+    assert loop.num_requests == 1, "it is parked"
+
+
+def test_before_the_last_chunk_only_its_beginning_is_told() -> None:
+    loop, told, _ = loop_of(prefill_chunk_tokens=3)
+    loop.add(request("a", 8))
+    run(loop)
+    assert told.said == [("a", 0)] * 2 * NUM_LAYERS + [("a", 1), ("a", 2), ("a", 3)]
+    assert told.computed_at == [len(told.said)]
+
+
+def test_a_last_chunk_of_one_token_is_told_at_the_latest_with_the_first_token() -> None:
+    loop, told, _ = loop_of(prefill_chunk_tokens=4)
+    loop.add(request("a", 5))
+    run(loop)
+    assert ("a", 0) in told.said
+    sequence = told.sequences["a"]
+    kv = loop.engine.export_kv([sequence.block_table], [5], NUM_LAYERS)
+    assert len(kv) == NUM_LAYERS * 5 * loop.engine.kv_bytes_per_token_layer
+
+
+def test_nothing_is_told_of_requests_that_stay_in_the_same_steps() -> None:
+    loop, told, _ = loop_of()
+    stays, decodes = request("stays", leaves=False), request("decodes", leaves=False)
+    loop.add(decodes)
+    loop.step()
+    assert told.said == []
+    loop.add(stays)
+    loop.add(request("leaves", 9))
+    run(loop)
+    assert {name for name, _ in told.said} == {"leaves"}
+    assert list(told.sequences) == ["leaves"]
+    for sequence in (stays, decodes):
+        assert sequence.output == tokens_after(sequence, 6)
+
+
+def test_two_that_leave_in_one_step_are_both_told() -> None:
+    loop, told, _ = loop_of()
+    loop.add(request("a"))
+    loop.add(request("bb"))
+    run(loop)
+    assert told.said == [(name, layers) for layers in (1, 2, 3) for name in ("a", "bb")]
+    assert list(told.sequences) == ["a", "bb"]
+
+
+def test_a_request_of_one_token_is_told_and_over() -> None:
+    loop, told, _ = loop_of()
+    loop.add(request("a", max_tokens=1))
+    run(loop)
+    assert told.sequences["a"].finished
+    assert loop.num_requests == loop.scheduler.pool.num_used == 0
+
+
+def test_a_step_that_fails_in_the_last_layer_is_not_a_computed_prompt() -> None:
+    loop, told, engine = loop_of()
+    engine.fails_in = NUM_LAYERS - 1
+    loop.add(request("a"))
+    (step,) = run(loop)
+    assert [(o.request_id, o.finish_reason) for o in step.outputs] == [("a", "error")]
+    assert told.said == [("a", 1), ("a", 2)]
+    assert told.sequences == {}
+    assert loop.num_requests == loop.scheduler.pool.num_used == 0
+
+
+def test_nobody_to_tell_means_it_is_decoded_here() -> None:
+    loop, _, _ = loop_of()
+    loop.departures = None
+    a = request("a")
+    loop.add(a)
+    run(loop)
+    assert a.output == tokens_after(a, 6)
+    assert loop.num_requests == loop.scheduler.pool.num_used == 0
+
+
+def test_what_is_unparked_goes_on_and_what_is_parted_with_does_not() -> None:
+    loop, told, _ = loop_of()
+    for name in ("a", "bb"):
+        loop.add(request(name))
+    run(loop)
+    kept, moved = told.sequences.values()
+    loop.scheduler.unpark(kept)
+    loop.scheduler.part_with(moved)
+    steps = run(loop)
+    assert {o.request_id for step in steps for o in step.outputs} == {"a"}
+    assert kept.output == tokens_after(kept, 6)
+    assert len(moved.output) == 1
+    assert told.computed_at == [6, 6], "an unparked request does not leave again"
+    assert loop.num_requests == loop.scheduler.pool.num_used == 0
+
+
+def test_a_cancelled_parked_request_is_reported_though_nothing_else_is_to_do() -> None:
+    loop, told, _ = loop_of()
+    loop.add(request("a"))
+    run(loop)
+    assert loop.cancel("a", 0)
+    (step,) = run(loop)
+    assert [(o.request_id, o.token_ids, o.finish_reason) for o in step.outputs] == [("a", (), "cancelled")]
+    loop.scheduler.release(told.sequences.values())
+    assert loop.scheduler.pool.num_used == 0

@@ -1,0 +1,117 @@
+"""The target's line to the source: what is said until it is heard, and when the source is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.worker.core.pair import PairLife
+from services.worker.live import source_line as source_line_module
+from services.worker.live.source_line import SourceLine
+from services.worker.live.tensors import Tensors
+from shared import subjects
+from shared.bus.memory import MemoryBroker
+from shared.errors import Internal
+from shared.messages.common import Ack
+from shared.messages.live import PairEnded, Taken
+from shared.transport.memory import MemoryFabric
+from tests.services.waiting import eventually
+from tests.services.worker.live.members import assignment
+
+NEVER_S = 1e6
+
+
+class Ends:
+    """A line at w1, and w0, which may hear it."""
+
+    def __init__(self) -> None:
+        self.broker = MemoryBroker()
+        self.source = self.broker.bus("w0")
+        self.target = self.broker.bus("w1")
+        self.fabric = MemoryFabric()
+        self.transports = [self.fabric.start(name="w0"), self.fabric.start(name="w1")]
+        self.life = PairLife()
+        self.heard: list[object] = []
+        self.deaf = 0
+        """So many of the next questions are answered with an error."""
+
+    async def line(self, silence_s: float = NEVER_S) -> SourceLine:
+        source, target = self.transports
+        channel = await target.connect(source.address, same_host=False, lane=1)
+        tensors = Tensors(target, channel, 1, timeout_s=1.0)
+        return SourceLine(assignment(), self.target, tensors, self.life, silence_s=silence_s)
+
+    async def respond(self) -> None:
+        await self.source.respond(subjects.worker_live("w0", "taken"), Taken, self._answer)
+
+    async def _answer(self, message: Taken) -> Ack:
+        self.heard.append(message)
+        if self.deaf:
+            self.deaf -= 1
+            raise Internal("not now")
+        return Ack()
+
+
+@pytest.fixture
+async def ends(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ends]:
+    monkeypatch.setattr(source_line_module, "RETRY_S", 0.001)
+    found = Ends()
+    yield found
+    for transport in found.transports:
+        await transport.close()
+
+
+async def test_what_is_taken_is_told_until_it_is_heard(ends: Ends) -> None:
+    await ends.respond()
+    ends.deaf = 2
+    await (await ends.line()).tell_taken("b1", "b2", loaded=True)
+    assert ends.heard == [Taken(pair_id="pair", batch_ids=("b1", "b2"), loaded=True)] * 3
+
+
+async def test_nothing_is_told_of_a_pair_that_has_ended(ends: Ends) -> None:
+    telling = asyncio.create_task((await ends.line()).tell_taken("b1", loaded=False))
+    await asyncio.sleep(0.02)
+    assert not telling.done(), "nobody has heard it"
+    ends.life.fail()
+    await asyncio.wait_for(telling, 10)
+
+
+async def test_a_source_that_says_nothing_is_lost_until_it_says_something(ends: Ends) -> None:
+    line = await ends.line(silence_s=0.2)
+    assert line.why_lost() is None
+    await eventually(lambda: line.why_lost() == "the source was silent for 0.2 s")
+    line.heard()
+    assert line.why_lost() is None
+
+
+async def test_an_outage_of_our_own_bus_is_not_the_sources_silence(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = await ends.line(silence_s=5.0)
+    began_s = time.monotonic()
+    with monkeypatch.context() as clock:
+        ends.target.go_down()
+        clock.setattr(time, "monotonic", lambda: began_s + 100.0)
+        assert line.why_lost() is None
+        ends.target.go_up()
+        clock.setattr(time, "monotonic", lambda: began_s + 104.0)
+        assert line.why_lost() is None, "the source may be silent for 5 s from now on"
+        clock.setattr(time, "monotonic", lambda: began_s + 106.0)
+        assert line.why_lost() == "the source was silent for 5 s"
+
+
+async def test_a_cut_connection_needs_no_silence(ends: Ends) -> None:
+    line = await ends.line()
+    assert line.why_lost() is None
+    ends.fabric.kill(ends.transports[0].address)
+    await eventually(lambda: line.why_lost() == "the connection to the source is lost")
+
+
+async def test_the_end_is_told_if_it_can_be(ends: Ends) -> None:
+    await ends.source.subscribe(subjects.worker_pair_ended("w0"), PairEnded, ends.heard.append)
+    line = await ends.line()
+    await line.tell_ended("why", ("b1",))
+    await eventually(lambda: ends.heard == [PairEnded(pair_id="pair", reason="why", finished=("b1",))])
+    await ends.target.close()
+    await line.tell_ended("again", ())
