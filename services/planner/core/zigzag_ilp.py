@@ -24,8 +24,8 @@ import pulp
 
 from services.planner.core.zigzag_bound import Problem, predict
 
-TIME_LIMIT_S = 0.005
-"""Of the solver by default; building the program and handing it over takes another two milliseconds."""
+TIME_LIMIT_S = 0.004
+"""Of the solver by default; building the program and handing it over takes another two to four milliseconds."""
 GAP = 0.002
 """Relative gap at which the solver may stop: a playback decides anyway."""
 

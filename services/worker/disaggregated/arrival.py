@@ -42,6 +42,10 @@ class Arrival:
         self.num_layers = engine.num_layers
         self._layer_bytes = self.num_tokens * engine.kv_bytes_per_token_layer
         self.window_layers = max(1, min(WINDOW_LAYERS, WINDOW_BYTES // self._layer_bytes))
+        self._transport: TensorTransport
+        self._channel: Channel
+        self._posted: deque[tuple[Buffer, Transfer]] = deque()
+        """Receives of the layers after those that are here."""
         self._over = False
         self._changed = Signal()
         self._receiving: asyncio.Task[None] | None = None
@@ -58,9 +62,22 @@ class Arrival:
         """The instance is idle as far as this one is concerned."""
         self._pin.close()
 
-    def receive(self, transport: TensorTransport, peers: Peers, failed: Callable[[], None]) -> None:
+    async def connect(self, transport: TensorTransport, peers: Peers) -> None:
+        """Post the first receives. Raises ``TransportError``, ``DeadlineExceeded``."""
+        self._transport = transport
+        self._channel = await peers.channel(self.message.transport_address, self.message.host, lane=TENSOR_LANE)
+        self._post()
+
+    def _post(self) -> None:
+        """Receives for the whole window."""
+        transport, first = self._transport, self.layers_here + len(self._posted)
+        for layer in range(first, min(self.num_layers, self.layers_here + self.window_layers)):
+            buffer = np.empty(self._layer_bytes, dtype=np.uint8)
+            self._posted.append((buffer, transport.recv(buffer, kv_tag(self.ticket, layer), source=self._channel)))
+
+    def receive(self, failed: Callable[[], None]) -> None:
         """Begin to bring the KV in. ``failed()``: it does not come."""
-        self._receiving = asyncio.create_task(self._receive(transport, peers, failed))
+        self._receiving = asyncio.create_task(self._receive(failed))
 
     async def until_here(self, num_layers: int, timeout_s: float) -> None:
         """Until so many layers are here, or none will come, at most so long."""
@@ -73,23 +90,23 @@ class Arrival:
         if self._receiving is not None:
             self._receiving.cancel()
             await asyncio.wait({self._receiving})
+        self._abort()
         if self._importing is not None:
             await asyncio.wait({self._importing})
 
-    async def _receive(self, transport: TensorTransport, peers: Peers, failed: Callable[[], None]) -> None:
+    def _abort(self) -> None:
+        for _, transfer in self._posted:
+            transfer.abort()
+
+    async def _receive(self, failed: Callable[[], None]) -> None:
         """All layers, in order."""
-        posted: deque[tuple[Buffer, Transfer]] = deque()
         try:
-            channel = await peers.channel(self.message.transport_address, self.message.host, lane=TENSOR_LANE)
-            next_layer = 0
             while not self.is_whole:
-                while next_layer < min(self.num_layers, self.layers_here + self.window_layers):
-                    posted.append(self._post(transport, channel, next_layer))
-                    next_layer += 1
-                kv, transfer = posted[0]
+                kv, transfer = self._posted[0]
                 await transfer.wait()
-                posted.popleft()
+                self._posted.popleft()
                 await self._import(kv)
+                self._post()
         except BlitzError as error:
             log.info("the KV of request %s does not come: %s", self.sequence.request_id, error)
             failed()
@@ -98,13 +115,8 @@ class Arrival:
             failed()
         finally:
             self._over = True
-            for _, transfer in posted:
-                transfer.abort()
+            self._abort()
             self._changed.fire()
-
-    def _post(self, transport: TensorTransport, channel: Channel, layer: int) -> tuple[Buffer, Transfer]:
-        buffer = np.empty(self._layer_bytes, dtype=np.uint8)
-        return buffer, transport.recv(buffer, kv_tag(self.ticket, layer), source=channel)
 
     async def _import(self, kv: Buffer) -> None:
         engine, layer = self.instance.engine.loop.engine, self.layers_here

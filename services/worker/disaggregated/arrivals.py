@@ -118,10 +118,17 @@ class Arrivals:
         call = instance.engine.call(lambda loop: loop.scheduler.reserve([sequence]), between_layers=True)
         if not await asyncio.wrap_future(call):
             raise Overloaded(f"no room for {sequence.num_tokens} tokens of KV now")
-        self._serving.host((request,))
         arrival = Arrival(message, sequence, instance, next(self._tickets))
+        self._serving.host((request,))
+        try:
+            await arrival.connect(self._transport, self._peers)
+            if self._instance() is not instance or instance.state not in ("serving", "draining"):
+                raise Conflict(f"instance {request.instance_id} goes")
+        except BlitzError as error:
+            await self._drop(arrival)
+            raise Conflict(f"the KV cannot come: {error}") from error
         self._arrivals[key] = arrival
-        arrival.receive(self._transport, self._peers, failed=lambda: self._spawn(self._failed(key, arrival)))
+        arrival.receive(failed=lambda: self._spawn(self._failed(key, arrival)))
         return arrival
 
     async def _give_up_older(self, request: Submit, instance: Instance) -> None:

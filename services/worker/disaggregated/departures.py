@@ -138,8 +138,7 @@ class Departures:
                 outcome = await self._hand_over(shipment, line)
             except NotTaken as why:
                 log.info("request %s is decoded here, not at %s: %s", sequence.request_id, worker_id, why)
-                await line.release()
-                outcome = await self._keep(shipment)
+                _, outcome = await asyncio.gather(line.release(), self._keep(shipment))
             except Over:
                 outcome = "ended"
                 await self._free(shipment)
@@ -151,8 +150,7 @@ class Departures:
                 await line.release()
             except Exception:  # whatever it is, the request must not stay parked
                 log.exception("request %s on its way to %s", sequence.request_id, worker_id)
-                await line.release()
-                outcome = await self._keep(shipment)
+                _, outcome = await asyncio.gather(line.release(), self._keep(shipment))
             finally:
                 if self._shipments.get(sequence.key) is shipment:
                     del self._shipments[sequence.key]
@@ -164,7 +162,9 @@ class Departures:
         reserved = await line.reserve()
         async with line.kept(reserved):
             await self._send(shipment, line, reserved)
-            await line.begin(await shipment.until_computed())
+            token = await shipment.until_computed()
+        await line.begin(token)
+        shipment.check()  # a cancel from now on is passed on
         self._serving.moved([sequence], shipment.place.worker_id)
         shipment.instance.engine.call(lambda loop: loop.scheduler.part_with(sequence))
         return "moved"

@@ -472,3 +472,44 @@ async def test_a_pair_is_told_of_an_attempt_that_a_newer_one_replaces(alone: Lon
     await alone.submit(instance_id, "r", attempt=2)
     alone.resume()
     assert ("cancel", "r", "1") in partner.told
+
+
+async def test_a_submit_that_is_repeated_after_the_request_went_away_changes_nothing(alone: LoneWorker) -> None:
+    owner = await Owner(alone).start()
+    await give_away(alone, "r")
+    await alone.pause()
+    for _ in range(2):
+        await alone.submit(alone.worker.serving.instance_id, "r")
+    load = (await alone.stats()).load
+    assert (load.queued_requests, load.running_requests) == (0, 0)
+    await alone.gateway.resend("w0", "r")
+    assert len(owner.asked) == 1, "it is still the owner's"
+    await alone.submit(alone.worker.serving.instance_id, "r", attempt=2)
+    assert (await alone.stats()).load.queued_requests == 1, "another attempt may come here"
+    alone.resume()
+    await alone.gateway.end_of("r", attempt=2)
+
+
+async def test_a_guest_takes_the_place_of_earlier_attempts(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    serving, partner = serving_of(alone), Partner()
+    serving.cooperations = (partner,)
+    await alone.pause()
+    await alone.submit(instance_id, "r", attempt=1)
+    serving.supersede(a_submit("r", attempt=2), alone.worker.serving)
+    assert (await alone.stats()).load.queued_requests == 0, "nobody reads the older attempt"
+    assert partner.told == [("arrived",), ("cancel", "r", "1")]
+    alone.resume()
+
+
+async def test_a_guest_does_not_take_the_place_of_a_later_attempt_nor_of_its_own(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    await alone.pause()
+    await alone.submit(instance_id, "r", attempt=2)
+    with pytest.raises(Conflict, match="attempt 2 of request r is here already, 1 is over"):
+        serving_of(alone).supersede(a_submit("r", attempt=1), alone.worker.serving)
+    serving_of(alone).supersede(a_submit("r", attempt=2), alone.worker.serving)
+    serving_of(alone).supersede(a_submit("unknown"), alone.worker.serving)
+    assert (await alone.stats()).load.queued_requests == 1
+    alone.resume()
+    await alone.gateway.end_of("r", attempt=2)

@@ -250,6 +250,19 @@ def test_blocks_of_parked_requests_are_nobodys_to_take() -> None:
     assert in_batch(scheduler) == ["runs"]
 
 
+@pytest.mark.parametrize(("computed_here", "work"), [(True, 5), (False, 0)])
+def test_a_prefix_that_another_instance_computed_is_not_this_ones_work(computed_here: bool, work: int) -> None:
+    guest = request("guest", 5)
+    scheduler = Scheduler(config())
+    scheduler.reserve([guest])
+    scheduler.adopt(guest, sampled(guest), computed_here=computed_here)
+    while scheduler.has_work:
+        step(scheduler)
+    assert guest.output == expected(guest, 4)
+    load = scheduler.load()
+    assert (load.prefill_tokens_total, load.decode_tokens_total) == (work, 3), "the first token comes of the prompt"
+
+
 def test_an_adopted_request_that_is_to_be_decoded_elsewhere_is_parked() -> None:
     guest = departing("guest")
     scheduler = Scheduler(config())
@@ -267,7 +280,6 @@ def test_an_adopted_request_that_is_to_be_decoded_elsewhere_is_parked() -> None:
     assert scheduler.pool.num_used == 0
 
 
-@pytest.mark.xfail(strict=True, reason="the shortcut of _queued counts a parked request that has ended")
 def test_lent_requests_count_as_queued_beside_one_that_ended_while_it_was_parked() -> None:
     a = departing("a")
     scheduler = parked(a)

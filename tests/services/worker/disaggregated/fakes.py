@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -14,7 +15,14 @@ from services.worker.engine.base import Batch, Slice
 from services.worker.engine.mock import MockEngine, next_token
 from shared import subjects
 from shared.messages.common import Ack
-from shared.messages.disaggregated import BeginDecode, DecodeReserved, ReleaseDecode, ReserveDecode
+from shared.messages.disaggregated import (
+    BeginDecode,
+    DecodeReserved,
+    DecodeRoom,
+    ReleaseDecode,
+    RenewDecode,
+    ReserveDecode,
+)
 from shared.messages.generation import DecodePlace, SamplingParams, Submit, TokenLogprobs
 from shared.transport.base import Transfer
 from tests.services.waiting import eventually
@@ -23,6 +31,7 @@ from tests.services.worker.lone_worker import LoneWorker
 PROMPT = tuple(32 + (5 * j) % 90 for j in range(100))
 """Two chunks of a worker's usual 64 tokens."""
 ASK_S = 5.0
+ROOM_WAIT_S = 0.1
 
 
 class FakePrefill:
@@ -87,7 +96,25 @@ class FakePrefill:
         return [channel.send(kv, kv_tag(reserved.ticket, layer)) for layer, kv in layers.items()]
 
     async def send_all(self, reserved: DecodeReserved, request: Submit) -> None:
-        await self.send(reserved, dict(enumerate(self.kv(request))))
+        """Every layer; when this returns, all have arrived."""
+        layers = dict(enumerate(self.kv(request)))
+        await self.send(reserved, layers)
+        while await self.renew(request, reserved, wait_layers=len(layers)) < len(layers):
+            pass
+
+    async def renew(self, request: Submit, reserved: DecodeReserved, *, wait_layers: int = 0) -> int:
+        """How many layers are there."""
+        message = RenewDecode(
+            request_id=request.request_id, attempt=request.attempt, ticket=reserved.ticket, wait_layers=wait_layers
+        )
+        room = await self.bus.request(self._subject("renew"), message, DecodeRoom, timeout_s=ASK_S)
+        return room.layers_here
+
+    async def arrive(self, request: Submit) -> DecodeReserved:
+        """Reserve room for a request and send its KV: it can begin."""
+        reserved = await self.reserve(request)
+        await self.send_all(reserved, request)
+        return reserved
 
     async def begin(
         self, request: Submit, *, token_id: int | None = None, logprobs: TokenLogprobs | None = None
@@ -138,25 +165,35 @@ class FakeDecode:
         self.transport = alone.fabric.start(name=worker_id)
         self.place = DecodePlace(worker_id=worker_id, instance_id=f"instance-of-{worker_id}")
         self.said: list[str] = []
-        """What it was asked: reserve, begin, release."""
+        """What it was asked: reserve, begin, release. Not how often it was asked to keep room."""
+        self.window_layers = 8
         self.reserves: list[ReserveDecode] = []
+        self.renews: list[RenewDecode] = []
         self.begins: list[BeginDecode] = []
         self.releases: list[ReleaseDecode] = []
         self.on_reserve: Callable[[ReserveDecode], Awaitable[DecodeReserved]] = self.reserved
+        self.on_renew: Callable[[RenewDecode], Awaitable[DecodeRoom]] = self.room
         self.on_begin: Callable[[BeginDecode], Awaitable[Ack]] = self.ack
         self._alone = alone
         self._tickets: dict[tuple[str, int], int] = {}
         self.layers: dict[int, list[np.ndarray]] = {}
         """What was sent under a ticket."""
-        self.transfers: list[Transfer] = []
+        self.transfers: dict[int, list[Transfer]] = {}
+        """By ticket, a receive for every layer."""
 
     async def start(self) -> None:
         name = self.worker_id
         await self.bus.respond(subjects.worker_decode(name, "reserve"), ReserveDecode, self._reserve)
+        await self.bus.respond(subjects.worker_decode(name, "renew"), RenewDecode, self._renew)
         await self.bus.respond(subjects.worker_decode(name, "begin"), BeginDecode, self._begin)
         await self.bus.respond(subjects.worker_decode(name, "release"), ReleaseDecode, self._release)
 
     async def close(self) -> None:
+        """Whoever waits for an answer gets none."""
+        for responder in self.bus.broker.responders:
+            if responder.bus is self.bus:
+                for task in responder._tasks:
+                    task.cancel()
         await self.bus.close()
         await self.transport.close()
 
@@ -164,6 +201,10 @@ class FakeDecode:
         self.said.append("reserve")
         self.reserves.append(message)
         return await self.on_reserve(message)
+
+    async def _renew(self, message: RenewDecode) -> DecodeRoom:
+        self.renews.append(message)
+        return await self.on_renew(message)
 
     async def _begin(self, message: BeginDecode) -> Ack:
         self.said.append("begin")
@@ -185,12 +226,35 @@ class FakeDecode:
             num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
             num_bytes = num_tokens * engine.kv_bytes_per_token_layer
             self.layers[ticket] = [np.zeros(num_bytes, dtype=np.uint8) for _ in range(engine.num_layers)]
-            self.transfers += [
+            self.transfers[ticket] = [
                 self.transport.recv(kv, kv_tag(ticket, layer)) for layer, kv in enumerate(self.layers[ticket])
             ]
+        return self.answer(self._tickets[key])
+
+    def answer(self, ticket: int = 0, *, transport_address: bytes | None = None) -> DecodeReserved:
+        """Room under this ticket, whether or not anything is received under it."""
+        address = self.transport.address if transport_address is None else transport_address
         return DecodeReserved(
-            ticket=self._tickets[key], host=f"host-of-{self.worker_id}", transport_address=self.transport.address
+            ticket=ticket,
+            host=f"host-of-{self.worker_id}",
+            transport_address=address,
+            window_layers=self.window_layers,
         )
+
+    async def no_receives(self, _: ReserveDecode) -> DecodeReserved:
+        """There is room, and nothing that is sent arrives."""
+        return self.answer()
+
+    def layers_here(self, ticket: int) -> int:
+        """Of a ticket, those from the first one on that are there."""
+        transfers = self.transfers.get(ticket, [])
+        return next((i for i, transfer in enumerate(transfers) if not transfer.done), len(transfers))
+
+    async def room(self, message: RenewDecode) -> DecodeRoom:
+        """It is kept."""
+        with contextlib.suppress(TimeoutError):
+            await eventually(lambda: self.layers_here(message.ticket) >= message.wait_layers, ROOM_WAIT_S)
+        return DecodeRoom(layers_here=self.layers_here(message.ticket))
 
     async def ack(self, _: BeginDecode) -> Ack:
         return Ack()

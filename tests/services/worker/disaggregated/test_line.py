@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -10,19 +11,42 @@ import pytest
 
 from services.worker.core.sequence import Sequence
 from services.worker.disaggregated import line as module
-from services.worker.disaggregated.line import Line, NotTaken
-from services.worker.disaggregated.shipment import Over, Shipment
+from services.worker.disaggregated.line import Line, Unknown
+from services.worker.disaggregated.shipment import NotTaken, Over, Shipment
 from services.worker.engine.base import Sampled
 from shared import subjects
 from shared.bus.memory import MemoryBroker, MemoryBus
-from shared.errors import Conflict, Overloaded, Unavailable
+from shared.errors import (
+    BadRequest,
+    BlitzError,
+    Conflict,
+    Internal,
+    NotFound,
+    Overloaded,
+    PayloadTooLarge,
+    TransportError,
+    Unavailable,
+)
 from shared.messages.common import Ack
-from shared.messages.disaggregated import BeginDecode, DecodeReserved, ReleaseDecode, ReserveDecode
+from shared.messages.disaggregated import (
+    BeginDecode,
+    DecodeReserved,
+    DecodeRoom,
+    ReleaseDecode,
+    RenewDecode,
+    ReserveDecode,
+)
 from shared.messages.generation import DecodePlace, SamplingParams, TokenLogprobs
 from tests.services.waiting import eventually
 
 TOKEN = Sampled(42, TokenLogprobs(logprob=-1.0))
-RESERVED = DecodeReserved(ticket=5, host="h", transport_address=b"there")
+RESERVED = DecodeReserved(ticket=5, host="h", transport_address=b"there", window_layers=8)
+ANSWERS = {"reserve": RESERVED, "renew": DecodeRoom(layers_here=4), "begin": Ack()}
+"""What is said to each question if all is well."""
+GIVEN_UP = {"reserve": NotTaken, "renew": NotTaken, "begin": Unknown}
+"""What a question ends with that was heard, for all that is known, and is not answered."""
+ERRORS = [Conflict, BadRequest, NotFound, Internal, PayloadTooLarge, TransportError]
+EVERY_QUESTION = pytest.mark.parametrize("what", list(ANSWERS))
 SILENCE_S = 0.2
 
 
@@ -54,8 +78,15 @@ class Rig:
         self.asked: list[Any] = []
 
     async def start(self) -> None:
-        for operation, kind in (("reserve", ReserveDecode), ("begin", BeginDecode), ("release", ReleaseDecode)):
+        kinds = {"reserve": ReserveDecode, "renew": RenewDecode, "begin": BeginDecode, "release": ReleaseDecode}
+        for operation, kind in kinds.items():
             await self.theirs.respond(subjects.worker_decode("w1", operation), kind, self._answer)
+
+    async def ask(self, what: str) -> Any:
+        """Any of the questions that are asked until they are answered."""
+        if what == "renew":
+            return await self.line.until_here(5, 4)
+        return await (self.line.reserve() if what == "reserve" else self.line.begin(TOKEN))
 
     async def _answer(self, message: Any) -> Any:
         self.asked.append(message)
@@ -65,6 +96,14 @@ class Rig:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    async def answers_itself(self, operation: str, kind: type[Any], answer: Any) -> None:
+        """Instead of ``answers``."""
+        subject = subjects.worker_decode("w1", operation)
+        for responder in list(self.theirs.broker.responders):
+            if responder.subject == subject:
+                await responder.close()
+        await self.theirs.respond(subject, kind, answer)
 
     async def close(self) -> None:
         for responder in list(self.theirs.broker.responders):
@@ -88,14 +127,16 @@ async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
 
 
 async def test_the_messages_say_all_there_is_to_say(rig: Rig) -> None:
-    rig.answers = [RESERVED, Ack(), Ack()]
+    rig.answers = [RESERVED, DecodeRoom(layers_here=3), Ack(), Ack()]
     assert await rig.line.reserve() == RESERVED
+    assert await rig.line.until_here(5, 2) == 3
     await rig.line.begin(TOKEN)
     await rig.line.release()
-    reserve, begin, release = rig.asked
+    reserve, renew, begin, release = rig.asked
     assert reserve.request == rig.shipment.request
     assert (reserve.worker_id, reserve.host, reserve.transport_address) == ("w0", "host-of-w0", b"here")
     assert reserve.lease_s > 2 * module.RENEW_S
+    assert renew == RenewDecode(request_id="r", attempt=3, ticket=5, wait_layers=2)
     assert begin == BeginDecode(request_id="r", attempt=3, token_id=42, logprobs=TOKEN.logprobs)
     assert release == ReleaseDecode(request_id="r", attempt=3)
 
@@ -110,26 +151,69 @@ async def test_room_is_waited_for_as_long_as_the_prompt_takes(rig: Rig) -> None:
         await waits
 
 
+async def test_questions_about_room_come_less_and_less_often(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message is as long as the prompt."""
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(rig.shipment, "pause", pause)
+    rig.answers = [Overloaded("full")] * 30 + [RESERVED]
+    await rig.line.reserve()
+    assert len(pauses) == 30
+    assert module.RETRY_S / 2 <= pauses[0] <= module.RETRY_S
+    assert all(module.MAX_RETRY_S / 2 <= p <= module.MAX_RETRY_S for p in pauses[15:])
+    assert len(set(pauses[15:])) > 1, "those who wait do not all ask at the same moment"
+
+
 async def test_room_that_comes_in_time_is_taken(rig: Rig) -> None:
     rig.shipment.computed([1], 2, TOKEN)
     rig.answers = [Overloaded("full"), Unavailable("starting"), None, RESERVED]
     assert await rig.line.reserve() == RESERVED
 
 
-@pytest.mark.parametrize("what", ["reserve", "begin"])
+@EVERY_QUESTION
+async def test_what_may_pass_is_asked_again(rig: Rig, what: str) -> None:
+    rig.answers = [Unavailable("not now"), None, ANSWERS[what]]
+    await rig.ask(what)
+    assert len(rig.asked) == 3
+    assert rig.asked[0] == rig.asked[-1]
+
+
+@EVERY_QUESTION
+@pytest.mark.parametrize("error", ERRORS)
+async def test_a_refusal_is_believed_at_once(rig: Rig, what: str, error: type[BlitzError]) -> None:
+    rig.answers = [error("no")]
+    with pytest.raises(NotTaken, match="no"):
+        await rig.ask(what)
+    assert len(rig.asked) == 1
+
+
+@EVERY_QUESTION
 @pytest.mark.parametrize("answer", [None, Unavailable("not now")])
 async def test_silence_is_believed_after_a_while(rig: Rig, what: str, answer: Exception | None) -> None:
     rig.answers = [answer]
-    with pytest.raises(NotTaken, match="nobody answers"):
-        await (rig.line.reserve() if what == "reserve" else rig.line.begin(TOKEN))
+    with pytest.raises(GIVEN_UP[what], match="nobody answers"):
+        await rig.ask(what)
     assert len(rig.asked) > 1
 
 
-@pytest.mark.parametrize("what", ["reserve", "begin"])
-async def test_a_name_that_nobody_answers_to(rig: Rig, what: str) -> None:
+@EVERY_QUESTION
+async def test_a_name_that_nobody_answers_to_has_not_heard_it(rig: Rig, what: str) -> None:
     rig.theirs.go_down()
     with pytest.raises(NotTaken):
-        await (rig.line.reserve() if what == "reserve" else rig.line.begin(TOKEN))
+        await rig.ask(what)
+
+
+async def test_who_has_heard_a_begin_and_is_gone_then_may_have_the_request(rig: Rig) -> None:
+    async def leave(_: BeginDecode) -> Ack:
+        rig.theirs.go_down()
+        return Ack()
+
+    await rig.answers_itself("begin", BeginDecode, leave)
+    with pytest.raises(Unknown, match="nobody answers"):
+        await rig.line.begin(TOKEN)
 
 
 async def test_a_decode_worker_that_reconnects_is_not_gone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,22 +226,22 @@ async def test_a_decode_worker_that_reconnects_is_not_gone(rig: Rig, monkeypatch
     assert await waits == RESERVED
 
 
-@pytest.mark.parametrize("what", ["reserve", "begin"])
+@EVERY_QUESTION
 async def test_our_own_outage_is_nobodys_silence(rig: Rig, what: str) -> None:
-    rig.answers = [None, RESERVED if what == "reserve" else Ack()]  # after the outage, one answer is lost
+    rig.answers = [None, ANSWERS[what]]  # after the outage, one answer is lost
     rig.mine.go_down()
-    waits = asyncio.create_task(rig.line.reserve() if what == "reserve" else rig.line.begin(TOKEN))
+    waits = asyncio.create_task(rig.ask(what))
     await asyncio.sleep(2 * SILENCE_S)
     assert not waits.done()
     rig.mine.go_up()
     await waits
 
 
-@pytest.mark.parametrize("what", ["reserve", "begin"])
+@EVERY_QUESTION
 async def test_what_is_over_is_not_asked_for_any_more(rig: Rig, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_S", 60.0)
     rig.answers = [Unavailable("not now")]
-    waits = asyncio.create_task(rig.line.reserve() if what == "reserve" else rig.line.begin(TOKEN))
+    waits = asyncio.create_task(rig.ask(what))
     await eventually(lambda: rig.asked)
     await asyncio.sleep(0.01)
     rig.shipment.unwanted()
@@ -167,28 +251,68 @@ async def test_what_is_over_is_not_asked_for_any_more(rig: Rig, what: str, monke
 
 
 async def test_an_end_while_begin_is_answered_is_not_a_success(rig: Rig) -> None:
-    go = asyncio.Event()
-
     async def answer(_: BeginDecode) -> Ack:
-        await go.wait()
+        rig.shipment.sequence.finished = True
         return Ack()
 
-    for responder in list(rig.theirs.broker.responders):
-        await responder.close()
-    await rig.theirs.respond(subjects.worker_decode("w1", "begin"), BeginDecode, answer)
-    begin = asyncio.create_task(rig.line.begin(TOKEN))
-    await asyncio.sleep(0.01)
-    rig.shipment.sequence.finished = True
-    go.set()
+    await rig.answers_itself("begin", BeginDecode, answer)
     with pytest.raises(Over):
-        await begin
+        await rig.line.begin(TOKEN)
 
 
-async def test_renewing_goes_on_through_silence_and_ends_with_the_room(rig: Rig) -> None:
-    rig.answers = [RESERVED, None, Unavailable("away"), RESERVED, Conflict("lapsed")]
-    await rig.line.renew()
-    assert rig.shipment.lost == "lapsed"
-    assert len(rig.asked) == 5
+# --- how much has arrived ------------------------------------------------------------------------
+
+
+async def test_layers_are_asked_for_until_they_are_there(rig: Rig) -> None:
+    rig.answers = [DecodeRoom(layers_here=here) for here in (0, 0, 1, 3, 7)]
+    assert await rig.line.until_here(5, 3) == 3
+    assert len(rig.asked) == 4
+
+
+async def test_layers_that_do_not_come_are_given_up(rig: Rig) -> None:
+    rig.answers = [DecodeRoom(layers_here=2)]
+    with pytest.raises(NotTaken, match=r"2 layers in 0\.2 s"):
+        await rig.line.until_here(5, 3)
+
+
+async def test_layers_that_come_slowly_are_waited_for(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each within the limit, all together not."""
+    started_s, here = time.monotonic(), 0
+
+    async def answer(_: RenewDecode) -> DecodeRoom:
+        nonlocal here
+        await asyncio.sleep(SILENCE_S / 5)  # no question is lost by it: its limit is beyond
+        here += 1
+        return DecodeRoom(layers_here=here)
+
+    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 10.0)
+    await rig.answers_itself("renew", RenewDecode, answer)
+    assert await rig.line.until_here(5, 8) == 8
+    assert time.monotonic() - started_s > SILENCE_S
+
+
+# --- keeping room --------------------------------------------------------------------------------
+
+
+async def test_room_is_renewed_meanwhile_and_not_after(rig: Rig) -> None:
+    rig.answers = [DecodeRoom(layers_here=0), None, Unavailable("away"), DecodeRoom(layers_here=0)]
+    async with rig.line.kept(RESERVED):
+        await eventually(lambda: len(rig.asked) > 4)
+    told = len(rig.asked)
+    await asyncio.sleep(10 * module.RENEW_S)
+    assert len(rig.asked) == told
+    assert set(rig.asked) == {RenewDecode(request_id="r", attempt=3, ticket=5)}
+    rig.shipment.check()
+
+
+async def test_room_that_is_lost_is_told(rig: Rig) -> None:
+    rig.answers = [DecodeRoom(layers_here=0), Conflict("lapsed")]
+    async with rig.line.kept(RESERVED):
+        with pytest.raises(NotTaken, match="lapsed"):
+            await rig.shipment.pause(60.0)
+        told = len(rig.asked)
+        await asyncio.sleep(10 * module.RENEW_S)
+        assert len(rig.asked) == told == 2
 
 
 async def test_a_release_that_nobody_hears_is_no_error(rig: Rig) -> None:

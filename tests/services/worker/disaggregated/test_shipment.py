@@ -9,7 +9,7 @@ import pytest
 
 from services.worker.core.sequence import Sequence
 from services.worker.disaggregated import shipment as module
-from services.worker.disaggregated.shipment import Over, Shipment
+from services.worker.disaggregated.shipment import NotTaken, Over, Shipment
 from services.worker.disaggregated.tags import kv_tag
 from services.worker.engine.base import Sampled
 from shared.messages.generation import DecodePlace, SamplingParams
@@ -80,32 +80,74 @@ async def test_who_waits_hears_of_every_change(shipment: Shipment) -> None:
     shipment.computed([1], 4, Sampled(42))
     assert (await first).token_id == 42
     assert shipment.layers_done == 4
-    lost = await started(shipment.until(lambda: bool(shipment.lost)))
-    shipment.lose("no room")
-    await lost
 
 
-async def test_nobody_waits_for_what_is_unwanted(shipment: Shipment) -> None:
-    waits = await started(shipment.until(lambda: False))
-    pauses = await started(shipment.pause(60.0))
-    shipment.unwanted()
-    for task in (waits, pauses):
-        with pytest.raises(Over):
+@pytest.fixture
+def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is not told hears nothing for a minute."""
+    monkeypatch.setattr(module, "LOOK_S", 60.0)
+
+
+@pytest.mark.usefixtures("no_looks")
+@pytest.mark.parametrize("why", ["unwanted", "lost"])
+async def test_nobody_waits_for_what_will_not_be(shipment: Shipment, why: str) -> None:
+    work: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiting = [
+        await started(waits)
+        for waits in (shipment.until(lambda: False), shipment.pause(60.0), shipment.unless_over(work))
+    ]
+    if why == "lost":
+        shipment.lose("no room")
+        expected: type[Exception] = NotTaken
+    else:
+        shipment.unwanted()
+        expected = Over
+    waiting += [asyncio.create_task(shipment.until(lambda: True)), asyncio.create_task(shipment.pause(0.0))]
+    for task in waiting:
+        with pytest.raises(expected):
             await task
-    assert shipment.is_over
-    with pytest.raises(Over):
-        await shipment.pause(60.0)
+    assert work.cancelled()
+    assert shipment.is_over == (why == "unwanted")
+
+
+@pytest.mark.usefixtures("no_looks")
+async def test_who_waits_for_the_token_waits_on_though_the_decode_instance_is_lost(shipment: Shipment) -> None:
+    token = await started(shipment.until_computed())
+    shipment.lose("no room")
+    await asyncio.sleep(0)
     shipment.computed([1], 4, Sampled(42))
+    assert (await token).token_id == 42
+    shipment.unwanted()
     with pytest.raises(Over):
         await shipment.until_computed()
 
 
+async def test_an_end_that_comes_with_an_answer_is_an_end(shipment: Shipment) -> None:
+    async def answer() -> int:
+        shipment.sequence.finished = True
+        return 3
+
+    with pytest.raises(Over):
+        await shipment.unless_over(answer())
+
+
+async def test_an_answer_and_an_error_are_passed_on(shipment: Shipment) -> None:
+    async def fails() -> int:
+        raise KeyError("x")
+
+    assert await shipment.unless_over(asyncio.sleep(0, 3)) == 3
+    with pytest.raises(KeyError):
+        await shipment.unless_over(fails())
+
+
 async def test_an_end_that_nobody_tells_is_seen(shipment: Shipment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.01)
-    waits = await started(shipment.until_computed())
+    work: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiting = [await started(waits) for waits in (shipment.until_computed(), shipment.unless_over(work))]
     shipment.sequence.finished = True  # on the engine's thread
-    with pytest.raises(Over):
-        await waits
+    for task in waiting:
+        with pytest.raises(Over):
+            await task
 
 
 async def test_a_pause_ends_by_itself(shipment: Shipment) -> None:
