@@ -127,6 +127,7 @@ class Line:
 
     async def begin(self, token: SampledToken) -> None:
         """The decode instance, which has all KV, takes the request over. Raises ``Unknown`` if it may have done so."""
+        self._shipment.check()  # nothing is asked for that is not wanted
         message = BeginDecode(
             request_id=self._key[0], attempt=self._key[1], token_id=token.token_id, logprobs=token.logprobs
         )
