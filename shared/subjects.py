@@ -7,6 +7,8 @@ import re
 PREFIX = "blitz.v1"
 PLAN_STREAM = "BLITZ_PLANS"
 """JetStream stream that keeps every plan."""
+RECORD_STREAM = "BLITZ_RECORDS"
+"""JetStream stream that keeps the newest records of scale operations, whatever their age."""
 
 _TOKEN = re.compile(r"[A-Za-z0-9_\-]+")
 
@@ -120,14 +122,19 @@ def demand() -> str:
 
 
 def pool(operation: str) -> str:
-    """Pool RPC: heartbeat, add_model, remove_model, restore_model, snapshot, lease, release, set_floor,
-    retire_copy."""
+    """Pool RPC: heartbeat, add_model, remove_model, restore_model, snapshot, lease, lease_batch, release, set_floor,
+    retire_copy, lead."""
     return f"{PREFIX}.pool.{_token(operation)}"
 
 
 def routes() -> str:
-    """RouteTable events, pool to gateways and monitors."""
+    """RouteTable events, pool to gateways and monitors of 0.1."""
     return f"{PREFIX}.events.routes"
+
+
+def route_changes() -> str:
+    """RouteChanges events, pool to gateways and monitors."""
+    return f"{PREFIX}.events.route_changes"
 
 
 def planner(operation: str) -> str:
@@ -138,6 +145,16 @@ def planner(operation: str) -> str:
 def plans() -> str:
     """Everything in the plan stream."""
     return f"{PREFIX}.plans.>"
+
+
+def worker_plans(worker_id: str) -> str:
+    """ScalePlan, DrainPlan and ZigzagAssignment events (JetStream): what one worker has to do."""
+    return f"{PREFIX}.plans.worker.{_token(worker_id)}"
+
+
+def planner_leads() -> str:
+    """PlannerLeads events (JetStream), to every worker."""
+    return f"{PREFIX}.plans.leader"
 
 
 def scale_plans() -> str:
@@ -153,6 +170,11 @@ def drain_plans() -> str:
 def zigzag_assignments() -> str:
     """ZigzagAssignment events (JetStream)."""
     return f"{PREFIX}.plans.zigzag"
+
+
+def scale_records() -> str:
+    """ScaleRecord events (JetStream): operations that have ended, planner to planners."""
+    return f"{PREFIX}.records.scale"
 
 
 def live_reports() -> str:

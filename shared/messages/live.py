@@ -46,6 +46,8 @@ class ZigzagAssignment(Message, frozen=True, kw_only=True, tag="zigzag_assignmen
     """Who has not begun by then never does."""
     revision: int = 0
     gates: tuple[Gate, ...] = ()
+    term: int = 0
+    """As in ``ScalePlan``."""
 
 
 class SplitBatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -67,3 +67,5 @@ class Demand(Message, frozen=True, kw_only=True, tag="demand.v1"):
     triggered_at_s: float
     """When the load first called for this number."""
     reason: str
+    term: int = 0
+    """Of the monitor that says so (``shared.messages.registry.Lead``). 0: one of 0.1, which knows no terms."""

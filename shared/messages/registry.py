@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from shared.messages.codec import Message
-from shared.messages.common import Device, InstanceState, Role
+from shared.messages.common import Device, ErrorInfo, InstanceState, Role
 from shared.model_spec import ModelSpec
 
 
@@ -58,6 +58,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     ssd_gbps: float | None = None
     host_cache_bytes: int = 0
     """Host memory that this worker offers for host copies."""
+    takes_own_plans: bool = False
+    """It listens on a plan subject of its own (``subjects.worker_plans``). Workers of 0.1 hear whole plans only."""
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +109,8 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker_heartbeat.
     nic_egress_gbps: float = 0.0
     """Traffic of the worker's NIC now, whoever causes it, averaged since the last report."""
     nic_ingress_gbps: float = 0.0
+    stopping: bool = False
+    """The process is about to end: it takes nothing new, and what drains here is not to be revived."""
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True, tag="heartbeat_ack.v1"):
@@ -146,10 +150,20 @@ class RemoveModel(Message, frozen=True, kw_only=True, tag="remove_model.v1"):
 
 
 class GetSnapshot(Message, frozen=True, kw_only=True, tag="get_snapshot.v1"):
-    """Ask the pool for its state; ``after_worker_id`` pages through workers."""
+    """Ask the pool for its state, page by page (``shared.registry`` reads it whole).
+
+    A reader of 0.1 leaves ``paged`` out: it gets all models with each page, and pages through workers by
+    ``after_worker_id``.
+    """
 
     after_worker_id: str = ""
     page_size: int = 500
+    paged: bool = False
+    """Pages are bounded by bytes, models and what belongs to them included; ``cursor`` leads from one to the next."""
+    cursor: str = ""
+    """``next_cursor`` of the page before."""
+    since: str = ""
+    """``version`` of an earlier, whole snapshot: only what changed since then, if the pool still knows."""
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +180,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     host_copies: tuple[HostCopy, ...] = ()
     nic_egress_gbps: float = 0.0
     nic_ingress_gbps: float = 0.0
+    stopping: bool = False
+    """As in ``WorkerHeartbeat``."""
 
 
 class Floor(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,8 +210,21 @@ class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot.v1"):
     models: tuple[ModelRecord, ...]
     workers: tuple[WorkerRecord, ...]
     floors: tuple[Floor, ...] = ()
+    """With ``paged``: of this page's models."""
     next_worker_id: str = ""
     unplaced: tuple[Unplaced, ...] = ()
+    """With ``paged``: of this page's models."""
+    next_cursor: str = ""
+    """Where the next page begins, with ``paged``; empty on the last one."""
+    version: str = ""
+    """Of the state as the first page began, to ask for changes ``since`` it. Empty: the pool keeps no versions."""
+    partial: bool = False
+    """Only what changed ``since``; ``gone_models`` and ``gone_workers`` are no more."""
+    gone_models: tuple[str, ...] = ()
+    gone_workers: tuple[str, ...] = ()
+    routes_publisher: str = ""
+    routes_sequence: int = 0
+    """Of the last ``RouteChanges`` before this page was made."""
 
 
 class LeaseWorkers(Message, frozen=True, kw_only=True, tag="lease_workers.v1"):
@@ -207,6 +236,8 @@ class LeaseWorkers(Message, frozen=True, kw_only=True, tag="lease_workers.v1"):
     ttl_s: float
     role: Role = "colocated"
     """Of the instances that the plan makes."""
+    term: int = 0
+    """Of the planner that asks (``Lead``). 0: one of 0.1, which knows no terms."""
 
 
 class LeaseGrant(Message, frozen=True, kw_only=True, tag="lease_grant.v1"):
@@ -217,11 +248,55 @@ class LeaseGrant(Message, frozen=True, kw_only=True, tag="lease_grant.v1"):
     expires_at_s: float
 
 
+class LeaseBatch(Message, frozen=True, kw_only=True, tag="lease_batch.v1"):
+    """The leases of one round of decisions. Each is granted or refused as a whole, in this order."""
+
+    leases: tuple[LeaseWorkers, ...]
+    term: int = 0
+
+
+class LeaseVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one lease: a grant, or why not."""
+
+    plan_id: str
+    grant: LeaseGrant | None = None
+    error: ErrorInfo | None = None
+
+
+class LeaseVerdicts(Message, frozen=True, kw_only=True, tag="lease_verdicts.v1"):
+    """One per lease of the batch, in its order."""
+
+    verdicts: tuple[LeaseVerdict, ...]
+
+
 class ReleaseWorkers(Message, frozen=True, kw_only=True, tag="release_workers.v1"):
     """Give leases back; those that the plan no longer holds are ignored."""
 
     plan_id: str
     worker_ids: tuple[str, ...]
+    term: int = 0
+    """As in ``LeaseWorkers``."""
+
+
+class Lead(Message, frozen=True, kw_only=True, tag="lead.v1"):
+    """Ask to lead a kind of service, or to go on leading it, for ``ttl_s`` from now."""
+
+    service: Literal["planner", "monitor"]
+    owner: str
+    """This process; no other has the same."""
+    ttl_s: float
+    give_up: bool = False
+    """Lead no longer: the next that asks may."""
+
+
+class Leadership(Message, frozen=True, kw_only=True, tag="leadership.v1"):
+    """Who leads. Each new leader has a higher ``term``, which goes with everything it says."""
+
+    leads: bool
+    """Whether the one that asked does."""
+    term: int
+    leader: str
+    expires_in_s: float
 
 
 class SetFloor(Message, frozen=True, kw_only=True, tag="set_floor.v1"):
@@ -231,6 +306,8 @@ class SetFloor(Message, frozen=True, kw_only=True, tag="set_floor.v1"):
     instances: int
     hold_s: float
     role: Role = "colocated"
+    term: int = 0
+    """As in ``LeaseWorkers``."""
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,10 +321,15 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_tokens: int
     context_tokens: int
     epoch: int = 0
+    stopping: bool = False
+    """Its worker is about to end: what drains here does not come back."""
 
 
 class RouteTable(Message, frozen=True, kw_only=True, tag="routes.v1"):
-    """All routes of one model (``model`` None: it was removed). A gap in ``sequence`` asks for a snapshot."""
+    """All routes of one model (``model`` None: it was removed). A gap in ``sequence`` asks for a snapshot.
+
+    For readers of 0.1; the others hear ``RouteChanges``.
+    """
 
     publisher: str
     sequence: int
@@ -255,3 +337,35 @@ class RouteTable(Message, frozen=True, kw_only=True, tag="routes.v1"):
     name: str
     model: ModelRecord | None
     routes: tuple[Route, ...]
+
+
+class ModelRoute(msgspec.Struct, frozen=True, kw_only=True):
+    """A route, and the model that it leads to."""
+
+    model: str
+    route: Route
+
+
+class GoneRoute(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance that takes no requests any more, nor finishes any."""
+
+    model: str
+    instance_id: str
+
+
+class RouteChanges(Message, frozen=True, kw_only=True, tag="route_changes.v1"):
+    """What changed since the event before. A gap in ``sequence``, or another ``publisher``, asks for a snapshot.
+
+    Applied in the order of the fields: a model that was removed and added again is in both.
+    """
+
+    publisher: str
+    sequence: int
+    published_at_s: float
+    removed_models: tuple[str, ...] = ()
+    """Their routes are gone with them."""
+    models: tuple[ModelRecord, ...] = ()
+    """New, or with other settings or weights than before; their routes are as they were unless named here."""
+    gone: tuple[GoneRoute, ...] = ()
+    routes: tuple[ModelRoute, ...] = ()
+    """New, or changed."""

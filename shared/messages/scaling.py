@@ -90,6 +90,8 @@ class ScalePlan(Message, frozen=True, kw_only=True, tag="scale_plan.v2"):
     explain: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     """What was asked for and not planned, and why."""
+    term: int = 0
+    """Of the planner whose plan it is (``shared.messages.registry.Lead``). 0: one of 0.1, which knows no terms."""
 
     def member(self, worker_id: str) -> ChainMember:
         """The member of that worker id. Raises ``KeyError``."""
@@ -120,6 +122,15 @@ class DrainPlan(Message, frozen=True, kw_only=True, tag="drain_plan.v1"):
     targets: tuple[DrainTarget, ...]
     revive: bool = False
     reason: str = ""
+    term: int = 0
+    """As in ``ScalePlan``."""
+
+
+class PlannerLeads(Message, frozen=True, kw_only=True, tag="planner_leads.v1"):
+    """A planner leads from here on in the plan stream: plans of older terms that come after this are void."""
+
+    term: int
+    leader: str
 
 
 class Feed(Message, frozen=True, kw_only=True, tag="feed.v1"):

@@ -9,10 +9,12 @@ from shared.bus.memory_subscriptions import matches
 
 FIXED = (
     subjects.gateway_heartbeat, subjects.load, subjects.queue, subjects.demand, subjects.routes,
-    subjects.scale_plans, subjects.drain_plans, subjects.progress,
+    subjects.scale_plans, subjects.drain_plans, subjects.progress, subjects.route_changes,
+    subjects.planner_leads, subjects.scale_records,
 )  # fmt: skip
 NAMED = (
     subjects.tokens, subjects.worker_submit, subjects.worker_cancel, subjects.worker_ack, subjects.worker_resend,
+    subjects.worker_plans,
     subjects.pool, subjects.planner,
 )  # fmt: skip
 
@@ -32,7 +34,7 @@ def test_a_name_that_would_change_the_subject_is_refused(build: Callable[[str], 
 
 def test_the_plan_stream_takes_plans_and_nothing_else() -> None:
     taken = {build() for build in FIXED if matches(subjects.plans(), build())}
-    assert taken == {subjects.scale_plans(), subjects.drain_plans()}
+    assert taken == {subjects.scale_plans(), subjects.drain_plans(), subjects.planner_leads()}
 
 
 @pytest.mark.parametrize(
