@@ -29,7 +29,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shared.transport.base import Channel, TensorTransport, Transfer, tag_of
+from shared.transport.base import Channel, TensorTransport, Transfer
+from shared.transport.tags import tag_of
 from shared.transport.ucx import UcxTransport
 
 SEND_WINDOW = 4

@@ -19,7 +19,8 @@ from services.worker.engine.arena import Arena
 from shared.checkpoint import Checkpoint, inspect_checkpoint
 from shared.errors import TransportError
 from shared.layout import ArenaLayout
-from shared.transport.base import TensorTransport, Transfer, tag_of
+from shared.transport.base import TensorTransport, Transfer
+from shared.transport.tags import tag_of
 from shared.transport.ucx import UcxTransport
 
 _WINDOW_BYTES = 8 << 20

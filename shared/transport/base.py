@@ -1,6 +1,6 @@
 """The tensor transport: bytes between the memories of two workers. Implementations: ``ucx`` and ``memory``.
 
-Receives are matched by tag, wherever they come from. A tag is used once (``tag_of``).
+Receives are matched by tag, wherever they come from. A tag is used once (``tags.tag_of``).
 Buffers are anything with the buffer protocol (numpy arrays, memoryviews) or
 ``__cuda_array_interface__``, C-contiguous. **A buffer belongs to the transport from the call until
 the transfer is done**: the caller must neither free, move nor (for sends) write it.
@@ -17,20 +17,6 @@ Buffer = Any
 
 CLOSE_TIMEOUT_S = 5.0
 """How long a channel's ``close`` waits for posted sends unless told otherwise."""
-
-TAG_CHUNK_BITS = 24
-_CHUNK_MASK = (1 << TAG_CHUNK_BITS) - 1
-
-
-def tag_of(transfer_id: int, chunk: int) -> int:
-    """The tag of a chunk: 39 bits of transfer, 24 of chunk. Raises ``ValueError`` out of range.
-
-    The top bit of the 64 is the transport's own (``control``)."""
-    if not 0 <= transfer_id < 1 << 39:
-        raise ValueError(f"transfer_id {transfer_id} is not a 39-bit number")
-    if not 0 <= chunk <= _CHUNK_MASK:
-        raise ValueError(f"chunk {chunk} is not a 24-bit number")
-    return transfer_id << TAG_CHUNK_BITS | chunk
 
 
 class Transfer(Protocol):

@@ -14,8 +14,10 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
-CONTROL_TAG = 1 << 63
-"""Tags with the top bit are the transport's own; ``tag_of`` never makes one."""
+from shared.transport.tags import TAG_BITS
+
+CONTROL_TAG = 1 << TAG_BITS
+"""``tag_of`` never makes one that has this bit."""
 
 _HEAD = struct.Struct("<BBQ")
 

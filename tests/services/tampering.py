@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 
 from shared.errors import TransferAborted
-from shared.transport.base import TAG_CHUNK_BITS, Buffer, Channel, TensorTransport, Transfer
+from shared.transport.base import Buffer, Channel, TensorTransport, Transfer
+from shared.transport.tags import MAX_NUMBER
 from shared.transport.transfer import PostedTransfer
 
 Tamper = Callable[[Buffer, int], tuple[Buffer, int]]
@@ -18,7 +19,7 @@ _ASTRAY = 1 << 62
 
 def index_of(tag: int) -> int:
     """The piece's index in its transfer."""
-    return tag & ((1 << TAG_CHUNK_BITS) - 1)
+    return tag & MAX_NUMBER
 
 
 def corrupt(index: int) -> Tamper:

@@ -16,7 +16,8 @@ from functools import partial
 from services.worker.data_plane.pacing import TokenBucket
 from services.worker.data_plane.pieces import Piece, feed_index
 from services.worker.data_plane.weight_copy import WeightCopy
-from shared.transport.base import Channel, TensorTransport, Transfer, tag_of
+from shared.transport.base import Channel, TensorTransport, Transfer
+from shared.transport.tags import tag_of
 
 SEND_WINDOW_BYTES = 8 * 1024 * 1024
 """In flight to one peer: enough to keep a link full, little enough to stop soon."""

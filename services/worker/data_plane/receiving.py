@@ -22,7 +22,8 @@ from services.worker.data_plane.pieces import MAX_ATTEMPTS, REFETCH_INDEX, Piece
 from services.worker.data_plane.weight_copy import WeightCopy
 from shared.errors import BlitzError, DeadlineExceeded, NoResponder, NotFound, TransportError
 from shared.messages.scaling import FeedEnded
-from shared.transport.base import Channel, TensorTransport, tag_of
+from shared.transport.base import Channel, TensorTransport
+from shared.transport.tags import tag_of
 
 log = logging.getLogger(__name__)
 

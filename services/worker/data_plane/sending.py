@@ -28,7 +28,8 @@ from shared.messages.scaling import (
     UnitChecksums,
 )
 from shared.telemetry import tracer
-from shared.transport.base import Channel, tag_of
+from shared.transport.base import Channel
+from shared.transport.tags import tag_of
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class Sender:
         the copy does not have), ``TransportError`` or ``DeadlineExceeded`` (the receiver cannot be reached).
         """
         key = (feed.epoch, feed.attempt)
-        if not (0 <= feed.epoch < 1 << 39 and 0 <= feed.attempt < MAX_ATTEMPTS and feed.cap_gbps >= 0):
+        if not (feed.epoch >= 0 and 0 <= feed.attempt < MAX_ATTEMPTS and feed.cap_gbps >= 0):
             raise BadRequest(f"epoch {feed.epoch}, attempt {feed.attempt} or cap {feed.cap_gbps} is out of range")
         offer = await self._copies.wanted(feed.kind, feed.model_hash, feed.layout_hash)
         with contextlib.ExitStack() as pins:

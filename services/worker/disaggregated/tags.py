@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from shared.transport.base import tag_of
-
-DECODE_BIT = 1 << 37
-"""Of a transfer id: weights never use it, and pairs use the bit above it."""
+from shared.transport.tags import Carries, tag_of
 
 
 def kv_tag(ticket: int, layer: int) -> int:
     """The tag of a layer's KV under a reservation's ticket."""
-    return tag_of(DECODE_BIT | ticket, layer)
+    return tag_of(ticket, layer, Carries.KV_TO_DECODE)

@@ -1,7 +1,7 @@
 """Hidden states and KV between the members of a pair: tags, sizes, sends and receives.
 
-Every message has a tag of its own: the pair's transfer id, which is the target's lease epoch with a bit that weights
-never use, and a number of batch or claim. A buffer is the transport's until its transfer is done.
+Every message has a tag of its own: the target's lease epoch, and a number of batch or claim. A buffer is the
+transport's until its transfer is done.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from enum import IntEnum
 import numpy as np
 
 from shared.errors import BlitzError, DeadlineExceeded, TransportError
-from shared.transport.base import Buffer, Channel, TensorTransport, Transfer, tag_of
+from shared.transport.base import Buffer, Channel, TensorTransport, Transfer
+from shared.transport.tags import MAX_NUMBER, Carries, tag_of
 
-PAIR_BIT = 1 << 38
-"""Of a transfer id. Epochs of leases count from 1 and stay far below."""
 _KINDS = 4
-_MAX_SERIAL = (1 << 24) // _KINDS
+_MAX_SERIAL = (MAX_NUMBER + 1) // _KINDS
 
 
 class Kind(IntEnum):
@@ -32,7 +31,7 @@ def live_tag(epoch: int, serial: int, kind: Kind) -> int:
     """The tag of a batch's (handed) or claim's (pulled) tensor. Raises ``TransportError`` beyond 4 million."""
     if serial >= _MAX_SERIAL:
         raise TransportError(f"{serial} is more than a pair can count")
-    return tag_of(PAIR_BIT | epoch, serial * _KINDS + kind)
+    return tag_of(epoch, serial * _KINDS + kind, Carries.PAIR)
 
 
 class Tensors:

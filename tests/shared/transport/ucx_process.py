@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from shared.transport.base import Transfer, tag_of
+from shared.transport.base import Transfer
+from shared.transport.tags import tag_of
 from shared.transport.ucx import UcxTransport
 
 _SPAWN = multiprocessing.get_context("spawn")

@@ -13,7 +13,7 @@ from services.worker.disaggregated.shipment import NotTaken, Over, Shipment
 from services.worker.disaggregated.tags import kv_tag
 from services.worker.engine.base import Sampled
 from shared.messages.generation import DecodePlace, SamplingParams
-from shared.transport.base import TAG_CHUNK_BITS, tag_of
+from shared.transport.tags import MAX_NUMBER, tag_of
 
 PLACE = DecodePlace(worker_id="w1", instance_id="i1")
 
@@ -161,4 +161,4 @@ def test_tags_of_kv_are_nobody_elses() -> None:
     assert all(0 <= tag < 1 << 64 for tag in tags)
     weights = {tag_of(transfer, chunk) for transfer in range(50) for chunk in range(50)}
     assert not tags & weights
-    assert {tag & ((1 << TAG_CHUNK_BITS) - 1) for tag in tags} == set(range(50))
+    assert {tag & MAX_NUMBER for tag in tags} == set(range(50))

@@ -11,9 +11,9 @@ import pytest
 
 from services.worker.live.tensors import Kind, Tensors, live_tag
 from shared.errors import DeadlineExceeded, TransferAborted, TransportError
-from shared.transport.base import tag_of
 from shared.transport.memory import MemoryFabric
 from shared.transport.memory_transport import MemoryTransport
+from shared.transport.tags import tag_of
 from tests.services.waiting import eventually
 
 EPOCH = 5
