@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,31 @@ def _needed_tensors(layout: ArenaLayout, found: Mapping[str, TensorEntry], sourc
     return needed
 
 
+def _token_ids(tokenizer: Mapping[str, Any]) -> Iterator[tuple[int, object]]:
+    """Ids and tokens of a ``tokenizer.json``, as far as they can be read."""
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, dict):
+        pairs: Iterable[tuple[object, object]] = ((token_id, token) for token, token_id in vocab.items())
+    else:  # Unigram: pieces in the order of their ids
+        pairs = enumerate(vocab) if isinstance(vocab, list) else ()
+    added = tokenizer.get("added_tokens")
+    entries = added if isinstance(added, list) else []
+    more = ((entry.get("id"), entry.get("content")) for entry in entries if isinstance(entry, dict))
+    return ((token_id, token) for token_id, token in chain(pairs, more) if isinstance(token_id, int))
+
+
+def _check_tokenizer(tokenizer: Mapping[str, Any], vocab_size: int) -> None:
+    """Every id must have a row in the embedding. Fewer ids than rows are common: vocabularies are padded."""
+    beyond = [(token_id, token) for token_id, token in _token_ids(tokenizer) if not 0 <= token_id < vocab_size]
+    if beyond:
+        token_id, token = max(beyond, key=lambda pair: pair[0])
+        raise BadCheckpoint(
+            f"{TOKENIZER_FILE}: token {token!r} has id {token_id}, but {CONFIG_FILE} has a vocab_size of {vocab_size}: "
+            f"{len(beyond)} tokens have no row in the embedding"
+        )
+
+
 def _file_digest(file: Path) -> bytes:
     try:
         with file.open("rb") as stream:
@@ -178,6 +204,6 @@ def inspect_checkpoint(path: Path, *, with_hash: bool = True) -> Checkpoint:
     else:
         raise _no_weights(path)
     tensors = _needed_tensors(layout, found, source)
-    _read_json(path / TOKENIZER_FILE)
+    _check_tokenizer(_read_json(path / TOKENIZER_FILE), spec.vocab_size)
     checkpoint = Checkpoint(path, spec, layout, tensors, "", layout.num_bytes)
     return replace(checkpoint, model_hash=hash_checkpoint(checkpoint)) if with_hash else checkpoint

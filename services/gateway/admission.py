@@ -27,6 +27,15 @@ async def encode(tokenizer: ModelTokenizer, text: str, *, add_special_tokens: bo
     return tuple(ids)
 
 
+def refuse_unknown_tokens(token_ids: Sequence[int], vocab_size: int, *, param: str) -> None:
+    """Raises ``BadRequest`` for a text of which the tokenizer makes tokens that the model does not have."""
+    if token_ids and max(token_ids) >= vocab_size:
+        raise BadRequest(
+            f"{param}: the tokenizer gives token id {max(token_ids)}, the model has only 0..{vocab_size - 1}",
+            param=param,
+        )
+
+
 def sampling_params(
     options: Options, model: ModelRoutes, prompt: Sequence[int], param: str, draw: random.Random
 ) -> SamplingParams:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from services.worker.config import WorkerConfig
 from services.worker.core.lifecycle import Lifecycle
 from services.worker.core.scheduler import SchedulerConfig
+from services.worker.core.sequence import Sequence, check_vocabulary, sequence_of
 from services.worker.data_plane.weight_copy import WeightCopy
 from services.worker.engine.arena import HostArena
 from services.worker.engine.base import Engine
@@ -19,9 +20,10 @@ from services.worker.engine.loop import Departures, EngineLoop, StepOutput
 from services.worker.engine.mock import MockEngine
 from services.worker.engine.thread import EngineThread
 from services.worker.engine.torch_engine import TorchEngine
-from shared.errors import BadCheckpoint, BlitzError, Conflict, Unavailable
+from shared.errors import BadCheckpoint, BadRequest, BlitzError, Conflict, Unavailable
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.common import InstanceState, Role
+from shared.messages.generation import Submit
 from shared.messages.registry import InstanceInfo, ModelRecord
 from shared.messages.scaling import ChainMember, ScalePlan
 from shared.model_spec import DTYPE_BYTES
@@ -151,6 +153,17 @@ class Instance:
         """Raises ``Conflict`` unless this very instance takes requests now."""
         if instance_id != self.instance_id or self.state != "serving":
             raise Conflict(f"instance {instance_id} takes no requests here ({self.instance_id} is {self.state})")
+
+    def sequence_of(self, request: Submit) -> Sequence:
+        """A request as this instance's scheduler takes it. Raises ``BadRequest`` for tokens that the model lacks."""
+        spec = self.record.spec
+        check_vocabulary(request, spec.vocab_size)
+        return sequence_of(request, spec.eos_token_ids)
+
+    def check_token(self, token_id: int) -> None:
+        """Raises ``BadRequest`` for a token that the model lacks."""
+        if not 0 <= token_id < self.record.spec.vocab_size:
+            raise BadRequest(f"token id {token_id} is outside 0..{self.record.spec.vocab_size - 1}", param="token_id")
 
     @property
     def num_requests(self) -> int:

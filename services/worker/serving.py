@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.worker.core.output import TokenOutput
-from services.worker.core.sequence import Sequence, sequence_of
+from services.worker.core.sequence import Sequence
 from services.worker.engine.loop import StepOutput
 from services.worker.instance import Instance
 from services.worker.moved import Moved
@@ -127,11 +127,12 @@ class Serving:
 
     async def on_submit(self, request: Submit) -> Ack:
         """Take a request. Raises ``Conflict`` (not this instance, not serving), ``Overloaded``,
-        ``ContextLengthExceeded``; then nothing was taken."""
+        ``ContextLengthExceeded``, ``BadRequest`` (a token that the model lacks); then nothing was taken."""
         instance = self._instance()
         if instance is None or not self.admitting:
             raise Conflict(f"worker {self._worker_id} has no instance that takes requests")
         instance.check_admits(request.instance_id)
+        sequence = instance.sequence_of(request)
         offset, key = len(request.output_token_ids), (request.request_id, request.attempt)
         if self._moved.owner_of(key) is not None:
             return Ack()  # the submit was repeated: it runs elsewhere by now
@@ -142,7 +143,6 @@ class Serving:
             self._give_up(instance, request.request_id, older)
         self._gateways.setdefault(request.gateway_id, _Gateway(time.monotonic(), 30.0))
         self.spans.open(request, "worker.request")
-        sequence = sequence_of(request, instance.record.spec.eos_token_ids)
         try:
             await asyncio.wrap_future(instance.engine.submit(sequence))
         except BlitzError as error:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from shared.checkpoint import hash_checkpoint, inspect_checkpoint
 from shared.errors import BadCheckpoint
 from shared.safetensors_header import MAX_HEADER_BYTES, read_header
-from tests.checkpoints import KINDS, tiny_checkpoint
+from tests.checkpoints import KINDS, VOCAB_SIZE, tiny_checkpoint
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
@@ -246,3 +246,29 @@ def test_an_index_without_a_weight_map_is_refused(sharded: Path, weight_map: obj
     _edit_json(sharded / "model.safetensors.index.json", lambda index: index.update(weight_map=weight_map))
     with pytest.raises(BadCheckpoint, match="weight_map"):
         inspect_checkpoint(sharded)
+
+
+@pytest.mark.parametrize("token_id", [VOCAB_SIZE, 10**9, -1])
+def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_refused_naming_the_token(single: Path, token_id: int) -> None:
+    added = {"id": token_id, "content": "<|late|>", "special": True}
+    _edit_json(single / "tokenizer.json", lambda tokenizer: tokenizer["added_tokens"].append(added))
+    with pytest.raises(BadCheckpoint, match=rf"<\|late\|>.*has id {token_id}.*vocab_size of {VOCAB_SIZE}"):
+        inspect_checkpoint(single)
+
+
+def test_a_model_vocabulary_with_ids_beyond_the_embedding_is_refused(single: Path) -> None:
+    _edit_json(single / "tokenizer.json", lambda t: t["model"]["vocab"].update({"x1": VOCAB_SIZE + 1, "x2": 10**6}))
+    with pytest.raises(BadCheckpoint, match=r"'x2' has id 1000000.*2 tokens have no row"):
+        inspect_checkpoint(single)
+
+
+def test_unigram_pieces_count_by_their_place(single: Path) -> None:
+    def unigram(pieces: int) -> Callable[[dict[str, Any]], None]:
+        model = {"type": "Unigram", "vocab": [[f"p{i}", -1.0] for i in range(pieces)]}
+        return lambda tokenizer: tokenizer.update(model=model, added_tokens=[])
+
+    _edit_json(single / "tokenizer.json", unigram(VOCAB_SIZE))
+    assert inspect_checkpoint(single).spec.vocab_size == VOCAB_SIZE
+    _edit_json(single / "tokenizer.json", unigram(VOCAB_SIZE + 1))
+    with pytest.raises(BadCheckpoint, match=f"has id {VOCAB_SIZE},"):
+        inspect_checkpoint(single)

@@ -99,6 +99,7 @@ class Generation:
                 text = render()
             refuse_large_text(text, max_bytes=max_prompt_bytes, param="messages")
             ids = await admission.encode(tokenizer, text, add_special_tokens=chat.add_special_tokens)
+            admission.refuse_unknown_tokens(ids, vocab_size, param="messages")
             return _Job(
                 "chat", f"chatcmpl-{secrets.token_hex(16)}", model, tokenizer, chat.options, (_Prompt(ids, ""),)
             )
@@ -108,6 +109,7 @@ class Generation:
         for prompt in request.prompts:
             if isinstance(prompt, str):
                 ids = await admission.encode(tokenizer, prompt, add_special_tokens=request.add_special_tokens)
+                admission.refuse_unknown_tokens(ids, vocab_size, param="prompt")
                 prompts.append(_Prompt(ids, prompt if request.echo else ""))
             else:
                 echo = tokenizer.decode(list(prompt), skip_special_tokens=False) if request.echo else ""

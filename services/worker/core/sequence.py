@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 
 from services.worker.core.output import TokenOutput
+from shared.errors import BadRequest
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import DecodePlace, FinishReason, SamplingParams, Submit, TokenLogprobs
 
@@ -133,6 +134,14 @@ class Sequence:
         if self.first_scheduled_s is None or self.arrived_s is None:
             return None
         return max(0.0, self.first_scheduled_s - self.arrived_s)
+
+
+def check_vocabulary(request: Submit, vocab_size: int) -> None:
+    """Raises ``BadRequest`` for a token that the model does not have: an engine would fail with its batch."""
+    for param, token_ids in (("prompt", request.prompt_token_ids), ("output_token_ids", request.output_token_ids)):
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
+            raise BadRequest(f"{param}: token id {wrong} is outside 0..{vocab_size - 1}", param=param)
 
 
 def sequence_of(request: Submit, eos_token_ids: Iterable[int], arrived_s: float | None = None) -> Sequence:

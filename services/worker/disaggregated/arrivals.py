@@ -11,7 +11,6 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 from weakref import WeakValueDictionary
 
-from services.worker.core.sequence import sequence_of
 from services.worker.disaggregated.arrival import Arrival
 from services.worker.engine.base import Sampled
 from services.worker.engine.loop import EngineLoop, StepOutput
@@ -109,7 +108,7 @@ class Arrivals:
             raise Conflict(f"attempt {request.attempt} of request {request.request_id} was decoded here already")
         if not 0 < message.lease_s < float("inf"):
             raise BadRequest(f"lease_s {message.lease_s!r} is not a time", param="lease_s")
-        sequence = sequence_of(request, instance.record.spec.eos_token_ids)
+        sequence = instance.sequence_of(request)
         sequence.decode_at = None
         limit = instance.scheduler.limit_tokens
         if not 0 < sequence.num_tokens < limit:
@@ -149,13 +148,15 @@ class Arrivals:
     # --- decoding ----------------------------------------------------------------------------
 
     async def on_begin(self, message: BeginDecode) -> Ack:
-        """The request is decoded here from now on. Raises ``Conflict`` if no room is kept, or its KV is not here."""
+        """The request is decoded here from now on. Raises ``Conflict`` if no room is kept, or its KV is not here, and
+        ``BadRequest`` for a token that the model lacks."""
         key = (message.request_id, message.attempt)
         async with self._lock(message.request_id):
             arrival = self._arrivals.get(key)
             if arrival is not None:
                 if not arrival.is_whole:
                     raise Conflict(f"only {arrival.layers_here} of {arrival.num_layers} layers of KV are here")
+                arrival.instance.check_token(message.token_id)
                 await self._begin(arrival, message)
             elif key not in self._begun:
                 raise Conflict(f"no room is kept for attempt {message.attempt} of request {message.request_id}")

@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 
-from services.worker.core.sequence import sequence_of
 from services.worker.engine.loop import EngineLoop
 from services.worker.instance import Instance
 from services.worker.live.batch import PromptBatch
@@ -84,7 +83,7 @@ class TargetBatches:
     async def _take_in(self, message: HandOver) -> Held | None:
         if message.batch_id in self._known:
             return None
-        sequences = [sequence_of(r, self._instance.record.spec.eos_token_ids) for r in message.requests]
+        sequences = [self._instance.sequence_of(request) for request in message.requests]
         limit = self._instance.scheduler.limit_tokens
         for sequence in sequences:
             if sequence.num_tokens >= limit:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from services.gateway.chat_template import ChatTemplate
@@ -243,6 +244,23 @@ async def test_a_template_cannot_leave_its_sandbox(make_stack: StackFactory, tmp
     response = await stack.http.post(CHAT, json={"model": "tiny", "messages": MESSAGES})
     message = check(response, 400, "invalid_request_error", "bad_request", "messages")
     assert "sandbox" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"), [(TEXT, {"prompt": ["ok", "hi"]}, "prompt"), (CHAT, {"messages": MESSAGES}, "messages")]
+)
+async def test_text_that_the_tokenizer_takes_beyond_the_vocabulary_is_refused(
+    stack: Stack, path: str, body: dict[str, Any], param: str
+) -> None:
+    [record] = stack.pool.models
+    # "hi" has bytes 104 and 105, "ok" 111 and 107.
+    stack.pool.models[:] = [msgspec.structs.replace(record, spec=msgspec.structs.replace(record.spec, vocab_size=105))]
+    await stack.pool.publish()
+    await stack.until(lambda: stack.gateway.find_model("tiny").record.spec.vocab_size == 105)
+    response = await stack.http.post(path, json={"model": "tiny", **body})
+    message = check(response, 400, "invalid_request_error", "bad_request", param)
+    assert "the model has only 0..104" in message
+    assert not stack.workers[0].submits
 
 
 async def test_an_unreadable_tokenizer_is_said_to_be_the_checkpoints_fault(

@@ -16,6 +16,7 @@ from shared.errors import BadRequest
 from shared.messages.common import Ack
 from shared.messages.generation import SamplingParams, Submit
 from shared.messages.live import Dissolve, Dissolved, HandOver, LiveOffer, ZigzagAssignment
+from tests.checkpoints import VOCAB_SIZE
 from tests.services.waiting import eventually
 from tests.services.worker.live.burst import NUM_TOKENS, PROMPTS, Burst, live_cluster
 
@@ -61,7 +62,8 @@ async def test_a_hand_over_that_is_repeated_is_one_batch(redis_url: str) -> None
         subject = subjects.worker_live(burst.target.worker_id, "hand_over")
         await asyncio.gather(*(cluster.client.request(subject, message, Ack, timeout_s=RPC_S) for _ in range(3)))
         assert target._batches.num_known == known + 1
-        for changes in ({"layer_s": 0.0}, {"requests": ()}, {"serial": -1}):
+        unknown = tuple(msgspec.structs.replace(r, prompt_token_ids=(VOCAB_SIZE,)) for r in _one_request(burst))
+        for changes in ({"layer_s": 0.0}, {"requests": ()}, {"serial": -1}, {"requests": unknown}):
             bad = msgspec.structs.replace(message, batch_id="c", **changes)
             with pytest.raises(BadRequest):
                 await cluster.client.request(subject, bad, Ack, timeout_s=RPC_S)
