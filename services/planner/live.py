@@ -45,7 +45,7 @@ class LiveSettings:
     slo_ttft_s: float = 1.0
     slo_tbt_s: float = 0.1
     assumed_tokens_per_s: float = ASSUMED_TOKENS_PER_S
-    """Prefill speed of an instance, until it was measured."""
+    """Prefill speed of an instance, until one reports it."""
     report_ttl_s: float = REPORT_TTL_S
     """Load reports older than this are forgotten."""
 

@@ -66,7 +66,7 @@ class LoadReporter:
         if instance is None or instance.state not in ("live", "serving", "draining"):
             return None
         stats = instance.engine.stats()
-        load, now_s = stats.load, time.monotonic()
+        load, speed, now_s = stats.load, stats.speed, time.monotonic()
         return LoadReport(
             worker_id=self._worker_id,
             instance_id=instance.instance_id,
@@ -85,4 +85,9 @@ class LoadReporter:
             kv_blocks_used=load.blocks_used,
             preemptions_total=load.preemptions_total,
             oldest_queued_s=max(0.0, now_s - (load.oldest_arrived_s or now_s)),
+            prefilling_requests=load.prefilling_requests,
+            prefill_tokens_per_s=speed.prefill_tokens_per_s,
+            decode_tokens_per_s=speed.decode_tokens_per_s,
+            decode_base_s=speed.decode_base_s,
+            decode_request_s=speed.decode_request_s,
         )

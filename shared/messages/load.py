@@ -32,6 +32,17 @@ class LoadReport(Message, frozen=True, kw_only=True, tag="load.v1"):
     preemptions_total: int = 0
     oldest_queued_s: float = 0.0
     """How long the earliest request has waited that is not begun; 0 when none waits."""
+    prefilling_requests: int = 0
+    """Of the running ones, those whose prompt is not computed to its end."""
+    prefill_tokens_per_s: float = 0.0
+    """Prompt tokens per second, decodes apart, as the worker measured it. This and the next three are 0 until it has,
+    and from a worker of 0.1."""
+    decode_tokens_per_s: float = 0.0
+    """Output tokens per second of decode steps, at the largest batch measured."""
+    decode_base_s: float = 0.0
+    """A decode step of n requests takes ``decode_base_s + n * decode_request_s``."""
+    decode_request_s: float = 0.0
+    """0 with a base: not known yet, because no step had two requests."""
 
 
 class ModelQueue(msgspec.Struct, frozen=True, kw_only=True):

@@ -91,3 +91,5 @@ class SchedulerLoad:
     preemptions_total: int
     oldest_arrived_s: float | None = None
     """Arrival of the earliest request that waits, in the scheduler's clock."""
+    prefilling_requests: int = 0
+    """Running requests whose prefix is not computed to its end."""

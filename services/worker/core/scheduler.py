@@ -215,12 +215,13 @@ class Scheduler:
 
     def load(self) -> SchedulerLoad:
         """The load now. O(running)."""
-        running_tokens = known_tokens = 0
+        running_tokens = known_tokens = num_prefilling = 0
         for sequence in self._running:
             running_tokens += sequence.num_computed
             remaining = len(sequence.tokens) - sequence.num_computed
             if remaining > 1:
                 known_tokens += remaining
+                num_prefilling += 1
         queued = self._queued()
         return SchedulerLoad(
             queued.requests,
@@ -233,6 +234,7 @@ class Scheduler:
             self._decode_tokens_total,
             self._preemptions_total,
             queued.oldest_arrived_s,
+            num_prefilling,
         )
 
     def check(self) -> None:

@@ -22,6 +22,7 @@ from services.worker.core.scheduler import (
     SchedulerLoad,
 )
 from services.worker.core.sequence import Sequence
+from services.worker.core.speed import Speed, SpeedEstimator
 from services.worker.engine.base import Activation, Batch, Engine, Sampled, SamplingRow, Slice
 from shared.errors import BlitzError, Internal
 from shared.messages.common import ErrorInfo
@@ -50,6 +51,7 @@ class LoopStats:
     busy_s_total: float
     steps_total: int
     failed_steps_total: int
+    speed: Speed
 
 
 class PartialWork(Protocol):
@@ -91,10 +93,6 @@ class Departures(Protocol):
         """Its first token was sampled. It is parked, unless that was the end."""
 
 
-_SMOOTHING = 0.3
-"""Weight of the newest measurement of the prefill's speed."""
-
-
 class EngineLoop:
     """A scheduler and an engine. ``clock`` gives seconds; ``Sequence.arrived_s`` is in the same clock."""
 
@@ -110,7 +108,7 @@ class EngineLoop:
         self._busy_s_total = 0.0
         self._steps_total = 0
         self._failed_steps_total = 0
-        self._prefill_token_s = 0.0
+        self._estimator = SpeedEstimator()
         self._stepped_s = float("-inf")
         self.partial: PartialWork | None = None
         self.departures: Departures | None = None
@@ -134,7 +132,8 @@ class EngineLoop:
     @property
     def prefill_token_s(self) -> float:
         """Seconds that a prompt token takes through all layers, as measured; 0 before the first prompt."""
-        return self._prefill_token_s
+        tokens_per_s = self._estimator.speed.prefill_tokens_per_s
+        return 1 / tokens_per_s if tokens_per_s else 0.0
 
     def add(self, sequence: Sequence) -> None:
         """Accept a request. Raises what ``Scheduler.add`` raises."""
@@ -195,16 +194,13 @@ class EngineLoop:
         busy_s = self._stepped_s - started_s
         self._busy_s_total += busy_s
         self._steps_total += 1
-        # A step of few prompt tokens mostly reads weights: it says little about a prompt's time.
-        if batch.num_prefill_tokens > batch.num_decode_tokens and error is None:
-            self.measured_prefill(batch.num_prefill_tokens, busy_s)
+        if error is None:
+            self._estimator.stepped(batch.num_prefill_tokens, batch.num_decode_tokens, busy_s)
         return StepOutput(tuple(outputs), batch.num_prefill_tokens, batch.num_decode_tokens, busy_s, error)
 
     def measured_prefill(self, num_tokens: int, seconds: float) -> None:
-        """So many prompt tokens took so long through all layers."""
-        token_s = seconds / num_tokens
-        known = self._prefill_token_s
-        self._prefill_token_s = token_s if not known else (1 - _SMOOTHING) * known + _SMOOTHING * token_s
+        """So many prompt tokens took so long through all layers, outside of a step."""
+        self._estimator.prefilled(num_tokens, seconds)
 
     def busy(self, seconds: float) -> None:
         """The engine worked outside of a step."""
@@ -218,7 +214,7 @@ class EngineLoop:
             load = replace(
                 load, queued_requests=load.queued_requests + requests, queued_tokens=load.queued_tokens + tokens
             )
-        return LoopStats(load, self._busy_s_total, self._steps_total, self._failed_steps_total)
+        return LoopStats(load, self._busy_s_total, self._steps_total, self._failed_steps_total, self._estimator.speed)
 
     def _compute(self, scheduled: ScheduledBatch) -> list[Sampled]:
         slices: list[Slice] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.planner.core.load_book import ASSUMED_TOKENS_PER_S, NEWEST_SHARE, REPORT_TTL_S, LoadBook
+from services.planner.core.load_book import ASSUMED_TOKENS_PER_S, REPORT_TTL_S, LoadBook
 from services.planner.core.zigzag_pairs import Overloaded
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
 
@@ -49,97 +49,46 @@ def overloaded(book: LoadBook, *instance_ids: str, now_s: float = 0.0, slo_ttft_
     return list(book.overloaded("m", instance_ids, slo_ttft_s=slo_ttft_s, now_s=now_s))
 
 
-def measure(book: LoadBook, *steps: tuple[int, float], instance_id: str = "i0", queued_tokens: int = 1000) -> None:
-    """Reports at (prefill tokens, busy seconds), 0.1 s apart."""
-    for i, (tokens, busy_s) in enumerate(steps):
-        report = load(instance_id, queued_tokens=queued_tokens, prefill_tokens_total=tokens, busy_s_total=busy_s)
-        book.on_load(report, 0.1 * i)
-
-
 # --- speed -----------------------------------------------------------------------------------------
 
 
-def test_speed_is_assumed_until_it_was_measured() -> None:
+def test_speed_is_assumed_until_an_instance_reports_it() -> None:
     assert LoadBook().tokens_per_s("m", "i0") == ASSUMED_TOKENS_PER_S
-    assert LoadBook(assumed_tokens_per_s=50.0).tokens_per_s("m") == 50.0
+    book = LoadBook(assumed_tokens_per_s=50.0)
+    book.on_load(load(queued_tokens=9, prefill_tokens_total=400, busy_s_total=0.1), 0.0)
+    assert book.tokens_per_s("m", "i0") == 50.0, "one that measures nothing, or a worker of an earlier version"
 
 
-def test_speed_is_tokens_per_busy_second_while_prompts_wait() -> None:
+def test_speed_is_the_instances_own() -> None:
     book = LoadBook()
-    measure(book, (0, 0.0), (400, 0.1))
-    assert book.tokens_per_s("m", "i0") == pytest.approx(4000.0)
+    book.on_load(load("i0", prefill_tokens_per_s=4000.0), 0.0)
+    book.on_load(load("i1", prefill_tokens_per_s=1000.0), 0.0)
+    assert book.tokens_per_s("m", "i0") == 4000.0
+    assert book.tokens_per_s("m", "i1") == 1000.0
+    book.on_load(load("i0", prefill_tokens_per_s=3000.0), 0.1)
+    assert book.tokens_per_s("m", "i0") == 3000.0
 
 
-def test_speed_is_smoothed() -> None:
+def test_an_instance_that_measured_nothing_is_as_fast_as_the_models_others() -> None:
     book = LoadBook()
-    measure(book, (0, 0.0), (400, 0.1), (1400, 0.2))
-    assert book.tokens_per_s("m", "i0") == pytest.approx((1 - NEWEST_SHARE) * 4000 + NEWEST_SHARE * 10_000)
-
-
-def test_a_step_longer_than_the_reports_are_apart_counts_once() -> None:
-    book = LoadBook()
-    # Steps of 300 tokens and 0.3 s; tokens count at the beginning of a step, busy time at its end.
-    measure(
-        book,
-        (300, 0.0),
-        (300, 0.0),
-        (600, 0.3),
-        (600, 0.3),
-        (600, 0.3),
-        (900, 0.6),
-        (900, 0.6),
-        (900, 0.6),
-        (1200, 0.9),
-    )
-    assert book.tokens_per_s("m", "i0") == pytest.approx(1000.0)
-
-
-def test_an_instance_without_waiting_prompts_shows_no_speed() -> None:
-    book = LoadBook()
-    measure(book, (0, 0.0), (10, 0.1), (20, 0.2), queued_tokens=0)
-    assert book.tokens_per_s("m", "i0") == ASSUMED_TOKENS_PER_S
-
-
-def test_a_pause_between_two_reports_is_not_measured_over() -> None:
-    book = LoadBook()
-    measure(book, (0, 0.0), (400, 0.1))
-    book.on_load(load(prefill_tokens_total=410, busy_s_total=5.0), 0.2)
-    assert book.tokens_per_s("m", "i0") == pytest.approx(4000.0)
-    book.on_load(load(queued_tokens=9, prefill_tokens_total=420, busy_s_total=6.0), 0.3)
-    assert book.tokens_per_s("m", "i0") == pytest.approx(4000.0)
-    book.on_load(load(queued_tokens=9, prefill_tokens_total=820, busy_s_total=6.1), 0.4)
-    assert book.tokens_per_s("m", "i0") == pytest.approx(4000.0)
-
-
-@pytest.mark.parametrize("state", ["live", "draining", "loading"])
-def test_only_serving_instances_are_measured(state: str) -> None:
-    book = LoadBook()
-    for tokens in (0, 400):
-        book.on_load(load(state=state, queued_tokens=9, prefill_tokens_total=tokens, busy_s_total=tokens / 4000), 0.0)
-    assert book.tokens_per_s("m", "i0") == ASSUMED_TOKENS_PER_S
-
-
-def test_steps_that_decode_only_say_nothing_about_prefill() -> None:
-    book = LoadBook()
-    measure(book, (0, 0.0), (400, 0.1), (400, 0.2), (400, 0.3))
-    assert book.tokens_per_s("m", "i0") == pytest.approx(4000.0)
-
-
-def test_counters_that_fall_are_not_measured() -> None:
-    book = LoadBook()
-    measure(book, (5000, 9.0), (400, 9.1))
-    measure(book, (0, 9.2), (400, 0.1))
-    assert book.tokens_per_s("m", "i0") == ASSUMED_TOKENS_PER_S
-
-
-def test_an_instance_that_was_not_measured_is_as_fast_as_the_models_others() -> None:
-    book = LoadBook()
-    measure(book, (0, 0.0), (400, 0.1))
-    assert book.tokens_per_s("m", "i1") == pytest.approx(4000.0)
+    book.on_load(load("i0", prefill_tokens_per_s=4000.0), 0.0)
+    book.on_load(load("i1"), 0.0)
+    assert book.tokens_per_s("m", "i1") == book.tokens_per_s("m", "unheard") == 4000.0
     assert book.tokens_per_s("other", "i1") == ASSUMED_TOKENS_PER_S
-    measure(book, (0, 0.0), (100, 0.1), instance_id="i1")
-    assert book.tokens_per_s("m", "i1") == pytest.approx(1000.0)
-    assert book.tokens_per_s("m", "i0") == pytest.approx(4000.0)
+
+
+@pytest.mark.parametrize("speed", [float("nan"), float("inf"), -1.0])
+def test_a_speed_that_is_none_is_not_taken(speed: float) -> None:
+    book = LoadBook()
+    book.on_load(load("i0", prefill_tokens_per_s=speed), 0.0)
+    assert book.tokens_per_s("m", "i0") == ASSUMED_TOKENS_PER_S
+
+
+def test_a_models_speed_outlives_its_instances() -> None:
+    book = LoadBook()
+    book.on_load(load("i0", prefill_tokens_per_s=4000.0), 0.0)
+    book.forget(REPORT_TTL_S + 1)
+    assert book.tokens_per_s("m", "i0") == 4000.0
 
 
 # --- queue and slack -------------------------------------------------------------------------------
@@ -202,11 +151,3 @@ def test_the_silent_are_forgotten() -> None:
     book.on_queue(queue(requests=1, tokens=500), 0.0)
     assert overloaded(book, "i0", now_s=REPORT_TTL_S)[0].queue_s == pytest.approx(1.0)
     assert overloaded(book, "i0", now_s=REPORT_TTL_S + 0.01)[0].queue_s == 0.0
-
-
-def test_a_speed_is_not_measured_across_a_silence() -> None:
-    book = LoadBook()
-    book.on_load(load(queued_tokens=9, prefill_tokens_total=0, busy_s_total=0.0), 0.0)
-    late_s = REPORT_TTL_S + 1
-    book.on_load(load(queued_tokens=9, prefill_tokens_total=400, busy_s_total=0.1), late_s)
-    assert book.tokens_per_s("m", "i0") == ASSUMED_TOKENS_PER_S

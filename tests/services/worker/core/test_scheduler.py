@@ -54,6 +54,7 @@ def test_decode_comes_first_then_running_prefill_then_the_head_of_the_queue():
     batch = scheduler.schedule()
     assert sizes(batch) == [("a", 3, 1, True), ("b", 0, 4, False), ("c", 0, 3, False)]
     finish(scheduler, batch)
+    assert scheduler.load().prefilling_requests == 2
     assert sizes(scheduler.schedule()) == [("a", 4, 1, True), ("b", 4, 3, True), ("c", 3, 3, True)]
 
 

@@ -1,0 +1,125 @@
+"""How fast this instance computes, by its own steps: the one place where speed is estimated. Others read the reports.
+
+A step's time is not proportional to its size: all weights are read however few tokens there are. So times are kept by
+size, the last few of each power of two, and a size's time is their median: one stall of the machine says nothing.
+
+- **Prefill**: prompt tokens per second at the largest size measured, which is what an instance with a queue does. A
+  step with prompts and decodes counts with its time less that of a step of as many decodes alone.
+- **Decode**: a step of ``n`` requests takes ``base + n · request`` seconds, a line through the times of all sizes.
+
+Pure: sizes and seconds come in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+NUM_RECENT = 5
+"""Steps of one size that are remembered: a speed that changed shows after three."""
+LEAST_PREFILL_SHARE = 0.25
+"""Of a step with more prompt tokens than decodes. The decodes in it never take more, whatever was measured before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What was measured; each 0 until it is known."""
+
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+    """At the largest batch measured."""
+    decode_base_s: float = 0.0
+    """What a decode step takes however few requests it has."""
+    decode_request_s: float = 0.0
+    """What each of its requests adds. 0 with a base: only one size is known, a lone request."""
+
+
+class SpeedEstimator:
+    """Takes the times of steps, gives the speed."""
+
+    def __init__(self) -> None:
+        self._prefill = _TimeBySize()
+        self._decode = _TimeBySize()
+        self._speed = Speed()
+
+    @property
+    def speed(self) -> Speed:
+        return self._speed
+
+    def stepped(self, num_prefill_tokens: int, num_decode_tokens: int, seconds: float) -> None:
+        """A step of that many tokens took so long through all layers."""
+        if seconds <= 0:
+            return
+        if not num_prefill_tokens:
+            self._decode.add(num_decode_tokens, seconds)
+            self._update()
+        # One of few prompt tokens beside decodes mostly shows these.
+        elif num_prefill_tokens > num_decode_tokens:
+            decode_s = self._decode_s(num_decode_tokens, seconds / (num_prefill_tokens + num_decode_tokens))
+            self.prefilled(num_prefill_tokens, max(seconds - decode_s, LEAST_PREFILL_SHARE * seconds))
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None:
+        """So many prompt tokens took so long through all layers, and nothing else was computed meanwhile."""
+        if seconds > 0:
+            self._prefill.add(num_tokens, seconds)
+            self._update()
+
+    def _decode_s(self, num_requests: int, token_s: float) -> float:
+        """Seconds of a step of so many decodes alone; at ``token_s`` each while nothing was measured."""
+        if not num_requests:
+            return 0.0
+        known = self._speed.decode_base_s + num_requests * self._speed.decode_request_s
+        return known or num_requests * token_s
+
+    def _update(self) -> None:
+        prefill, decode = self._prefill.largest, self._decode.largest
+        base_s, request_s = _line(self._decode.times)
+        self._speed = Speed(
+            prefill[0] / prefill[1] if prefill else 0.0,
+            decode[0] / decode[1] if decode else 0.0,
+            base_s,
+            request_s,
+        )
+
+
+class _TimeBySize:
+    """Per power of two, the median of the last few steps."""
+
+    def __init__(self) -> None:
+        self._recent: dict[int, deque[tuple[int, float]]] = {}
+        self._times: dict[int, tuple[int, float]] = {}
+
+    def add(self, size: int, seconds: float) -> None:
+        about = size.bit_length()
+        recent = self._recent.setdefault(about, deque(maxlen=NUM_RECENT))
+        recent.append((size, seconds))
+        # The faster of two: what slows a single step down (the first one, a stall) is not the engine.
+        self._times[about] = sorted(recent, key=_unit_s)[(len(recent) - 1) // 2]
+
+    @property
+    def largest(self) -> tuple[int, float] | None:
+        """A step of the largest size, and its seconds."""
+        return self._times[max(self._times)] if self._times else None
+
+    @property
+    def times(self) -> list[tuple[int, float]]:
+        """One step of each size, and its seconds."""
+        return list(self._times.values())
+
+
+def _unit_s(step: tuple[int, float]) -> float:
+    return step[1] / step[0]
+
+
+def _line(times: list[tuple[int, float]]) -> tuple[float, float]:
+    """Base and slope of the line nearest to all (size, seconds), neither of them negative."""
+    if len(times) < 2:
+        # Of one size alone nothing tells the two apart: all of a lone request's step is base, all of a batch's slope.
+        return next(((seconds, 0.0) if size == 1 else (0.0, seconds / size) for size, seconds in times), (0.0, 0.0))
+    mean_size = sum(size for size, _ in times) / len(times)
+    mean_s = sum(seconds for _, seconds in times) / len(times)
+    slope = sum((size - mean_size) * (seconds - mean_s) for size, seconds in times) / sum(
+        (size - mean_size) ** 2 for size, _ in times
+    )
+    slope = min(max(slope, 0.0), mean_s / mean_size)
+    return max(0.0, mean_s - slope * mean_size), slope
