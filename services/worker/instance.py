@@ -12,6 +12,7 @@ from services.worker.config import WorkerConfig
 from services.worker.core.lifecycle import Lifecycle
 from services.worker.core.scheduler import SchedulerConfig
 from services.worker.core.sequence import Sequence, check_vocabulary, sequence_of
+from services.worker.data_plane.outcome import in_thread
 from services.worker.data_plane.weight_copy import WeightCopy
 from services.worker.engine.arena import HostArena
 from services.worker.engine.base import Engine
@@ -34,6 +35,8 @@ MOCK_KV_BYTES = 24
 """Least that the mock's KV takes per token and layer, however small the model is."""
 STOP_S = 30.0
 """Longest that one engine step may take when an instance is stopped."""
+PREFAULT_STEP_BYTES = 1 << 30
+"""About a second's worth: how late a stop may be noticed."""
 
 OnOutput = Callable[[StepOutput], None]
 """Called on the engine thread."""
@@ -209,13 +212,21 @@ class InstanceFactory:
         self._on_output = on_output
         self._on_failure = on_failure
         self._arena = HostArena.allocate(config.arena_bytes)
-        self._arena.prefault(config.prefault_bytes)
         self._kv = KvPool.allocate(config.kv_bytes)
 
-    def create(self, plan: ScalePlan, member: ChainMember) -> Instance:
+    async def prefault(self, stopping: asyncio.Event) -> None:
+        """Commit as much of the arena as is configured, unless the worker is stopped meanwhile. Before the first
+        instance."""
+        num_bytes = min(self._config.prefault_bytes, self._config.arena_bytes)
+        for offset in range(0, num_bytes, PREFAULT_STEP_BYTES):
+            if stopping.is_set():
+                return
+            await in_thread(self._arena.prefault, min(PREFAULT_STEP_BYTES, num_bytes - offset), offset)
+
+    async def create(self, plan: ScalePlan, member: ChainMember) -> Instance:
         """An instance in state ``loading``, its engine bound to the places where the weights will be.
 
-        Raises ``Conflict`` when this worker derives another layout than the planner's record,
+        One at a time. Raises ``Conflict`` when this worker derives another layout than the planner's record,
         ``TransportError`` when the model does not fit the arena, ``BadRequest`` when the KV pool is too small.
         """
         record, config = plan.model, self._config
@@ -223,7 +234,7 @@ class InstanceFactory:
         if layout.hash != record.layout_hash:
             raise Conflict(f"layout {layout.hash} here, {record.layout_hash} in the plan: different versions?")
         copy = WeightCopy(layout, self._arena)
-        engine = self._engine(layout)
+        engine = await in_thread(self._engine, layout)
         scheduler = SchedulerConfig(
             num_blocks=engine.num_blocks,
             block_size=engine.block_size,
@@ -269,10 +280,10 @@ class InstanceFactory:
             )
         return TorchEngine(layout, self._arena, self._kv, num_blocks=num_blocks, block_size=config.block_size)
 
-    def release(self) -> None:
+    async def release(self) -> None:
         """The instance is gone: the KV pool's pages may go back to the system.
 
         The arena keeps its own: it may be registered with a NIC, and the next model arrives
         faster in pages that exist.
         """
-        self._kv.release()
+        await in_thread(self._kv.release)

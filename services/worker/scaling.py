@@ -62,6 +62,7 @@ class Scaling:
         self.leaving = False
         """The worker is being stopped: a drain is final."""
         self._last_epoch = 0
+        self._accepting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loading: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -108,7 +109,9 @@ class Scaling:
             log.error("%s makes no sense: %s", plan.plan_id, error)
             return
         if part is not None:
-            await self._accept(plan, part)
+            # Making room and building an instance take a moment, in which another plan may come.
+            async with self._accepting:
+                await self._accept(plan, part)
 
     async def _accept(self, plan: ScalePlan, part: Part) -> None:
         target = part.member
@@ -124,7 +127,7 @@ class Scaling:
             return
         self._last_epoch = target.epoch
         try:
-            self.instance = self._factory.create(plan, target)
+            self.instance = await self._factory.create(plan, target)
         except Exception as error:
             log.warning("%s: no instance: %s", plan.plan_id, error, exc_info=not isinstance(error, BlitzError))
             await self._progress.tell(plan.plan_id, target.instance_id, "failed", detail=str(error))
@@ -266,7 +269,7 @@ class Scaling:
             self._fatal(f"the engine of {instance.instance_id} does not end")
             return
         self._mover.withdraw(instance)
-        self._factory.release()
+        await self._factory.release()
         self.instance = None
         self._changed()
 

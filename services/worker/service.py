@@ -93,7 +93,7 @@ class WorkerService:
             host_cache_bytes=config.host_cache_bytes,
         )
         self._serving = Serving(bus, config.worker_id, lambda: self._scaling.instance)
-        factory = InstanceFactory(config, self._serving.on_output, self._on_engine_failure)
+        factory = self._factory = InstanceFactory(config, self._serving.on_output, self._on_engine_failure)
         self._peers = Peers(bus, transport, self.info)
         progress = ProgressReporter(bus, config.worker_id)
         mover = WeightMover(bus, transport, self.info, self._peers, progress, stall_s=config.stall_s)
@@ -159,6 +159,7 @@ class WorkerService:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping``, then drain for at most the configured time."""
+        await self._factory.prefault(stopping)
         worker_id, serving, scaling, sender = self._config.worker_id, self._serving, self._scaling, self._mover.sender
         subscriptions = [
             await self._bus.respond(subjects.worker_submit(worker_id), Submit, serving.on_submit),

@@ -190,15 +190,17 @@ class Fill:
             whole = True
         finally:
             del self._feeds[attempt]
-            if not whole:
-                # What it still sends would pile up here: nobody will ever post a receive for it.
-                await self._upstreams.stop(upstream, attempt)
             self.received_bytes += flow.moved_bytes
             outcome.discard()
-            flow.abort()
-            if not await ends_soon(lambda: flow.quiet):
-                # Late bytes could still land in the arena.
-                raise BuffersStuck(f"buffers of an aborted transfer are still posted after {SETTLE_S:g} s")
+            flow.abort()  # before anything that may be cancelled in its turn
+            try:
+                if not whole:
+                    # What it still sends would pile up here: nobody will ever post a receive for it.
+                    await self._upstreams.stop(upstream, attempt)
+            finally:
+                if not await ends_soon(lambda: flow.quiet):
+                    # Late bytes could still land in the arena.
+                    raise BuffersStuck(f"buffers of an aborted transfer are still posted after {SETTLE_S:g} s")
 
     async def _watch(self, flow: Inflow, outcome: Outcome, upstream: Upstream, attempt: int) -> None:
         moved, since_s = flow.moved_bytes, self._loop.time()

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
+from services.worker.engine.arena import HostMemory
+from services.worker.engine.base import Engine
+from services.worker.engine.kv_pool import KvPool
+from services.worker.instance import InstanceFactory
 from shared.errors import Conflict
+from shared.layout import ArenaLayout
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
-from tests.services.worker.lone_worker import LoneWorker
+from tests.services.worker.lone_worker import LoneWorker, lone_worker
 
 
 async def test_only_the_very_instance_that_serves_admits(alone: LoneWorker) -> None:
@@ -72,3 +78,50 @@ async def test_what_the_registry_hears_is_what_the_instance_can_take(alone: Lone
     assert info.max_queued_tokens == config.max_queued_tokens
     assert 0 < info.context_tokens <= alone.model.spec.max_position
     assert info.weights_digest == alone.worker.serving.copy.digest()
+
+
+async def test_memory_is_taken_and_given_back_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these takes seconds where the memory is large."""
+    on_the_loop: dict[str, bool] = {}
+
+    def watch(owner: type, name: str) -> None:
+        work = getattr(owner, name)
+
+        def watched(*args: object, **kwargs: object) -> object:
+            on_the_loop[name] = on_the_loop.get(name, False) or threading.current_thread() is threading.main_thread()
+            return work(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(HostMemory, "prefault")
+    watch(HostMemory, "release")
+    watch(KvPool, "view")
+    async with lone_worker(engine="torch", prefault_bytes=1 << 20) as alone:
+        instance_id = await alone.serve()
+        await alone.drain(instance_id)
+        await alone.reported("drain-1", "spare")
+    assert on_the_loop == {"prefault": False, "release": False, "view": False}
+
+
+async def test_a_plan_that_comes_while_an_instance_is_built_finds_it_loading(
+    alone: LoneWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, go_on = threading.Event(), threading.Event()
+    engine = InstanceFactory._engine
+
+    def slowly(factory: InstanceFactory, layout: ArenaLayout) -> Engine:
+        built.set()
+        assert go_on.wait(20.0)
+        return engine(factory, layout)
+
+    monkeypatch.setattr(InstanceFactory, "_engine", slowly)
+    first, second = alone.plan(epoch=10), alone.plan(epoch=11)
+    scaling = alone.worker.service._scaling
+    accepting = [asyncio.create_task(scaling.on_scale_plan(first))]
+    await eventually(built.is_set)
+    accepting.append(asyncio.create_task(scaling.on_scale_plan(second)))
+    go_on.set()
+    await asyncio.gather(*accepting)
+    # As if the first had been built at once: the newer lease takes its place.
+    await alone.reported(second.plan_id, "serving")
+    assert alone.events(first.plan_id)[-1] == "failed"

@@ -98,7 +98,7 @@ class Peer:
         layout_hash: str = "",
     ) -> asyncio.Task[None]:
         """Fill this peer's copy. A stripe without a share has an equal one."""
-        client = _Client(self, chunk_bytes, layout_hash or self.copy.layout.hash)
+        client = Client(self, chunk_bytes, layout_hash or self.copy.layout.hash)
 
         async def first_byte() -> None:
             self.first_bytes += 1
@@ -126,7 +126,7 @@ class Peer:
         fabric.kill(self.transport.address)
 
 
-class _Client:
+class Client:
     """``receiving.Upstreams`` by plain calls."""
 
     def __init__(self, me: Peer, chunk_bytes: int, layout_hash: str) -> None:
@@ -248,4 +248,4 @@ def same_bytes(one: WeightCopy, other: WeightCopy) -> bool:
     )
 
 
-__all__ = ["DISK", "LAYOUT", "Peer", "empty_copy", "peers", "random_copy", "same_bytes"]
+__all__ = ["DISK", "LAYOUT", "Client", "Peer", "empty_copy", "peers", "random_copy", "same_bytes"]

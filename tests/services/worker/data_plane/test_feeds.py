@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.worker.core.upstreams import StripeSources
+from services.worker.core.upstreams import StripeSources, Upstream
 from services.worker.data_plane import checkpoint_reader, outcome
+from services.worker.data_plane.flow import Inflow
 from services.worker.data_plane.pieces import cut
 from services.worker.data_plane.weight_copy import WeightCopy
 from services.worker.engine.arena import HostArena
@@ -22,7 +23,16 @@ from shared.messages.scaling import Feed, GetFeedState
 from shared.transport.base import Buffer, Channel, Transfer
 from shared.transport.transfer import PostedTransfer
 from tests.checkpoints import tiny_checkpoint
-from tests.services.worker.data_plane.peers import DISK, LAYOUT, Peer, empty_copy, peers, random_copy, same_bytes
+from tests.services.worker.data_plane.peers import (
+    DISK,
+    LAYOUT,
+    Client,
+    Peer,
+    empty_copy,
+    peers,
+    random_copy,
+    same_bytes,
+)
 
 PIECES = cut(LAYOUT, CHECK_BYTES)
 SLOW_BYTES_PER_S = 20_000_000
@@ -207,6 +217,31 @@ async def test_a_fill_that_fails_sends_its_readers_elsewhere_at_once() -> None:
         await failing.sender.end_feeds_of(failing.copy)
         await asyncio.wait_for(receiving, timeout=10.0)
         assert same_bytes(last.copy, source.copy)
+
+
+async def test_a_cancelled_fill_gives_its_buffers_up_before_it_tells_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with peers(2, random_copy(), stall_s=30.0) as (fabric, (source, target)):
+        fabric.set_rate(SLOW_BYTES_PER_S)
+        order: list[str] = []
+        abort, stop = Inflow.abort, Client.stop
+
+        def watched_abort(flow: Inflow) -> None:
+            order.append("abort")
+            abort(flow)
+
+        async def watched_stop(client: Client, upstream: Upstream, attempt: int) -> None:
+            order.append("stop")
+            await stop(client, upstream, attempt)
+            raise asyncio.CancelledError  # the word to the sender is cancelled in its turn
+
+        monkeypatch.setattr(Inflow, "abort", watched_abort)
+        monkeypatch.setattr(Client, "stop", watched_stop)
+        receiving = target.receive([[source.upstream()]])
+        await progressed(target)
+        receiving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+        assert order == ["abort", "stop"]
 
 
 async def test_a_lost_notice_only_costs_a_look_at_the_feed() -> None:
