@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from services.worker.core.sequence import Sequence
+from services.worker.disaggregated.staging import Window
 from services.worker.disaggregated.tags import kv_tag
 from services.worker.instance import Instance
 from services.worker.peers import TENSOR_LANE, Peers
@@ -22,15 +23,14 @@ from shared.transport.base import Buffer, Channel, TensorTransport, Transfer
 
 log = logging.getLogger(__name__)
 
-WINDOW_LAYERS = 8
-WINDOW_BYTES = 64 << 20
-"""Of KV that may be on its way to one request: its receives are posted before it is sent."""
-
 
 class Arrival:
     """Event loop only. Its sequence has its seat and blocks; the instance is pinned until ``unpin``."""
 
-    def __init__(self, message: ReserveDecode, sequence: Sequence, instance: Instance, ticket: int) -> None:
+    def __init__(
+        self, message: ReserveDecode, sequence: Sequence, instance: Instance, ticket: int, window: Window
+    ) -> None:
+        """``window``: its share of the memory for KV that is on its way; it is given back here."""
         self.message = message
         self.sequence = sequence
         self.instance = instance
@@ -41,7 +41,7 @@ class Arrival:
         engine = instance.engine.loop.engine
         self.num_layers = engine.num_layers
         self._layer_bytes = self.num_tokens * engine.kv_bytes_per_token_layer
-        self.window_layers = max(1, min(WINDOW_LAYERS, WINDOW_BYTES // self._layer_bytes))
+        self._window = window
         self._transport: TensorTransport
         self._channel: Channel
         self._posted: deque[tuple[Buffer, Transfer]] = deque()
@@ -52,6 +52,11 @@ class Arrival:
         self._importing: asyncio.Future[None] | None = None
         self._pin = contextlib.ExitStack()
         self._pin.enter_context(instance.pinned())
+
+    @property
+    def window_layers(self) -> int:
+        """So many layers more than are here may be on their way."""
+        return self._window.num_layers
 
     @property
     def is_whole(self) -> bool:
@@ -97,6 +102,7 @@ class Arrival:
     def _abort(self) -> None:
         for _, transfer in self._posted:
             transfer.abort()
+        self._window.close()
 
     async def _receive(self, failed: Callable[[], None]) -> None:
         """All layers, in order."""

@@ -12,6 +12,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from services.worker.disaggregated.arrival import Arrival
+from services.worker.disaggregated.staging import Staging
 from services.worker.engine.base import Sampled
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance import Instance
@@ -67,6 +68,7 @@ class Arrivals:
         self._begun: OrderedDict[Key, None] = OrderedDict()
         """Those that are, or were, decoded here: the answer may have been lost."""
         self._tickets = itertools.count()
+        self._staging = Staging()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By request id."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -114,10 +116,20 @@ class Arrivals:
         if not 0 < sequence.num_tokens < limit:
             raise BadRequest(f"{sequence.num_tokens} tokens: this instance takes up to {limit - 1}", param="request")
         await self._give_up_older(request, instance)
+        engine = instance.engine.loop.engine
+        window = self._staging.window(sequence.num_tokens * engine.kv_bytes_per_token_layer, engine.num_layers)
+        if window is None:
+            raise Overloaded(f"{self._staging.used_bytes} bytes of KV are on their way here already")
         call = instance.engine.call(lambda loop: loop.scheduler.reserve([sequence]), between_layers=True)
-        if not await asyncio.wrap_future(call):
+        reserved = False
+        try:
+            reserved = await asyncio.wrap_future(call)
+        finally:
+            if not reserved:
+                window.close()
+        if not reserved:
             raise Overloaded(f"no room for {sequence.num_tokens} tokens of KV now")
-        arrival = Arrival(message, sequence, instance, next(self._tickets))
+        arrival = Arrival(message, sequence, instance, next(self._tickets), window)
         self._serving.host((request,))
         try:
             await arrival.connect(self._transport, self._peers)

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 ASK_TIMEOUT_S = 1.0
 """One try of a question that is answered at once."""
 RETRY_S = 0.02
+OFFER_RETRY_S = 0.002
+"""At first: the target may be about to take its plan."""
 MAX_RETRY_S = 0.25
 KEEP_ALIVE_S = 0.5
 LAST_WORD_S = 0.2
@@ -56,7 +58,7 @@ class Peer:
         """Ask until the target, which may not have its plan yet, accepts. Raises ``PairLost``."""
         message = LiveOffer(assignment=assignment)
         subject = subjects.worker_live(self._worker_id, "offer")
-        started_s, pause_s = time.monotonic(), RETRY_S
+        started_s, pause_s = time.monotonic(), OFFER_RETRY_S
         while True:
             try:
                 await self.until(self._bus.request(subject, message, Ack, timeout_s=ASK_TIMEOUT_S))

@@ -7,10 +7,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from services.worker.disaggregated import arrival as arrival_module
-from services.worker.disaggregated import arrivals
+from services.worker.disaggregated import arrivals, staging
 from services.worker.peers import Peers
-from shared.errors import Conflict, Unavailable
+from shared.errors import Conflict, Overloaded, Unavailable
 from shared.transport.base import Channel
 from shared.transport.memory_transport import MemoryTransport
 from tests.services.waiting import eventually
@@ -106,7 +105,7 @@ async def test_who_waits_for_layers_hears_of_them_at_once_and_else_after_a_while
 async def test_receives_are_posted_a_window_ahead(
     alone: LoneWorker, prefill: FakePrefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrival_module, "WINDOW_LAYERS", 2)
+    monkeypatch.setattr(staging, "WINDOW_LAYERS", 2)
     request = prefill.request()
     reserved = await prefill.reserve(request)
     assert reserved.window_layers == 2
@@ -124,16 +123,57 @@ async def test_receives_are_posted_a_window_ahead(
     await decoded(alone, request)
 
 
-@pytest.mark.parametrize(("layers_worth", "window"), [(0.5, 1), (1.0, 1), (3.9, 3), (100.0, 8)])
+@pytest.mark.parametrize(("layers_worth", "window"), [(0.5, 1), (1.0, 1), (3.9, 3), (100.0, 4)])
 async def test_a_window_is_bounded_in_bytes(
     alone: LoneWorker, prefill: FakePrefill, monkeypatch: pytest.MonkeyPatch, layers_worth: float, window: int
 ) -> None:
     engine = alone.worker.serving.engine.loop.engine
     layer_bytes = len(PROMPT) * engine.kv_bytes_per_token_layer
-    monkeypatch.setattr(arrival_module, "WINDOW_BYTES", int(layers_worth * layer_bytes))
+    monkeypatch.setattr(staging, "WINDOW_BYTES", int(layers_worth * layer_bytes))
     reserved = await prefill.reserve(prefill.request())
     assert reserved.window_layers == window
     await prefill.release(prefill.request())
+
+
+async def test_kv_on_its_way_to_all_requests_together_is_bounded_in_bytes(
+    alone: LoneWorker, prefill: FakePrefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer_bytes = len(PROMPT) * alone.worker.serving.engine.loop.engine.kv_bytes_per_token_layer
+    monkeypatch.setattr(staging, "STAGING_BYTES", int(3.5 * layer_bytes))
+    monkeypatch.setattr(staging, "WINDOW_LAYERS", 2)
+    requests = [prefill.request(f"r{i}") for i in range(3)]
+    reserved = [await prefill.reserve(request) for request in requests[:2]]
+    assert [r.window_layers for r in reserved] == [2, 1]
+    before = await used_blocks(alone)
+    with pytest.raises(Overloaded, match="on their way"):
+        await prefill.reserve(requests[2])
+    assert await used_blocks(alone) == before
+    # What is whole, or goes, makes room: the question is asked again.
+    await prefill.send_all(reserved[0], requests[0])
+    third = await prefill.reserve(requests[2])
+    assert third.window_layers == 2
+    await prefill.release(requests[1])
+    await prefill.send_all(third, requests[2])
+    for request in (requests[0], requests[2]):
+        await prefill.begin(request)
+        await decoded(alone, request)
+    assert alone.worker.service._arrivals._staging.used_bytes == 0
+
+
+async def test_a_layer_larger_than_the_bound_comes_when_nothing_else_does(
+    alone: LoneWorker, prefill: FakePrefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "STAGING_BYTES", 1)
+    one, other = prefill.request("one"), prefill.request("other")
+    reserved = await prefill.reserve(one)
+    with pytest.raises(Overloaded):
+        await prefill.reserve(other)
+    await prefill.send_all(reserved, one)
+    await prefill.begin(one)
+    await decoded(alone, one)
+    await prefill.reserve(other)
+    await prefill.release(other)
+    assert alone.worker.service._arrivals._staging.used_bytes == 0
 
 
 async def test_kv_of_a_released_reservation_harms_nobody(alone: LoneWorker, prefill: FakePrefill) -> None:

@@ -15,8 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.worker.disaggregated import arrival as arrival_module
-from services.worker.disaggregated import arrivals, line
+from services.worker.disaggregated import arrivals, line, staging
 from services.worker.disaggregated.arrival import Arrival
 from services.worker.disaggregated.tags import kv_tag
 from services.worker.engine.mock import MockEngine, MockTiming
@@ -323,7 +322,7 @@ async def test_no_layer_is_sent_that_nobody_receives(
     patient_pair: Disaggregated, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     """However slowly KV is taken in."""
-    monkeypatch.setattr(arrival_module, "WINDOW_LAYERS", window)
+    monkeypatch.setattr(staging, "WINDOW_LAYERS", window)
     there, rooms = patient_pair.decode, patient_pair.decode.service._arrivals._arrivals
     engine = there.serving.engine.loop.engine
     assert isinstance(engine, MockEngine)
