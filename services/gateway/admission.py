@@ -83,9 +83,17 @@ def sampling_params(
 
 
 def stream_state(
-    request_id: str, model: ModelRoutes, prompt: tuple[int, ...], sampling: SamplingParams, *, arrived_at_s: float
+    request_id: str,
+    model: ModelRoutes,
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    *,
+    arrived_at_s: float,
+    key: str = "",
+    default_max_tokens: bool = False,
 ) -> StreamState:
-    """A stream in its queued state. ``arrived_at_s`` is Unix time."""
+    """A stream in its queued state. ``arrived_at_s`` is Unix time, ``key`` the name of the caller's key;
+    ``default_max_tokens``: the caller left the length of the output open."""
     eos = () if sampling.ignore_eos else model.record.spec.eos_token_ids
     return StreamState(
         request_id=request_id,
@@ -94,6 +102,8 @@ def stream_state(
         prompt_token_ids=prompt,
         sampling=sampling,
         arrived_at_s=arrived_at_s,
+        key=key,
+        default_max_tokens=default_max_tokens,
         end_token_ids=frozenset((*eos, *sampling.stop_token_ids)),
     )
 

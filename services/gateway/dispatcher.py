@@ -25,6 +25,7 @@ from services.gateway.submitter import Submitter
 from shared.bus.base import Bus
 from shared.errors import BlitzError, ModelNotFound, Unavailable
 from shared.messages.generation import FinishReason, StreamPart, TokenBatch
+from shared.messages.load import LoadReport, QueueReport
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class Dispatcher:
         self._max_attempts = max_attempts
         self._clock = clock
         self.requests = ActiveRequests()
-        self.router = Router(max_queued_requests=max_queued_requests)
+        self.router = Router(max_queued_requests=max_queued_requests, gateway_id=gateway_id)
         self.outbox = Outbox(bus, clock)
         self._tasks = OwnedTasks()
         self._patience = Patience(stall_s=stall_s, probe_s=probe_s, queue_timeout_s=queue_timeout_s)
@@ -75,6 +76,7 @@ class Dispatcher:
             self._tasks,
             self._attempt_failed,
             clock,
+            on_accepted=self.router.accepted,
             gateway_id=gateway_id,
             timeout_s=submit_timeout_s,
         )
@@ -106,6 +108,16 @@ class Dispatcher:
         for part in batch.parts:
             self._on_part(batch, part, now_s)
 
+    def on_load(self, report: LoadReport) -> None:
+        """An instance's load: room may have come."""
+        self.router.reported(report, now_s=self._clock())
+        if self.router.queued(report.model)[0]:
+            self.pump(report.model)
+
+    def on_queues(self, report: QueueReport) -> None:
+        """A gateway's queues."""
+        self.router.others_reported(report, now_s=self._clock())
+
     def routes_changed(self, changes: RouteChanges) -> None:
         """React to a new view: bind waiting requests, refuse those of removed models, check on lost instances."""
         for name in sorted(changes.removed):
@@ -123,22 +135,26 @@ class Dispatcher:
 
     def pump(self, model: str) -> None:
         """Bind the model's waiting requests as far as its instances take them."""
-        for assignment in self.router.dispatch(model, now_s=self._clock()):
+        dispatched = self.router.dispatch(model, now_s=self._clock())
+        for assignment in dispatched.assignments:
             self._submitter.submit(self.requests[assignment.request_id], assignment.route, assignment.decode)
+        for request_id, error in dispatched.refused:
+            self._fail(self.requests[request_id], error)
 
     def tick(self) -> None:
         """Do what time asks for; call it every 50 ms or so."""
         now_s = self._clock()
         for stream in self.router.expired(now_s=now_s):
             late = f"no instance of model {stream.model!r} took the request within {self._queue_timeout_s:g} s"
-            self._fail(self.requests[stream.request_id], Unavailable(late, retry_after_s=1.0))
+            error = self.router.too_long(stream) or Unavailable(late, retry_after_s=1.0)
+            self._fail(self.requests[stream.request_id], error)
         for name in list(self._book.models):
             self.pump(name)
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + self._patience.check_every_s
             self._watch.check(now_s)
             self.outbox.forget_strays(now_s)
-            self.router.prune()
+            self.router.prune(now_s=now_s)
 
     async def close(self) -> None:
         """End what still runs with an error, flush the outbox."""
@@ -234,7 +250,10 @@ class Dispatcher:
             self._end(request)
             return
         now_s = self._clock()
-        if outcome.pause_s:
+        if isinstance(outcome, failover.Retry) and not outcome.fault:
+            self.router.refused(stream.instance_id, now_s=now_s)
+            self._metrics.of(stream.model).refusals += 1
+        elif outcome.pause_s:
             self.router.suspend(stream.instance_id, until_s=now_s + outcome.pause_s)
         if isinstance(outcome, failover.GiveUp):
             self._fail(request, outcome.error)

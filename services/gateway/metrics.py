@@ -55,6 +55,7 @@ class ModelMetrics:
     generation_tokens: int = 0
     failovers: int = 0
     resends: int = 0
+    refusals: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     ttft_s: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS_S))
     itl_s: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS_S))
@@ -113,6 +114,7 @@ class GatewayMetrics(Collector):
         rows = (
             ("blitz_gateway_failovers", "Attempts given up and continued elsewhere.", "failovers"),
             ("blitz_gateway_resends", "Times a worker was asked for tokens again.", "resends"),
+            ("blitz_gateway_refusals", "Times an instance said that it is full.", "refusals"),
             ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
             ("vllm:generation_tokens", "Tokens generated.", "generation_tokens"),
         )

@@ -108,6 +108,7 @@ class Gateway:
             )
             subscriptions.append(await self.bus.subscribe(subjects.routes(), RouteTable, self._on_routes))
             subscriptions.append(await self.bus.subscribe(subjects.load(), LoadReport, self._on_load))
+            subscriptions.append(await self.bus.subscribe(subjects.queue(), QueueReport, self.dispatcher.on_queues))
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._refresh())
                 tasks.create_task(self._heartbeat())
@@ -159,6 +160,7 @@ class Gateway:
 
     def _on_load(self, report: LoadReport) -> None:
         self.load_board.take(report, time.monotonic())
+        self.dispatcher.on_load(report)
 
     def _apply(self, changes: RouteChanges) -> None:
         if changes.models or changes.removed:
@@ -206,6 +208,7 @@ class Gateway:
                     arrived_requests_total=arrived.requests,
                     arrived_prompt_tokens_total=arrived.prompt_tokens,
                     inflight_requests=inflight.get(name, 0),
+                    head_tokens=self.dispatcher.router.head_tokens(name),
                 )
             )
         return QueueReport(gateway_id=self.config.gateway_id, published_at_s=time.time(), models=tuple(queues))

@@ -17,7 +17,7 @@ from shared.messages.registry import Route
 
 
 class Submitter:
-    """Makes the Submit RPC of each attempt. Calls ``on_failed`` when the instance does not accept."""
+    """Makes the Submit RPC of each attempt. Calls ``on_accepted`` with the request's id, or ``on_failed``."""
 
     def __init__(
         self,
@@ -27,6 +27,7 @@ class Submitter:
         on_failed: Callable[[ActiveRequest, BlitzError], None],
         clock: Callable[[], float],
         *,
+        on_accepted: Callable[[str], None],
         gateway_id: str,
         timeout_s: float,
     ) -> None:
@@ -35,6 +36,7 @@ class Submitter:
         self._tasks = tasks
         self._on_failed = on_failed
         self._clock = clock
+        self._on_accepted = on_accepted
         self._gateway_id = gateway_id
         self._timeout_s = timeout_s
 
@@ -72,6 +74,8 @@ class Submitter:
                 self._on_failed(request, error)
         else:
             self._watch.heard(worker_id, self._clock())
+            if stream.attempt == attempt and stream.worker_id == worker_id:
+                self._on_accepted(stream.request_id)
         finally:
             if stream.attempt == attempt:
                 request.submitting = False

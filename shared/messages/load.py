@@ -54,6 +54,8 @@ class ModelQueue(msgspec.Struct, frozen=True, kw_only=True):
     arrived_requests_total: int
     arrived_prompt_tokens_total: int
     inflight_requests: int
+    head_tokens: int = 0
+    """Prompt tokens of the request that is next; 0 when none waits."""
 
 
 class QueueReport(Message, frozen=True, kw_only=True, tag="queue.v1"):

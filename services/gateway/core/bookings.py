@@ -1,26 +1,45 @@
-"""What this gateway has at each instance: requests that are there, and those promised to a decode instance.
+"""What is at each instance: this gateway's requests, those promised to a decode instance, and others' by its reports.
 
 Rules
 - A request is booked at one instance, and counts there until it is released or another instance takes it over.
 - The promise to a decode instance lasts as long as the request is where it was sent: it ends with the booking, and
   when the request moves, wherever to.
+- An instance's report counts everybody's requests. What it has beyond those of ours that it had accepted by then is
+  other gateways'. A request of ours that it has accepted, and whose acceptance is on its way here, counts as
+  theirs until the next report: rather too much than too little.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from services.gateway.core.stream import StreamState
+from shared.messages.load import LoadReport
 
 EXPECTED_OUTPUT_TOKENS = 256
 """``max_tokens`` says little about how long an answer becomes: it counts up to this."""
+FRESH_S = 3.0
+"""A report that is older says nothing about now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignLoad:
+    """What other gateways have at one instance."""
+
+    requests: int = 0
+    queued_requests: int = 0
+    queued_tokens: int = 0
+    outstanding_tokens: int = 0
+
+
+NOTHING = ForeignLoad()
 
 
 @dataclass(slots=True)
 class InstanceLoad:
-    """What this gateway has at one instance. Promised requests are still at the instance that computes their prompt."""
+    """What is at one instance. Promised requests are still at the instance that computes their prompt."""
 
     inflight_requests: int = 0
     unstarted_requests: int = 0
@@ -29,11 +48,33 @@ class InstanceLoad:
     promised_requests: int = 0
     promised_tokens: int = 0
     suspended_until_s: float = -math.inf
+    refusals: int = 0
+    """Times in a row that it said that it is full."""
+    accepted_requests: int = 0
+    """Of those in flight: the instance's reports count them."""
+    accepted_unstarted_requests: int = 0
+    accepted_unstarted_tokens: int = 0
+    foreign: ForeignLoad = NOTHING
+    foreign_at_s: float = -math.inf
 
     @property
     def decode_tokens(self) -> int:
-        """Outstanding tokens, those promised included."""
+        """Outstanding tokens of ours, those promised included."""
         return self.outstanding_tokens + self.promised_tokens
+
+    def foreign_in(self, report: LoadReport) -> ForeignLoad:
+        """What of a report is other gateways'."""
+        reported = report.queued_requests + report.running_requests
+        requests = max(0, reported - self.accepted_requests)
+        if not requests:
+            return NOTHING
+        tokens = requests * (report.queued_tokens + report.running_tokens) // reported
+        return ForeignLoad(
+            requests=requests,
+            queued_requests=max(0, report.queued_requests - self.accepted_unstarted_requests),
+            queued_tokens=max(0, report.queued_tokens - self.accepted_unstarted_tokens),
+            outstanding_tokens=tokens + requests * EXPECTED_OUTPUT_TOKENS,
+        )
 
 
 @dataclass(slots=True)
@@ -44,12 +85,15 @@ class _Booking:
     unstarted: bool
     decode_instance_id: str
     """Empty: nobody was promised the request."""
+    accepted: bool = False
 
 
 class Bookings:
     """The bookings by request, and the loads by instance that they add up to."""
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[str], None] | None = None) -> None:
+        """``changed`` is called with each instance whose load changes."""
+        self._changed = changed if changed is not None else lambda _: None
         self._loads: dict[str, InstanceLoad] = {}
         self._bookings: dict[str, _Booking] = {}
 
@@ -57,8 +101,11 @@ class Bookings:
         return request_id in self._bookings
 
     def load_of(self, instance_id: str) -> InstanceLoad:
-        """What we have at an instance."""
-        return self._loads.setdefault(instance_id, InstanceLoad())
+        """What is at an instance."""
+        load = self._loads.get(instance_id)
+        if load is None:
+            load = self._loads[instance_id] = InstanceLoad()
+        return load
 
     def book(self, stream: StreamState, instance_id: str, *, decode_instance_id: str = "") -> None:
         """The request goes to that instance, and is promised to the decode instance if one is named."""
@@ -69,8 +116,19 @@ class Bookings:
         self._bookings[stream.request_id] = booking
         self._count(booking, 1)
 
+    def accepted(self, request_id: str) -> None:
+        """The instance has the request. Unknown requests are ignored."""
+        booking = self._bookings.get(request_id)
+        if booking is not None:
+            self.load_of(booking.instance_id).refusals = 0
+            if not booking.accepted:
+                self._count(booking, -1)
+                booking.accepted = True
+                self._count(booking, 1)
+
     def started(self, request_id: str) -> None:
         """The request's prompt no longer waits at its instance. Unknown requests are ignored."""
+        self.accepted(request_id)
         booking = self._bookings.get(request_id)
         if booking is not None and booking.unstarted:
             self._count(booking, -1)
@@ -84,6 +142,7 @@ class Bookings:
             self._count(booking, -1)
             booking.instance_id = instance_id
             booking.decode_instance_id = ""
+            booking.accepted = True
             self._count(booking, 1)
 
     def release(self, request_id: str) -> None:
@@ -92,8 +151,22 @@ class Bookings:
         if booking is not None:
             self._count(booking, -1)
 
-    def prune(self, known: Set[str]) -> None:
-        """Forget the loads of instances that are not ``known`` and neither hold nor were promised anything of ours."""
+    def reported(self, report: LoadReport, now_s: float) -> None:
+        """An instance tells its load, everybody's requests in it."""
+        load = self.load_of(report.instance_id)
+        load.foreign_at_s = now_s
+        foreign = load.foreign_in(report)
+        if foreign != load.foreign:
+            load.foreign = foreign
+            self._changed(report.instance_id)
+
+    def prune(self, known: Set[str], now_s: float) -> None:
+        """Forget the loads of instances that are not ``known`` and neither hold nor were promised anything of ours, and
+        what was reported too long ago."""
+        for instance_id, load in self._loads.items():
+            if load.foreign is not NOTHING and now_s - load.foreign_at_s > FRESH_S:
+                load.foreign = NOTHING
+                self._changed(instance_id)
         self._loads = {
             instance_id: load
             for instance_id, load in self._loads.items()
@@ -107,7 +180,14 @@ class Bookings:
         if booking.unstarted:
             load.unstarted_requests += sign
             load.unstarted_tokens += sign * booking.known_tokens
+        if booking.accepted:
+            load.accepted_requests += sign
+            if booking.unstarted:
+                load.accepted_unstarted_requests += sign
+                load.accepted_unstarted_tokens += sign * booking.known_tokens
+        self._changed(booking.instance_id)
         if booking.decode_instance_id:
             promised = self.load_of(booking.decode_instance_id)
             promised.promised_requests += sign
             promised.promised_tokens += sign * booking.outstanding_tokens
+            self._changed(booking.decode_instance_id)

@@ -3,8 +3,8 @@
 Rules
 - What is wrong with the request itself is its client's error: another instance would say the same.
 - When every token is here and only the terminal part was lost, the request is complete.
-- Any other failure sends the request back into its queue, until it has failed too often. A full
-  instance is no failure. The instance is left alone for a moment.
+- Any other failure sends the request back into its queue, until it has failed too often, and the instance is left alone
+  for a moment. A full instance is no failure: how long it is left alone, the router knows.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from shared.errors import (
 from shared.messages.codec import MalformedMessage
 from shared.messages.generation import FinishReason
 
-FULL_PAUSE_S = 0.05
-"""How long an instance that said "full" is left alone."""
 SUSPECT_PAUSE_S = 1.0
 """How long an instance that did not answer is left alone."""
 
@@ -52,7 +50,7 @@ class Retry:
     """The request continues behind its last token, elsewhere if it can."""
 
     fault: bool
-    """Whether this counts as a failed attempt."""
+    """Whether this counts as a failed attempt. If not, the instance was full."""
     pause_s: float
     """How long the instance takes nothing."""
 
@@ -88,6 +86,4 @@ def after_failure(stream: StreamState, error: BlitzError, *, max_attempts: int, 
 
 
 def _pause_s(error: BlitzError) -> float:
-    if isinstance(error, Overloaded):
-        return FULL_PAUSE_S
     return SUSPECT_PAUSE_S if isinstance(error, Unavailable | DeadlineExceeded | NotFound | Conflict) else 0.0

@@ -1,28 +1,47 @@
 """Late binding: which instance gets which waiting request, and when.
 
 Rules
-- One FCFS queue per model; nobody overtakes. A resubmitted request goes back to its place by arrival.
-- An instance takes a request while it serves, is not suspended, holds fewer of our requests than
-  it can run, and the prompts that it has not begun leave room in its queue. An idle instance
-  always takes one. Among those, the one with the fewest outstanding tokens, then the lowest id.
+- One queue per model, in which keys take turns (``FairQueue``). The one whose turn it is waits for room; nobody
+  overtakes it, except where no instance can hold it. A resubmitted request goes back to its place.
+- A ``max_tokens`` that the caller left open is cut to what the instances hold. A request that none of them can hold is
+  refused if no instance has had it; one that has been running is set aside until an instance comes that can.
+- An instance takes a request while it serves, is not suspended, holds fewer requests than it can run, and the prompts
+  that it has not begun leave room in its queue. An idle instance always takes one. Among those, the one with the fewest
+  outstanding tokens, then the lowest id.
+- While other gateways have requests for the model, theirs count by the instances' reports. Each gateway may fill its
+  share of an instance's seats whatever the others have, so that none starves; of the waiting prompts it takes no
+  more than its share, and leaves room for what is next in another's queue, while that waits.
+- An instance that says that it is full is left alone, each time twice as long, until it takes one or reports no queue.
 - A decode instance gets no request from here. A request for a prefill instance names the decode instance that goes on
   with it: the one with the fewest outstanding tokens, those promised to it included. However full it is, the request
   does not wait here for it: how long to, the prefill instance knows. Without any it decodes by itself.
-- The queue is bounded; a full one refuses.
+- The queue is bounded; a full one refuses. One key takes no more places than it leaves free.
 - A request that another instance takes over counts there from then on.
+
+What a request costs does not grow with what waits, and with the instances like their logarithm (``InstanceIndex``).
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
-from services.gateway.core.bookings import Bookings, InstanceLoad
+from services.gateway.core.bookings import NOTHING, Bookings, InstanceLoad
+from services.gateway.core.contention import ALONE, Contention, OtherGateways
+from services.gateway.core.fair_queue import FairQueue, Waiting
+from services.gateway.core.instance_index import InstanceIndex
 from services.gateway.core.routes import TAKES_REQUESTS, takes_new
 from services.gateway.core.stream import StreamState
-from shared.errors import Overloaded
+from shared.errors import ContextLengthExceeded, Overloaded
+from shared.messages.load import LoadReport, QueueReport
 from shared.messages.registry import Route
+
+FULL_PAUSE_S = 0.05
+"""How long an instance that said "full" is left alone."""
+MAX_FULL_PAUSE_S = 1.0
+"""The same, having said so again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,96 +54,147 @@ class Assignment:
     """Who decodes it, if that is another instance."""
 
 
-@dataclass(slots=True)
-class _Waiting:
-    sequence: int
-    stream: StreamState
-    deadline_s: float
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """What became of requests whose turn came."""
+
+    assignments: tuple[Assignment, ...] = ()
+    refused: tuple[tuple[str, ContextLengthExceeded], ...] = ()
+    """Requests that no instance can hold; they have left the queue."""
 
 
 @dataclass(slots=True)
 class _Queue:
-    waiting: deque[_Waiting] = field(default_factory=deque)
-    waiting_tokens: int = 0
+    waiting: FairQueue = field(default_factory=FairQueue)
     routes: dict[str, Route] = field(default_factory=dict)
+    takers: InstanceIndex = field(default_factory=lambda: InstanceIndex(()))
+    decoders: InstanceIndex = field(default_factory=lambda: InstanceIndex(()))
+    changed: set[str] = field(default_factory=set)
+    """Instances whose place in the indexes is to be found anew."""
+    holds_tokens: float = 0.0
+    """The longest context of those that take requests; 0: there are none."""
+    may_hold_tokens: float = 0.0
+    """The same, with those that drain: one may come back."""
+    contention: Contention = ALONE
 
 
 class Router:
     """Queues and bookings of one gateway."""
 
-    def __init__(self, *, max_queued_requests: int) -> None:
+    def __init__(self, *, max_queued_requests: int, gateway_id: str = "") -> None:
         self._max_queued_requests = max_queued_requests
         self._queues: dict[str, _Queue] = {}
-        self._bookings = Bookings()
+        self._model_of: dict[str, str] = {}
+        self._bookings = Bookings(self._load_changed)
+        self._others = OtherGateways(gateway_id)
         self._sequences: dict[str, int] = {}
         self._next_sequence = 0
+        self._wakes: list[tuple[float, str]] = []
 
     def queued(self, model: str) -> tuple[int, int]:
         """Waiting requests of a model, and the prompt tokens that they bring."""
         queue = self._queues.get(model)
-        return (len(queue.waiting), queue.waiting_tokens) if queue else (0, 0)
+        return (len(queue.waiting), queue.waiting.num_tokens) if queue else (0, 0)
+
+    def head_tokens(self, model: str) -> int:
+        """Prompt tokens of the request whose turn it is; 0 if none waits."""
+        queue = self._queues.get(model)
+        head = queue.waiting.head() if queue is not None else None
+        return head.stream.num_known_tokens if head is not None else 0
 
     def load_of(self, instance_id: str) -> InstanceLoad:
-        """What we have at an instance."""
+        """What is at an instance."""
         return self._bookings.load_of(instance_id)
 
     def set_routes(self, model: str, routes: Iterable[Route]) -> None:
         """Replace a model's instances. Bookings at instances that are gone stay until released."""
         queue = self._queues.setdefault(model, _Queue())
-        queue.routes = {route.instance_id: route for route in sorted(routes, key=lambda r: r.instance_id)}
+        self._forget_routes(model, queue)
+        queue.routes = {route.instance_id: route for route in routes}
+        self._model_of.update(dict.fromkeys(queue.routes, model))
+        queue.takers = InstanceIndex(route.instance_id for route in queue.routes.values() if takes_new(route))
+        queue.decoders = InstanceIndex(route.instance_id for route in queue.routes.values() if _decodes(route))
+        queue.changed = set(queue.routes)
+        taking = [_context(route) for route in queue.routes.values() if takes_new(route)]
+        drained = [_context(r) for r in queue.routes.values() if r.state == "draining" and r.role != "decode"]
+        queue.holds_tokens = max(taking, default=0.0)
+        queue.may_hold_tokens = max([*taking, *drained], default=0.0)
+        queue.waiting.bring_back()
 
     def remove_model(self, model: str) -> list[StreamState]:
         """Forget a model. Returns the requests that waited for it, in order."""
         queue = self._queues.pop(model, None)
-        return [self._forget(item) for item in queue.waiting] if queue else []
+        if queue is None:
+            return []
+        self._forget_routes(model, queue)
+        return [self._forget(item) for item in queue.waiting.clear()]
 
     def enqueue(self, stream: StreamState, *, deadline_s: float, retry_after_s: float) -> None:
-        """Append a request to its model's queue. Raises ``Overloaded`` when the queue is full."""
+        """Append a request to its key's part of its model's queue. Raises ``Overloaded`` when there is no place."""
         queue = self._queues.setdefault(stream.model, _Queue())
-        if len(queue.waiting) >= self._max_queued_requests:
+        free = self._max_queued_requests - len(queue.waiting)
+        if free <= 0:
             raise Overloaded(
                 f"{len(queue.waiting)} requests already wait for model {stream.model!r}; try again later",
                 retry_after_s=retry_after_s,
             )
+        mine = queue.waiting.num_waiting(stream.key) if stream.key else 0
+        if mine > free:
+            raise Overloaded(
+                f"{mine} requests of key {stream.key!r} already wait for model {stream.model!r}, and {free} places "
+                "are left for all; try again later",
+                retry_after_s=retry_after_s,
+            )
         self._sequences[stream.request_id] = self._next_sequence
-        queue.waiting.append(_Waiting(self._next_sequence, stream, deadline_s))
-        queue.waiting_tokens += stream.num_known_tokens
+        queue.waiting.push(Waiting(self._next_sequence, stream, deadline_s))
         self._next_sequence += 1
 
     def requeue(self, stream: StreamState, *, deadline_s: float) -> None:
         """Put a request whose attempt ended back into its place, full queue or not."""
         self.release(stream.request_id)
         queue = self._queues.setdefault(stream.model, _Queue())
-        sequence = self._sequences[stream.request_id]
-        place = 0
-        while place < len(queue.waiting) and queue.waiting[place].sequence < sequence:
-            place += 1
-        queue.waiting.insert(place, _Waiting(sequence, stream, deadline_s))
-        queue.waiting_tokens += stream.num_known_tokens
+        queue.waiting.push(Waiting(self._sequences[stream.request_id], stream, deadline_s), back=True)
 
     def suspend(self, instance_id: str, *, until_s: float) -> None:
         """Send that instance nothing until then."""
         self.load_of(instance_id).suspended_until_s = until_s
+        heappush(self._wakes, (until_s, instance_id))
+        self._load_changed(instance_id)
 
-    def dispatch(self, model: str, *, now_s: float) -> list[Assignment]:
+    def refused(self, instance_id: str, *, now_s: float) -> None:
+        """The instance said that it is full: leave it alone, longer each time."""
+        load = self.load_of(instance_id)
+        pause_s = min(MAX_FULL_PAUSE_S, FULL_PAUSE_S * 2.0 ** min(load.refusals, 30))
+        load.refusals += 1
+        self.suspend(instance_id, until_s=max(load.suspended_until_s, now_s + pause_s))
+
+    def accepted(self, request_id: str) -> None:
+        """The instance has taken the request."""
+        self._bookings.accepted(request_id)
+
+    def dispatch(self, model: str, *, now_s: float) -> Dispatched:
         """Bind as many waiting requests as instances take, in order."""
         queue = self._queues.get(model)
-        if queue is None:
-            return []
-        assignments = []
-        while queue.waiting:
-            item = queue.waiting[0]
-            route = self._choose(queue, item.stream, now_s)
-            if route is None:
+        if queue is None or not len(queue.waiting):
+            return Dispatched()
+        self._wake(now_s)
+        assignments: list[Assignment] = []
+        refused: list[tuple[str, ContextLengthExceeded]] = []
+        while (item := queue.waiting.head()) is not None:
+            self._reindex(queue, now_s)
+            stream = item.stream
+            if not self._can_be_held(queue, item, refused):
+                continue
+            instance_id = queue.takers.best(stream.num_known_tokens, stream.num_context_tokens, stream.avoid)
+            if instance_id is None:
                 break
-            queue.waiting.popleft()
-            queue.waiting_tokens -= item.stream.num_known_tokens
-            decode = self._choose_decode(queue, item.stream, now_s) if route.role == "prefill" else None
-            self._bookings.book(
-                item.stream, route.instance_id, decode_instance_id=decode.instance_id if decode is not None else ""
-            )
-            assignments.append(Assignment(item.stream.request_id, route, decode))
-        return assignments
+            route = queue.routes[instance_id]
+            decode = self._choose_decode(queue, stream) if route.role == "prefill" else None
+            queue.waiting.take(item)
+            decode_id = decode.instance_id if decode is not None else ""
+            self._bookings.book(stream, instance_id, decode_instance_id=decode_id)
+            assignments.append(Assignment(stream.request_id, route, decode))
+        return Dispatched(tuple(assignments), tuple(refused))
 
     def started(self, request_id: str) -> None:
         """The request's first part came: its prompt no longer waits at the instance."""
@@ -143,76 +213,145 @@ class Router:
         self._sequences.pop(request_id, None)
         if request_id in self._bookings:
             self.release(request_id)
-            return
-        queue = self._queues.get(model)
-        if queue is not None:
-            for item in queue.waiting:
-                if item.stream.request_id == request_id:
-                    queue.waiting.remove(item)
-                    queue.waiting_tokens -= item.stream.num_known_tokens
-                    break
+        elif model in self._queues:
+            self._queues[model].waiting.remove(request_id)
 
     def expired(self, *, now_s: float) -> list[StreamState]:
         """Requests that waited past their deadline; they leave the queues."""
-        late: list[StreamState] = []
-        for model in sorted(self._queues):
-            queue = self._queues[model]
-            gone = [item for item in queue.waiting if item.deadline_s <= now_s]
-            for item in gone:
-                queue.waiting.remove(item)
-                queue.waiting_tokens -= item.stream.num_known_tokens
-                late.append(self._forget(item))
-        return late
+        return [
+            self._forget(item) for _, queue in sorted(self._queues.items()) for item in queue.waiting.expired(now_s)
+        ]
 
-    def prune(self) -> None:
-        """Forget the loads of instances that are gone, hold nothing of ours and were promised nothing."""
-        known = {instance_id for queue in self._queues.values() for instance_id in queue.routes}
-        self._bookings.prune(known)
+    def too_long(self, stream: StreamState) -> ContextLengthExceeded | None:
+        """Why no instance that there is can hold the request, if so."""
+        queue = self._queues.get(stream.model)
+        if queue is None or not 0 < queue.holds_tokens < stream.num_context_tokens:
+            return None
+        return _too_long(stream, queue.holds_tokens)
 
-    def _forget(self, item: _Waiting) -> StreamState:
+    def reported(self, report: LoadReport, *, now_s: float) -> None:
+        """An instance tells its load, everybody's requests in it. Those without a route are ignored."""
+        model = self._model_of.get(report.instance_id)
+        if model is None:
+            return
+        self._bookings.reported(report, now_s)
+        load = self.load_of(report.instance_id)
+        if load.refusals and report.queued_requests == 0 and load.suspended_until_s > now_s:
+            self.suspend(report.instance_id, until_s=now_s)
+
+    def others_reported(self, report: QueueReport, *, now_s: float) -> None:
+        """A gateway tells its queues."""
+        self._others.take(report, now_s)
+        self._contend()
+
+    def prune(self, *, now_s: float) -> None:
+        """Forget the loads of instances that are gone, hold nothing of ours and were promised nothing, and what
+        silent instances and gateways reported."""
+        self._bookings.prune(self._model_of.keys(), now_s)
+        self._others.expire(now_s)
+        self._contend()
+        self._wake(now_s)
+
+    def _contend(self) -> None:
+        for model, queue in self._queues.items():
+            contention = self._others.about(model)
+            if contention != queue.contention:
+                queue.contention = contention
+                queue.changed.update(queue.routes)
+
+    def _forget(self, item: Waiting) -> StreamState:
         self._sequences.pop(item.stream.request_id, None)
         return item.stream
 
-    def _choose(self, queue: _Queue, stream: StreamState, now_s: float) -> Route | None:
-        best: Route | None = None
-        best_rank: tuple[bool, int, int] | None = None
-        for route in queue.routes.values():
-            load = self.load_of(route.instance_id)
-            if not self._fits(route, load, stream, now_s):
+    def _forget_routes(self, model: str, queue: _Queue) -> None:
+        for instance_id in queue.routes:
+            if self._model_of.get(instance_id) == model:
+                del self._model_of[instance_id]
+
+    def _load_changed(self, instance_id: str) -> None:
+        model = self._model_of.get(instance_id)
+        if model is not None:
+            self._queues[model].changed.add(instance_id)
+
+    def _wake(self, now_s: float) -> None:
+        while self._wakes and self._wakes[0][0] <= now_s:
+            self._load_changed(heappop(self._wakes)[1])
+
+    def _reindex(self, queue: _Queue, now_s: float) -> None:
+        for instance_id in queue.changed:
+            route = queue.routes.get(instance_id)
+            if route is None:
                 continue
-            avoided = route.instance_id in stream.avoid
-            rank = (avoided, load.outstanding_tokens, load.inflight_requests)
-            if best_rank is None or rank < best_rank:
-                best, best_rank = route, rank
-        return best
+            load = self.load_of(instance_id)
+            foreign = load.foreign if queue.contention.num_gateways > 1 else NOTHING
+            awake = load.suspended_until_s <= now_s
+            if instance_id in queue.takers:
+                room = _room_tokens(route, load, queue.contention) if awake else -1.0
+                if room < 0:
+                    queue.takers.withdraw(instance_id)
+                else:
+                    rank = (load.outstanding_tokens + foreign.outstanding_tokens, load.inflight_requests)
+                    queue.takers.offer(instance_id, rank, room_tokens=room, context_tokens=_context(route))
+            elif instance_id in queue.decoders:
+                if not awake:
+                    queue.decoders.withdraw(instance_id)
+                else:
+                    rank = (load.decode_tokens + foreign.outstanding_tokens, 0)
+                    queue.decoders.offer(instance_id, rank, room_tokens=math.inf, context_tokens=_context(route))
+        queue.changed.clear()
+
+    def _can_be_held(self, queue: _Queue, item: Waiting, refused: list[tuple[str, ContextLengthExceeded]]) -> bool:
+        """Whether the head's turn may be waited for. If not, it has left the others' way."""
+        stream, holds = item.stream, queue.holds_tokens
+        if not holds or stream.num_context_tokens <= holds or stream.cut_output(int(holds)):
+            return True
+        if stream.attempt == 0 and stream.num_context_tokens > queue.may_hold_tokens:
+            queue.waiting.remove(stream.request_id)
+            self._forget(item)
+            refused.append((stream.request_id, _too_long(stream, holds)))
+        else:
+            queue.waiting.set_aside(item)
+        return False
 
     @staticmethod
-    def _fits(route: Route, load: InstanceLoad, stream: StreamState, now_s: float) -> bool:
-        if not takes_new(route) or load.suspended_until_s > now_s or not _holds(route, stream):
-            return False
-        if load.inflight_requests == 0:
-            return True
-        return load.inflight_requests < route.max_running_requests and (
-            load.unstarted_requests == 0 or load.unstarted_tokens + stream.num_known_tokens <= route.max_queued_tokens
-        )
-
-    def _choose_decode(self, queue: _Queue, stream: StreamState, now_s: float) -> Route | None:
+    def _choose_decode(queue: _Queue, stream: StreamState) -> Route | None:
         if stream.sampling.max_tokens - len(stream.output_token_ids) <= 1:
             # It ends with the token that the prompt's computation gives.
             return None
-        best: Route | None = None
-        best_rank: tuple[bool, int] | None = None
-        for route in queue.routes.values():
-            load = self.load_of(route.instance_id)
-            if route.role != "decode" or route.state not in TAKES_REQUESTS or load.suspended_until_s > now_s:
-                continue
-            if not _holds(route, stream):
-                continue
-            rank = (route.instance_id in stream.avoid, load.decode_tokens)
-            if best_rank is None or rank < best_rank:
-                best, best_rank = route, rank
-        return best
+        chosen = queue.decoders.best(0, stream.num_context_tokens, stream.avoid)
+        return queue.routes[chosen] if chosen is not None else None
 
 
-def _holds(route: Route, stream: StreamState) -> bool:
-    return not route.context_tokens or stream.num_context_tokens <= route.context_tokens
+def _decodes(route: Route) -> bool:
+    return route.role == "decode" and route.state in TAKES_REQUESTS
+
+
+def _context(route: Route) -> float:
+    return route.context_tokens or math.inf
+
+
+def _room_tokens(route: Route, load: InstanceLoad, contention: Contention) -> float:
+    """The longest prompt that the instance takes now; negative: none."""
+    gateways = contention.num_gateways
+    foreign = load.foreign if gateways > 1 else NOTHING
+    total = load.inflight_requests + foreign.requests
+    if total == 0:
+        return math.inf
+    if total >= route.max_running_requests and load.inflight_requests >= -(-route.max_running_requests // gateways):
+        return -1.0
+    if load.unstarted_requests + foreign.queued_requests == 0:
+        return math.inf
+    room = route.max_queued_tokens - load.unstarted_tokens - foreign.queued_tokens
+    if contention.waiting:
+        share = min(-(-route.max_queued_tokens // gateways), route.max_queued_tokens - contention.head_tokens)
+        room = min(room, share - load.unstarted_tokens)
+    return room
+
+
+def _too_long(stream: StreamState, limit: float) -> ContextLengthExceeded:
+    prompt = len(stream.prompt_token_ids)
+    return ContextLengthExceeded(
+        f"the instances of model {stream.model!r} hold {limit:.0f} tokens; {prompt} of the prompt and "
+        f"{stream.sampling.max_tokens} of output exceed that",
+        param="max_tokens" if prompt < limit else None,
+    )

@@ -16,6 +16,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from shared.messages.generation import DecodePlace, FinishReason, SamplingParams, StreamPart
 
 
@@ -49,6 +51,10 @@ class StreamState:
     """Unix time."""
     model_hash: str = ""
     """The weights that the stream began with: it never continues on others of the same name."""
+    key: str = ""
+    """Name of the API key that the request came with; it waits for its turn among that key's requests."""
+    default_max_tokens: bool = False
+    """The caller left ``max_tokens`` open: it may still be cut to what an instance holds."""
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end the output: the model's end-of-sequence tokens and the caller's stop tokens."""
     phase: Phase = Phase.QUEUED
@@ -81,6 +87,15 @@ class StreamState:
         if output and output[-1] in self.end_token_ids and len(output) > self.sampling.min_tokens:
             return "stop"
         return "length" if len(output) >= self.sampling.max_tokens else None
+
+    def cut_output(self, context_tokens: int) -> bool:
+        """Make the request fit that context, if the caller left its length open. Returns whether it fits now."""
+        max_tokens = context_tokens - len(self.prompt_token_ids)
+        least = max(len(self.output_token_ids) + 1, self.sampling.min_tokens)
+        if not self.default_max_tokens or max_tokens < least:
+            return False
+        self.sampling = structs.replace(self.sampling, max_tokens=max_tokens)
+        return True
 
     def submitted_to(self, instance_id: str, worker_id: str, decode_at: DecodePlace | None = None) -> None:
         """A new attempt begins on that instance, to be decoded at another one if that is named."""

@@ -126,7 +126,12 @@ class Generation:
         ]
         streams = [
             admission.stream_state(
-                f"{job.response_id}-{index}", job.model, prompt.token_ids, sampling, arrived_at_s=arrived_at_s
+                f"{job.response_id}-{index}",
+                job.model,
+                prompt.token_ids,
+                sampling,
+                arrived_at_s=arrived_at_s,
+                default_max_tokens=options.max_tokens is None,
             )
             for index, (prompt, sampling) in enumerate(zip(job.prompts, samplings, strict=True))
         ]

@@ -57,6 +57,7 @@ class FakeWorker:
     step_s: float = 0.0
     max_running: int = 64
     max_queued_tokens: int = 100_000
+    context_tokens: int = CONTEXT_TOKENS
     state: InstanceState = "serving"
     role: Role = "colocated"
     refuse_with: BlitzError | None = None
@@ -197,7 +198,7 @@ class FakeWorker:
             role=self.role,
             max_running_requests=self.max_running,
             max_queued_tokens=self.max_queued_tokens,
-            context_tokens=CONTEXT_TOKENS,
+            context_tokens=self.context_tokens,
         )
 
     def record(self, model: ModelRecord) -> WorkerRecord:
@@ -223,7 +224,7 @@ class FakeWorker:
             layers_ready=1,
             max_running_requests=self.max_running,
             max_queued_tokens=self.max_queued_tokens,
-            context_tokens=CONTEXT_TOKENS,
+            context_tokens=self.context_tokens,
         )
         return WorkerRecord(worker=worker, state=self.state, instance=instance)
 

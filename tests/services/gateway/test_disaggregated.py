@@ -122,7 +122,7 @@ async def test_the_request_counts_at_the_decode_instance_once_it_is_there(served
     await served.has(submit, 2)
     assert served.stream(submit).worker_id == served.near.name
     assert served.load(served.prefill) == InstanceLoad()
-    assert served.load(served.near) == InstanceLoad(inflight_requests=1, outstanding_tokens=tokens)
+    assert served.load(served.near) == InstanceLoad(inflight_requests=1, outstanding_tokens=tokens, accepted_requests=1)
     second = asyncio.create_task(served.ask())
     await served.stack.until(lambda: len(served.prefill.submits) == 2)
     assert served.prefill.submits[1].decode_at == place(served.far)
@@ -234,7 +234,7 @@ async def test_the_loss_of_the_decode_instance_of_a_request_still_at_the_prefill
     book = served.stack.gateway.book
     await served.stack.until(lambda: served.near.instance_id not in book.models["tiny"].routes)
     await served.near.stop()
-    served.stack.gateway.dispatcher.router.prune()
+    served.stack.gateway.dispatcher.router.prune(now_s=0.0)
     assert served.load(served.near).promised_requests == 1
     served.prefill.resume.set()
     assert await answer == TEXT

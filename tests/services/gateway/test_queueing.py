@@ -58,3 +58,40 @@ async def test_a_removed_models_waiting_requests_get_404_and_running_ones_finish
     assert (await waiting).json()["error"]["code"] == "model_not_found"
     worker.resume.set()
     assert await running == "hello"
+
+
+async def test_a_chat_that_came_before_any_instance_gets_what_the_first_instance_holds(
+    make_stack: StackFactory,
+) -> None:
+    stack = await make_stack(0)
+    waiting = asyncio.create_task(
+        stack.http.post("/v1/chat/completions", json={"model": "tiny", "messages": [{"role": "user", "content": "a"}]})
+    )
+    await stack.until(lambda: stack.gateway.dispatcher.num_active == 1)
+    worker = FakeWorker(stack.broker, "w9", context_tokens=100)
+    await worker.start()
+    stack.workers.append(worker)
+    await stack.pool.publish()
+    assert (await waiting).status_code == 200
+    [submit] = worker.submits
+    assert len(submit.prompt_token_ids) + submit.sampling.max_tokens == 100
+
+
+async def test_a_request_that_no_instance_can_hold_is_told_the_limit_and_the_next_one_is_served(
+    make_stack: StackFactory,
+) -> None:
+    stack = await make_stack(0)
+    long = asyncio.create_task(
+        stack.http.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 150})
+    )
+    await stack.until(lambda: stack.gateway.dispatcher.num_active == 1)
+    short = asyncio.create_task(collect(stack))
+    await stack.until(lambda: stack.gateway.dispatcher.num_active == 2)
+    worker = FakeWorker(stack.broker, "w9", context_tokens=100)
+    await worker.start()
+    stack.workers.append(worker)
+    await stack.pool.publish()
+    refused = await long
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "100 tokens" in refused.json()["error"]["message"]
+    assert await short == "hello"

@@ -27,7 +27,7 @@ def test_a_prompt_begins_once() -> None:
     bookings.book(stream("1"), "a")
     for name in ("1", "1", "unknown"):
         bookings.started(name)
-    assert bookings.load_of("a") == InstanceLoad(inflight_requests=1, outstanding_tokens=15)
+    assert bookings.load_of("a") == InstanceLoad(inflight_requests=1, outstanding_tokens=15, accepted_requests=1)
 
 
 def test_a_promise_counts_at_the_decode_instance_only_as_one() -> None:
@@ -59,6 +59,6 @@ def test_loads_of_unknown_instances_are_forgotten_when_nothing_is_there_or_promi
     bookings.book(stream("1"), "p", decode_instance_id="d")
     for name in ("p", "d", "known", "gone"):
         bookings.load_of(name).suspended_until_s = 1.0
-    bookings.prune({"known"})
+    bookings.prune({"known"}, now_s=0.0)
     kept = {name: bookings.load_of(name).suspended_until_s == 1.0 for name in ("p", "d", "known", "gone")}
     assert kept == {"p": True, "d": True, "known": True, "gone": False}

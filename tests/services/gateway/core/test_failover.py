@@ -66,7 +66,7 @@ def test_a_failed_step_says_nothing_about_the_instance() -> None:
 
 
 def test_a_full_instance_is_no_failure_however_often_it_is_full() -> None:
-    assert judge(running(failures=2), Overloaded("full")) == Retry(fault=False, pause_s=0.05)
+    assert judge(running(failures=2), Overloaded("full")) == Retry(fault=False, pause_s=0.0)
 
 
 @pytest.mark.parametrize(("output", "reason"), [((1, EOS), "stop"), ((1, 2, 3, 4), "length")])

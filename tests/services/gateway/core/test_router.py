@@ -4,59 +4,10 @@ import pytest
 
 from services.gateway.core.bookings import InstanceLoad
 from services.gateway.core.router import Router
-from services.gateway.core.stream import StreamState
 from shared.errors import Overloaded
-from shared.messages.common import InstanceState, Role
-from shared.messages.generation import SamplingParams
+from shared.messages.common import InstanceState
 from shared.messages.registry import Route
-
-
-def route(
-    name: str,
-    *,
-    running: int = 2,
-    queued_tokens: int = 100,
-    state: InstanceState = "serving",
-    context: int = 0,
-    role: Role = "colocated",
-) -> Route:
-    return Route(
-        instance_id=name,
-        worker_id=f"w-{name}",
-        state=state,
-        role=role,
-        max_running_requests=running,
-        max_queued_tokens=queued_tokens,
-        context_tokens=context,
-    )
-
-
-def stream(name: str, prompt: int = 10, max_tokens: int = 1) -> StreamState:
-    return StreamState(
-        request_id=name,
-        model="m",
-        prompt_token_ids=(1,) * prompt,
-        sampling=SamplingParams(max_tokens=max_tokens, seed=0),
-        arrived_at_s=0.0,
-    )
-
-
-class Harness:
-    def __init__(self, *routes: Route, max_queued: int = 100) -> None:
-        self.router = Router(max_queued_requests=max_queued)
-        self.router.set_routes("m", routes)
-
-    def add(self, *streams: StreamState) -> None:
-        for one in streams:
-            self.router.enqueue(one, deadline_s=10.0, retry_after_s=1.0)
-
-    def placed(self, now_s: float = 0.0) -> list[tuple[str, str | None]]:
-        """(prefill, decode) instances of what is dispatched now."""
-        sent = self.router.dispatch("m", now_s=now_s)
-        return [(a.route.instance_id, a.decode.instance_id if a.decode is not None else None) for a in sent]
-
-    def sent(self, now_s: float = 0.0) -> list[tuple[str, str]]:
-        return [(a.request_id, a.route.instance_id) for a in self.router.dispatch("m", now_s=now_s)]
+from tests.services.gateway.core.routing import Harness, route, stream
 
 
 def test_requests_spread_by_outstanding_tokens_and_the_rest_waits() -> None:
@@ -170,7 +121,7 @@ def test_a_request_that_another_instance_takes_over_counts_there() -> None:
     assert (load(h.router, "a"), load(h.router, "b")) == ((0, 0, 0, 0), (1, 1, 10, 15))
     # The old instance has room again; the new one needs no route to be counted at.
     assert h.sent() == [("2", "a")]
-    h.router.prune()
+    h.router.prune(now_s=0.0)
     assert load(h.router, "b") == (1, 1, 10, 15)
     h.router.started("1")
     assert load(h.router, "b") == (1, 0, 0, 15)
@@ -320,7 +271,7 @@ def test_what_was_promised_to_an_instance_that_is_gone_is_not_forgotten_before_i
     h.add(stream("1", max_tokens=5))
     h.placed()
     h.router.set_routes("m", [prefill("p")])
-    h.router.prune()
+    h.router.prune(now_s=0.0)
     assert promised(h.router, "d") == (1, 15)
     h.router.finish("1", "m")
     assert h.router.load_of("d") == InstanceLoad()

@@ -1,0 +1,161 @@
+"""The requests that wait for one model's instances: keys take turns, within a key first come, first served.
+
+Rules
+- A lane holds one key's requests, by arrival. The lanes take turns, one request each. Requests without a key share one.
+- A request that comes back has its lane next: the turn that it had was not used.
+- What is set aside (no instance can hold it) is in nobody's way, and still counts and ends at its deadline.
+
+Every operation takes O(log n) of what waits, amortised: what leaves from the middle is struck out, and swept later.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from services.gateway.core.stream import StreamState
+
+SWEEP_ABOVE = 32
+"""A heap longer than this, and more than half of it struck out, is swept."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """One waiting request. ``sequence`` is its place by arrival."""
+
+    sequence: int
+    stream: StreamState
+    deadline_s: float
+    aside: bool = False
+    gone: bool = False
+
+    def __lt__(self, other: Waiting) -> bool:
+        return self.sequence < other.sequence
+
+
+@dataclass(slots=True)
+class _Lane:
+    heap: list[Waiting] = field(default_factory=list)
+    num_waiting: int = 0
+
+    def add(self, item: Waiting) -> None:
+        heappush(self.heap, item)
+        self.num_waiting += 1
+
+    def strike(self) -> None:
+        """One of the items, marked as gone or aside, waits here no more."""
+        self.num_waiting -= 1
+        if len(self.heap) > max(SWEEP_ABOVE, 2 * self.num_waiting):
+            self.heap = [item for item in self.heap if not item.gone and not item.aside]
+            heapify(self.heap)
+
+    def first(self) -> Waiting:
+        while self.heap[0].gone or self.heap[0].aside:
+            heappop(self.heap)
+        return self.heap[0]
+
+
+class FairQueue:
+    """Of one model."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        """Prompt tokens (and those already generated) of all that wait."""
+        self._items: dict[str, Waiting] = {}
+        self._lanes: OrderedDict[str, _Lane] = OrderedDict()
+        """Those in which somebody waits, by key; the first one's turn is next."""
+        self._aside: dict[str, Waiting] = {}
+        self._deadlines: list[tuple[float, Waiting]] = []
+
+    def __len__(self) -> int:
+        """Requests that wait, those set aside included."""
+        return len(self._items)
+
+    def num_waiting(self, key: str) -> int:
+        """Requests of one key whose turn will come."""
+        lane = self._lanes.get(key)
+        return lane.num_waiting if lane is not None else 0
+
+    def push(self, item: Waiting, *, back: bool = False) -> None:
+        """Add a request at its place by arrival. ``back``: it had its turn, and has it next."""
+        stream = item.stream
+        self._items[stream.request_id] = item
+        self.num_tokens += stream.num_known_tokens
+        heappush(self._deadlines, (item.deadline_s, item))
+        self._enter(item)
+        if back:
+            self._lanes.move_to_end(stream.key, last=False)
+
+    def head(self) -> Waiting | None:
+        """The request whose turn it is."""
+        for lane in self._lanes.values():
+            return lane.first()
+        return None
+
+    def take(self, item: Waiting) -> None:
+        """The request leaves with its turn: the next lane's begins."""
+        key = item.stream.key
+        self._strike(item)
+        if key in self._lanes:
+            self._lanes.move_to_end(key)
+
+    def set_aside(self, item: Waiting) -> None:
+        """Let the others pass, until ``bring_back``."""
+        item.aside = True
+        self._aside[item.stream.request_id] = item
+        self._leave_lane(item)
+
+    def bring_back(self) -> None:
+        """Those that were set aside wait at their places again."""
+        # As new items: the old ones may still be in their lanes' heaps.
+        aside, self._aside = self._aside, {}
+        for item in aside.values():
+            self._strike(item)
+            self.push(Waiting(item.sequence, item.stream, item.deadline_s))
+
+    def remove(self, request_id: str) -> bool:
+        """The request waits no more. False if it did not."""
+        item = self._items.get(request_id)
+        if item is None:
+            return False
+        self._strike(item)
+        return True
+
+    def expired(self, now_s: float) -> list[Waiting]:
+        """Those past their deadlines, in order of these; they leave."""
+        late = []
+        while self._deadlines and (self._deadlines[0][0] <= now_s or self._deadlines[0][1].gone):
+            item = heappop(self._deadlines)[1]
+            if not item.gone:
+                late.append(item)
+                self._strike(item)
+        return late
+
+    def clear(self) -> list[Waiting]:
+        """All that wait, by arrival; they leave."""
+        items = sorted(self._items.values(), key=lambda item: item.sequence)
+        for item in items:
+            self._strike(item)
+        return items
+
+    def _enter(self, item: Waiting) -> None:
+        self._lanes.setdefault(item.stream.key, _Lane()).add(item)
+
+    def _strike(self, item: Waiting) -> None:
+        del self._items[item.stream.request_id]
+        self.num_tokens -= item.stream.num_known_tokens
+        in_lane = not item.aside
+        item.gone = True
+        self._aside.pop(item.stream.request_id, None)
+        if in_lane:
+            self._leave_lane(item)
+        if len(self._deadlines) > max(SWEEP_ABOVE, 2 * len(self._items)):
+            self._deadlines = [row for row in self._deadlines if not row[1].gone]
+            heapify(self._deadlines)
+
+    def _leave_lane(self, item: Waiting) -> None:
+        lane = self._lanes[item.stream.key]
+        lane.strike()
+        if not lane.num_waiting:
+            del self._lanes[item.stream.key]

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.core.instance_index import InstanceIndex
+
+Offer = tuple[int, int, int]
+"""Outstanding tokens, room, context."""
+
+names = st.integers(0, 12).map(lambda n: f"i{n:02}")
+offers = st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 4))
+
+
+@given(
+    known=st.sets(names),
+    changes=st.lists(st.tuples(names, st.none() | offers), max_size=40),
+    prompt=st.integers(0, 4),
+    context=st.integers(0, 4),
+    avoid=st.frozensets(names),
+)
+def test_the_best_is_what_a_look_at_all_would_find(
+    known: set[str], changes: list[tuple[str, Offer | None]], prompt: int, context: int, avoid: frozenset[str]
+) -> None:
+    index = InstanceIndex(known)
+    current: dict[str, Offer] = {}
+    for name, offer in changes:
+        if name not in index:
+            continue
+        if offer is None:
+            index.withdraw(name)
+            current.pop(name, None)
+        else:
+            index.offer(name, (offer[0], 0), room_tokens=offer[1], context_tokens=offer[2])
+            current[name] = offer
+    fitting = [(name in avoid, o[0], name) for name, o in current.items() if o[1] >= prompt and o[2] >= context]
+    assert index.best(prompt, context, avoid) == (min(fitting)[2] if fitting else None)
+
+
+def test_a_search_does_not_look_at_all_instances() -> None:
+    class Counted(list[tuple[float, ...]]):
+        looks = 0
+
+        def __getitem__(self, at: object) -> tuple[float, ...]:  # type: ignore[override]
+            Counted.looks += 1
+            return super().__getitem__(at)  # type: ignore[index]
+
+    size = 4096
+    index = InstanceIndex(f"i{n:04}" for n in range(size))
+    for n in range(size):
+        index.offer(f"i{n:04}", (n * 7919 % size, 0), room_tokens=100, context_tokens=1000)
+    index._rank = Counted(index._rank)
+    assert index.best(10, 10, frozenset()) == "i0000"
+    assert Counted.looks < 100

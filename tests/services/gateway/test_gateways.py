@@ -1,0 +1,54 @@
+"""Several gateways in front of the same instances."""
+
+from __future__ import annotations
+
+import asyncio
+
+from msgspec import structs
+
+from shared import subjects
+from shared.errors import Overloaded
+from tests.services.gateway.cluster import say
+from tests.services.gateway.conftest import Stack, StackFactory
+from tests.services.gateway.core.routing import load_report
+from tests.services.gateway.http.test_metrics import scrape
+from tests.services.gateway.test_failover import collect
+
+
+async def test_seats_that_another_gateways_requests_have_are_not_booked_again(make_stack: StackFactory) -> None:
+    first = await make_stack(1)
+    [worker] = first.workers
+    worker.max_running, worker.pause_after = 4, 1
+    await first.gateway.refresh()
+    second = await make_stack(0, broker=first.broker, record=first.pool.models[0], gateway_id="gw-other")
+    # One pool answers for both.
+    second.pool.workers.append(worker)
+    await second.gateway.refresh()
+    mine = [asyncio.create_task(collect(first)) for _ in range(4)]
+    await first.until(lambda: len(worker.submits) == 4)
+    router = second.gateway.dispatcher.router
+    await second.until(lambda: router._others.about("tiny").num_gateways == 2)
+    report = structs.replace(load_report(worker.instance_id, running=4), model="tiny")
+    await worker.bus.publish(subjects.load(), report)
+    await second.until(lambda: router.load_of(worker.instance_id).foreign.requests == 4)
+    theirs = [asyncio.create_task(collect(second)) for _ in range(4)]
+    await second.until(lambda: second.gateway.dispatcher.num_active == 4)
+    await asyncio.sleep(0.2)
+    # Its share of the seats, whatever the other has; the rest waits here.
+    assert len(worker.submits) == 6
+    worker.resume.set()
+    assert await asyncio.gather(*mine, *theirs) == ["hello"] * 8
+
+
+async def test_refusals_are_counted_and_asked_for_less_and_less_often(stack: Stack) -> None:
+    [worker] = stack.workers
+    worker.script = say("x")
+    worker.refuse_with = Overloaded("full")
+    answer = asyncio.create_task(collect(stack))
+    await stack.until(lambda: len(worker.submits) == 5)
+    load = stack.gateway.dispatcher.router.load_of(worker.instance_id)
+    assert load.refusals >= 4
+    worker.refuse_with = None
+    assert await answer == "x"
+    assert (await scrape(stack))['blitz_gateway_refusals_total{model_name="tiny"}'] == 5
+    assert load.refusals == 0
