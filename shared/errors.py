@@ -10,7 +10,7 @@
     │   ├── ModelNotFound            model_not_found         404
     │   └── PlanNotFound             plan_not_found          404
     ├── Conflict                     conflict                409
-    │   └── LeaseLost                lease_lost              409
+    │   └── StaleTerm                stale_term              409
     ├── PayloadTooLarge              payload_too_large       413
     ├── BadCheckpoint                bad_checkpoint          422
     ├── Overloaded                   overloaded              429
@@ -103,10 +103,10 @@ class Conflict(BlitzError):
     http_status = 409
 
 
-class LeaseLost(Conflict):
-    """A lease or attempt was superseded; the holder must stop."""
+class StaleTerm(Conflict):
+    """Another process leads by now; the one that asked does no longer."""
 
-    code = "lease_lost"
+    code = "stale_term"
 
 
 class PayloadTooLarge(BlitzError):

@@ -111,6 +111,7 @@ def heartbeat(
     epoch: int = 1,
     leaving: bool = False,
     incarnation: str = "",
+    **fields: object,
 ) -> WorkerHeartbeat:
     """A worker's report."""
     return WorkerHeartbeat(
@@ -119,4 +120,5 @@ def heartbeat(
         instance=instance(record, worker_id, state, epoch) if record is not None else None,
         sequence=sequence,
         leaving=leaving,
+        **fields,  # type: ignore[arg-type]
     )

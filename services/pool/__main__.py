@@ -27,7 +27,8 @@ def main() -> int:
         store = Store.connect(config.redis_url)
         try:
             lifecycle.ready = True
-            await PoolService(bus, store, lease_s=config.lease_s).run(lifecycle.stopping)
+            pool = PoolService(bus, store, lease_s=config.lease_s, seat=config.seat, model_roots=config.model_roots)
+            await pool.run(lifecycle.stopping)
         finally:
             lifecycle.ready = False
             await bus.close()

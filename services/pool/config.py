@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from shared.settings import Settings
 
@@ -15,6 +16,8 @@ class PoolConfig:
     nats_url: str
     redis_url: str
     lease_s: float
+    seat: str
+    model_roots: tuple[Path, ...]
     health_port: int
     log_level: str
     die_with_parent: bool
@@ -27,7 +30,14 @@ class PoolConfig:
             nats_url=env.text("BLITZ_NATS_URL", default="nats://127.0.0.1:4222"),
             redis_url=env.text("BLITZ_REDIS_URL", default="redis://127.0.0.1:6379/0"),
             lease_s=env.number("BLITZ_LEASE_S", default=2.0, minimum=0.2),
+            seat=env.text("BLITZ_POOL_SEAT", default=""),
+            model_roots=_roots(env.text("BLITZ_POOL_MODEL_ROOTS", default="")),
             health_port=env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
             log_level=env.text("BLITZ_LOG_LEVEL", default="info"),
             die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
         )
+
+
+def _roots(value: str) -> tuple[Path, ...]:
+    """Directories, separated as in ``PATH``."""
+    return tuple(Path(part).resolve() for part in value.split(":") if part)

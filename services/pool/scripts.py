@@ -14,11 +14,23 @@ Keys (prefix ``blitz:``):
     floors            hash   model -> Floor (msgpack) of its colocated instances, 'model role' -> that of another role
     epoch, sequence   counters
     publisher         identity of this registry's event sequence
-    placer            the pool process that places host copies, while it lasts
-    unplaced          its findings (tuple of Unplaced, msgpack)
+    leader:<service>  hash   owner, term; while its lease lasts
+    terms             hash   service -> the last term that was given out
+    leads:<owner>     while this pool process leads: every change asks for it
+    unplaced          models without a host copy (tuple of Unplaced, msgpack)
 """
 
 from __future__ import annotations
+
+NOT_LEADING = "NOTLEADING"
+"""First word of the error that a pool process gets which leads no more."""
+
+# The last key is that which lasts while the caller leads; empty: nobody asks.
+FENCE = """
+if KEYS[#KEYS] ~= '' and redis.call('EXISTS', KEYS[#KEYS]) == 0 then
+  return redis.error_reply('NOTLEADING another process leads, or the lease ran out')
+end
+"""
 
 NOW = """
 local t = redis.call('TIME')
@@ -93,18 +105,28 @@ return 1
 """
 )
 
-# KEYS: workers   ARGV: prefix   Returns the ids of workers whose lease ran out, now forgotten.
-EXPIRE = (
-    NOW
-    + FORGET_COPIES
+# KEYS: workers   ARGV: prefix, id...   These workers are dead.
+FORGET = (
+    FORGET_COPIES
     + """
-local dead = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)
-for _, id in ipairs(dead) do
+for i = 2, #ARGV do
+  local id = ARGV[i]
   forget_copies(ARGV[1], redis.call('HGET', ARGV[1] .. 'worker:' .. id, 'copies'))
   redis.call('ZREM', KEYS[1], id)
   redis.call('DEL', ARGV[1] .. 'worker:' .. id, ARGV[1] .. 'lease:' .. id)
 end
-return dead
+return 1
+"""
+)
+
+# KEYS: lease:<id>   ARGV: plan, model, role, epoch, expires_ms from now
+PUT_LEASE = (
+    NOW
+    + """
+redis.call('HSET', KEYS[1], 'plan', ARGV[1], 'model', ARGV[2], 'role', ARGV[3], 'epoch', ARGV[4],
+           'expires', string.format('%.0f', now + tonumber(ARGV[5])))
+redis.call('PEXPIRE', KEYS[1], ARGV[5])
+return 1
 """
 )
 
@@ -179,13 +201,47 @@ end
 return 1
 """
 
-# KEYS: placer   ARGV: owner, ttl_ms   Returns 1 while the owner is the one that places copies.
-TAKE_TURN = """
-local owner = redis.call('GET', KEYS[1])
-if owner and owner ~= ARGV[1] then return 0 end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+# KEYS: leader:<service>, terms   ARGV: service, owner, ttl_ms, seat, the owner's last term ('0': it never led),
+#       prefix of the keys that fence ('': none)
+# The owner leads if nobody else does; or, if it never led, in place of a process that had the same seat. A new leader
+# gets a new term, one that was not missed goes on with its own.
+# Returns {'1', term, owner, ttl_ms, '1' if the terms were lost} or {'0', term, leader, ms that its lease has left,
+# '1' if its seat is the caller's}.
+LEAD = (
+    NOW
+    + """
+local known = redis.call('HMGET', KEYS[1], 'owner', 'term', 'seat')
+local other = known[1] and known[1] ~= ARGV[2]
+if other and not (ARGV[4] ~= '' and known[3] == ARGV[4] and ARGV[5] == '0') then
+  local same_seat = ARGV[4] ~= '' and known[3] == ARGV[4]
+  return {'0', known[2], known[1], tostring(math.max(0, redis.call('PTTL', KEYS[1]))), same_seat and '1' or '0'}
+end
+local last = redis.call('HGET', KEYS[2], ARGV[1])
+local term = last
+if other or last ~= ARGV[5] then
+  local base = math.max(tonumber(last or '0'), tonumber(ARGV[5]), now - 1735689600000)
+  term = string.format('%.0f', base + 1)
+end
+redis.call('HSET', KEYS[2], ARGV[1], term)
+redis.call('HSET', KEYS[1], 'owner', ARGV[2], 'term', term, 'seat', ARGV[4])
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+if ARGV[6] ~= '' then
+  if other then redis.call('DEL', ARGV[6] .. known[1]) end
+  redis.call('SET', ARGV[6] .. ARGV[2], term, 'PX', ARGV[3])
+end
+return {'1', term, ARGV[2], ARGV[3], last and '0' or '1'}
+"""
+)
+
+# KEYS: leader:<service>   ARGV: owner, prefix of the keys that fence ('': none)
+ABDICATE = """
+if redis.call('HGET', KEYS[1], 'owner') == ARGV[1] then redis.call('DEL', KEYS[1]) end
+if ARGV[2] ~= '' then redis.call('DEL', ARGV[2] .. ARGV[1]) end
 return 1
 """
+
+# KEYS: (fence)   ARGV: one command
+CALL = "return redis.call(unpack(ARGV))"
 
 # ARGV: prefix, plan, id...   Returns how many leases of the plan were given back.
 RELEASE = """

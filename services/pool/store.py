@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 import msgspec
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from services.pool import scripts
 from services.pool.core.copies import complete_copies
-from shared.errors import Conflict, ModelNotFound, NoCapacity
+from services.pool.core.registry import Lease
+from shared.errors import Conflict, ModelNotFound, NoCapacity, Unavailable
 from shared.messages.codec import M, MalformedMessage, decode, encode
 from shared.messages.common import Role
 from shared.messages.registry import Floor, LeaseGrant, ModelRecord, Unplaced, WorkerHeartbeat
@@ -21,34 +23,74 @@ from shared.messages.registry import Floor, LeaseGrant, ModelRecord, Unplaced, W
 log = logging.getLogger(__name__)
 
 PREFIX = "blitz:"
+_BATCH = 1000
+"""Workers in one command."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
-    """An open lease: granted, and not yet reported on by its worker."""
+class Standing:
+    """What became of the wish to lead."""
 
-    worker_id: str
-    plan_id: str
-    model: str
-    role: Role
+    leads: bool
+    term: int
+    leader: str
+    expires_in_s: float
+    terms_lost: bool = False
+    """Redis forgot this owner's term: it lost its data."""
+    same_seat: bool = False
+    """The leader that is in the way has the seat of the one that asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """All that Redis holds, for a process that begins to lead."""
+
+    models: tuple[ModelRecord, ...]
+    removed: Mapping[str, float]
+    """Names, and when (unix time)."""
+    floors: tuple[Floor, ...]
+    unplaced: tuple[Unplaced, ...]
+    reports: tuple[WorkerHeartbeat, ...]
+    leases: tuple[Lease, ...]
+    """Their ``until_s`` counts from now."""
+    retired: tuple[tuple[str, str], ...]
+    """(worker id, copy id) of copies that may go."""
 
 
 class Store:
-    """All methods raise ``redis.RedisError`` when Redis cannot answer."""
+    """All methods raise ``redis.RedisError`` when Redis cannot answer, and, once ``fence`` was called, ``Unavailable``
+    instead of changing anything when this process leads no more."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._heartbeat = redis.register_script(scripts.HEARTBEAT)
-        self._leave = redis.register_script(scripts.LEAVE)
-        self._expire = redis.register_script(scripts.EXPIRE)
-        self._lease = redis.register_script(scripts.LEASE)
-        self._release = redis.register_script(scripts.RELEASE)
-        self._add_model = redis.register_script(scripts.ADD_MODEL)
-        self._remove_model = redis.register_script(scripts.REMOVE_MODEL)
-        self._next_epoch = redis.register_script(scripts.NEXT_EPOCH)
-        self._retire = redis.register_script(scripts.RETIRE)
-        self._unretire = redis.register_script(scripts.UNRETIRE)
-        self._take_turn = redis.register_script(scripts.TAKE_TURN)
+        self._fence = ""
+        self._call = self._script(scripts.CALL)
+        self._heartbeat = self._script(scripts.HEARTBEAT)
+        self._leave = self._script(scripts.LEAVE)
+        self._forget = self._script(scripts.FORGET)
+        self._put_lease = self._script(scripts.PUT_LEASE)
+        self._lease = self._script(scripts.LEASE)
+        self._release = self._script(scripts.RELEASE)
+        self._add_model = self._script(scripts.ADD_MODEL)
+        self._remove_model = self._script(scripts.REMOVE_MODEL)
+        self._next_epoch = self._script(scripts.NEXT_EPOCH)
+        self._retire = self._script(scripts.RETIRE)
+        self._unretire = self._script(scripts.UNRETIRE)
+        self._lead = redis.register_script(scripts.LEAD)
+        self._abdicate = redis.register_script(scripts.ABDICATE)
+
+    def _script(self, text: str) -> Callable[..., Awaitable[Any]]:
+        script = self._redis.register_script(scripts.FENCE + text)
+
+        async def run(*, keys: Sequence[str] = (), args: Sequence[Any] = ()) -> Any:
+            try:
+                return await script(keys=[*keys, self._fence], args=args)
+            except ResponseError as error:
+                if scripts.NOT_LEADING in str(error):
+                    raise Unavailable("this pool process does not lead any more", retry_after_s=0.5) from error
+                raise
+
+        return run
 
     @classmethod
     def connect(cls, url: str) -> Store:
@@ -57,9 +99,6 @@ class Store:
 
     async def close(self) -> None:
         await self._redis.aclose()
-
-    async def ping(self) -> None:
-        await cast(Any, self._redis.ping())
 
     async def heartbeat(self, report: WorkerHeartbeat, lease_s: float) -> bool:
         """Store a worker's report and renew its lease; False for an outdated report."""
@@ -73,7 +112,8 @@ class Store:
                 worker.worker_id,
                 worker.incarnation,
                 report.sequence,
-                report.state,
+                # No plan may lease a worker that is about to end.
+                "stopping" if report.stopping else report.state,
                 encode(report),
                 round(lease_s * 1000),
                 report.instance.epoch if report.instance else 0,
@@ -83,38 +123,85 @@ class Store:
         )
         return bool(taken)
 
-    async def expire(self) -> tuple[str, ...]:
-        """Forget the workers whose lease ran out; their ids."""
-        return tuple(i.decode() for i in await self._expire(keys=[f"{PREFIX}workers"], args=[PREFIX]))
+    async def forget(self, worker_ids: Sequence[str]) -> None:
+        """These workers are dead."""
+        await self._forget(keys=[f"{PREFIX}workers"], args=[PREFIX, *worker_ids])
 
-    async def worker_ids(self) -> tuple[str, ...]:
-        """Of every living worker, in order."""
-        return tuple(sorted(i.decode() for i in await cast(Any, self._redis.zrange(f"{PREFIX}workers", 0, -1))))
+    async def renew(self, leases: Mapping[str, float]) -> None:
+        """Let the leases of these workers run for so many seconds from now; of those that are gone, none."""
+        if not leases:
+            return
+        seconds, micros = await cast(Any, self._redis.time())
+        now_ms = seconds * 1000 + micros // 1000
+        until = [str(item) for name, left_s in leases.items() for item in (now_ms + round(left_s * 1000), name)]
+        for begin in range(0, len(until), 2 * _BATCH):
+            await self._call(args=["ZADD", f"{PREFIX}workers", "XX", *until[begin : begin + 2 * _BATCH]])
 
-    async def workers(self) -> tuple[WorkerHeartbeat, ...]:
-        """The latest report of every living worker, in the order of ids."""
-        return await self.reports(await self.worker_ids())
-
-    async def reports(self, worker_ids: tuple[str, ...]) -> tuple[WorkerHeartbeat, ...]:
-        """The latest reports of these workers, in their order; without those that are gone by now."""
+    async def remember(self, now_s: float, unix_s: float) -> Remembered:
+        """Everything, as of now (``now_s`` monotonic, ``unix_s`` unix time)."""
+        worker_ids = tuple(sorted(i.decode() for i in await cast(Any, self._redis.zrange(f"{PREFIX}workers", 0, -1))))
+        models = await self._models()
+        hashes = sorted({m.model_hash for m in models})
         async with self._redis.pipeline(transaction=False) as pipe:
             for worker_id in worker_ids:
                 pipe.hget(f"{PREFIX}worker:{worker_id}", "report")
+                pipe.hmget(f"{PREFIX}lease:{worker_id}", "plan", "model", "role", "epoch")
+                pipe.pttl(f"{PREFIX}lease:{worker_id}")
             raw = await pipe.execute()
-        reports = (_readable(value, WorkerHeartbeat, name) for name, value in zip(worker_ids, raw, strict=True))
-        return tuple(report for report in reports if report is not None)
-
-    async def leases(self, worker_ids: tuple[str, ...]) -> dict[str, Lease]:
-        """Open leases of these workers."""
         async with self._redis.pipeline(transaction=False) as pipe:
-            for worker_id in worker_ids:
-                pipe.hmget(f"{PREFIX}lease:{worker_id}", "plan", "model", "role")
-            raw = await pipe.execute()
-        return {
-            worker_id: Lease(worker_id, plan.decode(), model.decode(), cast(Role, (role or b"colocated").decode()))
-            for worker_id, (plan, model, role) in zip(worker_ids, raw, strict=True)
-            if plan is not None
-        }
+            for model_hash in hashes:
+                pipe.hgetall(f"{PREFIX}copies:{model_hash}")
+            copies = await pipe.execute()
+        reports = (_readable(r, WorkerHeartbeat, w) for w, r in zip(worker_ids, raw[::3], strict=True))
+        retired = [i.decode() for held in copies for i, serial in held.items() if serial.startswith(b"retired:")]
+        removed = await cast(Any, self._redis.hgetall(f"{PREFIX}removed"))
+        return Remembered(
+            models=models,
+            removed={name.decode(): float(at_ms) / 1000 for name, at_ms in removed.items()},
+            floors=await self._floors(unix_s),
+            unplaced=await self._unplaced(),
+            reports=tuple(report for report in reports if report is not None),
+            leases=tuple(
+                Lease(w, plan.decode(), model.decode(), _role(role), int(epoch), now_s + max(0, left_ms) / 1000)
+                for w, (plan, model, role, epoch), left_ms in zip(worker_ids, raw[1::3], raw[2::3], strict=True)
+                if plan is not None
+            ),
+            retired=tuple((copy_id.partition("/")[0], copy_id) for copy_id in retired),
+        )
+
+    async def lead(self, service: str, owner: str, ttl_s: float, *, seat: str = "", last_term: int = 0) -> Standing:
+        """Lead a kind of service, or go on; for ``ttl_s`` from now.
+
+        ``seat``: of processes with one seat only one lives, so a new one need not wait until the old one's lease ends.
+        ``last_term``: of this owner; 0 if it never led.
+        """
+        fence = f"{PREFIX}leads:" if service == "pool" else ""
+        keys = [f"{PREFIX}leader:{service}", f"{PREFIX}terms"]
+        answer = await self._lead(keys=keys, args=[service, owner, round(ttl_s * 1000), seat, str(last_term), fence])
+        verdict, term, leader, left_ms, flag = [part.decode() for part in answer]
+        leads = verdict == "1"
+        return Standing(
+            leads=leads,
+            term=int(term),
+            leader=leader,
+            expires_in_s=int(left_ms) / 1000,
+            # A term that was never given before this owner's first is no loss.
+            terms_lost=leads and flag == "1" and last_term > 0,
+            same_seat=not leads and flag == "1",
+        )
+
+    async def abdicate(self, service: str, owner: str) -> None:
+        """Lead no longer: the next that asks may."""
+        fence = f"{PREFIX}leads:" if service == "pool" else ""
+        await self._abdicate(keys=[f"{PREFIX}leader:{service}"], args=[owner, fence])
+
+    def fence(self, owner: str) -> None:
+        """From now on change nothing unless ``owner`` leads the pools."""
+        self._fence = f"{PREFIX}leads:{owner}"
+
+    async def term(self, service: str) -> int:
+        """The newest term of a service's leaders; 0 if it never had one."""
+        return int(await cast(Any, self._redis.hget(f"{PREFIX}terms", service)) or 0)
 
     async def lease(
         self, plan_id: str, model: str, worker_ids: tuple[str, ...], ttl_s: float, role: Role = "colocated"
@@ -140,6 +227,13 @@ class Store:
             raise NoCapacity(f"worker {worker_id} is gone")
         raise Conflict(f"worker {worker_id} is {why}")
 
+    async def put_lease(self, lease: Lease, left_s: float) -> None:
+        """Redis is to know a lease again."""
+        left_ms = round(left_s * 1000)
+        if left_ms > 0:
+            args = [lease.plan_id, lease.model, lease.role, str(lease.epoch), left_ms]
+            await self._put_lease(keys=[f"{PREFIX}lease:{lease.worker_id}"], args=args)
+
     async def release(self, plan_id: str, worker_ids: tuple[str, ...]) -> int:
         """Give leases back; how many were still the plan's."""
         return int(await self._release(args=[PREFIX, plan_id, *worker_ids]))
@@ -160,15 +254,11 @@ class Store:
         """A copy counts again."""
         await self._unretire(keys=[f"{PREFIX}copies:{model_hash}"], args=[copy_id])
 
-    async def take_turn(self, owner: str, ttl_s: float) -> bool:
-        """Whether this process is the one that places host copies, now and for ``ttl_s``."""
-        return bool(await self._take_turn(keys=[f"{PREFIX}placer"], args=[owner, round(ttl_s * 1000)]))
-
     async def set_unplaced(self, unplaced: tuple[Unplaced, ...]) -> None:
         """Keep the models that have no host copy, for every pool process to show."""
-        await cast(Any, self._redis.set(f"{PREFIX}unplaced", msgspec.msgpack.encode(unplaced)))
+        await self._call(args=["SET", f"{PREFIX}unplaced", msgspec.msgpack.encode(unplaced)])
 
-    async def unplaced(self) -> tuple[Unplaced, ...]:
+    async def _unplaced(self) -> tuple[Unplaced, ...]:
         raw = await cast(Any, self._redis.get(f"{PREFIX}unplaced"))
         with contextlib.suppress(msgspec.MsgspecError):  # of another version: as good as none
             return msgspec.msgpack.decode(raw, type=tuple[Unplaced, ...]) if raw else ()
@@ -193,34 +283,31 @@ class Store:
         fields = [_floor_field(name, role) for role in get_args(Role)]
         return bool(await self._remove_model(keys=keys, args=[name, *fields]))
 
-    async def models(self) -> tuple[ModelRecord, ...]:
+    async def _models(self) -> tuple[ModelRecord, ...]:
         """All models, in the order of names."""
         raw = await cast(Any, self._redis.hgetall(f"{PREFIX}models"))
         records = (_readable(value, ModelRecord, name.decode()) for name, value in sorted(raw.items()))
         return tuple(record for record in records if record is not None)
 
-    async def model(self, name: str) -> ModelRecord | None:
-        raw = await cast(Any, self._redis.hget(f"{PREFIX}models", name))
-        return _readable(raw, ModelRecord, name)
+    async def was_removed(self, name: str, at_s: float) -> None:
+        """A model was removed on purpose at that unix time: Redis is to know it again."""
+        await self._call(args=["HSET", f"{PREFIX}removed", name, str(round(at_s * 1000))])
 
-    async def was_removed(self, name: str) -> bool:
-        """Whether the model was removed on purpose (rather than lost with Redis's data)."""
-        return bool(await cast(Any, self._redis.hexists(f"{PREFIX}removed", name)))
-
-    async def removed(self) -> frozenset[str]:
-        """Names of all models that were removed on purpose."""
-        return frozenset(name.decode() for name in await cast(Any, self._redis.hkeys(f"{PREFIX}removed")))
+    async def forget_removed(self, names: Sequence[str]) -> None:
+        """Nobody needs to know any more that these models were removed."""
+        if names:
+            await self._call(args=["HDEL", f"{PREFIX}removed", *names])
 
     async def set_floor(self, floor: Floor) -> None:
         """Set the manual floor of a model and role, in place of the one before."""
         field = _floor_field(floor.model, floor.role)
-        await cast(Any, self._redis.hset(f"{PREFIX}floors", field, msgspec.msgpack.encode(floor)))
+        await self._call(args=["HSET", f"{PREFIX}floors", field, msgspec.msgpack.encode(floor)])
 
     async def lift_floor(self, model: str, role: Role) -> None:
         """Forget the manual floor of a model and role, if there is one."""
-        await cast(Any, self._redis.hdel(f"{PREFIX}floors", _floor_field(model, role)))
+        await self._call(args=["HDEL", f"{PREFIX}floors", _floor_field(model, role)])
 
-    async def floors(self, now_s: float) -> tuple[Floor, ...]:
+    async def _floors(self, now_s: float) -> tuple[Floor, ...]:
         """Floors in force at unix time ``now_s``."""
         raw = await cast(Any, self._redis.hgetall(f"{PREFIX}floors"))
         floors = []
@@ -229,25 +316,14 @@ class Store:
                 floors.append(msgspec.msgpack.decode(value, type=Floor))
         return tuple(f for f in floors if f.until_s > now_s)
 
-    async def next_sequence(self) -> tuple[str, int]:
-        """(publisher, sequence) for the next event. Both are Redis's, so every pool process shares
-        them, and an emptied Redis starts a new publisher that readers take for a gap."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.set(f"{PREFIX}publisher", secrets.token_hex(6), nx=True)
-            pipe.get(f"{PREFIX}publisher")
-            pipe.incr(f"{PREFIX}sequence")
-            _, publisher, sequence = await pipe.execute()
-        return publisher.decode(), int(sequence)
-
-    async def sequence(self) -> tuple[str, int]:
-        """(publisher, sequence) of the last event."""
-        publisher, sequence = await cast(Any, self._redis.mget(f"{PREFIX}publisher", f"{PREFIX}sequence"))
-        return (publisher or b"").decode(), int(sequence or 0)
-
 
 def _floor_field(model: str, role: Role) -> str:
     """Names have no spaces, and colocated instances' floors are where they were before there were roles."""
     return model if role == "colocated" else f"{model} {role}"
+
+
+def _role(raw: bytes | None) -> Role:
+    return cast(Role, (raw or b"colocated").decode())
 
 
 def _readable(value: bytes | None, kind: type[M], name: str) -> M | None:

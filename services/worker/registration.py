@@ -67,9 +67,15 @@ class Registration:
         self._confirmed = 0
         self.registered = asyncio.Event()
         self._leaving = False
+        self._stopping = False
 
     def changed(self) -> None:
         """The state changed: report now."""
+        self._changed.set()
+
+    def stopping(self) -> None:
+        """The process is about to end: say so with every report from now on."""
+        self._stopping = True
         self._changed.set()
 
     async def confirmed(self, timeout_s: float) -> bool:
@@ -137,6 +143,7 @@ class Registration:
             instance=now.instance,
             sequence=sequence,
             leaving=self._leaving,
+            stopping=self._stopping,
             host_copies=now.host_copies,
             nic_egress_gbps=now.nic_egress_gbps,
             nic_ingress_gbps=now.nic_ingress_gbps,

@@ -216,6 +216,7 @@ class WorkerService:
         meanwhile, and new copies placed elsewhere."""
         self._serving.admitting = False
         self._scaling.leaving = True
+        self._registration.stopping()
         instance = self._scaling.instance
         if instance is not None and instance.state not in ("serving", "draining"):
             instance = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 from shared.errors import BadRequest
 from shared.messages.registry import AddModel
@@ -21,6 +23,19 @@ def name_of(request: AddModel) -> str:
             f"model name {name!r}: use letters, digits and '._/:-', starting with a letter or digit", param="name"
         )
     return name
+
+
+def path_of(path: str, roots: Sequence[Path]) -> Path:
+    """The directory, without links and dots. Raises ``BadRequest`` unless it is below one of ``roots``, or there are
+    none."""
+    try:
+        found = Path(path).resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise BadRequest(f"{path!r} is no path: {error}", param="path") from error
+    if roots and not any(found.is_relative_to(root) for root in roots):
+        allowed = ", ".join(str(root) for root in roots)
+        raise BadRequest(f"{path!r} is not below a directory for checkpoints: {allowed}", param="path")
+    return found
 
 
 def check_limits(request: AddModel) -> None:

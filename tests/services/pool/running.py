@@ -28,6 +28,7 @@ from shared.messages.registry import (
     RestoreModel,
     Snapshot,
 )
+from tests.services.pool.giving import give
 from tests.services.pool.host_copies import copy_of, holding
 
 LEASE_S = 0.6
@@ -44,7 +45,14 @@ class CopyPool:
     workers: dict[str, CopyWorker] = field(default_factory=dict)
 
     async def add_model(self, record: ModelRecord) -> None:
-        await self.client.request(subjects.pool("restore_model"), RestoreModel(model=record), Ack, timeout_s=5.0)
+        await give(self._ask, record)
+
+    async def restore_model(self, record: ModelRecord) -> None:
+        """As a worker does that was asked for it."""
+        await self._ask("restore_model", RestoreModel(model=record), Ack)
+
+    async def _ask(self, operation: str, message: Any, reply: type[Any]) -> Any:
+        return await self.client.request(subjects.pool(operation), message, reply, timeout_s=5.0)
 
     async def remove_model(self, name: str) -> None:
         await self.client.request(subjects.pool("remove_model"), RemoveModel(name=name), Ack, timeout_s=5.0)
@@ -135,7 +143,7 @@ class CopyWorker:
         ack = await self.bus.request(subjects.pool("heartbeat"), report, HeartbeatAck, timeout_s=5.0)
         for model_hash in ack.wants_models:
             self.restored += 1
-            await self.pool.add_model(self.records[model_hash])
+            await self.pool.restore_model(self.records[model_hash])
 
     async def hold(self, record: ModelRecord, *, cached: bool = False) -> None:
         """As if it had been told to, and were done."""

@@ -123,9 +123,8 @@ async def test_a_started_pool_places_nothing_until_every_worker_had_time_to_repo
         holder = await before.worker("w0")
         await before.add_model(M)
         await eventually(lambda: bool(holder.copies))
-    async with running_copy_pool(redis_url, flush=False, patient=False) as after:
+    async with running_copy_pool(redis_url, patient=False) as after:
         # The holder's connection comes back late.
-        await after.redis.flushdb()
         await after.add_model(M)
         other = await after.worker("w1")
         await asyncio.sleep(LEASE_S / 2)
@@ -139,9 +138,7 @@ async def test_a_started_pool_places_nothing_until_every_worker_had_time_to_repo
 
 async def test_models_of_host_copies_come_back_to_an_emptied_redis(pool: CopyPool) -> None:
     worker = await pool.worker("w0")
-    await pool.add_model(M)
-    await eventually(lambda: bool(worker.copies))
-    await pool.redis.flushdb()
+    await worker.hold(M)
     await eventually(lambda: worker.restored > 0)
     await asyncio.sleep(1.2)
     assert (await pool.snapshot()).models == (M,)

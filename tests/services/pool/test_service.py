@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from safetensors.torch import load_file, save_file
 
 from services.pool.service import PoolService
-from services.pool.store import Lease, Store
+from services.pool.store import Store
 from shared import subjects
 from shared.bus.memory import MemoryBroker
 from shared.errors import BadCheckpoint, BadRequest, BlitzError, Conflict, ModelNotFound, NoCapacity, Unavailable
@@ -38,6 +38,7 @@ from shared.messages.registry import (
 )
 from tests.checkpoints import tiny_checkpoint, write_checkpoint
 from tests.records import heartbeat, model
+from tests.services.pool.giving import give
 
 LEASE_S = 0.6
 
@@ -65,14 +66,12 @@ class Pool:
 
     async def know_model(self) -> ModelRecord:
         record = model("m")
-        await self.ask("restore_model", RestoreModel(model=record), Ack)
+        await give(self.ask, record)
         return record
 
 
 @contextlib.asynccontextmanager
-async def running_pool(
-    redis_url: str, *, flush: bool = True, patient: bool = True, store: Store | None = None
-) -> AsyncIterator[Pool]:
+async def running_pool(redis_url: str, *, flush: bool = True, patient: bool = True) -> AsyncIterator[Pool]:
     redis = Redis.from_url(redis_url)
     if flush:
         await redis.flushdb()
@@ -80,13 +79,14 @@ async def running_pool(
     tables: list[RouteTable] = []
     await broker.bus("reader").subscribe(subjects.routes(), RouteTable, tables.append)
     stopping = asyncio.Event()
-    store = store or Store.connect(redis_url)
+    store = Store.connect(redis_url)
     service = PoolService(broker.bus("pool"), store, lease_s=LEASE_S, metrics=CollectorRegistry())
     running = asyncio.create_task(service.run(stopping))
     await asyncio.sleep(LEASE_S + 0.3 if patient else 0.05)
     yield Pool(broker, redis, tables)
     stopping.set()
     await running
+    await store.close()
     await redis.aclose()
 
 
@@ -185,59 +185,6 @@ async def test_a_lease_is_used_up_when_its_worker_reports_under_it(granting_pool
     await granting_pool.lease("w0", plan_id="next")
 
 
-class InterruptedStore(Store):
-    """Workers report ``late`` while a snapshot reads the leases."""
-
-    late: tuple[WorkerHeartbeat, ...] = ()
-    before = True
-    """Just before it has read them; or just after."""
-
-    async def leases(self, worker_ids: tuple[str, ...]) -> dict[str, Lease]:
-        if self.before:
-            await self._report()
-        found = await super().leases(worker_ids)
-        await self._report()
-        return found
-
-    async def _report(self) -> None:
-        late, self.late = self.late, ()
-        for report in late:
-            await self.heartbeat(report, LEASE_S)
-
-
-@pytest.mark.parametrize("before", [True, False])
-async def test_a_worker_that_uses_its_lease_up_is_seen_with_its_lease_or_its_instance(
-    redis_url: str, before: bool
-) -> None:
-    store = cast(InterruptedStore, InterruptedStore.connect(redis_url))
-    store.before = before
-    async with running_pool(redis_url, store=store) as pool:
-        record = await pool.know_model()
-        await pool.beat(heartbeat("w0"))
-        epoch = (await pool.lease("w0")).epochs[0][1]
-        store.late = (heartbeat("w0", record, "loading", sequence=2, epoch=epoch),)
-        (worker,) = (await pool.snapshot()).workers
-        assert worker.instance is not None
-        # With both it is what it reports; the planner counts it once.
-        assert (worker.state, worker.lease_plan_id) == ("loading", "" if before else "plan")
-        (worker,) = (await pool.snapshot()).workers
-        assert (worker.state, worker.lease_plan_id) == ("loading", "")
-    await store.close()
-
-
-async def test_a_worker_that_leaves_during_a_snapshot_is_not_in_it_and_pages_go_on(redis_url: str) -> None:
-    store = cast(InterruptedStore, InterruptedStore.connect(redis_url))
-    async with running_pool(redis_url, patient=False, store=store) as pool:
-        for index in range(3):
-            await pool.beat(heartbeat(f"w{index}"))
-        store.late = tuple(heartbeat(f"w{index}", sequence=2, leaving=True) for index in range(2))
-        first = await pool.snapshot(page_size=2)
-        assert (first.workers, first.next_worker_id) == ((), "w1")
-        rest = await pool.snapshot(page_size=2, after_worker_id=first.next_worker_id)
-        assert ([w.worker.worker_id for w in rest.workers], rest.next_worker_id) == (["w2"], "")
-    await store.close()
-
-
 async def test_a_started_pool_grants_nothing_until_a_lease_has_passed(redis_url: str) -> None:
     async with running_pool(redis_url, patient=False) as pool:
         await pool.know_model()
@@ -259,16 +206,35 @@ async def test_a_bus_outage_kills_nobody(granting_pool: Pool) -> None:
     assert len((await granting_pool.snapshot()).workers) == 1
 
 
-async def test_an_emptied_redis_heals_from_the_workers(pool: Pool) -> None:
+async def test_an_emptied_redis_is_filled_again(pool: Pool) -> None:
     record = await pool.know_model()
+    await pool.ask("set_floor", SetFloor(model="m", instances=3, hold_s=60.0), Ack)
     await pool.beat(heartbeat("w0", record, "serving"))
     await pool.redis.flushdb()
-    ack = await pool.beat(heartbeat("w0", record, "serving", sequence=2))
+    await asyncio.sleep(LEASE_S)
+    assert not (await pool.beat(heartbeat("w0", record, "serving", sequence=2))).wants_model
+    snapshot = await pool.snapshot()
+    assert (snapshot.models, [f.instances for f in snapshot.floors]) == ((record,), [3])
+    assert await cast(Any, pool.redis.hkeys("blitz:models")) == [b"m"]
+    assert await cast(Any, pool.redis.hget("blitz:worker:w0", "state")) == b"serving"
+
+
+async def test_a_pool_that_finds_redis_empty_heals_from_the_workers(pool: Pool) -> None:
+    record = model("m")
+    ack = await pool.beat(heartbeat("w0", record, "serving"))
     assert ack.wants_model
     await pool.ask("restore_model", RestoreModel(model=record), Ack)
-    assert not (await pool.beat(heartbeat("w0", record, "serving", sequence=3))).wants_model
+    assert not (await pool.beat(heartbeat("w0", record, "serving", sequence=2))).wants_model
     assert (await pool.snapshot()).models == (record,)
     await eventually(lambda: pool.tables[-1].routes)
+
+
+async def test_a_model_that_nobody_asked_for_is_not_restored(pool: Pool) -> None:
+    with pytest.raises(Conflict):
+        await pool.ask("restore_model", RestoreModel(model=model("m")), Ack)
+    refusal = await give(pool.ask, model("no spaces"))
+    assert isinstance(refusal, BadRequest)
+    assert (await pool.snapshot()).models == ()
 
 
 async def test_instances_of_a_removed_model_are_stopped_and_not_restored(pool: Pool) -> None:
@@ -279,7 +245,7 @@ async def test_instances_of_a_removed_model_are_stopped_and_not_restored(pool: P
     ack = await pool.beat(heartbeat("w0", record, "serving", sequence=2))
     assert ack.stop_instance == "i-w0"
     assert not ack.wants_model
-    await pool.ask("restore_model", RestoreModel(model=record), Ack)
+    await give(pool.ask, record)
     assert (await pool.snapshot()).models == ()
     with pytest.raises(ModelNotFound):
         await pool.ask("remove_model", RemoveModel(name="m"), Ack)
@@ -356,10 +322,6 @@ async def test_a_models_objectives_are_kept_as_they_were_first_said(pool: Pool, 
     await pool.ask("remove_model", RemoveModel(name="tiny"), Ack)
     changed = cast(ModelRecord, await pool.ask("add_model", again, ModelRecord))
     assert (changed.slo_ttft_s, changed.slo_tbt_s) == (0.9, 0.9)
-    # A registry that lost everything gets the objectives back with the model.
-    await pool.redis.flushdb()
-    await pool.ask("restore_model", RestoreModel(model=changed), Ack)
-    assert (await pool.snapshot()).models == (changed,)
 
 
 async def test_another_checkpoint_under_a_taken_name_is_refused(pool: Pool, tmp_path: Path) -> None:
@@ -456,14 +418,17 @@ async def test_a_damaged_checkpoint_is_refused_by_name_and_not_registered(
     assert isinstance(good, ModelRecord)
 
 
-async def test_an_unreadable_entry_in_redis_hides_nothing_else(pool: Pool) -> None:
-    record = await pool.know_model()
-    await pool.beat(heartbeat("w0", record, "serving"))
-    await cast(Any, pool.redis.hset("blitz:models", "broken", b"\xc1"))
-    await cast(Any, pool.redis.hset("blitz:worker:w1", mapping={"report": b"\xc1"}))
-    await pool.redis.zadd("blitz:workers", {"w1": 4e15})
-    await cast(Any, pool.redis.hset("blitz:floors", "m", b"\xc1"))
-    snapshot = await pool.snapshot()
-    assert [m.name for m in snapshot.models] == ["m"]
-    assert [w.worker.worker_id for w in snapshot.workers] == ["w0"]
-    await eventually(lambda: pool.tables and pool.tables[-1].routes)
+async def test_an_unreadable_entry_in_redis_hides_nothing_else(redis_url: str) -> None:
+    record = model("m")
+    async with running_pool(redis_url, patient=False) as pool:
+        await pool.know_model()
+        await pool.beat(heartbeat("w0", record, "serving"))
+        await cast(Any, pool.redis.hset("blitz:models", "broken", b"\xc1"))
+        await cast(Any, pool.redis.hset("blitz:worker:w1", mapping={"report": b"\xc1"}))
+        await pool.redis.zadd("blitz:workers", {"w1": 4e15})
+        await cast(Any, pool.redis.hset("blitz:floors", "m", b"\xc1"))
+    async with running_pool(redis_url, patient=False, flush=False) as pool:
+        snapshot = await pool.snapshot()
+        assert [m.name for m in snapshot.models] == ["m"]
+        assert [w.worker.worker_id for w in snapshot.workers] == ["w0"]
+        await eventually(lambda: pool.tables and pool.tables[-1].routes)

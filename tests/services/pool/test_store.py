@@ -9,6 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from services.pool.store import Store
+from shared.errors import Unavailable
 from shared.messages.codec import encode
 from shared.messages.registry import Floor, Unplaced
 from tests.records import heartbeat, model
@@ -45,12 +46,84 @@ async def test_epochs_of_leases_and_of_host_copies_never_meet(store: Store) -> N
     assert first < grant.epochs[0][1] < min(later)
 
 
-async def test_one_pool_process_places_until_it_falls_silent(store: Store) -> None:
-    assert await store.take_turn("one", 0.2)
-    assert not await store.take_turn("two", 0.2)
-    assert await store.take_turn("one", 0.2)
+async def test_one_process_leads_until_it_falls_silent(store: Store) -> None:
+    first = await store.lead("planner", "one", 0.2)
+    refused = await store.lead("planner", "two", 0.2)
+    assert (first.leads, refused.leads, refused.leader, refused.term) == (True, False, "one", first.term)
+    assert (await store.lead("planner", "one", 0.2, last_term=first.term)).term == first.term
+    assert (await store.lead("monitor", "two", 0.2)).leads
     await asyncio.sleep(0.25)
-    assert await store.take_turn("two", 0.2)
+    second = await store.lead("planner", "two", 0.2)
+    assert second.leads
+    assert second.term > first.term
+    assert not (await store.lead("planner", "one", 0.2, last_term=first.term)).leads
+
+
+async def test_a_leader_that_nobody_replaced_keeps_its_term(store: Store) -> None:
+    first = await store.lead("planner", "one", 0.05)
+    await asyncio.sleep(0.1)
+    again = await store.lead("planner", "one", 0.05, last_term=first.term)
+    assert (again.term, again.terms_lost) == (first.term, False)
+    await store.abdicate("planner", "two")
+    assert not (await store.lead("planner", "two", 0.05)).leads
+    await store.abdicate("planner", "one")
+    assert (await store.lead("planner", "two", 0.05)).leads
+
+
+async def test_a_leader_learns_that_redis_lost_its_term(store: Store, redis_url: str) -> None:
+    first = await store.lead("pool", "one", 5.0)
+    redis = Redis.from_url(redis_url)
+    await redis.flushdb()
+    await redis.aclose()
+    again = await store.lead("pool", "one", 5.0, last_term=first.term)
+    assert again.terms_lost
+    assert again.term > first.term
+
+
+async def test_a_process_takes_its_predecessors_seat_at_once_and_for_good(store: Store) -> None:
+    old = await store.lead("pool", "old", 60.0, seat="pool-0")
+    assert not (await store.lead("pool", "stranger", 60.0, seat="pool-1")).leads
+    new = await store.lead("pool", "new", 60.0, seat="pool-0")
+    assert new.leads
+    assert new.term > old.term
+    back = await store.lead("pool", "old", 60.0, seat="pool-0", last_term=old.term)
+    assert (back.leads, back.same_seat) == (False, True)
+
+
+async def test_a_process_that_leads_no_more_changes_nothing(store: Store, redis_url: str) -> None:
+    other = Store.connect(redis_url)
+    for each, owner in ((store, "one"), (other, "two")):
+        each.fence(owner)
+    await store.lead("pool", "one", 0.1)
+    await store.add_model(M)
+    await asyncio.sleep(0.15)
+    await other.lead("pool", "two", 5.0)
+    await other.heartbeat(heartbeat("w0"), 5.0)
+    changes = (
+        lambda: store.add_model(model("n")),
+        lambda: store.remove_model("m"),
+        lambda: store.heartbeat(heartbeat("w1"), 5.0),
+        lambda: store.heartbeat(heartbeat("w0", leaving=True, sequence=2), 5.0),
+        lambda: store.lease("plan", "m", ("w0",), 5.0),
+        lambda: store.release("plan", ("w0",)),
+        lambda: store.forget(("w0",)),
+        lambda: store.renew({"w0": 9.0}),
+        lambda: store.retire(M.model_hash, "w0/host", needed=False),
+        lambda: store.unretire(M.model_hash, "w0/host"),
+        lambda: store.next_epoch(),
+        lambda: store.set_floor(Floor(model="m", instances=1, until_s=9e9)),
+        lambda: store.lift_floor("m", "colocated"),
+        lambda: store.set_unplaced(()),
+        lambda: store.was_removed("x", 1.0),
+        lambda: store.forget_removed(("x",)),
+    )
+    for change in changes:
+        with pytest.raises(Unavailable):
+            await change()
+    known = await other.remember(0.0, 0.0)
+    assert ([m.name for m in known.models], [r.worker.worker_id for r in known.reports]) == (["m"], ["w0"])
+    assert (known.floors, known.leases, dict(known.removed)) == ((), (), {})
+    await other.close()
 
 
 async def test_nothing_of_a_worker_that_left_or_died_counts(store: Store, redis_url: str) -> None:
@@ -60,7 +133,7 @@ async def test_nothing_of_a_worker_that_left_or_died_counts(store: Store, redis_
     await asyncio.sleep(0.1)
     # Its lease ran out, even if nobody has noticed yet.
     assert not await store.retire(M.model_hash, "w0/gpu/i-w0", needed=True)
-    assert await store.expire() == ("w1",)
+    await store.forget(("w1",))
     await store.heartbeat(holding("w0", sequence=2, leaving=True), 5.0)
     assert await keys(redis_url) == []
 
@@ -80,7 +153,7 @@ async def test_records_of_before_there_were_objectives_are_read(store: Store, re
     redis = Redis.from_url(redis_url)
     await cast(Any, redis.hset("blitz:models", M.name, msgspec.msgpack.encode(fields)))
     await redis.aclose()
-    assert await store.models() == (M,)
+    assert (await store.remember(0.0, 0.0)).models == (M,)
     assert (M.slo_ttft_s, M.slo_tbt_s) == (0.0, 0.0)
 
 
@@ -97,14 +170,15 @@ async def test_leases_and_floors_of_before_there_were_roles_are_of_colocated_ins
     assert await cast(Any, redis.hdel("blitz:lease:w0", "role")) == 1
     await cast(Any, redis.hset("blitz:floors", "m", msgspec.msgpack.encode(fields)))
     await redis.aclose()
-    assert (await store.leases(("w0",)))["w0"].role == "colocated"
-    assert await store.floors(0.0) == (floor,)
+    known = await store.remember(0.0, 0.0)
+    assert [lease.role for lease in known.leases] == ["colocated"]
+    assert known.floors == (floor,)
     await store.lift_floor("m", "colocated")
-    assert await store.floors(0.0) == ()
+    assert (await store.remember(0.0, 0.0)).floors == ()
 
 
 async def test_what_has_no_host_copy_is_kept_for_every_process(store: Store) -> None:
-    assert await store.unplaced() == ()
+    assert (await store.remember(0.0, 0.0)).unplaced == ()
     entry = Unplaced(model="m", model_hash="h", reason="no room")
     await store.set_unplaced((entry,))
-    assert await store.unplaced() == (entry,)
+    assert (await store.remember(0.0, 0.0)).unplaced == (entry,)

@@ -1,0 +1,118 @@
+"""Reading a checkpoint that is to be registered; a large one in a process of its own: hashing holds nothing up.
+
+``python -m services.pool.inspection DIRECTORY`` prints the finding as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from pathlib import Path
+
+import msgspec
+
+from shared.checkpoint import inspect_checkpoint
+from shared.errors import BadCheckpoint, BlitzError, DeadlineExceeded, Internal
+from shared.messages.common import ErrorInfo
+from shared.model_spec import ModelSpec
+
+MAX_AT_ONCE = 2
+TIMEOUT_S = 900.0
+SMALL_BYTES = 64 * 1024 * 1024
+"""Starting a process takes longer than reading so much."""
+MAX_ANSWER_BYTES = 1 << 20
+
+
+class Inspected(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that can be served."""
+
+    path: str
+    model_hash: str
+    layout_hash: str
+    spec: ModelSpec
+    weights_bytes: int
+
+
+class _Finding(msgspec.Struct, frozen=True, kw_only=True):
+    checkpoint: Inspected | None = None
+    error: ErrorInfo | None = None
+
+
+class Inspections:
+    """A few at a time; the others wait."""
+
+    def __init__(self) -> None:
+        self._turns = asyncio.Semaphore(MAX_AT_ONCE)
+        self._running: set[asyncio.subprocess.Process] = set()
+
+    async def inspect(self, path: Path) -> Inspected:
+        """Raises ``BadCheckpoint``, or ``DeadlineExceeded`` after ``TIMEOUT_S``."""
+        async with self._turns:
+            if await asyncio.to_thread(_num_bytes, path) <= SMALL_BYTES:
+                return await asyncio.to_thread(_inspect, path)
+            return await self._inspect_apart(path)
+
+    async def close(self) -> None:
+        """End what runs."""
+        for process in list(self._running):
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+    async def _inspect_apart(self, path: Path) -> Inspected:
+        command = (sys.executable, "-m", "services.pool.inspection", str(path))
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, limit=MAX_ANSWER_BYTES
+        )
+        self._running.add(process)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                output, _ = await process.communicate()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{path} was not read within {TIMEOUT_S:g} s") from error
+        finally:
+            self._running.discard(process)
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        try:
+            finding = msgspec.json.decode(output, type=_Finding)
+        except msgspec.MsgspecError as error:
+            raise Internal(f"reading {path} ended with status {process.returncode}") from error
+        if finding.error is not None:
+            raise finding.error.as_error()
+        if finding.checkpoint is None:
+            raise Internal(f"reading {path} found nothing")
+        return finding.checkpoint
+
+
+def _num_bytes(path: Path) -> int:
+    try:
+        return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    except OSError as error:
+        raise BadCheckpoint(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _inspect(path: Path) -> Inspected:
+    checkpoint = inspect_checkpoint(path)
+    return Inspected(
+        path=str(checkpoint.path),
+        model_hash=checkpoint.model_hash,
+        layout_hash=checkpoint.layout.hash,
+        spec=checkpoint.spec,
+        weights_bytes=checkpoint.layout.num_bytes,
+    )
+
+
+def main() -> int:
+    try:
+        finding = _Finding(checkpoint=_inspect(Path(sys.argv[1])))
+    except BlitzError as error:
+        finding = _Finding(error=ErrorInfo.of(error))
+    sys.stdout.buffer.write(msgspec.json.encode(finding))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

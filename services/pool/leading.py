@@ -1,0 +1,443 @@
+"""The pool process that leads: answers registry RPCs, expires silent workers, publishes routes, places host copies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+from prometheus_client import Counter, Gauge
+from redis.exceptions import RedisError
+
+from services.pool.core.grace import Grace
+from services.pool.core.new_model import check_limits, name_of, path_of
+from services.pool.core.registry import Lease, Registry
+from services.pool.inspection import Inspections
+from services.pool.placing import PlacementMetrics, Placing
+from services.pool.store import Standing, Store
+from shared import subjects
+from shared.bus.base import Bus, Subscription
+from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, StaleTerm, Unavailable
+from shared.messages.codec import M, R
+from shared.messages.common import Ack, ErrorInfo, InstanceState
+from shared.messages.copies import RetireCopy
+from shared.messages.registry import (
+    AddModel,
+    Floor,
+    GetSnapshot,
+    HeartbeatAck,
+    Lead,
+    Leadership,
+    LeaseBatch,
+    LeaseGrant,
+    LeaseVerdict,
+    LeaseVerdicts,
+    LeaseWorkers,
+    ModelRecord,
+    ReleaseWorkers,
+    RemoveModel,
+    RestoreModel,
+    RouteTable,
+    SetFloor,
+    Snapshot,
+    WorkerHeartbeat,
+)
+from shared.telemetry import tracer
+
+log = logging.getLogger(__name__)
+
+MAX_BATCH = 1000
+"""Leases in one batch."""
+MAX_WANTED = 10_000
+WANTED_S = 30.0
+"""How long a worker may take to give a model back that it was asked for."""
+OLD_READER_S = 60.0
+"""Readers of 0.1, which want whole tables of routes, read a snapshot every few seconds."""
+REMOVED_S = 7 * 24 * 3600.0
+MAX_REMOVED = 1000
+"""Removals that are remembered although no worker has anything of their models."""
+ROUTES_EVERY_S = 0.01
+"""Changes of routes are gathered for no longer."""
+
+
+class PoolMetrics:
+    """What a pool process shows, leading or not."""
+
+    def __init__(self, registry: object) -> None:
+        self.workers = Gauge("blitz_pool_workers", "Living workers by state", ["state"], registry=registry)  # type: ignore[arg-type]
+        self.expired = Counter("blitz_pool_expired_workers_total", "Workers declared dead", registry=registry)  # type: ignore[arg-type]
+        self.leads = Gauge("blitz_pool_leads", "1 while this process leads", registry=registry)  # type: ignore[arg-type]
+        self.placement = PlacementMetrics(registry)
+
+
+class LeadingPool:
+    """From the moment that a process leads until it does no longer. ``open`` before anything else."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        store: Store,
+        standing: Standing,
+        metrics: PoolMetrics,
+        *,
+        lease_s: float,
+        model_roots: Sequence[Path] = (),
+    ) -> None:
+        self._bus = bus
+        self._store = store
+        self._lease_s = lease_s
+        self._roots = tuple(model_roots)
+        self._metrics = metrics
+        self._registry = Registry(f"pool-{standing.term}")
+        self._grace = Grace(lease_s, time.monotonic())
+        self._placing = Placing(bus, store, self._registry, metrics.placement)
+        self._inspections = Inspections()
+        self._subscriptions: list[Subscription] = []
+        self._publisher: asyncio.Task[None] | None = None
+        self._routes_changed = asyncio.Event()
+        self._tables_sequence = 0
+        self._old_readers_until_s = time.monotonic() + OLD_READER_S
+        self._renewed: set[str] = set()
+        self._wanted: dict[str, float] = {}
+        self._terms: dict[str, int] = {}
+        self.leads_until_s = time.monotonic() + standing.expires_in_s
+        """Nothing is answered after this (monotonic): another process may lead."""
+
+    async def open(self) -> None:
+        """Learn what Redis holds, then answer. Raises ``RedisError`` or ``BlitzError``; ``close`` then, too."""
+        now_s = time.monotonic()
+        known = await self._store.remember(now_s, time.time())
+        for service in ("planner", "monitor"):
+            self._terms[service] = await self._store.term(service)
+        for model in known.models:
+            self._registry.put_model(model)
+        self._registry.load_removed(known.removed)
+        for floor in known.floors:
+            self._registry.set_floor(floor)
+        self._registry.set_unplaced(known.unplaced)
+        for report in known.reports:
+            self._registry.load(report, now_s + self._lease_s)
+        for lease in known.leases:
+            self._registry.lease(lease)
+        for worker_id, copy_id in known.retired:
+            self._registry.retired(worker_id, copy_id)
+        await self._respond("heartbeat", WorkerHeartbeat, self._on_heartbeat)
+        await self._respond("add_model", AddModel, self._on_add_model)
+        await self._respond("remove_model", RemoveModel, self._on_remove_model)
+        await self._respond("restore_model", RestoreModel, self._on_restore_model)
+        await self._respond("snapshot", GetSnapshot, self._on_snapshot)
+        await self._respond("lease", LeaseWorkers, self._on_lease)
+        await self._respond("lease_batch", LeaseBatch, self._on_lease_batch)
+        await self._respond("release", ReleaseWorkers, self._on_release)
+        await self._respond("set_floor", SetFloor, self._on_set_floor)
+        await self._respond("retire_copy", RetireCopy, self._on_retire_copy)
+        await self._respond("lead", Lead, self._on_lead)
+        self._publisher = asyncio.create_task(self._publish_routes())
+        self._routes_changed.set()
+
+    async def close(self) -> None:
+        """Answer no more; what was asked is answered first."""
+        for subscription in self._subscriptions:
+            await subscription.close()
+        if self._publisher is not None:
+            self._publisher.cancel()
+            await asyncio.gather(self._publisher, return_exceptions=True)
+        await self._placing.close()
+        await self._inspections.close()
+
+    async def _respond(self, operation: str, kind: type[M], handler: Callable[[M], Awaitable[R]]) -> None:
+        async def guarded(message: M) -> R:
+            if time.monotonic() >= self.leads_until_s:
+                raise Unavailable("the registry's Redis does not answer; another pool may lead", retry_after_s=0.5)
+            try:
+                return await handler(message)
+            except RedisError as error:
+                raise Unavailable(f"the registry's Redis does not answer: {error}") from error
+
+        self._subscriptions.append(await self._bus.respond(subjects.pool(operation), kind, guarded))
+
+    # --- regular work ------------------------------------------------------------------------
+
+    async def tick(self) -> None:
+        """Often called. Raises ``RedisError``, ``Unavailable`` when another process leads by now."""
+        now_s = time.monotonic()
+        if self._publisher is not None and self._publisher.done():
+            self._publisher.result()
+        self._grace.observe(now_s, bus_since_s=self._bus.connected_since_s, store_ok=True)
+        renewals = self._registry.renewals()
+        renewed, self._renewed = self._renewed, set()
+        try:
+            await self._store.renew({i: renewals[i] - now_s for i in renewed if i in renewals})
+        except BaseException:
+            self._renewed |= renewed
+            raise
+        if self._grace.over(now_s):
+            await self._expire(now_s)
+        self._registry.end_leases(now_s)
+        self._registry.end_floors(time.time())
+        await self._store.forget_removed(self._registry.forget_removed(time.time() - REMOVED_S, MAX_REMOVED))
+        for state in get_args(InstanceState):
+            self._metrics.workers.labels(state).set(self._registry.states[state])
+        self._wake_publisher()
+        self._placing.look(now_s, may_act=self._grace.over(now_s))
+
+    async def _expire(self, now_s: float) -> None:
+        silent = self._registry.silent(now_s)
+        if not silent:
+            return
+        await self._store.forget(silent)
+        for worker_id in silent:
+            log.warning("worker %s did not renew its lease of %.1f s: forgotten", worker_id, self._lease_s)
+            self._metrics.expired.inc()
+        self._registry.forget(silent)
+
+    def redis_is_away(self) -> None:
+        """Nothing expires, and nothing is granted, until it has been back for a lease."""
+        self._grace.observe(time.monotonic(), bus_since_s=self._bus.connected_since_s, store_ok=False)
+
+    async def refill(self) -> None:
+        """Redis lost its data: give it what is known here. Raises ``RedisError``, ``BlitzError``."""
+        log.warning("Redis lost its data: writing the registry's anew")
+        self.redis_is_away()
+        for model in self._registry.models():
+            await self._store.add_model(model)
+        for name, at_s in self._registry.removed().items():
+            await self._store.was_removed(name, at_s)
+        for floor in self._registry.floors():
+            await self._store.set_floor(floor)
+        for report in self._registry.reports():
+            await self._store.heartbeat(report, self._lease_s)
+        for lease in self._registry.leases():
+            await self._store.put_lease(lease, lease.until_s - time.monotonic())
+
+    # --- routes ------------------------------------------------------------------------------
+
+    def _wake_publisher(self) -> None:
+        if self._registry.routes.waiting:
+            self._routes_changed.set()
+
+    async def _publish_routes(self) -> None:
+        """One task publishes, so that events go out in the order of their numbers."""
+        while True:
+            await self._routes_changed.wait()
+            self._routes_changed.clear()
+            events, names = self._registry.routes.take(self._registry.publisher, time.time())
+            try:
+                for event in events:
+                    await self._bus.publish(subjects.route_changes(), event)
+                if time.monotonic() < self._old_readers_until_s:
+                    for name in sorted(names):
+                        await self._publish_table(name)
+            except BlitzError as error:
+                # Readers see the gap at the next event, and read a snapshot now and then in any case.
+                log.warning("routes not published: %s", error)
+            await asyncio.sleep(ROUTES_EVERY_S)
+
+    async def _publish_table(self, name: str) -> None:
+        self._tables_sequence += 1
+        table = RouteTable(
+            publisher=self._registry.publisher,
+            sequence=self._tables_sequence,
+            published_at_s=time.time(),
+            name=name,
+            model=self._registry.model(name),
+            routes=self._registry.table(name),
+        )
+        await self._bus.publish(subjects.routes(), table)
+
+    # --- workers -----------------------------------------------------------------------------
+
+    async def _on_heartbeat(self, report: WorkerHeartbeat) -> HeartbeatAck:
+        taken = self._registry.take(report, time.monotonic(), self._lease_s)
+        self._wake_publisher()
+        if taken.store:
+            await self._store.heartbeat(report, self._lease_s)
+            self._registry.is_stored(report)
+        elif taken.accepted:
+            self._renewed.add(report.worker.worker_id)
+        lost = self._registry.lost(report)
+        self._want(*lost)
+        instance = report.instance
+        if instance is None:
+            return HeartbeatAck(lease_s=self._lease_s, wants_models=lost)
+        record = self._registry.model(instance.model)
+        if record is not None and record.model_hash == instance.model_hash:
+            return HeartbeatAck(lease_s=self._lease_s, wants_models=lost)
+        gone = record is not None or self._registry.was_removed(instance.model)
+        if not gone:
+            self._want(instance.model_hash)
+        return HeartbeatAck(
+            lease_s=self._lease_s,
+            wants_model=not gone,
+            stop_instance=instance.instance_id if gone else "",
+            wants_models=lost,
+        )
+
+    def _want(self, *model_hashes: str) -> None:
+        for model_hash in model_hashes:
+            self._wanted.pop(model_hash, None)
+            self._wanted[model_hash] = time.monotonic() + WANTED_S
+            if len(self._wanted) > MAX_WANTED:
+                del self._wanted[next(iter(self._wanted))]
+
+    async def _on_restore_model(self, request: RestoreModel) -> Ack:
+        record = request.model
+        if self._wanted.pop(record.model_hash, 0.0) < time.monotonic():
+            raise Conflict(f"nobody asked for model {record.name!r}")
+        name_of(AddModel(path=record.path, name=record.name))
+        path_of(record.path, self._roots)
+        if self._registry.was_removed(record.name):
+            return Ack()
+        stored = await self._store.add_model(record, unless_removed=True)
+        if stored is not None:
+            self._registry.put_model(stored)
+            self._wake_publisher()
+        if stored is record:
+            log.warning("model %s restored from a worker that holds it", record.name)
+        return Ack()
+
+    async def _on_retire_copy(self, request: RetireCopy) -> Ack:
+        if not request.undo:
+            self._check_grants()
+        await self._placing.retire(request, time.monotonic())
+        return Ack()
+
+    # --- models ------------------------------------------------------------------------------
+
+    async def _on_add_model(self, request: AddModel) -> ModelRecord:
+        name = name_of(request)
+        check_limits(request)
+        path = path_of(request.path, self._roots)
+        with tracer().start_as_current_span("pool.add_model", attributes={"blitz.model": name}):
+            checkpoint = await self._inspections.inspect(path)
+            record = ModelRecord(
+                name=name,
+                path=checkpoint.path,
+                model_hash=checkpoint.model_hash,
+                layout_hash=checkpoint.layout_hash,
+                spec=checkpoint.spec,
+                weights_bytes=checkpoint.weights_bytes,
+                added_at_s=time.time(),
+                min_instances=request.min_instances,
+                max_instances=request.max_instances,
+                slo_ttft_s=request.slo_ttft_s,
+                slo_tbt_s=request.slo_tbt_s,
+            )
+            stored = await self._store.add_model(record)
+        if stored is None or stored.model_hash != record.model_hash:
+            raise Conflict(f"another model is registered as {name!r}: remove it first, or choose another name")
+        self._registry.put_model(stored)
+        self._wake_publisher()
+        log.info("model %s added from %s (%d bytes of weights)", name, stored.path, stored.weights_bytes)
+        return stored
+
+    async def _on_remove_model(self, request: RemoveModel) -> Ack:
+        if not await self._store.remove_model(request.name):
+            raise ModelNotFound(f"model {request.name!r} is not registered", param="name")
+        self._registry.remove_model(request.name, time.time())
+        self._wake_publisher()
+        log.info("model %s removed", request.name)
+        return Ack()
+
+    async def _on_set_floor(self, request: SetFloor) -> Ack:
+        self._check_term("planner", request.term)
+        if self._registry.model(request.model) is None:
+            raise ModelNotFound(f"model {request.model!r} is not registered", param="model")
+        if request.instances < 0 or request.hold_s < 0:
+            raise BadRequest("instances and hold_s must not be negative")
+        if not request.hold_s:
+            await self._store.lift_floor(request.model, request.role)
+            self._registry.lift_floor(request.model, request.role)
+            return Ack()
+        until_s = time.time() + request.hold_s
+        floor = Floor(model=request.model, instances=request.instances, until_s=until_s, role=request.role)
+        await self._store.set_floor(floor)
+        self._registry.set_floor(floor)
+        return Ack()
+
+    # --- readers -----------------------------------------------------------------------------
+
+    async def _on_snapshot(self, request: GetSnapshot) -> Snapshot:
+        if request.paged:
+            page = self._registry.page(request.cursor, request.since)
+            if page is None:
+                raise Conflict("the snapshot was begun at another pool process: read it from the beginning")
+        else:
+            self._old_readers_until_s = time.monotonic() + OLD_READER_S
+            page = self._registry.whole_page(request.after_worker_id, max(1, min(request.page_size, 1000)))
+        return msgspec.structs.replace(
+            page, publisher=self._registry.publisher, sequence=self._tables_sequence, taken_at_s=time.time()
+        )
+
+    # --- leases ------------------------------------------------------------------------------
+
+    async def _on_lease(self, request: LeaseWorkers) -> LeaseGrant:
+        self._check_term("planner", request.term)
+        self._check_grants()
+        return await self._grant(request)
+
+    async def _on_lease_batch(self, request: LeaseBatch) -> LeaseVerdicts:
+        self._check_term("planner", request.term)
+        self._check_grants()
+        if len(request.leases) > MAX_BATCH:
+            raise BadRequest(f"{len(request.leases)} leases in one batch are more than {MAX_BATCH}", param="leases")
+        verdicts = []
+        for lease in request.leases:
+            try:
+                verdict = LeaseVerdict(plan_id=lease.plan_id, grant=await self._grant(lease))
+            except BlitzError as error:
+                verdict = LeaseVerdict(plan_id=lease.plan_id, error=ErrorInfo.of(error))
+            verdicts.append(verdict)
+        return LeaseVerdicts(verdicts=tuple(verdicts))
+
+    async def _grant(self, request: LeaseWorkers) -> LeaseGrant:
+        if not request.worker_ids or request.ttl_s <= 0:
+            raise BadRequest("a lease needs at least one worker and a positive ttl_s")
+        with tracer().start_as_current_span(
+            "pool.lease", attributes={"blitz.plan_id": request.plan_id, "blitz.model": request.model}
+        ):
+            grant = await self._store.lease(
+                request.plan_id, request.model, request.worker_ids, request.ttl_s, request.role
+            )
+        until_s = time.monotonic() + request.ttl_s
+        for worker_id, epoch in grant.epochs:
+            self._registry.lease(Lease(worker_id, request.plan_id, request.model, request.role, epoch, until_s))
+        return grant
+
+    async def _on_release(self, request: ReleaseWorkers) -> Ack:
+        self._check_term("planner", request.term)
+        await self._store.release(request.plan_id, request.worker_ids)
+        self._registry.release(request.plan_id, request.worker_ids)
+        return Ack()
+
+    def _check_grants(self) -> None:
+        now = time.monotonic()
+        if not self._grace.over(now):
+            raise Unavailable(
+                "the registry is recovering and grants nothing until a lease has passed",
+                retry_after_s=self._grace.remaining_s(now),
+            )
+
+    # --- leaders of other services -----------------------------------------------------------
+
+    async def _on_lead(self, request: Lead) -> Leadership:
+        if not request.owner or not 0.1 <= request.ttl_s <= 60.0:
+            raise BadRequest("a leader has a name, and leads for 0.1 to 60 seconds at a time", param="ttl_s")
+        if request.give_up:
+            await self._store.abdicate(request.service, request.owner)
+        else:
+            standing = await self._store.lead(request.service, request.owner, request.ttl_s)
+            self._terms[request.service] = max(standing.term, self._terms.get(request.service, 0))
+            return Leadership(
+                leads=standing.leads, term=standing.term, leader=standing.leader, expires_in_s=standing.expires_in_s
+            )
+        return Leadership(leads=False, term=self._terms.get(request.service, 0), leader="", expires_in_s=0.0)
+
+    def _check_term(self, service: str, term: int) -> None:
+        newest = self._terms.get(service, 0)
+        if 0 < term < newest:
+            raise StaleTerm(f"a {service} of term {newest} leads; yours is {term}")

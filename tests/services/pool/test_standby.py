@@ -1,0 +1,203 @@
+"""Several pool processes on one Redis: one leads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from services.pool.service import PoolService
+from services.pool.store import Store
+from shared import subjects
+from shared.bus.memory import MemoryBroker
+from shared.errors import Conflict, NoResponder, StaleTerm, Unavailable
+from shared.messages.common import Ack
+from shared.messages.registry import (
+    GetSnapshot,
+    HeartbeatAck,
+    Lead,
+    Leadership,
+    LeaseBatch,
+    LeaseVerdicts,
+    LeaseWorkers,
+    ReleaseWorkers,
+    SetFloor,
+    Snapshot,
+)
+from tests.records import heartbeat, model
+from tests.services.pool.giving import give
+
+LEASE_S = 0.5
+
+
+class Process:
+    """A pool process that can be killed: it then never says another word."""
+
+    def __init__(self, broker: MemoryBroker, redis_url: str, name: str, seat: str = "") -> None:
+        self.bus = broker.bus(name)
+        self.store = Store.connect(redis_url)
+        self.stopping = asyncio.Event()
+        self.service = PoolService(self.bus, self.store, lease_s=LEASE_S, seat=seat, metrics=CollectorRegistry())
+        self.task = asyncio.create_task(self.service.run(self.stopping))
+
+    async def stop(self) -> None:
+        self.stopping.set()
+        await self.task
+        await self.store.close()
+
+    async def kill(self) -> None:
+        # Without the word to Redis that it leads no more.
+        self.store.abdicate = _silence  # type: ignore[method-assign, assignment]
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        await self.bus.close()
+        await self.store.close()
+
+
+async def _silence(*_args: object) -> None:
+    return None
+
+
+class Pools:
+    def __init__(self, broker: MemoryBroker, redis_url: str) -> None:
+        self.broker = broker
+        self.redis_url = redis_url
+        self.client = broker.bus("client")
+
+    def start(self, name: str, seat: str = "") -> Process:
+        return Process(self.broker, self.redis_url, name, seat)
+
+    async def ask(self, operation: str, message: Any, reply: type[Any]) -> Any:
+        return await self.client.request(subjects.pool(operation), message, reply, timeout_s=5.0)
+
+    async def answered(self, operation: str, message: Any, reply: type[Any]) -> Any:
+        """Once somebody answers."""
+        async with asyncio.timeout(5.0):
+            while True:
+                with contextlib.suppress(NoResponder, Unavailable):
+                    return await self.ask(operation, message, reply)
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def pools(redis_url: str) -> AsyncIterator[Pools]:
+    redis = Redis.from_url(redis_url)
+    await redis.flushdb()
+    yield Pools(MemoryBroker(), redis_url)
+    await redis.aclose()
+
+
+async def test_a_standby_answers_nothing_and_takes_over_what_was_registered(pools: Pools) -> None:
+    first = pools.start("pool-a")
+    await first.service.ready.wait()
+    second = pools.start("pool-b")
+    await second.service.ready.wait()
+    await give(pools.ask, model("m"))
+    await pools.ask("set_floor", SetFloor(model="m", instances=2, hold_s=60.0), Ack)
+    await pools.ask("heartbeat", heartbeat("w0", model("m"), "serving"), HeartbeatAck)
+    before = await pools.ask("snapshot", GetSnapshot(paged=True), Snapshot)
+    await first.kill()
+    after = await pools.answered("snapshot", GetSnapshot(paged=True), Snapshot)
+    assert after.version.partition("/")[0] != before.version.partition("/")[0]
+    assert (after.models, after.workers, after.floors) == (before.models, before.workers, before.floors)
+    await second.stop()
+
+
+async def test_a_pool_that_stops_makes_way_at_once(pools: Pools) -> None:
+    first = pools.start("pool-a")
+    await first.service.ready.wait()
+    second = pools.start("pool-b")
+    await second.service.ready.wait()
+    await first.stop()
+    async with asyncio.timeout(LEASE_S):
+        await pools.answered("snapshot", GetSnapshot(), Snapshot)
+    await second.stop()
+
+
+async def test_a_successor_in_the_same_seat_does_not_wait_and_its_predecessor_ends(pools: Pools) -> None:
+    first = pools.start("pool-a", "pool-0")
+    await first.service.ready.wait()
+    second = pools.start("pool-b", "pool-0")
+    async with asyncio.timeout(5.0):
+        with pytest.raises(Conflict, match="pool-0"):
+            await first.task
+    await pools.answered("snapshot", GetSnapshot(), Snapshot)
+    await first.store.close()
+    await second.stop()
+
+
+async def test_a_snapshot_begun_at_another_process_is_begun_anew(pools: Pools) -> None:
+    first = pools.start("pool-a")
+    await first.service.ready.wait()
+    with pytest.raises(Conflict):
+        await pools.ask("snapshot", GetSnapshot(paged=True, cursor="pool-1/5/w/w3"), Snapshot)
+    await first.stop()
+
+
+async def test_a_leader_of_planners_has_a_term_and_what_an_older_one_says_is_refused(pools: Pools) -> None:
+    pool = pools.start("pool-a")
+    await pool.service.ready.wait()
+    await give(pools.ask, model("m"))
+    old = await pools.ask("lead", Lead(service="planner", owner="one", ttl_s=0.3), Leadership)
+    other = await pools.ask("lead", Lead(service="planner", owner="two", ttl_s=0.3), Leadership)
+    assert (old.leads, other.leads, other.leader, other.term) == (True, False, "one", old.term)
+    await asyncio.sleep(LEASE_S + 0.2)
+    new = await pools.ask("lead", Lead(service="planner", owner="two", ttl_s=5.0), Leadership)
+    assert new.leads
+    assert new.term > old.term
+    floor = SetFloor(model="m", instances=1, hold_s=9.0, term=old.term)
+    lease = LeaseWorkers(plan_id="p", model="m", worker_ids=("w0",), ttl_s=1.0, term=old.term)
+    for operation, message in (
+        ("set_floor", floor),
+        ("lease", lease),
+        ("lease_batch", LeaseBatch(leases=(lease,), term=old.term)),
+        ("release", ReleaseWorkers(plan_id="p", worker_ids=("w0",), term=old.term)),
+    ):
+        with pytest.raises(StaleTerm):
+            await pools.ask(operation, message, Ack)
+    given_up = await pools.ask("lead", Lead(service="planner", owner="two", ttl_s=1.0, give_up=True), Leadership)
+    assert not given_up.leads
+    assert (await pools.ask("lead", Lead(service="planner", owner="three", ttl_s=1.0), Leadership)).leads
+    await pool.stop()
+
+
+async def test_the_leases_of_one_round_are_granted_or_refused_one_by_one(pools: Pools) -> None:
+    pool = pools.start("pool-a")
+    await pool.service.ready.wait()
+    await give(pools.ask, model("m"))
+    for name in ("w0", "w1", "w2"):
+        await pools.ask("heartbeat", heartbeat(name), HeartbeatAck)
+    await asyncio.sleep(LEASE_S + 0.3)
+    for name in ("w0", "w1", "w2"):
+        await pools.ask("heartbeat", heartbeat(name, sequence=2), HeartbeatAck)
+
+    def lease(plan_id: str, *worker_ids: str, name: str = "m") -> LeaseWorkers:
+        return LeaseWorkers(plan_id=plan_id, model=name, worker_ids=worker_ids, ttl_s=5.0)
+
+    batch = LeaseBatch(leases=(lease("a", "w0"), lease("b", "w0", "w1"), lease("c", "w1"), lease("d", "w2", name="x")))
+    verdicts = (await pools.answered("lease_batch", batch, LeaseVerdicts)).verdicts
+    assert [(v.plan_id, v.grant is not None, v.error.code if v.error else "") for v in verdicts] == [
+        ("a", True, ""),
+        ("b", False, "conflict"),
+        ("c", True, ""),
+        ("d", False, "model_not_found"),
+    ]
+    workers = (await pools.ask("snapshot", GetSnapshot(paged=True), Snapshot)).workers
+    assert [w.lease_plan_id for w in workers] == ["a", "c", ""]
+    await pool.stop()
+
+
+async def test_a_worker_that_is_about_to_end_is_not_leased(pools: Pools) -> None:
+    pool = pools.start("pool-a")
+    await pool.service.ready.wait()
+    await give(pools.ask, model("m"))
+    await asyncio.sleep(LEASE_S + 0.3)
+    await pools.ask("heartbeat", heartbeat("w0", stopping=True), HeartbeatAck)
+    with pytest.raises(Conflict, match="busy"):
+        await pools.ask("lease", LeaseWorkers(plan_id="p", model="m", worker_ids=("w0",), ttl_s=1.0), Ack)
+    await pool.stop()
