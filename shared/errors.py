@@ -15,7 +15,10 @@
     ├── BadCheckpoint                bad_checkpoint          422
     ├── Overloaded                   overloaded              429
     ├── Internal                     internal                500
+    │   └── RequestFailed            request_failed          500
+    │       └── PoisonRequest        poison_request          500
     ├── Unavailable                  unavailable             503
+    │   ├── EngineBroken             engine_broken           503
     │   ├── NoResponder              no_responder            503
     │   └── NoCapacity               no_capacity             503
     ├── DeadlineExceeded             deadline_exceeded       504
@@ -137,11 +140,29 @@ class Internal(BlitzError):
     http_status = 500
 
 
+class RequestFailed(Internal):
+    """The engine fails on this request and computes others: another instance would say the same."""
+
+    code = "request_failed"
+
+
+class PoisonRequest(RequestFailed):
+    """The request was running in several workers that died, at last by itself: it is given to no other."""
+
+    code = "poison_request"
+
+
 class Unavailable(BlitzError):
     """The service that must answer cannot do so now."""
 
     code = "unavailable"
     http_status = 503
+
+
+class EngineBroken(Unavailable):
+    """An engine computes nothing any more: its worker ends, its requests go on elsewhere."""
+
+    code = "engine_broken"
 
 
 class NoResponder(Unavailable):

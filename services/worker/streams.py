@@ -81,6 +81,7 @@ class Streams:
                     finish_reason=output.finish_reason,
                     error=output.error,
                     queued_s=output.queued_s,
+                    computing=output.computing,
                 )
             )
         return parts

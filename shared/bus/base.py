@@ -50,6 +50,9 @@ class Bus(Protocol):
         """Fire and forget. Raises ``PayloadTooLarge``; while disconnected, ``Unavailable``
         once the outgoing buffer is full."""
 
+    async def flush(self) -> None:
+        """Return when the server has what was published so far, or cannot be reached for a moment."""
+
     async def subscribe(self, subject: str, kind: type[M], listener: Listener[M]) -> Subscription:
         """Call ``listener`` for every message on ``subject``."""
 

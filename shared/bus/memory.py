@@ -156,6 +156,9 @@ class MemoryBus(Bus):
         payload, headers = self._encoded(subject, message)
         self.send(len(payload), lambda: self.broker.publish_raw(subject, payload, headers))
 
+    async def flush(self) -> None:
+        """The broker has it already, or the bus is down."""
+
     async def subscribe(self, subject: str, kind: type[M], listener: Listener[M]) -> Subscription:
         self._check_open()
         subscription = MemoryListening(self, subject, kind, listener)

@@ -107,6 +107,9 @@ class NatsBus(Bus):
         except nats.errors.Error as error:
             raise Unavailable(f"cannot publish on {subject}: {error}") from error
 
+    async def flush(self) -> None:
+        await round_trip(self._client)
+
     async def subscribe(self, subject: str, kind: type[M], listener: Listener[M]) -> Subscription:
         subscription = _Listening(self, kind, listener)
         # The task that the client starts for this subscription copies the context: it must hold no span.

@@ -59,6 +59,9 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit.v1"):
     """Unix time at which the gateway accepted the request."""
     decode_at: DecodePlace | None = None
     """Who decodes it once a prefill instance has computed its prompt. None: whoever computes the prompt."""
+    alone_tokens: int = 0
+    """Until this attempt has brought so many tokens, the request is computed in steps of its own, and the worker says
+    before and after each that it is (``StreamPart.computing``): workers died that computed it with others."""
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel.v1"):
@@ -87,6 +90,8 @@ class StreamPart(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
     queued_s: float | None = None
     """With the first token of an attempt: seconds between acceptance and first scheduling."""
+    computing: bool | None = None
+    """Of a request that is computed alone: its step is about to begin (True), or has ended (False)."""
 
 
 class TokenBatch(Message, frozen=True, kw_only=True, tag="tokens.v1"):

@@ -1,7 +1,7 @@
 """The scheduler with requests that another instance works on: in live scaling, and in disaggregated serving.
 
 - While ``lending``, requests that have not begun are not admitted: ``lend`` takes them out, for another instance to run
-  layers of. Those that have begun (and were preempted) stay, and go on here.
+  layers of. Those that have begun (and were preempted) stay, and go on here; so do those that are computed alone.
 - A prefix that is computed outside of steps has its seat and blocks reserved first (``reserve``), and is adopted with
   its first token. The request may be one of this scheduler's own that was lent, or another instance's so far.
 - Every lent request ends here like any other, unless it is returned, adopted, or disowned.
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 
 from services.worker.core.output import TokenOutput
 from services.worker.core.schedule import Queued, SampledToken, ScheduledBatch, SchedulerConfig, SchedulerLoad
-from services.worker.core.scheduler import Scheduler, arrival
+from services.worker.core.scheduler import NO_FAILURES, Scheduler, arrival
 from services.worker.core.sequence import Sequence
 from shared.errors import Conflict
 from shared.messages.common import ErrorInfo
@@ -44,8 +44,8 @@ class LendingScheduler(Scheduler):
     def lend(self) -> list[Sequence]:
         """Take the requests that have not begun out of the queue, in order. They stay accepted: ``return_lent``,
         ``adopt`` or ``disown`` must follow for each that is not cancelled meanwhile."""
-        lent = [s for s in self._waiting if not _has_begun(s)]
-        self._waiting = deque(s for s in self._waiting if _has_begun(s))
+        lent = [s for s in self._waiting if not _stays(s)]
+        self._waiting = deque(s for s in self._waiting if _stays(s))
         self._waiting_tokens = sum(s.num_tokens for s in self._waiting)
         return lent
 
@@ -111,10 +111,12 @@ class LendingScheduler(Scheduler):
             bisect.insort(self._running, sequence, key=arrival)
         return output
 
-    def complete(self, batch: ScheduledBatch, sampled: Rows[SampledToken]) -> list[TokenOutput]:
+    def complete(
+        self, batch: ScheduledBatch, sampled: Rows[SampledToken], failures: Mapping[int, ErrorInfo] = NO_FAILURES
+    ) -> list[TokenOutput]:
         """As the plain scheduler; parks what is to be decoded elsewhere."""
         known = len(self._departing)
-        outputs = super().complete(batch, sampled)
+        outputs = super().complete(batch, sampled, failures)
         if len(self._departing) > known:
             parking = [s for s, _ in self._departing[known:] if not s.finished]
             for sequence in parking:
@@ -155,6 +157,15 @@ class LendingScheduler(Scheduler):
             self._departing.append((sequence, token))
         return super()._take_token(sequence, token)
 
+    def readmit(self, sequences: Iterable[Sequence]) -> None:
+        """Reserved prefixes could not be computed outside of steps: they give their room back and wait here, at their
+        places, to be computed in steps. Ended ones are released, adopted ones left alone."""
+        for sequence in [s for s in sequences if s.held]:
+            self.release([sequence])
+            if not sequence.finished:
+                self._by_key[sequence.key] = sequence
+                self._put_back(sequence)
+
     def disown(self, sequences: Iterable[Sequence]) -> None:
         """Lent requests are another instance's for good: they leave without a word."""
         for sequence in sequences:
@@ -178,7 +189,7 @@ class LendingScheduler(Scheduler):
         self._end([s for s in sequences if not s.finished], "error", error)
 
     def _may_admit(self) -> bool:
-        return bool(self._waiting) and (not self.lending or _has_begun(self._waiting[0]))
+        return bool(self._waiting) and (not self.lending or _stays(self._waiting[0]))
 
     @property
     def _num_seats(self) -> int:
@@ -204,6 +215,11 @@ class LendingScheduler(Scheduler):
         sequence.held = False
         self._held.pop(id(sequence), None)
         self._parked.pop(id(sequence), None)
+
+
+def _stays(sequence: Sequence) -> bool:
+    """Whether it is not lent."""
+    return sequence.alone or _has_begun(sequence)
 
 
 def _has_begun(sequence: Sequence) -> bool:

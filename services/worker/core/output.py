@@ -23,3 +23,5 @@ class TokenOutput:
     queued_s: float | None = None
     """With the first token of an attempt: seconds from arrival to first scheduling."""
     error: ErrorInfo | None = None
+    computing: bool | None = None
+    """Of a request that is computed alone: its step is about to begin, or has ended."""

@@ -52,6 +52,8 @@ class ScheduledBatch:
     num_prefill_tokens: int
     num_decode_tokens: int
     preempted: tuple[Sequence, ...] = ()
+    alone: bool = False
+    """Its only slice is of a request that is computed alone."""
 
 
 class SampledToken(Protocol):

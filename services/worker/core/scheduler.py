@@ -10,6 +10,9 @@ Rules, in order:
 4. A decode that finds no block preempts the latest arrival: its blocks are freed, it returns
    to the head of ``waiting`` with its output kept, and computes prompt and output again. The
    latest arrival itself just waits. So the oldest request always advances, and nothing starves.
+5. A request that is to be computed alone is in no step with others. It is admitted like any other; then those that are
+   alone and all others together take turns: every second step, while there is one, is one of those, in rotation.
+
 Pure: no clock, no engine. One batch is in flight at a time.
 """
 
@@ -17,8 +20,9 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Rows
+from types import MappingProxyType
 
 from services.worker.core.blocks import BlockPool
 from services.worker.core.output import TokenOutput
@@ -34,6 +38,8 @@ from services.worker.core.sequence import Sequence
 from shared.errors import Conflict, ContextLengthExceeded, Overloaded
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import FinishReason
+
+NO_FAILURES: Mapping[int, ErrorInfo] = MappingProxyType({})
 
 __all__ = ["SampledToken", "ScheduledBatch", "ScheduledSlice", "Scheduler", "SchedulerConfig", "SchedulerLoad"]
 
@@ -51,6 +57,10 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._by_key: dict[tuple[str, int], Sequence] = {}
         self._next_id = 0
+        self._some_alone = False
+        """Perhaps: a request that is to be computed alone may be here."""
+        self._alone_next = False
+        self._last_alone = -1
         self._in_flight: ScheduledBatch | None = None
         self._ended: list[TokenOutput] = []
         self._prefill_tokens_total = 0
@@ -98,6 +108,7 @@ class Scheduler:
         sequence.id = self._next_id
         self._next_id += 1
         self._by_key[sequence.key] = sequence
+        self._some_alone = self._some_alone or sequence.alone
         self._waiting.append(sequence)
         self._waiting_tokens += sequence.num_tokens
 
@@ -126,6 +137,46 @@ class Scheduler:
             raise RuntimeError("a batch is in flight")
         if not self._running and not self._may_admit():
             return None
+        batch = self._schedule_in_turn(now_s) if self._some_alone else self._schedule_together(now_s)
+        if batch is not None:
+            self._prefill_tokens_total += batch.num_prefill_tokens
+            self._decode_tokens_total += batch.num_decode_tokens
+            self._in_flight = batch
+        return batch
+
+    def _schedule_in_turn(self, now_s: float) -> ScheduledBatch | None:
+        batch = self._schedule_alone() if self._alone_next else None
+        if batch is not None:
+            self._alone_next = False
+            return batch
+        batch = self._schedule_together(now_s)
+        if batch is None:
+            return self._schedule_alone()
+        self._alone_next = True
+        self._some_alone = any(s.alone for s in (*self._running, *self._waiting))
+        return batch
+
+    def _schedule_alone(self) -> ScheduledBatch | None:
+        """A step of one request that is computed alone: the next in order of arrival behind the last that had one."""
+        candidates = [(s.id <= self._last_alone, s.id, s) for s in self._running if s.alone]
+        for _, _, sequence in sorted(candidates, key=lambda c: c[:2]):
+            slices: list[ScheduledSlice] = []
+            preempted: list[Sequence] = []
+            start = sequence.num_computed
+            num_prefill_tokens = 0
+            if len(sequence.tokens) - start > 1:
+                num_prefill_tokens = self._prefill(sequence, self.config.max_batch_tokens, slices)
+            else:
+                full = start >= len(sequence.block_table) * self.pool.block_size
+                if full and not self._grow(sequence, self._running.index(sequence) + 1, preempted):
+                    continue
+                slices.append(ScheduledSlice(sequence, start, 1, True))
+            self._last_alone = sequence.id
+            decodes = 0 if num_prefill_tokens else 1
+            return ScheduledBatch(tuple(slices), num_prefill_tokens, decodes, tuple(preempted), alone=True)
+        return None
+
+    def _schedule_together(self, now_s: float) -> ScheduledBatch | None:
         budget = self.config.max_batch_tokens
         slices: list[ScheduledSlice] = []
         preempted: list[Sequence] = []
@@ -136,6 +187,8 @@ class Scheduler:
         while index < len(running) and budget > 0:
             sequence = running[index]
             index += 1
+            if sequence.alone:
+                continue
             start = sequence.num_computed
             if len(sequence.tokens) - start > 1:
                 prefills.append(sequence)
@@ -151,29 +204,37 @@ class Scheduler:
                 break
             budget -= self._prefill(sequence, budget, slices)
         while budget > 0 and not preempted and (admitted := self._admit(now_s)) is not None:
-            budget -= self._prefill(admitted, budget, slices)
+            if not admitted.alone:
+                budget -= self._prefill(admitted, budget, slices)
         if not slices:
             return None  # what is computed outside of steps leaves no room
         num_prefill_tokens = self.config.max_batch_tokens - budget - num_decode_tokens
-        self._prefill_tokens_total += num_prefill_tokens
-        self._decode_tokens_total += num_decode_tokens
-        self._in_flight = ScheduledBatch(tuple(slices), num_prefill_tokens, num_decode_tokens, tuple(preempted))
-        return self._in_flight
+        return ScheduledBatch(tuple(slices), num_prefill_tokens, num_decode_tokens, tuple(preempted))
 
-    def complete(self, batch: ScheduledBatch, sampled: Rows[SampledToken]) -> list[TokenOutput]:
+    def complete(
+        self, batch: ScheduledBatch, sampled: Rows[SampledToken], failures: Mapping[int, ErrorInfo] = NO_FAILURES
+    ) -> list[TokenOutput]:
         """Take the tokens of the batch in flight, one per slice that samples, in their order.
 
-        Returns the new outputs. Requests that ended meanwhile get none: their blocks are freed here.
+        Slices in ``failures``, by their place in the batch, could not be computed: they have no token, and their
+        requests end with that. Returns the new outputs. Requests that ended meanwhile get none: their blocks are freed
+        here.
         """
         self._land(batch)
         outputs: list[TokenOutput] = []
         tokens = iter(sampled)
         ended = False
-        for piece in batch.slices:
+        for place, piece in enumerate(batch.slices):
             sequence = piece.sequence
-            token = next(tokens) if piece.sample else None
+            failure = failures.get(place)
+            token = next(tokens) if piece.sample and failure is None else None
             if sequence.finished:
                 self._free(sequence)
+                continue
+            if failure is not None:
+                outputs.append(sequence.end("error", failure))
+                self._forget(sequence)
+                ended = True
                 continue
             sequence.num_computed = piece.start + piece.num_tokens
             if token is None:
@@ -186,17 +247,7 @@ class Scheduler:
 
     def fail(self, batch: ScheduledBatch, error: ErrorInfo) -> list[TokenOutput]:
         """The batch in flight could not be computed: its requests end with ``error``."""
-        self._land(batch)
-        outputs: list[TokenOutput] = []
-        for piece in batch.slices:
-            sequence = piece.sequence
-            if sequence.finished:
-                self._free(sequence)
-                continue
-            outputs.append(sequence.end("error", error))
-            self._forget(sequence)
-        self._running = [s for s in self._running if not s.finished]
-        return outputs
+        return self.complete(batch, (), dict.fromkeys(range(len(batch.slices)), error))
 
     def take_ended(self) -> list[TokenOutput]:
         """Terminal outputs of requests that ended outside a step (cancelled, aborted, nothing left to do)."""

@@ -21,10 +21,12 @@ class Sequence:
     Scheduler state, changed by the scheduler only: ``id`` (arrival order), ``num_computed``
     (tokens whose KV is in ``block_table``), ``first_scheduled_s``, ``held`` (computed or decoded
     elsewhere: its blocks stay until it is released), ``finished``. ``decode_at``: who decodes it once
-    its prefix is computed; None: whoever computes it.
+    its prefix is computed; None: whoever computes it. ``alone_tokens``: it is computed alone until so many tokens
+    were emitted.
     """
 
     __slots__ = (
+        "alone_tokens",
         "arrived_s",
         "attempt",
         "block_table",
@@ -57,6 +59,7 @@ class Sequence:
         output: Tokens[int] = (),
         arrived_s: float | None = None,
         decode_at: DecodePlace | None = None,
+        alone_tokens: int = 0,
     ) -> None:
         self.request_id = request_id
         self.attempt = attempt
@@ -67,6 +70,7 @@ class Sequence:
         self.output = list(output)
         self.arrived_s = arrived_s
         self.decode_at = decode_at
+        self.alone_tokens = alone_tokens
         self.tokens = [*self.prompt, *self.output]
         self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
         self.id = -1
@@ -80,6 +84,11 @@ class Sequence:
     @property
     def key(self) -> tuple[str, int]:
         return self.request_id, self.attempt
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is in no step with others."""
+        return self.num_emitted < self.alone_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -119,6 +128,10 @@ class Sequence:
             self._queued_s() if first else None,
         )
 
+    def computing(self, begins: bool) -> TokenOutput:
+        """Says that a step of its own begins, or has ended."""
+        return TokenOutput(self.request_id, self.attempt, self.gateway_id, len(self.output), computing=begins)
+
     def end(self, finish_reason: FinishReason, error: ErrorInfo | None = None) -> TokenOutput:
         """A terminal output without tokens."""
         return TokenOutput(
@@ -156,6 +169,7 @@ def sequence_of(request: Submit, eos_token_ids: Iterable[int], arrived_s: float 
         output=request.output_token_ids,
         arrived_s=arrived_s,
         decode_at=request.decode_at,
+        alone_tokens=request.alone_tokens,
     )
 
 

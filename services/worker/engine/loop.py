@@ -7,8 +7,8 @@ live scaling (``partial``) there are steps of one layer, too.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Slices
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,7 +16,6 @@ from services.worker.core.lending import LendingScheduler
 from services.worker.core.output import TokenOutput
 from services.worker.core.scheduler import (
     SampledToken,
-    ScheduledBatch,
     ScheduledSlice,
     SchedulerConfig,
     SchedulerLoad,
@@ -24,10 +23,9 @@ from services.worker.core.scheduler import (
 from services.worker.core.sequence import Sequence
 from services.worker.core.speed import Speed, SpeedEstimator
 from services.worker.engine.base import Activation, Batch, Engine, Sampled, SamplingRow, Slice
+from services.worker.engine.parts import compute
 from shared.errors import BlitzError, Internal
 from shared.messages.common import ErrorInfo
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,9 @@ class StepOutput:
     busy_s: float = 0.0
     """Seconds the step took."""
     error: ErrorInfo | None = None
-    """Why the step's batch failed, if it did; its requests ended with this."""
+    """Why a request of the step's batch could not be computed, if one could not: it ended with this."""
+    alone: Sequence | None = None
+    """Whose own step this was. ``EngineLoop.witness`` is to be told once the output is on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,17 @@ class Departures(Protocol):
         """Its first token was sampled. It is parked, unless that was the end."""
 
 
+class Witness(Protocol):
+    """Of the steps of requests that are computed alone, for those who outlive this process. Called on the engine's
+    thread."""
+
+    def begins(self, sequence: Sequence) -> None:
+        """Its step is next. Returns when whoever waits for the request knows, or cannot be told."""
+
+    def ended(self, sequence: Sequence) -> None:
+        """Its step is over, and what it brought was sent. Returns as ``begins``."""
+
+
 class EngineLoop:
     """A scheduler and an engine. ``clock`` gives seconds; ``Sequence.arrived_s`` is in the same clock."""
 
@@ -112,6 +123,7 @@ class EngineLoop:
         self._stepped_s = float("-inf")
         self.partial: PartialWork | None = None
         self.departures: Departures | None = None
+        self.witness: Witness | None = None
         self.between_layers: Callable[[], None] = lambda: None
         """Called between two layers of a step with prompt tokens. It must not step."""
 
@@ -152,7 +164,10 @@ class EngineLoop:
         return len(self.scheduler.abort_all(ErrorInfo.of(error)))
 
     def step(self) -> StepOutput | None:
-        """Compute one batch, or one layer of a partial one; None if there was nothing to do or to report."""
+        """Compute one batch, or one layer of a partial one; None if there was nothing to do or to report.
+
+        Raises ``EngineBroken``; then this loop must run no more.
+        """
         partial = self.partial
         due = partial is None or self._decode_is_due(partial)
         output = self._step_batch() if due or partial is None else partial.step()
@@ -177,26 +192,21 @@ class EngineLoop:
         outputs = self.scheduler.take_ended()
         if batch is None:
             return StepOutput(tuple(outputs)) if outputs else None
-        error: ErrorInfo | None = None
-        try:
-            sampled = self._compute(batch)
-        except BlitzError as failure:
-            error = ErrorInfo.of(failure)
-        except Exception as failure:  # noqa: BLE001 - an engine may raise anything; its batch ends with a typed error
-            _log.exception("engine step of %d slices failed", len(batch.slices))
-            error = ErrorInfo.of(Internal(f"the engine failed: {type(failure).__name__}: {failure}"))
-        if error is None:
-            outputs += self.scheduler.complete(batch, sampled)
-        else:
-            self._failed_steps_total += 1
-            outputs += self.scheduler.fail(batch, error)
+        alone = batch.slices[0].sequence if batch.alone else None
+        if alone is not None and self.witness is not None:
+            self.witness.begins(alone)
+            started_s = self._clock()
+        computed = compute(batch.slices, self._compute, self._engine)
+        error = next(iter(computed.failures.values()), None)
+        self._failed_steps_total += error is not None
+        outputs += self.scheduler.complete(batch, computed.sampled, computed.failures)
         self._stepped_s = self._clock()
         busy_s = self._stepped_s - started_s
         self._busy_s_total += busy_s
         self._steps_total += 1
-        if error is None:
+        if computed.at_once:
             self._estimator.stepped(batch.num_prefill_tokens, batch.num_decode_tokens, busy_s)
-        return StepOutput(tuple(outputs), batch.num_prefill_tokens, batch.num_decode_tokens, busy_s, error)
+        return StepOutput(tuple(outputs), batch.num_prefill_tokens, batch.num_decode_tokens, busy_s, error, alone)
 
     def measured_prefill(self, num_tokens: int, seconds: float) -> None:
         """So many prompt tokens took so long through all layers, outside of a step."""
@@ -216,10 +226,10 @@ class EngineLoop:
             )
         return LoopStats(load, self._busy_s_total, self._steps_total, self._failed_steps_total, self._estimator.speed)
 
-    def _compute(self, scheduled: ScheduledBatch) -> list[Sampled]:
+    def _compute(self, pieces: Slices[ScheduledSlice]) -> list[Sampled]:
         slices: list[Slice] = []
         rows: list[SamplingRow] = []
-        for piece in scheduled.slices:
+        for piece in pieces:
             sequence, start, count = piece.sequence, piece.start, piece.num_tokens
             tokens = sequence.tokens
             token_ids = (tokens[start],) if count == 1 else tuple(tokens[start : start + count])
@@ -228,8 +238,8 @@ class EngineLoop:
                 rows.append(SamplingRow(sequence.params, sequence.eos_token_ids, sequence.prompt, sequence.output))
         engine = self._engine
         activation = engine.embed(Batch(tuple(slices)))
-        if scheduled.num_prefill_tokens:
-            self._run_prompts(activation, scheduled)
+        if any(_is_prefill(piece) for piece in pieces):
+            self._run_prompts(activation, pieces)
         else:
             engine.run_layers(activation, 0, engine.num_layers)
         if not rows:
@@ -239,9 +249,9 @@ class EngineLoop:
             raise Internal(f"the engine sampled {len(sampled)} tokens for {len(rows)} rows")
         return sampled
 
-    def _run_prompts(self, activation: Activation, scheduled: ScheduledBatch) -> None:
+    def _run_prompts(self, activation: Activation, pieces: Slices[ScheduledSlice]) -> None:
         engine, departures = self._engine, self.departures
-        leaving = [p for p in scheduled.slices if p.sequence.decode_at is not None]
+        leaving = [p for p in pieces if p.sequence.decode_at is not None]
         for layer in range(engine.num_layers):
             engine.run_layers(activation, layer, layer + 1)
             if self.partial is not None:
@@ -249,6 +259,10 @@ class EngineLoop:
             if leaving and departures is not None:
                 _tell(departures, leaving, layer + 1)
             self.between_layers()
+
+
+def _is_prefill(piece: ScheduledSlice) -> bool:
+    return piece.num_tokens > 1 or not piece.sample
 
 
 def _tell(departures: Departures, pieces: list[ScheduledSlice], num_layers: int) -> None:

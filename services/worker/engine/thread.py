@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from services.worker.core.sequence import Sequence
 from services.worker.engine.loop import EngineLoop, LoopStats, StepOutput
-from shared.errors import BlitzError, Internal, Unavailable
+from shared.errors import BlitzError, EngineBroken, Unavailable
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class EngineThread:
     """Runs ``loop`` until ``stop``.
 
     ``on_output`` gets every step's output, ``on_failure`` the error if the loop itself breaks
-    (the thread then ends every request with it and stops). Both run on the engine thread and
+    (the thread then ends every request with it, ``EngineBroken``, and stops). Both run on the engine thread and
     must be quick; typically they call ``loop.call_soon_threadsafe``.
     """
 
@@ -150,7 +150,8 @@ class EngineThread:
             self._serve()
         except Exception as error:  # noqa: BLE001 - a broken loop must still end its requests and tell its owner
             _log.exception("the engine loop broke")
-            self._stop_error = Internal(f"the engine loop broke: {type(error).__name__}: {error}")
+            broke = EngineBroken(f"the engine loop broke: {type(error).__name__}: {error}")
+            self._stop_error = error if isinstance(error, EngineBroken) else broke
             self._close()
             self._on_failure(self._stop_error)
         else:
@@ -167,6 +168,8 @@ class EngineThread:
             else:
                 output = loop.step()
                 self._deliver(output)
+                if output is not None and output.alone is not None and loop.witness is not None:
+                    loop.witness.ended(output.alone)
                 self._stats = loop.stats()
                 if output is None:
                     # There is work and no room for it: whatever changes that comes as a command.

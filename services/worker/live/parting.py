@@ -83,16 +83,22 @@ class Parting:
         await self._changed.until(lambda: not self._work.held)
 
     async def abandon(self, error: BlitzError) -> None:
-        """The engine cannot finish what was kept: those requests end with an error, and gateways try elsewhere."""
+        """The engine failed on what was kept: ordinary steps find out on which request. Before everything is loaded
+        there are none; then those requests end with an error, and gateways try elsewhere."""
         info = ErrorInfo.of(error)
 
-        def abandon(_: EngineLoop) -> StepOutput:
+        def abandon(loop: EngineLoop) -> StepOutput:
+            batches = [held.batch for held in self._work.held.values()]
+            kept = [s for b in batches if b.batch_id not in self._batches.borrowed for s in b.sequences]
             outputs = []
-            for batch in self._work.close():
-                for sequence in batch.sequences:
-                    if not sequence.finished and batch.batch_id not in self._batches.borrowed:
+            if self._batches.loaded:
+                loop.scheduler.readmit(kept)
+            else:
+                for sequence in kept:
+                    if not sequence.finished:
                         sequence.finished = True
                         outputs.append(sequence.end("error", info))
+            self._work.close()
             return StepOutput(tuple(outputs))
 
         async with self._dissolving:  # then it is settled whose they are

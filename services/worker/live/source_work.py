@@ -16,8 +16,6 @@ from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.live.batch import PromptBatch
 from services.worker.live.timeline import Timeline
-from shared.errors import BlitzError, Internal
-from shared.messages.common import ErrorInfo
 from shared.transport.base import Buffer
 
 log = logging.getLogger(__name__)
@@ -104,21 +102,21 @@ class SourceWork:
             loop.scheduler.release(batch.sequences)
             return self._done(run, StepOutput(()))
         started_s = time.monotonic()
-        error: ErrorInfo | None = None
+        failed = False
+        output: StepOutput | None = None
         try:
             output = self._advance(run)
-        except BlitzError as failure:
-            error = ErrorInfo.of(failure)
-        except Exception as failure:  # an engine may raise anything; its batch ends with a typed error
-            log.exception("layer %d of batch %s failed", run.next_layer, batch.batch_id)
-            error = ErrorInfo.of(Internal(f"the engine failed: {type(failure).__name__}: {failure}"))
+        except Exception:  # an engine may raise anything; ordinary steps find out which request it fails on
+            log.exception(
+                "layer %d of batch %s failed: its requests are computed in steps", run.next_layer, batch.batch_id
+            )
+            failed = True
         busy_s = time.monotonic() - started_s
         run.busy_s += busy_s
         loop.busy(busy_s)
-        if error is not None:
-            loop.scheduler.release(batch.sequences)
-            loop.scheduler.abort(batch.sequences, error)
-            return self._done(run, StepOutput((), error=error))
+        if failed:
+            loop.scheduler.readmit(batch.sequences)
+            return self._done(run, StepOutput((), busy_s=busy_s))
         if output is None:
             return StepOutput((), busy_s=busy_s)
         layers_run = loop.engine.num_layers - run.pulled.first_layer

@@ -27,7 +27,7 @@ from services.worker.live.tensors import Tensors
 from services.worker.serving import Serving
 from services.worker.signal import Signal
 from shared.bus.base import Bus
-from shared.errors import BlitzError, Conflict, Internal
+from shared.errors import BlitzError, Conflict, Unavailable
 from shared.messages.common import Ack
 from shared.messages.live import Dissolve, Dissolved, Gate, HandOver, Pull, Pulled, Seal, Settle, ZigzagAssignment
 from shared.zigzag.queue import Policy, Queue
@@ -236,7 +236,7 @@ class LiveTarget:
     def _engine_failed(self, error: Exception) -> None:
         if self._queue.dissolved:
             # What was kept is nobody else's any more, even if the source does not know yet.
-            self._spawn(self._parting.abandon(Internal(f"the engine failed: {type(error).__name__}: {error}")))
+            self._spawn(self._parting.abandon(Unavailable(f"the engine failed: {type(error).__name__}: {error}")))
         else:
             self._fail_soon(f"the target's engine failed: {error}")
 
