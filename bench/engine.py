@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Slices
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +28,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from services.worker.core.scheduler import ScheduledBatch, SchedulerConfig
+from services.worker.core.scheduler import ScheduledSlice, SchedulerConfig
 from services.worker.core.sequence import Sequence
 from services.worker.engine.arena import HostArena
 from services.worker.engine.base import Activation
@@ -78,8 +79,8 @@ class LayerByLayer:
 class _OneCallLoop(EngineLoop):
     """As if live scaling did not exist."""
 
-    def _run_prompts(self, activation: Activation, scheduled: ScheduledBatch) -> None:
-        del scheduled
+    def _run_prompts(self, activation: Activation, pieces: Slices[ScheduledSlice]) -> None:
+        del pieces
         self.engine.run_layers(activation, 0, self.engine.num_layers)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from services.worker.engine.mock import MockTiming
+from services.worker.engine.mock import MockFaults, MockTiming
 from shared.messages.common import Device
 from shared.settings import Settings, SettingsError
 
@@ -55,6 +55,7 @@ class WorkerConfig:
     stall_s: float
     drain_timeout_s: float
     mock: MockTiming
+    mock_faults: MockFaults
     health_port: int
     log_level: str
     die_with_parent: bool
@@ -104,10 +105,18 @@ class WorkerConfig:
                 layer_per_token_s=env.number("BLITZ_MOCK_LAYER_PER_TOKEN_US", default=0.0, minimum=0.0) / 1e6,
                 step_overhead_s=env.number("BLITZ_MOCK_STEP_MS", default=0.0, minimum=0.0) / 1000,
             ),
+            mock_faults=MockFaults(
+                raise_token=_token_id(env, "BLITZ_MOCK_RAISE_TOKEN"), kill_token=_token_id(env, "BLITZ_MOCK_KILL_TOKEN")
+            ),
             health_port=env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
             log_level=env.text("BLITZ_LOG_LEVEL", default="info"),
             die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
         )
+
+
+def _token_id(env: Settings, key: str) -> int | None:
+    """None if unset."""
+    return env.integer(key, minimum=0) if env.text(key, default="") else None
 
 
 def _bandwidth(env: Settings, key: str) -> float | None:

@@ -17,7 +17,7 @@ from services.worker.data_plane.weight_copy import WeightCopy
 from services.worker.engine.arena import HostArena
 from services.worker.engine.base import Engine
 from services.worker.engine.kv_pool import KvPool
-from services.worker.engine.loop import Departures, EngineLoop, StepOutput
+from services.worker.engine.loop import Departures, EngineLoop, StepOutput, Witness
 from services.worker.engine.mock import MockEngine
 from services.worker.engine.thread import EngineThread
 from services.worker.engine.torch_engine import TorchEngine
@@ -58,6 +58,7 @@ class Instance:
         *,
         role: Role = "colocated",
         departures: Departures | None = None,
+        witness: Witness | None = None,
     ) -> None:
         self.record = record
         self.role = role
@@ -72,6 +73,7 @@ class Instance:
         self._lifecycle.move_to("loading")
         loop = EngineLoop(engine, scheduler, time.monotonic)
         loop.departures = departures
+        loop.witness = witness
         self._thread = EngineThread(loop, on_output, on_failure)
         self._pins = 0
         self._retired = False
@@ -207,7 +209,8 @@ class InstanceFactory:
         on_failure: Callable[[BlitzError], None],
     ) -> None:
         self.departures: Departures | None = None
-        """Of the instances that are created from now on."""
+        self.witness: Witness | None = None
+        """Both of the instances that are created from now on."""
         self._config = config
         self._on_output = on_output
         self._on_failure = on_failure
@@ -256,6 +259,7 @@ class InstanceFactory:
             self._on_failure,
             role=plan.role,
             departures=self.departures,
+            witness=self.witness,
         )
 
     def _engine(self, layout: ArenaLayout) -> Engine:
@@ -275,6 +279,7 @@ class InstanceFactory:
                 block_size=config.block_size,
                 vocab_size=layout.spec.vocab_size,
                 timing=config.mock,
+                faults=config.mock_faults,
                 hidden_bytes_per_token=layout.spec.hidden_size * DTYPE_BYTES[layout.spec.dtype],
                 kv_bytes_per_token_layer=max(MOCK_KV_BYTES, layout.spec.kv_bytes_per_token // layout.num_layers),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -13,6 +14,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from services.worker.config import WorkerConfig
 from services.worker.disaggregated.arrivals import Arrivals
 from services.worker.disaggregated.departures import Departures
+from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.host_copies import HostCopies
 from services.worker.host_store import HostStore
 from services.worker.instance import Instance, InstanceFactory
@@ -27,9 +29,10 @@ from services.worker.registration import Registration, Standing
 from services.worker.scaling import Scaling
 from services.worker.serving import Serving
 from services.worker.weight_mover import WeightMover
+from services.worker.witness import StepWitness
 from shared import subjects
 from shared.bus.base import Bus
-from shared.errors import BlitzError
+from shared.errors import BlitzError, Unavailable
 from shared.messages.common import InstanceState
 from shared.messages.copies import DropCopy, HoldCopy
 from shared.messages.generation import AckTerminal, Cancel, GatewayHeartbeat, Resend, Submit
@@ -49,6 +52,8 @@ from shared.transport.base import TensorTransport
 log = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 5.0
+LAST_WORDS_S = 2.0
+"""For what others are told before the process ends."""
 METER_INTERVAL_S = 0.1
 """Traffic is averaged over no less: reports may come in bursts."""
 
@@ -94,6 +99,7 @@ class WorkerService:
         )
         self._serving = Serving(bus, config.worker_id, lambda: self._scaling.instance)
         factory = self._factory = InstanceFactory(config, self._serving.on_output, self._on_engine_failure)
+        factory.witness = StepWitness(bus, self._serving)
         self._peers = Peers(bus, transport, self.info)
         progress = ProgressReporter(bus, config.worker_id)
         mover = WeightMover(bus, transport, self.info, self._peers, progress, stall_s=config.stall_s)
@@ -143,6 +149,7 @@ class WorkerService:
         self._registration = Registration(bus, self.info, self._standing, self._record, self._scaling.on_stop_instance)
         self._loop = asyncio.get_running_loop()
         self._fatal = fatal
+        self._ending: asyncio.Task[None] | None = None
         self._load_reporter = LoadReporter(
             bus,
             config.worker_id,
@@ -236,10 +243,25 @@ class WorkerService:
                 self._config.drain_timeout_s,
                 instance.num_requests if instance is not None else 0,
             )
+            if instance is not None:
+                await self._hand_back(instance)
 
     async def _finish(self, instance: Instance) -> None:
         await instance.idle()
         await self._serving.flushed()
+
+    async def _hand_back(self, instance: Instance) -> None:
+        """Tell gateways of the requests that are left: their attempts end here, and it was no worker's death."""
+        leaves = Unavailable(f"worker {self._config.worker_id} leaves")
+
+        def end(loop: EngineLoop) -> None:
+            loop.abort_all(leaves)
+            self._serving.on_output(StepOutput(tuple(loop.scheduler.take_ended())))
+
+        with contextlib.suppress(BlitzError, TimeoutError):  # whoever is not told asks
+            async with asyncio.timeout(LAST_WORDS_S):
+                await asyncio.wrap_future(instance.engine.call(end))
+                await self._serving.flushed()
 
     async def _let_go(self, instance: Instance) -> None:
         """Others read the copy until the pool does not need it any more, and then to the end of what they began."""
@@ -282,4 +304,20 @@ class WorkerService:
         return self._host_copies.record(model_hash)
 
     def _on_engine_failure(self, error: BlitzError) -> None:
-        self._loop.call_soon_threadsafe(self._fatal, f"the engine's thread ended: {error}")
+        def end() -> None:
+            self._ending = asyncio.create_task(self._end_broken(error))
+
+        self._loop.call_soon_threadsafe(end)
+
+    async def _end_broken(self, error: BlitzError) -> None:
+        """The engine computes nothing any more. Gateways hear it of each request, and the pool of the instance, so
+        that all of them go on elsewhere at once; then the process ends."""
+        instance = self._scaling.instance
+        if instance is not None and instance.state != "failed":
+            instance.fail()
+        with contextlib.suppress(BlitzError, TimeoutError):  # they find out by themselves
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._serving.flushed()
+                await self._registration.confirmed(LAST_WORDS_S)
+                await self._bus.flush()
+        self._fatal(f"the engine's thread ended: {error}")

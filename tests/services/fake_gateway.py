@@ -64,6 +64,7 @@ class FakeGateway:
         output: tuple[int, ...] = (),
         max_tokens: int = 8,
         decode_at: DecodePlace | None = None,
+        alone_tokens: int = 0,
     ) -> Ack:
         """One Submit RPC. Raises the worker's typed refusal."""
         request = Submit(
@@ -76,6 +77,7 @@ class FakeGateway:
             sampling=SamplingParams(max_tokens=max_tokens, seed=1, temperature=0.0),
             output_token_ids=output,
             decode_at=decode_at,
+            alone_tokens=alone_tokens,
         )
         return await self.bus.request(subjects.worker_submit(worker_id), request, Ack, timeout_s=RPC_TIMEOUT_S)
 

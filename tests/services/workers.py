@@ -10,7 +10,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from services.worker.config import WorkerConfig
-from services.worker.engine.mock import MockTiming
+from services.worker.engine.mock import MockFaults, MockTiming
 from services.worker.instance import Instance
 from services.worker.node.facts import Probes, discover
 from services.worker.node.nic import Roots
@@ -57,6 +57,7 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
         "stall_s": 1.0,
         "drain_timeout_s": 10.0,
         "mock": MockTiming(),
+        "mock_faults": MockFaults(),
         "health_port": 0,
         "log_level": "info",
         "die_with_parent": False,

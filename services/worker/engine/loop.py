@@ -189,8 +189,8 @@ class EngineLoop:
     def _step_batch(self) -> StepOutput | None:
         started_s = self._clock()
         batch = self.scheduler.schedule(started_s)
-        outputs = self.scheduler.take_ended()
         if batch is None:
+            outputs = self.scheduler.take_ended()
             return StepOutput(tuple(outputs)) if outputs else None
         alone = batch.slices[0].sequence if batch.alone else None
         if alone is not None and self.witness is not None:
@@ -199,6 +199,8 @@ class EngineLoop:
         computed = compute(batch.slices, self._compute, self._engine)
         error = next(iter(computed.failures.values()), None)
         self._failed_steps_total += error is not None
+        # Only now: should the engine be broken, they are told by whoever ends the rest.
+        outputs = self.scheduler.take_ended()
         outputs += self.scheduler.complete(batch, computed.sampled, computed.failures)
         self._stepped_s = self._clock()
         busy_s = self._stepped_s - started_s

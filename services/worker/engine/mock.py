@@ -9,6 +9,8 @@ batch over: hidden states and KV have a real model's sizes, and say whose they a
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +46,23 @@ class MockTiming:
     layer_per_context_token_s: float = 0.0
     """Per layer and token of KV that the batch's slices attend to."""
     head_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MockFaults:
+    """What a batch with one of these tokens does to the mock, for tests of faults. None: nothing."""
+
+    raise_token: int | None = None
+    """Its layers raise."""
+    kill_token: int | None = None
+    """The process dies in its layers, as of a fault in native code."""
+
+    def strike(self, token_ids: Sequence[int]) -> None:
+        """Do it."""
+        if self.kill_token in token_ids:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.raise_token in token_ids:
+            raise RuntimeError(f"the mock fails on token {self.raise_token}, as it was told to")
 
 
 @dataclass(slots=True)
@@ -119,6 +138,7 @@ class MockEngine:
         timing: MockTiming | None = None,
         eos_every: int = 0,
         verify: bool = False,
+        faults: MockFaults | None = None,
         hidden_bytes_per_token: int = 64,
         kv_bytes_per_token_layer: int = 64,
         sleep: Callable[[float], None] | None = None,
@@ -133,6 +153,7 @@ class MockEngine:
         self.vocab_size = vocab_size
         self._timing = timing or MockTiming()
         self._eos_every = eos_every
+        self._faults = faults if faults != MockFaults() else None
         self._hidden_bytes_per_token = hidden_bytes_per_token
         self._kv_bytes_per_token_layer = kv_bytes_per_token_layer
         precise = PreciseSleep()
@@ -232,6 +253,8 @@ class MockEngine:
             raise ValueError(f"layers {first}..{last} of {self._num_layers}, but {activation.layers_done} are done")
         if first == last:
             return
+        if self._faults is not None:
+            self._faults.strike(_tokens_of(activation.batch))
         timing = self._timing
         layer_s = (
             timing.layer_base_s

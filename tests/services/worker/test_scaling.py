@@ -242,7 +242,9 @@ async def test_a_broken_engine_asks_for_a_restart_and_ends_its_requests(alone: L
     end = await alone.gateway.end_of("r")
     assert end.finish_reason == "error"
     assert end.error is not None
+    assert end.error.code == "engine_broken"
     await eventually(lambda: alone.worker.fatal)
+    assert alone.pool.heartbeats[-1].state == "failed", "the pool hears it before the process ends"
     assert "engine" in alone.worker.fatal[0]
     await alone.worker.kill()
 

@@ -256,7 +256,7 @@ async def test_a_stopped_worker_finishes_what_runs_before_it_leaves() -> None:
         assert alone.pool.heartbeats[-1].leaving
 
 
-async def test_a_drain_that_takes_too_long_is_cut_short() -> None:
+async def test_a_drain_that_takes_too_long_is_cut_short_and_gateways_hear_of_what_is_left() -> None:
     async with lone_worker(drain_timeout_s=0.1) as alone:
         instance_id = await alone.serve()
         await alone.pause()
@@ -264,6 +264,9 @@ async def test_a_drain_that_takes_too_long_is_cut_short() -> None:
         await alone.worker.stop()
         assert alone.pool.heartbeats[-1].leaving
         assert alone.gateway.tokens("stuck") == ()
+        end = await alone.gateway.end_of("stuck")
+        assert end.error is not None
+        assert (end.error.code, end.error.message) == ("unavailable", "worker w0 leaves")
 
 
 async def test_prompts_share_the_engine_without_disturbing_each_other(alone: LoneWorker) -> None:

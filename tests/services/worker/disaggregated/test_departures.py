@@ -52,13 +52,13 @@ async def decode(alone: LoneWorker) -> AsyncIterator[FakeDecode]:
 
 
 class Gate:
-    """Holds the engine before this layer of any step until it is opened; with ``failure`` it fails there then."""
+    """Holds the engine before this layer of any step until it is opened; then it fails there ``failures`` times."""
 
     def __init__(self, alone: LoneWorker, layer: int) -> None:
         engine = alone.worker.serving.engine.loop.engine
         assert isinstance(engine, MockEngine)
         self.inside = threading.Event()
-        self.failure: Exception | None = None
+        self.failures = 0
         self._open = threading.Event()
         real = engine.run_layers
 
@@ -66,8 +66,9 @@ class Gate:
             if first <= layer < last and not self._open.is_set():
                 self.inside.set()
                 assert self._open.wait(20)
-                if self.failure is not None:
-                    raise self.failure
+            if first <= layer < last and self.failures:
+                self.failures -= 1
+                raise RuntimeError("broken")
             real(activation, first, last)
 
         engine.run_layers = run_layers  # type: ignore[method-assign]
@@ -583,7 +584,7 @@ async def test_a_cancel_of_what_is_parked_before_the_event_loop_has_heard_of_it(
 
 async def test_an_engine_that_fails_in_the_last_layer_ends_the_request(alone: LoneWorker, decode: FakeDecode) -> None:
     gate = Gate(alone, alone.worker.serving.engine.loop.engine.num_layers - 1)
-    gate.failure = RuntimeError("broken")
+    gate.failures = 2  # a step is tried again
     await submit(alone, decode, prompt=PROMPT[:20])
     await eventually(gate.inside.is_set)
     await eventually(lambda: decode.reserves)

@@ -14,13 +14,16 @@ PLACE = DecodePlace(worker_id="w1", instance_id="i1")
 
 
 class FailingEngine(MockEngine):
-    """Fails in this layer, once."""
+    """Fails in this layer, so many times."""
 
     fails_in: int | None = None
+    times = 1
 
     def run_layers(self, activation: Activation, first: int, last: int) -> None:
         if self.fails_in is not None and first <= self.fails_in < last:
-            self.fails_in = None
+            self.times -= 1
+            if not self.times:
+                self.fails_in = None
             raise RuntimeError("broken")
         super().run_layers(activation, first, last)
 
@@ -141,13 +144,30 @@ def test_a_request_of_one_token_is_told_and_over() -> None:
 
 def test_a_step_that_fails_in_the_last_layer_is_not_a_computed_prompt() -> None:
     loop, told, engine = loop_of()
-    engine.fails_in = NUM_LAYERS - 1
+    engine.fails_in, engine.times = NUM_LAYERS - 1, 2
     loop.add(request("a"))
     (step,) = run(loop)
     assert [(o.request_id, o.finish_reason) for o in step.outputs] == [("a", "error")]
-    assert told.said == [("a", 1), ("a", 2)]
+    assert told.said == [("a", 1), ("a", 2)] * 2
     assert told.sequences == {}
     assert loop.num_requests == loop.scheduler.pool.num_used == 0
+
+
+def test_a_step_that_is_run_again_is_told_again_and_its_prompts_are_computed() -> None:
+    loop, told, engine = loop_of()
+    engine.fails_in = NUM_LAYERS - 1
+    loop.add(request("a"))
+    loop.add(request("bb"))
+    run(loop)
+    assert told.said[:4] == [(name, layers) for layers in (1, 2) for name in ("a", "bb")]
+    assert told.said[4:] == [(name, layers) for name in ("a", "bb") for layers in (1, 2, 3)]
+    assert list(told.sequences) == ["a", "bb"]
+    for sequence in told.sequences.values():
+        assert sequence.output == tokens_after(sequence, 1)
+        loop.scheduler.unpark(sequence)
+    run(loop)
+    for sequence in told.sequences.values():
+        assert sequence.output == tokens_after(sequence, 6)
 
 
 def test_nobody_to_tell_means_it_is_decoded_here() -> None:

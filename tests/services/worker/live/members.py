@@ -19,7 +19,8 @@ NUM_BLOCKS, BLOCK_SIZE = 64, 4
 
 
 class WatchedEngine(MockEngine):
-    """A mock that writes down its layers, and raises ``failure`` in layer ``fails_at`` once both are set."""
+    """A mock that writes down its layers, and raises in layer ``fails_at``: ``failure`` once it is set, and for batches
+    with the token ``fails_on``."""
 
     def __init__(self) -> None:
         super().__init__(num_layers=NUM_LAYERS, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, verify=True)
@@ -27,12 +28,16 @@ class WatchedEngine(MockEngine):
         """(tokens of the first slice's prefix, layer)."""
         self.failure: Exception | None = None
         self.fails_at = 0
+        self.fails_on: int | None = None
         self.inside: Callable[[int], None] = lambda layer: None
 
     def run_layers(self, activation: MockActivation, first: int, last: int) -> None:
         self.inside(first)
         if self.failure is not None and first <= self.fails_at < last:
             raise self.failure
+        tokens = [token for piece in activation.batch.slices for token in piece.token_ids]
+        if self.fails_on in tokens and first <= self.fails_at < last:
+            raise RuntimeError(f"cannot compute token {self.fails_on}")
         super().run_layers(activation, first, last)
         piece = activation.batch.slices[0]
         self.ran += [(piece.start + len(piece.token_ids), layer) for layer in range(first, last)]

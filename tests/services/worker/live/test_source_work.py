@@ -10,7 +10,7 @@ from services.worker.core.sequence import Sequence
 from services.worker.engine.loop import EngineLoop
 from services.worker.live.batch import PromptBatch
 from services.worker.live.source_work import Pulled, SourceWork
-from shared.errors import PeerLost
+from shared.errors import EngineBroken, PeerLost
 from tests.services.worker.live.members import (
     NUM_LAYERS,
     Clock,
@@ -164,36 +164,38 @@ def test_one_cancelled_request_of_a_batch_does_not_stop_the_others() -> None:
     assert source.loop.scheduler.pool.num_used == 0
 
 
-@pytest.mark.parametrize("layer", range(NUM_LAYERS))
-@pytest.mark.parametrize(("failure", "code"), [(RuntimeError("cuda"), "internal"), (PeerLost("gone"), "peer_lost")])
-def test_an_engine_error_ends_the_batchs_requests_and_no_others(layer: int, failure: Exception, code: str) -> None:
+@pytest.mark.parametrize(
+    ("first_layer", "layer"), [(first, layer) for first in range(NUM_LAYERS) for layer in range(first, NUM_LAYERS)]
+)
+def test_a_batch_that_fails_is_computed_in_steps_and_only_the_guilty_request_ends(first_layer: int, layer: int) -> None:
     source = Source(request("a", 9), request("b", 5), request("c", 7))
     a, b, c = source.lent
-    pulled = source.start(batch_of("x", a, b))
+    pulled = source.start(batch_of("x", a, b), first_layer)
     later = source.start(batch_of("y", c))
-    engine_of(source.loop).failure, engine_of(source.loop).fails_at = failure, layer
-    while source.done == []:
-        step = source.loop.step()
-    assert source.done == [pulled]
-    assert step is not None
-    assert step.error is not None
-    assert step.error.code == code
-    engine_of(source.loop).failure = None
+    engine_of(source.loop).fails_on, engine_of(source.loop).fails_at = b.prompt[0], layer
     outputs = run_all(source.loop)
-    ended = {o.request_id: o.error.code for o in outputs if o.error is not None}
-    assert ended == {"a": code, "b": code}
-    assert tokens_of(o for o in outputs if o.request_id == "c") == {"c": expected(c)}
+    ended = {o.request_id: o.error for o in outputs if o.error is not None}
+    assert list(ended) == ["b"]
+    assert ended["b"].code == "request_failed"
+    assert tokens_of(o for o in outputs if o.request_id != "b") == {s.request_id: expected(s) for s in (a, c)}
     assert source.done == [pulled, later]
     assert source.loop.scheduler.pool.num_used == source.loop.num_requests == 0
 
 
-def test_kv_that_is_not_the_batchs_ends_it_with_an_error_and_not_with_other_tokens() -> None:
+def test_a_batch_of_an_engine_that_is_broken_ends_with_it() -> None:
+    source = Source(request("a", 9))
+    source.start(batch_of("x", *source.lent))
+    engine_of(source.loop).failure = PeerLost("gone")
+    with pytest.raises(EngineBroken, match="gone"):
+        run_all(source.loop)
+
+
+def test_kv_that_is_not_the_batchs_is_computed_again_and_gives_no_other_tokens() -> None:
     source = Source(request("a", 9))
     wrong = source.pull(batch_of("x", request("z", 9)), 2)
     assert source.loop.scheduler.reserve(source.lent)
     source.work.start(Pulled(batch_of("x", *source.lent), 2, wrong.hidden, wrong.kv))
-    (output,) = run_all(source.loop)
-    assert output.finish_reason == "error"
+    assert tokens_of(run_all(source.loop)) == {"a": expected(source.lent[0])}
     assert source.loop.scheduler.pool.num_used == 0
 
 
