@@ -10,7 +10,8 @@
     │   ├── ModelNotFound            model_not_found         404
     │   └── PlanNotFound             plan_not_found          404
     ├── Conflict                     conflict                409
-    │   └── StaleTerm                stale_term              409
+    │   ├── StaleTerm                stale_term              409
+    │   └── DuplicateId              duplicate_id            409
     ├── PayloadTooLarge              payload_too_large       413
     ├── BadCheckpoint                bad_checkpoint          422
     ├── Overloaded                   overloaded              429
@@ -110,6 +111,12 @@ class StaleTerm(Conflict):
     """Another process leads by now; the one that asked does no longer."""
 
     code = "stale_term"
+
+
+class DuplicateId(Conflict):
+    """Another living process holds this gateway's or worker's id; the one that is told ends."""
+
+    code = "duplicate_id"
 
 
 class PayloadTooLarge(BlitzError):

@@ -29,6 +29,17 @@ def gateway_heartbeat() -> str:
     return f"{PREFIX}.gateway.heartbeat"
 
 
+def gateway_holder(gateway_id: str) -> str:
+    """GetHolder -> Holder, RPC to whoever holds a gateway's id."""
+    return f"{PREFIX}.gateway.{_token(gateway_id)}.holder"
+
+
+def worker_holder(worker_id: str, incarnation: str = "") -> str:
+    """GetHolder -> Holder, RPC to whoever holds a worker's id, or to that incarnation of it alone."""
+    subject = f"{PREFIX}.worker.{_token(worker_id)}.holder"
+    return f"{subject}.{_token(incarnation)}" if incarnation else subject
+
+
 def worker_submit(worker_id: str) -> str:
     """Submit -> Ack, RPC to one worker."""
     return f"{PREFIX}.worker.{_token(worker_id)}.submit"

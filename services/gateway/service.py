@@ -18,7 +18,8 @@ from services.gateway.tokenizer import ModelTokenizer
 from services.gateway.tokenizer_store import TokenizerStore
 from shared import subjects
 from shared.bus.base import Bus, Subscription
-from shared.errors import BlitzError, ModelNotFound, Unavailable
+from shared.errors import BlitzError, DuplicateId, ModelNotFound, Unavailable
+from shared.identity import hold, new_incarnation, refuse_if_held
 from shared.messages.generation import GatewayHeartbeat, TokenBatch
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
 from shared.messages.registry import GetSnapshot, RouteTable, Snapshot
@@ -61,6 +62,8 @@ class Gateway:
         self.draining = False
         self.metrics.read_gauges_from(lambda: self.load_board.gauges(self.book, self.dispatcher))
         self._stale = asyncio.Event()
+        self._incarnation = new_incarnation()
+        self._duplicated = asyncio.Event()
 
     @property
     def ready(self) -> bool:
@@ -86,7 +89,22 @@ class Gateway:
         return await self.tokenizers.get(model.record)
 
     async def serve(self, server: Server, listener: socket.socket, lifecycle: Lifecycle) -> None:
-        """Serve bus and HTTP until the process must stop, then drain."""
+        """Serve bus and HTTP until the process must stop, then drain.
+
+        Raises ``DuplicateId`` when another gateway that lives has this one's id.
+        """
+        try:
+            await self._serve(server, listener, lifecycle)
+        except BaseExceptionGroup as group:
+            if group.subgroup(DuplicateId) is None:
+                raise
+            raise DuplicateId(
+                f"gateway id {self.config.gateway_id!r} is held by another process, which lives: set BLITZ_GATEWAY_ID"
+            ) from group
+
+    async def _serve(self, server: Server, listener: socket.socket, lifecycle: Lifecycle) -> None:
+        gateway_id = self.config.gateway_id
+        await refuse_if_held(self.bus, subjects.gateway_holder(gateway_id), f"gateway id {gateway_id!r}")
         async with asyncio.TaskGroup() as tasks:
             bus_side = tasks.create_task(self.run())
             http_side = tasks.create_task(server.serve(sockets=[listener]))
@@ -102,14 +120,20 @@ class Gateway:
     async def run(self) -> None:
         """Subscribe, then keep everything going until cancelled."""
         subscriptions: list[Subscription] = []
+        gateway_id = self.config.gateway_id
         try:
+            subscriptions += await hold(self.bus, self._incarnation, subjects.gateway_holder(gateway_id))
             subscriptions.append(
-                await self.bus.subscribe(subjects.tokens(self.config.gateway_id), TokenBatch, self.dispatcher.on_batch)
+                await self.bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, self._on_gateway)
+            )
+            subscriptions.append(
+                await self.bus.subscribe(subjects.tokens(gateway_id), TokenBatch, self.dispatcher.on_batch)
             )
             subscriptions.append(await self.bus.subscribe(subjects.routes(), RouteTable, self._on_routes))
             subscriptions.append(await self.bus.subscribe(subjects.load(), LoadReport, self._on_load))
             subscriptions.append(await self.bus.subscribe(subjects.queue(), QueueReport, self.dispatcher.on_queues))
             async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._end_if_duplicated())
                 tasks.create_task(self._refresh())
                 tasks.create_task(self._heartbeat())
                 tasks.create_task(self._report_queues())
@@ -162,6 +186,19 @@ class Gateway:
         self.load_board.take(report, time.monotonic())
         self.dispatcher.on_load(report)
 
+    def _on_gateway(self, heartbeat: GatewayHeartbeat) -> None:
+        if heartbeat.gateway_id != self.config.gateway_id or heartbeat.incarnation == self._incarnation:
+            return
+        # Both started without an answer from the other, or were parted: the one that started later ends.
+        if heartbeat.incarnation < self._incarnation:
+            self._duplicated.set()
+        else:
+            log.warning("another gateway has started under the id %s; it will end", heartbeat.gateway_id)
+
+    async def _end_if_duplicated(self) -> None:
+        await self._duplicated.wait()
+        raise DuplicateId("another gateway with this id was heard")
+
     def _apply(self, changes: RouteChanges) -> None:
         if changes.models or changes.removed:
             self.tokenizers.keep(model.record for model in self.book.models.values())
@@ -184,7 +221,7 @@ class Gateway:
                 continue
 
     async def _heartbeat(self) -> None:
-        message = GatewayHeartbeat(gateway_id=self.config.gateway_id, lease_s=LEASE_S)
+        message = GatewayHeartbeat(gateway_id=self.config.gateway_id, lease_s=LEASE_S, incarnation=self._incarnation)
         while True:
             await self._say(subjects.gateway_heartbeat(), message)
             await asyncio.sleep(HEARTBEAT_EVERY_S)

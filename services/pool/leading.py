@@ -14,6 +14,7 @@ from prometheus_client import Counter, Gauge
 from redis.exceptions import RedisError
 
 from services.pool.core.grace import Grace
+from services.pool.core.holders import Holders
 from services.pool.core.new_model import check_limits, name_of, path_of
 from services.pool.core.registry import Lease, Registry
 from services.pool.inspection import Inspections
@@ -22,6 +23,7 @@ from services.pool.store import Standing, Store
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, StaleTerm, Unavailable
+from shared.identity import refuse_if_held
 from shared.messages.codec import M, R
 from shared.messages.common import Ack, ErrorInfo, InstanceState
 from shared.messages.copies import RetireCopy
@@ -96,6 +98,7 @@ class LeadingPool:
         self._grace = Grace(lease_s, time.monotonic())
         self._placing = Placing(bus, store, self._registry, metrics.placement)
         self._inspections = Inspections()
+        self._holders = Holders()
         self._subscriptions: list[Subscription] = []
         self._publisher: asyncio.Task[None] | None = None
         self._routes_changed = asyncio.Event()
@@ -252,6 +255,7 @@ class LeadingPool:
     # --- workers -----------------------------------------------------------------------------
 
     async def _on_heartbeat(self, report: WorkerHeartbeat) -> HeartbeatAck:
+        await self._check_holder(report)
         taken = self._registry.take(report, time.monotonic(), self._lease_s)
         self._wake_publisher()
         if taken.store:
@@ -276,6 +280,18 @@ class LeadingPool:
             stop_instance=instance.instance_id if gone else "",
             wants_models=lost,
         )
+
+    async def _check_holder(self, report: WorkerHeartbeat) -> None:
+        """Raises ``DuplicateId`` when another process that lives reports under this id."""
+        rival = self._holders.rival(report)
+        if rival is not None:
+            worker_id = report.worker.worker_id
+            try:
+                await refuse_if_held(self._bus, subjects.worker_holder(worker_id, rival), f"worker id {worker_id!r}")
+            except ValueError:
+                # No process has a name that cannot be part of a subject: there is nobody to ask.
+                log.warning("worker %s had the incarnation %.80r", worker_id, rival)
+        self._holders.take(report)
 
     def _want(self, *model_hashes: str) -> None:
         for model_hash in model_hashes:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from shared import subjects
 from shared.bus.base import Bus
-from shared.errors import BlitzError
+from shared.errors import BlitzError, DuplicateId
 from shared.messages.common import Ack, InstanceState
 from shared.messages.copies import RetireCopy
 from shared.messages.registry import (
@@ -90,7 +90,7 @@ class Registration:
         return True
 
     async def run(self) -> None:
-        """Report until cancelled."""
+        """Report until cancelled. Raises ``DuplicateId`` when another process that lives has this worker's id."""
         while True:
             self._changed.clear()
             if not await self._report():
@@ -152,6 +152,9 @@ class Registration:
             ack = await self._bus.request(
                 subjects.pool("heartbeat"), report, HeartbeatAck, timeout_s=max(0.2, self._lease_s / 2)
             )
+        except DuplicateId:
+            # Not this process's to repair: it ends.
+            raise
         except BlitzError as error:
             log.log(
                 logging.WARNING if self.registered.is_set() else logging.DEBUG,

@@ -33,6 +33,7 @@ from services.worker.witness import StepWitness
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Unavailable
+from shared.identity import hold, refuse_if_held
 from shared.messages.common import InstanceState
 from shared.messages.copies import DropCopy, HoldCopy
 from shared.messages.generation import AckTerminal, Cancel, GatewayHeartbeat, Resend, Submit
@@ -165,10 +166,16 @@ class WorkerService:
         return self._registration.registered
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Serve until ``stopping``, then drain for at most the configured time."""
+        """Serve until ``stopping``, then drain for at most the configured time.
+
+        Raises ``DuplicateId`` when another process that lives has this worker's id.
+        """
         await self._factory.prefault(stopping)
         worker_id, serving, scaling, sender = self._config.worker_id, self._serving, self._scaling, self._mover.sender
+        # Before anything is listened to that another process of this id is meant by.
+        await refuse_if_held(self._bus, subjects.worker_holder(worker_id), f"worker id {worker_id!r}")
         subscriptions = [
+            *await hold(self._bus, self.info.incarnation, *self._holder_subjects()),
             await self._bus.respond(subjects.worker_submit(worker_id), Submit, serving.on_submit),
             await self._bus.respond(subjects.worker_resend(worker_id), Resend, serving.on_resend),
             await self._bus.respond(subjects.worker_feed(worker_id), Feed, sender.on_feed),
@@ -217,6 +224,10 @@ class WorkerService:
             await self._arrivals.close()
             await scaling.close()
             await self._registration.leave()
+
+    def _holder_subjects(self) -> tuple[str, str]:
+        worker_id = self._config.worker_id
+        return subjects.worker_holder(worker_id), subjects.worker_holder(worker_id, self.info.incarnation)
 
     async def _drain(self) -> None:
         """Take nothing new, finish what runs, and see the copies here taken over. New requests are routed elsewhere

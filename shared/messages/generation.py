@@ -128,3 +128,5 @@ class GatewayHeartbeat(Message, frozen=True, kw_only=True, tag="gateway_heartbea
 
     gateway_id: str
     lease_s: float
+    incarnation: str = ""
+    """New at every process start, later ones greater: two of one id are two processes. Empty: a gateway of 0.1."""

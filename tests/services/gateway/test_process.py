@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -134,3 +135,44 @@ def test_settings_come_from_the_environment() -> None:
 def test_wrong_settings_name_the_variable(key: str, value: str) -> None:
     with pytest.raises(SettingsError, match=key):
         GatewayConfig.from_env({key: value})
+
+
+@pytest.mark.stack
+async def test_a_second_gateway_of_an_id_is_one_clear_line_and_code_1_until_the_first_is_killed(nats_url: str) -> None:
+    async def start() -> tuple[asyncio.subprocess.Process, str]:
+        port = free_port()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "services.gateway",
+            env=environment(nats_url, port) | {"BLITZ_GATEWAY_ID": "gw-one", "BLITZ_LOG_LEVEL": "error"},
+            stderr=subprocess.PIPE,
+        )
+        return process, f"http://127.0.0.1:{port}/live"
+
+    async def lives(process: asyncio.subprocess.Process, url: str) -> bool:
+        async with httpx.AsyncClient() as http, asyncio.timeout(30):
+            while process.returncode is None:
+                with contextlib.suppress(httpx.TransportError):
+                    return (await http.get(url)).status_code == 200
+                await asyncio.sleep(0.05)
+        return False
+
+    started = [await start()]
+    try:
+        assert await lives(*started[0])
+        started.append(await start())
+        assert not await lives(*started[1])
+        _, errors = await started[1][0].communicate()
+        assert started[1][0].returncode == 1
+        [line] = errors.decode().strip().splitlines()
+        assert "gateway id 'gw-one' is held by process" in line
+        started[0][0].kill()
+        await started[0][0].wait()
+        started.append(await start())
+        assert await lives(*started[2])
+    finally:
+        for process, _ in started:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()

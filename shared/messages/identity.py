@@ -1,0 +1,18 @@
+"""Who holds an id: gateways and workers answer while they live."""
+
+from __future__ import annotations
+
+from shared.messages.codec import Message
+
+
+class GetHolder(Message, frozen=True, kw_only=True, tag="get_holder.v1"):
+    """Whoever holds the id of this subject: say so."""
+
+
+class Holder(Message, frozen=True, kw_only=True, tag="holder.v1"):
+    """The process that holds an id."""
+
+    incarnation: str
+    """New at every process start."""
+    host: str
+    pid: int

@@ -1,0 +1,64 @@
+"""Two gateways with one id."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from services.gateway.http.app import GatewayApp
+from services.gateway.server import Server, listen
+from services.gateway.service import Gateway
+from shared import subjects
+from shared.bus.memory import MemoryBroker
+from shared.errors import DuplicateId
+from shared.messages.generation import GatewayHeartbeat
+from shared.process import Lifecycle
+from tests.services.gateway.conftest import CONFIG, Stack
+from tests.services.gateway.test_failover import collect
+
+
+async def serve(broker: MemoryBroker, gateway_id: str) -> None:
+    gateway = Gateway(broker.bus("twin"), replace(CONFIG, gateway_id=gateway_id))
+    listener = listen("127.0.0.1", 0)
+    try:
+        async with asyncio.timeout(5):
+            await gateway.serve(Server(GatewayApp(gateway), drain_timeout_s=1), listener, Lifecycle())
+    finally:
+        listener.close()
+
+
+async def test_a_gateway_whose_id_is_held_ends_and_the_other_ones_streams_go_on(stack: Stack) -> None:
+    [worker] = stack.workers
+    worker.pause_after = 2
+    answer = asyncio.create_task(collect(stack))
+    await stack.until(lambda: worker.submits)
+    with pytest.raises(DuplicateId, match="gateway id 'gw-test' is held by process"):
+        await serve(stack.broker, "gw-test")
+    worker.resume.set()
+    assert await answer == "hello"
+    assert worker.cancels == []
+
+
+@pytest.mark.parametrize("incarnation", ["0000000000001-abc", ""])
+async def test_a_gateway_that_hears_an_older_one_of_its_id_ends(incarnation: str) -> None:
+    broker = MemoryBroker()
+    serving = asyncio.create_task(serve(broker, "gw-a"))
+    await asyncio.sleep(0.1)
+    assert not serving.done()
+    other = broker.bus("other")
+    await other.publish(subjects.gateway_heartbeat(), GatewayHeartbeat(gateway_id="gw-b", lease_s=5.0))
+    await asyncio.sleep(0.1)
+    assert not serving.done()
+    heartbeat = GatewayHeartbeat(gateway_id="gw-a", lease_s=5.0, incarnation=incarnation)
+    await other.publish(subjects.gateway_heartbeat(), heartbeat)
+    with pytest.raises(DuplicateId, match="BLITZ_GATEWAY_ID"):
+        await serving
+
+
+async def test_a_gateway_that_hears_a_newer_one_of_its_id_stays(stack: Stack) -> None:
+    heartbeat = GatewayHeartbeat(gateway_id="gw-test", lease_s=5.0, incarnation="9999999999999-abc")
+    await stack.workers[0].bus.publish(subjects.gateway_heartbeat(), heartbeat)
+    await asyncio.sleep(0.05)
+    assert await collect(stack) == "hello"
