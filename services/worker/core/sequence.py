@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 
 from services.worker.core.output import TokenOutput
+from services.worker.core.token_counts import TokenCounts
 from shared.errors import BadRequest
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import DecodePlace, FinishReason, SamplingParams, Submit, TokenLogprobs
@@ -22,7 +23,7 @@ class Sequence:
     (tokens whose KV is in ``block_table``), ``first_scheduled_s``, ``held`` (computed or decoded
     elsewhere: its blocks stay until it is released), ``finished``. ``decode_at``: who decodes it once
     its prefix is computed; None: whoever computes it. ``alone_tokens``: it is computed alone until so many tokens
-    were emitted.
+    were emitted. ``counts``: the sampler's, which fills it if the request has penalties.
     """
 
     __slots__ = (
@@ -30,6 +31,7 @@ class Sequence:
         "arrived_s",
         "attempt",
         "block_table",
+        "counts",
         "decode_at",
         "eos_token_ids",
         "finished",
@@ -73,6 +75,7 @@ class Sequence:
         self.alone_tokens = alone_tokens
         self.tokens = [*self.prompt, *self.output]
         self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
+        self.counts = TokenCounts()
         self.id = -1
         self.num_computed = 0
         self.num_emitted = 0

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from services.worker.core.sequence import Sequence as Request
+from services.worker.core.token_counts import TokenCounts
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import SamplingParams, TokenLogprobs
 from shared.transport.base import Buffer
@@ -50,13 +52,20 @@ class Batch:
 class SamplingRow:
     """How to sample for one slice with ``sample`` set.
 
-    ``prompt`` and ``output`` feed the penalties and give the draw its position.
+    ``prompt`` and ``output`` feed the penalties and give the draw its position. ``counts``: of this request, kept
+    from step to step, so that penalties need not count again; the sampler alone reads and changes it.
     """
 
     params: SamplingParams
     eos_token_ids: tuple[int, ...]
     prompt: Sequence[int]
     output: Sequence[int]
+    counts: TokenCounts | None = None
+
+
+def sampling_row(request: Request) -> SamplingRow:
+    """How a request's next token is chosen."""
+    return SamplingRow(request.params, request.eos_token_ids, request.prompt, request.output, request.counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from services.worker.core.scheduler import (
 )
 from services.worker.core.sequence import Sequence
 from services.worker.core.speed import Speed, SpeedEstimator
-from services.worker.engine.base import Activation, Batch, Engine, Sampled, SamplingRow, Slice
+from services.worker.engine.base import Activation, Batch, Engine, Sampled, SamplingRow, Slice, sampling_row
 from services.worker.engine.parts import compute
 from shared.errors import BlitzError, Internal
 from shared.messages.common import ErrorInfo
@@ -237,7 +237,7 @@ class EngineLoop:
             token_ids = (tokens[start],) if count == 1 else tuple(tokens[start : start + count])
             slices.append(Slice(sequence.id, token_ids, start, sequence.block_table, piece.sample))
             if piece.sample:
-                rows.append(SamplingRow(sequence.params, sequence.eos_token_ids, sequence.prompt, sequence.output))
+                rows.append(sampling_row(sequence))
         engine = self._engine
         activation = engine.embed(Batch(tuple(slices)))
         if any(_is_prefill(piece) for piece in pieces):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ordered
 
 from services.worker.core.sequence import Sequence, submit_of
-from services.worker.engine.base import Batch, SamplingRow, Slice
+from services.worker.engine.base import Batch, SamplingRow, Slice, sampling_row
 from shared.messages.generation import Submit
 from shared.transport.base import Buffer
 
@@ -50,7 +50,7 @@ class PromptBatch:
 
     def sampling_rows(self) -> list[SamplingRow]:
         """One per sequence, in order."""
-        return [SamplingRow(s.params, s.eos_token_ids, s.prompt, s.output) for s in self.sequences]
+        return [sampling_row(s) for s in self.sequences]
 
     def submits(self, instance_id: str, model: str) -> tuple[Submit, ...]:
         """The requests, as the target has to know them."""

@@ -6,8 +6,9 @@ from collections import Counter
 import pytest
 import torch
 
+from services.worker.core.token_counts import TokenCounts
 from services.worker.engine.base import SamplingRow
-from services.worker.engine.sampler import sample_rows, uniform
+from services.worker.engine.sampler import sample_rows
 from shared.messages.generation import SamplingParams
 
 
@@ -100,24 +101,45 @@ def test_a_draw_does_not_depend_on_the_batch():
     assert len({s.token_id for s in together}) > 30
 
 
-def test_looking_at_the_likeliest_tokens_first_gives_the_same_as_a_full_sort(monkeypatch):
-    torch.manual_seed(1)
-    logits = (torch.randn(60, 3000) * 3).round()  # rounded: many ties
-    logits[30:] = torch.randint(0, 2, (30, 3000)).float()  # the head ends inside one level of equals
-    kinds = [{}, {"top_p": 0.7}, {"top_k": 50}, {"top_k": 2000}, {"top_p": 0.999}]
-    rows = [row(seed=i, temperature=0.7 + i / 30, **kinds[i % 5]) for i in range(60)]
-    quick = sample_rows(logits, rows)
-    monkeypatch.setattr("services.worker.engine.sampler._HEAD_TOKENS", 3000)
-    assert sample_rows(logits, rows) == quick
+class Counting(list):
+    """Counts the tokens that are read."""
+
+    num_read = 0
+
+    def __getitem__(self, index):
+        self.num_read += 1
+        return super().__getitem__(index)
+
+    def __iter__(self):
+        self.num_read += len(self)
+        return super().__iter__()
 
 
-def test_draws_are_keyed_by_seed_and_position():
-    assert uniform(3, 5) == uniform(3, 5)
-    assert len({uniform(seed, position) for seed in range(40) for position in range(40)}) == 1600
-    assert 0 <= uniform(-(2**63), 0) < 1
-    assert 0 <= uniform(2**64 - 1, 10**9) < 1
-    values = [uniform(11, position) for position in range(2000)]
-    assert sum(values) / 2000 == pytest.approx(0.5, abs=0.03)
+def test_penalties_count_each_token_once_over_all_steps_of_a_request():
+    torch.manual_seed(4)
+    params = SamplingParams(max_tokens=100, seed=7, temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.4)
+    prompt, output, counts = Counting(range(50)), Counting(), TokenCounts()
+    for _ in range(40):
+        logits = torch.randn(1, 60)
+        (kept,) = sample_rows(logits, [SamplingRow(params, (), prompt, output, counts)])
+        assert kept == sample_rows(logits, [SamplingRow(params, (), list(range(50)), [*list.__iter__(output)])])[0]
+        output.append(kept.token_id)
+    assert prompt.num_read == 50
+    assert output.num_read == 39
+
+
+def test_penalties_ignore_ids_outside_of_the_vocabulary():
+    assert one([0.0, 3.0, 2.0], prompt=(900,), output=(1, 1, 700), frequency_penalty=0.6) == 2
+
+
+def test_log_probabilities_are_computed_for_the_rows_that_ask(monkeypatch):
+    asked = []
+    log_softmax = torch.log_softmax
+    monkeypatch.setattr(torch, "log_softmax", lambda x, dim: asked.append(len(x)) or log_softmax(x, dim=dim))
+    logits = [[1.0, 2.0, 3.0]] * 4
+    got = sample(logits, row(), row(logprobs=1), row(temperature=1.0), row(logprobs=1))
+    assert asked == [2]
+    assert [s.logprobs is not None for s in got] == [False, True, False, True]
 
 
 def test_logprobs_are_the_log_softmax_of_the_raw_logits():
