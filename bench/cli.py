@@ -42,7 +42,7 @@ def autoscale(context: typer.Context) -> None:
 @app.command("engine", context_settings=_PASS_ON, add_help_option=False)
 def engine(context: typer.Context) -> None:
     """Tokens per second of the engine, against a reference on the same machine."""
-    _hand_over(context, "bench.engine")
+    _hand_over(context, "bench.engine.cli")
 
 
 @app.command("gateway", context_settings=_PASS_ON, add_help_option=False)

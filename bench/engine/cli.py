@@ -1,0 +1,69 @@
+"""``blitzscale bench engine``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from bench.engine.measure import run_engine_bench
+from bench.engine.run import EngineBenchSettings
+
+
+def _print(report: dict[str, Any], console: Console) -> None:
+    table = Table(title=f"float32 Llama, {report['num_parameters'] / 1e6:.0f} M parameters; output tokens per second")
+    for heading in ("batch", "prompt tokens", "blitzscale", "transformers", "ratio", "same tokens"):
+        table.add_column(heading, justify="right")
+    for batch in report["batches"]:
+        table.add_row(
+            str(batch["batch_size"]),
+            str(batch["prompt_tokens"]),
+            f"{batch['engine_tokens_per_s']:.1f}",
+            f"{batch['transformers_tokens_per_s']:.1f}",
+            f"{batch['ratio']:.2f}",
+            f"{batch['same_tokens']:.0%}",
+        )
+    console.print(table)
+    _print_sampling(report, console)
+    prefill = report["layer_by_layer"]
+    low, high = prefill["ratio_quartiles"]
+    console.print(
+        f"prompts layer by layer take {prefill['ratio']:.3f} times as long as in one call (quartiles {low:.3f} to "
+        f"{high:.3f}; {prefill['prompt_tokens']} tokens in {prefill['layer_by_layer_s']:.3f} s)"
+    )
+
+
+def _print_sampling(report: dict[str, Any], console: Console) -> None:
+    batch_size = report["settings"]["sampling_batch_size"]
+    table = Table(title=f"how tokens are chosen, batch {batch_size}; ratio to greedy in the same run")
+    for heading in ("vocabulary", "logits", "chosen by", "tokens/s", "ratio", "sampler ms per step"):
+        table.add_column(heading, justify="right")
+    for row in report["sampling"]:
+        ratio = "" if row["kind"] == "greedy" else f"{row['over_greedy']:.2f}"
+        table.add_row(
+            str(row["vocab_size"]),
+            row["logits"],
+            row["kind"],
+            f"{row['tokens_per_s']:.1f}",
+            ratio,
+            f"{row['sample_ms']:.2f}",
+        )
+    console.print(table)
+
+
+def command(
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Alternating runs of each side; medians count.")] = 3,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each request writes.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of both sides.")] = os.cpu_count() or 1,
+) -> None:
+    """Compare the engine's tokens per second with transformers', and drawn tokens with greedy ones, on this machine."""
+    console = Console()
+    settings = EngineBenchSettings(repetitions=repetitions, output_tokens=output_tokens, threads=threads)
+    with console.status("starting") as status:
+        report = run_engine_bench(json_path, settings, progress=status.update)
+    _print(report, console)
