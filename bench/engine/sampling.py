@@ -35,7 +35,6 @@ KINDS: dict[str, SamplingParams] = {
     "temperature 1": _DRAWN,
     "top-p 0.95": msgspec.structs.replace(_DRAWN, top_p=0.95),
     "penalties": msgspec.structs.replace(_DRAWN, frequency_penalty=0.3, presence_penalty=0.2, repetition_penalty=1.1),
-    "greedy, penalties": msgspec.structs.replace(GREEDY, frequency_penalty=0.3, repetition_penalty=1.1),
 }
 
 
