@@ -15,6 +15,7 @@
     ├── PayloadTooLarge              payload_too_large       413
     ├── BadCheckpoint                bad_checkpoint          422
     ├── Overloaded                   overloaded              429
+    │   └── RateLimitExceeded        rate_limit_exceeded     429
     ├── Internal                     internal                500
     │   └── RequestFailed            request_failed          500
     │       └── PoisonRequest        poison_request          500
@@ -138,6 +139,14 @@ class Overloaded(BlitzError):
 
     code = "overloaded"
     http_status = 429
+
+
+class RateLimitExceeded(Overloaded):
+    """A client's key has used what it may."""
+
+    code = "rate_limit_exceeded"
+    limit: str = ""
+    """Which of its limits: ``requests``, ``tokens`` or ``concurrent``."""
 
 
 class Internal(BlitzError):

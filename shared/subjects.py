@@ -127,6 +127,11 @@ def queue() -> str:
     return f"{PREFIX}.load.gateway"
 
 
+def key_usage() -> str:
+    """KeyUsageReport, gateways to gateways."""
+    return f"{PREFIX}.load.gateway.keys"
+
+
 def demand() -> str:
     """Demand, monitor to planner."""
     return f"{PREFIX}.demand"

@@ -20,6 +20,8 @@ class GatewayConfig:
     gateway_id: str = field(default_factory=lambda: f"gw-{secrets.token_hex(4)}")
     api_keys: tuple[str, ...] = ()
     """Bearer keys for ``/v1``; none leaves it open."""
+    keys_file: str = ""
+    """More keys for ``/v1``, with limits; read again when it changes. Empty: none."""
     admin_keys: tuple[str, ...] = ()
     """Bearer keys for ``/admin``; none admits clients of the loopback interface only."""
     max_queued_requests: int = 1024
@@ -56,6 +58,7 @@ class GatewayConfig:
             port=env.integer("BLITZ_GATEWAY_PORT", default=default.port, minimum=0, maximum=65535),
             gateway_id=gateway_id,
             api_keys=env.listing("BLITZ_API_KEYS", default=()),
+            keys_file=env.text("BLITZ_GATEWAY_KEYS_FILE", default=default.keys_file),
             admin_keys=env.listing("BLITZ_ADMIN_KEYS", default=()),
             max_queued_requests=env.integer("BLITZ_GATEWAY_MAX_QUEUED", default=default.max_queued_requests, minimum=1),
             queue_timeout_s=env.duration_s(

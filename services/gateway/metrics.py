@@ -85,10 +85,15 @@ class GatewayMetrics(Collector):
         self._models: dict[str, ModelMetrics] = {}
         self._responses: dict[tuple[str, int], int] = {}
         self._gauges: Callable[[], Iterable[ModelGauges]] = tuple
+        self._keys: Callable[[], Iterable[Metric]] = tuple
 
     def read_gauges_from(self, source: Callable[[], Iterable[ModelGauges]]) -> None:
         """Where the gauges come from at export."""
         self._gauges = source
+
+    def read_keys_from(self, source: Callable[[], Iterable[Metric]]) -> None:
+        """Where the metrics of API keys come from at export."""
+        self._keys = source
 
     def of(self, model: str) -> ModelMetrics:
         """The counters of a (registered) model."""
@@ -106,6 +111,7 @@ class GatewayMetrics(Collector):
         for (route, status), count in sorted(self._responses.items()):
             responses.add_metric([route, str(status)], count)
         yield responses
+        yield from self._keys()
         yield from self._counters()
         yield from self._histograms()
         yield from self._gauge_families()

@@ -8,6 +8,7 @@ import random
 import socket
 import time
 
+from services.gateway.api_keys import ApiKeys
 from services.gateway.config import GatewayConfig
 from services.gateway.core.routes import ModelRoutes, RouteBook, RouteChanges
 from services.gateway.dispatcher import Dispatcher
@@ -63,6 +64,10 @@ class Gateway:
         self.metrics.read_gauges_from(lambda: self.load_board.gauges(self.book, self.dispatcher))
         self._stale = asyncio.Event()
         self._incarnation = new_incarnation()
+        self.api_keys = ApiKeys(
+            config.api_keys, config.keys_file, gateway_id=config.gateway_id, incarnation=self._incarnation
+        )
+        self.metrics.read_keys_from(self.api_keys.families)
         self._duplicated = asyncio.Event()
 
     @property
@@ -134,6 +139,7 @@ class Gateway:
             subscriptions.append(await self.bus.subscribe(subjects.queue(), QueueReport, self.dispatcher.on_queues))
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._end_if_duplicated())
+                tasks.create_task(self.api_keys.run(self.bus))
                 tasks.create_task(self._refresh())
                 tasks.create_task(self._heartbeat())
                 tasks.create_task(self._report_queues())

@@ -66,6 +66,27 @@ class QueueReport(Message, frozen=True, kw_only=True, tag="queue.v1"):
     models: tuple[ModelQueue, ...]
 
 
+class KeyUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """What one gateway has admitted for one API key. Totals are of its life; what was not used comes off them again."""
+
+    name: str
+    requests_total: int
+    tokens_total: int
+    open_requests: int
+    requests_left: float | None = None
+    """In the gateway's bucket, all gateways' usage taken off; None: not limited."""
+    tokens_left: float | None = None
+
+
+class KeyUsageReport(Message, frozen=True, kw_only=True, tag="key_usage.v1"):
+    """Usage of keys that are in use at one gateway, or just were; several reports if they are many."""
+
+    gateway_id: str
+    incarnation: str
+    published_at_s: float
+    keys: tuple[KeyUsage, ...]
+
+
 class Demand(Message, frozen=True, kw_only=True, tag="demand.v1"):
     """The monitor's verdict: how many instances of a role a model needs now, and why."""
 

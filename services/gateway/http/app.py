@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.http.admin import admin_router
 from services.gateway.http.asgi import ClientDisconnected, send_error
-from services.gateway.http.auth import Access
+from services.gateway.http.auth import Access, key_of
 from services.gateway.http.errors import MethodNotAllowed, error_body, error_headers
 from services.gateway.http.formats import error_events
 from services.gateway.http.generation import Generation
@@ -28,7 +28,8 @@ class GatewayApp:
     """The outermost ASGI application. Whatever goes wrong inside ends as a typed error."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._access = Access(gateway.config.api_keys, gateway.config.admin_keys)
+        self._access = Access(gateway.api_keys, gateway.config.admin_keys)
+        self._api_keys = gateway.api_keys
         self._metrics = gateway.metrics
         self._hot = {
             "/v1/chat/completions": Generation(gateway, "chat"),
@@ -51,6 +52,9 @@ class GatewayApp:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                key = key_of(scope) if hot is not None else ""
+                if key:
+                    message["headers"] = [*message["headers"], *self._api_keys.headers(key)]
             await send(message)
 
         hot = self._hot.get(scope["path"])
@@ -69,7 +73,7 @@ class GatewayApp:
         except ClientDisconnected:
             status = 499
         except BlitzError as error:
-            await self._answer(error, status, send)
+            await self._answer(error, status, counting_send)
             status = status or error.http_status
         except Exception as error:
             log.error("%s %s failed", scope["method"], scope["path"], exc_info=error)

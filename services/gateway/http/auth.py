@@ -13,38 +13,53 @@ from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
+from services.gateway.api_keys import ApiKeys
 from services.gateway.http.asgi import header
 from services.gateway.http.errors import Forbidden
 from shared.errors import Unauthorized
+
+_KEY = "blitz.key"
 
 
 class Access:
     """Checks one request's right to its path. Health and metrics are open."""
 
-    def __init__(self, api_keys: tuple[str, ...], admin_keys: tuple[str, ...]) -> None:
-        self._api_keys = tuple(key.encode() for key in api_keys)
+    def __init__(self, api_keys: ApiKeys, admin_keys: tuple[str, ...]) -> None:
+        self._api_keys = api_keys
         self._admin_keys = tuple(key.encode() for key in admin_keys)
 
     def check(self, scope: Scope) -> None:
-        """Raises ``Unauthorized`` or ``Forbidden``."""
+        """Leave the name of the caller's API key for ``key_of``. Raises ``Unauthorized`` or ``Forbidden``."""
         path: str = scope["path"]
         if path == "/v1" or path.startswith("/v1/"):
-            if self._api_keys:
-                self._check_key(scope, self._api_keys, "an API key")
+            if self._api_keys.required:
+                key = self._api_keys.find(_bearer(scope, "an API key"))
+                if key is None:
+                    raise Unauthorized("an API key is needed; the one that was sent is not valid")
+                scope[_KEY] = key.name
         elif path == "/admin" or path.startswith("/admin/"):
             if self._admin_keys:
-                self._check_key(scope, self._admin_keys, "an admin key")
+                self._check_admin(scope)
             else:
                 _check_local(scope)
 
-    @staticmethod
-    def _check_key(scope: Scope, keys: tuple[bytes, ...], what: str) -> None:
-        scheme, _, shown = header(scope, b"authorization").partition(" ")
-        if scheme.lower() != "bearer" or not shown.strip():
-            raise Unauthorized(f"{what} is needed: Authorization: Bearer <key>")
-        given = shown.strip().encode("latin-1")
-        if not any(hmac.compare_digest(given, key) for key in keys):
-            raise Unauthorized(f"{what} is needed; the one that was sent is not valid")
+    def _check_admin(self, scope: Scope) -> None:
+        given = _bearer(scope, "an admin key")
+        if not any(hmac.compare_digest(given, key) for key in self._admin_keys):
+            raise Unauthorized("an admin key is needed; the one that was sent is not valid")
+
+
+def key_of(scope: Scope) -> str:
+    """The name of the key that the caller has shown; empty where none is needed."""
+    name: str = scope.get(_KEY, "")
+    return name
+
+
+def _bearer(scope: Scope, what: str) -> bytes:
+    scheme, _, shown = header(scope, b"authorization").partition(" ")
+    if scheme.lower() != "bearer" or not shown.strip():
+        raise Unauthorized(f"{what} is needed: Authorization: Bearer <key>")
+    return shown.strip().encode("latin-1")
 
 
 def _check_local(scope: Scope) -> None:

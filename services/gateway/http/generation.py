@@ -13,10 +13,12 @@ from opentelemetry.trace import Span
 from starlette.types import Receive, Scope, Send
 
 from services.gateway import admission
+from services.gateway.api_keys import Bill
 from services.gateway.core.prompt_size import refuse_large_text
 from services.gateway.core.routes import ModelRoutes
 from services.gateway.core.stream import StreamState
 from services.gateway.http.asgi import header, read_body, send_body
+from services.gateway.http.auth import key_of
 from services.gateway.http.chat_request import read_chat_request
 from services.gateway.http.choice import Choice, Outlet, StreamedChoice, WholeChoice
 from services.gateway.http.completion_request import read_completion_request
@@ -69,12 +71,15 @@ class Generation:
         gateway = self._gateway
         arrived_s, arrived_at_s = time.monotonic(), time.time()
         gateway.refuse_while_draining()
+        gateway.api_keys.check(key_of(scope))
         body = parse_object(await read_body(scope, receive, max_bytes=gateway.config.max_body_bytes))
         model = gateway.find_model(Fields(body).text("model"))
+        gateway.api_keys.check_model(key_of(scope), model.record.name)
         operation = "chat" if self._kind == "chat" else "text_completion"
-        with request_span(operation, model.record.name, body, header(scope, b"traceparent")) as span:
+        bills = gateway.api_keys.bill(key_of(scope))
+        with request_span(operation, model.record.name, body, header(scope, b"traceparent")) as span, bills as bill:
             job = await self._check(body, model)
-            await self._run(job, receive, send, span, arrived_s, arrived_at_s)
+            await self._run(job, bill, receive, send, span, arrived_s, arrived_at_s)
 
     async def _check(self, body: dict[str, Any], model: ModelRoutes) -> _Job:
         vocab_size = model.record.spec.vocab_size
@@ -117,9 +122,10 @@ class Generation:
         return _Job("completion", f"cmpl-{secrets.token_hex(16)}", model, tokenizer, request.options, tuple(prompts))
 
     async def _run(
-        self, job: _Job, receive: Receive, send: Send, span: Span, arrived_s: float, arrived_at_s: float
+        self, job: _Job, bill: Bill, receive: Receive, send: Send, span: Span, arrived_s: float, arrived_at_s: float
     ) -> None:
-        gateway, options = self._gateway, job.options
+        gateway = self._gateway
+        options = bill.limited(job.options, [prompt.token_ids for prompt in job.prompts])
         param = "messages" if job.kind == "chat" else "prompt"
         samplings = [
             admission.sampling_params(options, job.model, p.token_ids, param, gateway.seeds) for p in job.prompts
@@ -131,10 +137,12 @@ class Generation:
                 prompt.token_ids,
                 sampling,
                 arrived_at_s=arrived_at_s,
+                key=bill.key,
                 default_max_tokens=options.max_tokens is None,
             )
             for index, (prompt, sampling) in enumerate(zip(job.prompts, samplings, strict=True))
         ]
+        bill.charge(streams)
         reply = Reply(job.kind, job.response_id, job.model.record.name, int(arrived_at_s), options.include_usage)
         outlet = Outlet(len(streams))
         choices = [self._choice(job, reply, outlet, stream, index, arrived_s) for index, stream in enumerate(streams)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from services.gateway.core.routes import ModelRoutes
+from services.gateway.http.auth import key_of
 from services.gateway.service import Gateway
 
 
@@ -15,14 +16,17 @@ def models_router(gateway: Gateway) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
     @router.get("/models")
-    async def list_models() -> dict[str, Any]:
-        """All registered models."""
-        models = [_model_json(gateway.book.models[name]) for name in sorted(gateway.book.models)]
+    async def list_models(request: Request) -> dict[str, Any]:
+        """The registered models that the caller's key may use."""
+        key = key_of(request.scope)
+        names = [name for name in sorted(gateway.book.models) if gateway.api_keys.may_use(key, name)]
+        models = [_model_json(gateway.book.models[name]) for name in names]
         return {"object": "list", "data": models}
 
     @router.get("/models/{name:path}")
-    async def get_model(name: str) -> dict[str, Any]:
+    async def get_model(name: str, request: Request) -> dict[str, Any]:
         """One model."""
+        gateway.api_keys.check_model(key_of(request.scope), name)
         return _model_json(gateway.find_model(name))
 
     return router

@@ -1,0 +1,278 @@
+"""The API keys that this gateway accepts, their limits shared with the other gateways, and what is counted of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from services.gateway.core.key_limits import Charge, KeyLimits, Standing, pages
+from services.gateway.core.stream import StreamState
+from services.gateway.http.errors import Forbidden
+from services.gateway.http.options import Options
+from services.gateway.key_file import ApiKey, Signature, digest, read_keys, signature
+from shared import subjects
+from shared.bus.base import Bus
+from shared.errors import BlitzError, RateLimitExceeded
+from shared.messages.load import KeyUsageReport
+from shared.settings import SettingsError
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+REPORT_EVERY_S = 0.1
+ROWS_PER_REPORT = 1000
+"""Of at most some 250 bytes each: well under 1 MB."""
+MAX_LABELS = 200
+"""Keys with series of their own in the metrics; the others add up as ``other``."""
+OTHER = "other"
+
+
+class ApiKeys:
+    """Event loop only, but for ``families``."""
+
+    def __init__(
+        self,
+        plain: Sequence[str],
+        path: str,
+        *,
+        gateway_id: str,
+        incarnation: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``plain`` keys have no limits; ``path``, unless empty, is the file of others. Raises ``SettingsError``."""
+        self._path = path
+        self._gateway_id = gateway_id
+        self._incarnation = incarnation
+        self._clock = clock
+        self._plain = {digest(key.encode()): ApiKey(f"env:{number}") for number, key in enumerate(plain, 1)}
+        self._keys: dict[bytes, ApiKey] = {}
+        self._by_name: dict[str, ApiKey] = {}
+        self._limits = KeyLimits(gateway_id)
+        self._seen: Signature | None = None
+        self._reads = {"ok": 0, "bad": 0}
+        self._labels: set[str] = set()
+        self._requests: Counter[str] = Counter()
+        self._limited: Counter[tuple[str, str]] = Counter()
+        self._tokens: Counter[str] = Counter()
+        if path:
+            self._seen = signature(path)
+            self._apply(read_keys(path))
+        else:
+            self._apply({})
+
+    @property
+    def required(self) -> bool:
+        """Whether a key must be shown at all."""
+        return bool(self._path or self._plain)
+
+    def find(self, shown: bytes) -> ApiKey | None:
+        """The key that was shown, if it is accepted."""
+        # By digest: how long it takes tells nothing of the keys, and does not grow with them.
+        return self._keys.get(digest(shown))
+
+    def may_use(self, name: str, model: str) -> bool:
+        """Whether the key of that name may use a model."""
+        key = self._by_name.get(name)
+        return key is None or key.models is None or model in key.models
+
+    def check_model(self, name: str, model: str) -> None:
+        """Raises ``Forbidden`` when the key of that name may not use the model."""
+        if not self.may_use(name, model):
+            raise Forbidden(f"key {name!r} may not use model {model!r}", param="model")
+
+    def check(self, name: str) -> None:
+        """Before a request is read: raises ``RateLimitExceeded`` when the key could not make the smallest one."""
+        with self._counting_refusals(name):
+            self._limits.check(name, self._clock())
+
+    @contextlib.contextmanager
+    def bill(self, name: str) -> Iterator[Bill]:
+        """Of one request: what its key is charged with, and pays in the end."""
+        bill = Bill(self, name)
+        try:
+            yield bill
+        finally:
+            bill.settle()
+
+    def output_tokens(self, name: str, prompts: Sequence[Sequence[int]]) -> int | None:
+        """The most that each output may be given where the caller does not say; None: not limited."""
+        limit = self._limits.limits_of(name).tokens_per_minute
+        return None if limit is None else max(1, (limit - sum(map(len, prompts))) // len(prompts))
+
+    def charge(self, name: str, streams: Sequence[StreamState]) -> Charge | None:
+        """Admit a request. Raises ``RateLimitExceeded``, ``BadRequest``; then nothing is charged."""
+        tokens = sum(stream.num_context_tokens for stream in streams)
+        with self._counting_refusals(name):
+            charge = self._limits.charge(name, self._clock(), requests=len(streams), tokens=tokens)
+        self._requests[self._label(name)] += len(streams)
+        return charge
+
+    def settle(self, name: str, charge: Charge | None, used_tokens: int) -> None:
+        """An admitted request is over."""
+        self._tokens[self._label(name)] += used_tokens
+        if charge is not None:
+            self._limits.settle(charge, used_tokens, self._clock())
+
+    def headers(self, name: str) -> list[tuple[bytes, bytes]]:
+        """``x-ratelimit-*`` of the key now, as OpenAI has them."""
+        rows: list[tuple[bytes, bytes]] = []
+        for what, standing in zip((b"requests", b"tokens"), self._limits.standing(name, self._clock()), strict=True):
+            if standing is not None:
+                rows += _headers(what, standing)
+        return rows
+
+    async def run(self, bus: Bus) -> None:
+        """Tell the other gateways, listen to them, and read the file when it changes, until cancelled."""
+        subscription = await bus.subscribe(subjects.key_usage(), KeyUsageReport, self._on_usage)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._report(bus))
+                if self._path:
+                    tasks.create_task(self._watch())
+        finally:
+            await subscription.close()
+
+    def families(self) -> Iterator[Metric]:
+        """What was counted."""
+        requests = CounterMetricFamily("blitz_gateway_key_requests", "Requests admitted.", labels=["key"])
+        for label, count in sorted(dict(self._requests).items()):
+            requests.add_metric([label], count)
+        yield requests
+        limited = CounterMetricFamily(
+            "blitz_gateway_key_limited", "Requests refused, by the limit that they reached.", labels=["key", "limit"]
+        )
+        for (label, limit), count in sorted(dict(self._limited).items()):
+            limited.add_metric([label, limit], count)
+        yield limited
+        tokens = CounterMetricFamily("blitz_gateway_key_tokens", "Prompt and output tokens used.", labels=["key"])
+        for label, count in sorted(dict(self._tokens).items()):
+            tokens.add_metric([label], count)
+        yield tokens
+        now = GaugeMetricFamily("blitz_gateway_key_open_requests", "Requests of limited keys.", labels=["key"])
+        for label in sorted(set(self._labels)):
+            now.add_metric([label], self._limits.open_requests(label))
+        yield now
+        reads = CounterMetricFamily("blitz_gateway_key_file_reads", "Times the file was read.", labels=["outcome"])
+        for outcome, count in self._reads.items():
+            reads.add_metric([outcome], count)
+        yield reads
+
+    async def look(self) -> None:
+        """Read the file if it has changed. A bad one changes nothing, and is logged."""
+        now = await asyncio.to_thread(signature, self._path)
+        if now == self._seen:
+            return
+        self._seen = now
+        try:
+            keys = await asyncio.to_thread(read_keys, self._path)
+        except SettingsError as error:
+            self._reads["bad"] += 1
+            log.error("%s; the keys and limits that were read before stay", error)
+            return
+        self._apply(keys)
+        log.info("%d API keys read from %s", len(keys), self._path)
+
+    def _apply(self, keys: dict[bytes, ApiKey]) -> None:
+        self._keys = {**self._plain, **keys}
+        self._by_name = {key.name: key for key in self._keys.values()}
+        self._limits.set_limits({key.name: key.limits for key in keys.values()}, self._clock())
+        if self._path:
+            self._reads["ok"] += 1
+
+    def _label(self, name: str) -> str:
+        if name not in self._labels:
+            if len(self._labels) >= MAX_LABELS:
+                return OTHER
+            self._labels.add(name)
+        return name
+
+    @contextlib.contextmanager
+    def _counting_refusals(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except RateLimitExceeded as error:
+            self._limited[self._label(name), error.limit] += 1
+            raise
+
+    def _on_usage(self, report: KeyUsageReport) -> None:
+        self._limits.take(report, self._clock())
+
+    async def _report(self, bus: Bus) -> None:
+        while True:
+            for rows in pages(self._limits.usage(self._clock()), ROWS_PER_REPORT):
+                message = KeyUsageReport(
+                    gateway_id=self._gateway_id,
+                    incarnation=self._incarnation,
+                    published_at_s=time.time(),
+                    keys=rows,
+                )
+                try:
+                    await bus.publish(subjects.key_usage(), message)
+                except BlitzError as error:
+                    # Totals are told, so the next report makes up for it.
+                    log.debug("usage of keys not published: %s", error)
+            await asyncio.sleep(REPORT_EVERY_S)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self.look()
+
+
+class Bill:
+    """What one request costs its key."""
+
+    __slots__ = ("_charge", "_keys", "_streams", "key")
+
+    def __init__(self, keys: ApiKeys, key: str) -> None:
+        self._keys = keys
+        self.key = key
+        """Its name; empty where no key is needed."""
+        self._streams: Sequence[StreamState] = ()
+        self._charge: Charge | None = None
+
+    def limited(self, options: Options, prompts: Sequence[Sequence[int]]) -> Options:
+        """An open length of the output, within what the key may use."""
+        most = self._keys.output_tokens(self.key, prompts)
+        if most is None or options.max_tokens is not None:
+            return options
+        default = options.default_max_tokens
+        return replace(options, default_max_tokens=most if default is None else min(default, most))
+
+    def charge(self, streams: Sequence[StreamState]) -> None:
+        """Admit these. Raises as ``ApiKeys.charge``."""
+        if self.key:
+            self._charge = self._keys.charge(self.key, streams)
+            self._streams = streams
+
+    def settle(self) -> None:
+        """The request is over."""
+        if self._streams:
+            # What no instance was ever given has used nothing.
+            used = sum(stream.num_known_tokens for stream in self._streams if stream.attempt)
+            self._keys.settle(self.key, self._charge, used)
+
+
+def _headers(what: bytes, standing: Standing) -> list[tuple[bytes, bytes]]:
+    return [
+        (b"x-ratelimit-limit-" + what, b"%d" % standing.limit),
+        (b"x-ratelimit-remaining-" + what, b"%d" % standing.remaining),
+        (b"x-ratelimit-reset-" + what, _duration(standing.full_in_s).encode()),
+    ]
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes them: ``12ms``, ``1.5s``, ``6m0s``."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f}ms"
+    if seconds < 60:
+        return f"{seconds:.3g}s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest}s"
