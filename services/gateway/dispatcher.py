@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from services.gateway.active_requests import ActiveRequest, ActiveRequests, Sink
 from services.gateway.core import failover
+from services.gateway.core.failover import WorkerLost
 from services.gateway.core.patience import Patience
 from services.gateway.core.router import Router
 from services.gateway.core.routes import RouteBook, RouteChanges
@@ -23,7 +24,7 @@ from services.gateway.owned_tasks import OwnedTasks
 from services.gateway.silence_watch import SilenceWatch
 from services.gateway.submitter import Submitter
 from shared.bus.base import Bus
-from shared.errors import BlitzError, ModelNotFound, Unavailable
+from shared.errors import BlitzError, EngineBroken, ModelNotFound, NotFound, PoisonRequest, Unavailable
 from shared.messages.generation import FinishReason, StreamPart, TokenBatch
 from shared.messages.load import LoadReport, QueueReport
 
@@ -50,6 +51,7 @@ class Dispatcher:
         max_attempts: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._bus = bus
         self._book = book
         self._metrics = metrics
         self._queue_timeout_s = queue_timeout_s
@@ -240,6 +242,7 @@ class Dispatcher:
             error,
             max_attempts=self._max_attempts,
             model_registered=model is not None and model.record.model_hash == stream.model_hash,
+            died=self._died(stream, error),
         )
         if isinstance(outcome, failover.Refuse):
             self._fail(request, outcome.error)
@@ -250,23 +253,44 @@ class Dispatcher:
             self._end(request)
             return
         now_s = self._clock()
-        if isinstance(outcome, failover.Retry) and not outcome.fault:
+        if isinstance(outcome, failover.Retry) and outcome.full:
             self.router.refused(stream.instance_id, now_s=now_s)
             self._metrics.of(stream.model).refusals += 1
         elif outcome.pause_s:
             self.router.suspend(stream.instance_id, until_s=now_s + outcome.pause_s)
         if isinstance(outcome, failover.GiveUp):
+            if isinstance(outcome.error, PoisonRequest):
+                workers = ", ".join(stream.deaths_with_this().workers)
+                log.error("request %s is ended: it was running in %s when they died", stream.request_id, workers)
             self._fail(request, outcome.error)
             return
-        if outcome.fault:
+        if not outcome.full:
             log.warning(
                 "request %s: attempt %d on %s failed: %s", stream.request_id, stream.attempt, stream.instance_id, error
             )
             self._metrics.of(stream.model).failovers += 1
+        if outcome.deaths is not None and outcome.deaths.suspected:
+            workers = ", ".join(outcome.deaths.workers)
+            log.warning("request %s is computed alone: it was running in %s when they died", stream.request_id, workers)
+        # Who was sent to nobody, again and again, has waited all the time.
+        if outcome.fault or outcome.deaths is not None or stream.phase is Phase.RUNNING:
             request.deadline_s = max(request.deadline_s, now_s + self._queue_timeout_s)
-        stream.requeued(fault=outcome.fault)
+        stream.requeued(fault=outcome.fault, avoid=not outcome.full, deaths=outcome.deaths)
         self.router.requeue(stream, deadline_s=request.deadline_s)
         self.pump(stream.model)
+
+    def _died(self, stream: StreamState, error: BlitzError) -> bool:
+        """Whether its worker died with it: it has not left as it was told to, and it is not that the bus was away."""
+        if isinstance(error, EngineBroken):
+            return True
+        connected_since_s = self._bus.connected_since_s
+        if connected_since_s is None or self._clock() - connected_since_s < self._patience.settle_s:
+            return False
+        model = self._book.find(stream.model)
+        route = model.routes.get(stream.instance_id) if model is not None else None
+        if isinstance(error, NotFound):
+            return route is None  # it does not know the request, and its instance is gone: it was started again
+        return isinstance(error, WorkerLost) and (route is None or route.state != "draining")
 
     def _cancel_attempt(self, request: ActiveRequest) -> None:
         stream = request.stream

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 
 from services.gateway.active_requests import ActiveRequest, ActiveRequests
+from services.gateway.core.failover import WorkerLost
 from services.gateway.core.patience import MAX_MISSED_PROBES, Patience, Reaction
 from services.gateway.core.stream import Phase
 from services.gateway.metrics import GatewayMetrics
@@ -97,6 +98,30 @@ class SilenceWatch:
         if not request.asking:
             self._tasks.start(self._ask(request))
 
+    async def doubt(self, request: ActiveRequest, late: BlitzError) -> None:
+        """A Submit was not answered in time: is the worker there, and does it have the request all the same?"""
+        stream = request.stream
+        worker_id, attempt = stream.worker_id, stream.attempt
+        try:
+            await self._question(request)
+        except NoResponder as error:
+            self._worker_lost(worker_id, error)
+        except BlitzError as error:
+            held = stream.phase in (Phase.SUBMITTED, Phase.RUNNING) and stream.worker_id == worker_id
+            if stream.attempt == attempt and held:
+                self._on_failed(request, error if isinstance(error, NotFound) else late)
+        else:
+            self.heard(worker_id, self._clock())
+
+    async def _question(self, request: ActiveRequest) -> None:
+        """Whether its worker has it. Raises ``NoResponder``, ``DeadlineExceeded``, ``NotFound``."""
+        stream = request.stream
+        offset = len(stream.output_token_ids)
+        message = Resend(request_id=stream.request_id, attempt=stream.attempt, offset=offset)
+        self._metrics.of(stream.model).resends += 1
+        subject = subjects.worker_resend(stream.worker_id)
+        await self._bus.request(subject, message, Ack, timeout_s=self._probe_timeout_s)
+
     def _react(self, request: ActiveRequest, quiet_s: float) -> None:
         reaction = self._patience.with_stream(request.stream.phase, quiet_s, asked=request.asked)
         if reaction is Reaction.GIVE_UP:
@@ -126,11 +151,9 @@ class SilenceWatch:
     async def _ask(self, request: ActiveRequest) -> None:
         stream = request.stream
         worker_id, attempt = stream.worker_id, stream.attempt
-        message = Resend(request_id=stream.request_id, attempt=attempt, offset=len(stream.output_token_ids))
         request.asking = True
-        self._metrics.of(stream.model).resends += 1
         try:
-            await self._bus.request(subjects.worker_resend(worker_id), message, Ack, timeout_s=self._probe_timeout_s)
+            await self._question(request)
         except NoResponder as error:
             self._worker_lost(worker_id, error)
         except DeadlineExceeded as error:
@@ -151,5 +174,6 @@ class SilenceWatch:
 
     def _worker_lost(self, worker_id: str, error: BlitzError) -> None:
         self._missed_probes.pop(worker_id, None)
+        lost = WorkerLost(f"worker {worker_id} is lost: {error.message}")
         for request in self._requests.at_worker(worker_id):
-            self._on_failed(request, error)
+            self._on_failed(request, lost)

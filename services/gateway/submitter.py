@@ -10,7 +10,7 @@ from services.gateway.owned_tasks import OwnedTasks
 from services.gateway.silence_watch import SilenceWatch
 from shared import subjects
 from shared.bus.base import Bus
-from shared.errors import BlitzError
+from shared.errors import BlitzError, DeadlineExceeded
 from shared.messages.common import Ack
 from shared.messages.generation import DecodePlace, Submit
 from shared.messages.registry import Route
@@ -64,6 +64,7 @@ class Submitter:
             output_token_ids=tuple(stream.output_token_ids),
             arrived_at_s=stream.arrived_at_s,
             decode_at=stream.decode_at,
+            alone_tokens=stream.alone_tokens,
         )
         try:
             await self._bus.request(subjects.worker_submit(worker_id), message, Ack, timeout_s=self._timeout_s)
@@ -71,7 +72,10 @@ class Submitter:
             # Tokens, and another worker that took over, prove acceptance even when the answer was lost; a later
             # attempt is none of ours.
             if stream.attempt == attempt and stream.phase is Phase.SUBMITTED and stream.worker_id == worker_id:
-                self._on_failed(request, error)
+                if isinstance(error, DeadlineExceeded):
+                    await self._watch.doubt(request, error)
+                else:
+                    self._on_failed(request, error)
         else:
             self._watch.heard(worker_id, self._clock())
             if stream.attempt == attempt and stream.worker_id == worker_id:

@@ -1,7 +1,10 @@
 """What becomes of a request whose attempt failed.
 
 Rules
-- What is wrong with the request itself is its client's error: another instance would say the same.
+- What is wrong with the request itself is its client's error: another instance would say the same. So is a request that
+  an engine fails on while it computes others.
+- A worker's death costs its requests no attempt, unless a request is the cause (``deaths``). Nor does a worker that is
+  not there when a request is sent.
 - When every token is here and only the terminal part was lost, the request is complete.
 - Any other failure sends the request back into its queue, until it has failed too often, and the instance is left alone
   for a moment. A full instance is no failure: how long it is left alone, the router knows.
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.gateway.core.deaths import MAX_OTHER_DEATHS, Deaths
 from services.gateway.core.stream import StreamState
 from shared.errors import (
     BadRequest,
@@ -19,9 +23,12 @@ from shared.errors import (
     DeadlineExceeded,
     Internal,
     ModelNotFound,
+    NoResponder,
     NotFound,
     Overloaded,
     PayloadTooLarge,
+    PoisonRequest,
+    RequestFailed,
     Unavailable,
 )
 from shared.messages.codec import MalformedMessage
@@ -50,9 +57,13 @@ class Retry:
     """The request continues behind its last token, elsewhere if it can."""
 
     fault: bool
-    """Whether this counts as a failed attempt. If not, the instance was full."""
+    """Whether this counts as a failed attempt."""
     pause_s: float
     """How long the instance takes nothing."""
+    full: bool = False
+    """The instance was full, and is well."""
+    deaths: Deaths | None = None
+    """The worker died: what its request's deaths come to now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +77,45 @@ class GiveUp:
 Outcome = Refuse | Complete | Retry | GiveUp
 
 
-def after_failure(stream: StreamState, error: BlitzError, *, max_attempts: int, model_registered: bool) -> Outcome:
-    """Judge the failure of a stream's current attempt. Changes nothing."""
+class WorkerLost(Unavailable):
+    """A worker that had requests does not answer any more. Stays inside of this process."""
+
+
+def after_failure(
+    stream: StreamState, error: BlitzError, *, max_attempts: int, model_registered: bool, died: bool = False
+) -> Outcome:
+    """Judge the failure of a stream's current attempt. ``died``: its worker did, with it. Changes nothing."""
     if isinstance(error, MalformedMessage):
         error = Internal(f"the worker did not understand the request: {error.message}")
-    elif isinstance(error, BadRequest | PayloadTooLarge):
+    elif isinstance(error, BadRequest | PayloadTooLarge | RequestFailed):
         return Refuse(error)
     ended = stream.ended()
     if ended is not None:
         return Complete(ended)
-    fault = not isinstance(error, Overloaded)
     pause_s = _pause_s(error)
     if not model_registered:
         return GiveUp(ModelNotFound(f"model {stream.model!r} was removed", param="model"), pause_s)
-    failures = stream.failures + fault
+    if died:
+        return _after_death(stream, pause_s)
+    if isinstance(error, Overloaded):
+        return Retry(fault=False, pause_s=pause_s, full=True)
+    if isinstance(error, NoResponder | WorkerLost):
+        return Retry(fault=False, pause_s=pause_s)
+    failures = stream.failures + 1
     if failures >= max_attempts:
         return GiveUp(Unavailable(f"{failures} attempts failed, the last one: {error.message}"), pause_s)
-    return Retry(fault, pause_s)
+    return Retry(fault=True, pause_s=pause_s)
+
+
+def _after_death(stream: StreamState, pause_s: float) -> Outcome:
+    deaths = stream.deaths_with_this()
+    if deaths.poison:
+        count = len(deaths.workers)
+        why = f"this request was running in {count} workers that died, at last by itself: it is not tried again"
+        return GiveUp(PoisonRequest(why), pause_s)
+    if deaths.others > MAX_OTHER_DEATHS:
+        return GiveUp(Unavailable(f"{deaths.counted + deaths.others} workers died that had this request"), pause_s)
+    return Retry(fault=False, pause_s=pause_s, deaths=deaths)
 
 
 def _pause_s(error: BlitzError) -> float:

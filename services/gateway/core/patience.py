@@ -34,6 +34,11 @@ class Patience:
     """Longest wait in an instance's queue."""
 
     @property
+    def settle_s(self) -> float:
+        """After the bus was away, whoever is silent may not be back yet: its silence is no death before this."""
+        return 2 * self.probe_s
+
+    @property
     def check_every_s(self) -> float:
         """How often silence is looked at: several times per probe."""
         return min(0.25, self.probe_s / 4)

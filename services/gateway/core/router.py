@@ -315,8 +315,8 @@ class Router:
 
     @staticmethod
     def _choose_decode(queue: _Queue, stream: StreamState) -> Route | None:
-        if stream.sampling.max_tokens - len(stream.output_token_ids) <= 1:
-            # It ends with the token that the prompt's computation gives.
+        if stream.sampling.max_tokens - len(stream.output_token_ids) <= 1 or stream.alone_tokens:
+            # It ends with the token that the prompt's computation gives; or it is watched, in one place.
             return None
         chosen = queue.decoders.best(0, stream.num_context_tokens, stream.avoid)
         return queue.routes[chosen] if chosen is not None else None

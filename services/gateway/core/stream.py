@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from services.gateway.core.deaths import CLEARED_TOKENS, Deaths
 from shared.messages.generation import DecodePlace, FinishReason, SamplingParams, StreamPart
 
 
@@ -60,7 +61,13 @@ class StreamState:
     phase: Phase = Phase.QUEUED
     attempt: int = 0
     failures: int = 0
-    """Attempts lost to a fault (an instance that was merely full does not count)."""
+    """Attempts lost to a fault (an instance that was full, and a worker that died, do not count)."""
+    deaths: Deaths = field(default_factory=Deaths)
+    """Of workers that had it."""
+    computing: bool = False
+    """Its worker has said that it computes this request, alone, and not that it has done so."""
+    attempt_offset: int = 0
+    """Output tokens that were here when the current attempt began."""
     instance_id: str = ""
     worker_id: str = ""
     decode_at: DecodePlace | None = None
@@ -75,6 +82,16 @@ class StreamState:
     def num_known_tokens(self) -> int:
         """Tokens that an instance has to compute before the next new one."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def alone_tokens(self) -> int:
+        """Tokens that its next attempt must bring before it is computed with others."""
+        return CLEARED_TOKENS + 1 if self.deaths.suspected else 0
+
+    def deaths_with_this(self) -> Deaths:
+        """If the worker that has it died just now."""
+        num_new_tokens = len(self.output_token_ids) - self.attempt_offset
+        return self.deaths.after(self.worker_id, num_new_tokens=num_new_tokens, in_own_step=self.computing)
 
     @property
     def num_context_tokens(self) -> int:
@@ -106,6 +123,8 @@ class StreamState:
         self.instance_id = instance_id
         self.worker_id = worker_id
         self.decode_at = decode_at
+        self.attempt_offset = len(self.output_token_ids)
+        self.computing = False
         self.former_workers.clear()
 
     def taken_over(self, part: StreamPart, verdict: Verdict, *, instance_id: str, worker_id: str) -> bool:
@@ -124,12 +143,17 @@ class StreamState:
         self.worker_id = worker_id
         return True
 
-    def requeued(self, *, fault: bool) -> None:
-        """The current attempt is given up; what it already brought stays."""
+    def requeued(self, *, fault: bool, avoid: bool | None = None, deaths: Deaths | None = None) -> None:
+        """The current attempt is given up; what it already brought stays.
+
+        ``fault``: it counts as failed. ``avoid``: the next one goes elsewhere if it can; by default after a fault.
+        ``deaths``: what the workers' deaths come to.
+        """
         if self.phase not in (Phase.SUBMITTED, Phase.RUNNING):
             raise ValueError(f"request {self.request_id} is {self.phase.value}, it has no attempt to give up")
-        if fault:
-            self.failures += 1
+        self.failures += fault
+        self.deaths = deaths if deaths is not None else self.deaths
+        if fault if avoid is None else avoid:
             self.avoid.add(self.instance_id)
             if self.decode_at is not None and self.phase is Phase.RUNNING:
                 # It may have had the request already, without a token to show for it.
@@ -149,6 +173,8 @@ class StreamState:
         """
         if part.attempt != self.attempt or (self.phase is not Phase.RUNNING and self.phase is not Phase.SUBMITTED):
             return Verdict.FOREIGN, 0
+        if part.computing is not None:
+            self.computing = part.computing
         output = self.output_token_ids
         skip = len(output) - part.offset
         if skip >= 0 and not part.token_ids and part.finish_reason is None:

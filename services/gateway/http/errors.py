@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from shared.errors import BadRequest, BlitzError, Conflict, NotFound, Overloaded, Unauthorized
+from shared.errors import BadRequest, BlitzError, Conflict, NotFound, Overloaded, RequestFailed, Unauthorized
 
 
 class MethodNotAllowed(BadRequest):
@@ -56,6 +56,9 @@ def error_headers(error: BlitzError) -> list[tuple[bytes, bytes]]:
     headers = []
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
+    if isinstance(error, RequestFailed):
+        # Clients that try again after a 500 (OpenAI's do, twice) look for this.
+        headers.append((b"x-should-retry", b"false"))
     if isinstance(error, Unauthorized):
         headers.append((b"www-authenticate", b"Bearer"))
     return headers

@@ -2,19 +2,21 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.core.failover import Complete, GiveUp, Outcome, Refuse, Retry, after_failure
+from services.gateway.core.failover import Complete, GiveUp, Outcome, Refuse, Retry, WorkerLost, after_failure
 from services.gateway.core.stream import StreamState
 from shared.errors import (
     BadRequest,
     BlitzError,
     Conflict,
     DeadlineExceeded,
+    EngineBroken,
     Internal,
     ModelNotFound,
     NoResponder,
     NotFound,
     Overloaded,
     PayloadTooLarge,
+    RequestFailed,
     Unavailable,
 )
 from shared.messages.codec import MalformedMessage
@@ -42,7 +44,9 @@ def judge(stream: StreamState, error: BlitzError, *, registered: bool = True) ->
     return after_failure(stream, error, max_attempts=3, model_registered=registered)
 
 
-@pytest.mark.parametrize("error", [BadRequest("bad"), PayloadTooLarge("large")])
+@pytest.mark.parametrize(
+    "error", [BadRequest("bad"), PayloadTooLarge("large"), RequestFailed("the engine fails on it")]
+)
 def test_what_is_wrong_with_the_request_is_not_tried_elsewhere(error: BlitzError) -> None:
     assert judge(running(), error) == Refuse(error)
 
@@ -55,7 +59,7 @@ def test_a_request_that_a_worker_cannot_decode_is_no_fault_of_the_client() -> No
 
 
 @pytest.mark.parametrize(
-    "error", [NoResponder("gone"), Unavailable("draining"), DeadlineExceeded("late"), NotFound("?"), Conflict("lost")]
+    "error", [EngineBroken("?"), Unavailable("draining"), DeadlineExceeded("late"), NotFound("?"), Conflict("lost")]
 )
 def test_a_suspect_instance_is_left_alone_while_the_request_goes_on(error: BlitzError) -> None:
     assert judge(running(5), error) == Retry(fault=True, pause_s=1.0)
@@ -66,7 +70,12 @@ def test_a_failed_step_says_nothing_about_the_instance() -> None:
 
 
 def test_a_full_instance_is_no_failure_however_often_it_is_full() -> None:
-    assert judge(running(failures=2), Overloaded("full")) == Retry(fault=False, pause_s=0.0)
+    assert judge(running(failures=2), Overloaded("full")) == Retry(fault=False, pause_s=0.0, full=True)
+
+
+@pytest.mark.parametrize("error", [NoResponder("nobody listens"), WorkerLost("away with the bus")])
+def test_a_worker_that_is_not_there_costs_no_attempt(error: BlitzError) -> None:
+    assert judge(running(5, failures=2), error) == Retry(fault=False, pause_s=1.0)
 
 
 @pytest.mark.parametrize(("output", "reason"), [((1, EOS), "stop"), ((1, 2, 3, 4), "length")])
@@ -75,7 +84,7 @@ def test_a_request_that_lost_only_its_terminal_part_is_complete(output: tuple[in
 
 
 def test_the_last_attempt_ends_with_a_typed_error() -> None:
-    outcome = judge(running(failures=2), NoResponder("gone"))
+    outcome = judge(running(failures=2), Conflict("gone"))
     assert isinstance(outcome, GiveUp)
     assert isinstance(outcome.error, Unavailable)
     assert outcome.error.message == "3 attempts failed, the last one: gone"

@@ -1,0 +1,70 @@
+"""One request that an engine fails on, and one that kills its process, beside others that are well."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import openai
+import pytest
+import pytest_asyncio
+
+from compose.stack import Stack
+from tests.stack.client import complete, openai_client, scale, until
+from tests.stack.conftest import MODEL, READY_S, mock_config
+
+pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
+
+RAISES, KILLS = 200, 201
+"""Tokens that the mock never says."""
+OTHERS = [[5, 17, 33, 2, 90, index] for index in range(15)]
+TOKENS = 300
+"""At 4 layers of 1 ms: more than a second."""
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    faults = {"BLITZ_MOCK_RAISE_TOKEN": str(RAISES), "BLITZ_MOCK_KILL_TOKEN": str(KILLS)}
+    async with Stack(mock_config(tmp_path_factory.mktemp("poison"), workers=4, **faults)) as running:
+        await running.wait_ready(READY_S)
+        yield running
+
+
+async def _beside_others(stack: Stack, token_id: int) -> openai.InternalServerError:
+    """The error of a prompt with this token, sent while the others run; these must give their undisturbed texts."""
+    async with openai_client(stack) as client:
+        expected = [await complete(client, MODEL, max_tokens=TOKENS, prompt=prompt) for prompt in OTHERS[:2]]
+        others = [asyncio.create_task(complete(client, MODEL, max_tokens=TOKENS, prompt=p)) for p in OTHERS]
+        await asyncio.sleep(0.5)
+        assert not any(other.done() for other in others)
+        with pytest.raises(openai.InternalServerError) as caught:
+            await complete(client, MODEL, max_tokens=TOKENS, prompt=[1, 2, token_id, 3])
+        texts = await asyncio.gather(*others)
+        assert texts[:2] == expected
+        assert [await complete(client, MODEL, max_tokens=TOKENS, prompt=p) for p in OTHERS[2:]] == texts[2:]
+    return caught.value
+
+
+def _deaths(stack: Stack) -> int:
+    return sum(child.num_restarts for name, child in stack.processes.items() if name.startswith("worker"))
+
+
+async def test_a_prompt_that_the_engine_fails_on_ends_alone_and_costs_no_worker(stack: Stack) -> None:
+    pids = {name: child.pid for name, child in stack.processes.items()}
+    error = await _beside_others(stack, RAISES)
+    assert error.code == "request_failed"
+    assert f"token {RAISES}" in error.message
+    assert {name: child.pid for name, child in stack.processes.items()} == pids
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+async def test_a_prompt_that_kills_its_process_is_ended_after_three_and_the_others_are_answered(
+    stack: Stack, instances: int
+) -> None:
+    await scale(stack, MODEL, instances)
+    await until(stack, lambda s: s.serving(MODEL) == instances and len(s.workers) == 4)
+    before = _deaths(stack)
+    error = await _beside_others(stack, KILLS)
+    assert error.code == "poison_request"
+    assert _deaths(stack) - before == 3
+    await until(stack, lambda s: s.serving(MODEL) >= 1 and len(s.workers) == 4)
