@@ -1,73 +1,160 @@
-"""Connections to other workers, made before they are needed.
+"""Connections to other workers, made before they are needed, and let go when their workers are gone.
 
-A first connection costs more than a whole scale operation should, so likely peers (same leaf,
-holders of copies first) are connected when a worker joins; others on first use, and then kept.
+A first connection costs more than a whole scale operation should, so likely peers are connected when a worker joins
+and whenever its part changes: for weights those of its leaf, holders of copies first; for KV and hidden states the
+instances that it will exchange them with, wherever they are. Others are connected on first use. All are kept.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Sequence
+from zlib import crc32
 
-from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
-from shared.messages.registry import GetSnapshot, Snapshot, WorkerInfo, WorkerRecord
+from shared.messages.registry import WorkerInfo, WorkerRecord
+from shared.registry import RegistryReader, RegistryView
 from shared.transport.base import Channel, TensorTransport
 
 log = logging.getLogger(__name__)
 
 MAX_PRECONNECTED = 16
+"""Peers that are connected ahead for weights, and as many for KV and hidden states."""
+WEIGHT_LANE = 0
 TENSOR_LANE = 1
 """Hidden states and KV do not wait behind the weights that are posted to the same worker."""
 CONNECT_TIMEOUT_S = 10.0
+_READ_TIMEOUT_S = 5.0
+_SOON_S = 0.25
+_DIALS_AT_ONCE = 4
+"""A dial to a peer of this host that has just died takes all of its time-out; the others go on meanwhile."""
 
 
 class Peers:
     """Channels by transport address; the transport keeps them."""
 
-    def __init__(self, bus: Bus, transport: TensorTransport, me: WorkerInfo, *, interval_s: float = 5.0) -> None:
-        self._bus = bus
+    def __init__(
+        self,
+        bus: Bus,
+        transport: TensorTransport,
+        me: WorkerInfo,
+        *,
+        interval_s: float = 5.0,
+        gone_after_s: float = 10.0,
+    ) -> None:
+        """``gone_after_s``: a peer of this host that is not in the registry for so long is taken for dead. Several
+        leases, for a registry that comes back empty lists everybody anew within one."""
+        self._registry = RegistryReader(bus)
         self._transport = transport
         self._me = me
         self._interval_s = interval_s
-        self._connected: set[str] = set()
-        """Incarnations that were connected once."""
+        self._gone_after_s = gone_after_s
+        self._soon = asyncio.Event()
+        self._ahead: dict[tuple[str, int], Channel] = {}
+        """What was connected ahead, by incarnation and lane."""
+        self._missing_since_s: dict[bytes, float] = {}
 
-    async def channel(self, address: bytes, host: str, *, lane: int = 0) -> Channel:
+    async def channel(self, address: bytes, host: str, *, lane: int = WEIGHT_LANE) -> Channel:
         """A channel to a peer. Raises ``TransportError`` or ``DeadlineExceeded``."""
         return await self._transport.connect(
             address, same_host=host == self._me.host, timeout_s=CONNECT_TIMEOUT_S, lane=lane
         )
 
+    def look_soon(self) -> None:
+        """This worker's part changed, and with it who is likely."""
+        self._soon.set()
+
     async def run(self) -> None:
-        """Keep likely peers connected until cancelled: often while the cluster forms, then now and then."""
-        delay_s = min(0.25, self._interval_s)
+        """Keep likely peers connected until cancelled: often while the cluster forms or changes, then now and then."""
+        delay_s = min(_SOON_S, self._interval_s)
         while True:
             try:
-                if await self._connect_likely():
-                    delay_s = min(0.25, self._interval_s)
+                if await self._look():
+                    delay_s = min(_SOON_S, self._interval_s)
             except BlitzError as error:
                 log.debug("no peers to connect to yet: %s", error)
-            await asyncio.sleep(delay_s)
-            delay_s = min(self._interval_s, delay_s * 1.5)
+            await asyncio.sleep(min(_SOON_S, delay_s))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._soon.wait(), max(0.0, delay_s - _SOON_S))
+            delay_s = min(self._interval_s, _SOON_S if self._soon.is_set() else delay_s * 1.5)
+            self._soon.clear()
 
-    async def _connect_likely(self) -> int:
-        snapshot = await self._bus.request(subjects.pool("snapshot"), GetSnapshot(), Snapshot, timeout_s=2.0)
-        likely = sorted(
-            (w for w in snapshot.workers if self._is_likely(w)), key=lambda w: (w.instance is None, w.worker.worker_id)
-        )
-        living = {w.worker.incarnation for w in snapshot.workers}
-        self._connected &= living
-        fresh = [w for w in likely[:MAX_PRECONNECTED] if w.worker.incarnation not in self._connected]
-        for record in fresh:
+    async def _look(self) -> bool:
+        """Look at the registry; whether somebody was to be connected."""
+        view = await self._registry.read(timeout_s=_READ_TIMEOUT_S)
+        self._forget_gone(view)
+        living = {w.worker.incarnation for w in view.workers}
+        self._ahead = {key: c for key, c in self._ahead.items() if key[0] in living and c.alive}
+        fresh = [(w, lane) for w, lane in likely(view.workers, self._me) if (w.incarnation, lane) not in self._ahead]
+        dials = asyncio.Semaphore(_DIALS_AT_ONCE)
+        async with asyncio.TaskGroup() as group:
+            for worker, lane in fresh:
+                group.create_task(self._connect(worker, lane, dials))
+        return bool(fresh)
+
+    async def _connect(self, worker: WorkerInfo, lane: int, dials: asyncio.Semaphore) -> None:
+        async with dials:
             try:
-                await self.channel(record.worker.transport_address, record.worker.host)
+                channel = await self.channel(worker.transport_address, worker.host, lane=lane)
             except BlitzError as error:
-                log.info("peer %s cannot be connected now: %s", record.worker.worker_id, error)
-                continue
-            self._connected.add(record.worker.incarnation)
-        return len(fresh)
+                log.info("peer %s cannot be connected now: %s", worker.worker_id, error)
+                return
+        self._ahead[worker.incarnation, lane] = channel
 
-    def _is_likely(self, record: WorkerRecord) -> bool:
-        return record.worker.worker_id != self._me.worker_id and record.worker.leaf == self._me.leaf
+    def _forget_gone(self, view: RegistryView) -> None:
+        """Release what peers hold open that have left the registry: inside a host nobody else tells of a death."""
+        if not any(w.worker.incarnation == self._me.incarnation for w in view.workers):
+            self._missing_since_s = {}  # a registry that does not know this worker knows little of the others
+            return
+        listed = {w.worker.transport_address for w in view.workers}
+        now_s = asyncio.get_running_loop().time()
+        missing = self._transport.peers - listed
+        self._missing_since_s = {address: self._missing_since_s.get(address, now_s) for address in missing}
+        for address, since_s in self._missing_since_s.items():
+            if now_s - since_s >= self._gone_after_s:
+                self._transport.forget(address)
+
+
+def likely(workers: Sequence[WorkerRecord], me: WorkerInfo) -> list[tuple[WorkerInfo, int]]:
+    """Whom a worker will probably exchange something with, and on which lane, the likeliest first."""
+    others = [w for w in workers if w.worker.worker_id != me.worker_id]
+    mine = next((w for w in workers if w.worker.incarnation == me.incarnation), None)
+    near = [w for w in others if w.worker.leaf == me.leaf]
+    by_weights = sorted(near, key=lambda w: (w.instance is None and not w.host_copies, _spread(w.worker, me)))
+    found = [(w.worker, WEIGHT_LANE) for w in by_weights[:MAX_PRECONNECTED]]
+    if mine is not None:
+        ranked = [(rank, _spread(w.worker, me), w) for w in others if (rank := _exchange(mine, w)) is not None]
+        ranked.sort(key=lambda entry: entry[:2])
+        found += [(w.worker, TENSOR_LANE) for _, _, w in ranked[:MAX_PRECONNECTED]]
+    return found
+
+
+def _exchange(one: WorkerRecord, other: WorkerRecord) -> int | None:
+    """How directly two workers exchange KV or hidden states, 0 the most; None for not at all."""
+    one_part, other_part = _part(one), _part(other)
+    if one_part is None and other_part is None:
+        return None
+    if one_part is None or other_part is None:
+        # The spare may be the next instance of the model, and pair with this one, or decode for it.
+        return 2 if one.worker.leaf == other.worker.leaf else None
+    if one_part[0] != other_part[0]:
+        return None
+    if {one_part[1], other_part[1]} == {"prefill", "decode"}:
+        return 0
+    serving = [record.state == "serving" for record in (one, other)]
+    return 1 if one_part[1] == other_part[1] and any(serving) and not all(serving) else None
+
+
+def _part(record: WorkerRecord) -> tuple[str, str] | None:
+    """Model and role of a worker's instance, or of the one that it was leased for; None for a spare."""
+    if record.instance is not None:
+        return record.instance.model, record.instance.role
+    return (record.lease_model, record.lease_role) if record.lease_model else None
+
+
+def _spread(one: WorkerInfo, other: WorkerInfo) -> int:
+    """An order that differs from worker to worker, so that not all choose the same few, and that two agree on."""
+    return crc32("/".join(sorted((one.worker_id, other.worker_id))).encode())

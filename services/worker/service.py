@@ -293,6 +293,7 @@ class WorkerService:
 
     def _report_state(self) -> None:
         self._registration.changed()
+        self._peers.look_soon()
 
     def _standing(self) -> Standing:
         instance = self._scaling.instance

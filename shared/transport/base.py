@@ -71,9 +71,14 @@ class TensorTransport(Protocol):
     def address(self) -> bytes:
         """What peers connect to."""
 
+    @property
+    def peers(self) -> frozenset[bytes]:
+        """Addresses of the peers that hold a connection open here, whoever made it."""
+
     async def connect(self, address: bytes, *, same_host: bool, timeout_s: float = 10.0, lane: int = 0) -> Channel:
         """Connect to a peer and wait until the connection carries data. Between hosts the channel
-        notices a lost peer by itself; inside a host (shared memory) the caller must.
+        notices a lost peer by itself; inside a host (shared memory) only a peer that closes its transport is
+        noticed, of a dead one the caller must tell (``forget``).
         Channels are cached per address and lane: a second call returns the living one. What is sent on one
         lane does not wait behind what is sent on another."""
 
@@ -86,6 +91,13 @@ class TensorTransport(Protocol):
         A message may come before its receive is posted. A limited number of such messages wait; beyond it
         the oldest is thrown away, its sender counts it as sent, and a receive posted for it later ends with
         ``TransportError`` (while its tag is remembered, then at its deadline)."""
+
+    def forget(self, address: bytes) -> None:
+        """A peer of this host is gone for good: its channels are lost, receives that only it could match end with
+        ``PeerLost``, what it held open is released. Its buffers stay quarantined as after ``abort``.
+
+        Of a peer on another host the transport learns by itself; this changes nothing. A peer that lives after all
+        loses its channels to this side too, and may connect again."""
 
     async def close(self) -> None:
         """Abort what is posted, disconnect, stop the thread; ends in seconds whatever the peers do."""

@@ -4,7 +4,7 @@
 |--------|------------------------|-----------|------------------------------------------------------|
 | HELLO  | the dial's number      | flag, address of the sender | answer WELCOME on an endpoint to me |
 | WELCOME| the dial's number      |           | your HELLO came; the connection carries data         |
-| BYE    | 0                      | flag, address of the sender | I disconnect                        |
+| BYE    | 0, or 1 (`CLOSES`)     | flag, address of the sender | I disconnect lane 0, or every lane  |
 | CANCEL | tag                    |           | throw this message away unless it is being received  |
 """
 
@@ -20,6 +20,9 @@ CONTROL_TAG = 1 << TAG_BITS
 """``tag_of`` never makes one that has this bit."""
 
 _HEAD = struct.Struct("<BBQ")
+
+CLOSES = 1
+"""Value of a BYE from a transport that closes, or that takes the reader for dead. Older versions send 0 then."""
 
 
 class Kind(IntEnum):

@@ -26,8 +26,10 @@ class MemoryFabric:
         return self._transports.get(address)
 
     def forget(self, address: bytes) -> None:
-        """Take a closed transport off the fabric."""
+        """Take a closed transport off the fabric; it has told its peers."""
         self._transports.pop(address, None)
+        for transport in list(self._transports.values()):
+            transport.post(lambda transport=transport: transport.peer_left(address))
 
     def set_rate(self, bytes_per_s: float | None) -> None:
         """Limit each sender to this rate; None lifts the limit."""

@@ -88,6 +88,11 @@ class MemoryTransport:
         """What peers connect to."""
         return self._address
 
+    @property
+    def peers(self) -> frozenset[bytes]:
+        """Addresses of the peers of living channels: only who connects holds anything open here."""
+        return frozenset(address for (address, _), channel in self._channels.copy().items() if channel.alive)
+
     async def connect(
         self, address: bytes, *, same_host: bool, timeout_s: float = 10.0, lane: int = 0
     ) -> MemoryChannel:
@@ -117,6 +122,10 @@ class MemoryTransport:
         if view is not None and not self.post(lambda: self._recv(transfer, view, channel)):
             transfer.finish(TransferAborted(f"transport {self._name} is closed"))
         return transfer
+
+    def forget(self, address: bytes) -> None:
+        """A peer of this host is gone for good; see ``base``."""
+        self.post(lambda: self._forget(address))
 
     async def close(self) -> None:
         """Abort what is posted, disconnect, stop the thread."""
@@ -148,14 +157,22 @@ class MemoryTransport:
 
     def peer_lost(self, address: bytes) -> None:
         """A peer died: end what waits for it on channels that notice."""
-        for (known, _), channel in self._channels.items():
-            if known == address and not channel.same_host:
-                self._channel_lost(channel, address)
+        for channel in self._channels_to(address):
+            if not channel.same_host:
+                self._channel_lost(channel)
 
-    def _channel_lost(self, channel: MemoryChannel, address: bytes) -> None:
+    def peer_left(self, address: bytes) -> None:
+        """A peer says that it closes, or that it takes this one for dead."""
+        for channel in self._channels_to(address):
+            self._channel_lost(channel)
+
+    def _channels_to(self, address: bytes) -> list[MemoryChannel]:
+        return [channel for (known, _), channel in self._channels.copy().items() if known == address]
+
+    def _channel_lost(self, channel: MemoryChannel) -> None:
         channel.lost = True
-        error = PeerLost(f"the peer {address!r} is lost")
-        for transfer in channel.sends.copy():
+        error = PeerLost(f"the peer {channel.address!r} is lost")
+        for transfer in () if channel.same_host else channel.sends.copy():
             transfer.finish(error)
         for tag, (transfer, _, source) in list(self._expected.items()):
             if source is channel:
@@ -192,6 +209,14 @@ class MemoryTransport:
             sender.post(send.finish)
         self._fabric.forget(self._address)
         self._mailbox.close()
+
+    def _forget(self, address: bytes) -> None:
+        for channel in self._channels_to(address):
+            if channel.same_host:
+                self._channel_lost(channel)
+        peer = self._fabric.find(address)
+        if peer is not None and not peer.killed:
+            peer.post(lambda: peer.peer_left(self._address))
 
     def _stop(self) -> None:
         self._stopping = True

@@ -37,9 +37,11 @@ _log = logging.getLogger(__name__)
 # Between hosts a wake-up costs little beside the wire, and spinning took three times the CPU per byte.
 _SPIN_S = 0.0002
 _yield_core = ctypes.CDLL(None).sched_yield
-# Bounds of a sleep: a lost event costs this much and no more. Ten wake-ups a second are 0.1 % of a core.
+# Bounds of a sleep: a lost event costs this much and no more. With work posted the sleeps grow with the time since the
+# last event: what has waited for a second may wait an eighth longer. Ten wake-ups a second are 0.1 % of a core.
 _BUSY_SLEEP_S = 0.002
 _IDLE_SLEEP_S = 0.1
+_SLEEP_SHARE = 1 / 8
 # UCX opens in 0.2 s; its last messages take microseconds to leave, unless a peer is dead.
 _START_TIMEOUT_S = 60.0
 _FAREWELL_S = 2.0
@@ -98,11 +100,16 @@ class UcxTransport:
         """Messages thrown away because too many waited for a receive."""
         return self._receives.num_overflowed
 
+    @property
+    def peers(self) -> frozenset[bytes]:
+        """Addresses of the peers that hold a connection open here, whoever made it."""
+        return self._peers.addresses
+
     async def connect(self, address: bytes, *, same_host: bool, timeout_s: float = 10.0, lane: int = 0) -> UcxChannel:
         """Connect to a peer and wait for its answer. Raises ``DeadlineExceeded``, ``PeerLost``, ``TransportError``.
 
         Inside a host shared memory is used, which UCX offers only without error handling (11 GB/s;
-        with it UCX falls back to TCP, 1 GB/s). So such a channel never notices a lost peer.
+        with it UCX falls back to TCP, 1 GB/s). So such a channel never notices a dead peer (see ``forget``).
         """
         future: concurrent.futures.Future[UcxChannel] = concurrent.futures.Future()
         if not self.post(lambda: self._peers.dial(address, lane, same_host, future)):
@@ -121,6 +128,10 @@ class UcxTransport:
         if not self.post(lambda: self._recv(transfer, peer)):
             transfer.finish(TransferAborted(f"transport {self._name} is closed"))
         return transfer
+
+    def forget(self, address: bytes) -> None:
+        """A peer of this host is gone for good; see ``base``."""
+        self.post(lambda: self._peers.forget(address))
 
     async def close(self) -> None:
         """Abort what is posted, disconnect, stop the thread.
@@ -154,6 +165,7 @@ class UcxTransport:
             self._name,
             make_channel=lambda peer: UcxChannel(self._sends, peer),
             on_lost=self._receives.peer_lost,
+            on_broken=self._receives.connection_broke,
             on_cancel=self._receives.cancelled,
         )
         self._sends = Sends(self._worker, self._peers, self.post)
@@ -176,7 +188,8 @@ class UcxTransport:
             if busy and now_s - last_event_s < _SPIN_S and self._peers.any_on_this_host:
                 _yield_core()
             elif self._worker.arm():
-                self._mailbox.sleep(_BUSY_SLEEP_S if busy else _IDLE_SLEEP_S)
+                patient_s = max(_BUSY_SLEEP_S, (now_s - last_event_s) * _SLEEP_SHARE)
+                self._mailbox.sleep(min(patient_s, _IDLE_SLEEP_S) if busy else _IDLE_SLEEP_S)
 
     def _turn(self) -> bool:
         """One round of commands, progress and completions; whether anything happened."""
@@ -190,8 +203,8 @@ class UcxTransport:
                 self._receive_control(message)
             else:
                 self._receives.arrived(tag, message)
-        self._peers.end_broken()
-        if moved and worker.busy:
+        self._peers.end_lost()
+        if moved:
             worker.end_completed()
         return moved
 
@@ -229,8 +242,9 @@ class UcxTransport:
                 self._sends.abort(transfer, peer)
         self._peers.farewell(closed)
         deadline_s = time.monotonic() + _FAREWELL_S
-        while self._worker.busy and time.monotonic() < deadline_s:
-            if not self._turn():
+        # What has arrived is thrown away, so that its senders are done.
+        while ((moved := self._turn()) or self._worker.busy) and time.monotonic() < deadline_s:
+            if not moved:
                 time.sleep(0.0001)
         self._peers.disconnect_all()
         left = self._worker.release()

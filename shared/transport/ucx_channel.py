@@ -44,7 +44,7 @@ class UcxChannel:
 
         UCX cannot take back a send: a living peer is asked to throw the message away, which ends it. A send to a
         dead peer of the same host, about whose death UCX says nothing, ends when the transport closes; until
-        then its buffer is quarantined, and the rest of the transport works on.
+        then its buffer is quarantined, and the rest of the transport works on, or sleeps.
         """
         self.closed = True
         self._sends.drop(self, force=True)

@@ -38,6 +38,7 @@ class Receives:
         self._aborted = RecentTags()
         self._overflowed = RecentTags()
         self.num_overflowed = 0
+        self._over = False
 
     @property
     def num_unclaimed(self) -> int:
@@ -67,7 +68,7 @@ class Receives:
         """A message came: into its buffer, away, or aside."""
         if (expected := self._expected.pop(tag, None)) is not None:
             self._take(*expected, message)
-        elif tag in self._aborted:
+        elif self._over or tag in self._aborted:
             self._worker.discard(message)
         else:
             self._set_aside(tag, message)
@@ -86,12 +87,15 @@ class Receives:
             self._worker.discard(message)
 
     def peer_lost(self, peer: Peer, error: PeerLost) -> None:
-        """End the receives that only this peer could have matched."""
+        """End the receives that only this peer could have matched. What it is writing goes on."""
         for tag, (transfer, _, source) in list(self._expected.items()):
             if source is peer:
                 del self._expected[tag]
                 self._aborted.add(tag)
                 transfer.finish(error)
+
+    def connection_broke(self, peer: Peer, error: PeerLost) -> None:
+        """End the receives that this peer was writing."""
         # Of a message in several segments, UCX waits for the rest for ever. The connection that they came over is
         # closed: nothing writes into the buffer any more.
         for transfer in [transfer for transfer, source in self._writing.items() if source is peer]:
@@ -99,7 +103,8 @@ class Receives:
             transfer.finish(error)
 
     def end(self, error: TransferAborted) -> None:
-        """End every receive and throw every message away."""
+        """End every receive and throw every message away, also those that come later: their senders wait."""
+        self._over = True
         for tag, (transfer, _, _) in list(self._expected.items()):
             del self._expected[tag]
             transfer.finish(error)
@@ -122,7 +127,7 @@ class Receives:
             self._writing.pop(transfer, None)
             transfer.finish_or_abort(error)
 
-        if peer is not None and not peer.lost:
+        if peer is not None and not peer.closed:
             self._writing[transfer] = peer
         self._worker.receive(message, array, ended)
 

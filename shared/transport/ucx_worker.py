@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shared.errors import PeerLost, TransportError
 from shared.transport.base import Buffer
@@ -19,6 +19,15 @@ TCP_SEGMENT = "512k"
 
 Ended = Callable[[Exception | None], None]
 """What to do when a request completes: with its error, or None."""
+
+
+class _Posted(NamedTuple):
+    """What belongs to a request in flight."""
+
+    array: Any
+    ended: Ended
+    endpoint: Any = None
+    """Of a send."""
 
 
 class UcxWorker:
@@ -34,13 +43,14 @@ class UcxWorker:
         self._any_tag = ucx.UCXXTag(0)
         self._any_mask = ucx.UCXXTagMask(0)
         # UCX request -> its buffer, which UCX does not keep alive, and what to do when it completes.
-        self._active: dict[Any, tuple[Any, Ended]] = {}
+        self._active: dict[Any, _Posted] = {}
+        self._given_up: dict[Any, _Posted] = {}
         self.address: bytes = self._worker.address.tobytes()
         self.event_fd: int = self._worker.epoll_file_descriptor
 
     @property
     def busy(self) -> bool:
-        """Whether requests are in flight."""
+        """Whether requests are in flight that may be expected to complete."""
         return bool(self._active)
 
     def array(self, buffer: Buffer) -> Any:
@@ -68,11 +78,11 @@ class UcxWorker:
             request = endpoint.tag_send(array, self._ucx.UCXXTag(tag))
         except self._ucx.UCXError as error:
             raise PeerLost(f"the connection broke: {error}") from error
-        self._track(request, array, ended)
+        self._track(request, _Posted(array, ended, endpoint))
 
     def receive(self, message: Any, array: Any, ended: Ended) -> None:
         """Receive a probed message of exactly the array's length into it."""
-        self._track(self._worker.tag_recv_with_handle(array, message), array, ended)
+        self._track(self._worker.tag_recv_with_handle(array, message), _Posted(array, ended))
 
     def discard(self, message: Any) -> None:
         """Let UCX throw a probed message away: received into nothing, it counts as truncated and its sender is done."""
@@ -92,9 +102,15 @@ class UcxWorker:
 
     def end_completed(self) -> None:
         """Run what waits for requests that completed."""
-        for request in [request for request in self._active if request.completed]:
-            _, ended = self._active.pop(request)
-            ended(self._error_of(request))
+        for posted in (self._active, self._given_up):
+            for request in [request for request in posted if request.completed]:
+                posted.pop(request).ended(self._error_of(request))
+
+    def give_up(self, endpoint: Any) -> None:
+        """Do not wait for the sends on a closed endpoint: inside a host they may never complete. Their buffers stay
+        what they are, UCX's, until they do or the worker ends."""
+        for request in [request for request, posted in self._active.items() if posted.endpoint is endpoint]:
+            self._given_up[request] = self._active.pop(request)._replace(endpoint=None)
 
     def arm(self) -> bool:
         """Whether ``event_fd`` will now tell of the next event; False when one is there already."""
@@ -104,16 +120,17 @@ class UcxWorker:
         """Give UCX's resources back. Returns what waited for requests that never completed;
         without its worker UCX touches no buffer any more."""
         self._worker.progress()
-        left = [ended for _, ended in self._active.values()]
+        left = [posted.ended for posted in (*self._active.values(), *self._given_up.values())]
         self._active.clear()
+        self._given_up.clear()
         del self._worker
         return left
 
-    def _track(self, request: Any, array: Any, ended: Ended) -> None:
+    def _track(self, request: Any, posted: _Posted) -> None:
         if request.completed:
-            ended(self._error_of(request))
+            posted.ended(self._error_of(request))
         else:
-            self._active[request] = (array, ended)
+            self._active[request] = posted
 
     def _error_of(self, request: Any) -> Exception | None:
         try:

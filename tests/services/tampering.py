@@ -78,6 +78,13 @@ class TamperingTransport(TensorTransport):
         self._next_free_s = max(now_s, self._next_free_s) + self.delay_s
         return self._next_free_s - now_s
 
+    @property
+    def peers(self) -> frozenset[bytes]:
+        return self.real.peers
+
+    def forget(self, address: bytes) -> None:
+        self.real.forget(address)
+
     async def close(self) -> None:
         await self.real.close()
 
