@@ -7,7 +7,8 @@ import sys
 
 from services.gateway.config import GatewayConfig
 from services.gateway.http.app import GatewayApp
-from services.gateway.server import Server, listen
+from services.gateway.offload import quick_switches
+from services.gateway.server import Server, listen, room_for_connections
 from services.gateway.service import Gateway
 from shared.bus.nats import NatsBus
 from shared.process import Lifecycle, run_service
@@ -23,15 +24,16 @@ def main() -> int:
         return 1
 
     async def serve(lifecycle: Lifecycle) -> None:
+        quick_switches()
         listener = listen(config.host, config.port)
         flush = setup_telemetry("gateway", config.gateway_id)
         try:
             bus = await NatsBus.connect(config.nats_url, name="gateway")
             try:
                 gateway = Gateway(bus, config)
-                await gateway.serve(
-                    Server(GatewayApp(gateway), drain_timeout_s=config.drain_timeout_s), listener, lifecycle
-                )
+                limits = gateway.connection_limits(room_for_connections(config.max_connections))
+                server = Server(GatewayApp(gateway), drain_timeout_s=config.drain_timeout_s, limits=limits)
+                await gateway.serve(server, listener, lifecycle)
             finally:
                 await bus.close()
         finally:

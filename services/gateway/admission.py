@@ -2,29 +2,75 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import random
 from collections.abc import Sequence
+from functools import partial
 
+from services.gateway.chat_template import ChatTemplate
 from services.gateway.core.routes import ModelRoutes
 from services.gateway.core.stop_strings import StopScanner
 from services.gateway.core.stream import StreamState
 from services.gateway.core.text_output import TextOutput
+from services.gateway.http.chat_request import ChatRequest
 from services.gateway.http.options import Options
+from services.gateway.offload import Offload
+from services.gateway.template_sandbox import RenderingTooLarge
 from services.gateway.tokenizer import ModelTokenizer
 from shared.errors import BadRequest, ContextLengthExceeded
 from shared.messages.generation import SamplingParams
 
 INLINE_CHARACTERS = 4096
-"""Texts up to this are encoded on the event loop (well under a millisecond); longer ones in a thread."""
+"""Texts up to this, all of a request together, are encoded on the event loop (well under a millisecond)."""
+INLINE_TOKEN_IDS = 4096
+"""The same for token ids that become text."""
+INLINE_TEMPLATE_CHARACTERS = 16_384
+"""Longer conversations are rendered in a thread."""
+INLINE_OPERATIONS = 20_000
+INLINE_RENDER_S = 0.02
+"""A template that needs more than these for a short conversation starts again in a thread."""
+BYTES_PER_TOKEN = 40
+"""A place in a tuple, and an integer."""
+BYTES_PER_STREAM = 8192
+"""What a stream takes beside its tokens: its state, its text, its tasks."""
 
 
-async def encode(tokenizer: ModelTokenizer, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-    """The ids of a text, without stalling the other streams."""
-    if len(text) <= INLINE_CHARACTERS:
-        return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-    ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-    return tuple(ids)
+async def encode(
+    tokenizer: ModelTokenizer, texts: Sequence[str], offload: Offload, *, add_special_tokens: bool
+) -> list[tuple[int, ...]]:
+    """The ids of a request's texts, without stalling the other streams."""
+    if sum(map(len, texts)) <= INLINE_CHARACTERS:
+        return tokenizer.encode_all(texts, add_special_tokens=add_special_tokens)
+    return await offload.run(tokenizer.encode_all, texts, add_special_tokens=add_special_tokens)
+
+
+async def decode(tokenizer: ModelTokenizer, token_ids: Sequence[int], offload: Offload) -> str:
+    """The text of a prompt of ids."""
+    if len(token_ids) <= INLINE_TOKEN_IDS:
+        return tokenizer.decode(list(token_ids), skip_special_tokens=False)
+    return await offload.run(tokenizer.decode, list(token_ids), skip_special_tokens=False)
+
+
+async def render(template: ChatTemplate, chat: ChatRequest, offload: Offload) -> str:
+    """A conversation as its model's prompt. Raises ``BadRequest``, also when that takes too much."""
+    whole = partial(
+        template.render,
+        chat.messages,
+        add_generation_prompt=chat.add_generation_prompt,
+        arguments=chat.template_arguments,
+    )
+    if chat.num_characters <= INLINE_TEMPLATE_CHARACTERS:
+        with contextlib.suppress(RenderingTooLarge):
+            return whole(max_operations=INLINE_OPERATIONS, max_time_s=INLINE_RENDER_S)
+    try:
+        return await offload.run(whole)
+    except RenderingTooLarge as error:
+        raise BadRequest(f"the model's chat template was stopped: {error}", param="messages") from error
+
+
+def memory_bytes(prompts: Sequence[Sequence[int]]) -> int:
+    """What a request holds from its admission to its end, output aside."""
+    return sum(BYTES_PER_STREAM + BYTES_PER_TOKEN * len(prompt) for prompt in prompts)
 
 
 def refuse_unknown_tokens(token_ids: Sequence[int], vocab_size: int, *, param: str) -> None:
@@ -82,6 +128,12 @@ def sampling_params(
     )
 
 
+def end_token_ids(options: Options, model: ModelRoutes) -> frozenset[int]:
+    """The tokens that end an output; one set serves all of a request's streams."""
+    eos = () if options.ignore_eos else model.record.spec.eos_token_ids
+    return frozenset((*eos, *options.stop_token_ids))
+
+
 def stream_state(
     request_id: str,
     model: ModelRoutes,
@@ -89,12 +141,12 @@ def stream_state(
     sampling: SamplingParams,
     *,
     arrived_at_s: float,
+    end_token_ids: frozenset[int],
     key: str = "",
     default_max_tokens: bool = False,
 ) -> StreamState:
     """A stream in its queued state. ``arrived_at_s`` is Unix time, ``key`` the name of the caller's key;
     ``default_max_tokens``: the caller left the length of the output open."""
-    eos = () if sampling.ignore_eos else model.record.spec.eos_token_ids
     return StreamState(
         request_id=request_id,
         model=model.record.name,
@@ -104,7 +156,7 @@ def stream_state(
         arrived_at_s=arrived_at_s,
         key=key,
         default_max_tokens=default_max_tokens,
-        end_token_ids=frozenset((*eos, *sampling.stop_token_ids)),
+        end_token_ids=end_token_ids,
     )
 
 

@@ -7,6 +7,7 @@ and the ``{% generation %}`` block, which only marks text.
 
 from __future__ import annotations
 
+import contextvars
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -16,9 +17,13 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from services.gateway.template_sandbox import MeteredSandbox, RenderBudget, RenderingTooLarge, budget_of_rendering
 from shared.errors import BadRequest
+
+MAX_OPERATIONS = 2_000_000
+MAX_RENDER_S = 2.0
+"""A rendering that takes longer ends with an error."""
 
 
 class _GenerationBlock(Extension):
@@ -49,13 +54,14 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> MeteredSandbox:
+    environment = MeteredSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.meter_filters()
     return environment
 
 
@@ -78,17 +84,24 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
+        max_operations: int = MAX_OPERATIONS,
+        max_time_s: float = MAX_RENDER_S,
     ) -> str:
         """The prompt text.
 
+        Raises ``RenderingTooLarge`` when it takes more operations, or more time, or gives more text than it may.
         Raises ``BadRequest`` with the template's own words when it refuses the messages, fails
         on them, or tries to leave the sandbox.
         """
         context: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **(arguments or {})}
         context["messages"] = messages
         context["add_generation_prompt"] = add_generation_prompt
+        # Its own copy of the variables of this thread or task, so nothing is left behind.
+        budget = RenderBudget(operations=max_operations, time_s=max_time_s)
         try:
-            return self._template.render(context)
+            return contextvars.copy_context().run(self._render, context, budget)
+        except RenderingTooLarge:
+            raise
         except SecurityError as error:
             raise BadRequest(
                 f"the model's chat template was stopped by the sandbox: {error}", param="messages"
@@ -97,3 +110,7 @@ class ChatTemplate:
             raise BadRequest(f"the model's chat template refused the messages: {error}", param="messages") from error
         except (RecursionError, OverflowError, MemoryError) as error:
             raise BadRequest("the model's chat template took too much to render", param="messages") from error
+
+    def _render(self, context: dict[str, Any], budget: RenderBudget) -> str:
+        budget_of_rendering.set(budget)
+        return self._template.render(context)

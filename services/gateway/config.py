@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 from shared.settings import Settings, SettingsError
 
+_KIB = 1024
+_MIB = 1024 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
@@ -37,6 +40,22 @@ class GatewayConfig:
     max_attempts: int = 5
     """Attempts per request before its client gets an error."""
     max_body_bytes: int = 8 * 1024 * 1024
+    max_connections: int = 8192
+    """Open connections of clients. One more closes the one that has been idle the longest."""
+    read_timeout_s: float = 30.0
+    """How long a request's headers, and then its body, may take to arrive."""
+    send_timeout_s: float = 30.0
+    """A client that takes nothing of what waits for it for this long is cut off."""
+    request_memory_bytes: int = 256 * 1024 * 1024
+    """Bodies being read and prompts of requests that have not ended, together."""
+    response_memory_bytes: int = 128 * 1024 * 1024
+    """What waits to be sent to clients, together."""
+    slow_reader_bytes: int = 1024 * 1024
+    """What may wait for a client that takes nothing."""
+    tokenizer_memory_bytes: int = 512 * 1024 * 1024
+    """Loaded tokenizers, by estimate; those not used for the longest time go first."""
+    tokenizer_idle_s: float = 900.0
+    """A tokenizer that nobody used for this long goes."""
     drain_timeout_s: float = 60.0
     """How long streams may finish after SIGTERM."""
     log_level: str = "info"
@@ -71,6 +90,24 @@ class GatewayConfig:
             probe_s=env.duration_s("BLITZ_GATEWAY_PROBE_S", default=default.probe_s, minimum=0.05),
             max_attempts=env.integer("BLITZ_GATEWAY_MAX_ATTEMPTS", default=default.max_attempts, minimum=1),
             max_body_bytes=env.integer("BLITZ_GATEWAY_MAX_BODY_BYTES", default=default.max_body_bytes, minimum=1024),
+            max_connections=env.integer("BLITZ_GATEWAY_MAX_CONNECTIONS", default=default.max_connections, minimum=16),
+            read_timeout_s=env.duration_s("BLITZ_GATEWAY_READ_TIMEOUT_S", default=default.read_timeout_s, minimum=0.1),
+            send_timeout_s=env.duration_s("BLITZ_GATEWAY_SEND_TIMEOUT_S", default=default.send_timeout_s, minimum=0.1),
+            request_memory_bytes=_MIB
+            * env.integer("BLITZ_GATEWAY_REQUEST_MEMORY_MIB", default=default.request_memory_bytes // _MIB, minimum=1),
+            response_memory_bytes=_MIB
+            * env.integer(
+                "BLITZ_GATEWAY_RESPONSE_MEMORY_MIB", default=default.response_memory_bytes // _MIB, minimum=1
+            ),
+            slow_reader_bytes=_KIB
+            * env.integer("BLITZ_GATEWAY_SLOW_READER_KIB", default=default.slow_reader_bytes // _KIB, minimum=64),
+            tokenizer_memory_bytes=_MIB
+            * env.integer(
+                "BLITZ_GATEWAY_TOKENIZER_MEMORY_MIB", default=default.tokenizer_memory_bytes // _MIB, minimum=1
+            ),
+            tokenizer_idle_s=env.duration_s(
+                "BLITZ_GATEWAY_TOKENIZER_IDLE_S", default=default.tokenizer_idle_s, minimum=1
+            ),
             drain_timeout_s=env.duration_s("BLITZ_GATEWAY_DRAIN_TIMEOUT_S", default=default.drain_timeout_s),
             log_level=env.text("BLITZ_LOG_LEVEL", default=default.log_level),
             die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),

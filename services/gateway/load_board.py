@@ -39,10 +39,12 @@ class LoadBoard:
 
     def gauges(self, book: RouteBook, dispatcher: Dispatcher) -> Iterator[ModelGauges]:
         """One row per registered model, from fresh reports."""
-        reports = self.latest(time.monotonic()).values()
+        by_model: dict[str, list[LoadReport]] = {}
+        for report in self.latest(time.monotonic()).values():
+            by_model.setdefault(report.model, []).append(report)
         inflight = dispatcher.requests.inflight_by_model()
         for name in book.models:
-            mine = [report for report in reports if report.model == name]
+            mine = by_model.get(name, [])
             queued = dispatcher.router.queued(name)[0]
             blocks = sum(report.kv_blocks_total for report in mine)
             yield ModelGauges(

@@ -84,6 +84,7 @@ class GatewayMetrics(Collector):
     def __init__(self) -> None:
         self._models: dict[str, ModelMetrics] = {}
         self._responses: dict[tuple[str, int], int] = {}
+        self._cuts: dict[str, int] = {}
         self._gauges: Callable[[], Iterable[ModelGauges]] = tuple
         self._keys: Callable[[], Iterable[Metric]] = tuple
 
@@ -106,15 +107,31 @@ class GatewayMetrics(Collector):
         """One HTTP response. ``route`` is a route's pattern, never a raw path."""
         self._responses[route, status] = self._responses.get((route, status), 0) + 1
 
+    def count_cut(self, reason: str) -> None:
+        """One client's connection was closed by the gateway, or its response given up."""
+        self._cuts[reason] = self._cuts.get(reason, 0) + 1
+
     def collect(self) -> Iterator[Metric]:
+        return self.families(self.gauges())
+
+    def gauges(self) -> tuple[ModelGauges, ...]:
+        """The gauges now. On the event loop, which owns what they are read from."""
+        return tuple(self._gauges())
+
+    def families(self, gauges: tuple[ModelGauges, ...]) -> Iterator[Metric]:
+        """Everything, with these gauges. May run in a thread: counters are only read, each at some moment."""
         responses = CounterMetricFamily("blitz_gateway_http_responses", "HTTP responses.", labels=["route", "status"])
         for (route, status), count in sorted(self._responses.items()):
             responses.add_metric([route, str(status)], count)
         yield responses
         yield from self._keys()
+        cuts = CounterMetricFamily("blitz_gateway_cut_off", "Clients cut off by the gateway.", labels=["reason"])
+        for reason, count in sorted(self._cuts.items()):
+            cuts.add_metric([reason], count)
+        yield cuts
         yield from self._counters()
         yield from self._histograms()
-        yield from self._gauge_families()
+        yield from self._gauge_families(gauges)
 
     def _counters(self) -> Iterator[Metric]:
         rows = (
@@ -133,7 +150,8 @@ class GatewayMetrics(Collector):
             "vllm:request_success", "Requests ended.", labels=["model_name", "finished_reason"]
         )
         for model, metrics in sorted(self._models.items()):
-            for reason, count in sorted(metrics.finished.items()):
+            # Copied first: the event loop may add a reason meanwhile.
+            for reason, count in sorted(dict(metrics.finished).items()):
                 success.add_metric([model, reason], count)
         yield success
 
@@ -151,8 +169,8 @@ class GatewayMetrics(Collector):
                     family.add_metric([model], buckets, total)
                 yield family
 
-    def _gauge_families(self) -> Iterator[Metric]:
-        gauges = sorted(self._gauges(), key=lambda g: g.model)
+    @staticmethod
+    def _gauge_families(gauges: tuple[ModelGauges, ...]) -> Iterator[Metric]:
         rows = (
             ("vllm:num_requests_running", "Requests running on instances.", "running_requests"),
             ("vllm:num_requests_waiting", "Requests waiting, here or at instances.", "waiting_requests"),
@@ -162,6 +180,6 @@ class GatewayMetrics(Collector):
         )
         for name, text, attribute in rows:
             family = GaugeMetricFamily(name, text, labels=["model_name"])
-            for gauge in gauges:
+            for gauge in sorted(gauges, key=lambda g: g.model):
                 family.add_metric([gauge.model], float(getattr(gauge, attribute)))
             yield family

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from services.gateway.http.connection import Connection, ConnectionLimits
 from shared.errors import Unavailable
+
+SEND_BUFFER_BYTES = 256 * 1024
+"""Of a connection, in the kernel. Left alone it grows to megabytes for each client that does not read."""
+FILES_BESIDE_CONNECTIONS = 128
+
+
+def room_for_connections(wanted: int) -> int:
+    """Raise this process's limit of open files as far as it may; gives how many connections of ``wanted`` it holds."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + FILES_BESIDE_CONNECTIONS
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(wanted, soft - FILES_BESIDE_CONNECTIONS))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -21,6 +39,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Inherited by each connection.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             listener.bind(address)
             listener.listen(2048)
         except OSError:
@@ -35,12 +55,12 @@ def listen(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """uvicorn without signal handlers: ``stop`` ends it."""
 
-    def __init__(self, app: ASGIApp, *, drain_timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, *, drain_timeout_s: float, limits: ConnectionLimits) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="none",
-                http="httptools",
+                http=partial(Connection, limits=limits),  # type: ignore[arg-type]  # called like the class
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -9,11 +9,15 @@ import socket
 import time
 
 from services.gateway.api_keys import ApiKeys
+from services.gateway.byte_budget import ByteBudget
 from services.gateway.config import GatewayConfig
 from services.gateway.core.routes import ModelRoutes, RouteBook, RouteChanges
 from services.gateway.dispatcher import Dispatcher
+from services.gateway.http.connection import ConnectionLimits
+from services.gateway.http.outlet import ResponseMemory
 from services.gateway.load_board import LoadBoard
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.offload import Offload
 from services.gateway.server import Server
 from services.gateway.tokenizer import ModelTokenizer
 from services.gateway.tokenizer_store import TokenizerStore
@@ -34,6 +38,8 @@ QUEUE_REPORT_EVERY_S = 0.1
 REFRESH_EVERY_S = 3.0
 TICK_S = 0.05
 SNAPSHOT_TIMEOUT_S = 2.0
+WHOLE_RESPONSES = 4
+"""An answer that is sent whole may take that part of the memory for all."""
 
 
 class Gateway:
@@ -44,7 +50,15 @@ class Gateway:
         self.config = config
         self.book = RouteBook()
         self.metrics = GatewayMetrics()
-        self.tokenizers = TokenizerStore()
+        self.offload = Offload()
+        self.tokenizers = TokenizerStore(max_bytes=config.tokenizer_memory_bytes, idle_s=config.tokenizer_idle_s)
+        self.request_memory = ByteBudget(config.request_memory_bytes, "requests")
+        self.response_memory = ResponseMemory(
+            total_bytes=config.response_memory_bytes,
+            slow_bytes=config.slow_reader_bytes,
+            whole_bytes=config.response_memory_bytes // WHOLE_RESPONSES,
+            on_cut=self.metrics.count_cut,
+        )
         self.load_board = LoadBoard()
         self.dispatcher = Dispatcher(
             bus,
@@ -74,6 +88,15 @@ class Gateway:
     def ready(self) -> bool:
         """Whether requests can be served: connected, models known, not on the way out."""
         return self.book.ready and self.bus.connected_since_s is not None and not self.draining
+
+    def connection_limits(self, max_connections: int) -> ConnectionLimits:
+        """What this gateway's HTTP server lets connections do."""
+        return ConnectionLimits(
+            max_connections=max_connections,
+            read_timeout_s=self.config.read_timeout_s,
+            send_timeout_s=self.config.send_timeout_s,
+            on_cut=self.metrics.count_cut,
+        )
 
     def refuse_while_draining(self) -> None:
         """Raises ``Unavailable`` once shutdown has begun."""
@@ -145,9 +168,11 @@ class Gateway:
                 tasks.create_task(self._report_queues())
                 tasks.create_task(self._tick())
                 tasks.create_task(self.dispatcher.outbox.run())
+                tasks.create_task(self.tokenizers.run())
         finally:
             await self.dispatcher.close()
             await self.tokenizers.close()
+            self.offload.close()
             for subscription in subscriptions:
                 await subscription.close()
 
@@ -207,7 +232,7 @@ class Gateway:
 
     def _apply(self, changes: RouteChanges) -> None:
         if changes.models or changes.removed:
-            self.tokenizers.keep(model.record for model in self.book.models.values())
+            self.tokenizers.forget_others(model.record for model in self.book.models.values())
         self.dispatcher.routes_changed(changes)
 
     async def _refresh(self) -> None:

@@ -1,63 +1,134 @@
-"""The tokenizers of the registered models: loaded once per checkpoint, in threads, dropped with the model."""
+"""The tokenizers of the registered models: loaded when first used, in a thread, and let go when not used any more.
+
+Loads run one at a time: the library holds the interpreter while it reads a file (about 25 ms per MB), so that two
+at once would only stall the event loop for longer.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-from services.gateway.tokenizer import ModelTokenizer, load_tokenizer
-from shared.errors import BadCheckpoint, BlitzError
+from services.gateway.tokenizer import ModelTokenizer, load_tokenizer, tokenizer_bytes
+from shared.errors import BlitzError
 from shared.messages.registry import ModelRecord
 
 log = logging.getLogger(__name__)
 
+SWEEP_EVERY_S = 30.0
+
+Key = tuple[str, str]
+"""Path and hash of a checkpoint."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    load: asyncio.Task[tuple[ModelTokenizer, int]]
+    used_s: float
+    num_bytes: int = 0
+
 
 class TokenizerStore:
-    """Tokenizers by checkpoint (path and hash). Loads are shared by all who wait for one."""
+    """Tokenizers by checkpoint. Loads are shared by all who wait for one. Requests keep theirs until they end."""
 
-    def __init__(self) -> None:
-        self._loads: dict[tuple[str, str], asyncio.Task[ModelTokenizer]] = {}
+    def __init__(self, *, max_bytes: int, idle_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_bytes = max_bytes
+        self._idle_s = idle_s
+        self._clock = clock
+        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        """The one not used for the longest time first."""
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
-    def keep(self, records: Iterable[ModelRecord]) -> None:
-        """Load what these models need, and drop everything else."""
-        wanted = {(record.path, record.model_hash) for record in records}
-        for key in self._loads.keys() - wanted:
-            self._loads.pop(key).cancel()
-        for key in sorted(wanted - self._loads.keys()):
-            self._load(key)
+    @property
+    def num_bytes(self) -> int:
+        """Of all that are loaded, by estimate."""
+        return sum(entry.num_bytes for entry in self._entries.values())
+
+    def __len__(self) -> int:
+        """Tokenizers loaded or being loaded."""
+        return len(self._entries)
+
+    def forget_others(self, records: Iterable[ModelRecord]) -> None:
+        """Drop the tokenizers of all but these models."""
+        wanted = {_key(record) for record in records}
+        for key in self._entries.keys() - wanted:
+            self._drop(key)
 
     async def get(self, record: ModelRecord) -> ModelTokenizer:
         """The tokenizer of a model. Raises ``BadCheckpoint``; a failed load is tried again by the next call."""
-        key = (record.path, record.model_hash)
-        task = self._loads.get(key)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._load(key)
-        if task.done():
-            return task.result()
-        return await asyncio.shield(task)
+        key = _key(record)
+        entry = self._entries.get(key)
+        if entry is None or (entry.load.done() and (entry.load.cancelled() or entry.load.exception() is not None)):
+            entry = self._entries[key] = _Entry(self._start(key), self._clock())
+        entry.used_s = self._clock()
+        self._entries.move_to_end(key)
+        tokenizer, _ = entry.load.result() if entry.load.done() else await asyncio.shield(entry.load)
+        return tokenizer
+
+    def sweep(self) -> None:
+        """Let go of those that nobody used for long."""
+        now_s = self._clock()
+        for key, entry in list(self._entries.items()):
+            if entry.load.done() and now_s - entry.used_s >= self._idle_s:
+                self._drop(key)
+
+    async def run(self) -> None:
+        """Sweep for ever."""
+        while True:
+            await asyncio.sleep(min(SWEEP_EVERY_S, self._idle_s))
+            self.sweep()
 
     async def close(self) -> None:
         """Cancel loads in progress."""
-        tasks = list(self._loads.values())
-        self._loads.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        loads = [entry.load for entry in self._entries.values()]
+        self._entries.clear()
+        for load in loads:
+            load.cancel()
+        await asyncio.gather(*loads, return_exceptions=True)
+        self._loader.shutdown(wait=False, cancel_futures=True)
 
-    def _load(self, key: tuple[str, str]) -> asyncio.Task[ModelTokenizer]:
-        task = asyncio.create_task(asyncio.to_thread(load_tokenizer, Path(key[0])), name=f"tokenizer {key[0]}")
+    def _start(self, key: Key) -> asyncio.Task[tuple[ModelTokenizer, int]]:
+        task = asyncio.create_task(self._load(key), name=f"tokenizer {key[0]}")
         task.add_done_callback(_log_failure)
-        self._loads[key] = task
         return task
 
+    async def _load(self, key: Key) -> tuple[ModelTokenizer, int]:
+        folder = Path(key[0])
+        loaded = await asyncio.get_running_loop().run_in_executor(
+            self._loader, lambda: (load_tokenizer(folder), tokenizer_bytes(folder))
+        )
+        entry = self._entries.get(key)
+        if entry is not None and entry.load is asyncio.current_task():
+            entry.num_bytes = loaded[1]
+            self._make_room(key)
+        return loaded
 
-def _log_failure(task: asyncio.Task[ModelTokenizer]) -> None:
+    def _make_room(self, keep: Key) -> None:
+        for key in [key for key, entry in self._entries.items() if entry.load.done() and key != keep]:
+            if self.num_bytes <= self._max_bytes:
+                return
+            self._drop(key)
+
+    def _drop(self, key: Key) -> None:
+        # A load that somebody still waits for comes to its end.
+        del self._entries[key]
+
+
+def _key(record: ModelRecord) -> Key:
+    return record.path, record.model_hash
+
+
+def _log_failure(task: asyncio.Task[tuple[ModelTokenizer, int]]) -> None:
     if task.cancelled():
         return
     error = task.exception()
-    if isinstance(error, BadCheckpoint | BlitzError):
+    if isinstance(error, BlitzError):
         log.warning("cannot load a tokenizer: %s", error)
     elif error is not None:
         log.error("cannot load a tokenizer", exc_info=error)

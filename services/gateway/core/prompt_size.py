@@ -5,8 +5,6 @@ Tokenizing megabytes takes seconds; a prompt longer than the bus's largest messa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from shared.errors import PayloadTooLarge
 
 _MAX_UTF8_BYTES = 4
@@ -24,9 +22,9 @@ def refuse_large_text(text: str, *, max_bytes: int, param: str) -> None:
         )
 
 
-def refuse_large_ids(token_ids: Sequence[object], *, max_bytes: int, param: str) -> None:
+def refuse_many_ids(count: int, *, max_bytes: int, param: str) -> None:
     """Raises ``PayloadTooLarge`` for more ids than ``max_bytes``: each takes a byte or more on the wire."""
-    if len(token_ids) > max_bytes:
+    if count > max_bytes:
         raise PayloadTooLarge(
-            f"a prompt of {len(token_ids)} token ids is too large; at most {max_bytes} bytes are taken", param=param
+            f"a prompt of {count} token ids is too large; at most {max_bytes} bytes are taken", param=param
         )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from typing import get_args
+from typing import Annotated, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from msgspec import Meta
 
-from services.gateway.http.asgi import JSON, header, read_body
+from services.gateway.http import asgi
+from services.gateway.http.asgi import JSON, header
+from services.gateway.http.body import read_body, required
 from services.gateway.http.errors import UnsupportedMediaType
-from services.gateway.http.fields import Fields, parse_object
 from services.gateway.http.pool import pool_json
 from services.gateway.http.status import status_json
 from services.gateway.service import Gateway
@@ -21,6 +23,9 @@ from shared.messages.common import Ack, LiveChoice, Role
 from shared.messages.registry import AddModel, ModelRecord, RemoveModel
 from shared.messages.scaling import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
 
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 64 * 1024
 MAX_WAIT_S = 600.0
 MAX_INSTANCES = 1_000_000
 MIN_SLO_S = 0.001
@@ -31,17 +36,48 @@ ADD_TIMEOUT_S = 600.0
 RPC_TIMEOUT_S = 10.0
 
 
+Objective = Annotated[float, Meta(ge=MIN_SLO_S, le=MAX_SLO_S)]
+
+
+class AddModelBody(msgspec.Struct):
+    """A checkpoint to register. ``None`` is absent."""
+
+    path: Annotated[str, Meta(min_length=1)] | None = None
+    name: Annotated[str, Meta(min_length=1)] | None = None
+    min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
+    max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None = None
+    slo_ttft_s: Objective | None = None
+    slo_tbt_s: Objective | None = None
+
+
+class ScaleBody(msgspec.Struct):
+    """How many instances, how long at least, and which."""
+
+    instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
+    hold_s: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    live: LiveChoice | None = None
+    role: Role | None = None
+
+
 def _json(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status_code=status, media_type=JSON.decode())
 
 
-async def _fields(request: Request, gateway: Gateway) -> Fields:
+async def _body(request: Request, gateway: Gateway, type_: type[T]) -> T:
     # The types that a page of another site may send without asking first are all others.
     content_type = header(request.scope, b"content-type").partition(";")[0].strip().lower()
     if content_type != JSON.decode():
         raise UnsupportedMediaType(f"the body needs Content-Type: application/json, not {content_type[:80]!r}")
-    body = await read_body(request.scope, request.receive, max_bytes=gateway.config.max_body_bytes)
-    return Fields(parse_object(body))
+    config = gateway.config
+    with gateway.request_memory.claim() as claim:
+        raw = await asgi.read_body(
+            request.scope,
+            request.receive,
+            max_bytes=min(config.max_body_bytes, MAX_BODY_BYTES),
+            timeout_s=config.read_timeout_s,
+            claim=claim,
+        )
+        return read_body(raw, type_)
 
 
 def admin_router(gateway: Gateway) -> APIRouter:
@@ -70,14 +106,14 @@ def admin_router(gateway: Gateway) -> APIRouter:
 
         ``{"path", "name"?, "min_instances"?, "max_instances"?, "slo_ttft_s"?, "slo_tbt_s"?}``
         """
-        fields = await _fields(request, gateway)
+        body = await _body(request, gateway, AddModelBody)
         message = AddModel(
-            path=fields.text("path"),
-            name=fields.text("name") if fields.raw("name") is not None else "",
-            min_instances=fields.integer("min_instances", 1, low=0, high=MAX_INSTANCES),
-            max_instances=fields.integer("max_instances", MAX_INSTANCES, low=1, high=MAX_INSTANCES),
-            slo_ttft_s=fields.number("slo_ttft_s", 0.0, low=MIN_SLO_S, high=MAX_SLO_S),
-            slo_tbt_s=fields.number("slo_tbt_s", 0.0, low=MIN_SLO_S, high=MAX_SLO_S),
+            path=required(body.path, "path"),
+            name=body.name or "",
+            min_instances=1 if body.min_instances is None else body.min_instances,
+            max_instances=body.max_instances or MAX_INSTANCES,
+            slo_ttft_s=body.slo_ttft_s or 0.0,
+            slo_tbt_s=body.slo_tbt_s or 0.0,
         )
         record = await bus.request(subjects.pool("add_model"), message, ModelRecord, timeout_s=ADD_TIMEOUT_S)
         # So that a request right behind this one finds the model.
@@ -95,15 +131,13 @@ def admin_router(gateway: Gateway) -> APIRouter:
     async def scale(name: str, request: Request) -> Response:
         """Ask for ``{"instances": N, "hold_s": 300, "live": "auto", "role": "colocated"}`` instances now."""
         gateway.find_model(name)
-        fields = await _fields(request, gateway)
-        if fields.raw("instances") is None:
-            raise BadRequest("instances is required", param="instances")
+        body = await _body(request, gateway, ScaleBody)
         message = StartScale(
             model=name,
-            instances=fields.integer("instances", 0, low=0, high=MAX_INSTANCES),
-            hold_s=fields.number("hold_s", DEFAULT_HOLD_S, low=0, high=1e9),
-            live=fields.choice("live", "auto", get_args(LiveChoice)),
-            role=fields.choice("role", "colocated", get_args(Role)),
+            instances=required(body.instances, "instances"),
+            hold_s=DEFAULT_HOLD_S if body.hold_s is None else body.hold_s,
+            live=body.live or "auto",
+            role=body.role or "colocated",
         )
         record = await bus.request(subjects.planner("scale"), message, ScaleRecord, timeout_s=RPC_TIMEOUT_S)
         return _json(record)

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.http.admin import admin_router
-from services.gateway.http.asgi import ClientDisconnected, send_error
+from services.gateway.http.asgi import ClientDisconnected, in_pieces, send_error
 from services.gateway.http.auth import Access, key_of
 from services.gateway.http.errors import MethodNotAllowed, error_body, error_headers
 from services.gateway.http.formats import error_events
@@ -62,7 +62,7 @@ class GatewayApp:
         try:
             self._access.check(scope)
             if hot is None:
-                await self._rest(scope, receive, counting_send)
+                await self._rest(scope, receive, in_pieces(counting_send))
                 matched = scope.get("route")
                 route = getattr(matched, "path", "unmatched")
             elif scope["method"] == "POST":

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.http.errors import error_body, error_headers
+from services.gateway.byte_budget import Claim
+from services.gateway.http.errors import RequestTimeout, error_body, error_headers
+from services.gateway.http.outlet import MAX_PIECE_BYTES
 from shared.errors import BadRequest, BlitzError, PayloadTooLarge
 
 JSON = b"application/json"
+ABORT = "blitz.abort"
+MAX_DIGITS = 20
+"""Of a length that a client declares."""
+BODY_FACTOR = 4
+"""What a body takes while it is read, decoded and tokenized, as a multiple of its bytes."""
 
 
 class ClientDisconnected(Exception):
@@ -24,11 +32,22 @@ def header(scope: Scope, name: bytes) -> str:
     return ""
 
 
-async def read_body(scope: Scope, receive: Receive, *, max_bytes: int) -> bytes:
-    """The whole request body. Raises ``PayloadTooLarge``, ``ClientDisconnected``."""
+async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float, claim: Claim) -> bytes:
+    """The whole request body, its memory charged to ``claim``.
+
+    Raises ``PayloadTooLarge``, ``RequestTimeout``, ``Overloaded``, ``ClientDisconnected``.
+    """
     length = header(scope, b"content-length")
-    if length.isdecimal() and int(length) > max_bytes:
-        raise PayloadTooLarge(f"the request body has {length} bytes; at most {max_bytes} are taken")
+    if length.isdecimal() and int(length[:MAX_DIGITS]) > max_bytes:
+        raise PayloadTooLarge(f"the request body has {length[:MAX_DIGITS]} bytes; at most {max_bytes} are taken")
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read(receive, max_bytes, claim)
+    except TimeoutError:
+        raise RequestTimeout(f"the request body did not arrive within {timeout_s:g} s") from None
+
+
+async def _read(receive: Receive, max_bytes: int, claim: Claim) -> bytes:
     chunks, size = [], 0
     while True:
         message = await receive()
@@ -40,9 +59,37 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int) -> bytes:
         size += len(chunk)
         if size > max_bytes:
             raise PayloadTooLarge(f"the request body has more than {max_bytes} bytes")
+        claim.resize(BODY_FACTOR * size)
         chunks.append(chunk)
         if not message.get("more_body", False):
             return b"".join(chunks)
+
+
+def abort_of(scope: Scope) -> Callable[[], None]:
+    """Closes the client's connection at once, with all that it has not taken (``http.connection`` offers it)."""
+    abort: Callable[[], None] = scope.get("extensions", {}).get(ABORT, _nothing)
+    return abort
+
+
+def _nothing() -> None:
+    """The server offers no way."""
+
+
+def in_pieces(send: Send) -> Send:
+    """A ``send`` that hands large bodies to the connection piece by piece, as the client takes them."""
+
+    async def sliced(message: Message) -> None:
+        body = message.get("body", b"")
+        if message["type"] != "http.response.body" or len(body) <= MAX_PIECE_BYTES:
+            await send(message)
+            return
+        view = memoryview(body)
+        last = (len(body) - 1) // MAX_PIECE_BYTES * MAX_PIECE_BYTES
+        for start in range(0, last, MAX_PIECE_BYTES):
+            await send({**message, "body": view[start : start + MAX_PIECE_BYTES], "more_body": True})
+        await send({**message, "body": view[last:]})
+
+    return sliced
 
 
 async def send_body(

@@ -3,16 +3,54 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from services.gateway.http.fields import Fields, kind_of, shown
-from services.gateway.http.options import MAX_LOGPROBS, Options, read_options, refuse_unsupported
-from shared.errors import BadRequest, UnsupportedParameter
+import msgspec
+from msgspec import Meta, Raw
 
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+from services.gateway.http.body import read_json, required, shown
+from services.gateway.http.elements import refuse_many_elements
+from services.gateway.http.options import MAX_LOGPROBS, Count, Options, SharedBody, read_options, refuse_unsupported
+from shared.errors import BadRequest, PayloadTooLarge, UnsupportedParameter
+
+Role = Literal["assistant", "developer", "function", "system", "tool", "user"]
 MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+"""Of one message's content."""
+MAX_ELEMENTS = 65_536
+"""Fields and items in all messages together."""
+MAX_JSON_PER_BYTE = 4
+"""Bytes of JSON that one byte of a prompt may take: escapes, names, brackets."""
+MAX_TEMPLATE_ARGUMENTS_BYTES = 65_536
 MESSAGE_CHARACTERS = 128
 """What rendering a message costs, however short it is, in characters."""
+
+
+class Part(msgspec.Struct):
+    """A part of a message's content."""
+
+    type: Any = None
+    text: str | None = None
+
+
+class Message(msgspec.Struct):
+    """One message as it comes."""
+
+    role: Annotated[Role, Meta(description="one of assistant, developer, function, system, tool, user")] | None = None
+    content: str | list[str | Part] | None = None
+    name: str | None = None
+    tool_calls: Any = None
+
+
+class ChatBody(SharedBody, kw_only=True):
+    """The body as it comes."""
+
+    messages: Raw = Raw(b"null")
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: Raw = Raw(b"null")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,82 +69,78 @@ class ChatRequest:
         return sum(MESSAGE_CHARACTERS + len(message["content"]) for message in self.messages)
 
 
-def read_chat_request(body: dict[str, Any], *, vocab_size: int) -> ChatRequest:
-    """Raises ``BadRequest`` and ``UnsupportedParameter`` naming the parameter."""
-    fields = Fields(body)
-    refuse_unsupported(fields)
-    wants_logprobs = fields.flag("logprobs", False)
-    top = fields.optional_integer("top_logprobs", low=0, high=MAX_LOGPROBS)
-    if top is not None and top > 0 and not wants_logprobs:
+def read_chat_request(raw: bytes, body: ChatBody, *, vocab_size: int, max_prompt_bytes: int) -> ChatRequest:
+    """Raises ``BadRequest``, ``UnsupportedParameter`` and ``PayloadTooLarge``, naming the parameter."""
+    refuse_unsupported(raw, body)
+    if body.top_logprobs and not body.logprobs:
         raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-    limit = fields.optional_integer("max_completion_tokens", low=1, high=2**31)
-    if limit is None:
-        limit = fields.optional_integer("max_tokens", low=1, high=2**31)
-    arguments = fields.raw("chat_template_kwargs")
-    if arguments is not None and not isinstance(arguments, dict):
-        raise fields.wrong("chat_template_kwargs", "an object")
     return ChatRequest(
-        messages=_messages(fields),
-        add_generation_prompt=fields.flag("add_generation_prompt", True),
-        add_special_tokens=fields.flag("add_special_tokens", False),
-        template_arguments=arguments or {},
+        messages=_messages(body.messages, max_prompt_bytes),
+        add_generation_prompt=body.add_generation_prompt is not False,
+        add_special_tokens=body.add_special_tokens is True,
+        template_arguments=_template_arguments(body.chat_template_kwargs),
         options=read_options(
-            fields, vocab_size=vocab_size, max_tokens=limit, logprobs=(top or 0) if wants_logprobs else None
+            body,
+            vocab_size=vocab_size,
+            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         ),
     )
 
 
-def _messages(fields: Fields) -> tuple[dict[str, Any], ...]:
-    value = fields.raw("messages")
-    if value is None:
-        raise BadRequest("messages is required", param="messages")
-    if not isinstance(value, list) or not value:
-        raise fields.wrong("messages", "a non-empty array of messages")
-    if len(value) > MAX_MESSAGES:
-        raise BadRequest(f"messages has {len(value)} messages; at most {MAX_MESSAGES} are taken", param="messages")
-    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(value))
-
-
-def _message(message: Any, name: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise BadRequest(f"{name} must be an object, not {kind_of(message)}", param=name)
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise BadRequest(
-            f"{name}.role must be one of {', '.join(sorted(ROLES))}, not {shown(role)}", param=f"{name}.role"
+def _template_arguments(raw: Raw) -> dict[str, Any]:
+    size_bytes = len(bytes(raw))
+    if size_bytes > MAX_TEMPLATE_ARGUMENTS_BYTES:
+        raise PayloadTooLarge(
+            f"chat_template_kwargs has {size_bytes} bytes; at most {MAX_TEMPLATE_ARGUMENTS_BYTES} are taken",
+            param="chat_template_kwargs",
         )
-    if message.get("tool_calls"):
+    arguments: dict[str, Any] | None = read_json(raw, dict[str, Any] | None, "chat_template_kwargs")
+    return arguments or {}
+
+
+def _messages(raw: Raw, max_prompt_bytes: int) -> tuple[dict[str, Any], ...]:
+    json = bytes(raw)
+    if len(json) > MAX_JSON_PER_BYTE * max_prompt_bytes:
+        raise PayloadTooLarge(
+            f"messages has {len(json)} bytes of JSON; a prompt of at most {max_prompt_bytes} bytes is taken",
+            param="messages",
+        )
+    refuse_many_elements(json, MAX_ELEMENTS, "messages")
+    messages: list[Message] | None = read_json(json, list[Message] | None, "messages")
+    if not required(messages, "messages"):
+        raise BadRequest("messages must be a non-empty array of messages, not an array of 0", param="messages")
+    assert messages is not None
+    if len(messages) > MAX_MESSAGES:
+        raise BadRequest(f"messages has {len(messages)} messages; at most {MAX_MESSAGES} are taken", param="messages")
+    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+
+
+def _message(message: Message, name: str) -> dict[str, Any]:
+    role = required(message.role, f"{name}.role")
+    if message.tool_calls:
         raise UnsupportedParameter(f"{name}.tool_calls: tools are not supported", param=f"{name}.tool_calls")
-    result = {"role": role, "content": _content(message.get("content"), f"{name}.content", role)}
-    speaker = message.get("name")
-    if speaker is not None:
-        if not isinstance(speaker, str):
-            raise BadRequest(f"{name}.name must be a string, not {kind_of(speaker)}", param=f"{name}.name")
-        result["name"] = speaker
+    result = {"role": role, "content": _content(message.content, f"{name}.content", role)}
+    if message.name is not None:
+        result["name"] = message.name
     return result
 
 
-def _content(content: Any, name: str, role: str) -> str:
+def _content(content: str | list[str | Part] | None, name: str, role: str) -> str:
     if isinstance(content, str):
         return content
-    if content is None and role == "assistant":
-        return ""
-    if not isinstance(content, list):
-        raise BadRequest(f"{name} must be a string or an array of parts, not {kind_of(content)}", param=name)
-    texts = []
-    for index, part in enumerate(content):
-        where = f"{name}[{index}]"
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        if not isinstance(part, dict):
-            raise BadRequest(f"{where} must be an object, not {kind_of(part)}", param=where)
-        if part.get("type") != "text":
-            raise UnsupportedParameter(
-                f"{where}: parts of type {shown(part.get('type'))} are not supported (text is)", param=where
-            )
-        text = part.get("text")
-        if not isinstance(text, str):
-            raise BadRequest(f"{where}.text must be a string, not {kind_of(text)}", param=f"{where}.text")
-        texts.append(text)
-    return "\n".join(texts)
+    if content is None:
+        if role == "assistant":
+            return ""
+        raise BadRequest(f"{name} must be a string or an array of parts, not null", param=name)
+    if len(content) > MAX_PARTS:
+        raise BadRequest(f"{name} has {len(content)} parts; at most {MAX_PARTS} are taken", param=name)
+    return "\n".join(_text(part, f"{name}[{index}]") for index, part in enumerate(content))
+
+
+def _text(part: str | Part, name: str) -> str:
+    if isinstance(part, str):
+        return part
+    if part.type != "text":
+        raise UnsupportedParameter(f"{name}: parts of type {shown(part.type)} are not supported (text is)", param=name)
+    return required(part.text, f"{name}.text")

@@ -2,70 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from typing import Any
 
 from services.gateway.core.text_output import TextOutput
 from services.gateway.http.formats import ChunkFormat, Usage
-from services.gateway.http.logprobs import LogprobShape
+from services.gateway.http.logprobs import LogprobShape, entry_bytes
+from services.gateway.http.outlet import Outlet
 from services.gateway.metrics import ModelMetrics
 from shared.errors import BlitzError
 from shared.messages.generation import FinishReason, TokenLogprobs
 
-
-class Outlet:
-    """Between sinks, which write inline, and the one task that sends to the client.
-
-    Chunks pile up while the client is slow; their number is bounded by the request's ``max_tokens``.
-    """
-
-    __slots__ = ("_loop", "_waiter", "chunks", "disconnected", "error", "open_choices")
-
-    def __init__(self, num_choices: int) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._waiter: asyncio.Future[None] | None = None
-        self.chunks: list[bytes] = []
-        self.open_choices = num_choices
-        self.error: BlitzError | None = None
-        self.disconnected = False
-
-    @property
-    def over(self) -> bool:
-        """Nothing more will come."""
-        return self.disconnected or self.error is not None or self.open_choices == 0
-
-    def wake(self) -> None:
-        """Let the sending task look again."""
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    def fail(self, error: BlitzError) -> None:
-        """End with an error; the first one counts."""
-        if self.error is None:
-            self.error = error
-        self.wake()
-
-    def disconnect(self) -> None:
-        """The client is gone."""
-        self.disconnected = True
-        self.wake()
-
-    async def wait(self) -> None:
-        """Until there are chunks, or it is over."""
-        while not self.chunks and not self.over:
-            self._waiter = self._loop.create_future()
-            await self._waiter
-        self._waiter = None
-
-    def take(self) -> bytes:
-        """All chunks so far."""
-        chunks = self.chunks
-        if len(chunks) == 1:
-            return chunks.pop()
-        self.chunks = []
-        return b"".join(chunks)
+TOKEN_BYTES = 64
+"""What a token's text takes in memory, beside its characters."""
 
 
 class Choice(ABC):
@@ -192,11 +141,11 @@ class StreamedChoice(Choice):
             chunk = self._format.full_chunk(text, self._joined(entry), None, self._usage())
         if self._role:
             chunk, self._role = self._role + chunk, b""
-        self._outlet.chunks.append(chunk)
+        self._outlet.write(chunk)
 
     def _emit_last(self, text: str, entry: Any, finish_reason: str) -> None:
         chunk = self._format.full_chunk(text, self._joined(entry), finish_reason, self._usage())
-        self._outlet.chunks.append(self._role + chunk)
+        self._outlet.write(self._role + chunk)
         self._role = b""
 
     def _joined(self, entry: Any) -> dict[str, Any] | None:
@@ -224,8 +173,11 @@ class WholeChoice(Choice):
 
     def _emit(self, text: str, entry: Any) -> None:
         self._texts.append(text)
+        size_bytes = TOKEN_BYTES + len(text)
         if entry is not None:
             self._entries.append(entry)
+            size_bytes += entry_bytes(entry)
+        self._outlet.collect(size_bytes)
 
     def _emit_last(self, text: str, entry: Any, finish_reason: str) -> None:  # noqa: ARG002 - the other kind's
         self._emit(text, entry)

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
-from services.gateway.core.prompt_size import refuse_large_ids, refuse_large_text
-from services.gateway.http.fields import Fields, is_token_id
-from services.gateway.http.options import MAX_LOGPROBS, Options, read_options, refuse_unsupported
-from shared.errors import BadRequest
+from msgspec import Meta, Raw
+
+from services.gateway.core.prompt_size import refuse_large_text, refuse_many_ids
+from services.gateway.http.body import MAX_SHOWN_CHARACTERS, read_json
+from services.gateway.http.elements import refuse_many_elements
+from services.gateway.http.options import MAX_LOGPROBS, Options, SharedBody, read_options, refuse_unsupported
+from shared.errors import BadRequest, UnsupportedParameter
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
+MAX_MIXED_ELEMENTS = 65_536
+"""Items of a list of texts, in which arrays of token ids may be too."""
 
 Prompt = str | tuple[int, ...]
+_WANTED = "a string, an array of token ids, or a non-empty array of either"
+_BLANKS = b" \t\r\n"
+_BETWEEN = _BLANKS + b","
+_NUMBER = b"-0123456789"
+
+
+class CompletionBody(SharedBody, kw_only=True):
+    """The body as it comes."""
+
+    prompt: Raw = Raw(b"null")
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,63 +43,88 @@ class CompletionRequest:
     options: Options
 
 
-def read_completion_request(body: dict[str, Any], *, vocab_size: int, max_prompt_bytes: int) -> CompletionRequest:
+def read_completion_request(
+    raw: bytes, body: CompletionBody, *, vocab_size: int, max_prompt_bytes: int
+) -> CompletionRequest:
     """Raises ``BadRequest`` and ``UnsupportedParameter`` naming the parameter.
 
     Raises ``PayloadTooLarge`` for a single prompt that cannot fit ``max_prompt_bytes``; together they may exceed it.
     """
-    fields = Fields(body)
-    refuse_unsupported(fields)
-    logprobs = fields.optional_integer("logprobs", low=0, high=MAX_LOGPROBS)
-    echo = fields.flag("echo", False)
-    if echo and logprobs is not None:
-        raise fields.unsupported("echo", "echo with logprobs is")
-    limit = fields.optional_integer("max_tokens", low=1, high=2**31)
+    refuse_unsupported(raw, body)
+    if body.echo and body.logprobs is not None:
+        raise UnsupportedParameter("echo: echo with logprobs is not supported", param="echo")
     return CompletionRequest(
-        prompts=_prompts(fields, vocab_size, max_prompt_bytes),
-        echo=echo,
-        add_special_tokens=fields.flag("add_special_tokens", True),
+        prompts=_prompts(bytes(body.prompt), vocab_size, max_prompt_bytes),
+        echo=body.echo is True,
+        add_special_tokens=body.add_special_tokens is not False,
         options=read_options(
-            fields,
+            body,
             vocab_size=vocab_size,
-            max_tokens=limit,
+            max_tokens=body.max_tokens,
             default_max_tokens=DEFAULT_MAX_TOKENS,
-            logprobs=logprobs,
+            logprobs=body.logprobs,
         ),
     )
 
 
-def _prompts(fields: Fields, vocab_size: int, max_bytes: int) -> tuple[Prompt, ...]:
-    value = fields.raw("prompt")
-    if value is None:
+def _prompts(json: bytes, vocab_size: int, max_bytes: int) -> tuple[Prompt, ...]:
+    if json == b"null":
         raise BadRequest("prompt is required", param="prompt")
-    if isinstance(value, str):
-        prompts: list[Any] = [value]
-    elif isinstance(value, list) and value and is_token_id(value[0]):
-        prompts = [value]
-    else:
-        prompts = value
-    if not isinstance(prompts, list) or not prompts:
-        raise fields.wrong("prompt", "a string, an array of token ids, or a non-empty array of either")
-    if len(prompts) > MAX_PROMPTS:
-        raise BadRequest(f"prompt has {len(prompts)} prompts; at most {MAX_PROMPTS} are taken", param="prompt")
-    return tuple(_prompt(prompt, vocab_size, max_bytes) for prompt in prompts)
+    if json[:1] != b"[" or _first_item(json) in _NUMBER:
+        return (_prompt(json, vocab_size, max_bytes),)
+    items = _with_texts(json) if b'"' in json else _arrays(json)
+    if not items:
+        raise BadRequest(f"prompt must be {_WANTED}, not an array of 0", param="prompt")
+    return tuple(_prompt(item, vocab_size, max_bytes) for item in items)
 
 
-def _prompt(prompt: Any, vocab_size: int, max_bytes: int) -> Prompt:
-    if isinstance(prompt, str):
-        if not prompt:
+def _with_texts(json: bytes) -> list[bytes]:
+    refuse_many_elements(json, MAX_MIXED_ELEMENTS, "prompt")
+    items: list[Raw] = read_json(json, list[Raw], "prompt")
+    _refuse_many_prompts(len(items))
+    return [bytes(item) for item in items]
+
+
+def _arrays(json: bytes) -> list[bytes]:
+    """The items of an array of arrays of numbers, one by one: made in one go, millions of ids would take long."""
+    _refuse_many_prompts(json.count(b"[") - 1)
+    pieces = [piece.strip(_BETWEEN) for piece in json[1:-1].split(b"]")]
+    return [piece + b"]" if piece[:1] == b"[" else piece for piece in pieces if piece]
+
+
+def _refuse_many_prompts(count: int) -> None:
+    if count > MAX_PROMPTS:
+        raise BadRequest(f"prompt has {count} prompts; at most {MAX_PROMPTS} are taken", param="prompt")
+
+
+def _first_item(json: bytes) -> int:
+    """The first character of an array's first item (or the array's end)."""
+    at = 1
+    while json[at] in _BLANKS:
+        at += 1
+    return json[at]
+
+
+def _prompt(json: bytes, vocab_size: int, max_bytes: int) -> Prompt:
+    if json[:1] == b'"':
+        text: str = read_json(json, str, "prompt")
+        if not text:
             raise BadRequest("prompt must not be empty", param="prompt")
-        refuse_large_text(prompt, max_bytes=max_bytes, param="prompt")
-        return prompt
-    if isinstance(prompt, list):
-        # First: looking at millions of ids one by one would stall the other streams.
-        refuse_large_ids(prompt, max_bytes=max_bytes, param="prompt")
-    if not isinstance(prompt, list) or not all(is_token_id(i) for i in prompt):
-        raise BadRequest("prompt must be strings or arrays of token ids", param="prompt")
-    if not prompt:
+        refuse_large_text(text, max_bytes=max_bytes, param="prompt")
+        return text
+    if json[:1] != b"[":
+        found = json[:MAX_SHOWN_CHARACTERS].decode(errors="replace")
+        raise BadRequest(f"prompt must be {_WANTED}, not {found}", param="prompt")
+    refuse_many_ids(json.count(b",") + 1, max_bytes=max_bytes, param="prompt")
+    token_ids: list[int] = read_json(json, _TokenIds, "prompt")
+    if not token_ids:
         raise BadRequest("prompt must not be empty", param="prompt")
-    wrong = next((i for i in prompt if not 0 <= i < vocab_size), None)
+    wrong = next((i for i in (min(token_ids), max(token_ids)) if not 0 <= i < vocab_size), None)
     if wrong is not None:
         raise BadRequest(f"prompt: token id {wrong} is outside 0..{vocab_size - 1}", param="prompt")
-    return tuple(prompt)
+    return tuple(token_ids)
+
+
+_TokenIds = Annotated[
+    list[Annotated[int, Meta(ge=-(2**31), le=2**31)]], Meta(description="strings or arrays of token ids")
+]

@@ -23,6 +23,19 @@ class UnsupportedMediaType(BadRequest):
     http_status = 415
 
 
+class RequestTimeout(BlitzError):
+    """The client did not send its request in time."""
+
+    code = "request_timeout"
+    http_status = 408
+
+
+class ResponseTooLarge(BadRequest):
+    """An answer that is to come in one piece takes more memory than one may."""
+
+    code = "response_too_large"
+
+
 class Forbidden(BlitzError):
     """The caller may not do this, whatever key it shows."""
 
@@ -59,6 +72,9 @@ def error_headers(error: BlitzError) -> list[tuple[bytes, bytes]]:
     if isinstance(error, RequestFailed):
         # Clients that try again after a 500 (OpenAI's do, twice) look for this.
         headers.append((b"x-should-retry", b"false"))
+    if isinstance(error, RequestTimeout):
+        # The rest of the request may still come: it must not be taken for the next one.
+        headers.append((b"connection", b"close"))
     if isinstance(error, Unauthorized):
         headers.append((b"www-authenticate", b"Bearer"))
     return headers

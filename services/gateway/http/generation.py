@@ -3,61 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 from opentelemetry.trace import Span
 from starlette.types import Receive, Scope, Send
 
 from services.gateway import admission
 from services.gateway.api_keys import Bill
-from services.gateway.core.prompt_size import refuse_large_text
-from services.gateway.core.routes import ModelRoutes
+from services.gateway.byte_budget import Claim
 from services.gateway.core.stream import StreamState
-from services.gateway.http.asgi import header, read_body, send_body
+from services.gateway.http.asgi import abort_of, header, in_pieces, read_body, send_body
 from services.gateway.http.auth import key_of
-from services.gateway.http.chat_request import read_chat_request
-from services.gateway.http.choice import Choice, Outlet, StreamedChoice, WholeChoice
-from services.gateway.http.completion_request import read_completion_request
-from services.gateway.http.fields import Fields, parse_object
+from services.gateway.http.choice import Choice, StreamedChoice, WholeChoice
 from services.gateway.http.formats import DONE, ChunkFormat, Reply, Usage, error_events
 from services.gateway.http.logprobs import ChatLogprobs, CompletionLogprobs, LogprobShape
 from services.gateway.http.options import Options
+from services.gateway.http.outlet import Outlet
+from services.gateway.http.preparation import Job, Kind, Preparation
 from services.gateway.http.request_span import request_span, set_response_attributes
 from services.gateway.service import Gateway
-from services.gateway.tokenizer import ModelTokenizer
-from shared.errors import BadRequest, Internal
+from shared.errors import Internal
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-INLINE_TEMPLATE_CHARACTERS = 16_384
-"""Longer conversations are rendered in a thread."""
-
-Kind = Literal["chat", "completion"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    token_ids: tuple[int, ...]
-    echo: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A request that passed every check and is about to be dispatched."""
-
-    kind: Kind
-    response_id: str
-    model: ModelRoutes
-    tokenizer: ModelTokenizer
-    options: Options
-    prompts: tuple[_Prompt, ...]
 
 
 class Generation:
@@ -72,57 +45,35 @@ class Generation:
         arrived_s, arrived_at_s = time.monotonic(), time.time()
         gateway.refuse_while_draining()
         gateway.api_keys.check(key_of(scope))
-        body = parse_object(await read_body(scope, receive, max_bytes=gateway.config.max_body_bytes))
-        model = gateway.find_model(Fields(body).text("model"))
-        gateway.api_keys.check_model(key_of(scope), model.record.name)
-        operation = "chat" if self._kind == "chat" else "text_completion"
-        bills = gateway.api_keys.bill(key_of(scope))
-        with request_span(operation, model.record.name, body, header(scope, b"traceparent")) as span, bills as bill:
-            job = await self._check(body, model)
-            await self._run(job, bill, receive, send, span, arrived_s, arrived_at_s)
+        with gateway.request_memory.claim() as claim:
+            preparation = Preparation(gateway, await self._read(scope, receive, claim))
+            body, model = await preparation.read(self._kind)
+            gateway.api_keys.check_model(key_of(scope), model.record.name)
+            operation = "chat" if self._kind == "chat" else "text_completion"
+            spans = request_span(operation, model.record.name, body, header(scope, b"traceparent"))
+            with spans as span, gateway.api_keys.bill(key_of(scope)) as bill:
+                job = await preparation.job(body, model)
+                # The text goes, the token ids stay.
+                del preparation, body
+                claim.resize(admission.memory_bytes([prompt.token_ids for prompt in job.prompts]))
+                await self._run(job, bill, receive, send, span, abort_of(scope), arrived_s, arrived_at_s)
 
-    async def _check(self, body: dict[str, Any], model: ModelRoutes) -> _Job:
-        vocab_size = model.record.spec.vocab_size
-        max_prompt_bytes = self._gateway.bus.max_payload_bytes
-        if self._kind == "chat":
-            chat = read_chat_request(body, vocab_size=vocab_size)
-            tokenizer = await self._gateway.tokenizer(model)
-            template = tokenizer.template
-            if template is None:
-                raise BadRequest(
-                    f"model {model.record.name!r} has no chat template; use /v1/completions", param="messages"
-                )
-            render = partial(
-                template.render,
-                chat.messages,
-                add_generation_prompt=chat.add_generation_prompt,
-                arguments=chat.template_arguments,
-            )
-            if chat.num_characters > INLINE_TEMPLATE_CHARACTERS:
-                text = await asyncio.to_thread(render)
-            else:
-                text = render()
-            refuse_large_text(text, max_bytes=max_prompt_bytes, param="messages")
-            ids = await admission.encode(tokenizer, text, add_special_tokens=chat.add_special_tokens)
-            admission.refuse_unknown_tokens(ids, vocab_size, param="messages")
-            return _Job(
-                "chat", f"chatcmpl-{secrets.token_hex(16)}", model, tokenizer, chat.options, (_Prompt(ids, ""),)
-            )
-        request = read_completion_request(body, vocab_size=vocab_size, max_prompt_bytes=max_prompt_bytes)
-        tokenizer = await self._gateway.tokenizer(model)
-        prompts = []
-        for prompt in request.prompts:
-            if isinstance(prompt, str):
-                ids = await admission.encode(tokenizer, prompt, add_special_tokens=request.add_special_tokens)
-                admission.refuse_unknown_tokens(ids, vocab_size, param="prompt")
-                prompts.append(_Prompt(ids, prompt if request.echo else ""))
-            else:
-                echo = tokenizer.decode(list(prompt), skip_special_tokens=False) if request.echo else ""
-                prompts.append(_Prompt(prompt, echo))
-        return _Job("completion", f"cmpl-{secrets.token_hex(16)}", model, tokenizer, request.options, tuple(prompts))
+    async def _read(self, scope: Scope, receive: Receive, claim: Claim) -> bytes:
+        config = self._gateway.config
+        return await read_body(
+            scope, receive, max_bytes=config.max_body_bytes, timeout_s=config.read_timeout_s, claim=claim
+        )
 
     async def _run(
-        self, job: _Job, bill: Bill, receive: Receive, send: Send, span: Span, arrived_s: float, arrived_at_s: float
+        self,
+        job: Job,
+        bill: Bill,
+        receive: Receive,
+        send: Send,
+        span: Span,
+        abort: Callable[[], None],
+        arrived_s: float,
+        arrived_at_s: float,
     ) -> None:
         gateway = self._gateway
         options = bill.limited(job.options, [prompt.token_ids for prompt in job.prompts])
@@ -130,6 +81,7 @@ class Generation:
         samplings = [
             admission.sampling_params(options, job.model, p.token_ids, param, gateway.seeds) for p in job.prompts
         ]
+        ends = admission.end_token_ids(options, job.model)
         streams = [
             admission.stream_state(
                 f"{job.response_id}-{index}",
@@ -139,14 +91,32 @@ class Generation:
                 arrived_at_s=arrived_at_s,
                 key=bill.key,
                 default_max_tokens=options.max_tokens is None,
+                end_token_ids=ends,
             )
             for index, (prompt, sampling) in enumerate(zip(job.prompts, samplings, strict=True))
         ]
         bill.charge(streams)
         reply = Reply(job.kind, job.response_id, job.model.record.name, int(arrived_at_s), options.include_usage)
-        outlet = Outlet(len(streams))
-        choices = [self._choice(job, reply, outlet, stream, index, arrived_s) for index, stream in enumerate(streams)]
-        self._admit(streams, choices)
+        outlet = gateway.response_memory.open(job.response_id, len(streams), abort)
+        try:
+            choices = [
+                self._choice(job, reply, outlet, stream, index, arrived_s) for index, stream in enumerate(streams)
+            ]
+            self._admit(streams, choices)
+            try:
+                await self._answer(reply, options, receive, send, outlet, choices)
+            finally:
+                for stream, choice in zip(streams, choices, strict=True):
+                    if choice.finish_reason is None:
+                        choice.abort()
+                        gateway.dispatcher.cancel(stream.request_id)
+                set_response_attributes(span, job.response_id, choices)
+        finally:
+            outlet.close()
+
+    async def _answer(
+        self, reply: Reply, options: Options, receive: Receive, send: Send, outlet: Outlet, choices: list[Choice]
+    ) -> None:
         watcher = asyncio.create_task(_watch(receive, outlet))
         try:
             await outlet.wait()
@@ -157,11 +127,6 @@ class Generation:
                     await _send_whole(send, outlet, reply, choices)
         finally:
             watcher.cancel()
-            for stream, choice in zip(streams, choices, strict=True):
-                if choice.finish_reason is None:
-                    choice.abort()
-                    gateway.dispatcher.cancel(stream.request_id)
-            set_response_attributes(span, job.response_id, choices)
 
     def _admit(self, streams: list[StreamState], choices: list[Choice]) -> None:
         """Start all streams and count them as admitted, or none. Raises ``ModelNotFound``, ``Overloaded``."""
@@ -178,7 +143,7 @@ class Generation:
         gateway.metrics.of(model).prompt_tokens += sum(len(stream.prompt_token_ids) for stream in streams)
 
     def _choice(
-        self, job: _Job, reply: Reply, outlet: Outlet, stream: StreamState, index: int, arrived_s: float
+        self, job: Job, reply: Reply, outlet: Outlet, stream: StreamState, index: int, arrived_s: float
     ) -> Choice:
         options = job.options
         shape: LogprobShape | None = None
@@ -215,12 +180,20 @@ def _usage(choices: list[Choice]) -> Usage:
 
 async def _send_stream(send: Send, outlet: Outlet, reply: Reply, choices: list[Choice], options: Options) -> None:
     """Send events as they come. Until the first one an error is still a plain HTTP error (raised)."""
-    if outlet.error is not None and not outlet.chunks:
+    if outlet.error is not None and not outlet.has_chunks:
         raise outlet.error
+    outlet.begun = True
     await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+    before = 0
     while True:
-        if outlet.chunks:
-            await send({"type": "http.response.body", "body": outlet.take(), "more_body": True})
+        if outlet.has_chunks:
+            piece = outlet.take()
+            outlet.sending = True
+            # Waits until the client has taken what was sent before.
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            outlet.sending = False
+            outlet.sent(before)
+            before = len(piece)
             continue
         if outlet.over:
             break
@@ -246,4 +219,4 @@ async def _send_whole(send: Send, outlet: Outlet, reply: Reply, choices: list[Ch
         if not isinstance(choice, WholeChoice) or choice.finish_reason is None:
             raise Internal(f"choice {index} has no end")
         parts.append(reply.choice_json(index, choice.text, choice.finish_reason, choice.logprobs_json))
-    await send_body(send, 200, reply.whole(parts, _usage(choices)))
+    await send_body(in_pieces(send), 200, reply.whole(parts, _usage(choices)))

@@ -2,18 +2,65 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
+from services.gateway.metrics import GatewayMetrics, ModelGauges
 from services.gateway.service import Gateway
 from shared.errors import Unavailable
+
+
+class _Sample(Collector):
+    """All metrics with the gauges of one moment."""
+
+    def __init__(self, metrics: GatewayMetrics, gauges: tuple[ModelGauges, ...]) -> None:
+        self._metrics = metrics
+        self._gauges = gauges
+
+    def collect(self) -> Iterator[Metric]:
+        return self._metrics.families(self._gauges)
+
+
+class Scrapes:
+    """Renders the metrics in a thread, once at a time: who asks meanwhile waits for the next one together."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._current: asyncio.Task[bytes] | None = None
+        self._next: asyncio.Task[bytes] | None = None
+
+    async def text(self) -> bytes:
+        """Prometheus text, of a moment after the call."""
+        if self._current is None or self._current.done():
+            self._current = asyncio.create_task(self._render(None))
+            return await asyncio.shield(self._current)
+        if self._next is None or self._next.done():
+            self._next = asyncio.create_task(self._render(self._current))
+        return await asyncio.shield(self._next)
+
+    async def _render(self, before: asyncio.Task[bytes] | None) -> bytes:
+        if before is not None:
+            await asyncio.wait([before])
+            self._current, self._next = self._next, None
+        metrics = self._gateway.metrics
+        return await self._gateway.offload.run(_text, metrics, metrics.gauges())
+
+
+def _text(metrics: GatewayMetrics, gauges: tuple[ModelGauges, ...]) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Sample(metrics, gauges))
+    return generate_latest(registry) + generate_latest(REGISTRY)
 
 
 def operations_router(gateway: Gateway) -> APIRouter:
     """The routes, bound to one gateway."""
     router = APIRouter(tags=["operations"])
-    registry = CollectorRegistry()
-    registry.register(gateway.metrics)
+    scrapes = Scrapes(gateway)
 
     @router.get("/ready", include_in_schema=False)
     @router.get("/health")
@@ -35,6 +82,6 @@ def operations_router(gateway: Gateway) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         """Prometheus text: the gateway's own, then the process's."""
-        return Response(generate_latest(registry) + generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
+        return Response(await scrapes.text(), media_type=CONTENT_TYPE_LATEST)
 
     return router

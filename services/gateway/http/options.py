@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, TypeVar
 
-from services.gateway.http.fields import Fields
-from shared.errors import BadRequest
+import msgspec
+from msgspec import Meta
+
+from services.gateway.http.body import read_fields, shown
+from shared.errors import BadRequest, UnsupportedParameter
+
+V = TypeVar("V")
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 
@@ -41,6 +47,75 @@ _REFUSED_IF_SET = {
     "continue_final_message": "continuing the last message is",
 }
 """Known elsewhere, not done here: any value but null, false, empty or zero is refused."""
+_REFUSED_UNLESS = {
+    "tool_choice": ((None, "none", "auto"), "tools are"),
+    "modalities": ((None, ["text"]), "anything but text is"),
+}
+_NAMES = (*_REFUSED_IF_SET, *_REFUSED_UNLESS)
+_LONGEST_HARMLESS_BYTES = 64
+"""No value that is taken is longer: what is longer is refused without a look inside."""
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Count = Annotated[int, Meta(ge=1, le=2**31)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stop = Annotated[
+    StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)],
+    Meta(
+        description=f"a string or an array of at most {MAX_STOP_STRINGS} strings "
+        f"of 1 to {MAX_STOP_CHARACTERS} characters"
+    ),
+]
+StopTokenIds = Annotated[
+    list[Annotated[int, Meta(ge=0, le=2**31)]],
+    Meta(max_length=MAX_STOP_TOKEN_IDS, description=f"an array of at most {MAX_STOP_TOKEN_IDS} token ids"),
+]
+LogitBias = Annotated[
+    dict[Annotated[int, Meta(ge=0, le=2**31)], Annotated[float, Meta(ge=-100, le=100)]],
+    Meta(
+        max_length=MAX_LOGIT_BIAS,
+        description=f"an object of at most {MAX_LOGIT_BIAS} token ids with numbers from -100 to 100",
+    ),
+]
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream's events carry."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """Nothing but text is done."""
+
+    type: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class SharedBody(msgspec.Struct, kw_only=True):
+    """What the bodies of both generating routes declare. ``None`` is absent."""
+
+    model: Annotated[str, Meta(min_length=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    n: Count | None = None
+    best_of: Count | None = None
+    ignore_eos: bool | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopTokenIds | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    logit_bias: LogitBias | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +146,26 @@ class Options:
     skip_special_tokens: bool
 
 
-def refuse_unsupported(fields: Fields) -> None:
+def refuse_unsupported(raw: bytes, body: SharedBody) -> None:
     """Raise ``UnsupportedParameter`` for what this system knows of and does not do."""
-    for key, what in _REFUSED_IF_SET.items():
-        if fields.raw(key):
-            raise fields.unsupported(key, what)
-    for key in ("n", "best_of"):
-        if fields.integer(key, 1, low=1, high=2**31) != 1:
-            raise fields.unsupported(key, "more than one completion per prompt is")
-    choice = fields.raw("tool_choice")
-    if choice is not None and choice not in ("none", "auto"):
-        raise fields.unsupported("tool_choice", "tools are")
-    response_format = fields.raw("response_format")
-    if response_format is not None and fields.object("response_format").raw("type") != "text":
-        raise fields.unsupported("response_format", "anything but text is")
-    modalities = fields.raw("modalities")
-    if modalities is not None and modalities != ["text"]:
-        raise fields.unsupported("modalities", "anything but text is")
+    for name, value in zip(_NAMES, read_fields(raw, _NAMES), strict=True):
+        if not value:
+            continue
+        harmless = msgspec.json.decode(value) if len(value) <= _LONGEST_HARMLESS_BYTES else value
+        if name in _REFUSED_IF_SET:
+            if harmless:
+                raise _unsupported(name, _REFUSED_IF_SET[name])
+        elif harmless not in _REFUSED_UNLESS[name][0]:
+            raise _unsupported(name, _REFUSED_UNLESS[name][1])
+    for name, count in (("n", body.n), ("best_of", body.best_of)):
+        if count not in (None, 1):
+            raise _unsupported(name, "more than one completion per prompt is")
+    if body.response_format is not None and bytes(body.response_format.type) != b'"text"':
+        raise _unsupported("response_format", "anything but text is")
 
 
 def read_options(
-    fields: Fields,
+    body: SharedBody,
     *,
     vocab_size: int,
     max_tokens: int | None,
@@ -99,68 +173,56 @@ def read_options(
     logprobs: int | None,
 ) -> Options:
     """The options in a request body; ``max_tokens`` and ``logprobs`` are read by the caller, whose names differ."""
-    stream = fields.flag("stream", False)
-    stream_options = fields.object("stream_options")
-    if fields.raw("stream_options") is not None and not stream:
+    stream = _or(body.stream, False)
+    usage = body.stream_options
+    if usage is not None and not stream:
         raise BadRequest("stream_options is only allowed with stream", param="stream_options")
-    min_tokens = fields.integer("min_tokens", 0, low=0, high=2**31)
+    min_tokens = _or(body.min_tokens, 0)
     if max_tokens is not None and min_tokens > max_tokens:
         raise BadRequest(f"min_tokens {min_tokens} is above max_tokens {max_tokens}", param="min_tokens")
-    include_usage = stream_options.flag("include_usage", False)
-    continuous_usage = stream_options.flag("continuous_usage_stats", False)
-    top_k = fields.integer("top_k", 0, low=-1, high=2**31)
+    include_usage = usage is not None and _or(usage.include_usage, False)
+    continuous_usage = usage is not None and _or(usage.continuous_usage_stats, False)
     return Options(
-        temperature=fields.number("temperature", 1.0, low=0, high=2),
-        top_p=fields.number("top_p", 1.0, low=0, high=1, open_low=True),
-        top_k=max(top_k, 0),
-        seed=fields.optional_integer("seed", low=-(2**63), high=2**63 - 1),
+        temperature=_or(body.temperature, 1.0),
+        top_p=_or(body.top_p, 1.0),
+        top_k=max(_or(body.top_k, 0), 0),
+        seed=body.seed,
         max_tokens=max_tokens,
         default_max_tokens=default_max_tokens,
         min_tokens=min_tokens,
-        ignore_eos=fields.flag("ignore_eos", False),
-        stop=_stop(fields),
-        stop_token_ids=fields.token_ids("stop_token_ids", vocab_size=vocab_size),
-        frequency_penalty=fields.number("frequency_penalty", 0.0, low=-2, high=2),
-        presence_penalty=fields.number("presence_penalty", 0.0, low=-2, high=2),
-        repetition_penalty=fields.number("repetition_penalty", 1.0, low=0, high=2, open_low=True),
-        logit_bias=_logit_bias(fields, vocab_size),
+        ignore_eos=_or(body.ignore_eos, False),
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        stop_token_ids=_known("stop_token_ids", tuple(body.stop_token_ids or ()), vocab_size),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(body, vocab_size),
         logprobs=logprobs,
         stream=stream,
         include_usage=include_usage,
         continuous_usage=include_usage and continuous_usage,
-        include_stop_string=fields.flag("include_stop_str_in_output", False),
-        skip_special_tokens=fields.flag("skip_special_tokens", True),
+        include_stop_string=_or(body.include_stop_str_in_output, False),
+        skip_special_tokens=_or(body.skip_special_tokens, True),
     )
 
 
-def _stop(fields: Fields) -> tuple[str, ...]:
-    value: Any = fields.raw("stop")
-    if value is None:
-        return ()
-    stops = [value] if isinstance(value, str) else value
-    if (
-        not isinstance(stops, list)
-        or len(stops) > MAX_STOP_STRINGS
-        or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS for s in stops)
-    ):
-        raise fields.wrong(
-            "stop",
-            f"a string or an array of at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters",
-        )
-    return tuple(stops)
+def _or(value: V | None, default: V) -> V:
+    return default if value is None else value
 
 
-def _logit_bias(fields: Fields, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    value: Any = fields.raw("logit_bias")
-    if value is None:
-        return ()
-    wanted = f"an object of at most {MAX_LOGIT_BIAS} token ids (0 to {vocab_size - 1}) with numbers from -100 to 100"
-    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
-        raise fields.wrong("logit_bias", wanted)
-    pairs = []
-    for key, bias in value.items():
-        in_range = key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocab_size
-        if not in_range or isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise BadRequest(f"logit_bias must be {wanted}; entry {key!r} is not", param="logit_bias")
-        pairs.append((int(key), float(bias)))
-    return tuple(sorted(pairs))
+def _unsupported(name: str, what: str) -> UnsupportedParameter:
+    """The error for something that OpenAI or vLLM know and this system does not do."""
+    return UnsupportedParameter(f"{name}: {what} not supported", param=name)
+
+
+def _known(name: str, token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    wrong = next((i for i in token_ids if i >= vocab_size), None)
+    if wrong is not None:
+        raise BadRequest(f"{name} must have token ids from 0 to {vocab_size - 1}, not {shown(wrong)}", param=name)
+    return token_ids
+
+
+def _logit_bias(body: SharedBody, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    bias = body.logit_bias or {}
+    _known("logit_bias", tuple(bias), vocab_size)
+    return tuple(sorted(bias.items()))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from opentelemetry.trace import Span, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from services.gateway.http.choice import Choice
+from services.gateway.http.options import SharedBody
 from shared.telemetry import tracer
 
 _propagator = TraceContextTextMapPropagator()
@@ -17,7 +17,7 @@ _PARAMETERS = ("max_tokens", "temperature", "top_p")
 
 
 @contextmanager
-def request_span(operation: str, model: str, body: dict[str, Any], traceparent: str) -> Iterator[Span]:
+def request_span(operation: str, model: str, body: SharedBody, traceparent: str) -> Iterator[Span]:
     """A span like ``chat <model>``, child of the caller's ``traceparent`` if it sent one."""
     context = _propagator.extract({"traceparent": traceparent}) if traceparent else None
     with tracer().start_as_current_span(f"{operation} {model}", context=context, kind=SpanKind.SERVER) as span:
@@ -27,9 +27,8 @@ def request_span(operation: str, model: str, body: dict[str, Any], traceparent: 
             span.set_attribute("gen_ai.provider.name", "blitzscale")
             span.set_attribute("gen_ai.request.model", model)
             for name in _PARAMETERS:
-                value = body.get(name)
-                # Attributes are 64 bits wide; the body is not checked yet.
-                if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63:
+                value = getattr(body, name)
+                if value is not None:
                     span.set_attribute(f"gen_ai.request.{name}", value)
         yield span
 

@@ -71,7 +71,8 @@ async def _stack(record: ModelRecord, num_workers: int, broker: MemoryBroker, **
     bus = broker.bus("gateway")
     gateway = Gateway(bus, config)
     listener = listen("127.0.0.1", 0)
-    server = Server(GatewayApp(gateway), drain_timeout_s=1)
+    limits = gateway.connection_limits(config.max_connections)
+    server = Server(GatewayApp(gateway), drain_timeout_s=1, limits=limits)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     bus_side = asyncio.create_task(gateway.run())
     http_side = asyncio.create_task(server.serve(sockets=[listener]))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.core.prompt_size import refuse_large_ids, refuse_large_text
+from services.gateway.core.prompt_size import refuse_large_text, refuse_many_ids
 from shared.errors import PayloadTooLarge
 
 
@@ -19,6 +19,6 @@ def test_text_beyond_it_is_refused_with_its_size_in_bytes(text: str) -> None:
 
 
 def test_ids_are_refused_when_there_are_more_than_bytes() -> None:
-    refuse_large_ids([1] * 12, max_bytes=12, param="prompt")
+    refuse_many_ids(12, max_bytes=12, param="prompt")
     with pytest.raises(PayloadTooLarge, match="13 token ids"):
-        refuse_large_ids([1] * 13, max_bytes=12, param="prompt")
+        refuse_many_ids(13, max_bytes=12, param="prompt")

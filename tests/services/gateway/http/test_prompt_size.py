@@ -43,7 +43,7 @@ async def test_an_oversized_prompt_is_413_before_anything_is_tokenized(
     def touched(*_: Any, **__: Any) -> None:
         raise AssertionError("the prompt reached the tokenizer")
 
-    for name in ("encode", "decode"):
+    for name in ("encode_all", "decode"):
         monkeypatch.setattr(ModelTokenizer, name, touched)
     response = await stack.http.post(path, json={"model": "tiny", "max_tokens": 1, **body})
     message = check(response, 413, "invalid_request_error", "payload_too_large", param)

@@ -51,14 +51,18 @@ async def test_one_span_per_request_joins_the_callers_trace_and_reaches_the_work
     assert [(p.trace_id, p.span_id) for p in parents] == [(span.context.trace_id, span.context.span_id)]
 
 
-async def test_a_number_that_no_span_can_carry_is_left_out_of_it(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_number_that_no_span_can_carry_is_refused_before_there_is_one(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr("services.gateway.http.request_span.tracer", lambda: provider.get_tracer("test"))
     body = {"model": "tiny", "prompt": "a", "max_tokens": 10**399, "temperature": 0.5}
     assert (await stack.http.post("/v1/completions", json=body)).status_code == 400
+    assert exporter.get_finished_spans() == ()
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 2**31, "temperature": 0.5}
+    assert (await stack.http.post("/v1/completions", json=body)).status_code == 400
     [span] = exporter.get_finished_spans()
     assert span.attributes is not None
-    assert "gen_ai.request.max_tokens" not in span.attributes
-    assert span.attributes["gen_ai.request.temperature"] == 0.5
+    assert span.attributes["gen_ai.request.max_tokens"] == 2**31

@@ -1,0 +1,200 @@
+"""What waits to be sent to clients, in bytes: of one response, and of all.
+
+Tokens come as fast as the engine makes them, and a client takes them as fast as it likes. What it has not taken is
+held here. A client for which too much waits is cut off: its connection is closed, its requests are cancelled at
+their workers, its memory is free at once. If all together hold too much, the largest is cut off first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+from services.gateway.http.errors import ResponseTooLarge
+from shared.errors import BlitzError, Unavailable
+
+log = logging.getLogger(__name__)
+
+MAX_PIECE_BYTES = 64 * 1024
+"""Handed to the connection at once: the most that it holds beyond its own high-water mark."""
+
+Reason = Literal["slow_reader", "memory"]
+
+
+class ResponseMemory:
+    """The outlets of all responses, and the bytes that they hold."""
+
+    def __init__(
+        self, *, total_bytes: int, slow_bytes: int, whole_bytes: int, on_cut: Callable[[Reason], None]
+    ) -> None:
+        self.total_bytes = total_bytes
+        self.slow_bytes = slow_bytes
+        """May wait for a client that does not take anything, of one streamed response."""
+        self.whole_bytes = whole_bytes
+        """May be collected of one response that is not streamed."""
+        self.used_bytes = 0
+        self._outlets: set[Outlet] = set()
+        self._on_cut = on_cut
+
+    def open(self, response_id: str, num_choices: int, abort: Callable[[], None]) -> Outlet:
+        """An outlet for one response. ``abort`` closes the client's connection, whatever it has not taken."""
+        outlet = Outlet(self, response_id, num_choices, abort)
+        self._outlets.add(outlet)
+        return outlet
+
+    def forget(self, outlet: Outlet) -> None:
+        """The response is over."""
+        self._outlets.discard(outlet)
+
+    def cut(self, outlet: Outlet, reason: Reason, words: str) -> None:
+        """End a response that holds too much."""
+        log.warning("response %s: cut off (%s): %s", outlet.response_id, reason, words)
+        self._on_cut(reason)
+        outlet.cut_off()
+
+    def relieve(self) -> None:
+        """Cut off the largest until all others fit."""
+        while self.used_bytes > self.total_bytes and self._outlets:
+            largest = max(self._outlets, key=lambda outlet: outlet.held_bytes)
+            held = f"it holds {largest.held_bytes} bytes; all together may hold {self.total_bytes}"
+            if largest.begun:
+                self.cut(largest, "memory", held)
+            else:
+                self._on_cut("memory")
+                largest.fail(Unavailable(f"responses take all the memory that they may: {held}", retry_after_s=1.0))
+                # It ends within a turn of the event loop, and what it has collected goes with it.
+                largest.sent(largest.held_bytes)
+            self.forget(largest)
+
+
+class Outlet:
+    """Between sinks, which write inline, and the one task that sends to the client."""
+
+    __slots__ = (
+        "_abort",
+        "_chunks",
+        "_loop",
+        "_memory",
+        "_waiter",
+        "begun",
+        "disconnected",
+        "error",
+        "held_bytes",
+        "open_choices",
+        "response_id",
+        "sending",
+    )
+
+    def __init__(self, memory: ResponseMemory, response_id: str, num_choices: int, abort: Callable[[], None]) -> None:
+        self._memory = memory
+        self._abort = abort
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+        self._chunks: deque[bytes] = deque()
+        self.response_id = response_id
+        self.open_choices = num_choices
+        self.error: BlitzError | None = None
+        self.disconnected = False
+        self.begun = False
+        """The client has a status and headers: an error can no longer take their place."""
+        self.sending = False
+        """The sending task waits for the client to take something."""
+        self.held_bytes = 0
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will come."""
+        return self.disconnected or self.error is not None or self.open_choices == 0
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether something is to be sent."""
+        return bool(self._chunks)
+
+    def write(self, chunk: bytes) -> None:
+        """Something for the client."""
+        self._chunks.append(chunk)
+        memory = self._memory
+        self.held_bytes += len(chunk)
+        memory.used_bytes += len(chunk)
+        # What waits between two turns of the event loop says nothing about the client.
+        if self.sending and self.held_bytes > memory.slow_bytes:
+            memory.cut(self, "slow_reader", f"{self.held_bytes} bytes wait, at most {memory.slow_bytes} may")
+        elif memory.used_bytes > memory.total_bytes:
+            memory.relieve()
+
+    def collect(self, num_bytes: int) -> None:
+        """Count bytes that are kept elsewhere, for an answer that is sent whole."""
+        if self.error is not None:
+            return
+        memory = self._memory
+        self.held_bytes += num_bytes
+        memory.used_bytes += num_bytes
+        if self.held_bytes > memory.whole_bytes:
+            self.fail(
+                ResponseTooLarge(
+                    f"the answer takes more than {memory.whole_bytes} bytes; ask for it with stream, "
+                    "for less of it, or for fewer log-probabilities",
+                )
+            )
+        elif memory.used_bytes > memory.total_bytes:
+            memory.relieve()
+
+    def take(self) -> bytes:
+        """The next piece to send: all chunks that fit one, at least one. It counts as held until ``sent``."""
+        chunks = self._chunks
+        if len(chunks) == 1:
+            return chunks.popleft()
+        piece = [chunks.popleft()]
+        size = len(piece[0])
+        while chunks and size + len(chunks[0]) <= MAX_PIECE_BYTES:
+            size += len(chunks[0])
+            piece.append(chunks.popleft())
+        return b"".join(piece)
+
+    def sent(self, num_bytes: int) -> None:
+        """The client, or the kernel for it, has taken that much."""
+        # After a cut nothing is held any more.
+        num_bytes = min(num_bytes, self.held_bytes)
+        self.held_bytes -= num_bytes
+        self._memory.used_bytes -= num_bytes
+
+    def wake(self) -> None:
+        """Let the sending task look again."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def fail(self, error: BlitzError) -> None:
+        """End with an error; the first one counts."""
+        if self.error is None:
+            self.error = error
+        self.wake()
+
+    def disconnect(self) -> None:
+        """The client is gone."""
+        self.disconnected = True
+        self.wake()
+
+    def cut_off(self) -> None:
+        """Let the client go, and what it has not taken."""
+        self._chunks.clear()
+        self.sent(self.held_bytes)
+        self._abort()
+        self.disconnect()
+
+    async def wait(self) -> None:
+        """Until there are chunks, or it is over."""
+        while not self._chunks and not self.over:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        self._waiter = None
+
+    def close(self) -> None:
+        """The response is over."""
+        self._chunks.clear()
+        self.sent(self.held_bytes)
+        self._memory.forget(self)
