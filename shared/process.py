@@ -54,7 +54,7 @@ def run_service(
     *,
     log_level: str = "info",
     health_port: int = 0,
-    health_host: str = "0.0.0.0",
+    health_host: str = "127.0.0.1",
     die_with_parent: bool = False,
 ) -> int:
     """Run ``main`` until it returns, and give the process's exit code.

@@ -84,9 +84,11 @@ class GatewayMetrics(Collector):
     def __init__(self) -> None:
         self._models: dict[str, ModelMetrics] = {}
         self._responses: dict[tuple[str, int], int] = {}
-        self._cuts: dict[str, int] = {}
+        self.cuts: dict[str, int] = {}
+        """Clients cut off, by reason."""
         self._gauges: Callable[[], Iterable[ModelGauges]] = tuple
         self._keys: Callable[[], Iterable[Metric]] = tuple
+        self._memory: Callable[[], dict[str, int]] = dict
 
     def read_gauges_from(self, source: Callable[[], Iterable[ModelGauges]]) -> None:
         """Where the gauges come from at export."""
@@ -95,6 +97,10 @@ class GatewayMetrics(Collector):
     def read_keys_from(self, source: Callable[[], Iterable[Metric]]) -> None:
         """Where the metrics of API keys come from at export."""
         self._keys = source
+
+    def read_memory_from(self, source: Callable[[], dict[str, int]]) -> None:
+        """Where the bytes held for each purpose come from at export."""
+        self._memory = source
 
     def of(self, model: str) -> ModelMetrics:
         """The counters of a (registered) model."""
@@ -109,7 +115,7 @@ class GatewayMetrics(Collector):
 
     def count_cut(self, reason: str) -> None:
         """One client's connection was closed by the gateway, or its response given up."""
-        self._cuts[reason] = self._cuts.get(reason, 0) + 1
+        self.cuts[reason] = self.cuts.get(reason, 0) + 1
 
     def collect(self) -> Iterator[Metric]:
         return self.families(self.gauges())
@@ -126,9 +132,11 @@ class GatewayMetrics(Collector):
         yield responses
         yield from self._keys()
         cuts = CounterMetricFamily("blitz_gateway_cut_off", "Clients cut off by the gateway.", labels=["reason"])
-        for reason, count in sorted(self._cuts.items()):
+        for reason, count in sorted(self.cuts.items()):
             cuts.add_metric([reason], count)
         yield cuts
+        for purpose, num_bytes in sorted(self._memory().items()):
+            yield GaugeMetricFamily(f"blitz_gateway_{purpose}_memory_bytes", f"Held for {purpose}s.", num_bytes)
         yield from self._counters()
         yield from self._histograms()
         yield from self._gauge_families(gauges)

@@ -76,6 +76,13 @@ class Gateway:
         """Draws the seeds of requests that bring none. Seeded by the system once, not asked of it per request."""
         self.draining = False
         self.metrics.read_gauges_from(lambda: self.load_board.gauges(self.book, self.dispatcher))
+        self.metrics.read_memory_from(
+            lambda: {
+                "request": self.request_memory.used_bytes,
+                "response": self.response_memory.used_bytes,
+                "tokenizer": self.tokenizers.num_bytes,
+            }
+        )
         self._stale = asyncio.Event()
         self._incarnation = new_incarnation()
         self.api_keys = ApiKeys(

@@ -25,6 +25,7 @@ MAX_VALUE_CHARACTERS = 4 * 1024 * 1024
 MAX_VALUE_ITEMS = 1024 * 1024
 MAX_NUMBER = 65_536
 """As an argument of a filter or method: widths, counts, lengths."""
+MAX_NUMBER_BITS = 4096
 MAX_WIDTH = 256
 """As an argument of a filter that puts that many blanks in front of each line."""
 _WIDTH_FILTERS = frozenset({"indent", "tojson", "wordwrap", "pprint"})
@@ -103,6 +104,8 @@ class MeteredSandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         budget_of_rendering.get().operation()
         if operator == "*":
+            if isinstance(left, int) and isinstance(right, int):
+                _refuse_long_number(left, right)
             for value, factor in ((left, right), (right, left)):
                 if isinstance(value, str | list | tuple) and isinstance(factor, int):
                     _refuse_size(value, len(value) * max(factor, 0))
@@ -243,6 +246,11 @@ def _refuse_numbers(arguments: tuple[Any, ...], keywords: dict[str, Any], limit:
 def _refuse_replacement(text: str, old: Any = "", new: Any = "", *_: Any) -> None:
     if isinstance(old, str) and isinstance(new, str) and len(new) > len(old):
         _refuse_size("", len(text) + text.count(old) * (len(new) - len(old)))
+
+
+def _refuse_long_number(left: int, right: int) -> None:
+    if left.bit_length() + right.bit_length() > MAX_NUMBER_BITS:
+        raise RenderingTooLarge("a number is too large")
 
 
 def _refuse_wide_format(text: str) -> None:

@@ -48,7 +48,7 @@ class TokenizerStore:
     @property
     def num_bytes(self) -> int:
         """Of all that are loaded, by estimate."""
-        return sum(entry.num_bytes for entry in self._entries.values())
+        return sum(entry.num_bytes for entry in list(self._entries.values()))
 
     def __len__(self) -> int:
         """Tokenizers loaded or being loaded."""

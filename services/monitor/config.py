@@ -18,6 +18,7 @@ class MonitorConfig:
     interval_s: float
     repeat_s: float
     health_port: int
+    health_host: str
     log_level: str
     die_with_parent: bool
 
@@ -46,6 +47,7 @@ class MonitorConfig:
             interval_s=env.number("BLITZ_MONITOR_INTERVAL_S", default=0.1, minimum=0.01),
             repeat_s=env.number("BLITZ_MONITOR_REPEAT_S", default=1.0, minimum=0.05),
             health_port=env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
+            health_host=env.text("BLITZ_HEALTH_HOST", default="127.0.0.1"),
             log_level=env.text("BLITZ_LOG_LEVEL", default="info"),
             die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
         )

@@ -45,6 +45,7 @@ def main() -> int:
         serve,
         log_level=config.log_level,
         health_port=config.health_port,
+        health_host=config.health_host,
         die_with_parent=config.die_with_parent,
     )
 

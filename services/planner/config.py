@@ -24,6 +24,7 @@ class PlannerConfig:
     busy_nic_share: float
     live: LiveSettings
     health_port: int
+    health_host: str
     log_level: str
     die_with_parent: bool
 
@@ -48,6 +49,7 @@ class PlannerConfig:
                 ),
             ),
             health_port=env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
+            health_host=env.text("BLITZ_HEALTH_HOST", default="127.0.0.1"),
             log_level=env.text("BLITZ_LOG_LEVEL", default="info"),
             die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
         )

@@ -19,6 +19,7 @@ class PoolConfig:
     seat: str
     model_roots: tuple[Path, ...]
     health_port: int
+    health_host: str
     log_level: str
     die_with_parent: bool
 
@@ -33,6 +34,7 @@ class PoolConfig:
             seat=env.text("BLITZ_POOL_SEAT", default=""),
             model_roots=_roots(env.text("BLITZ_POOL_MODEL_ROOTS", default="")),
             health_port=env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
+            health_host=env.text("BLITZ_HEALTH_HOST", default="127.0.0.1"),
             log_level=env.text("BLITZ_LOG_LEVEL", default="info"),
             die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
         )

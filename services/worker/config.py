@@ -57,6 +57,7 @@ class WorkerConfig:
     mock: MockTiming
     mock_faults: MockFaults
     health_port: int
+    health_host: str
     log_level: str
     die_with_parent: bool
 
@@ -109,6 +110,7 @@ class WorkerConfig:
                 raise_token=_token_id(env, "BLITZ_MOCK_RAISE_TOKEN"), kill_token=_token_id(env, "BLITZ_MOCK_KILL_TOKEN")
             ),
             health_port=env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
+            health_host=env.text("BLITZ_HEALTH_HOST", default="127.0.0.1"),
             log_level=env.text("BLITZ_LOG_LEVEL", default="info"),
             die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
         )

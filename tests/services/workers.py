@@ -59,6 +59,7 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
         "mock": MockTiming(),
         "mock_faults": MockFaults(),
         "health_port": 0,
+        "health_host": "127.0.0.1",
         "log_level": "info",
         "die_with_parent": False,
     }

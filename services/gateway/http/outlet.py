@@ -115,7 +115,9 @@ class Outlet:
         return bool(self._chunks)
 
     def write(self, chunk: bytes) -> None:
-        """Something for the client."""
+        """Something for the client. Dropped when that is gone."""
+        if self.disconnected:
+            return
         self._chunks.append(chunk)
         memory = self._memory
         self.held_bytes += len(chunk)

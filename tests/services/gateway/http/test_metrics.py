@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from typing import Any
 
 import pytest
 
 from services.gateway import admission
-from services.gateway.metrics import Histogram
+from services.gateway.metrics import GatewayMetrics, Histogram
 from shared import subjects
 from shared.messages.load import LoadReport
 from tests.services.gateway.cluster import say
@@ -102,3 +103,25 @@ def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
     for value in (0.5, 1.0, 1.5, 9.0):
         histogram.observe(value)
     assert histogram.cumulative() == ([("1.0", 2.0), ("2.0", 3.0), ("+Inf", 4.0)], 12.0)
+
+
+async def test_scrapes_at_once_share_their_rendering_and_see_what_was_before_them(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered: list[bool] = []
+    families = GatewayMetrics.families
+
+    def noted(self: GatewayMetrics, gauges: Any) -> Any:
+        rendered.append(threading.current_thread() is threading.main_thread())
+        return families(self, gauges)
+
+    monkeypatch.setattr(GatewayMetrics, "families", noted)
+
+    async def scrape_after(number: int) -> float:
+        stack.gateway.metrics.count_cut("test")
+        before = stack.gateway.metrics.cuts["test"]
+        return (await scrape(stack))['blitz_gateway_cut_off_total{reason="test"}'] - before
+
+    assert min(await asyncio.gather(*(scrape_after(number) for number in range(20)))) >= 0
+    assert not any(rendered)
+    assert len(rendered) < 20

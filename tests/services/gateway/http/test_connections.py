@@ -1,0 +1,136 @@
+"""Clients that connect and do not send, or never end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.gateway.server import room_for_connections
+from tests.services.gateway.conftest import Stack, StackFactory
+from tests.services.gateway.http.test_refusals import TEXT, check
+
+Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def connect(stack: Stack, sent: bytes = b"") -> Client:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rpartition(":")[2]))
+    writer.write(sent)
+    return reader, writer
+
+
+async def closed(client: Client) -> bytes:
+    """What came before the gateway closed the connection."""
+    reader, writer = client
+    try:
+        async with asyncio.timeout(5):
+            got = await reader.read()
+    except ConnectionResetError:
+        got = b""
+    writer.close()
+    return got
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /live HTTP/1.1\r\nHost"])
+async def test_headers_that_do_not_come_in_time_end_the_connection(make_stack: StackFactory, sent: bytes) -> None:
+    stack = await make_stack(read_timeout_s=0.2)
+    assert await closed(await connect(stack, sent)) == b""
+    assert stack.gateway.metrics.cuts == {"read_timeout": 1}
+
+
+async def test_bytes_that_trickle_in_do_not_extend_the_time(make_stack: StackFactory) -> None:
+    stack = await make_stack(read_timeout_s=0.3)
+    reader, writer = await connect(stack)
+
+    async def trickle() -> None:
+        for byte in b"GET /" + b"a" * 10_000:
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.02)
+
+    task = asyncio.create_task(trickle())
+    assert await closed((reader, writer)) == b""
+    task.cancel()
+    assert stack.gateway.metrics.cuts == {"read_timeout": 1}
+
+
+async def test_a_body_that_does_not_come_in_time_is_408_and_the_connection_ends(make_stack: StackFactory) -> None:
+    stack = await make_stack(read_timeout_s=0.2)
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{{".encode()
+    answer = await closed(await connect(stack, head))
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"code":"request_timeout"' in answer
+    assert stack.gateway.request_memory.used_bytes == 0
+
+
+async def test_headers_without_end_are_cut_off(stack: Stack) -> None:
+    endless = b"GET /live HTTP/1.1\r\n" + b"a: " + b"x" * 70_000
+    assert await closed(await connect(stack, endless)) == b""
+    assert stack.gateway.metrics.cuts == {"head_too_large": 1}
+
+
+async def test_a_body_behind_an_answer_is_read_for_a_while_and_then_no_more(
+    make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.http.connection.LINGER_S", 0.2)
+    stack = await make_stack(max_body_bytes=2000)
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n".encode()
+    reader, writer = await connect(stack, head)
+
+    async def send() -> None:
+        while True:
+            writer.write(b"x")
+            await asyncio.sleep(0.01)
+
+    task = asyncio.create_task(send())
+    assert (await closed((reader, writer))).startswith(b"HTTP/1.1 413 ")
+    task.cancel()
+
+
+async def test_the_longest_idle_connection_makes_room_for_a_new_one(make_stack: StackFactory) -> None:
+    stack = await make_stack(max_connections=20)
+    worker = stack.workers[0]
+    worker.pause_after = 1
+    streaming = asyncio.create_task(
+        stack.http.post(TEXT, json={"model": "tiny", "prompt": "a", "max_tokens": 3}, timeout=10)
+    )
+    await stack.until(lambda: worker.submits)
+    idle = [await connect(stack) for _ in range(60)]
+    async with asyncio.timeout(5):
+        assert (await stack.http.get("/live")).status_code == 200
+    assert len(stack.server.server_state.connections) <= 20
+    assert stack.gateway.metrics.cuts["too_many_connections"] >= 40
+    assert await closed(idle[0]) == b""
+    worker.resume.set()
+    assert (await streaming).status_code == 200
+    for _, writer in idle:
+        writer.close()
+
+
+async def test_a_connection_serves_request_after_request(make_stack: StackFactory) -> None:
+    stack = await make_stack(read_timeout_s=0.3)
+    reader, writer = await connect(stack)
+    for _ in range(5):
+        writer.write(b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        await reader.readuntil(b'{"status":"ok"}')
+        await asyncio.sleep(0.1)
+    writer.write(b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n" * 3)
+    for _ in range(3):
+        await reader.readuntil(b'{"status":"ok"}')
+    writer.close()
+    assert stack.gateway.metrics.cuts == {}
+
+
+async def test_too_large_a_body_can_still_read_its_refusal(make_stack: StackFactory) -> None:
+    stack = await make_stack(max_body_bytes=2000)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b"x" * 10_000
+
+    check(await stack.http.post(TEXT, content=chunks()), 413, "invalid_request_error", "payload_too_large")
+
+
+def test_open_files_are_raised_to_what_connections_need() -> None:
+    assert room_for_connections(100) == 100

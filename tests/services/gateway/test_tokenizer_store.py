@@ -1,0 +1,126 @@
+"""Tokenizers come when first used, once for all who wait, and go when they are not used."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from services.gateway import tokenizer_store
+from services.gateway.tokenizer import ModelTokenizer, load_tokenizer
+from services.gateway.tokenizer_store import TokenizerStore
+from shared.errors import BadCheckpoint
+from shared.messages.registry import ModelRecord
+from tests.services.gateway.checkpoint import model_record, write_checkpoint
+from tests.services.gateway.conftest import Stack, StackFactory
+
+MIB = 1024 * 1024
+
+
+@dataclass
+class Loads:
+    """What was loaded, and in which threads."""
+
+    folders: list[str] = field(default_factory=list)
+    threads: set[str] = field(default_factory=set)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Loads:
+    seen = Loads()
+
+    def noted(folder: Path) -> ModelTokenizer:
+        seen.folders.append(folder.name)
+        seen.threads.add(threading.current_thread().name)
+        return load_tokenizer(folder)
+
+    monkeypatch.setattr(tokenizer_store, "load_tokenizer", noted)
+    return seen
+
+
+@dataclass
+class Clock:
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def store(clock: Clock) -> AsyncIterator[TokenizerStore]:
+    store = TokenizerStore(max_bytes=2 * MIB, idle_s=60.0, clock=clock)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> list[ModelRecord]:
+    return [model_record(write_checkpoint(tmp_path / name), name) for name in ("a", "b", "c")]
+
+
+async def test_all_who_wait_share_one_load_in_a_thread(
+    store: TokenizerStore, records: list[ModelRecord], loads: Loads
+) -> None:
+    tokenizers = await asyncio.gather(*(store.get(records[0]) for _ in range(20)))
+    assert len(set(map(id, tokenizers))) == 1
+    assert loads.folders == ["a"]
+    assert threading.main_thread().name not in loads.threads
+
+
+async def test_the_one_not_used_for_the_longest_time_makes_room(
+    store: TokenizerStore, records: list[ModelRecord], loads: Loads
+) -> None:
+    for index in (0, 1, 0, 2):
+        await store.get(records[index])
+    assert (len(store), store.num_bytes) == (2, 2 * MIB)
+    await store.get(records[0])
+    assert loads.folders == ["a", "b", "c"]
+    await store.get(records[1])
+    assert loads.folders == ["a", "b", "c", "b"]
+
+
+async def test_unused_ones_go_after_a_while(store: TokenizerStore, records: list[ModelRecord], clock: Clock) -> None:
+    await store.get(records[0])
+    clock.now_s = 50.0
+    await store.get(records[1])
+    clock.now_s = 61.0
+    store.sweep()
+    assert (len(store), store.num_bytes) == (1, MIB)
+
+
+async def test_those_of_other_models_go_and_a_load_that_somebody_waits_for_ends(
+    store: TokenizerStore, records: list[ModelRecord]
+) -> None:
+    waiting = asyncio.create_task(store.get(records[0]))
+    await asyncio.sleep(0)
+    store.forget_others(records[1:])
+    assert await waiting
+    assert (len(store), store.num_bytes) == (0, 0)
+
+
+async def test_a_failed_load_is_tried_again(store: TokenizerStore, records: list[ModelRecord], loads: Loads) -> None:
+    path = Path(records[0].path) / "tokenizer.json"
+    content = path.read_text()
+    path.write_text("{")
+    for _ in range(2):
+        with pytest.raises(BadCheckpoint):
+            await store.get(records[0])
+    path.write_text(content)
+    assert await store.get(records[0])
+    assert loads.folders == ["a"] * 3
+
+
+async def test_a_gateway_loads_no_tokenizer_before_it_is_used(make_stack: StackFactory) -> None:
+    stack: Stack = await make_stack()
+    assert len(stack.gateway.tokenizers) == 0
+    await stack.http.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
+    assert len(stack.gateway.tokenizers) == 1
