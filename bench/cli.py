@@ -51,6 +51,12 @@ def gateway(context: typer.Context) -> None:
     _hand_over(context, "bench.gateway.cli")
 
 
+@app.command("hostile", context_settings=_PASS_ON, add_help_option=False)
+def hostile(context: typer.Context) -> None:
+    """What hostile clients, all at once, do to another client's first token and to the gateway's memory."""
+    _hand_over(context, "bench.hostile.cli")
+
+
 @app.command("plan", context_settings=_PASS_ON, add_help_option=False)
 def plan(context: typer.Context) -> None:
     """How long the multicast planner thinks at a thousand and ten thousand GPUs."""

@@ -115,7 +115,7 @@ class _Load:
 
 async def measure(spec: LoadSpec) -> LoadResult:
     """Run ``spec`` against its endpoint. Raises ``BlitzError`` where that is none."""
-    client = StreamClient(Endpoint.of(spec.url))
+    client = StreamClient(Endpoint.of(spec.url), api_key=spec.api_key)
     try:
         card = await choose_model(client, None, timeout_s=spec.timeout_s)
         load = _Load(spec, client, card.id)

@@ -24,6 +24,7 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     measure_s: float
     interval_s: float = 0.0
     timeout_s: float = 20.0
+    api_key: str = ""
 
 
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):

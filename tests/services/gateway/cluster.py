@@ -102,6 +102,15 @@ class FakeWorker:
             await subscription.close()
         self._subscriptions = []
 
+    def forget(self) -> None:
+        """Drop what ended, and what was noted of it."""
+        for noted in (self.submits, self.cancels, self.resends, self.acks):
+            noted.clear()
+        for key in [key for key, task in self._tasks.items() if task.done()]:
+            del self._tasks[key]
+            self._sent.pop(key, None)
+            self._gateway.pop(key[0], None)
+
     async def take_over(self, submit: Submit, source: FakeWorker, *, silently: bool = False) -> None:
         """Own a request of ``source`` under the same attempt, say so unless ``silently``, and go on with it."""
         submit = self._taken(submit, source, repeated=0)

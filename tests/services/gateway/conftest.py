@@ -45,6 +45,12 @@ class Stack:
     """An ``AsyncOpenAI``; its overloads do not take plain dictionaries."""
     server: Server
 
+    def forget(self) -> None:
+        """Drop what the doubles remember."""
+        for worker in self.workers:
+            worker.forget()
+        self.pool.added.clear()
+
     async def until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
         """Wait for something to become true."""
         async with asyncio.timeout(timeout_s):

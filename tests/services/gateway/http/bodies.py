@@ -1,0 +1,102 @@
+"""Bodies that no client should send, drawn by hypothesis: malformed, oversized, odd."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.services.gateway.http.test_field_types import CHAT_FIELDS, TEXT_FIELDS
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(min_value=-(10**400), max_value=10**400),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=20),
+    st.sampled_from(["", "text", "user", "\u0000", "\ud7ff", "\U0001f600", "x" * 5000, "1", "-1", "auto", "none"]),
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=5), st.dictionaries(st.text(max_size=8) | st.sampled_from(["type", "text"]), inner)
+    ),
+    max_leaves=12,
+)
+long_lists = st.builds(lambda item, count: [item] * count, scalars, st.sampled_from([65, 257, 1025, 4097, 20_000]))
+odd = st.one_of(values, long_lists)
+messages = st.lists(
+    st.one_of(
+        values,
+        st.fixed_dictionaries(
+            {"role": st.sampled_from(["user", "assistant", "king"]) | values, "content": st.text(max_size=30) | odd},
+            optional={"name": odd, "tool_calls": odd},
+        ),
+    ),
+    max_size=4,
+)
+
+
+def _objects(base: dict[str, Any], fields: list[str]) -> st.SearchStrategy[bytes]:
+    extra = st.dictionaries(st.sampled_from(fields) | st.text(max_size=10), odd, max_size=4)
+    return extra.map(lambda drawn: json.dumps({**base, **drawn}).encode())
+
+
+def _broken(bodies: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    """Cut, doubled, or with a byte changed."""
+    return st.builds(
+        lambda body, at, byte, how: (
+            body[: at % (len(body) + 1)]
+            if how == 0
+            else body + body
+            if how == 1
+            else body[: at % (len(body) + 1)] + bytes([byte]) + body[at % (len(body) + 1) + 1 :]
+        ),
+        bodies,
+        st.integers(min_value=0, max_value=2**20),
+        st.integers(min_value=0, max_value=255),
+        st.integers(min_value=0, max_value=2),
+    )
+
+
+_RAW = st.one_of(
+    st.binary(max_size=200),
+    st.sampled_from(
+        [
+            b"", b"[" * 5000, b'{"a":' * 5000, b"null", b'"', b"{" + b'"a":1,' * 5000 + b'"a":1}',
+            b'{"model":"tiny","prompt":[' + b"[1]," * 5000 + b"[1]]}",
+            b'{"model":"tiny","prompt":[' + b"1," * 300_000 + b"1]}",
+            b'{"model":"tiny","prompt":"a","stop_token_ids":[' + b"1," * 700_000 + b"1]}",
+            b'{"model":"tiny","messages":[' + b"{}," * 200_000 + b"{}]}",
+            b'{"model":"tiny","messages":[{"role":"user","content":"' + b"a\\n" * 400_000 + b'"}]}',
+            b'{"model":"tiny","prompt":"' + b"\\u0000" * 100_000 + b'"}',
+            b'{"model":"tiny","prompt":"a","x":"\\ud800"}',
+        ]
+    ),
+)  # fmt: skip
+
+chat = st.one_of(
+    _objects({"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}, CHAT_FIELDS),
+    messages.map(lambda drawn: json.dumps({"model": "tiny", "messages": drawn}).encode()),
+)
+text = st.one_of(
+    _objects({"model": "tiny", "prompt": "a"}, TEXT_FIELDS),
+    odd.map(lambda drawn: json.dumps({"model": "tiny", "prompt": drawn}).encode()),
+)
+add_model = _objects({"path": "/m"}, ["path", "name", "min_instances", "max_instances", "slo_ttft_s", "slo_tbt_s"])
+scale = _objects({"instances": 1}, ["instances", "hold_s", "live", "role"])
+
+
+def hostile(bodies: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    """Those bodies, the same broken, and bytes that are none."""
+    return st.one_of(bodies, bodies, _broken(bodies), _RAW)
+
+
+paths = st.text(st.characters(codec="ascii", exclude_categories=["Cc", "Zs"]), max_size=30).map(
+    lambda drawn: "/" + drawn.replace("#", "").replace("?", "")
+)
+queries = st.text(st.characters(codec="ascii", exclude_categories=["Cc", "Zs"]), max_size=20).map(
+    lambda drawn: drawn.replace("#", "")
+)

@@ -1,0 +1,164 @@
+"""Whatever a client sends to whatever route: a typed answer, soon, and the gateway goes on as it was.
+
+A few cases per route by default; ``BLITZ_TEST_HOSTILE_CASES=10000`` makes that many in all, at least 200 per route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from shared import subjects
+from shared.errors import PlanNotFound
+from shared.messages.scaling import (
+    GetScaleRecord,
+    ListScaleRecords,
+    ScaleRecord,
+    ScaleRecords,
+    StartScale,
+)
+from tests.services.gateway.conftest import Stack
+from tests.services.gateway.http import bodies
+from tests.services.gateway.http.test_field_types import fault
+from tests.services.gateway.http.test_refusals import CHAT, TEXT
+
+CASES = int(os.environ.get("BLITZ_TEST_HOSTILE_CASES", "0"))
+MIN_CASES_PER_ROUTE = 200
+SHORT_CASES_PER_ROUTE = 15
+MAX_ANSWER_S = 1.0 if CASES else 10.0
+"""The short form also runs where other tests take the machine's time."""
+MAX_GROWTH_BYTES = 64 * 1024 * 1024
+JSON = {"content-type": "application/json"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request."""
+
+    method: str
+    path: str
+    body: bytes = b""
+
+
+def posts(path: str, drawn: st.SearchStrategy[bytes]) -> st.SearchStrategy[Case]:
+    return bodies.hostile(drawn).map(lambda body: Case("POST", path, body))
+
+
+def gets(path: str, method: str = "GET") -> st.SearchStrategy[Case]:
+    """With a query, and a body that nobody asked for."""
+    return st.builds(lambda query, body: Case(method, f"{path}?{query}", body), bodies.queries, st.binary(max_size=50))
+
+
+def below(path: str, method: str = "GET", behind: str = "") -> st.SearchStrategy[Case]:
+    return bodies.paths.map(lambda rest: Case(method, f"{path}{rest}{behind}"))
+
+
+ROUTES: dict[str, st.SearchStrategy[Case]] = {
+    "chat": posts(CHAT, bodies.chat),
+    "completions": posts(TEXT, bodies.text),
+    "models": gets("/v1/models"),
+    "model": below("/v1/models"),
+    "add_model": posts("/admin/models", bodies.add_model),
+    "remove_model": below("/admin/models", "DELETE"),
+    "scale": posts("/admin/models/tiny/scale", bodies.scale),
+    "scale_other": below("/admin/models", "POST", "/scale"),
+    "status": gets("/admin/status"),
+    "pool": gets("/admin/pool"),
+    "admin_models": gets("/admin/models"),
+    "records": st.builds(lambda limit: Case("GET", f"/admin/scale?limit={limit}"), bodies.queries),
+    "record": st.builds(
+        lambda rest, wait: Case("GET", f"/admin/scale{rest}?wait_s={wait}"), bodies.paths, bodies.queries
+    ),
+    "health": gets("/health"),
+    "ready": gets("/ready"),
+    "live": gets("/live"),
+    "metrics": gets("/metrics"),
+    "unknown": st.builds(
+        Case,
+        st.sampled_from(["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]),
+        bodies.paths,
+        st.binary(max_size=99),
+    ),
+}
+
+
+async def planner(stack: Stack) -> None:
+    """One that has done nothing yet."""
+    bus = stack.broker.bus("planner")
+
+    def refuse(request: Any) -> ScaleRecord:
+        raise PlanNotFound("no such plan")
+
+    await bus.respond(subjects.planner("scale"), StartScale, refuse)
+    await bus.respond(subjects.planner("record"), GetScaleRecord, refuse)
+    await bus.respond(subjects.planner("records"), ListScaleRecords, lambda request: ScaleRecords(records=()))
+
+
+def cases_of(name: str, count: int) -> list[Case]:
+    """Cases of a route, as hypothesis draws them."""
+    drawn: list[Case] = []
+
+    @settings(
+        max_examples=count, database=None, derandomize=True, phases=[Phase.generate], deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(ROUTES[name])
+    def draw(case: Case) -> None:
+        drawn.append(case)
+
+    draw()
+    while len(drawn) < count:
+        # A route of few inputs has no more different ones.
+        drawn += drawn[: count - len(drawn)]
+    return drawn
+
+
+async def wrong_with(stack: Stack, case: Case) -> str:
+    """What is wrong with the answer to a case; empty if nothing is."""
+    began_s = time.monotonic()
+    response = await stack.http.request(case.method, case.path, content=case.body, headers=JSON)
+    took_s = time.monotonic() - began_s
+    if took_s > MAX_ANSWER_S:
+        return f"answered after {took_s:.2f} s"
+    if case.path.startswith(("/live", "/health", "/ready", "/metrics")) and response.status_code == 200:
+        return ""
+    return fault(response)
+
+
+@pytest.mark.timeout(3600 if CASES else 120)
+async def test_no_request_is_a_fault_takes_long_or_leaves_anything_behind(stack: Stack) -> None:
+    await planner(stack)
+    count = max(MIN_CASES_PER_ROUTE, CASES // len(ROUTES) + 1) if CASES else SHORT_CASES_PER_ROUTE
+    cases = [case for name in ROUTES for case in cases_of(name, count)]
+    random.Random(0).shuffle(cases)
+    process = psutil.Process()
+    warm_up = len(cases) // 10
+    found, before_bytes = [], 0
+    for number, case in enumerate(cases):
+        if number == warm_up:
+            gc.collect()
+            stack.forget()
+            before_bytes = process.memory_info().rss
+        wrong = await wrong_with(stack, case)
+        if wrong:
+            found.append(f"{case.method} {case.path} {case.body[:200]!r}: {wrong[:300]}")
+    stack.forget()
+    gc.collect()
+    grown_bytes = process.memory_info().rss - before_bytes
+    assert found == []
+    assert grown_bytes < MAX_GROWTH_BYTES
+    await stack.until(lambda: stack.gateway.dispatcher.num_active == 0)
+    assert stack.gateway.request_memory.used_bytes == stack.gateway.response_memory.used_bytes == 0
+    async with asyncio.timeout(5):
+        answer = await stack.http.post(TEXT, json={"model": "tiny", "prompt": "a"})
+    assert answer.json()["choices"][0]["text"] == "hello"
