@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
+from shared.bus.base import Bus
 from shared.errors import BlitzError, Unavailable
 from shared.health import HealthServer
 
@@ -21,6 +22,8 @@ _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _EXIT_ERROR = 1
 _EXIT_FORCED = 130
+_CLEAN_UP_S = 5.0
+"""What a service may take to end once its bus is gone: nothing that it would wait for can come."""
 
 
 class Lifecycle:
@@ -29,16 +32,36 @@ class Lifecycle:
     def __init__(self) -> None:
         self.stopping = asyncio.Event()
         """Set by the first SIGTERM or SIGINT: drain and return."""
-        self._ready = False
+        self._ready = asyncio.Event()
+        self._bus: Bus | None = None
+        self._has_bus = asyncio.Event()
 
     @property
     def ready(self) -> bool:
-        """Whether new work may come. False as soon as the process is stopping."""
-        return self._ready and not self.stopping.is_set()
+        """Whether new work may come. False as soon as the process is stopping, and while its bus is disconnected."""
+        connected = self._bus is None or self._bus.connected_since_s is not None
+        return self._ready.is_set() and connected and not self.stopping.is_set()
 
     @ready.setter
     def ready(self, value: bool) -> None:
-        self._ready = value
+        self._ready = asyncio.Event()
+        if value:
+            self._ready.set()
+
+    def ready_when(self, subscribed: asyncio.Event) -> None:
+        """Ready from when this is set: the service hears what it is asked, and can answer."""
+        self._ready = subscribed
+
+    def depend_on(self, bus: Bus) -> None:
+        """Not ready while this connection is down; the process ends when it is gone for good."""
+        self._bus = bus
+        self._has_bus.set()
+
+    async def bus_lost(self) -> str:
+        """Wait until the bus is gone for good; returns why."""
+        await self._has_bus.wait()
+        assert self._bus is not None
+        return await self._bus.wait_lost()
 
     async def wait_stopping(self) -> None:
         """Return when the process must stop."""
@@ -60,7 +83,8 @@ def run_service(
     """Run ``main`` until it returns, and give the process's exit code.
 
     The first SIGTERM or SIGINT sets ``stopping``; a second one ends the process at once. A
-    ``BlitzError`` out of ``main`` is one line on stderr and code 1. ``health_port`` 0: no endpoint.
+    ``BlitzError`` out of ``main`` is one line on stderr and code 1, and so is a bus that is gone for good
+    (``Lifecycle.depend_on``): then ``main`` is cancelled. ``health_port`` 0: no endpoint.
     """
     try:
         configure_logging(name, log_level)
@@ -80,7 +104,7 @@ async def _run(name: str, main: Main, health_host: str, health_port: int) -> int
     if health is not None:
         health.start(health_host, health_port)
     try:
-        await main(lifecycle)
+        await _run_while_connected(name, main, lifecycle)
     except BlitzError:
         raise
     except Exception:  # noqa: BLE001 - whatever it is ends the process: say so in the log, with the traceback
@@ -92,6 +116,25 @@ async def _run(name: str, main: Main, health_host: str, health_port: int) -> int
             await asyncio.to_thread(health.stop)
     _log.info("stopped")
     return 0
+
+
+async def _run_while_connected(name: str, main: Main, lifecycle: Lifecycle) -> None:
+    """Raises ``Unavailable`` when the bus is gone for good: a new process may be let in again, this one is not."""
+    work = asyncio.ensure_future(main(lifecycle))
+    lost = asyncio.create_task(lifecycle.bus_lost())
+    try:
+        await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        work.cancel()
+        reason = f"the connection to NATS is gone for good ({lost.result()}): this process ends and must be restarted"
+        if not (await asyncio.wait({work}, timeout=_CLEAN_UP_S))[0]:
+            _log.critical("%s: %s", name, reason)
+            logging.shutdown()
+            os._exit(_EXIT_ERROR)
+        raise Unavailable(reason)
+    finally:
+        lost.cancel()
 
 
 def _handle_signals(lifecycle: Lifecycle) -> None:

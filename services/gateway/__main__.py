@@ -29,6 +29,7 @@ def main() -> int:
         flush = setup_telemetry("gateway", config.gateway_id)
         try:
             bus = await NatsBus.connect(config.nats_url, name="gateway")
+            lifecycle.depend_on(bus)
             try:
                 gateway = Gateway(bus, config)
                 limits = gateway.connection_limits(room_for_connections(config.max_connections))

@@ -23,9 +23,10 @@ def main() -> int:
     async def serve(lifecycle: Lifecycle) -> None:
         flush = setup_telemetry("monitor")
         bus = await NatsBus.connect(config.nats_url, name="monitor")
+        lifecycle.depend_on(bus)
         try:
-            lifecycle.ready = True
             monitor = MonitorService(bus, config.policy, interval_s=config.interval_s, repeat_s=config.repeat_s)
+            lifecycle.ready_when(monitor.subscribed)
             await monitor.run(lifecycle.stopping)
         finally:
             lifecycle.ready = False

@@ -20,7 +20,8 @@ from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.messages.common import Role
 from shared.messages.load import Demand, LoadReport, QueueReport
-from shared.messages.registry import Floor, GetSnapshot, ModelRecord, RouteTable, Snapshot, WorkerRecord
+from shared.messages.registry import Floor, ModelRecord, RouteTable, WorkerRecord
+from shared.registry import RegistryReader
 from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,9 @@ class MonitorService:
         self._policy = policy
         self._interval_s = interval_s
         self._repeat_s = repeat_s
+        self.subscribed = asyncio.Event()
+        """Set once load is heard."""
+        self._registry = RegistryReader(bus)
         self._models: dict[str, _Model] = {}
         self._publisher = f"monitor-{secrets.token_hex(4)}"
         self._sequence = 0
@@ -83,15 +87,19 @@ class MonitorService:
             await self._bus.subscribe(subjects.queue(), QueueReport, self._on_queue),
             await self._bus.subscribe(subjects.routes(), RouteTable, self._on_routes),
         ]
+        self.subscribed.set()
         self._refresh.set()
         next_snapshot_s = 0.0
         try:
             while not stopping.is_set():
-                if self._refresh.is_set() or time.monotonic() >= next_snapshot_s:
+                # Cut off from the bus, nothing is known of the load, and nobody hears what is said about it.
+                connected = self._bus.connected_since_s is not None
+                if connected and (self._refresh.is_set() or time.monotonic() >= next_snapshot_s):
                     self._refresh.clear()
                     next_snapshot_s = time.monotonic() + SNAPSHOT_INTERVAL_S
                     await self._take_snapshot()
-                await self._evaluate()
+                if self._bus.connected_since_s is not None:
+                    await self._evaluate(self._bus.connected_since_s)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._interval_s):
                         await stopping.wait()
@@ -116,29 +124,18 @@ class MonitorService:
         self._refresh.set()
 
     async def _take_snapshot(self) -> None:
-        models: dict[str, ModelRecord] = {}
-        floors: dict[tuple[str, Role], Floor] = {}
-        workers: list[WorkerRecord] = []
-        after = ""
         try:
-            while True:
-                request = GetSnapshot(after_worker_id=after)
-                page = await self._bus.request(subjects.pool("snapshot"), request, Snapshot, timeout_s=2.0)
-                models.update({m.name: m for m in page.models})
-                floors.update({(f.model, f.role): f for f in page.floors})
-                workers.extend(page.workers)
-                after = page.next_worker_id
-                if not after:
-                    break
+            view = await self._registry.read(timeout_s=2.0)
         except BlitzError as error:
             level = logging.WARNING if self._models else logging.DEBUG
             log.log(level, "no snapshot from the pool (%s): deciding on the last one", error)
             return
+        models = view.models
         for name in set(self._models) - set(models):
             del self._models[name]
             self._desired_gauge.remove(name)
             self._needed_gauge.remove(name)
-        observed = _observed(models, workers)
+        observed = _observed(models, view.workers)
         for name, record in models.items():
             known = self._models.get(name)
             if known is None or known.record.model_hash != record.model_hash:
@@ -146,13 +143,13 @@ class MonitorService:
             known.record = record
             for role, group in known.groups.items():
                 group.observed = observed[name, role]
-                group.floor = floors.get((name, role))
+                group.floor = view.floors.get((name, role))
 
-    async def _evaluate(self) -> None:
+    async def _evaluate(self, connected_since_s: float) -> None:
         now_s = time.monotonic()
         for name, model in sorted(self._models.items()):
             for role, group in model.groups.items():
-                verdict = self._verdict(model, role, group, now_s)
+                verdict = self._verdict(model, role, group, now_s, connected_since_s)
                 low = model.record.min_instances if role == "colocated" else 0
                 if group.floor is not None:
                     low = max(low, group.floor.instances)
@@ -170,9 +167,15 @@ class MonitorService:
                 await self._send(name, role, group, verdict, desired)
                 group.sent, group.sent_at_s = desired, now_s
 
-    def _verdict(self, model: _Model, role: Role, group: _Group, now_s: float) -> Verdict:
+    def _verdict(self, model: _Model, role: Role, group: _Group, now_s: float, connected_since_s: float) -> Verdict:
         if role == "colocated":
-            return model.demand.evaluate(now_s, group.observed, slo_ttft_s=model.record.slo_ttft_s)
+            return model.demand.evaluate(
+                now_s,
+                group.observed,
+                slo_ttft_s=model.record.slo_ttft_s,
+                slo_tbt_s=model.record.slo_tbt_s,
+                connected_since_s=connected_since_s,
+            )
         desired = group.floor.instances if group.floor else group.observed
         return Verdict(desired, desired, "asked for by hand")
 
@@ -197,7 +200,8 @@ class MonitorService:
                 reason=verdict.reason,
             )
             try:
-                await self._bus.publish(subjects.demand(), demand)
+                # Never later: what was wanted before an outage says nothing about what is wanted after it.
+                await self._bus.publish(subjects.demand(), demand, buffer=False)
             except BlitzError as error:
                 log.warning("demand for %s not published: %s", name, error)
                 return

@@ -23,8 +23,8 @@ def main() -> int:
     async def serve(lifecycle: Lifecycle) -> None:
         flush = setup_telemetry("planner")
         bus = await NatsBus.connect(config.nats_url, name="planner")
+        lifecycle.depend_on(bus)
         try:
-            lifecycle.ready = True
             planner = PlannerService(
                 bus,
                 lease_ttl_s=config.lease_ttl_s,
@@ -34,6 +34,7 @@ def main() -> int:
                 busy_nic_share=config.busy_nic_share,
                 live=config.live,
             )
+            lifecycle.ready_when(planner.subscribed)
             await planner.run(lifecycle.stopping)
         finally:
             lifecycle.ready = False

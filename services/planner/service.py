@@ -69,6 +69,8 @@ class PlannerService:
         a target slower than this on average is given up. ``knows_flows``: avoid NICs in use, which are those that
         carry more than ``busy_nic_share`` of their bandwidth. ``live``: None takes the usual settings."""
         self._bus = bus
+        self.subscribed = asyncio.Event()
+        """Set once demand and requests are heard."""
         self._operations = Operations()
         self._pairing = Pairing(bus, self._operations, live or LiveSettings(), metrics)
         self._splitter = Splitter(bus, self._operations, metrics)
@@ -108,6 +110,7 @@ class PlannerService:
             await self._bus.respond(subjects.planner("record"), GetScaleRecord, self._on_get_record),
             await self._bus.respond(subjects.planner("records"), ListScaleRecords, self._on_list_records),
         ]
+        self.subscribed.set()
         try:
             while not stopping.is_set():
                 self._pairing.forget()

@@ -24,10 +24,11 @@ def main() -> int:
     async def serve(lifecycle: Lifecycle) -> None:
         flush = setup_telemetry("pool")
         bus = await NatsBus.connect(config.nats_url, name="pool")
+        lifecycle.depend_on(bus)
         store = Store.connect(config.redis_url)
         try:
-            lifecycle.ready = True
             pool = PoolService(bus, store, lease_s=config.lease_s, seat=config.seat, model_roots=config.model_roots)
+            lifecycle.ready_when(pool.ready)
             await pool.run(lifecycle.stopping)
         finally:
             lifecycle.ready = False

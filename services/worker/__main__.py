@@ -45,14 +45,14 @@ def main() -> int:
                 raise BlitzError("BLITZ_WORKER_DEVICE=cuda: this build serves on the CPU only")
         flush = setup_telemetry("worker", config.worker_id)
         bus = await NatsBus.connect(config.nats_url, name=f"worker-{config.worker_id}")
+        lifecycle.depend_on(bus)
         transport = UcxTransport.start(name=config.worker_id, on_failure=lambda error: fatal(str(error)))
         try:
             node = await asyncio.to_thread(discover, config)
             logging.getLogger("worker").info("%s", node.describe())
             service = WorkerService(bus, transport, config, pid=os.getpid(), fatal=fatal, node=node)
-            ready = asyncio.create_task(_follow_readiness(service, lifecycle))
+            lifecycle.ready_when(service.registered)
             await service.run(lifecycle.stopping)
-            ready.cancel()
         finally:
             lifecycle.ready = False
             await transport.close()
@@ -67,11 +67,6 @@ def main() -> int:
         health_host=config.health_host,
         die_with_parent=config.die_with_parent,
     )
-
-
-async def _follow_readiness(service: WorkerService, lifecycle: Lifecycle) -> None:
-    await service.registered.wait()
-    lifecycle.ready = True
 
 
 if __name__ == "__main__":

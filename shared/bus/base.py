@@ -46,9 +46,13 @@ class Bus(Protocol):
         Silence of a peer counts only while this has been up for a full lease.
         """
 
-    async def publish(self, subject: str, message: Message) -> None:
+    async def publish(self, subject: str, message: Message, *, buffer: bool = True) -> None:
         """Fire and forget. Raises ``PayloadTooLarge``; while disconnected, ``Unavailable``
-        once the outgoing buffer is full."""
+        once the outgoing buffer is full.
+
+        Without ``buffer`` it is for now or never, and ``Unavailable`` is raised at once while disconnected: nothing
+        that was said about the time before an outage is heard after it.
+        """
 
     async def flush(self) -> None:
         """Return when the server has what was published so far, or cannot be reached for a moment."""
@@ -69,6 +73,10 @@ class Bus(Protocol):
 
     async def subscribe_events(self, subject: str, kind: type[M], listener: AsyncListener[M]) -> Subscription:
         """Receive events appended from now on; each is acknowledged when ``listener`` returns."""
+
+    async def wait_lost(self) -> str:
+        """Wait until the connection has ended for good, other than by ``close``: nothing will bring it back. Returns
+        why."""
 
     async def close(self) -> None:
         """Flush what was published, await handlers, disconnect."""

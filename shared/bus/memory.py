@@ -69,6 +69,12 @@ class MemoryBroker:
             if name in (None, bus.name):
                 bus.go_up()
 
+    def lose(self, name: str, reason: str) -> None:
+        """End the connection of the buses of that name for good."""
+        for bus in self._buses:
+            if bus.name == name:
+                bus.lose(reason)
+
     def publish_raw(self, subject: str, payload: bytes, headers: Headers | None = None) -> None:
         """Any bytes, as a foreign client would send them."""
         loop = asyncio.get_running_loop()
@@ -107,6 +113,7 @@ class MemoryBus(Bus):
         self._up = asyncio.Event()
         self._connected_since_s: float | None = None
         self._closed = False
+        self._lost: asyncio.Future[str] | None = None
         self.go_up()
 
     @property
@@ -140,6 +147,13 @@ class MemoryBus(Bus):
             if isinstance(subscription, MemoryReading):
                 subscription.wake()
 
+    def lose(self, reason: str) -> None:
+        """The connection is gone, and will not come back."""
+        self.go_down()
+        self._closed = True
+        self._up.set()
+        self._lost_future().set_result(reason)
+
     def send(self, size_bytes: int, deliver: Callable[[], object]) -> None:
         """Do it now, or on reconnecting. Raises ``Unavailable`` when the buffer is full, or after ``close``."""
         if self._closed:
@@ -152,8 +166,10 @@ class MemoryBus(Bus):
         self._outgoing_bytes += size_bytes
         self._outgoing.append(deliver)
 
-    async def publish(self, subject: str, message: Message) -> None:
+    async def publish(self, subject: str, message: Message, *, buffer: bool = True) -> None:
         payload, headers = self._encoded(subject, message)
+        if not buffer and not self.is_up:
+            raise Unavailable(f"the bus is disconnected (publishing {subject})")
         self.send(len(payload), lambda: self.broker.publish_raw(subject, payload, headers))
 
     async def flush(self) -> None:
@@ -177,6 +193,7 @@ class MemoryBus(Bus):
         try:
             async with asyncio.timeout(timeout_s):
                 await self._up.wait()
+                self._check_open()
                 if not self.broker.request_raw(subject, payload, headers, on_reply):
                     raise NoResponder(f"nobody listens on {subject}")
                 reply_payload, reply_headers = await answered
@@ -199,6 +216,7 @@ class MemoryBus(Bus):
                 await self._up.wait()
         except TimeoutError as error:
             raise Unavailable(f"the plan stream took no event on {subject}: the bus is disconnected") from error
+        self._check_open()
         self.broker.append_raw(subject, payload, headers, message_id)
 
     async def subscribe_events(self, subject: str, kind: type[M], listener: AsyncListener[M]) -> Subscription:
@@ -207,6 +225,9 @@ class MemoryBus(Bus):
         self.broker.readers.add(subscription)  # type: ignore[arg-type]
         self._subscriptions.add(subscription)
         return subscription
+
+    async def wait_lost(self) -> str:
+        return await asyncio.shield(self._lost_future())
 
     async def close(self) -> None:
         for subscription in list(self._subscriptions):
@@ -217,6 +238,11 @@ class MemoryBus(Bus):
     def forget(self, subscription: Subscription) -> None:
         """A subscription was closed."""
         self._subscriptions.discard(subscription)
+
+    def _lost_future(self) -> asyncio.Future[str]:
+        if self._lost is None:
+            self._lost = asyncio.get_running_loop().create_future()
+        return self._lost
 
     def _check_open(self) -> None:
         if self._closed:

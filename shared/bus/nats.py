@@ -18,7 +18,7 @@ from opentelemetry import context as otel_context
 
 from shared.bus.base import AsyncListener, Bus, Listener, M, R, Responder, Subscription
 from shared.bus.nats_events import EventSubscription, PlanStream
-from shared.bus.nats_order import drain, round_trip
+from shared.bus.nats_order import drain, drop_unsent, round_trip
 from shared.bus.nats_service import RpcService
 from shared.bus.wire import (
     MalformedLog,
@@ -52,6 +52,9 @@ class NatsBus(Bus):
         self._up = asyncio.Event()
         self._connected_since_s: float | None = None
         self._last_error: Exception | None = None
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._unbuffered: set[str] = set()
+        """Subjects of messages that must not outlast an outage."""
         self._closing = False
 
     @classmethod
@@ -94,12 +97,17 @@ class NatsBus(Bus):
 
     @property
     def connected_since_s(self) -> float | None:
-        return self._connected_since_s
+        # The client knows of an outage before it says so: it closes the old connection first.
+        return self._connected_since_s if self._client.is_connected else None
 
-    async def publish(self, subject: str, message: Message) -> None:
+    async def publish(self, subject: str, message: Message, *, buffer: bool = True) -> None:
         payload = encode(message)
         headers = trace_headers()
         check_size(subject, payload, headers, self._client.max_payload)
+        if not buffer:
+            self._unbuffered.add(subject)
+            if self.connected_since_s is None:
+                raise Unavailable(f"NATS is disconnected (publishing {subject})")
         try:
             await self._client.publish(subject, payload, headers=headers)
         except nats.errors.OutboundBufferLimitError as error:
@@ -164,6 +172,9 @@ class NatsBus(Bus):
         self._events.add(subscription)
         return subscription
 
+    async def wait_lost(self) -> str:
+        return await asyncio.shield(self._lost)
+
     async def close(self) -> None:
         self._closing = True
         for subscription in list(self._subscriptions):
@@ -193,7 +204,11 @@ class NatsBus(Bus):
     async def _on_disconnect(self) -> None:
         self._connected_since_s = None
         self._up.clear()
-        if not self._closing:
+        drop_unsent(self._client, self._unbuffered)
+        reconnecting = asyncio.current_task()
+        if reconnecting is not None and reconnecting is self._client._reconnection_task:
+            reconnecting.add_done_callback(self._reconnection_ended)
+        if not self._closing and not self._client.is_closed:
             _log.warning("NATS is disconnected; reconnecting")
 
     async def _on_reconnect(self) -> None:
@@ -204,8 +219,22 @@ class NatsBus(Bus):
 
     async def _on_closed(self) -> None:
         self._connected_since_s = None
+        # Whoever waits for the connection learns from the client that it is closed.
+        self._up.set()
         if not self._closing:
-            _log.error("the NATS server closed the connection for good: %s", self._client.last_error)
+            reason = str(self._client.last_error or "without a reason")
+            _log.error("the NATS server closed the connection for good: %s", reason)
+            self._lose(reason)
+
+    def _reconnection_ended(self, task: asyncio.Task[None]) -> None:
+        """The client's task that reconnects is over: with a connection, or replaced, or by a fault of its own."""
+        if not task.cancelled() and task is self._client._reconnection_task and self._client.is_reconnecting:
+            self._up.set()
+            self._lose(f"the client gave up reconnecting: {task.exception()!r}")
+
+    def _lose(self, reason: str) -> None:
+        if not self._closing and not self._lost.done():
+            self._lost.set_result(reason)
 
     async def _on_error(self, error: Exception) -> None:
         # The client reports every failed attempt; one line per outage and reason is enough.

@@ -1,4 +1,5 @@
-"""What the client library leaves open: being sure that the server has seen what was sent, and that a task ends.
+"""What the client library leaves open: being sure that the server has seen what was sent, that a task ends, and that
+what is late is not sent at all.
 
 The client's own ``flush`` writes its PING ahead of commands that wait in its buffer, so it can return
 before the server knows of a subscription just made. A request queues behind them.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Collection
 
 import nats.errors
 from nats.aio.client import Client
@@ -33,6 +35,14 @@ async def drain(client: Client, subscription: Subscription) -> None:
             await subscription.drain()  # type: ignore[no-untyped-call]
         else:
             await subscription.unsubscribe()
+
+
+def drop_unsent(client: Client, subjects: Collection[str]) -> None:
+    """Take messages on these subjects out of what is to be sent once the connection is there again."""
+    starts = tuple(f"{verb} {subject} ".encode() for subject in subjects for verb in ("PUB", "HPUB"))
+    if starts:
+        client._pending = [command for command in client._pending if not command.startswith(starts)]
+        client._pending_data_size = sum(map(len, client._pending))
 
 
 async def end(task: asyncio.Task[None]) -> None:

@@ -140,6 +140,50 @@ def test_a_stuck_event_loop_is_not_live(start: Start) -> None:
     assert get(port, "/live")[0] == 503
 
 
+BUS = """
+from shared.bus.memory import MemoryBroker
+import shared.process
+async def with_bus(lifecycle, then):
+    broker = MemoryBroker()
+    lifecycle.depend_on(broker.bus("x"))
+    lifecycle.ready = True
+    print("up", flush=True)
+    await asyncio.sleep(0.1)
+    broker.disconnect()
+    assert not lifecycle.ready
+    broker.reconnect()
+    assert lifecycle.ready
+    asyncio.get_running_loop().call_later(0.1, broker.lose, "x", "not let in")
+    await then()
+"""
+
+
+def test_a_bus_gone_for_good_ends_the_service_after_it_has_cleaned_up(start: Start) -> None:
+    process = start(
+        f"{BUS}\nasync def clean():\n"
+        "    try:\n        await asyncio.sleep(60)\n    finally:\n        log.info('clean')\n"
+        "sys.exit(run_service('demo', lambda lifecycle: with_bus(lifecycle, clean)))"
+    )
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    clean, last = err.splitlines()[-2:]
+    assert clean.endswith("clean")
+    assert last.startswith("demo: ")
+    assert "gone for good (not let in)" in last
+
+
+def test_a_service_that_cannot_clean_up_without_its_bus_ends_all_the_same(start: Start) -> None:
+    process = start(
+        f"{BUS}\nshared.process._CLEAN_UP_S = 0.2\nasync def stuck():\n"
+        "    while True:\n        try:\n            await asyncio.sleep(60)\n"
+        "        except asyncio.CancelledError:\n            pass\n"
+        "sys.exit(run_service('demo', lambda lifecycle: with_bus(lifecycle, stuck)))"
+    )
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "gone for good (not let in)" in err.splitlines()[-1]
+
+
 def test_a_health_port_in_use_is_a_clear_error(start: Start) -> None:
     port = free_port()
     code = f"sys.exit(run_service('demo', serve, health_port={port}, health_host='127.0.0.1'))"

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from compose.config import StackConfig
+from compose.demo_model import ensure_demo_model
 from compose.stack import Stack
-from tests.stack.client import complete, openai_client, until
-from tests.stack.conftest import MODEL, READY_S, mock_config
+from shared import subjects
+from shared.messages.load import Demand, LoadReport
+from tests.stack.client import bus, complete, openai_client, until
+from tests.stack.conftest import FAST, MODEL, READY_S, mock_config
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx]
 
@@ -39,3 +43,23 @@ async def test_load_adds_instances_and_silence_removes_them(tmp_path: Path) -> N
             quiet.set()
             assert sum(await asyncio.gather(*asking)) >= 24
             await until(stack, lambda s: s.serving(MODEL) == 1 and len(s.instances) == 1, timeout_s=20.0)
+
+
+async def test_one_long_prompt_asks_for_one_instance_and_many_for_more(tmp_path: Path) -> None:
+    config = StackConfig(models=(ensure_demo_model(tmp_path),), state_dir=tmp_path, workers=3, port=0, env=FAST)
+    async with Stack(config) as stack:
+        await stack.wait_ready(READY_S)
+        async with openai_client(stack) as client, bus(stack) as listening:
+            demands: list[Demand] = []
+            reports: list[LoadReport] = []
+            await listening.subscribe(subjects.demand(), Demand, demands.append)
+            await listening.subscribe(subjects.load(), LoadReport, reports.append)
+            long = [60] * 3500
+            for _ in range(3):
+                await complete(client, "demo", prompt=long, max_tokens=4)
+            await asyncio.sleep(1.5)
+            assert {d.desired for d in demands} <= {1}
+            assert any(r.queued_tokens > 2000 for r in reports), "it was seen to wait"
+            assert reports[-1].prefill_tokens_per_s > 0, "and measured"
+            await asyncio.gather(*(complete(client, "demo", prompt=long, max_tokens=4) for _ in range(6)))
+            assert max(d.desired for d in demands) in (2, 3, 4, 5, 6)

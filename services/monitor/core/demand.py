@@ -1,51 +1,51 @@
-"""How many colocated instances a model needs (paper section 5.3).
+"""How many colocated instances one model needs, from what its instances and the gateways report.
 
-In units of one instance:
+``services.monitor.core.need`` has the formula. Here is what it is fed with, and what becomes of its figure:
 
-    prefill = (arriving prompt tokens/s + waiting prompt tokens / slack) / (capacity · utilisation)
-    decode  = max(KV blocks used / (KV blocks · upper bound), running requests / limit)
-    needed  = prefill + decode             (colocated instances do both)
-
-New requests go to colocated and to prefill instances. Of what gateways hold and of what arrives there, the share counts
-that colocated instances have in those that serve. Nothing else of prefill and decode instances counts here.
-
-Up at once: ``ceil(needed)``. Down only when the largest ``needed`` of a whole window would fit
-fewer instances with room to spare. *capacity* is prompt tokens per second of one instance: an
-offline profile's figure if configured, else what serving instances were seen to do per busy
-second. Samples of instances that still load (``live`` ones, too) never count as capacity.
-
-*slack* is the model's TTFT objective, or the policy's if it has none: a backlog that takes longer to compute makes its
-last prompts miss the objective.
+- Up at once, to ``ceil(needed)``. Down only when the largest ``needed`` of a whole window would fit fewer instances
+  with room to spare, and no earlier than a window after the connection to the bus: before, silence says nothing.
+- While prompts are overdue, ``needed`` does not fall: it was asked for when they came. If all of these instances serve
+  and what is overdue still does not shrink, they are slower than they say: one more is asked for, and so on.
+- New requests go to colocated and to prefill instances. Of what gateways hold and of what arrives there, the share
+  counts that colocated instances have in those that serve. Nothing else of prefill and decode instances counts here.
+- The speed of one instance is a profile's if that is configured, else what its instances report: of several, the
+  fastest, since one that has hardly begun has measured small steps only. Without a report it is what was reported last,
+  and before any what is assumed.
+- The slack is the model's TTFT objective, or the policy's if it has none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf, isfinite
 
+from services.monitor.core.need import Capability, Load, Need, max_decodes, need_of
 from services.monitor.core.windows import CounterWindow, MaxWindow
 from shared.messages.load import LoadReport, ModelQueue
 
 MIN_SLACK_S = 0.001
 """No backlog can be drained faster; it keeps a senseless objective from asking for endlessly many instances."""
+MAX_SLACK_S = 60.0
+"""Arrivals are remembered for so long at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemandPolicy:
-    """Knobs of the formula above."""
+    """Knobs of the formula and of its use."""
 
     rate_window_s: float = 1.0
     down_window_s: float = 2.0
     slack_s: float = 0.5
     """Within how long a backlog should be drained, where the model has no TTFT objective."""
     prefill_tokens_per_s: float = 0.0
-    """Offline profile of one instance; 0 measures it."""
+    """Offline profile of one instance; 0 takes what instances report."""
     assumed_tokens_per_s: float = 2000.0
-    """Until something was measured."""
+    """Until something was reported."""
     utilisation: float = 0.9
     kv_upper_bound: float = 0.9
     running_limit: int = 0
-    """Running requests one instance should have at most; 0 leaves it to the KV bound."""
+    """Running requests one instance should have at most; 0 leaves it to KV and the TBT objective."""
     down_headroom: float = 0.8
     """Scale in only if the window's load fits this share of the remaining instances."""
     report_ttl_s: float = 2.0
@@ -62,19 +62,20 @@ class Verdict:
     reason: str
 
 
-class _Instance:
-    def __init__(self, policy: DemandPolicy) -> None:
-        self.prefilled = CounterWindow(policy.rate_window_s)
-        self.busy = CounterWindow(policy.rate_window_s)
-        self.report: LoadReport | None = None
-        self.at_s = 0.0
+class _Gateway:
+    def __init__(self, policy: DemandPolicy, queue: ModelQueue, now_s: float) -> None:
+        self._window_s = policy.rate_window_s
+        self.tokens = CounterWindow(max(MAX_SLACK_S, policy.rate_window_s))
+        self.requests = CounterWindow(policy.rate_window_s)
+        # Nobody knows when it came; what is to be done is the same as if it were now.
+        self.tokens.burst(now_s, queue.queued_tokens)
+        self.requests.burst(now_s, queue.queued_requests)
+        self.take(queue, now_s)
 
-
-class _Queue:
-    def __init__(self, policy: DemandPolicy) -> None:
-        self.arrived = CounterWindow(policy.rate_window_s)
-        self.queue: ModelQueue | None = None
-        self.at_s = 0.0
+    def take(self, queue: ModelQueue, now_s: float) -> None:
+        self.queue, self.at_s = queue, now_s
+        self.tokens.add(now_s, queue.arrived_prompt_tokens_total)
+        self.requests.add(now_s, queue.arrived_requests_total)
 
 
 class ModelDemand:
@@ -82,86 +83,161 @@ class ModelDemand:
 
     def __init__(self, policy: DemandPolicy) -> None:
         self._policy = policy
-        self._instances: dict[str, _Instance] = {}
+        self._instances: dict[str, tuple[float, LoadReport]] = {}
         self._prefilling: dict[str, float] = {}
         """When each prefill instance that serves reported last."""
-        self._queues: dict[str, _Queue] = {}
+        self._gateways: dict[str, _Gateway] = {}
         self._needed = MaxWindow(policy.down_window_s)
-        self._measured_tokens_per_s = 0.0
+        self._overdue = _Overdue(policy.rate_window_s)
+        self._tokens_per_s = 0.0
+        self._decode_s = (0.0, 0.0)
+        """Base and share of a request in a decode step. Both figures are the last that any instance reported."""
 
     def on_load(self, report: LoadReport, now_s: float) -> None:
         """An instance reports."""
-        if report.role != "colocated":
-            if report.role == "prefill" and report.state == "serving":
-                self._prefilling[report.instance_id] = now_s
-            else:
-                self._prefilling.pop(report.instance_id, None)
-            return
-        instance = self._instances.setdefault(report.instance_id, _Instance(self._policy))
-        waiting = instance.report is not None and instance.report.queued_tokens > 0
-        instance.report, instance.at_s = report, now_s
-        if report.state not in ("serving", "draining"):
-            return
-        instance.prefilled.add(now_s, report.prefill_tokens_total)
-        instance.busy.add(now_s, report.busy_s_total)
-        busy_s = instance.busy.growth(now_s)
-        prefilled = instance.prefilled.growth(now_s)
-        # Only a saturated instance shows what it can do.
-        if waiting and report.queued_tokens > 0 and busy_s > 0.5 * self._policy.rate_window_s and prefilled > 0:
-            rate = prefilled / busy_s
-            known = self._measured_tokens_per_s
-            self._measured_tokens_per_s = rate if not known else 0.8 * known + 0.2 * rate
+        if report.role == "colocated":
+            self._instances[report.instance_id] = (now_s, report)
+        elif report.role == "prefill" and report.state == "serving":
+            self._prefilling[report.instance_id] = now_s
+        else:
+            self._prefilling.pop(report.instance_id, None)
 
     def on_queue(self, gateway_id: str, queue: ModelQueue, now_s: float) -> None:
         """A gateway reports."""
-        known = self._queues.setdefault(gateway_id, _Queue(self._policy))
-        known.queue, known.at_s = queue, now_s
-        known.arrived.add(now_s, queue.arrived_prompt_tokens_total)
+        known = self._gateways.get(gateway_id)
+        if known is None:
+            self._gateways[gateway_id] = _Gateway(self._policy, queue, now_s)
+        else:
+            known.take(queue, now_s)
 
     @property
-    def capacity_tokens_per_s(self) -> float:
+    def tokens_per_s(self) -> float:
         """Prompt tokens per second of one instance, as well as it is known."""
-        return self._policy.prefill_tokens_per_s or self._measured_tokens_per_s or self._policy.assumed_tokens_per_s
+        return self._policy.prefill_tokens_per_s or self._tokens_per_s or self._policy.assumed_tokens_per_s
 
-    def evaluate(self, now_s: float, observed: int, *, slo_ttft_s: float = 0.0) -> Verdict:
-        """The verdict when ``observed`` colocated instances serve or are on their way; ``slo_ttft_s`` 0: no
-        objective."""
+    def evaluate(
+        self,
+        now_s: float,
+        observed: int,
+        *,
+        slo_ttft_s: float = 0.0,
+        slo_tbt_s: float = 0.0,
+        connected_since_s: float = -inf,
+    ) -> Verdict:
+        """The verdict when ``observed`` colocated instances serve or are on their way. Objectives of 0: none.
+        ``connected_since_s``: when this process's own connection came up."""
         policy = self._policy
-        slack_s = max(slo_ttft_s, MIN_SLACK_S) if slo_ttft_s > 0 else policy.slack_s
+        slack_s = min(max(slo_ttft_s, MIN_SLACK_S), MAX_SLACK_S) if slo_ttft_s > 0 else policy.slack_s
         self._forget(now_s)
-        reports = [i.report for i in self._instances.values() if i.report is not None]
-        queues = [q.queue for q in self._queues.values() if q.queue is not None]
-        share = self._share(reports)
-        arriving = share * sum(q.arrived.growth(now_s) for q in self._queues.values()) / policy.rate_window_s
-        waiting = sum(r.queued_tokens for r in reports) + share * sum(q.queued_tokens for q in queues)
-        prefill = (arriving + waiting / slack_s) / (self.capacity_tokens_per_s * policy.utilisation)
-        serving = [r for r in reports if r.state == "serving" and r.kv_blocks_total]
-        used = sum(r.kv_blocks_used for r in reports)
-        blocks = max((r.kv_blocks_total for r in serving), default=0)
-        decode = used / (blocks * policy.kv_upper_bound) if blocks else 0.0
-        running = sum(r.running_requests for r in reports)
-        if policy.running_limit:
-            decode = max(decode, running / policy.running_limit)
-        needed = prefill + decode
+        reports = [report for _, report in self._instances.values()]
+        serving = [r for r in reports if r.state == "serving"]
+        load = self._load(reports, now_s, slack_s)
+        need = need_of(load, self._capability(serving, slo_tbt_s), slack_s=slack_s)
+        self._needed.add(now_s, need.instances)
+        held = self._overdue.hold(load.overdue_tokens, self._needed.largest, len(serving), now_s)
+        needed = min(max(need.instances, held), load.requests)
         self._needed.add(now_s, needed)
-        desired = ceil(needed - 1e-6)
+        desired = _rounded_up(needed)
         if desired < observed:
             # In small steps of evidence: the whole window's peak must fit what would remain.
-            fits = ceil(self._needed.largest / policy.down_headroom - 1e-6)
-            desired = min(observed, max(fits, desired)) if self._needed.full(now_s) else observed
-        reason = (
-            f"prefill {prefill:.2f} ({arriving:.0f} tokens/s arriving, {waiting:.0f} waiting, "
-            f"{self.capacity_tokens_per_s:.0f} tokens/s each) + decode {decode:.2f} ({running} running)"
-        )
-        return Verdict(desired, needed, reason)
+            fits = _rounded_up(self._needed.largest / policy.down_headroom)
+            heard = now_s - connected_since_s >= max(policy.down_window_s, policy.report_ttl_s)
+            desired = min(observed, max(fits, desired)) if heard and self._needed.full(now_s) else observed
+        return Verdict(desired, needed, self._reason(load, need))
 
-    def _share(self, reports: list[LoadReport]) -> float:
+    def _load(self, reports: Sequence[LoadReport], now_s: float, slack_s: float) -> Load:
+        policy, gateways = self._policy, self._gateways.values()
+        share = self._share(reports)
+        waiting = sum(r.queued_tokens for r in reports) + share * sum(g.queue.queued_tokens for g in gateways)
+        waits = sum(_waiting_requests(r) for r in reports) + share * sum(g.queue.queued_requests for g in gateways)
+        burst = share * self._arrived(now_s, slack_s)
+        in_gateways = sum(g.queue.queued_requests + g.queue.inflight_requests for g in gateways)
+        at_instances = sum(r.queued_requests + r.running_requests for r in reports)
+        running = sum(r.running_requests for r in reports)
+        blocks = max((r.kv_blocks_total for r in reports if r.state == "serving"), default=0)
+        used = sum(r.kv_blocks_used for r in reports)
+        return Load(
+            arrived_tokens_per_s=share * self._arrived(now_s, policy.rate_window_s) / policy.rate_window_s,
+            burst_tokens=burst,
+            waiting_tokens=waiting,
+            overdue_tokens=max(0.0, waiting - burst),
+            prompts=max(waits, share * sum(g.requests.growth(now_s) for g in gateways)),
+            running_requests=running,
+            decoding_requests=running - sum(r.prefilling_requests for r in reports),
+            memory=used / (blocks * policy.kv_upper_bound) if blocks else 0.0,
+            # Either side may know of one a moment earlier.
+            requests=max(in_gateways, at_instances + sum(g.queue.queued_requests for g in gateways)),
+        )
+
+    def _arrived(self, now_s: float, within_s: float) -> float:
+        return sum(g.tokens.growth(now_s, within_s) for g in self._gateways.values())
+
+    def _capability(self, serving: Sequence[LoadReport], slo_tbt_s: float) -> Capability:
+        """Of one instance; what instances report is remembered for when none does."""
+        self._tokens_per_s = max((s for r in serving if _is_measured(s := r.prefill_tokens_per_s)), default=0.0) or (
+            self._tokens_per_s
+        )
+        steps = [(r.decode_base_s, r.decode_request_s) for r in serving if _is_measured(r.decode_request_s)]
+        if steps:
+            self._decode_s = max(steps, key=lambda step: max_decodes(step[0], step[1], slo_tbt_s))
+        return Capability(
+            self.tokens_per_s * self._policy.utilisation,
+            max_decodes(*self._decode_s, slo_tbt_s),
+            self._policy.running_limit or inf,
+        )
+
+    def _reason(self, load: Load, need: Need) -> str:
+        return (
+            f"prefill {need.prefill:.2f} ({load.arrived_tokens_per_s:.0f} tokens/s arriving, "
+            f"{load.waiting_tokens:.0f} waiting, {load.overdue_tokens:.0f} of them overdue, "
+            f"{self.tokens_per_s:.0f} tokens/s each) + decode {need.decode:.2f}, "
+            f"memory {need.memory:.2f}; {load.requests} requests, {load.running_requests} running"
+        )
+
+    def _share(self, reports: Sequence[LoadReport]) -> float:
         """Of new requests, that go to colocated instances: all, unless prefill instances take some."""
         colocated = sum(1 for r in reports if r.state == "serving")
         return colocated / (colocated + len(self._prefilling)) if self._prefilling else 1.0
 
     def _forget(self, now_s: float) -> None:
         ttl = self._policy.report_ttl_s
-        self._instances = {k: v for k, v in self._instances.items() if now_s - v.at_s <= ttl}
+        self._instances = {k: v for k, v in self._instances.items() if now_s - v[0] <= ttl}
         self._prefilling = {k: at_s for k, at_s in self._prefilling.items() if now_s - at_s <= ttl}
-        self._queues = {k: v for k, v in self._queues.items() if now_s - v.at_s <= ttl}
+        self._gateways = {k: v for k, v in self._gateways.items() if now_s - v.at_s <= ttl}
+
+
+class _Overdue:
+    """What was needed since prompts became overdue, as long as some are."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._held = 0.0
+        self._since: tuple[float, float] | None = None
+        """When all that was asked for began to serve, or what is overdue last shrank, and how much there was then."""
+
+    def hold(self, overdue_tokens: float, lately: float, num_serving: int, now_s: float) -> float:
+        """Instances that are needed for what is overdue; ``lately``: the most that were needed while it waited."""
+        if overdue_tokens <= 0:
+            self._held, self._since = 0.0, None
+            return 0.0
+        self._held = max(self._held, lately)
+        if num_serving < _rounded_up(self._held):
+            self._since = None
+        elif self._since is None or overdue_tokens < self._since[1]:
+            self._since = (now_s, overdue_tokens)
+        elif now_s - self._since[0] >= self._patience_s:
+            self._held, self._since = num_serving + 1.0, None
+        return self._held
+
+
+def _waiting_requests(report: LoadReport) -> int:
+    """Whose prompts are not computed; a worker of 0.1 does not say of which it has begun."""
+    return max(report.queued_requests + report.prefilling_requests, 1 if report.queued_tokens else 0)
+
+
+def _is_measured(figure: float) -> bool:
+    return isfinite(figure) and figure > 0
+
+
+def _rounded_up(instances: float) -> int:
+    return ceil(instances - 1e-6)

@@ -6,32 +6,44 @@ from collections import deque
 
 
 class CounterWindow:
-    """Growth of a counter over the last ``window_s`` seconds. A counter that falls was restarted."""
+    """Growth of a counter over spans of up to ``window_s`` seconds. A counter that falls was restarted."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._growth: deque[tuple[float, float]] = deque()
-        self._last: float | None = None
-        self._sum = 0.0
+        self._growth: deque[tuple[float, float, float]] = deque()
+        """Time, seconds that it took, growth."""
+        self._last: tuple[float, float] | None = None
 
     def add(self, at_s: float, counter: float) -> None:
         """Record the counter's value."""
         if self._last is not None:
-            growth = counter - self._last if counter >= self._last else counter
+            since_s, before = self._last
+            growth = counter - before if counter >= before else counter
             if growth:
-                self._growth.append((at_s, growth))
-                self._sum += growth
-        self._last = counter
+                self._growth.append((at_s, at_s - since_s, growth))
+        self._last = (at_s, counter)
         self._forget(at_s)
 
-    def growth(self, now_s: float) -> float:
-        """What the counter grew by within the window."""
+    def burst(self, at_s: float, growth: float) -> None:
+        """It grew by so much at once, beside what ``add`` is told."""
+        if growth > 0:
+            self._growth.append((at_s, 0.0, growth))
+
+    def growth(self, now_s: float, within_s: float | None = None) -> float:
+        """What the counter grew by within the last ``within_s`` seconds, by default the window. Of growth whose time is
+        not known better, the share of its time that lies in there."""
         self._forget(now_s)
-        return self._sum if self._growth else 0.0
+        since_s = now_s - (self._window_s if within_s is None else min(within_s, self._window_s))
+        total = 0.0
+        for at_s, took_s, growth in reversed(self._growth):
+            if at_s < since_s:
+                break
+            total += growth * min(1.0, (at_s - since_s) / took_s) if took_s > 0 else growth
+        return total
 
     def _forget(self, now_s: float) -> None:
         while self._growth and self._growth[0][0] < now_s - self._window_s:
-            self._sum -= self._growth.popleft()[1]
+            self._growth.popleft()
 
 
 class MaxWindow:

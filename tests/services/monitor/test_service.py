@@ -60,12 +60,12 @@ class Rig:
         await eventually(lambda: self.pool.num_snapshots >= known + 2)
 
     async def queue(self, tokens: int) -> None:
-        """A gateway reports this many waiting prompt tokens."""
+        """A gateway reports this many waiting prompt tokens, in prompts of a hundred."""
         queue = ModelQueue(
             model="m",
-            queued_requests=1,
+            queued_requests=tokens // 100,
             queued_tokens=tokens,
-            arrived_requests_total=1,
+            arrived_requests_total=tokens // 100,
             arrived_prompt_tokens_total=tokens,
             inflight_requests=0,
         )
@@ -279,13 +279,47 @@ async def test_changed_routes_are_looked_at_without_waiting_for_the_next_round(
         await rig.wanted(1)
 
 
-async def test_a_bus_outage_is_survived(rig: Rig) -> None:
-    rig.broker.buffer_bytes = 0
+@contextlib.asynccontextmanager
+async def busy(rig: Rig, tokens: int) -> AsyncIterator[None]:
+    """A gateway reports so many waiting tokens, again and again."""
+
+    async def keep_reporting() -> None:
+        while True:
+            await rig.queue(tokens)
+            await asyncio.sleep(0.02)
+
+    reporting = asyncio.create_task(keep_reporting())
+    yield
+    reporting.cancel()
+
+
+async def test_no_demand_that_was_made_in_an_outage_is_heard_after_it(rig: Rig) -> None:
     await rig.show(model(min_instances=2), serving=1)
     await rig.wanted(2)
     rig.broker.disconnect("monitor")
-    await asyncio.sleep(2 * REPEAT_S)
-    known = len(rig.demands)
+    await asyncio.sleep(4 * REPEAT_S)
+    known, back_s = len(rig.demands), time.time()
     rig.broker.reconnect("monitor")
-    await eventually(lambda: len(rig.demands) > known)
+    await eventually(lambda: len(rig.demands) > known + 1)
     assert not rig.task.done()
+    assert all(d.published_at_s >= back_s for d in rig.demands[known:])
+
+
+async def test_an_outage_makes_nobody_ask_for_fewer(rig: Rig) -> None:
+    record = model(min_instances=1, max_instances=4)
+    async with busy(rig, 20_000):
+        await rig.show(record, serving=4)
+        await rig.quiet()
+    rig.broker.disconnect()
+    await asyncio.sleep(2 * POLICY.report_ttl_s)
+    rig.broker.reconnect()
+    # The others are heard a moment later.
+    await asyncio.sleep(POLICY.report_ttl_s / 2)
+    async with busy(rig, 20_000):
+        await rig.quiet()
+        # More are asked for as ever.
+        await rig.show(record, serving=3)
+        assert (await rig.wanted(4)).observed == 3
+    assert {d.desired for d in rig.demands} == {4}
+    # Without the load, and with a window of silence, fewer are.
+    await rig.wanted(1)

@@ -423,61 +423,6 @@ async def test_trace_context_reaches_every_handler_and_no_other(place: Place) ->
     assert seen == {"listener": [expected, ""], "responder": [expected, ""], "event": [expected, ""]}
 
 
-async def test_an_outage_is_seen_survived_and_restarts_the_clock(place: Place) -> None:
-    here, there, plain, rpc, event = (
-        await place.bus("here"), await place.bus("there"), subject(), subject(), event_subject(),
-    )  # fmt: skip
-    got: list[Cancel] = []
-    events: list[int] = []
-
-    async def listen(message: Cancel) -> None:
-        events.append(message.attempt)
-
-    await there.subscribe(plain, Cancel, got.append)
-    await there.respond(rpc, Cancel, acknowledge)
-    await there.subscribe_events(event, Cancel, listen)
-    await here.publish_event(event, cancel(0), message_id=f"{event}-0")
-    await eventually(lambda: events == [0])
-    before_s = here.connected_since_s
-    assert before_s is not None
-
-    await place.go_down()
-    assert here.connected_since_s is None
-    with pytest.raises(DeadlineExceeded):
-        await here.request(rpc, cancel(), Ack, timeout_s=0.1)
-    await place.go_up()
-
-    assert here.connected_since_s is not None
-    assert before_s < here.connected_since_s <= time.monotonic()
-    await eventually(lambda: there.connected_since_s is not None)
-    await here.publish(plain, cancel(7))
-    await eventually(lambda: got == [cancel(7)])
-    assert await here.request(rpc, cancel(), Ack, timeout_s=5.0) == Ack()
-    await here.publish_event(event, cancel(1), message_id=f"{event}-1")
-    await eventually(lambda: events == [0, 1])
-
-
-async def test_publishing_while_disconnected_is_buffered_until_the_buffer_is_full(place: Place) -> None:
-    bus, on = await place.bus("a"), subject()
-    await place.go_down()
-    large = cancel(request_id="x" * 500_000)
-    for _ in range(3):
-        await bus.publish(on, large)
-    with pytest.raises(Unavailable, match="buffer is full"):  # noqa: PT012 - whichever is the first too many
-        for _ in range(5):
-            await bus.publish(on, large)
-    await place.go_up()
-    await bus.publish(on, large)
-
-
-async def test_an_event_that_nobody_takes_is_unavailable(place: Place) -> None:
-    bus = await place.bus("a")
-    await place.go_down()
-    with pytest.raises(Unavailable, match="plan stream"):
-        await bus.publish_event(event_subject(), cancel(), message_id=uuid.uuid4().hex)
-    await place.go_up()
-
-
 async def test_close_flushes_awaits_handlers_and_ends_the_bus(place: Place) -> None:
     here, there, plain, rpc = await place.bus("here"), await place.bus("there"), subject(), subject()
     got: list[Cancel] = []

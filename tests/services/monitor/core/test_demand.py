@@ -1,46 +1,24 @@
+"""From reports to a verdict."""
+
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
-from services.monitor.core.demand import DemandPolicy, ModelDemand
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.monitor.core.demand import DemandPolicy, ModelDemand, Verdict
 from shared.messages.common import InstanceState, Role
-from shared.messages.load import LoadReport, ModelQueue
+from tests.services.monitor.core.reports import queue, report
 
 POLICY = DemandPolicy(
     rate_window_s=1.0, down_window_s=2.0, slack_s=0.5, prefill_tokens_per_s=1000.0, utilisation=1.0, report_ttl_s=1.5
 )
+MEASURED = DemandPolicy(assumed_tokens_per_s=123.0, utilisation=1.0)
 
 
-def report(instance_id: str = "i0", *, at: float = 0.0, **changes: object) -> LoadReport:
-    fields: dict[str, object] = {
-        "worker_id": f"w-{instance_id}",
-        "instance_id": instance_id,
-        "model": "m",
-        "state": "serving",
-        "role": "colocated",
-        "published_at_s": at,
-        "queued_requests": 0,
-        "queued_tokens": 0,
-        "running_requests": 0,
-        "running_tokens": 0,
-        "prefill_tokens_total": 0,
-        "decode_tokens_total": 0,
-        "busy_s_total": 0.0,
-        "kv_blocks_total": 100,
-        "kv_blocks_used": 0,
-    }
-    return LoadReport(**(fields | changes))  # type: ignore[arg-type]
-
-
-def queue(arrived_tokens: int = 0, queued_tokens: int = 0) -> ModelQueue:
-    return ModelQueue(
-        model="m",
-        queued_requests=0,
-        queued_tokens=queued_tokens,
-        arrived_requests_total=0,
-        arrived_prompt_tokens_total=arrived_tokens,
-        inflight_requests=0,
-    )
+# --- up ------------------------------------------------------------------------------------------------
 
 
 def test_no_load_needs_nothing() -> None:
@@ -52,17 +30,24 @@ def test_no_load_needs_nothing() -> None:
 def test_arrivals_beyond_one_instances_capacity_need_more() -> None:
     demand = ModelDemand(POLICY)
     demand.on_queue("g", queue(0), 0.0)
-    demand.on_queue("g", queue(2500), 0.5)
+    demand.on_queue("g", queue(2500, inflight=25), 0.5)
     assert demand.evaluate(0.5, 1).desired == 3
 
 
-def test_a_backlog_is_drained_within_the_slack() -> None:
+def test_a_burst_is_drained_within_the_slack() -> None:
     demand = ModelDemand(POLICY)
-    demand.on_load(report(queued_tokens=600), 0.0)
-    demand.on_queue("g", queue(0, queued_tokens=900), 0.0)
-    verdict = demand.evaluate(0.0, 1)
+    demand.on_queue("g", queue(0), 0.0)
+    demand.on_load(report(queued_tokens=600, queued_requests=6), 0.1)
+    demand.on_queue("g", queue(1500, queued_tokens=900, inflight=6), 0.1)
+    verdict = demand.evaluate(0.1, 1)
     assert verdict.desired == 3  # 1500 tokens / 0.5 s at 1000 tokens/s
     assert "1500 waiting" in verdict.reason
+
+
+def test_what_a_gateway_holds_when_it_is_first_heard_counts_as_a_burst() -> None:
+    demand = ModelDemand(POLICY)
+    demand.on_queue("g", queue(10_000, queued_tokens=1500), 0.0)
+    assert demand.evaluate(0.0, 1).desired == 3
 
 
 def test_a_models_ttft_objective_is_the_slack() -> None:
@@ -70,38 +55,124 @@ def test_a_models_ttft_objective_is_the_slack() -> None:
     demand.on_queue("g", queue(0, queued_tokens=1500), 0.0)
     assert demand.evaluate(0.0, 1).desired == 3
     assert demand.evaluate(0.0, 1, slo_ttft_s=0.25).desired == 6
-    assert demand.evaluate(0.0, 1, slo_ttft_s=1.5).desired == 1
+    assert demand.evaluate(0.0, 1, slo_ttft_s=1.5).desired == 2
     # As a record may have it that nobody checked.
     assert demand.evaluate(0.0, 1, slo_ttft_s=float("nan")).desired == 3
-    assert demand.evaluate(0.0, 1, slo_ttft_s=5e-324).desired == 1500
+    assert demand.evaluate(0.0, 1, slo_ttft_s=5e-324).desired == 15, "as many as there are prompts"
+    assert demand.evaluate(0.0, 1, slo_ttft_s=float("inf")).desired == 2
+
+
+def test_one_prompt_asks_for_one_instance_wherever_it_is() -> None:
+    demand = ModelDemand(POLICY)
+    demand.on_load(report(), 0.0)
+    demand.on_queue("g", queue(0), 0.0)
+    wanted = []
+    for now_s, queued, waiting, running in ((0.1, 1, 0, 0), (0.2, 0, 1, 0), (0.3, 0, 0, 1), (3.0, 0, 0, 1)):
+        at_instance = 10_000 if waiting or running else 0
+        demand.on_queue(
+            "g",
+            queue(10_000, 10_000 * queued, requests=queued, arrived_requests=1, inflight=waiting + running),
+            now_s,
+        )
+        demand.on_load(
+            report(queued_tokens=at_instance, queued_requests=waiting, running_requests=running), now_s
+        )  # of a worker that does not say what it prefills
+        wanted.append(demand.evaluate(now_s, 1).desired)
+    assert wanted == [1, 1, 1, 1]
+
+
+def test_a_prompt_on_its_way_from_gateway_to_instance_is_no_second_one() -> None:
+    demand = ModelDemand(POLICY)
+    demand.on_load(report(queued_tokens=10_000, running_requests=1, prefilling_requests=1), 0.0)
+    demand.on_queue("g", queue(10_000, 10_000, requests=1, arrived_requests=1), 0.0)
+    # Two reports of it, a moment apart.
+    assert demand.evaluate(0.0, 1).desired <= 2
+    demand.on_queue("g", queue(10_000, arrived_requests=1, inflight=1), 0.1)
+    assert demand.evaluate(0.1, 1).desired == 1
 
 
 def test_kv_use_near_its_upper_bound_needs_more() -> None:
     demand = ModelDemand(POLICY)
-    demand.on_load(report(kv_blocks_used=95), 0.0)
+    demand.on_load(report(kv_blocks_used=95, running_requests=9), 0.0)
     assert demand.evaluate(0.0, 1).desired == 2
 
 
 @pytest.mark.parametrize("state", ["loading", "live"])
 def test_instances_on_their_way_add_no_blocks_to_the_capacity(state: InstanceState) -> None:
     demand = ModelDemand(POLICY)
-    demand.on_load(report("i0", kv_blocks_used=95), 0.0)
+    demand.on_load(report("i0", kv_blocks_used=95, running_requests=9), 0.0)
     demand.on_load(report("i1", state=state, kv_blocks_total=1000), 0.0)
     assert demand.evaluate(0.0, 1).desired == 2
 
 
+def test_more_running_requests_than_decode_within_the_tbt_objective_need_more() -> None:
+    demand = ModelDemand(POLICY)
+    demand.on_load(report(running_requests=50, decode_base_s=0.01, decode_request_s=0.001), 0.0)
+    assert demand.evaluate(0.0, 1).needed == 0
+    assert demand.evaluate(0.0, 1, slo_tbt_s=0.05).needed == pytest.approx(50 / 40)
+    # Those whose prompts are not computed decode nothing yet.
+    demand.on_load(report(running_requests=50, prefilling_requests=20, decode_base_s=0.01, decode_request_s=0.001), 0.1)
+    assert demand.evaluate(0.1, 1, slo_tbt_s=0.05).needed == pytest.approx(30 / 40)
+    # A report that does not know it changes nothing.
+    demand.on_load(report(running_requests=60), 0.2)
+    assert demand.evaluate(0.2, 1, slo_tbt_s=0.05).needed == pytest.approx(60 / 40)
+
+
 def test_what_waits_at_a_live_instance_counts_as_load() -> None:
     demand = ModelDemand(POLICY)
-    demand.on_load(report("i0", queued_tokens=500), 0.0)
-    demand.on_load(report("i1", state="live", queued_tokens=1000), 0.0)
-    assert demand.evaluate(0.0, 2).desired == 3
+    demand.on_queue("g", queue(0), 0.0)
+    demand.on_queue("g", queue(1500, inflight=15), 0.1)
+    demand.on_load(report("i0", queued_tokens=500, queued_requests=5), 0.1)
+    demand.on_load(report("i1", state="live", queued_tokens=1000, queued_requests=10), 0.1)
+    assert demand.evaluate(0.1, 2).desired == 3
+
+
+# --- overdue -------------------------------------------------------------------------------------------
+
+
+def overdue(demand: ModelDemand, waiting: Callable[[float], int], *, serving: int, until_s: float) -> list[Verdict]:
+    """Verdicts, ten a second, while ``waiting(now)`` tokens of a burst at 0 are left and nothing else comes."""
+    verdicts = []
+    for step in range(round(until_s * 10) + 1):
+        now_s = step / 10
+        for index in range(serving):
+            demand.on_load(report(f"i{index}"), now_s)
+        demand.on_queue("g", queue(5000, queued_tokens=waiting(now_s)), now_s)
+        verdicts.append(demand.evaluate(now_s, 10))
+    return verdicts
+
+
+def test_while_prompts_are_overdue_what_was_needed_for_them_is_needed() -> None:
+    # Nothing serves yet: ten instances load for longer than the windows are.
+    verdicts = overdue(ModelDemand(POLICY), lambda _: 5000, serving=0, until_s=20.0)
+    assert {v.needed for v in verdicts} == {10.0}
+    assert {v.desired for v in verdicts} == {10}
+
+
+def test_instances_that_do_not_shrink_what_is_overdue_are_too_few() -> None:
+    verdicts = overdue(ModelDemand(POLICY), lambda _: 5000, serving=10, until_s=6.0)
+    needed = [v.needed for v in verdicts]
+    assert needed == sorted(needed)
+    assert needed[0] == needed[15] == 10.0, "only after a second in which it is overdue"
+    assert needed[17] == needed[-1] == 11.0, "then one more, which does not serve yet"
+
+
+def test_instances_that_work_it_off_are_enough() -> None:
+    verdicts = overdue(ModelDemand(POLICY), lambda now_s: max(0, 5000 - round(500 * now_s)), serving=10, until_s=15.0)
+    assert max(v.needed for v in verdicts) == 10.0
+    assert verdicts[70].needed == 10.0
+    assert verdicts[96].needed == 2.0, "as many as there are requests"
+    assert verdicts[-1].needed == 0.0
+
+
+# --- down ----------------------------------------------------------------------------------------------
 
 
 def test_scaling_in_waits_until_a_whole_window_was_quiet() -> None:
     demand = ModelDemand(POLICY)
     demand.on_queue("g", queue(0, queued_tokens=1500), 0.0)
     assert demand.evaluate(0.0, 1).desired == 3
-    for step in range(1, 40):
+    for step in range(1, 60):
         now_s = step / 10
         demand.on_queue("g", queue(0), now_s)
         desired = demand.evaluate(now_s, 3).desired
@@ -112,62 +183,111 @@ def test_a_load_that_just_fits_fewer_instances_keeps_the_headroom() -> None:
     demand = ModelDemand(POLICY)
     for step in range(40):
         now_s = step / 10
-        demand.on_queue("g", queue(190 * step), now_s)  # 1900 tokens/s: two instances, hardly
+        demand.on_queue("g", queue(190 * step, inflight=19), now_s)  # 1900 tokens/s: two instances, hardly
         verdict = demand.evaluate(now_s, 3)
     assert verdict.desired == 3
 
 
-def test_capacity_is_measured_from_saturated_instances_only() -> None:
-    demand = ModelDemand(DemandPolicy(rate_window_s=1.0, assumed_tokens_per_s=123.0))
-    demand.on_load(report(queued_tokens=0), 0.0)
-    demand.on_load(report(queued_tokens=0, prefill_tokens_total=100, busy_s_total=0.9), 0.9)
-    assert demand.capacity_tokens_per_s == 123.0
-    for step in range(40):
-        at_s = 2.0 + step / 10
-        demand.on_load(report(queued_tokens=5000, prefill_tokens_total=200 * step, busy_s_total=step / 10), at_s)
-    assert abs(demand.capacity_tokens_per_s - 2000) < 200
+def test_silence_says_nothing_before_the_connection_was_up_for_a_window() -> None:
+    demand = ModelDemand(POLICY)
+    demand.on_queue("g", queue(0, queued_tokens=5000), 0.0)
+    assert demand.evaluate(0.0, 4).desired == 10
+    # No reports for long, as in an outage. Then the connection is there again, the others' are not yet.
+    for step in range(20):
+        now_s = 60.0 + step / 10
+        assert demand.evaluate(now_s, 4, connected_since_s=60.0).desired == 4, now_s
+    assert demand.evaluate(62.1, 4, connected_since_s=60.0).desired == 0
 
 
-@pytest.mark.parametrize("state", ["loading", "live"])
-def test_capacity_is_not_measured_from_instances_on_their_way(state: InstanceState) -> None:
-    demand = ModelDemand(DemandPolicy(rate_window_s=1.0, assumed_tokens_per_s=123.0))
-    for step in range(40):
-        busy = report(state=state, queued_tokens=5000, prefill_tokens_total=9 * step, busy_s_total=step / 10)
-        demand.on_load(busy, step / 10)
-    assert demand.capacity_tokens_per_s == 123.0
+def test_scaling_out_does_not_wait_for_the_connection_to_last() -> None:
+    demand = ModelDemand(POLICY)
+    demand.on_queue("g", queue(0, queued_tokens=5000), 60.0)
+    assert demand.evaluate(60.0, 4, connected_since_s=60.0).desired == 10
+
+
+def test_what_arrived_in_an_outage_did_not_arrive_at_its_end() -> None:
+    demand = ModelDemand(DemandPolicy(prefill_tokens_per_s=1000.0, utilisation=1.0))
+    for step in range(11):
+        demand.on_queue("g", queue(90 * step, inflight=9), step / 10)
+    assert demand.evaluate(1.0, 1).desired == 1
+    # The same 900 tokens/s, unheard for 1.8 s.
+    demand.on_queue("g", queue(900 + 1620, inflight=9), 2.8)
+    assert demand.evaluate(2.8, 1).needed == pytest.approx(0.9)
 
 
 def test_a_dead_instances_last_report_is_forgotten() -> None:
     demand = ModelDemand(POLICY)
-    demand.on_load(report(queued_tokens=5000), 0.0)
-    assert demand.evaluate(0.0, 1).desired == 10
+    demand.on_load(report(kv_blocks_used=90, running_requests=5), 0.0)
+    assert demand.evaluate(0.0, 1).desired == 1
     assert demand.evaluate(3.0, 0).desired == 0
+
+
+# --- speed ---------------------------------------------------------------------------------------------
+
+
+def test_the_speed_is_what_instances_report() -> None:
+    demand = ModelDemand(MEASURED)
+    demand.on_load(report(queued_tokens=900, prefill_tokens_total=900, busy_s_total=0.1), 0.0)
+    demand.evaluate(0.0, 1)
+    assert demand.tokens_per_s == 123.0, "an instance that has measured nothing, or a worker of an earlier version"
+    demand.on_load(report("i1", prefill_tokens_per_s=2000.0), 0.1)
+    demand.on_load(report("i2", prefill_tokens_per_s=300.0), 0.1)
+    demand.evaluate(0.1, 3)
+    assert demand.tokens_per_s == 2000.0, "one that has hardly begun has seen small steps only"
+    demand.evaluate(9.0, 3)
+    assert demand.tokens_per_s == 2000.0, "remembered when nobody says anything"
+
+
+def test_a_profile_wins_over_what_instances_report() -> None:
+    demand = ModelDemand(POLICY)
+    demand.on_load(report(prefill_tokens_per_s=5.0), 0.0)
+    demand.evaluate(0.0, 1)
+    assert demand.tokens_per_s == 1000.0
+
+
+@pytest.mark.parametrize("speed", [float("nan"), float("inf"), -5.0])
+def test_a_speed_that_is_none_is_not_taken(speed: float) -> None:
+    demand = ModelDemand(MEASURED)
+    demand.on_load(report(prefill_tokens_per_s=speed, decode_base_s=speed, decode_request_s=speed), 0.0)
+    demand.evaluate(0.0, 1, slo_tbt_s=0.1)
+    assert demand.tokens_per_s == 123.0
+
+
+@pytest.mark.parametrize("state", ["loading", "live"])
+def test_instances_on_their_way_do_not_tell_the_speed(state: InstanceState) -> None:
+    demand = ModelDemand(MEASURED)
+    demand.on_load(report(state=state, prefill_tokens_per_s=9.0), 0.0)
+    demand.evaluate(0.0, 1)
+    assert demand.tokens_per_s == 123.0
+
+
+# --- roles ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_what_instances_of_other_roles_have_to_do_does_not_count(role: Role) -> None:
-    demand = ModelDemand(POLICY)
-    demand.on_load(report("i0", kv_blocks_used=50), 0.0)
+    demand = ModelDemand(MEASURED)
+    demand.on_load(report("i0", kv_blocks_used=50, running_requests=9), 0.0)
     before = demand.evaluate(0.0, 1)
     demand.on_load(
-        report("i1", role=role, queued_tokens=5000, running_requests=9, kv_blocks_used=900, kv_blocks_total=1000), 0.0
+        report(
+            "i1",
+            role=role,
+            queued_tokens=5000,
+            running_requests=9,
+            kv_blocks_used=900,
+            kv_blocks_total=1000,
+            prefill_tokens_per_s=7.0,
+        ),
+        0.0,
     )
     assert demand.evaluate(0.0, 1) == before
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_capacity_is_not_measured_from_instances_of_other_roles(role: Role) -> None:
-    demand = ModelDemand(DemandPolicy(rate_window_s=1.0, assumed_tokens_per_s=123.0))
-    for step in range(40):
-        busy = report(role=role, queued_tokens=5000, prefill_tokens_total=200 * step, busy_s_total=step / 10)
-        demand.on_load(busy, step / 10)
-    assert demand.capacity_tokens_per_s == 123.0
 
 
 def test_prefill_instances_that_serve_take_their_share_of_new_requests() -> None:
     demand = ModelDemand(POLICY)
     demand.on_queue("g", queue(0), 0.0)
-    demand.on_queue("g", queue(1500, queued_tokens=750), 0.5)  # 3000 tokens/s in all: three instances
+    demand.on_queue("g", queue(3000, queued_tokens=750, inflight=22), 0.5)  # 3000 tokens/s: three instances
     demand.on_load(report("i0"), 0.5)
     assert demand.evaluate(0.5, 1).needed == pytest.approx(3.0)
     for name, role, state in (("i1", "prefill", "loading"), ("i2", "decode", "serving")):
@@ -189,4 +309,34 @@ def test_a_model_of_prefill_instances_alone_needs_no_colocated_one() -> None:
     assert demand.evaluate(0.5, 0).desired == 0
     # The prefill instance fell silent: nobody else takes them.
     demand.on_queue("g", queue(5000, queued_tokens=5000), 1.6)
-    assert demand.evaluate(1.6, 0).desired == 10
+    assert demand.evaluate(1.6, 0).desired == 1
+    demand.on_queue("g", queue(10_000, queued_tokens=10_000), 1.7)
+    assert demand.evaluate(1.7, 0).desired == 11
+
+
+# --- whatever comes ------------------------------------------------------------------------------------
+
+prompts = st.lists(st.tuples(st.integers(1, 20_000), st.booleans()), max_size=20)
+
+
+def told(what: list[tuple[int, bool]]) -> Verdict:
+    """The verdict about prompts that came at once; some of them are at the instance."""
+    demand = ModelDemand(POLICY)
+    demand.on_queue("g", queue(0), 0.0)
+    there, held = [t for t, sent in what if sent], [t for t, sent in what if not sent]
+    demand.on_load(report(queued_tokens=sum(there), queued_requests=len(there)), 0.1)
+    sums = sum(there) + sum(held)
+    demand.on_queue(
+        "g", queue(sums, sum(held), requests=len(held), arrived_requests=len(what), inflight=len(there)), 0.1
+    )
+    return demand.evaluate(0.1, 0)
+
+
+@given(prompts)
+def test_never_more_instances_than_requests_and_one_for_any(what: list[tuple[int, bool]]) -> None:
+    assert min(1, len(what)) <= told(what).desired <= len(what)
+
+
+@given(prompts, st.integers(1, 20_000), st.booleans())
+def test_one_more_prompt_never_asks_for_less(what: list[tuple[int, bool]], tokens: int, sent: bool) -> None:
+    assert told([*what, (tokens, sent)]).needed >= told(what).needed
