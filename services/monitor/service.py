@@ -27,6 +27,7 @@ from shared.telemetry import tracer
 log = logging.getLogger(__name__)
 
 SNAPSHOT_INTERVAL_S = 1.0
+SNAPSHOT_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True)
@@ -125,7 +126,7 @@ class MonitorService:
 
     async def _take_snapshot(self) -> None:
         try:
-            view = await self._registry.read(timeout_s=2.0)
+            view = await self._registry.read(timeout_s=SNAPSHOT_TIMEOUT_S)
         except BlitzError as error:
             level = logging.WARNING if self._models else logging.DEBUG
             log.log(level, "no snapshot from the pool (%s): deciding on the last one", error)

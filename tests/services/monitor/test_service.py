@@ -101,6 +101,7 @@ async def running() -> AsyncIterator[Rig]:
 async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
     """A monitor that looks at the registry often."""
     monkeypatch.setattr(monitor_service, "SNAPSHOT_INTERVAL_S", 0.02)
+    monkeypatch.setattr(monitor_service, "SNAPSHOT_TIMEOUT_S", 0.1)
     async with running() as made:
         yield made
 
