@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,8 @@ from typing import Literal
 from compose.die_with_parent import die_with_parent
 from compose.errors import ProcessGaveUp
 from compose.log_lines import LineSink, LineSplitter, ProcessLog
+from compose.probes import Probe
+from compose.readiness import READY_FD_VARIABLE, ReadyPipe, until_answer
 from compose.restart_policy import RestartCounter, RestartPolicy
 
 ChildState = Literal["new", "running", "waiting", "stopped", "gave_up"]
@@ -34,6 +36,10 @@ class ChildSpec:
     stop_grace_s: float = 10.0
     """Between SIGTERM and SIGKILL."""
     cwd: Path | None = None
+    tells_ready: bool = False
+    """It writes to the file that ``BLITZ_READY_FD`` names, once it is ready."""
+    probe: Probe | None = None
+    """Answers True once it is ready. With neither, a process is ready when it has lived for a while."""
 
 
 def describe_exit(returncode: int) -> str:
@@ -66,7 +72,10 @@ class Child:
         self._say = say
         self._on_give_up = on_give_up
         self._restarts = RestartCounter(policy)
+        self._stable_s = policy.stable_s
         self._process: asyncio.subprocess.Process | None = None
+        self._ready_pipe: ReadyPipe | None = None
+        self._ready = False
         self._keeper: asyncio.Task[None] | None = None
         self._stopping = False
         self._killed_on_purpose = False
@@ -80,6 +89,11 @@ class Child:
         """The process's id while it runs."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the process that runs, or ran last, has become ready."""
+        return self._ready
 
     @property
     def num_restarts(self) -> int:
@@ -128,32 +142,47 @@ class Child:
         self.log.close()
 
     async def _spawn(self) -> None:
-        self._killed_on_purpose = False
-        self._process = await asyncio.create_subprocess_exec(
-            *self.spec.argv,
-            env=dict(self.spec.env),
-            cwd=self.spec.cwd,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            # A session of its own: Ctrl-C in the terminal reaches the supervisor only, which stops in order.
-            start_new_session=True,
-            preexec_fn=die_with_parent(),
-        )
+        self._killed_on_purpose = self._ready = False
+        pipe = ReadyPipe() if self.spec.tells_ready else None
+        env = dict(self.spec.env) | ({} if pipe is None else {READY_FD_VARIABLE: str(pipe.writing)})
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self.spec.argv,
+                env=env,
+                cwd=self.spec.cwd,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                # A session of its own: Ctrl-C in the terminal reaches the supervisor only, which stops in order.
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
+                pass_fds=() if pipe is None else (pipe.writing,),
+            )
+        except BaseException:
+            if pipe is not None:
+                pipe.close()
+            raise
+        self._ready_pipe = pipe
         self.state = "running"
 
     async def _keep(self) -> None:
         while True:
             started_s = time.monotonic()
-            returncode = await self._run_to_end()
+            async with self._watched():
+                returncode = await self._run_to_end()
             if self._stopping:
                 self.state = "stopped"
                 return
             lived_s = time.monotonic() - started_s
-            delay_s = self._restarts.delay_after_death(lived_s=lived_s, deliberate=self._killed_on_purpose)
+            if self.spec.probe is None and not self.spec.tells_ready:
+                self._ready = lived_s >= self._stable_s
+            delay_s = self._restarts.delay_after_death(
+                lived_s=lived_s, was_ready=self._ready, deliberate=self._killed_on_purpose
+            )
             how = describe_exit(returncode)
             if delay_s is None:
-                self._give_up(f"{self.name} keeps dying ({how} after {lived_s:.1f} s); see {self.log.path}")
+                before = f"{self.name} keeps dying ({how} after {lived_s:.1f} s) before it is ready"
+                self._give_up(f"{before}; see {self.log.path}")
                 return
             self.state = "waiting"
             self._say(f"{self.name} died ({how} after {lived_s:.1f} s); starting it again in {delay_s:g} s")
@@ -163,6 +192,26 @@ class Child:
             except OSError as error:
                 self._give_up(f"{self.name} cannot be started again: {error}")
                 return
+
+    @contextlib.asynccontextmanager
+    async def _watched(self) -> AsyncIterator[None]:
+        """For as long as the process runs: does it become ready?"""
+        pipe, probe = self._ready_pipe, self.spec.probe
+        asking = asyncio.create_task(self._ask(probe), name=f"ready-{self.name}") if probe is not None else None
+        try:
+            with pipe.listening(self._became_ready) if pipe is not None else contextlib.nullcontext():
+                yield
+        finally:
+            if asking is not None:
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+
+    async def _ask(self, probe: Probe) -> None:
+        await until_answer(probe)
+        self._became_ready()
+
+    def _became_ready(self) -> None:
+        self._ready = True
 
     async def _run_to_end(self) -> int:
         process = self._process

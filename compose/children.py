@@ -13,6 +13,7 @@ from compose.binaries import nats_server, redis_server
 from compose.child import ChildSpec
 from compose.config import ADMIN_KEYS_VARIABLE, StackConfig, inherited_environment
 from compose.preflight import Findings
+from compose.probes import nats_probe, redis_probe
 from compose.state_dir import StateDir
 
 CONTROL_PLANE = ("pool", "planner", "monitor")
@@ -49,7 +50,8 @@ def nats_spec(config: StackConfig, state: StateDir, addresses: Addresses) -> Chi
     """NATS with JetStream, on the loopback interface."""
     arguments = ("--addr", "127.0.0.1", "--port", str(addresses.nats_port), "--store_dir", str(state.nats))
     argv = (str(nats_server()), "--config", _config_file("nats.conf"), *arguments)
-    return ChildSpec("nats", argv, inherited_environment(), config.stop_grace_s, state.path)
+    probe = nats_probe("127.0.0.1", addresses.nats_port)
+    return ChildSpec("nats", argv, inherited_environment(), config.stop_grace_s, state.path, probe=probe)
 
 
 def redis_spec(config: StackConfig, state: StateDir, addresses: Addresses) -> ChildSpec:
@@ -58,7 +60,8 @@ def redis_spec(config: StackConfig, state: StateDir, addresses: Addresses) -> Ch
     if addresses.redis_socket is not None:
         where += ("--unixsocket", str(addresses.redis_socket), "--unixsocketperm", "700")
     argv = (str(redis_server()), _config_file("redis.conf"), "--dir", str(state.redis), *where)
-    return ChildSpec("redis", argv, inherited_environment(), config.stop_grace_s, state.path)
+    probe = redis_probe(addresses.redis_socket, addresses.redis_port)
+    return ChildSpec("redis", argv, inherited_environment(), config.stop_grace_s, state.path, probe=probe)
 
 
 # Services run in the state directory: with ``-m``, Python imports from the current one first, which could hold
@@ -94,7 +97,7 @@ def service_spec(config: StackConfig, state: StateDir, addresses: Addresses, nam
         }
         grace_s = config.drain_s + _MARGIN_S
     argv = (sys.executable, "-m", f"services.{name}")
-    return ChildSpec(name, argv, _environment(config, addresses, name, own), grace_s, state.path)
+    return ChildSpec(name, argv, _environment(config, addresses, name, own), grace_s, state.path, tells_ready=True)
 
 
 def worker_spec(
@@ -116,7 +119,8 @@ def worker_spec(
     if findings.num_cuda_devices > 1:
         own["CUDA_VISIBLE_DEVICES"] = str(index % findings.num_cuda_devices)
     argv = (sys.executable, "-m", "services.worker")
-    return ChildSpec(name, argv, _environment(config, addresses, name, own), config.stop_grace_s, state.path)
+    env = _environment(config, addresses, name, own)
+    return ChildSpec(name, argv, env, config.stop_grace_s, state.path, tells_ready=True)
 
 
 def stop_order(names: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:

@@ -23,7 +23,7 @@ from compose.errors import StackNotReady
 from compose.log_lines import LineSink
 from compose.ports import free_port
 from compose.preflight import Findings
-from compose.probes import nats_probe, redis_probe, wait_until
+from compose.probes import wait_until
 from compose.restart_policy import RestartPolicy
 from compose.state_dir import StateDir
 from compose.supervisor import Supervisor
@@ -55,7 +55,10 @@ class Stack:
         self.config = config
         self.state_dir = StateDir(config.state_dir)
         self._say = say if say is not None else (lambda text: sink("blitzscale", text))
-        self._supervisor = Supervisor(self.state_dir.logs, sink=sink, say=self._say, policy=policy)
+        self._supervisor = Supervisor(
+            self.state_dir.logs, sink=sink, say=self._say, policy=policy, serves_on=self._serves_on_without
+        )
+        self._was_ready = False
         self._addresses: Addresses | None = None
         self._admin: AdminClient | None = None
         self._findings = Findings(num_cuda_devices=0, prefault_bytes=0)
@@ -122,9 +125,9 @@ class Stack:
         start = self._supervisor.start
         await start(nats_spec(self.config, self.state_dir, addresses))
         await start(redis_spec(self.config, self.state_dir, addresses))
-        servers = {"nats": nats_probe("127.0.0.1", addresses.nats_port)}
-        servers["redis"] = redis_probe(addresses.redis_socket, addresses.redis_port)
-        for name, probe in servers.items():
+        for name in ("nats", "redis"):
+            probe = self.processes[name].spec.probe
+            assert probe is not None
             await self._supervisor.unless_given_up(wait_until(probe, name, timeout_s=_SERVER_START_S))
         # Workers take longest to start.
         for index in range(self.config.workers):
@@ -159,7 +162,8 @@ class Stack:
         await self._supervisor.remove(name)
 
     async def wait_gave_up(self) -> None:
-        """Returns never; raises ``ProcessGaveUp`` when a process dies again and again."""
+        """Returns never; raises ``ProcessGaveUp`` when a process without which nothing is served cannot be kept
+        running."""
         raise await self._supervisor.wait_gave_up()
 
     async def wait_ready(self, timeout_s: float = 180.0) -> Status:
@@ -168,7 +172,20 @@ class Stack:
         Raises ``StackNotReady`` saying what is missing, ``ProcessGaveUp``, or the gateway's ``BlitzError``
         for a model that it refuses.
         """
-        return await self._supervisor.unless_given_up(self._become_ready(time.monotonic() + timeout_s, timeout_s))
+        become_ready = self._become_ready(time.monotonic() + timeout_s, timeout_s)
+        status = await self._supervisor.unless_given_up(become_ready)
+        self._was_ready = True
+        return status
+
+    def _serves_on_without(self, name: str) -> bool:
+        """Whether anything is served without this process: by the other workers; and once all is up, requests need only
+        NATS, a gateway and a worker."""
+        if name.startswith("worker-"):
+            return any(child.state != "gave_up" for child in self._workers().values())
+        return self._was_ready and name not in ("nats", "gateway")
+
+    def _workers(self) -> dict[str, Child]:
+        return {name: child for name, child in self.processes.items() if name.startswith("worker-")}
 
     def _worker_spec(self, index: int) -> ChildSpec:
         return worker_spec(self.config, self.state_dir, self.addresses, index, self._findings)
@@ -181,8 +198,11 @@ class Stack:
             try:
                 status = await self.admin.status()
                 present = {worker.id for worker in status.workers}
-                wanted = {f"worker-{index}" for index in range(self.config.workers)}
-                if not wanted <= present:
+                wanted = {name for name, child in self._workers().items() if child.state != "gave_up"}
+                unready = [name for name in CONTROL_PLANE if not self.processes[name].ready]
+                if unready:
+                    missing = f"waiting for {', '.join(unready)}"
+                elif not wanted <= present:
                     missing = f"waiting for workers: {len(present & wanted)} of {len(wanted)} are here"
                 else:
                     for name, path in models.items():

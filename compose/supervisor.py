@@ -30,11 +30,14 @@ class Supervisor:
         sink: LineSink = _ignore_line,
         say: Callable[[str], None] | None = None,
         policy: RestartPolicy | None = None,
+        serves_on: Callable[[str], bool] = lambda _: False,
     ) -> None:
+        """``serves_on(name)``: whether the others are of use without this process, once it is given up."""
         self._logs = logs
         self._sink = sink
         self._say = say if say is not None else (lambda text: sink("blitzscale", text))
         self._policy = policy if policy is not None else RestartPolicy()
+        self._serves_on = serves_on
         self._children: dict[str, Child] = {}
         self._gave_up: asyncio.Future[ProcessGaveUp] | None = None
 
@@ -55,11 +58,11 @@ class Supervisor:
         return child
 
     async def wait_gave_up(self) -> ProcessGaveUp:
-        """Waits until some process is given up: the stack is not whole any more."""
+        """Waits until some process is given up without which the others are of no use."""
         return await asyncio.shield(self._gave_up_future())
 
     async def unless_given_up(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``; ``ProcessGaveUp`` as soon as a process is given up meanwhile."""
+        """The result of ``work``; ``ProcessGaveUp`` as soon as such a process is given up meanwhile."""
         task = asyncio.create_task(work)
         gave_up = asyncio.create_task(self.wait_gave_up())
         try:
@@ -95,6 +98,11 @@ class Supervisor:
         return self._gave_up
 
     def _note_give_up(self, error: ProcessGaveUp) -> None:
+        if self._serves_on(error.name):
+            self._say(f"{error.name} IS GIVEN UP and not started again; the rest serves on. Its last lines:")
+            for line in error.last_lines:
+                self._say(f"  {line}")
+            return
         future = self._gave_up_future()
         if not future.done():
             future.set_result(error)

@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _EXIT_ERROR = 1
 _EXIT_FORCED = 130
+_LOOK_S = 0.02
 _CLEAN_UP_S = 5.0
 """What a service may take to end once its bus is gone: nothing that it would wait for can come."""
 
@@ -79,27 +80,30 @@ def run_service(
     health_port: int = 0,
     health_host: str = "127.0.0.1",
     die_with_parent: bool = False,
+    ready_fd: int = 0,
 ) -> int:
     """Run ``main`` until it returns, and give the process's exit code.
 
     The first SIGTERM or SIGINT sets ``stopping``; a second one ends the process at once. A
     ``BlitzError`` out of ``main`` is one line on stderr and code 1, and so is a bus that is gone for good
     (``Lifecycle.depend_on``): then ``main`` is cancelled. ``health_port`` 0: no endpoint.
+    ``ready_fd``: a line is written to this file, and it is closed, once the process is ready. 0: none.
     """
     try:
         configure_logging(name, log_level)
         if die_with_parent:
             die_with_parent_process()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_run(name, main, health_host, health_port))
+            return runner.run(_run(name, main, health_host, health_port, ready_fd))
     except BlitzError as error:
         print(f"{name}: {error.message}", file=sys.stderr)  # noqa: T201 - shown even where logging is turned down
         return _EXIT_ERROR
 
 
-async def _run(name: str, main: Main, health_host: str, health_port: int) -> int:
+async def _run(name: str, main: Main, health_host: str, health_port: int, ready_fd: int) -> int:
     lifecycle = Lifecycle()
     _handle_signals(lifecycle)
+    telling = asyncio.create_task(_tell_when_ready(lifecycle, ready_fd)) if ready_fd else None
     health = HealthServer(asyncio.get_running_loop(), lambda: lifecycle.ready) if health_port else None
     if health is not None:
         health.start(health_host, health_port)
@@ -112,10 +116,23 @@ async def _run(name: str, main: Main, health_host: str, health_port: int) -> int
         return _EXIT_ERROR
     finally:
         lifecycle.ready = False
+        if telling is not None:
+            telling.cancel()
         if health is not None:
             await asyncio.to_thread(health.stop)
     _log.info("stopped")
     return 0
+
+
+async def _tell_when_ready(lifecycle: Lifecycle, fd: int) -> None:
+    """Once, to whoever started this process."""
+    while not lifecycle.ready:
+        await asyncio.sleep(_LOOK_S)
+    try:
+        os.write(fd, b"ready\n")
+        os.close(fd)
+    except OSError as error:
+        _log.warning("nobody was told that this process is ready (file %d): %s", fd, error)
 
 
 async def _run_while_connected(name: str, main: Main, lifecycle: Lifecycle) -> None:

@@ -13,6 +13,7 @@ from compose.child import ChildSpec
 from compose.children import Addresses
 from compose.config import StackConfig, inherited_environment
 from compose.preflight import Findings
+from compose.probes import nats_probe
 from compose.state_dir import StateDir
 
 _MIB = 1024 * 1024
@@ -31,7 +32,8 @@ def nats_spec(config: StackConfig, state: StateDir, addresses: Addresses) -> Chi
     where = ("--addr", MANAGEMENT_ADDRESS, "--port", str(addresses.nats_port))
     file = str(files("compose").joinpath("nats.conf"))
     argv = (str(nats_server()), "--config", file, *where, "--store_dir", str(state.nats))
-    return ChildSpec("nats", argv, inherited_environment(), config.stop_grace_s, state.path)
+    probe = nats_probe(MANAGEMENT_ADDRESS, addresses.nats_port)
+    return ChildSpec("nats", argv, inherited_environment(), config.stop_grace_s, state.path, probe=probe)
 
 
 def worker_spec(

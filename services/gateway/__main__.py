@@ -41,7 +41,13 @@ def main() -> int:
             listener.close()
             flush()
 
-    return run_service("gateway", serve, log_level=config.log_level, die_with_parent=config.die_with_parent)
+    return run_service(
+        "gateway",
+        serve,
+        log_level=config.log_level,
+        die_with_parent=config.die_with_parent,
+        ready_fd=config.ready_fd,
+    )
 
 
 if __name__ == "__main__":

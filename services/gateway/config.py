@@ -60,6 +60,7 @@ class GatewayConfig:
     """How long streams may finish after SIGTERM."""
     log_level: str = "info"
     die_with_parent: bool = False
+    ready_fd: int = 0
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> GatewayConfig:
@@ -111,4 +112,5 @@ class GatewayConfig:
             drain_timeout_s=env.duration_s("BLITZ_GATEWAY_DRAIN_TIMEOUT_S", default=default.drain_timeout_s),
             log_level=env.text("BLITZ_LOG_LEVEL", default=default.log_level),
             die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
+            ready_fd=env.integer("BLITZ_READY_FD", default=0, minimum=0),
         )

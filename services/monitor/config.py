@@ -21,6 +21,7 @@ class MonitorConfig:
     health_host: str
     log_level: str
     die_with_parent: bool
+    ready_fd: int
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> MonitorConfig:
@@ -50,4 +51,5 @@ class MonitorConfig:
             health_host=env.text("BLITZ_HEALTH_HOST", default="127.0.0.1"),
             log_level=env.text("BLITZ_LOG_LEVEL", default="info"),
             die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
+            ready_fd=env.integer("BLITZ_READY_FD", default=0, minimum=0),
         )

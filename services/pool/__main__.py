@@ -43,6 +43,7 @@ def main() -> int:
         health_port=config.health_port,
         health_host=config.health_host,
         die_with_parent=config.die_with_parent,
+        ready_fd=config.ready_fd,
     )
 
 

@@ -31,6 +31,7 @@ note("start")
 print("started", flush=True)
 if os.environ.get("FAKE_BROKEN"):
     sys.exit("the wrong kind of electricity")
+os.write(int(os.environ["BLITZ_READY_FD"]), b"ready")
 """
 
 _WORKER = (

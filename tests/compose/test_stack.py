@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -21,7 +23,7 @@ from tests.compose.fake_services import journal, write_fake_services
 from tests.compose.waiting import until, until_sync
 
 pytestmark = pytest.mark.stack
-QUICK = RestartPolicy(first_delay_s=0.05, max_delay_s=0.1, max_young_deaths=3)
+QUICK = RestartPolicy(first_delay_s=0.05, max_delay_s=0.1, max_failed_starts=3)
 NAMES = {"nats", "redis", "pool", "planner", "monitor", "gateway", "worker-0", "worker-1"}
 
 
@@ -128,15 +130,63 @@ async def test_workers_can_be_added_and_taken_away(tmp_path: Path, fake_env: dic
         assert "worker-0" not in stack.processes
 
 
+@pytest.mark.parametrize("name", ["pool", "planner", "gateway", "worker"])
 async def test_a_service_that_cannot_start_ends_the_wait_with_its_last_lines(
-    tmp_path: Path, fake_env: dict[str, str], demo_model: Path
+    tmp_path: Path, fake_env: dict[str, str], demo_model: Path, name: str
 ) -> None:
-    broken = {"worker-1": {"FAKE_BROKEN": "1"}}
+    broken = {name: {"FAKE_BROKEN": "1"}}
     stack = Stack(stack_config(tmp_path, fake_env, demo_model, service_env=broken), policy=QUICK)
-    with pytest.raises(ProcessGaveUp, match="worker-1 keeps dying") as caught:
+    with pytest.raises(ProcessGaveUp, match=f"{name}.* keeps dying") as caught:
         async with stack:
             await stack.wait_ready(20)
     assert caught.value.last_lines[-1] == "the wrong kind of electricity"
+
+
+async def test_one_worker_that_cannot_start_is_left_down_and_the_others_serve(
+    tmp_path: Path, fake_env: dict[str, str], demo_model: Path
+) -> None:
+    broken = {"worker-1": {"FAKE_BROKEN": "1"}}
+    said: list[str] = []
+    config = stack_config(tmp_path, fake_env, demo_model, service_env=broken)
+    async with Stack(config, policy=QUICK, say=said.append) as stack:
+        await stack.wait_ready(20)
+        assert stack.processes["worker-0"].ready
+        assert stack.processes["worker-1"].state == "gave_up"
+        assert any("worker-1 IS GIVEN UP" in text for text in said)
+        assert any("the wrong kind of electricity" in text for text in said)
+
+
+async def test_servers_and_services_that_die_again_and_again_come_back(
+    tmp_path: Path, fake_env: dict[str, str], demo_model: Path
+) -> None:
+    async with Stack(stack_config(tmp_path, fake_env, demo_model), policy=QUICK) as stack:
+        await stack.wait_ready(20)
+        for name in ("nats", "redis", "pool", "worker-0"):
+            child = stack.processes[name]
+            for death in range(1, 2 + QUICK.max_failed_starts):
+                await until(lambda child=child: child.ready and child.pid is not None)  # type: ignore[misc]
+                assert child.pid is not None
+                os.kill(child.pid, signal.SIGKILL)
+                await until(lambda child=child, death=death: child.num_restarts == death)  # type: ignore[misc]
+        await until(lambda: all(child.ready for child in stack.processes.values()))
+
+
+@pytest.mark.parametrize(("name", "ends"), [("planner", False), ("redis", False), ("nats", True), ("gateway", True)])
+async def test_once_it_serves_only_what_requests_need_ends_it(
+    tmp_path: Path, fake_env: dict[str, str], demo_model: Path, name: str, ends: bool
+) -> None:
+    async with Stack(stack_config(tmp_path, fake_env, demo_model), policy=QUICK) as stack:
+        await stack.wait_ready(20)
+        child = stack.processes[name]
+        child.spec = replace(child.spec, argv=(sys.executable, "-c", "raise SystemExit('gone for good')"))
+        gave_up = asyncio.ensure_future(stack.wait_gave_up())
+        stack.kill(name)
+        await until(lambda: child.state == "gave_up")
+        await asyncio.sleep(0.05)
+        assert gave_up.done() == ends
+        if ends:
+            assert isinstance(gave_up.exception(), ProcessGaveUp)
+        gave_up.cancel()
 
 
 async def test_a_deadline_says_what_is_missing(tmp_path: Path, fake_env: dict[str, str], demo_model: Path) -> None:

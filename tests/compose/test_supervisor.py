@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,7 +19,8 @@ from compose.restart_policy import RestartPolicy
 from compose.supervisor import Supervisor
 from tests.compose.waiting import until
 
-QUICK = RestartPolicy(first_delay_s=0.02, max_delay_s=0.05, stable_s=5.0, max_young_deaths=3)
+QUICK = RestartPolicy(first_delay_s=0.02, max_delay_s=0.05, stable_s=5.0, max_failed_starts=3)
+READY = "import os\nos.write(int(os.environ['BLITZ_READY_FD']), b'ready')\n"
 FOREVER = "import time\nprint('up', flush=True)\ntime.sleep(600)"
 
 
@@ -81,6 +85,68 @@ async def test_a_crash_loop_is_given_up_with_the_last_lines(supervisor: Supervis
     assert "pool keeps dying (exit status 1" in str(error)
     assert error.last_lines[-1] == "no such setting"
     assert child.num_restarts == 2
+
+
+@pytest.mark.parametrize("how", ["told", "probed"])
+async def test_a_process_that_was_ready_is_started_again_as_often_as_it_dies(supervisor: Supervisor, how: str) -> None:
+    asked = []
+
+    async def answers() -> bool:
+        asked.append(1)
+        return True
+
+    code = READY + FOREVER if how == "told" else FOREVER
+    spec = replace(python("nats", code), tells_ready=how == "told", probe=answers if how == "probed" else None)
+    child = await supervisor.start(spec)
+    for death in range(1, 6):
+        await until(lambda: child.ready and child.pid is not None)
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        await until(lambda death=death: child.num_restarts == death)  # type: ignore[misc]
+    await until(lambda: child.ready and child.state == "running")
+    assert bool(asked) == (how == "probed")
+
+
+async def test_a_process_that_dies_right_after_it_was_ready_was_ready(supervisor: Supervisor) -> None:
+    child = await supervisor.start(replace(python("pool", READY), tells_ready=True))
+    await until(lambda: child.num_restarts >= 5)
+    assert child.state != "gave_up"
+
+
+@pytest.mark.parametrize("spec", [{"tells_ready": True}, {"probe": None}])
+async def test_a_process_that_is_not_ready_in_several_starts_is_given_up(
+    supervisor: Supervisor, spec: dict[str, Any]
+) -> None:
+    async def refuses() -> bool:
+        raise ConnectionRefusedError
+
+    spec = {"probe": refuses} if "probe" in spec else spec
+    child = await supervisor.start(replace(python("redis", "import time\ntime.sleep(0.15)"), **spec))
+    error = await supervisor.wait_gave_up()
+    assert "before it is ready" in str(error)
+    assert child.num_restarts == 2
+
+
+async def test_without_one_that_the_rest_can_do_without_nobody_is_stopped(tmp_path: Path, told: Told) -> None:
+    supervisor = Supervisor(
+        tmp_path / "logs", say=told.said.append, policy=QUICK, serves_on=lambda name: name == "worker-1"
+    )
+    gave_up = asyncio.ensure_future(supervisor.wait_gave_up())
+    try:
+        child = await supervisor.start(python("worker-1", "raise SystemExit('no such device')"))
+        other = await supervisor.start(python("worker-0", FOREVER))
+        await until(lambda: child.state == "gave_up")
+        assert any("worker-1 IS GIVEN UP" in text for text in told.said)
+        assert told.said[-1].strip() == "no such device"
+        await asyncio.sleep(0.05)
+        assert not gave_up.done()
+        assert other.state == "running"
+        await supervisor.start(python("pool", "raise SystemExit('no such setting')"))
+        assert (await gave_up).name == "pool"
+    finally:
+        gave_up.cancel()
+        supervisor.kill_all()
+        await supervisor.stop([])
 
 
 async def test_deaths_that_were_asked_for_are_not_a_crash_loop(supervisor: Supervisor, told: Told) -> None:

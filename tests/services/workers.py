@@ -62,6 +62,7 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
         "health_host": "127.0.0.1",
         "log_level": "info",
         "die_with_parent": False,
+        "ready_fd": 0,
     }
     return WorkerConfig(**(fields | changes))  # type: ignore[arg-type]
 

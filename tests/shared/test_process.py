@@ -52,6 +52,20 @@ def start() -> Iterator[Start]:
         process.communicate()
 
 
+def test_a_supervisor_is_told_once_that_the_process_is_ready() -> None:
+    reading, writing = os.pipe()
+    code = PREAMBLE + f"\nimport asyncio\nrun_service('demo', serve, ready_fd={writing})"
+    process = subprocess.Popen([sys.executable, "-c", code], pass_fds=(writing,), env=os.environ)
+    os.close(writing)
+    try:
+        assert os.read(reading, 64) == b"ready\n"
+        assert os.read(reading, 64) == b"", "and closed"
+    finally:
+        process.kill()
+        process.wait(10)
+        os.close(reading)
+
+
 def up(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     assert process.stdout.readline().strip() == "up"
