@@ -6,8 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 TTFT_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -47,6 +46,10 @@ class Histogram:
         return rows, self._sum
 
 
+def _escaped(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
 @dataclass(slots=True)
 class ModelMetrics:
     """The counters of one model."""
@@ -78,8 +81,8 @@ class ModelGauges:
     kv_usage: float
 
 
-class GatewayMetrics(Collector):
-    """All models' counters and the HTTP ones, as a Prometheus collector."""
+class GatewayMetrics:
+    """All models' counters and the HTTP ones."""
 
     def __init__(self) -> None:
         self._models: dict[str, ModelMetrics] = {}
@@ -117,15 +120,12 @@ class GatewayMetrics(Collector):
         """One client's connection was closed by the gateway, or its response given up."""
         self.cuts[reason] = self.cuts.get(reason, 0) + 1
 
-    def collect(self) -> Iterator[Metric]:
-        return self.families(self.gauges())
-
     def gauges(self) -> tuple[ModelGauges, ...]:
         """The gauges now. On the event loop, which owns what they are read from."""
         return tuple(self._gauges())
 
     def families(self, gauges: tuple[ModelGauges, ...]) -> Iterator[Metric]:
-        """Everything, with these gauges. May run in a thread: counters are only read, each at some moment."""
+        """Everything but the histograms, with these gauges. May run in a thread: counters are only read."""
         responses = CounterMetricFamily("blitz_gateway_http_responses", "HTTP responses.", labels=["route", "status"])
         for (route, status), count in sorted(self._responses.items()):
             responses.add_metric([route, str(status)], count)
@@ -138,7 +138,6 @@ class GatewayMetrics(Collector):
         for purpose, num_bytes in sorted(self._memory().items()):
             yield GaugeMetricFamily(f"blitz_gateway_{purpose}_memory_bytes", f"Held for {purpose}s.", num_bytes)
         yield from self._counters()
-        yield from self._histograms()
         yield from self._gauge_families(gauges)
 
     def _counters(self) -> Iterator[Metric]:
@@ -163,19 +162,27 @@ class GatewayMetrics(Collector):
                 success.add_metric([model, reason], count)
         yield success
 
-    def _histograms(self) -> Iterator[Metric]:
+    def histograms_text(self) -> str:
+        """The histograms as Prometheus text. By hand: of hundreds of models they are nearly all that there is, and a
+        hundred thousand objects would be made for them. May run in a thread."""
         rows = (
             ("time_to_first_token_seconds", "Arrival to first token.", "ttft_s"),
             ("inter_token_latency_seconds", "Time between tokens of one stream.", "itl_s"),
             ("e2e_request_latency_seconds", "Arrival to last token.", "e2e_s"),
         )
-        for name, text, attribute in rows:
+        text: list[str] = []
+        for name, help_text, attribute in rows:
+            series = [
+                (f'model_name="{_escaped(model)}"', *getattr(metrics, attribute).cumulative())
+                for model, metrics in sorted(self._models.items())
+            ]
             for prefix in ("vllm:", "blitz_gateway_"):
-                family = HistogramMetricFamily(prefix + name, text, labels=["model_name"])
-                for model, metrics in sorted(self._models.items()):
-                    buckets, total = getattr(metrics, attribute).cumulative()
-                    family.add_metric([model], buckets, total)
-                yield family
+                full = prefix + name
+                text.append(f"# HELP {full} {help_text}\n# TYPE {full} histogram\n")
+                for label, buckets, total in series:
+                    text += [f'{full}_bucket{{le="{bound}",{label}}} {count}\n' for bound, count in buckets]
+                    text.append(f"{full}_count{{{label}}} {buckets[-1][1]}\n{full}_sum{{{label}}} {total}\n")
+        return "".join(text)
 
     @staticmethod
     def _gauge_families(gauges: tuple[ModelGauges, ...]) -> Iterator[Metric]:

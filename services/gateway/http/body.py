@@ -135,7 +135,7 @@ def _plain(raw: bytes) -> Any:
     """A value as it is; what is nested too deeply, or beyond what Python takes, as what it is at least."""
     try:
         return msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return _Unshown(_kind_of_json(raw))
 
 

@@ -95,8 +95,9 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         self._in_head = True
         self._head_bytes = 0
-        if self.cycle is not None and self.cycle.response_complete:
-            self._rest()
+        if self.cycle is not None and self.cycle.response_complete and not self.transport.is_closing():
+            # Answered before its end: the next request has what is left of the time to linger.
+            self._limits.idle[self] = None
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

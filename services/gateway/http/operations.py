@@ -54,7 +54,7 @@ class Scrapes:
 def _text(metrics: GatewayMetrics, gauges: tuple[ModelGauges, ...]) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Sample(metrics, gauges))
-    return generate_latest(registry) + generate_latest(REGISTRY)
+    return generate_latest(registry) + metrics.histograms_text().encode() + generate_latest(REGISTRY)
 
 
 def operations_router(gateway: Gateway) -> APIRouter:

@@ -87,6 +87,18 @@ async def test_a_body_behind_an_answer_is_read_for_a_while_and_then_no_more(
     task.cancel()
 
 
+async def test_a_body_that_ends_behind_its_answer_does_not_keep_the_connection(
+    make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.http.connection.LINGER_S", 0.3)
+    stack = await make_stack(max_body_bytes=2000)
+    reader, writer = await connect(stack, f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Length: 3000\r\n\r\n".encode())
+    assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+    writer.write(b"x" * 3000)
+    await closed((reader, writer))
+    assert not stack.gateway.metrics.cuts
+
+
 async def test_the_longest_idle_connection_makes_room_for_a_new_one(make_stack: StackFactory) -> None:
     stack = await make_stack(max_connections=20)
     worker = stack.workers[0]

@@ -96,12 +96,15 @@ async def planner(stack: Stack) -> None:
     """One that has done nothing yet."""
     bus = stack.broker.bus("planner")
 
-    def refuse(request: Any) -> ScaleRecord:
+    async def refuse(request: Any) -> ScaleRecord:
         raise PlanNotFound("no such plan")
+
+    async def none(request: ListScaleRecords) -> ScaleRecords:
+        return ScaleRecords(records=())
 
     await bus.respond(subjects.planner("scale"), StartScale, refuse)
     await bus.respond(subjects.planner("record"), GetScaleRecord, refuse)
-    await bus.respond(subjects.planner("records"), ListScaleRecords, lambda request: ScaleRecords(records=()))
+    await bus.respond(subjects.planner("records"), ListScaleRecords, none)
 
 
 def cases_of(name: str, count: int) -> list[Case]:

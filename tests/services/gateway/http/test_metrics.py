@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from services.gateway import admission
 from services.gateway.metrics import GatewayMetrics, Histogram
@@ -125,3 +126,15 @@ async def test_scrapes_at_once_share_their_rendering_and_see_what_was_before_the
     assert min(await asyncio.gather(*(scrape_after(number) for number in range(20)))) >= 0
     assert not any(rendered)
     assert len(rendered) < 20
+
+
+async def test_what_is_scraped_is_prometheus_text(stack: Stack) -> None:
+    stack.gateway.metrics.of('a"b\\c\nd').ttft_s.observe(0.002)
+    await stack.openai.completions.create(model="tiny", prompt="xy", max_tokens=2)
+    text = (await stack.http.get("/metrics")).text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    histogram = families["vllm:time_to_first_token_seconds"]
+    assert (histogram.type, histogram.documentation) == ("histogram", "Arrival to first token.")
+    odd = [sample for sample in histogram.samples if sample.labels["model_name"] == 'a"b\\c\nd']
+    assert [sample.value for sample in odd if sample.labels.get("le") in ("0.001", "0.0025", "+Inf")] == [0, 1, 1]
+    assert [sample.value for sample in odd if sample.name.endswith(("_count", "_sum"))] == [1, 0.002]

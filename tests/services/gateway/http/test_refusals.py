@@ -164,6 +164,15 @@ async def test_bodies_that_are_not_json_objects_are_refused(stack: Stack, body: 
     check(await stack.http.post(CHAT, content=body), 400, "invalid_request_error", "bad_request")
 
 
+async def test_a_wrong_value_that_cannot_be_shown_is_refused_all_the_same(stack: Stack) -> None:
+    for value in (b'["", "\x97"]', b'["", 1e999]', b"[" * 300 + b"]" * 300):
+        body = b'{"model": "tiny", "messages": ' + value + b"}"
+        message = check(
+            await stack.http.post(CHAT, content=body), 400, "invalid_request_error", "bad_request", "messages[0]"
+        )
+        assert "must be an object" in message
+
+
 @pytest.mark.parametrize("model", [None, 3, ""])
 async def test_a_model_name_is_required(stack: Stack, model: Any) -> None:
     response = await stack.http.post(CHAT, json={"model": model, "messages": MESSAGES})
