@@ -50,14 +50,28 @@ class _Decode:
 
 
 @dataclass(frozen=True, slots=True)
+class _Tile:
+    """Queries ``begin .. end`` over keys ``first_key .. last_key`` of the sequence's pages."""
+
+    begin: int
+    end: int
+    first_key: int
+    last_key: int
+    bias: torch.Tensor
+    """``[queries, keys]``: 0 for keys, -inf for what a query does not see. In the model's dtype, so that it is made
+    once for all layers."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Single:
     """One sequence's queries ``begin .. end`` over keys read in place or gathered."""
 
     begin: int
     end: int
     pages: _Pages
-    mask: torch.Tensor | None
-    is_causal: bool
+    is_causal: bool = False
+    tiles: tuple[_Tile, ...] = ()
+    """How the queries are taken, where they are many and masked; else all together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +133,7 @@ class TorchAttention:
             blocks = tuple(kv_indices[kv_indptr[i] : kv_indptr[i + 1]])
             num_keys = (len(blocks) - 1) * self._block_size + last_page_len
             if end - begin > 1:
-                singles += self._prefill(begin, end, blocks, num_keys)
+                singles.append(self._prefill(begin, end, blocks, num_keys))
                 continue
             decode = _Decode(begin, blocks, self._first_key(num_keys), num_keys)
             if decode.num_keys * key_bytes > IN_PLACE_BYTES:
@@ -141,7 +155,7 @@ class TorchAttention:
 
     def _alone(self, decode: _Decode) -> _Single:
         pages = self._pages(decode.blocks, decode.first_key, decode.last_key)
-        return _Single(decode.row, decode.row + 1, pages, None, False)
+        return _Single(decode.row, decode.row + 1, pages)
 
     def _first_key(self, num_keys: int) -> int:
         return 0 if self._window is None else max(0, num_keys - self._window)
@@ -153,11 +167,13 @@ class TorchAttention:
         is_run = used == tuple(range(used[0], used[0] + len(used)))
         return _Pages(used, None if is_run else torch.tensor(used), first % size, last - first)
 
-    def _prefill(self, begin: int, end: int, blocks: tuple[int, ...], num_keys: int) -> list[_Single]:
+    def _prefill(self, begin: int, end: int, blocks: tuple[int, ...], num_keys: int) -> _Single:
         num_queries = end - begin
         start = num_keys - num_queries
         if start == 0 and (self._window is None or num_keys <= self._window):
-            return [_Single(begin, end, self._pages(blocks, 0, num_keys), None, True)]
+            return _Single(begin, end, self._pages(blocks, 0, num_keys), is_causal=True)
+        # Gathered once for all tiles, where they are no run: what tiles have in common is most of it.
+        oldest = self._first_key(start + 1)
         tiles = []
         for offset in range(0, num_queries, QUERY_TILE_TOKENS):
             count = min(QUERY_TILE_TOKENS, num_queries - offset)
@@ -165,12 +181,13 @@ class TorchAttention:
             first_key = self._first_key(first_query + 1)
             queries = torch.arange(first_query, last_key)[:, None]
             keys = torch.arange(first_key, last_key)[None, :]
-            seen = keys <= queries
+            unseen = keys > queries
             if self._window is not None:
-                seen &= keys > queries - self._window
-            pages = self._pages(blocks, first_key, last_key)
-            tiles.append(_Single(begin + offset, begin + offset + count, pages, seen, False))
-        return tiles
+                unseen |= keys <= queries - self._window
+            bias = torch.zeros(unseen.shape, dtype=self._dtype).masked_fill_(unseen, -torch.inf)
+            rows = begin + offset
+            tiles.append(_Tile(rows, rows + count, first_key - oldest, last_key - oldest, bias))
+        return _Single(begin, end, self._pages(blocks, oldest, num_keys), tiles=tuple(tiles))
 
     def _pad(self, group: Sequence[_Decode]) -> _Padded:
         size, num_kv_heads = self._block_size, self._num_kv_heads
@@ -199,12 +216,17 @@ class TorchAttention:
             if single.end - single.begin == 1:
                 out[single.begin] = scaled_dot_product_attention(heads[single.begin : single.end], k, v)[0]
                 continue
-            queries = heads[single.begin : single.end].permute(1, 2, 0, 3)
             # [1, Hkv, keys, D] -> [Hkv, G, keys, D] with stride 0 over the group
             k = k[0][:, None].expand(-1, self._group, -1, -1)
             v = v[0][:, None].expand(-1, self._group, -1, -1)
-            attended = scaled_dot_product_attention(queries, k, v, attn_mask=single.mask, is_causal=single.is_causal)
-            out[single.begin : single.end] = attended.permute(2, 0, 1, 3)
+            if not single.tiles:
+                queries = heads[single.begin : single.end].permute(1, 2, 0, 3)
+                attended = scaled_dot_product_attention(queries, k, v, is_causal=single.is_causal)
+                out[single.begin : single.end] = attended.permute(2, 0, 1, 3)
+            for tile in single.tiles:
+                queries, keys = heads[tile.begin : tile.end].permute(1, 2, 0, 3), slice(tile.first_key, tile.last_key)
+                attended = scaled_dot_product_attention(queries, k[:, :, keys], v[:, :, keys], attn_mask=tile.bias)
+                out[tile.begin : tile.end] = attended.permute(2, 0, 1, 3)
         for padded in plan.padded:
             out.index_copy_(0, padded.rows, self._attend_padded(padded, heads, k_cache, v_cache))
         return out.view(q.shape[0], -1)

@@ -64,6 +64,39 @@ def test_lower_precision_attends_alike(dtype: str) -> None:
     _check(_spec(20, 4, 2, dtype), is_run=True, atol=3e-2)
 
 
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_chunk_of_several_tiles_gathers_its_prefix_once_and_makes_its_mask_once_for_all_layers(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    monkeypatch.setattr(torch_cpu, "QUERY_TILE_TOKENS", 16)
+    spec = _spec(window, 4, 2, "float32")
+    pages = list(range(2 * 30, 0, -2))  # no run
+    backend = TorchAttention(spec, BLOCK_SIZE)
+    plan = backend.plan([0, 48], [0, 30], pages, [BLOCK_SIZE])
+    masks: list[torch.Tensor] = []
+    gathers: list[int] = []
+    attend, keys_of = torch_cpu.scaled_dot_product_attention, TorchAttention._keys
+
+    def noted(*args: torch.Tensor, attn_mask: torch.Tensor | None = None, **kwargs: object) -> torch.Tensor:
+        assert attn_mask is not None
+        assert attn_mask.dtype == torch.float32
+        masks.append(attn_mask)
+        return attend(*args, attn_mask=attn_mask, **kwargs)
+
+    def counted(self: TorchAttention, pages: object, cache: torch.Tensor) -> torch.Tensor:
+        gathers.append(id(cache))
+        return keys_of(self, pages, cache)
+
+    monkeypatch.setattr(torch_cpu, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(TorchAttention, "_keys", counted)
+    caches = [torch.randn(NUM_BLOCKS, BLOCK_SIZE, 2, 16) for _ in range(4)]
+    q = torch.randn(48, 4, 16)
+    for k_cache, v_cache in (caches[:2], caches[2:]):
+        backend.run(plan, q, k_cache, v_cache)
+    assert gathers == [id(cache) for cache in caches]
+    assert [id(mask) for mask in masks[:3]] == [id(mask) for mask in masks[3:]]
+
+
 def _check(spec: ModelSpec, is_run: bool, atol: float) -> None:
     draw = random.Random(1)
     torch.manual_seed(1)
