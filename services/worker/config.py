@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ class WorkerConfig:
             host=host,
             device=cast(Device, device),
             engine=cast(Literal["torch", "mock"], engine),
-            num_threads=env.integer("BLITZ_WORKER_THREADS", default=1, minimum=1),
+            num_threads=env.integer("BLITZ_WORKER_THREADS", default=_share_of_cores(env), minimum=1),
             arena_bytes=arena_mib * MIB,
             prefault_bytes=env.integer("BLITZ_WORKER_PREFAULT_MIB", default=0, minimum=0) * MIB,
             kv_bytes=env.integer("BLITZ_WORKER_KV_MIB", default=1024, minimum=1) * MIB,
@@ -116,6 +117,12 @@ class WorkerConfig:
             die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
             ready_fd=env.integer("BLITZ_READY_FD", default=0, minimum=0),
         )
+
+
+def _share_of_cores(env: Settings) -> int:
+    """Of the cores that this process may use, which the workers of this host share."""
+    sharers = env.integer("BLITZ_WORKERS_PER_HOST", default=1, minimum=1)
+    return max(1, len(os.sched_getaffinity(0)) // sharers)
 
 
 def _token_id(env: Settings, key: str) -> int | None:

@@ -21,6 +21,7 @@ from services.worker.engine.loop import Departures, EngineLoop, StepOutput, Witn
 from services.worker.engine.mock import MockEngine
 from services.worker.engine.thread import EngineThread
 from services.worker.engine.torch_engine import TorchEngine
+from services.worker.engine.warm_up import warm_up
 from shared.errors import BadCheckpoint, BadRequest, BlitzError, Conflict, Unavailable
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.common import InstanceState, Role
@@ -75,6 +76,8 @@ class Instance:
         loop.departures = departures
         loop.witness = witness
         self._thread = EngineThread(loop, on_output, on_failure)
+        # While the weights come. Nobody waits for it but whoever gives the memory back.
+        self._preparing = asyncio.create_task(in_thread(engine.prepare))
         self._pins = 0
         self._retired = False
         self._started = False
@@ -196,6 +199,7 @@ class Instance:
     async def stop(self) -> bool:
         """End what still runs, and the engine's thread; False if a step did not end within ``STOP_S``."""
         self._thread.stop()
+        await asyncio.wait({self._preparing})
         return await asyncio.to_thread(self._thread.join, STOP_S)
 
 
@@ -225,6 +229,11 @@ class InstanceFactory:
             if stopping.is_set():
                 return
             await in_thread(self._arena.prefault, min(PREFAULT_STEP_BYTES, num_bytes - offset), offset)
+
+    async def warm_up(self) -> None:
+        """What this process does once, before the first request could wait for it."""
+        if self._config.engine == "torch":
+            await in_thread(warm_up)
 
     async def create(self, plan: ScalePlan, member: ChainMember) -> Instance:
         """An instance in state ``loading``, its engine bound to the places where the weights will be.

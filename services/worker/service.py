@@ -171,6 +171,7 @@ class WorkerService:
         Raises ``DuplicateId`` when another process that lives has this worker's id.
         """
         await self._factory.prefault(stopping)
+        await self._factory.warm_up()
         worker_id, serving, scaling, sender = self._config.worker_id, self._serving, self._scaling, self._mover.sender
         # Before anything is listened to that another process of this id is meant by.
         await refuse_if_held(self._bus, subjects.worker_holder(worker_id), f"worker id {worker_id!r}")

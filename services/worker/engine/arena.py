@@ -28,6 +28,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14; Python has no name for it."""
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
@@ -110,6 +112,15 @@ class HostMemory:
     def prefault(self, num_bytes: int, offset: int = 0) -> None:
         """Commit ``num_bytes`` now: a first touch costs more than the copy that causes it. About a second per GB."""
         self.bytes[offset : offset + num_bytes : mmap.PAGESIZE] = 0
+
+    def populate(self, offset: int, num_bytes: int) -> None:
+        """Commit the pages of this range and change nothing in them: others may be reading and writing there.
+
+        A kernel before 5.14 does nothing, and neither does one that lacks the memory: then a first touch commits them.
+        """
+        self.check_range(offset, num_bytes)
+        begin = (self.address + offset) // mmap.PAGESIZE * mmap.PAGESIZE
+        _LIBC.madvise(begin, self.address + offset + num_bytes - begin, _MADV_POPULATE_WRITE)
 
     def release(self) -> None:
         """Give all pages back to the system; contents become zeros. About 0.15 s per GB (measured)."""

@@ -106,6 +106,10 @@ class Engine(Protocol):
     def kv_bytes_per_token_layer(self) -> int:
         """Bytes of K and V of one token in one layer."""
 
+    def prepare(self) -> None:
+        """Make the first steps as quick as later ones will be. From any thread, also while batches run: it changes
+        nothing that they read."""
+
     def embed(self, batch: Batch) -> Activation:
         """Plan the batch's attention and embed its tokens."""
 

@@ -103,6 +103,13 @@ class KvPool:
         pages = [self._host.tensor(i * region_bytes, shape, dtype) for i in range(2 * spec.num_layers)]
         return KvCache(tuple(pages[0::2]), tuple(pages[1::2]), num_blocks, block_size)
 
+    def populate(self, cache: KvCache, num_blocks: int) -> None:
+        """Commit the first blocks of every layer of ``cache``, this pool's, and change nothing in them. From any
+        thread, also while the blocks are used."""
+        for pages in (*cache.k, *cache.v):
+            blocks = pages[:num_blocks]
+            self._host.populate(blocks.data_ptr() - self._host.address, blocks.nbytes)
+
     def release(self) -> None:
         """Give the pages back to the system; contents become zeros. Only for a spare worker."""
         self._host.release()

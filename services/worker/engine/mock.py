@@ -187,6 +187,9 @@ class MockEngine:
     def kv_bytes_per_token_layer(self) -> int:
         return self._kv_bytes_per_token_layer
 
+    def prepare(self) -> None:
+        """Nothing to do."""
+
     def embed(self, batch: Batch) -> MockActivation:
         """Start a batch."""
         return self._begin(batch, 0)

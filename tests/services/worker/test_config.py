@@ -19,6 +19,16 @@ def test_an_empty_environment_gives_a_worker_that_can_run() -> None:
     assert config.max_queued_tokens == 4 * config.max_batch_tokens
 
 
+@pytest.mark.parametrize(("cores", "sharers", "threads"), [(8, None, 8), (8, "2", 4), (9, "4", 2), (2, "4", 1)])
+def test_threads_are_a_share_of_the_cores_that_the_process_may_use(
+    monkeypatch: pytest.MonkeyPatch, cores: int, sharers: str | None, threads: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(3, 3 + cores)))
+    environ = {} if sharers is None else {"BLITZ_WORKERS_PER_HOST": sharers}
+    assert WorkerConfig.from_env(environ).num_threads == threads
+    assert WorkerConfig.from_env(environ | {"BLITZ_WORKER_THREADS": "5"}).num_threads == 5
+
+
 def test_units_are_converted() -> None:
     config = WorkerConfig.from_env(
         {

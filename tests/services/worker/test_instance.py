@@ -10,6 +10,7 @@ import pytest
 from services.worker.engine.arena import HostMemory
 from services.worker.engine.base import Engine
 from services.worker.engine.kv_pool import KvPool
+from services.worker.engine.torch_engine import TorchEngine
 from services.worker.instance import InstanceFactory
 from shared.errors import Conflict
 from shared.layout import ArenaLayout
@@ -101,6 +102,42 @@ async def test_memory_is_taken_and_given_back_beside_the_event_loop(monkeypatch:
         await alone.drain(instance_id)
         await alone.reported("drain-1", "spare")
     assert on_the_loop == {"prefault": False, "release": False, "view": False}
+
+
+async def test_a_worker_warms_up_once_before_it_registers_as_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = LoneWorker(engine="torch")
+    reports_before: list[int] = []
+
+    def warmed() -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        reports_before.append(len(alone.pool.heartbeats))
+
+    monkeypatch.setattr("services.worker.instance.warm_up", warmed)
+    await alone.start()
+    try:
+        await alone.serve()
+    finally:
+        await alone.worker.stop()
+    assert reports_before == [0]
+    assert alone.pool.heartbeats[0].state == "spare"
+
+
+async def test_an_engine_is_prepared_while_its_weights_load_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepared: list[bool] = []
+    prepare = TorchEngine.prepare
+
+    def watched(self: TorchEngine) -> None:
+        prepared.append(threading.current_thread() is threading.main_thread())
+        prepare(self)
+
+    monkeypatch.setattr(TorchEngine, "prepare", watched)
+    async with lone_worker(engine="torch") as alone:
+        instance_id = await alone.serve()
+        await alone.drain(instance_id)
+        await alone.reported("drain-1", "spare")
+    assert prepared == [False]
 
 
 async def test_a_plan_that_comes_while_an_instance_is_built_finds_it_loading(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import pytest
 import torch
 
@@ -54,6 +57,30 @@ def test_a_pool_made_for_so_many_blocks_holds_them(kind: str, num_blocks: int) -
 def test_blocks_that_do_not_fit_are_refused(num_blocks: int) -> None:
     with pytest.raises(BadRequest, match="blocks"):
         KvPool.allocate(1 << 20).view(_spec(), 16, num_blocks)
+
+
+def _committed(tensor: torch.Tensor) -> bool:
+    """Whether all pages of a tensor are in memory, as the kernel says."""
+    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    num_bytes = tensor.data_ptr() + tensor.nbytes - begin
+    pages = (ctypes.c_ubyte * -(-num_bytes // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), pages) == 0
+    return all(page & 1 for page in pages)
+
+
+def test_the_first_blocks_of_every_layer_can_be_committed_without_a_change_to_what_is_there() -> None:
+    spec = _spec()
+    pool = KvPool.allocate(kv_pool_bytes(spec, 16, 40_000))
+    cache = pool.view(spec, 16)
+    for pages in (*cache.k, *cache.v):
+        assert not _committed(pages[:30])
+        pages[0, 0] = 7
+    pool.populate(cache, 30)
+    for pages in (*cache.k, *cache.v):
+        assert _committed(pages[:30])
+        assert not _committed(pages)
+        assert (pages[0, 0] == 7).all()
+        assert not pages[0, 1:].any()
 
 
 def test_only_the_pages_of_the_layers_that_are_asked_for_are_touched() -> None:

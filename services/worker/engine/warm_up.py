@@ -1,0 +1,76 @@
+"""What a process computes before it offers itself: kernels are chosen, compiled and paged in with their first use.
+
+A worker registers when that is done, so that no request waits for it. It cannot know which model will come: a tiny one
+runs, in each of the usual dtypes, with everything that a step may need. It takes 70 ms of one core, and 13 ms when it
+is done again (measured): the difference is what the first request would have waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from services.worker.core.scheduler import SchedulerConfig
+from services.worker.core.sequence import Sequence
+from services.worker.engine.arena import HostArena
+from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
+from services.worker.engine.loop import EngineLoop
+from services.worker.engine.torch_engine import TorchEngine
+from shared.layout import layout_of
+from shared.messages.generation import SamplingParams
+from shared.model_spec import Dtype, ModelSpec
+
+_log = logging.getLogger(__name__)
+
+DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
+BLOCK_SIZE = 16
+NUM_BLOCKS = 64
+NUM_TOKENS = 3
+VOCAB_SIZE = 512
+_PROMPTS = (40, 24, 5)
+_PARAMS = (
+    SamplingParams(max_tokens=NUM_TOKENS, seed=0, temperature=0.0, logprobs=1),
+    SamplingParams(max_tokens=NUM_TOKENS, seed=0, frequency_penalty=0.1),
+    SamplingParams(max_tokens=NUM_TOKENS, seed=0, top_p=0.9),
+)
+
+
+def warm_up() -> int:
+    """Run it; returns the number of tokens that were computed."""
+    return sum(_run(dtype) for dtype in DTYPES)
+
+
+def _run(dtype: Dtype) -> int:
+    spec = ModelSpec(
+        architecture="LlamaForCausalLM",
+        dtype=dtype,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        max_position=256,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+    )
+    layout = layout_of(spec)
+    arena = HostArena.allocate(layout.num_bytes)  # zeros: so are the logits, and no number on the way is odd
+    pool = KvPool.allocate(kv_pool_bytes(spec, BLOCK_SIZE, NUM_BLOCKS))
+    engine = TorchEngine(layout, arena, pool, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    # Prompts in chunks: with and without a prefix; then decodes, alone and together.
+    config = SchedulerConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, prefill_chunk_tokens=24)
+    loop = EngineLoop(engine, config, time.monotonic)
+    for index, (length, params) in enumerate(zip(_PROMPTS, _PARAMS, strict=True)):
+        prompt = tuple(range(length))
+        loop.add(Sequence(request_id=str(index), attempt=1, gateway_id="warm-up", prompt=prompt, params=params))
+    computed = 0
+    while loop.has_work:
+        step = loop.step()
+        if step is None:
+            break
+        if step.error is not None:
+            _log.warning("models in %s will not run here: %s", dtype, step.error.message)
+        computed += step.num_prefill_tokens + step.num_decode_tokens
+    return computed
