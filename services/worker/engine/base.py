@@ -5,9 +5,9 @@ turns a ``Batch`` into sampled tokens. All methods run on the engine thread, but
 otherwise. Nothing here imports torch, so that the core, the mock and the tests start without it.
 
 A batch can move between two engines of the same model half-way: one exports the KV of the layers it has
-run and the hidden states, the other imports and resumes (live scaling; see ``handoff`` for the bytes). Or it
-runs all layers of a prompt here, its KV moves layer by layer meanwhile, and it is decoded there (disaggregated
-serving).
+run and the hidden states, the other resumes and imports the KV meanwhile (live scaling; see ``handoff`` for the
+bytes). Or it runs all layers of a prompt here, its KV moves layer by layer meanwhile, and it is decoded there
+(disaggregated serving).
 """
 
 from __future__ import annotations
@@ -46,6 +46,19 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(len(s.token_ids) for s in self.slices)
+
+    def part(self, begin: int, end: int) -> Batch:
+        """Tokens ``begin <= i < end`` of all slices, one after another; a slice that does not end in it samples
+        nothing."""
+        slices: list[Slice] = []
+        for piece in self.slices:
+            count = len(piece.token_ids)
+            first, last = max(0, begin), min(count, end)
+            if first < last:
+                token_ids, sample = piece.token_ids[first:last], piece.sample and last == count
+                slices.append(Slice(piece.sequence_id, token_ids, piece.start + first, piece.block_table, sample))
+            begin, end = begin - count, end - count
+        return Batch(tuple(slices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +136,26 @@ class Engine(Protocol):
         """As ``embed``, from hidden states that were computed elsewhere up to ``next_layer``.
 
         ``hidden``: bytes of ``embed_tokens`` or ``hidden_states``; they belong to the activation from now on and
-        may be written. For ``next_layer`` > 0 the KV of the layers before it is to be imported before a layer is
-        run. Raises ``BadRequest`` for a wrong size, an empty batch, a short block table, or unless
-        ``0 <= next_layer < num_layers``.
+        may be written. Its layers need no KV of the layers before ``next_layer``: that is imported from now on, and
+        must be there before the sequences' next tokens are computed. Raises ``BadRequest`` for a wrong size, an
+        empty batch, a short block table, or unless ``0 <= next_layer < num_layers``.
         """
 
     def run_layers(self, activation: Activation, first: int, last: int) -> None:
         """Run decoder layers ``first <= i < last`` in place, writing their KV. Layer by layer costs no more."""
 
+    def run_part(self, activation: Activation, layer: int, begin: int, end: int) -> None:
+        """Run one decoder layer for tokens ``begin <= i < end`` of the batch (``Batch.part``) alone, in place.
+
+        Of a long batch this needs less memory at once, and other batches can be run in between. Parts come in order,
+        each token once; the layer has run when ``end`` is the number of tokens. Raises ``BadRequest`` for others.
+        """
+
     def hidden_states(self, activation: Activation) -> Buffer:
         """The hidden states ``[num_tokens, hidden_size]`` as flat host bytes: a copy of the caller's own.
 
-        From any thread, while the engine thread runs other batches but not this one. Raises ``BadRequest`` once the
-        last layer has run: only the sampled tokens' states are left then.
+        From any thread, while the engine thread runs other batches but not this one. Raises ``BadRequest`` inside a
+        layer, and once the last one has run: only the sampled tokens' states are left then.
         """
 
     def export_kv(
@@ -167,7 +187,7 @@ class Engine(Protocol):
         """The reverse of ``export_kv``: writes the KV into the slots of these positions, in these layers alone.
 
         Layers may come bit by bit, in their order and each once; the sequences' next tokens can be computed when all
-        are there. From any thread, while no batch that runs uses these blocks. ``kv`` is only read. Raises
+        are there. From any thread, also while a batch of these sequences runs later layers. ``kv`` is only read. Raises
         ``BadRequest`` as ``export_kv`` does, and for a wrong size.
         """
 

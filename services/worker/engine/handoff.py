@@ -80,10 +80,23 @@ def check_layers(first_layer: int, last_layer: int, num_layers: int) -> None:
         raise BadRequest(f"KV of layers {first_layer}..{last_layer} of a model of {num_layers}")
 
 
-def check_whole(next_layer: int, num_layers: int) -> None:
-    """Raises ``BadRequest`` once the last layer has run: only the sampled tokens' hidden states are left."""
+def check_whole(next_layer: int, next_token: int, num_layers: int) -> None:
+    """Raises ``BadRequest`` inside a layer, and once the last one has run: only the sampled tokens' states are left."""
+    if next_token:
+        raise BadRequest(f"hidden states of a batch inside layer {next_layer}")
     if next_layer >= num_layers:
         raise BadRequest(f"hidden states of a batch that has run all {num_layers} layers")
+
+
+def check_part(
+    layer: int, begin: int, end: int, *, next_layer: int, next_token: int, num_layers: int, num_tokens: int
+) -> None:
+    """Raises ``BadRequest`` unless these tokens of this layer follow what has run of a batch."""
+    if (layer, begin) != (next_layer, next_token) or not begin < end <= num_tokens or layer >= num_layers:
+        raise BadRequest(
+            f"tokens {begin}..{end} of layer {layer}: the batch of {num_tokens} is at token {next_token} of layer "
+            f"{next_layer} of {num_layers}"
+        )
 
 
 def check_tokens(token_ids: npt.NDArray[np.int64], vocab_size: int) -> None:

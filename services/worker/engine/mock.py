@@ -18,7 +18,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.worker.engine.base import Batch, Sampled, SamplingRow
-from services.worker.engine.handoff import check_batch, check_layers, check_next_layer, check_tokens, check_whole
+from services.worker.engine.handoff import (
+    check_batch,
+    check_layers,
+    check_next_layer,
+    check_part,
+    check_tokens,
+    check_whole,
+)
 from services.worker.engine.mock_hidden import HIDDEN_MIN_BYTES, check_hidden, hidden_of
 from services.worker.engine.mock_kv import MockKv, Slots, extend_hash, hash_tokens
 from shared.messages.generation import TokenLogprobs
@@ -73,9 +80,17 @@ class MockActivation:
     num_tokens: int
     context_tokens: int
     layers_done: int = 0
+    next_token: int = 0
+    """Of the next layer: those before it have run."""
     hashes: list[int] = field(default_factory=list)
     slots: Slots | None = None
     """KV slots of the batch's tokens, from its first layer here on."""
+    resumed: bool = False
+    """Its first layers ran elsewhere: their KV comes by import."""
+
+
+def _context_tokens(batch: Batch) -> int:
+    return sum(piece.start + len(piece.token_ids) for piece in batch.slices)
 
 
 def _tokens_of(batch: Batch) -> list[int]:
@@ -204,20 +219,19 @@ class MockEngine:
         check_next_layer(next_layer, self._num_layers)
         check_batch(batch, self._block_size)
         check_hidden(hidden, _tokens_of(batch), next_layer, self._hidden_bytes_per_token)
-        return self._begin(batch, next_layer)
+        activation = self._begin(batch, next_layer)
+        if next_layer > 0:
+            activation.resumed = True
+            self._kv.resume(self._place(activation), next_layer)
+        return activation
 
     def _begin(self, batch: Batch, layers_done: int) -> MockActivation:
         self._sleep(self._timing.step_overhead_s)
-        num_tokens = context_tokens = 0
-        for piece in batch.slices:
-            count = len(piece.token_ids)
-            num_tokens += count
-            context_tokens += piece.start + count
-        return MockActivation(batch, num_tokens, context_tokens, layers_done)
+        return MockActivation(batch, batch.num_tokens, _context_tokens(batch), layers_done)
 
     def hidden_states(self, activation: MockActivation) -> Buffer:
         """See ``Engine``."""
-        check_whole(activation.layers_done, self._num_layers)
+        check_whole(activation.layers_done, activation.next_token, self._num_layers)
         return hidden_of(_tokens_of(activation.batch), activation.layers_done, self._hidden_bytes_per_token)
 
     def export_kv(
@@ -247,45 +261,64 @@ class MockEngine:
         self._kv.load(self._kv.slots_of(block_tables, num_tokens), num_tokens, first_layer, last_layer, kv)
 
     def run_layers(self, activation: MockActivation, first: int, last: int) -> None:
-        """Take the layers' time; the first one writes the KV, or finds what was imported.
+        """Take the layers' time; the first one of a batch that was not resumed writes the KV.
 
         Raises ``ValueError`` for layers out of order, ``RuntimeError`` for a block table that
-        does not hold the prefix, or the KV of the layers before.
+        does not hold the prefix, or for blocks that another batch has written.
         """
-        if first != activation.layers_done or not first <= last <= self._num_layers:
+        if first != activation.layers_done or activation.next_token or not first <= last <= self._num_layers:
             raise ValueError(f"layers {first}..{last} of {self._num_layers}, but {activation.layers_done} are done")
         if first == last:
             return
+        started = time.perf_counter()
+        layer_s = self._layer_s(activation.num_tokens, activation.context_tokens)
+        slots = self._place(activation)
+        self._run(activation, slots, first, last, layer_s, started)
+        activation.layers_done = last
+
+    def run_part(self, activation: MockActivation, layer: int, begin: int, end: int) -> None:
+        """See ``Engine``. A part reads the weights as a whole batch does."""
+        num_tokens = activation.num_tokens
+        at = {"next_layer": activation.layers_done, "next_token": activation.next_token}
+        check_part(layer, begin, end, **at, num_layers=self._num_layers, num_tokens=num_tokens)
+        started = time.perf_counter()
+        layer_s = self._layer_s(end - begin, _context_tokens(activation.batch.part(begin, end)))
+        self._run(activation, self._place(activation)[begin:end], layer, layer + 1, layer_s, started)
+        activation.next_token = end
+        if end == num_tokens:
+            activation.layers_done, activation.next_token = layer + 1, 0
+
+    def _layer_s(self, num_tokens: int, context_tokens: int) -> float:
+        timing = self._timing
+        return (
+            timing.layer_base_s
+            + timing.layer_per_token_s * num_tokens
+            + timing.layer_per_context_token_s * context_tokens
+        )
+
+    def _run(
+        self, activation: MockActivation, slots: Slots, first: int, last: int, layer_s: float, started: float
+    ) -> None:
         if self._faults is not None:
             self._faults.strike(_tokens_of(activation.batch))
-        timing = self._timing
-        layer_s = (
-            timing.layer_base_s
-            + timing.layer_per_token_s * activation.num_tokens
-            + timing.layer_per_context_token_s * activation.context_tokens
-        )
-        started = time.perf_counter()
-        if activation.slots is None:
-            self._place(activation)
-        assert activation.slots is not None
-        self._kv.begin(activation.slots, first)
+        self._kv.begin(slots, first, resumed=activation.resumed)
         # What the books take is part of the time: just after a sleep it is a fraction of a millisecond.
         self._sleep_since(layer_s * (last - first), started)
         # Only now: nobody may export a layer that still runs.
-        self._kv.advance(activation.slots, last)
-        activation.layers_done = last
+        self._kv.advance(slots, last, resumed=activation.resumed)
 
-    def _place(self, activation: MockActivation) -> None:
-        """Write the batch's KV, or read what is there of the layers done elsewhere."""
-        touch = self._kv.read if activation.layers_done else self._kv.write
-        slots: list[int] = []
-        hashes = []
-        for piece in activation.batch.slices:
-            prefix_hash = touch(piece, slots)
-            if piece.sample:
-                hashes.append(prefix_hash)
-        activation.hashes = hashes
-        activation.slots = np.array(slots, dtype=np.int64)
+    def _place(self, activation: MockActivation) -> Slots:
+        """Write the batch's KV, the first time."""
+        if activation.slots is None:
+            slots: list[int] = []
+            hashes = []
+            for piece in activation.batch.slices:
+                prefix_hash = self._kv.write(piece, slots)
+                if piece.sample:
+                    hashes.append(prefix_hash)
+            activation.hashes = hashes
+            activation.slots = np.array(slots, dtype=np.int64)
+        return activation.slots
 
     def head(self, activation: MockActivation) -> list[int]:
         """The prefix hash of each slice that samples. Raises ``ValueError`` before the last layer."""

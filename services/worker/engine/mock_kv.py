@@ -6,6 +6,7 @@ real sizes: each token's record lies in the bytes of each exported layer, and na
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
@@ -66,12 +67,23 @@ class MockKv:
         self._all_positions = np.frombuffer(self._positions, dtype=np.int64)
         self._all_hashes = np.frombuffer(self._hashes, dtype=np.uint64)
         self._layers = array("h", [0]) * slots
-        """How many layers of a slot have KV."""
+        """How many layers of a slot have KV, from layer 0 on."""
         self._all_layers = np.frombuffer(self._layers, dtype=np.int16)
+        # Of a batch that was resumed here: it runs layers from the one on, up to the other so far, and those before are
+        # imported meanwhile. 0 once they are all there.
+        self._resumed_at = np.zeros(slots, dtype=np.int16)
+        self._ran_up_to = np.zeros(slots, dtype=np.int16)
+        self._joining = threading.Lock()
+        """Imports and runs that complete each other may be of different threads."""
 
     def slots_of(self, block_tables: Sequence[Sequence[int]], num_tokens: Sequence[int]) -> Slots:
         """See ``handoff.slots_of``."""
         return slots_of(block_tables, num_tokens, block_size=self._block_size, num_blocks=self._num_blocks)
+
+    def resume(self, slots: Slots, next_layer: int) -> None:
+        """These slots were written by a batch whose layers before ``next_layer`` ran elsewhere."""
+        self._all_layers[slots] = 0
+        self._resumed_at[slots] = self._ran_up_to[slots] = next_layer
 
     def write(self, piece: Slice, slots: list[int]) -> int:
         """Write a slice's KV; returns the hash of the prefix that it ends, and adds its slots to ``slots``.
@@ -108,7 +120,7 @@ class MockKv:
         slot = table[(start - 1) // size] * size + (start - 1) % size
         if self._positions[slot] != start - 1:
             raise RuntimeError(f"sequence {piece.sequence_id}: no KV at position {start - 1}, slot {slot}")
-        if self._layers[slot] != self._num_layers:
+        if self._layers[slot] != self._num_layers or self._resumed_at[slot]:
             raise RuntimeError(
                 f"sequence {piece.sequence_id}: position {start - 1}, slot {slot}, has KV of {self._layers[slot]} "
                 f"layers, not of all {self._num_layers}"
@@ -119,40 +131,37 @@ class MockKv:
                 raise RuntimeError(f"sequence {piece.sequence_id}: the KV before position {start} was overwritten")
         return self._hashes[slot]
 
-    def read(self, piece: Slice, slots: list[int]) -> int:
-        """As ``write``, of a slice whose KV is there already: imported, or of layers run before.
+    def begin(self, slots: Slots, first: int, *, resumed: bool) -> None:
+        """Layer ``first`` of these slots begins: with layer 0, what they held is gone. ``resumed``: by a batch whose
+        first layers ran elsewhere.
 
-        Raises ``RuntimeError`` if it is not that of the slice's tokens and all positions before them.
+        Raises ``RuntimeError`` unless exactly the layers before ``first`` have run: another batch has written there.
         """
-        end = piece.start + len(piece.token_ids)
-        found = self.slots_of([piece.block_table], [end])
-        own = found[piece.start :]
-        if not np.array_equal(self._all_positions[found], np.arange(end)) or not np.array_equal(
-            self._all_tokens[own], np.asarray(piece.token_ids)
-        ):
-            raise RuntimeError(f"sequence {piece.sequence_id}: its blocks do not hold the KV of its {end} tokens")
-        if self._verify and hash_tokens(self._all_tokens[found].tolist()) != self._all_hashes[own[-1]]:
-            raise RuntimeError(f"sequence {piece.sequence_id}: the KV up to position {end} is not of its prefix")
-        slots += own.tolist()
-        return int(self._all_hashes[own[-1]])
-
-    def begin(self, slots: Slots, first: int) -> None:
-        """Layer ``first`` of these slots begins: with layer 0, what they held is gone.
-
-        Raises ``RuntimeError`` unless exactly the layers before ``first`` have KV: it was not imported, or another
-        batch has written there.
-        """
-        if first > 0:
-            self._check_layers(slots, first, exactly=True)
+        if resumed:
+            self._check_layers(slots, self._ran_up_to[slots], first, exactly=True)
+        elif first > 0:
+            self._check_layers(slots, self._all_layers[slots], first, exactly=True)
         else:
             self._all_layers[slots] = 0
+            self._resumed_at[slots] = self._ran_up_to[slots] = 0
 
-    def advance(self, slots: Slots, last: int) -> None:
-        """Layers before ``last`` of these slots have KV now: another thread may export them from here on."""
-        self._all_layers[slots] = last
+    def advance(self, slots: Slots, last: int, *, resumed: bool) -> None:
+        """Layers before ``last`` of these slots have run now: another thread may export them from here on."""
+        if not resumed:
+            self._all_layers[slots] = last
+            return
+        with self._joining:
+            self._ran_up_to[slots] = last
+            self._join(slots)
 
-    def _check_layers(self, slots: Slots, num_layers: int, *, exactly: bool) -> None:
-        held = self._all_layers[slots]
+    def _join(self, slots: Slots) -> None:
+        """What was imported and what has run may be all."""
+        whole = (self._all_layers[slots] == self._resumed_at[slots]) & (self._ran_up_to[slots] == self._num_layers)
+        if whole.all():
+            self._all_layers[slots] = self._num_layers
+            self._resumed_at[slots] = 0
+
+    def _check_layers(self, slots: Slots, held: npt.NDArray[np.int16], num_layers: int, *, exactly: bool) -> None:
         wrong = held != num_layers if exactly else held < num_layers
         if wrong.any():
             at = int(wrong.argmax())
@@ -163,7 +172,9 @@ class MockKv:
 
         The batch's later layers only raise the number of layers that its slots have, in the middle of this or not.
         """
-        self._check_layers(slots, last_layer, exactly=False)
+        joined = self._all_layers[slots] == self._resumed_at[slots]
+        held = np.where(joined, self._ran_up_to[slots], self._all_layers[slots])
+        self._check_layers(slots, held, last_layer, exactly=False)
         kv = np.zeros((last_layer - first_layer, 2, len(slots), self._bytes_per_token_layer // 2), dtype=np.uint8)
         record = np.empty(len(slots), dtype=_RECORD)
         record["magic"] = _MAGIC
@@ -189,9 +200,15 @@ class MockKv:
         records = np.ascontiguousarray(layers.transpose(0, 2, 1, 3)).reshape(num_layers, -1).view(_RECORD)
         positions = np.concatenate([np.arange(count) for count in num_tokens])
         held = positions, records[0]["token"], records[0]["hash"]
+        there = self._all_positions[slots], self._all_tokens[slots], self._all_hashes[slots]
+        resumed_at = self._resumed_at[slots]
+        # What a batch that is no more has left in its slots is not what comes.
+        resumed = bool(resumed_at.all()) and all(map(np.array_equal, held, there))
         if first_layer > 0:
-            self._check_layers(slots, first_layer, exactly=True)
-            held = self._all_positions[slots], self._all_tokens[slots], self._all_hashes[slots]
+            self._check_layers(slots, self._all_layers[slots], first_layer, exactly=True)
+            held = there
+        if resumed and last_layer > resumed_at.min():
+            raise RuntimeError(f"KV of layer {last_layer - 1} is imported where it was run, from {resumed_at.min()} on")
         for layer, record in enumerate(records, start=first_layer):
             sound = (record["magic"] == _MAGIC) & (record["layer"] == layer) & (record["position"] == positions)
             for name, expected in zip(("position", "token", "hash"), held, strict=True):
@@ -205,5 +222,9 @@ class MockKv:
                     f"prefix {int(record['hash'][at]):x}, where the slot's position is {position}, its token id "
                     f"{token_id}, its prefix {prefix_hash:x}"
                 )
-        self._all_positions[slots], self._all_tokens[slots], self._all_hashes[slots] = held
-        self._all_layers[slots] = last_layer
+        with self._joining:
+            if not resumed and first_layer == 0:
+                self._all_positions[slots], self._all_tokens[slots], self._all_hashes[slots] = held
+                self._resumed_at[slots] = self._ran_up_to[slots] = 0
+            self._all_layers[slots] = last_layer
+            self._join(slots)

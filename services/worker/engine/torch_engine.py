@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from services.worker.engine.handoff import (
     check_batch,
     check_layers,
     check_next_layer,
+    check_part,
     check_tokens,
     check_whole,
     host_bytes,
@@ -40,12 +41,17 @@ class Activation:
     """A batch between two layers."""
 
     batch: Batch
-    placement: Placement
+    placement: Placement | None
+    """Of the whole batch, once that is run in one go."""
     hidden: torch.Tensor
     """``[num_tokens, hidden_size]``; after the last layer ``[num_sampled, hidden_size]``."""
     sampled_rows: torch.Tensor
     """``[num_sampled]``: rows of the slices' last tokens, in the order of the slices that sample."""
     next_layer: int = 0
+    next_token: int = 0
+    """Of the next layer: those before it have run."""
+    ended: list[torch.Tensor] = field(default_factory=list)
+    """The last layer's sampled rows so far."""
 
 
 def _host_bytes(tensor: torch.Tensor) -> Bytes:
@@ -130,7 +136,7 @@ class TorchEngine:
         last_rows = np.cumsum([len(piece.token_ids) for piece in batch.slices]) - 1
         sampled = [int(row) for row, piece in zip(last_rows, batch.slices, strict=True) if piece.sample]
         sampled_rows = torch.tensor(sampled, dtype=torch.int64)
-        return Activation(batch, self._place(batch), hidden, sampled_rows, next_layer)
+        return Activation(batch, None, hidden, sampled_rows, next_layer)
 
     def _tensor(self, flat: Bytes) -> torch.Tensor:
         """Bytes as ``[n]`` in the model's dtype, where they lie if a tensor can lie there."""
@@ -143,7 +149,7 @@ class TorchEngine:
     @torch.inference_mode()
     def hidden_states(self, activation: Activation) -> Buffer:
         """See ``Engine``. From any thread, unless the engine thread runs a layer of this very batch."""
-        check_whole(activation.next_layer, self.num_layers)
+        check_whole(activation.next_layer, activation.next_token, self.num_layers)
         return _host_bytes(activation.hidden.clone())
 
     @torch.inference_mode()
@@ -211,13 +217,38 @@ class TorchEngine:
 
     @torch.inference_mode()
     def run_layers(self, activation: Activation, first: int, last: int) -> None:
-        """Run ``first <= i < last``. Raises ``BadRequest`` if ``first`` is not the batch's next layer."""
-        if first != activation.next_layer or not first <= last <= self.num_layers:
+        """Run ``first <= i < last``. Raises ``BadRequest`` if ``first`` is not the batch's next layer, or has begun."""
+        if first != activation.next_layer or activation.next_token or not first <= last <= self.num_layers:
             raise BadRequest(f"layers {first}..{last} of a batch whose next layer is {activation.next_layer}")
+        if activation.placement is None:
+            activation.placement = self._place(activation.batch)
         for index in range(first, last):
             rows = activation.sampled_rows if index == self.num_layers - 1 else None
             activation.hidden = self._model.run_layer(index, activation.hidden, activation.placement, rows)
         activation.next_layer = last
+
+    @torch.inference_mode()
+    def run_part(self, activation: Activation, layer: int, begin: int, end: int) -> None:
+        """See ``Engine``. A part's attention is planned each time: kept for all parts, the masks of a prompt of 32k
+        tokens would take half a gigabyte."""
+        num_tokens = activation.batch.num_tokens
+        at = {"next_layer": activation.next_layer, "next_token": activation.next_token}
+        check_part(layer, begin, end, **at, num_layers=self.num_layers, num_tokens=num_tokens)
+        if end - begin == num_tokens:
+            self.run_layers(activation, layer, layer + 1)
+            return
+        placement, rows = self._place(activation.batch.part(begin, end)), None
+        if layer == self.num_layers - 1:
+            rows = activation.sampled_rows
+            rows = rows[(rows >= begin) & (rows < end)] - begin
+        hidden = self._model.run_layer(layer, activation.hidden[begin:end], placement, rows)
+        if rows is not None:
+            activation.ended.append(hidden)
+        activation.next_token = end
+        if end == num_tokens:
+            activation.next_layer, activation.next_token = layer + 1, 0
+            if rows is not None:
+                activation.hidden = torch.cat(activation.ended)
 
     @torch.inference_mode()
     def head(self, activation: Activation) -> torch.Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from services.worker.engine.base import Activation, Batch, Engine, SamplingRow
 from services.worker.engine.mock import MockEngine
 from shared.messages.generation import SamplingParams
@@ -72,23 +74,56 @@ class Moved:
     num_layers: int
 
 
-def run_part(engine: Engine, sequences: Sequence[DrivenSequence], num_layers: int) -> Moved:
-    """Run the first layers of the prompts, one by one, and export."""
+def run_part(
+    engine: Engine, sequences: Sequence[DrivenSequence], num_layers: int, *, part_tokens: int | None = None
+) -> Moved:
+    """Run the first layers of the prompts, one by one or each in parts of so many tokens, and export."""
     lengths = [len(s.tokens) for s in sequences]
     activation = engine.embed(batch_of(sequences))
     for layer in range(num_layers):
-        engine.run_layers(activation, layer, layer + 1)
+        step = part_tokens or sum(lengths)
+        for begin in range(0, sum(lengths), step):
+            engine.run_part(activation, layer, begin, min(sum(lengths), begin + step))
     kv = engine.export_kv([s.blocks for s in sequences], lengths, num_layers)
     return Moved(engine.hidden_states(activation), kv, num_layers)
 
 
-def take_over(engine: Engine, sequences: Sequence[DrivenSequence], moved: Moved) -> Activation:
-    """Import, resume, and run the rest."""
+def take_over(
+    engine: Engine, sequences: Sequence[DrivenSequence], moved: Moved, *, kv_after: int | None = None
+) -> Activation:
+    """Resume, import, and run the rest. ``kv_after``: the KV comes after so many more layers, layer by layer."""
+    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=moved.num_layers)
+    if kv_after is None:
+        import_whole(engine, sequences, moved)
+        engine.run_layers(activation, moved.num_layers, engine.num_layers)
+        return activation
+    middle = min(moved.num_layers + kv_after, engine.num_layers)
+    engine.run_layers(activation, moved.num_layers, middle)
+    import_by_layer(engine, sequences, moved)
+    engine.run_layers(activation, middle, engine.num_layers)
+    return activation
+
+
+def import_whole(engine: Engine, sequences: Sequence[DrivenSequence], moved: Moved) -> None:
+    """All layers at once."""
     lengths = [len(s.tokens) for s in sequences]
     engine.import_kv([s.blocks for s in sequences], lengths, moved.num_layers, moved.kv)
-    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=moved.num_layers)
-    engine.run_layers(activation, moved.num_layers, engine.num_layers)
-    return activation
+
+
+def import_by_layer(engine: Engine, sequences: Sequence[DrivenSequence], moved: Moved) -> None:
+    """One layer after the other."""
+    lengths, blocks = [len(s.tokens) for s in sequences], [s.blocks for s in sequences]
+    layers = np.split(np.frombuffer(moved.kv, dtype=np.uint8), moved.num_layers) if moved.num_layers else []
+    for layer, kv in enumerate(layers):
+        engine.import_kv(blocks, lengths, layer + 1, kv, first_layer=layer)
+
+
+def run_in_parts(engine: Engine, activation: Activation, first: int, part_tokens: int) -> None:
+    """The layers from ``first`` on, each in parts of so many tokens."""
+    num_tokens = activation.batch.num_tokens
+    for layer in range(first, engine.num_layers):
+        for begin in range(0, num_tokens, part_tokens):
+            engine.run_part(activation, layer, begin, min(num_tokens, begin + part_tokens))
 
 
 def run_whole(engine: Engine, sequences: Sequence[DrivenSequence]) -> Activation:

@@ -60,9 +60,9 @@ def test_kv_imported_into_the_wrong_sequence_is_noticed(moved: Moved) -> None:
     engine = mock_engine()
     sequences = sequences_of(engine, LENGTHS)
     first, second, third = (s.blocks for s in sequences)
-    engine.import_kv([second, first, third], LENGTHS, 2, moved.kv)
     activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=2)
-    with pytest.raises(RuntimeError, match="do not hold the KV"):
+    engine.import_kv([second, first, third], LENGTHS, 2, moved.kv)
+    with pytest.raises(RuntimeError, match="KV of 0 layers, not of 2"):
         engine.run_layers(activation, 2, 4)
 
 
@@ -103,51 +103,62 @@ def test_kv_that_never_came_is_noticed(moved: Moved) -> None:
         take_over(engine, sequences_of(engine, LENGTHS), moved)
 
 
-def test_kv_that_was_not_imported_is_noticed_also_where_the_same_prompt_was_before(moved: Moved) -> None:
+@pytest.mark.parametrize("before", [True, False])
+def test_kv_that_was_not_imported_is_noticed_also_where_the_same_prompt_was_before(moved: Moved, before: bool) -> None:
     engine = mock_engine()
-    activation = engine.resume(batch_of(sequences_of(engine, LENGTHS)), moved.hidden, next_layer=2)
-    with pytest.raises(RuntimeError, match="do not hold the KV"):
-        engine.run_layers(activation, 2, 4)
-    run_whole(engine, sequences_of(engine, LENGTHS))
-    activation = engine.resume(batch_of(sequences_of(engine, LENGTHS)), moved.hidden, next_layer=2)
-    with pytest.raises(RuntimeError, match="KV of 4 layers, not of 2"):
-        engine.run_layers(activation, 2, 4)
+    if before:
+        run_whole(engine, sequences_of(engine, LENGTHS))
+    sequences = sequences_of(engine, LENGTHS)
+    activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=2)
+    engine.run_layers(activation, 2, 4)
+    sample(engine, sequences, activation)
+    with pytest.raises(RuntimeError, match="has KV of 0 layers, not of all 4"):
+        decode(engine, sequences, 1)
 
 
 def test_too_few_layers_imported_are_noticed(moved: Moved) -> None:
     engine = mock_engine()
     sequences = sequences_of(engine, LENGTHS)
-    engine.import_kv([s.blocks for s in sequences], LENGTHS, 1, layers_of(moved)[:1].reshape(-1))
     activation = engine.resume(batch_of(sequences), moved.hidden, next_layer=2)
+    engine.import_kv([s.blocks for s in sequences], LENGTHS, 1, layers_of(moved)[:1].reshape(-1))
+    engine.run_layers(activation, 2, 4)
+    sample(engine, sequences, activation)
+    with pytest.raises(RuntimeError, match="has KV of 1 layers, not of all 4"):
+        decode(engine, sequences, 1)
     with pytest.raises(RuntimeError, match="KV of 1 layers, not of 2"):
-        engine.run_layers(activation, 2, 4)
+        engine.export_kv([s.blocks for s in sequences], LENGTHS, 2)
 
 
-def test_layers_that_have_not_run_cannot_be_exported() -> None:
-    engine = mock_engine()
-    (sequence,) = sequences_of(engine, (20,))
-    engine.run_layers(engine.embed(batch_of([sequence])), 0, 2)
-    with pytest.raises(RuntimeError, match="KV of 2 layers, not of 3"):
-        engine.export_kv([sequence.blocks], [20], 3)
-
-
-def test_a_batch_that_runs_into_the_blocks_of_an_unfinished_one_is_noticed() -> None:
-    engine = mock_engine()
-    (sequence,) = sequences_of(engine, (20,))
-    activation = engine.embed(batch_of([sequence]))
-    engine.run_layers(activation, 0, 2)
-    run_whole(engine, [DrivenSequence(9, prompt_of(3), sequence.blocks)])
-    with pytest.raises(RuntimeError, match="KV of 4 layers, not of 2"):
-        engine.run_layers(activation, 2, 3)
-
-
-def test_changed_hashes_change_the_tokens(moved: Moved) -> None:
-    engine = MockEngine(vocab_size=264, hidden_bytes_per_token=48, kv_bytes_per_token_layer=56)
+def test_kv_of_layers_that_ran_here_is_not_imported(moved: Moved) -> None:
+    giver, engine = mock_engine(), mock_engine()
     sequences = sequences_of(engine, LENGTHS)
-    prompts = [list(s.tokens) for s in sequences]
+    further = run_part(giver, sequences_of(giver, LENGTHS), 3)
+    engine.run_layers(engine.resume(batch_of(sequences), moved.hidden, next_layer=2), 2, 3)
+    with pytest.raises(RuntimeError, match="KV of layer 2 is imported where it was run, from 2 on"):
+        engine.import_kv([s.blocks for s in sequences], LENGTHS, 3, further.kv)
+
+
+def test_what_a_batch_that_is_no_more_left_in_its_blocks_harms_nobody(moved: Moved) -> None:
+    engine = mock_engine()
+    engine.run_layers(engine.resume(batch_of(sequences_of(engine, LENGTHS)), moved.hidden, next_layer=2), 2, 3)
+    lengths = (18, 20, 3)
+    giver = mock_engine()
+    there, here = sequences_of(giver, lengths), sequences_of(engine, lengths)
+    run_whole(giver, there)
+    kv = giver.export_kv([s.blocks for s in there], lengths, 4)
+    engine.import_kv([s.blocks for s in here], lengths, 4, kv)
+    for sequence in here:
+        sequence.num_computed = len(sequence.tokens)
+        sequence.tokens.append(next_token(sequence.tokens))
+    decode(engine, here, 1)
+    assert [s.tokens[-1] for s in here] == [next_token(s.tokens[:-1]) for s in here]
+
+
+def test_changed_hashes_are_noticed(moved: Moved) -> None:
+    engine = mock_engine()
     layers_of(moved)[:, 1, :, 11] ^= 0x55  # the hash's highest byte, in every layer
-    sample(engine, sequences, take_over(engine, sequences, moved))
-    assert all(s.tokens[-1] != next_token(p) for s, p in zip(sequences, prompts, strict=True))
+    with pytest.raises(RuntimeError, match="KV of 0 layers, not of 2"):
+        take_over(engine, sequences_of(engine, LENGTHS), moved)
 
 
 def test_the_least_sizes_carry_all_of_it() -> None:

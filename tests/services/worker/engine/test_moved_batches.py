@@ -16,7 +16,10 @@ from tests.services.worker.engine.movers import (
     NUM_LAYERS,
     batch_of,
     decode,
+    import_by_layer,
+    import_whole,
     maker,
+    run_in_parts,
     run_part,
     run_whole,
     sample,
@@ -68,8 +71,8 @@ def test_a_batch_may_move_twice(kind: str) -> None:
 
     moved = run_part(first, sequences_of(first, lengths), 1)
     at_second = sequences_of(second, lengths, backwards=True)
-    second.import_kv([s.blocks for s in at_second], lengths, 1, moved.kv)
     activation = second.resume(batch_of(at_second), moved.hidden, next_layer=1)
+    import_whole(second, at_second, moved)
     second.run_layers(activation, 1, 3)
     moved.hidden, moved.num_layers = second.hidden_states(activation), 3
     moved.kv = second.export_kv([s.blocks for s in at_second], lengths, 3)
@@ -78,6 +81,112 @@ def test_a_batch_may_move_twice(kind: str) -> None:
     same_logits(sample(third, taken, take_over(third, taken, moved)), decoded[0])
     decode(third, taken, NUM_STEPS - 1)
     assert [s.tokens for s in taken] == [s.tokens for s in expected]
+
+
+@each_engine
+@pytest.mark.parametrize("num_layers", range(1, NUM_LAYERS))
+@pytest.mark.parametrize("kv_after", range(NUM_LAYERS))
+def test_kv_may_come_while_later_layers_run(kind: str, num_layers: int, kv_after: int) -> None:
+    giver, taker = (maker(kind)(block_size=size) for size in (16, 8))
+    lengths = (21, 9)
+    expected = sequences_of(giver, lengths)
+    decoded = decode(giver, expected, NUM_STEPS)
+
+    moved = run_part(giver, sequences_of(giver, lengths), num_layers)
+    taken = sequences_of(taker, lengths, backwards=True)
+    same_logits(sample(taker, taken, take_over(taker, taken, moved, kv_after=kv_after)), decoded[0])
+    for logits, wanted in zip(decode(taker, taken, NUM_STEPS - 1), decoded[1:], strict=True):
+        same_logits(logits, wanted)
+    assert [s.tokens for s in taken] == [s.tokens for s in expected]
+
+
+@each_engine
+def test_another_thread_imports_while_later_layers_and_other_batches_run(kind: str) -> None:
+    giver, taker = maker(kind)(num_blocks=128), maker(kind)(num_blocks=128)
+    lengths = (150, 40, 33)
+    expected = sequences_of(giver, lengths)
+    first, *others = sequences_of(taker, lengths)
+    decode(giver, expected, NUM_STEPS)
+    moved = run_part(giver, sequences_of(giver, lengths)[:1], 3)
+    activation = taker.resume(batch_of([first]), moved.hidden, next_layer=3)
+    failures: list[Exception] = []
+
+    def bring() -> None:
+        try:
+            import_by_layer(taker, [first], moved)
+        except Exception as error:  # noqa: BLE001 - of another thread: whatever it is, the test shows it
+            failures.append(error)
+
+    thread = threading.Thread(target=bring)
+    thread.start()
+    decode(taker, others, 3)
+    taker.run_layers(activation, 3, NUM_LAYERS)
+    thread.join()
+    assert not failures
+    sample(taker, [first], activation)
+    decode(taker, [first], NUM_STEPS - 1)
+    decode(taker, others, NUM_STEPS - 3)
+    assert [s.tokens for s in (first, *others)] == [s.tokens for s in expected]
+
+
+@each_engine
+@pytest.mark.parametrize("part_tokens", [3, 7, 16, 60, 100])
+@pytest.mark.parametrize("num_layers", [0, 2])
+def test_a_batch_run_in_parts_is_that_batch(kind: str, part_tokens: int, num_layers: int) -> None:
+    alone, giver, taker = (maker(kind)() for _ in range(3))
+    lengths = (37, 5, 19)
+    expected = sequences_of(alone, lengths)
+    decoded = decode(alone, expected, NUM_STEPS)
+
+    moved = run_part(giver, sequences_of(giver, lengths), num_layers, part_tokens=part_tokens)
+    taken = sequences_of(taker, lengths, backwards=True)
+    activation = taker.resume(batch_of(taken), moved.hidden, next_layer=num_layers)
+    run_in_parts(taker, activation, num_layers, part_tokens)
+    import_by_layer(taker, taken, moved)
+    same_logits(sample(taker, taken, activation), decoded[0])
+    for logits, wanted in zip(decode(taker, taken, NUM_STEPS - 1), decoded[1:], strict=True):
+        same_logits(logits, wanted)
+    assert [s.tokens for s in taken] == [s.tokens for s in expected]
+
+
+@each_engine
+def test_other_batches_run_between_two_parts(kind: str) -> None:
+    alone, engine = maker(kind)(), maker(kind)()
+    expected = sequences_of(alone, (40, 9))
+    decode(alone, expected, NUM_STEPS)
+    long, short = sequences_of(engine, (40, 9))
+    activation = engine.embed(batch_of([long]))
+    for layer in range(NUM_LAYERS):
+        engine.run_part(activation, layer, 0, 15)
+        decode(engine, [short], 1)
+        engine.run_part(activation, layer, 15, 40)
+        decode(engine, [short], 1)
+    sample(engine, [long], activation)
+    decode(engine, [long], NUM_STEPS - 1)
+    decode(engine, [short], NUM_STEPS - 2 * NUM_LAYERS)
+    assert [s.tokens for s in (long, short)] == [s.tokens for s in expected]
+
+
+@each_engine
+def test_parts_out_of_order_are_refused_and_so_is_what_needs_a_whole_layer(kind: str) -> None:
+    engine = maker(kind)()
+    activation = engine.embed(batch_of(sequences_of(engine, (20,))))
+    for layer, begin, end in ((0, 1, 5), (1, 0, 5), (0, 0, 21), (0, 0, 0)):
+        with pytest.raises(BadRequest, match=f"tokens {begin}..{end} of layer {layer}"):
+            engine.run_part(activation, layer, begin, end)
+    engine.run_part(activation, 0, 0, 5)
+    for layer, begin, end in ((0, 0, 5), (0, 6, 20), (1, 5, 20)):
+        with pytest.raises(BadRequest, match=f"tokens {begin}..{end} of layer {layer}"):
+            engine.run_part(activation, layer, begin, end)
+    with pytest.raises(BadRequest, match="inside layer 0"):
+        engine.hidden_states(activation)
+    with pytest.raises((BadRequest, ValueError), match=r"layers 0\.\.1"):
+        engine.run_layers(activation, 0, 1)
+    engine.run_part(activation, 0, 5, 20)
+    engine.hidden_states(activation)
+    engine.run_layers(activation, 1, NUM_LAYERS)
+    with pytest.raises(BadRequest, match=f"of layer {NUM_LAYERS}:"):
+        engine.run_part(activation, NUM_LAYERS, 0, 1)
 
 
 @each_engine
