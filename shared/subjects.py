@@ -101,8 +101,8 @@ def worker_drop_copy(worker_id: str) -> str:
 
 
 def worker_live(worker_id: str, operation: str) -> str:
-    """RPC between the members of a pair (``shared.messages.live``): offer, hand_over, seal, pull, settle, dissolve to
-    the target; taken to the source."""
+    """RPC between the members of a pair (``shared.messages.live``): offer, hand_over, seal, pull, pull_kv, settle,
+    dissolve to the target; taken to the source."""
     return f"{PREFIX}.worker.{_token(worker_id)}.live.{_token(operation)}"
 
 

@@ -109,10 +109,13 @@ class Pull(Message, frozen=True, kw_only=True, tag="pull.v1"):
     """Counts the pair's claims from 0: the tags of the tensors carry it."""
     wait_s: float
     """How long the answer may wait for something to pull."""
+    kv_apart: bool = False
+    """The source asks for KV by itself (``PullKv``). Workers before this field send and expect it unasked."""
 
 
 class Pulled(Message, frozen=True, kw_only=True, tag="pulled.v1"):
-    """The answer. With a batch, its hidden states and its KV of the layers run (both only if any were) follow."""
+    """The answer. With a batch of which layers were run, its hidden states follow; then its KV, all in one message, or
+    with ``kv_apart`` as it is asked for."""
 
     batch_id: str = ""
     """Empty: nothing can be pulled."""
@@ -123,10 +126,26 @@ class Pulled(Message, frozen=True, kw_only=True, tag="pulled.v1"):
     """The target has everything."""
     can_dissolve: bool = False
     """Cooperation has nothing left to gain."""
+    kv_apart: bool = False
+    """As the source asked: its KV waits for ``PullKv``."""
+
+
+class PullKv(Message, frozen=True, kw_only=True, tag="pull_kv.v1"):
+    """Source to target: KV of layers ``first_layer <= i < last_layer`` of a batch that it pulled or was given, please;
+    a receive is posted. It follows in one message under the tag of ``serial`` and ``first_layer``. Repeating is
+    harmless. ``Conflict``: the batch is not the source's, or settled."""
+
+    pair_id: str
+    batch_id: str
+    serial: int
+    """Of the claim."""
+    first_layer: int
+    last_layer: int
 
 
 class Settle(Message, frozen=True, kw_only=True, tag="settle.v1"):
-    """Source to target: these claims are settled, free the batches. Unknown ones are ignored."""
+    """Source to target: these claims are settled, free the batches. Unknown ones are ignored. The claim of a batch that
+    was given at the end is called ``claim_id/batch_id`` after the ``Dissolve``."""
 
     pair_id: str
     claim_ids: tuple[str, ...]
@@ -142,6 +161,8 @@ class Dissolve(Message, frozen=True, kw_only=True, tag="dissolve.v1"):
     source_busy_s: float
     """What the source still needs for what it has."""
     reason: str = ""
+    kv_apart: bool = False
+    """As in ``Pull``: what is given stays at the target until it is settled."""
 
 
 class Given(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,6 +189,8 @@ class Dissolved(Message, frozen=True, kw_only=True, tag="dissolved.v1"):
     finished: tuple[str, ...]
     """The target finished these before, and owns them, too."""
     layer_runs: LayerRuns
+    kv_apart: bool = False
+    """As in ``Pulled``, of all that are given."""
 
 
 class Taken(Message, frozen=True, kw_only=True, tag="taken.v1"):

@@ -5,6 +5,9 @@
 - A prefix that is computed outside of steps has its seat and blocks reserved first (``reserve``), and is adopted with
   its first token. The request may be one of this scheduler's own that was lent, or another instance's so far.
 - Every lent request ends here like any other, unless it is returned, adopted, or disowned.
+- A prefix may be adopted while KV of its first layers, which ran elsewhere, is still on its way (``kv_here``): it is
+  *parked* with its first token, and its blocks are kept, until the KV is there (``kv_arrived``) or lost (``kv_lost``:
+  then it is computed here again, as after a preemption).
 - A request that another instance is to decode (``decode_at``) is *parked* with its first token: it keeps its seat and
   blocks and is not decoded, until it is unparked, or disowned and released.
 """
@@ -40,6 +43,13 @@ class LendingScheduler(Scheduler):
         self._parked: dict[int, Sequence] = {}
         """With a prefix that was computed, and is to be decoded elsewhere, by identity."""
         self._departing: list[tuple[Sequence, SampledToken]] = []
+        self._incomplete: dict[int, SampledToken] = {}
+        """First tokens of parked requests whose KV is on its way, and which another instance is to decode then."""
+
+    @property
+    def has_work(self) -> bool:
+        """As the plain scheduler's, or there are requests for ``take_departing``."""
+        return super().has_work or bool(self._departing)
 
     def lend(self) -> list[Sequence]:
         """Take the requests that have not begun out of the queue, in order. They stay accepted: ``return_lent``,
@@ -86,30 +96,64 @@ class LendingScheduler(Scheduler):
                 self._free(sequence)
 
     def adopt(
-        self, sequence: Sequence, token: SampledToken, now_s: float = 0.0, *, computed_here: bool = True
+        self,
+        sequence: Sequence,
+        token: SampledToken,
+        now_s: float = 0.0,
+        *,
+        computed_here: bool = True,
+        kv_here: bool = True,
     ) -> TokenOutput | None:
         """A reserved prefix was computed and its first token sampled: the request decodes here from now on.
 
-        None if it ended meanwhile. ``computed_here``: its prefix counts as this scheduler's work. Raises ``Conflict``
-        for an attempt that is here already.
+        None if it ended meanwhile. ``computed_here``: its prefix counts as this scheduler's work. Without ``kv_here``
+        its blocks are still written, whether it has ended or not: ``kv_arrived`` or ``kv_lost`` must follow. Raises
+        ``Conflict`` for an attempt that is here already.
         """
         if sequence.finished:
-            self.release([sequence])
+            if kv_here:
+                self.release([sequence])
             return None
         if self._by_key.setdefault(sequence.key, sequence) is not sequence:
             raise Conflict(f"attempt {sequence.attempt} of request {sequence.request_id} is here already")
-        self._let_go(sequence)
+        if kv_here:
+            self._let_go(sequence)
         if sequence.first_scheduled_s is None:
             sequence.first_scheduled_s = now_s
         sequence.num_computed = sequence.num_tokens
         if computed_here:
             self._prefill_tokens_total += sequence.num_tokens
         output = self._take_token(sequence, token)
-        if output.finish_reason is None and sequence.decode_at is not None:
+        if not kv_here and sequence.decode_at is not None:
+            self._departing.pop()
+            self._incomplete[id(sequence)] = token
+        if output.finish_reason is None and (sequence.decode_at is not None or not kv_here):
+            self._held.pop(id(sequence), None)
             self._park(sequence)
         elif output.finish_reason is None:
             bisect.insort(self._running, sequence, key=arrival)
         return output
+
+    def kv_arrived(self, sequences: Iterable[Sequence]) -> None:
+        """The KV of adopted prefixes is whole: those that have not ended decode, here or where they are to."""
+        for sequence in sequences:
+            token = self._incomplete.pop(id(sequence), None)
+            if sequence.finished:
+                self.release([sequence])
+            elif token is not None:
+                self._departing.append((sequence, token))
+            else:
+                self.unpark(sequence)
+
+    def kv_lost(self, sequences: Rows[Sequence]) -> None:
+        """The KV of adopted prefixes will not be whole: those that have not ended are computed again, with what they
+        have put out."""
+        for sequence in sequences:
+            self._incomplete.pop(id(sequence), None)
+            if not sequence.finished:
+                sequence.num_computed = 0
+                self._preemptions_total += 1
+        self.readmit(sequences)
 
     def complete(
         self, batch: ScheduledBatch, sampled: Rows[SampledToken], failures: Mapping[int, ErrorInfo] = NO_FAILURES

@@ -398,7 +398,8 @@ class Scheduler:
     def _forget(self, sequence: Sequence) -> None:
         sequence.finished = True
         del self._by_key[sequence.key]
-        self._free(sequence)
+        if not sequence.held:  # else they are freed by who holds it
+            self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
         # A new list, not a cleared one: an engine may still hold the old table.

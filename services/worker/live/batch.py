@@ -26,10 +26,7 @@ class PromptBatch:
         """The source runs it: its sequences hold blocks there."""
         # A prefix grows only once the batch is done; the sizes of what is on its way follow from it.
         self.lengths = tuple(s.num_tokens for s in self.sequences)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.lengths)
+        self.num_tokens = sum(self.lengths)
 
     @property
     def ended(self) -> bool:
@@ -43,6 +40,12 @@ class PromptBatch:
     def token_ids(self) -> list[int]:
         """All tokens, one prefix after another."""
         return [token for s in self.sequences for token in s.tokens]
+
+    def part_from(self, begin: int, most_tokens: int) -> int:
+        """Where the part of its tokens ends that is run next of a layer: parts are about equal, and of at most so many
+        tokens."""
+        left = self.num_tokens - begin
+        return begin + -(-left // -(-left // most_tokens))
 
     def as_engine_batch(self) -> Batch:
         """For an engine whose blocks the sequences hold."""

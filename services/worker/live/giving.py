@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -12,7 +13,8 @@ from services.worker.live.target_batches import TargetBatches
 from services.worker.live.target_work import Held, TargetWork
 from services.worker.live.tensors import Kind, Tensors
 from services.worker.signal import Signal
-from shared.messages.live import Pull, Pulled
+from shared.errors import BadRequest, Conflict
+from shared.messages.live import Pull, Pulled, PullKv
 from shared.zigzag.queue import Claim, Policy, Queue, Wait
 
 log = logging.getLogger(__name__)
@@ -37,8 +39,6 @@ class Giving:
         self._batches = batches
         self._tensors = tensors
         self._changed = changed
-        self._sent: set[str] = set()
-        """Claims whose tensors are on their way, or there."""
 
     @property
     def is_over(self) -> bool:
@@ -64,7 +64,7 @@ class Giving:
                 return None
             await self._changed.wait(left_s)
 
-    def answer(self, claim: Claim | None) -> Pulled:
+    def answer(self, claim: Claim | None, *, kv_apart: bool) -> Pulled:
         """What the source is told of a pull that found this."""
         return Pulled(
             batch_id="" if claim is None else claim.batch_id,
@@ -72,23 +72,69 @@ class Giving:
             layers_ready=self._queue.layers_ready,
             loaded=self._batches.loaded,
             can_dissolve=claim is None and self.is_over,
+            kv_apart=kv_apart,
         )
 
-    async def give(self, claim: Claim, serial: int) -> None:
+    async def give(self, claim: Claim, serial: int, *, kv_apart: bool) -> None:
         """Send what was computed of a claimed batch, once; the source has the rest."""
-        if claim.first_layer and claim.claim_id not in self._sent:
-            self._sent.add(claim.claim_id)
-            await self.send(self._work.held[claim.batch_id], claim.first_layer, serial)
+        held = self._work.held.get(claim.batch_id)
+        if claim.first_layer and held is not None and not held.is_sent:
+            held.is_sent = True
+            await self.send(held, claim.first_layer, serial, kv_apart=kv_apart)
 
-    async def send(self, held: Held, num_layers: int, serial: int) -> None:
-        """Send a batch's hidden states and the KV of its first ``num_layers``. A failure is the source's to notice."""
+    async def send(self, held: Held, num_layers: int, serial: int, *, kv_apart: bool) -> None:
+        """Send a batch's hidden states, and unless it is asked for apart the KV of its first ``num_layers``. A failure
+        of the transport is the source's to notice."""
         engine, batch = self._instance.engine.loop.engine, held.batch
         hidden = await asyncio.to_thread(engine.hidden_states, held.activation)
-        first = self._tensors.send(hidden, serial, Kind.PULLED_HIDDEN)
-        kv = await asyncio.to_thread(engine.export_kv, batch.block_tables, batch.lengths, num_layers)
-        failure = await self._tensors.sent(first, self._tensors.send(kv, serial, Kind.PULLED_KV))
+        transfers = [self._tensors.send(hidden, serial, Kind.PULLED_HIDDEN)]
+        if not kv_apart:
+            kv = await asyncio.to_thread(engine.export_kv, batch.block_tables, batch.lengths, num_layers)
+            if not self._is_held(held):
+                return
+            transfers.append(self._tensors.send(kv, serial, Kind.PULLED_KV))
+        failure = await self._tensors.sent(*transfers)
         if failure is not None:
             log.info("batch %s: %s; the source computes it from the beginning", batch.batch_id, failure)
+
+    def kv_wanted(self, message: PullKv) -> Held | None:
+        """The batch of which the source wants KV; None if it was asked for the same before. ``send_kv`` must follow.
+
+        Raises ``Conflict`` unless the batch is here and the source's, ``BadRequest`` for layers that were not run.
+        """
+        with self._work.lock:
+            held = self._work.held.get(message.batch_id)
+            claim = next((c for c in self._queue.open_claims() if c.batch_id == message.batch_id), None)
+        if held is None or claim is None:
+            raise Conflict(f"batch {message.batch_id!r} is not the source's to pull, or settled")
+        if not 0 <= message.first_layer < message.last_layer <= claim.first_layer:
+            layers = f"{message.first_layer}..{message.last_layer}"
+            raise BadRequest(f"KV of layers {layers} of {claim.first_layer} that were run", param="last_layer")
+        if message.first_layer in held.kv_sent:
+            return None
+        held.kv_sent.add(message.first_layer)
+        return held
+
+    async def send_kv(self, held: Held, message: PullKv) -> None:
+        """Send KV that is wanted. A failure of the transport is the source's to notice."""
+        engine, batch = self._instance.engine.loop.engine, held.batch
+        first, last = message.first_layer, message.last_layer
+        export = functools.partial(engine.export_kv, batch.block_tables, batch.lengths, last, first_layer=first)
+        try:
+            kv = await asyncio.to_thread(export)
+        except Exception:  # what an engine finds in blocks that are another's by now is nobody's concern
+            if self._is_held(held):
+                raise
+            return
+        # Its blocks may have been freed meanwhile, and written.
+        if self._is_held(held):
+            failure = await self._tensors.sent(self._tensors.send_kv(kv, message.serial, first))
+            if failure is not None:
+                log.info("KV of batch %s: %s; the source computes it again", batch.batch_id, failure)
+
+    def _is_held(self, held: Held) -> bool:
+        with self._work.lock:
+            return self._work.held.get(held.batch.batch_id) is held
 
     async def settle(self, claim_ids: Iterable[str]) -> None:
         """The source has these: they are free here. Unknown and settled claims are ignored."""

@@ -15,7 +15,7 @@ from services.worker.live.batch import PromptBatch, packed
 from services.worker.live.peer import Peer
 from services.worker.live.tensors import Kind, Tensors
 from shared.errors import BadRequest, Overloaded, PayloadTooLarge
-from shared.messages.common import Ack
+from shared.messages.common import Ack, ErrorInfo
 from shared.messages.live import HandOver, ZigzagAssignment
 from shared.transport.base import Buffer
 
@@ -45,6 +45,8 @@ class Handing:
         self.lock = asyncio.Lock()
         """Held by who changes the backlog, and while batches are on their way to the target."""
         self.num_handed = 0
+        self.given: set[str] = set()
+        """Ids of batches that the target gave back: it does nothing more with them."""
         self._num_batches = 0
 
     async def lend(self, begin: Callable[[], None] = lambda: None) -> None:
@@ -57,13 +59,16 @@ class Handing:
 
         await self.call(lend)
 
-    async def hand_over(self, tensors: Tensors, *, behind_seal: bool) -> None:
-        """Everything, as far as the target has room; the rest waits here, behind what it has. Raises ``PairLost``."""
+    async def hand_over(
+        self, tensors: Tensors, *, behind_seal: bool, until: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Everything, as far as the target has room, or ``until`` something; the rest waits here, behind what it has.
+        Raises ``PairLost``."""
         async with self.lock:
             sequences = [self._lent.popleft() for _ in range(len(self._lent))]
             fresh = self._batches(sequences)
             self.backlog.extend(fresh)
-            while self.backlog:
+            while self.backlog and not until():
                 if self.backlog[0].ended:
                     self.backlog.popleft()  # nobody waits for it any more
                 elif not await self._hand_over(self.backlog[0], tensors, behind_seal):
@@ -132,9 +137,13 @@ class Handing:
         """Whether a request is at the target."""
         return any(s.key == (request_id, attempt) for batch in self.handed.values() for s in batch.sequences)
 
-    async def end(self) -> None:
-        """What the target does not own waits in the scheduler again, at its old places; no more is lent."""
-        batches = [*self.handed.values(), *self.backlog]
+    async def end(self, doubt: ErrorInfo | None = None) -> None:
+        """What the target does not own waits in the scheduler again, at its old places; no more is lent.
+
+        ``doubt``: the target may own any of what it has and did not give. These requests end with this error.
+        """
+        doubtful = [b for b in self.handed.values() if b.batch_id not in self.given] if doubt is not None else []
+        batches = [b for b in (*self.handed.values(), *self.backlog) if b not in doubtful]
         self.handed.clear()
         self.backlog.clear()
 
@@ -143,6 +152,8 @@ class Handing:
             scheduler.lending = False
             # Looked at here, not before: a batch may just have been begun.
             scheduler.return_lent([s for batch in batches if not batch.begun for s in batch.sequences])
+            if doubt is not None:
+                scheduler.abort([s for batch in doubtful for s in batch.sequences], doubt)
             scheduler.return_lent([self._lent.popleft() for _ in range(len(self._lent))])
 
         await self.call(end)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance import Instance
@@ -15,6 +17,10 @@ from shared.errors import BlitzError
 from shared.messages.common import ErrorInfo
 from shared.messages.live import Dissolve, Dissolved, Given
 from shared.zigzag.queue import Queue
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.05
 
 
 class Parting:
@@ -42,26 +48,33 @@ class Parting:
         self.shares: Dissolved | None = None
         """What was agreed."""
 
-    async def dissolve(self, message: Dissolve) -> Dissolved:
-        """Begun batches stay, untouched ones are shared. Repeating gives the same shares. ``hand_back`` must follow."""
+    async def dissolve(self, message: Dissolve, check: Callable[[], None]) -> Dissolved:
+        """Begun batches stay, untouched ones are shared. Repeating gives the same shares. ``hand_back`` must follow.
+        ``check()`` is called before every look, and raises when the pair is over."""
         async with self._dissolving:
-            if self.shares is None:
-                # Between two steps, so that no batch is inside a layer.
-                call = self._instance.engine.call(lambda _: self._dissolve(message))
-                self.shares = await asyncio.wrap_future(call)
+            while self.shares is None:
+                check()
+                self.shares = await asyncio.wrap_future(self._instance.engine.call(lambda _: self._dissolve(message)))
+                if self.shares is None:
+                    await self._changed.wait(LOOK_S)
+                    continue
                 kept = self._batches.own(self.shares.kept)
                 self._serving.announce([s for batch in kept for s in batch.sequences])
                 self._batches.look_again()
             return self.shares
 
-    def _dissolve(self, message: Dissolve) -> Dissolved:
+    def _dissolve(self, message: Dissolve) -> Dissolved | None:
+        """Between two steps; None while a batch is inside a layer that only the source could go on from."""
         with self._work.lock:
-            # The source asks for one batch after the other: what it pulled, it has.
+            if self._work.is_inside and not self._queue.loaded:
+                return None
+            # The source has what it pulled before it asks for this.
             for claim in self._queue.open_claims():
                 self._queue.confirm(claim.claim_id)
             shares = self._queue.dissolve(message.claim_id, source_busy=message.source_busy_s)
             for claim in shares.given:
-                self._queue.confirm(claim.claim_id)
+                if not (message.kv_apart and claim.first_layer):
+                    self._queue.confirm(claim.claim_id)
             finished = tuple(self._work.finished)
         return Dissolved(
             kept=shares.kept,
@@ -71,16 +84,28 @@ class Parting:
             ),
             finished=finished,
             layer_runs=self._work.layers.runs(),
+            kv_apart=message.kv_apart,
         )
 
-    async def hand_back(self, shares: Dissolved) -> None:
-        """Send what was begun of the given batches, free all that are the source's, wait for the end of the kept."""
+    async def hand_back(self, shares: Dissolved, why_lost: Callable[[], str | None]) -> None:
+        """Send what was begun of the given batches, free all that are the source's, wait for the end of the kept.
+        ``why_lost()``: by what the source is gone, if it is; then nobody fetches what is left."""
         begun = [
             (self._work.held[g.batch_id], g) for g in shares.given if g.first_layer and g.batch_id in self._work.held
         ]
-        await asyncio.gather(*(self._giving.send(held, given.first_layer, given.serial) for held, given in begun))
-        await self._batches.drop([batch_id for batch_id in self._batches.borrowed if batch_id not in shares.finished])
+        await self._drop_all_but({*shares.finished, *(given.batch_id for _, given in begun)})
+        apart = shares.kv_apart
+        sends = [self._giving.send(held, g.first_layer, g.serial, kv_apart=apart) for held, g in begun]
+        for failure in await asyncio.gather(*sends, return_exceptions=True):
+            if failure is not None:
+                log.error("a batch was not handed back: the source computes it", exc_info=failure)
+        while self._queue.open_claims() and why_lost() is None:
+            await self._changed.wait(LOOK_S)
+        await self._drop_all_but(set(shares.finished))
         await self._changed.until(lambda: not self._work.held)
+
+    async def _drop_all_but(self, batch_ids: set[str]) -> None:
+        await self._batches.drop([batch_id for batch_id in self._batches.borrowed if batch_id not in batch_ids])
 
     async def abandon(self, error: BlitzError) -> None:
         """The engine failed on what was kept: ordinary steps find out on which request. Before everything is loaded

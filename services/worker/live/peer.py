@@ -146,9 +146,13 @@ class Peer:
             while self._to_cancel:
                 with contextlib.suppress(BlitzError):  # it costs the target some layers
                     await self._bus.publish(subjects.worker_cancel(self._worker_id), self._to_cancel.pop(0))
-            claims = tuple(self._to_settle)
-            await self.ask("settle", Settle(pair_id=self._pair_id, claim_ids=claims), Ack)
-            del self._to_settle[: len(claims)]
+            await self.settle_now()
+
+    async def settle_now(self) -> None:
+        """Settle claims, or only give a sign of life. Raises ``PairLost``."""
+        claims = tuple(self._to_settle)
+        await self.ask("settle", Settle(pair_id=self._pair_id, claim_ids=claims), Ack)
+        del self._to_settle[: len(claims)]
 
     async def tell_ended(self, reason: str) -> None:
         """The pair is over: the target need not find out by itself."""

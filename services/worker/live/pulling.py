@@ -9,12 +9,14 @@ import time
 from services.worker.instance import Instance
 from services.worker.live.batch import PromptBatch
 from services.worker.live.handing import Handing
+from services.worker.live.kv_fetching import Coming, KvFetching
 from services.worker.live.peer import Peer
 from services.worker.live.source_work import Pulled, SourceWork
-from services.worker.live.tensors import Kind, Tensors
+from services.worker.live.tensors import Kind, Tensors, can_tag_kv
 from shared.errors import DeadlineExceeded, TransportError
 from shared.messages.live import Pull
 from shared.messages.live import Pulled as PullAnswer
+from shared.transport.base import Buffer
 
 log = logging.getLogger(__name__)
 
@@ -29,16 +31,27 @@ class Puller:
     """One batch after the other. Everything raises ``PairLost`` when the target is gone."""
 
     def __init__(
-        self, pair_id: str, instance: Instance, handing: Handing, peer: Peer, work: SourceWork, tensors: Tensors
+        self,
+        pair_id: str,
+        instance: Instance,
+        handing: Handing,
+        peer: Peer,
+        work: SourceWork,
+        tensors: Tensors,
+        kv: KvFetching,
+        *,
+        pull_s: float,
     ) -> None:
+        """``pull_s``: as measured so far."""
         self._pair_id = pair_id
         self._instance = instance
+        self._kv = kv
         self._handing = handing
         self._peer = peer
         self._work = work
         self._tensors = tensors
         self.num_claims = 0
-        self.pull_s = 0.0
+        self.pull_s = pull_s
         """Seconds that a pull takes, as measured."""
         self.free = asyncio.Event()
         """Set when the engine is free, or there is another reason to look."""
@@ -52,37 +65,55 @@ class Puller:
         """Ask for the earliest batch, and begin it if there is one."""
         serial, started_s = self.num_claims, time.monotonic()
         self.num_claims += 1
-        message = Pull(pair_id=self._pair_id, claim_id=self._claim_id(serial), serial=serial, wait_s=PULL_WAIT_S)
+        claim_id = f"{self._pair_id}-claim-{serial}"
+        message = Pull(
+            pair_id=self._pair_id,
+            claim_id=claim_id,
+            serial=serial,
+            wait_s=PULL_WAIT_S,
+            kv_apart=self.can_take_kv_apart(serial),
+        )
         answer = await self._peer.ask("pull", message, PullAnswer, wait_s=PULL_WAIT_S)
         if answer.batch_id:
-            await self.take(answer.batch_id, answer.first_layer, serial)
+            await self.take(answer.batch_id, answer.first_layer, claim_id, serial, kv_apart=answer.kv_apart)
             self._took(time.monotonic() - started_s)
         else:
             self.free.set()  # it still is, unless something comes in between
         return answer
 
-    async def take(self, batch_id: str, first_layer: int, serial: int) -> None:
-        """Get a batch here that the target gave, and begin it."""
+    def can_take_kv_apart(self, serial: int) -> bool:
+        """Whether there are tags for it."""
+        return can_tag_kv(serial, self._instance.layout.num_layers)
+
+    async def take(self, batch_id: str, first_layer: int, claim_id: str, serial: int, *, kv_apart: bool) -> None:
+        """Get a batch here that the target gave, and begin it. Its KV follows."""
         batch = self._handing.handed[batch_id]
-        pulled = Pulled(batch)
+        self._handing.given.add(batch_id)
+        pulled, unasked = Pulled(batch), None
         if first_layer:
+            if not kv_apart:
+                unasked = self._expect_kv(batch, first_layer, serial)
+            num_bytes = batch.num_tokens * self._instance.engine.loop.engine.hidden_bytes_per_token
             try:
-                pulled = await self._receive(batch, first_layer, serial)
+                hidden = await self._peer.until(self._tensors.receive(num_bytes, serial, Kind.PULLED_HIDDEN))
+                pulled = Pulled(batch, first_layer, hidden)
             except (TransportError, DeadlineExceeded) as error:
                 log.warning("batch %s is computed from the beginning: %s", batch_id, error)
-        self._peer.settle(self._claim_id(serial))
+        if not pulled.first_layer:
+            self._peer.settle(claim_id)
+            if unasked is not None:
+                unasked.cancel()
         await self._begin(pulled)
         del self._handing.handed[batch_id]
+        if pulled.first_layer:
+            self._kv.fetch(Coming(pulled, claim_id, serial, unasked))
 
-    async def _receive(self, batch: PromptBatch, first_layer: int, serial: int) -> Pulled:
-        engine, tensors, num_tokens = self._instance.engine.loop.engine, self._tensors, batch.num_tokens
-        kv_bytes = first_layer * num_tokens * engine.kv_bytes_per_token_layer
-        hidden_bytes = num_tokens * engine.hidden_bytes_per_token
-        hidden, kv = await asyncio.gather(
-            self._peer.until(tensors.receive(hidden_bytes, serial, Kind.PULLED_HIDDEN)),
-            self._peer.until(tensors.receive(kv_bytes, serial, Kind.PULLED_KV)),
-        )
-        return Pulled(batch, first_layer, hidden, kv)
+    def _expect_kv(self, batch: PromptBatch, num_layers: int, serial: int) -> asyncio.Future[Buffer]:
+        """The target sends it whole and unasked."""
+        num_bytes = num_layers * batch.num_tokens * self._instance.engine.loop.engine.kv_bytes_per_token_layer
+        coming = asyncio.ensure_future(self._tensors.receive(num_bytes, serial, Kind.PULLED_KV))
+        coming.add_done_callback(lambda done: done.cancelled() or done.exception())  # the batch may be lost before
+        return coming
 
     async def _begin(self, pulled: Pulled) -> None:
         batch, scheduler = pulled.batch, self._instance.engine.loop.scheduler
@@ -111,6 +142,3 @@ class Puller:
         self.pull_s += _SMOOTHING * (seconds - self.pull_s)
         layer_s = max((b.layer_s for b in self._handing.handed.values()), default=0.0)
         self._work.lead_s = min(self.pull_s, MAX_LEAD_LAYERS * layer_s)
-
-    def _claim_id(self, serial: int) -> str:
-        return f"{self._pair_id}-claim-{serial}"

@@ -18,14 +18,15 @@ from services.worker.core.pair import PairLife, PairState
 from services.worker.engine.loop import StepOutput
 from services.worker.instance import Instance
 from services.worker.live.handing import Handing
+from services.worker.live.kv_fetching import KvFetching
 from services.worker.live.peer import PairLost, Peer
 from services.worker.live.pulling import Puller
 from services.worker.live.report import PairRecord
 from services.worker.live.source_work import Pulled, SourceWork
 from services.worker.live.tensors import Tensors
 from services.worker.serving import Serving
-from shared.errors import BlitzError, Conflict
-from shared.messages.common import Ack
+from shared.errors import BlitzError, Conflict, Unavailable
+from shared.messages.common import Ack, ErrorInfo
 from shared.messages.live import (
     Dissolve,
     Dissolved,
@@ -52,9 +53,12 @@ class LiveSource:
         serving: Serving,
         ask_split: Callable[[PlanSplit], Awaitable[None]],
         lending: Callable[[bool], None],
+        *,
+        pull_s: float = 0.0,
     ) -> None:
         """``connect()``: to the target; ``ask_split``: tells the planner what waits, who may answer with gates;
-        ``lending``: told when the queue begins and ends to be two instances'."""
+        ``lending``: told when the queue begins and ends to be two instances'. ``pull_s``: what a pull took in the pair
+        before."""
         self.assignment = assignment
         self.instance = instance
         self.life = PairLife()
@@ -68,10 +72,17 @@ class LiveSource:
         self._record = PairRecord(assignment, time.time())
         self._tensors: Tensors | None = None
         self._puller: Puller | None = None
+        self._kv: KvFetching | None = None
+        self.pull_s = pull_s
         self._handing = Handing(assignment, instance, peer)
         self._target_loaded = False
+        """It finishes batches itself, and owns their requests then: not before it has heard that this is known here."""
+        self._has_last_word = False
+        """The target ended the pair, and said what it owns."""
         self._failure = ""
         self._arrivals = asyncio.Event()
+        self._is_ending = False
+        """Nothing more is handed over."""
         self._done = asyncio.Event()
         self._work = SourceWork(
             instance.engine.loop,
@@ -89,25 +100,44 @@ class LiveSource:
         try:
             tensors = await self._offer()
             await self._redirect(tensors)
+            self._kv = kv = KvFetching(self.assignment.pair_id, self.instance, self._peer, self._work, tensors)
             async with asyncio.TaskGroup() as group:
-                helpers = [group.create_task(w) for w in (self._hand_arrivals(tensors), self._peer.keep_alive())]
-                puller = await self._pull_until_over(tensors)
-                for helper in helpers:
-                    helper.cancel()
-            await self._dissolve(puller)
+                handing = group.create_task(self._hand_arrivals(tensors))
+                alive = group.create_task(self._peer.keep_alive())
+                puller = await self._pull_until_over(tensors, kv)
+                # A batch whose hand-over was answered has its hidden states sent: not cancelled in between.
+                self._is_ending = True
+                self._arrivals.set()
+                await handing
+                await kv.idle()
+                alive.cancel()
+            await self._dissolve(puller, kv)
         except* (PairLost, BlitzError) as errors:
             await self._fail(str(errors.exceptions[0]))
         except* Exception as errors:  # a bug of ours must not keep what clients wait for
             log.error("pair %s broke", self.assignment.pair_id, exc_info=errors)
             await self._fail(f"{type(errors.exceptions[0]).__name__}: {errors.exceptions[0]}")
+        await self.until_kv_is_over()
         with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
-            await self._handing.end()
+            await self._handing.end(self._doubt())
             while self._work.ready:
                 self._done.clear()
                 await self._done.wait()
             await self._handing.call(self._detach)
         self._lending(False)
+        if self._puller is not None:
+            self.pull_s = self._puller.pull_s
         return self._record.report(self.life.state, self._failure, self._work)
+
+    async def until_kv_is_over(self) -> None:
+        """Until nothing is written into blocks any more but by the engine. Short once the pair is lost."""
+        if self._kv is not None:
+            await self._kv.idle()
+
+    async def close(self) -> None:
+        """After ``run``, which may have been cancelled: the process ends."""
+        if self._kv is not None:
+            await self._kv.stop()
 
     def arrived(self) -> None:
         """A request was accepted: it goes the way of the others."""
@@ -122,9 +152,15 @@ class LiveSource:
         """This process ends: the target need not wait."""
         await self._fail(reason)
 
-    def lost(self, reason: str, finished: Iterable[str] = ()) -> None:
+    def ended_by_target(self, reason: str, finished: Iterable[str]) -> None:
         """The target says that the pair is over, and which batches it owns."""
-        self._owned_by_target(finished)
+        if not self.life.ended:
+            self._has_last_word = True
+            self._owned_by_target(finished)
+        self._peer.lose(reason)
+
+    def lost(self, reason: str) -> None:
+        """The pair cannot go on."""
         self._peer.lose(reason)
 
     # --- offered, redirecting ------------------------------------------------------------------
@@ -154,11 +190,12 @@ class LiveSource:
         loop.scheduler.lending = True
 
     async def _hand_arrivals(self, tensors: Tensors) -> None:
-        while True:
+        while not self._is_ending:
             await self._arrivals.wait()
             self._arrivals.clear()
-            await self._handing.lend()
-            await self._handing.hand_over(tensors, behind_seal=True)
+            if not self._is_ending:
+                await self._handing.lend()
+                await self._handing.hand_over(tensors, behind_seal=True, until=lambda: self._is_ending)
 
     async def _ask_for_split(self) -> None:
         waiting = [SplitBatch(batch_id=b.batch_id, layer_s=b.layer_s) for b in self._handing.handed.values()]
@@ -171,6 +208,7 @@ class LiveSource:
                     pair_id=self.assignment.pair_id,
                     batches=tuple(waiting),
                     source_free_at_s=time.time() + self._work.remaining_s,
+                    pull_s=self.pull_s,
                 )
             )
         except BlitzError as error:
@@ -178,9 +216,9 @@ class LiveSource:
 
     # --- cooperating, loaded -------------------------------------------------------------------
 
-    async def _pull_until_over(self, tensors: Tensors) -> Puller:
-        pair_id = self.assignment.pair_id
-        puller = Puller(pair_id, self.instance, self._handing, self._peer, self._work, tensors)
+    async def _pull_until_over(self, tensors: Tensors, kv: KvFetching) -> Puller:
+        pair_id, pull_s = self.assignment.pair_id, self.pull_s
+        puller = Puller(pair_id, self.instance, self._handing, self._peer, self._work, tensors, kv, pull_s=pull_s)
         self._puller = puller
         await self._handing.call(lambda: self._work.stepped(StepOutput(())))  # is it free already?
         while True:
@@ -206,16 +244,18 @@ class LiveSource:
 
     # --- the end -----------------------------------------------------------------------------
 
-    async def _dissolve(self, puller: Puller) -> None:
+    async def _dissolve(self, puller: Puller, kv: KvFetching) -> None:
         pair_id = self.assignment.pair_id
+        claim_id = f"{pair_id}-end"
         async with self._handing.lock:  # nothing is on its way there
             answer = await self._peer.ask(
                 "dissolve",
                 Dissolve(
                     pair_id=pair_id,
-                    claim_id=f"{pair_id}-end",
+                    claim_id=claim_id,
                     first_serial=puller.num_claims,
                     source_busy_s=self._work.remaining_s,
+                    kv_apart=puller.can_take_kv_apart(puller.num_claims + len(self._handing.handed)),
                 ),
                 Dissolved,
             )
@@ -224,11 +264,27 @@ class LiveSource:
             self._owned_by_target((*answer.finished, *answer.kept))
         for given in answer.given:
             if given.first_layer and given.batch_id in self._handing.handed:
-                await puller.take(given.batch_id, given.first_layer, given.serial)
+                claim = f"{claim_id}/{given.batch_id}"
+                apart = answer.kv_apart
+                await puller.take(given.batch_id, given.first_layer, claim, given.serial, kv_apart=apart)
+        await kv.idle()
+        if answer.kv_apart and any(given.first_layer for given in answer.given):
+            await self._peer.settle_now()
         # Untouched ones are at the target still as far as we know: they come back with all that it does not own.
 
+    def _doubt(self) -> ErrorInfo | None:
+        """What requests end with that the target may own, or not. Two instances must not go on with one attempt, whose
+        tokens need not agree; another attempt goes on from the tokens that the gateway has."""
+        if self.life.state is not PairState.FAILED or not self._target_loaded or self._has_last_word:
+            return None
+        target = self.assignment.target.worker_id
+        return ErrorInfo.of(Unavailable(f"{target} may have finished the prompt, and does not answer: {self._failure}"))
+
     def on_taken(self, message: Taken) -> Ack:
-        """The target finished batches: their requests are its own."""
+        """The target finished batches: their requests are its own. Raises ``Conflict`` once the pair has failed: the
+        target must finish nothing any more."""
+        if self.life.state is PairState.FAILED:
+            raise Conflict(f"pair {self.assignment.pair_id} has failed here: {self._failure}")
         self._owned_by_target(message.batch_ids)
         if self._handing.backlog:
             self._arrivals.set()  # there is room at the target now
@@ -259,6 +315,7 @@ class LiveSource:
         self._failure = reason
         log.warning("pair %s failed: %s", self.assignment.pair_id, reason)
         trace.get_current_span().add_event("failed", {"blitz.reason": reason})
+        self._peer.lose(reason)
         if self._tensors is not None:
             self._tensors.abort()
         await self._peer.tell_ended(reason)

@@ -50,8 +50,8 @@ class SourceLine:
             return f"the source was silent for {self._silence_s:g} s"
         return None
 
-    async def tell_taken(self, *batch_ids: str, loaded: bool) -> None:
-        """These batches are finished here. Until the source knows, or the pair has ended."""
+    async def tell_taken(self, *batch_ids: str, loaded: bool) -> bool:
+        """These batches are finished here. Whether the source knows; False if the pair has ended before."""
         message = Taken(pair_id=self._pair_id, batch_ids=batch_ids, loaded=loaded)
         subject = subjects.worker_live(self._source_id, "taken")
         while not self._life.ended:
@@ -61,7 +61,8 @@ class SourceLine:
                 log.debug("the source did not hear that %s are taken: %s", batch_ids, error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            return
+            return True
+        return False
 
     async def tell_ended(self, reason: str, finished: tuple[str, ...]) -> None:
         """The pair is over; the batches in ``finished`` are the target's. Said once: the source may be gone."""

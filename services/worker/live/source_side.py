@@ -55,6 +55,8 @@ class SourceSide:
         self._silence_s = silence_s
         self.source: LiveSource | None = None
         self._run: asyncio.Task[None] | None = None
+        self._pull_s = 0.0
+        """What a pull took in the last pair: the next one expects as much."""
 
     async def on_assignment(self, assignment: ZigzagAssignment, finishing: str) -> None:
         """Begin a pair, or report why not. ``finishing``: the pair whose target this worker still is, if any."""
@@ -93,7 +95,9 @@ class SourceSide:
             instance.queue_factor = PAIRED_QUEUE_FACTOR if begun else 1
             self._changed()
 
-        self.source = LiveSource(assignment, instance, peer, connect, self._serving, ask_split, lending)
+        self.source = LiveSource(
+            assignment, instance, peer, connect, self._serving, ask_split, lending, pull_s=self._pull_s
+        )
         self._run = asyncio.create_task(self._cooperate(self.source))
 
     async def _cooperate(self, source: LiveSource) -> None:
@@ -109,6 +113,7 @@ class SourceSide:
         try:
             with tracer().start_as_current_span("worker.live", attributes=attributes) as span:
                 report = await source.run()
+                self._pull_s = source.pull_s
                 _annotate(span, report)
                 await self._bus.publish(subjects.live_reports(), report)
             log.info("pair %s %s: %d batches", report.pair_id, report.outcome, len(report.batches))
@@ -127,7 +132,7 @@ class SourceSide:
     def on_pair_ended(self, message: PairEnded) -> None:
         """The target says that the pair is over."""
         if (source := self._source(message.pair_id)) is not None:
-            source.lost(f"the target ended the pair: {message.reason}", message.finished)
+            source.ended_by_target(f"the target ended the pair: {message.reason}", message.finished)
 
     def _source(self, pair_id: str) -> LiveSource | None:
         source = self.source
@@ -145,17 +150,22 @@ class SourceSide:
 
     async def instance_gone(self, instance: Instance, reason: str) -> None:
         """The instance's engine is about to stop: its pair ends before."""
-        if self.source is not None and self.source.instance is instance and self._run is not None:
-            self.source.lost(reason)
+        source = self.source
+        if source is not None and source.instance is instance and self._run is not None:
+            source.lost(reason)
+            await source.until_kv_is_over()
             await asyncio.wait({self._run}, timeout=LEAVE_S)
 
     async def close(self) -> None:
         """Leave the pair and wait for what runs."""
-        if self.source is not None:
-            await self.source.leave("the source leaves")
+        source = self.source
+        if source is not None:
+            await source.leave("the source leaves")
         if self._run is not None:
             self._run.cancel()
             await asyncio.gather(self._run, return_exceptions=True)
+        if source is not None:
+            await source.close()
 
 
 def _annotate(span: Span, report: LiveReport) -> None:

@@ -1,16 +1,21 @@
 """What the source's engine does for a pair: the rest of the layers of the batches that it pulled.
 
-On the engine thread, but for ``remaining_s``. One layer per step, so that decode steps come in
-between and what waits for the engine never waits for a whole prompt.
+On the engine thread, but for ``remaining_s``. One layer per step, or part of one where a prompt is long, so that decode
+steps come in between and what waits for the engine never waits for a whole prompt.
+
+Those layers need the hidden states alone. The KV of the layers before, which the target ran, comes meanwhile: with the
+last layer a batch gives its first tokens, and once its KV is here, too, its requests decode.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 
 from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop, StepOutput
@@ -21,21 +26,40 @@ from shared.transport.base import Buffer
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+class Kv(Enum):
+    """Of the layers of a batch that ran at the target."""
+
+    HERE = "here"
+    COMING = "coming"
+    """Its blocks are written."""
+    LOST = "lost"
+
+
+@dataclass(slots=True, eq=False)
 class Pulled:
-    """A batch whose sequences have blocks here. ``hidden`` and ``kv``: as of ``first_layer``, if that is not 0."""
+    """A batch whose sequences have blocks here. ``hidden``: as of ``first_layer``, if that is not 0."""
 
     batch: PromptBatch
     first_layer: int = 0
     hidden: Buffer = None
-    kv: Buffer = None
+    kv: Kv = field(init=False)
+    """Changed on the engine's thread only, like the next."""
+    has_failed: bool = False
+    """The engine cannot run it: its requests are computed in ordinary steps."""
+
+    def __post_init__(self) -> None:
+        self.kv = Kv.COMING if self.first_layer else Kv.HERE
 
 
 @dataclass(slots=True)
 class _Run:
     pulled: Pulled
     next_layer: int
+    next_token: int = 0
+    """Of the next layer: those before it have run."""
     activation: Activation = None
+    broken: Exception | None = None
+    """It cannot be run."""
     busy_s: float = 0.0
 
 
@@ -86,20 +110,44 @@ class SourceWork:
         return self._has_room()
 
     def start(self, pulled: Pulled) -> None:
-        """Run the rest of a batch, after those that are here already."""
+        """Run the rest of a batch, after those that are here already. If it has a ``first_layer``, its KV may be
+        imported as soon as this returns, and ``kv_over`` must follow."""
         now_s = time.monotonic()
         for sequence in pulled.batch.sequences:
             sequence.first_scheduled_s = sequence.first_scheduled_s or now_s
-        self._runs.append(_Run(pulled, pulled.first_layer))
+        run = _Run(pulled, pulled.first_layer)
+        if pulled.first_layer and not pulled.batch.ended:
+            try:
+                run.activation = self._loop.engine.resume(
+                    pulled.batch.as_engine_batch(), pulled.hidden, next_layer=pulled.first_layer
+                )
+            except Exception as error:  # noqa: BLE001 - whatever it is, the batch ends with it in its turn
+                run.broken = error
+        self._runs.append(run)
+
+    def kv_over(self, pulled: Pulled, *, is_here: bool) -> None:
+        """The KV of a batch is whole, or will not come. Its blocks are not written any more."""
+        pulled.kv = Kv.HERE if is_here else Kv.LOST
+        if not any(run.pulled is pulled for run in self._runs):
+            self._join(pulled)
+
+    def _join(self, pulled: Pulled) -> None:
+        """Both are over, its layers here and its KV."""
+        scheduler, sequences = self._loop.scheduler, pulled.batch.sequences
+        if pulled.has_failed:
+            scheduler.readmit(sequences)
+        elif pulled.kv is Kv.HERE:
+            scheduler.kv_arrived(sequences)
+        else:
+            scheduler.kv_lost(sequences)
 
     def step(self) -> StepOutput | None:
-        """One layer of the first batch; after the last one its first tokens."""
+        """One layer of the first batch, or a part of one; after the last one its first tokens."""
         if not self._runs:
             return None
         run = self._runs[0]
         batch, loop = run.pulled.batch, self._loop
         if batch.ended:
-            loop.scheduler.release(batch.sequences)
             return self._done(run, StepOutput(()))
         started_s = time.monotonic()
         failed = False
@@ -115,7 +163,7 @@ class SourceWork:
         run.busy_s += busy_s
         loop.busy(busy_s)
         if failed:
-            loop.scheduler.readmit(batch.sequences)
+            run.pulled.has_failed = True
             return self._done(run, StepOutput((), busy_s=busy_s))
         if output is None:
             return StepOutput((), busy_s=busy_s)
@@ -133,32 +181,45 @@ class SourceWork:
             self._on_free()
 
     def _advance(self, run: _Run) -> StepOutput | None:
-        """One layer; the output once it was the last."""
-        engine = self._loop.engine
+        """One layer, or a part; the output once it was the last."""
+        engine, batch = self._loop.engine, run.pulled.batch
+        if run.broken is not None:
+            raise run.broken
         if run.activation is None:
-            run.activation = self._begin(run.pulled)
-        engine.run_layers(run.activation, run.next_layer, run.next_layer + 1)
+            run.activation = engine.embed(batch.as_engine_batch())
+        run.next_token = run_part(self._loop, batch, run.activation, run.next_layer, run.next_token)
+        if run.next_token:
+            return None
         run.next_layer += 1
         self.ran_layer()
-        return finish(self._loop, run.pulled.batch, run.activation) if run.next_layer == engine.num_layers else None
-
-    def _begin(self, pulled: Pulled) -> Activation:
-        engine, batch = self._loop.engine, pulled.batch
-        if pulled.first_layer == 0:
-            return engine.embed(batch.as_engine_batch())
-        engine.import_kv(batch.block_tables, batch.lengths, pulled.first_layer, pulled.kv)
-        return engine.resume(batch.as_engine_batch(), pulled.hidden, next_layer=pulled.first_layer)
+        if run.next_layer < engine.num_layers:
+            return None
+        return finish(self._loop, batch, run.activation, kv_here=run.pulled.kv is Kv.HERE)
 
     def _done(self, run: _Run, output: StepOutput) -> StepOutput:
         self._runs.popleft()
-        self._on_done(run.pulled)
+        scheduler, pulled = self._loop.scheduler, run.pulled
+        if pulled.kv is Kv.HERE and not pulled.has_failed:
+            scheduler.release([s for s in pulled.batch.sequences if s.finished])
+        elif pulled.kv is not Kv.COMING:
+            self._join(pulled)
+        self._on_done(pulled)
         return output
 
 
-def finish(loop: EngineLoop, batch: PromptBatch, activation: Activation) -> StepOutput:
-    """Norm, head and sampling of a batch that ran all layers: its requests decode here from now on."""
+def run_part(loop: EngineLoop, batch: PromptBatch, activation: Activation, layer: int, begin: int) -> int:
+    """Run a layer from token ``begin`` on, of a long batch a part; where to go on, 0 once the layer has run."""
+    end = batch.part_from(begin, loop.scheduler.config.prefill_chunk_tokens)
+    loop.engine.run_part(activation, layer, begin, end)
+    return 0 if end == batch.num_tokens else end
+
+
+def finish(loop: EngineLoop, batch: PromptBatch, activation: Activation, *, kv_here: bool = True) -> StepOutput:
+    """Norm, head and sampling of a batch that ran all layers: its requests decode here from now on, or with
+    ``kv_here`` false once their KV is whole."""
     engine = loop.engine
     sampled = engine.sample(engine.head(activation), batch.sampling_rows())
     now_s = time.monotonic()
-    outputs = [loop.scheduler.adopt(s, token, now_s) for s, token in zip(batch.sequences, sampled, strict=True)]
+    adopt = functools.partial(loop.scheduler.adopt, now_s=now_s, kv_here=kv_here)
+    outputs = [adopt(s, token) for s, token in zip(batch.sequences, sampled, strict=True)]
     return StepOutput(tuple(o for o in outputs if o is not None), num_prefill_tokens=batch.num_tokens)

@@ -20,7 +20,7 @@ from services.worker.live.batch import PromptBatch
 from services.worker.live.gates import Gates
 from services.worker.live.giving import Giving
 from services.worker.live.parting import Parting
-from services.worker.live.source_line import SourceLine
+from services.worker.live.source_line import RPC_TIMEOUT_S, SourceLine
 from services.worker.live.target_batches import TargetBatches
 from services.worker.live.target_work import TargetWork
 from services.worker.live.tensors import Tensors
@@ -29,7 +29,18 @@ from services.worker.signal import Signal
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict, Unavailable
 from shared.messages.common import Ack
-from shared.messages.live import Dissolve, Dissolved, Gate, HandOver, Pull, Pulled, Seal, Settle, ZigzagAssignment
+from shared.messages.live import (
+    Dissolve,
+    Dissolved,
+    Gate,
+    HandOver,
+    Pull,
+    Pulled,
+    PullKv,
+    Seal,
+    Settle,
+    ZigzagAssignment,
+)
 from shared.zigzag.queue import Policy, Queue
 
 log = logging.getLogger(__name__)
@@ -60,6 +71,8 @@ class LiveTarget:
         self._event_loop = asyncio.get_running_loop()
         self._changed = Signal()
         self._has_parted = False
+        self._source_knows = asyncio.Event()
+        """That this one is loaded, or the pair has ended."""
         self._failure = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._queue = Queue(instance.layout.num_layers, Policy(assignment.policy))
@@ -113,10 +126,18 @@ class LiveTarget:
         """The earliest batch for the source; waits up to ``wait_s`` for one that it may have."""
         claim = await self._giving.pull(message, self._check_lives)
         if claim is not None:
-            self._spawn(self._giving.give(claim, message.serial))
+            self._spawn(self._giving.give(claim, message.serial, kv_apart=message.kv_apart))
             # What was in the way of a later batch is gone.
             self._batches.look_again()
-        return self._giving.answer(claim)
+        return self._giving.answer(claim, kv_apart=message.kv_apart)
+
+    async def on_pull_kv(self, message: PullKv) -> Ack:
+        """The source has room for KV of a batch that it pulled. Raises what ``Giving.kv_wanted`` raises."""
+        self._check_lives()
+        held = self._giving.kv_wanted(message)
+        if held is not None:
+            self._spawn(self._giving.send_kv(held, message))
+        return Ack()
 
     async def on_settle(self, message: Settle) -> Ack:
         """The source has these batches. Without claims it only says that it lives."""
@@ -127,7 +148,12 @@ class LiveTarget:
     async def on_dissolve(self, message: Dissolve) -> Dissolved:
         """Part. Repeating gives the same shares."""
         self._check_lives()
-        shares = await self._parting.dissolve(message)
+        if self._batches.loaded:
+            # The source knows by now; its answer is about to be here.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RPC_TIMEOUT_S):
+                    await self._source_knows.wait()
+        shares = await self._parting.dissolve(message, self._check_lives)
         if not self._has_parted and not self.life.ended:
             self._has_parted = True
             self.life.move_to(PairState.DISSOLVED)
@@ -137,7 +163,7 @@ class LiveTarget:
 
     async def _hand_back(self, shares: Dissolved) -> None:
         try:
-            await self._parting.hand_back(shares)
+            await self._parting.hand_back(shares, self._line.why_lost)
         finally:
             await self._detach()
 
@@ -150,13 +176,20 @@ class LiveTarget:
 
     def layers_ready(self) -> None:
         """A layer more is loaded, or everything."""
-        copy, was_loaded = self.instance.copy, self._batches.loaded
-        self._batches.set_layers_ready(
-            copy.layers_ready if copy.complete else min(copy.layers_ready, self._queue.num_layers - 1)
-        )
-        self._move_on()
-        if self._batches.loaded and not was_loaded:
-            self._spawn(self._line.tell_taken(loaded=True))
+        copy = self.instance.copy
+        self._batches.set_layers_ready(min(copy.layers_ready, self._queue.num_layers - 1))
+        if copy.complete and not self._batches.loaded:
+            self._batches.loaded = True
+            self._changed.fire()
+            self._move_on()
+            self._spawn(self._finish_from_now_on())
+
+    async def _finish_from_now_on(self) -> None:
+        """The source has to know before that this one finishes batches: should the two lose each other, it must not
+        compute what may be finished here."""
+        if await self._line.tell_taken(loaded=True):
+            self._batches.set_layers_ready(self._queue.num_layers)
+        self._source_knows.set()
 
     def set_gates(self, gates: tuple[Gate, ...]) -> None:
         """A split was computed."""
@@ -204,7 +237,10 @@ class LiveTarget:
     def _finished(self, batch: PromptBatch) -> None:
         self._batches.finished(batch)
         if not self.life.ended:
-            self._spawn(self._line.tell_taken(batch.batch_id, loaded=self._batches.loaded))
+            self._spawn(self._tell_finished(batch))
+
+    async def _tell_finished(self, batch: PromptBatch) -> None:
+        await self._line.tell_taken(batch.batch_id, loaded=self._batches.loaded)
 
     async def _watch(self) -> None:
         """Until the pair ends: does the source still live, do layers come as planned?"""

@@ -182,8 +182,8 @@ class TargetBatches:
     # --- what happens to them ------------------------------------------------------------------
 
     def set_layers_ready(self, layers_ready: int) -> None:
-        """More is loaded; the last layer counts when everything is: after it comes the head."""
-        self.loaded = layers_ready == self._queue.num_layers
+        """More is loaded. The last layer counts when everything is, for the head comes after it, and the source knows
+        of it."""
         with self._work.lock:
             self._queue.set_layers_ready(layers_ready)
         self.look_again()

@@ -23,6 +23,7 @@ from shared.messages.live import (
     PairEnded,
     Pull,
     Pulled,
+    PullKv,
     Seal,
     Settle,
     ZigzagAssignment,
@@ -114,6 +115,10 @@ class TargetSide:
     async def on_pull(self, message: Pull) -> Pulled:
         """The source is free for a batch."""
         return await self._target(message.pair_id).on_pull(message)
+
+    async def on_pull_kv(self, message: PullKv) -> Ack:
+        """The source has room for KV of a batch that it pulled."""
+        return await self._target(message.pair_id).on_pull_kv(message)
 
     async def on_settle(self, message: Settle) -> Ack:
         """The source has what it pulled, or only lives."""

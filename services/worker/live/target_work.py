@@ -1,4 +1,5 @@
-"""What the target's engine does for a pair: layers of the batches in its queue, as the queue says.
+"""What the target's engine does for a pair: layers of the batches in its queue, as the queue says; of long prompts in
+parts, a part per step.
 
 The queue's rules are ``shared.zigzag.queue``; this holds its batches' hidden states and runs them. The engine thread
 steps; other threads look at and change the queue under ``lock``, between two layers or during one.
@@ -10,15 +11,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.live.batch import PromptBatch
-from services.worker.live.source_work import finish
+from services.worker.live.source_work import finish, run_part
 from services.worker.live.timeline import Timeline
 from shared.transport.base import Buffer
-from shared.zigzag.batch import ENDED
+from shared.zigzag.batch import ENDED, State
 from shared.zigzag.queue import Claim, Layer, Queue
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,12 @@ class Held:
     hidden: Buffer
     """As the source embedded them, until the first layer is begun."""
     activation: Activation = None
+    next_token: int = 0
+    """Of the layer that it is inside of: those before it have run."""
+    is_sent: bool = False
+    """Once pulled, its hidden states are on their way, or there."""
+    kv_sent: set[int] = field(default_factory=set)
+    """The same of KV, by first layers."""
 
 
 class TargetWork:
@@ -65,6 +72,8 @@ class TargetWork:
         self.wanted = ""
         """The claim id of a pull that waits: the batch is its as soon as a layer ends, before another one is begun.
         Under ``lock``."""
+        self._inside: Layer | None = None
+        """Begun, with parts that are left. On the engine's thread."""
         self._maybe = False
         self._closed = False
 
@@ -82,6 +91,11 @@ class TargetWork:
         kept = [held.batch for held in list(self.held.values())] if self.queue.dissolved else []
         return sum(len(b.sequences) for b in kept), sum(b.num_tokens for b in kept)
 
+    @property
+    def is_inside(self) -> bool:
+        """A batch is inside a layer between two steps. On the engine's thread."""
+        return self._inside is not None
+
     def changed(self) -> None:
         """The queue did; there may be a layer to run. Under ``lock``; the caller wakes the engine."""
         self._maybe = not self._closed
@@ -89,7 +103,7 @@ class TargetWork:
     def close(self) -> list[PromptBatch]:
         """Run nothing more and free all blocks. Between two steps. Returns what was here."""
         with self.lock:
-            self._closed, self._maybe = True, False
+            self._closed, self._maybe, self._inside = True, False, None
             batches = [held.batch for held in self.held.values()]
             self.held.clear()
         for batch in batches:
@@ -106,19 +120,25 @@ class TargetWork:
 
     def step(self) -> StepOutput | None:
         with self.lock:
-            layer = None if self._closed else self.queue.next_for_target()
+            layer = None if self._closed else self._inside or self.queue.next_for_target()
             if layer is None:
                 self._maybe = False
                 return None
+            self._inside = layer
             held = self.held[layer.batch_id]
+            is_wanted = self.queue.batch(layer.batch_id).state is not State.STOPPING
         started_s = time.monotonic()
+        output = StepOutput(())
         try:
-            self._run(held, layer)
-            output = self._end(held, layer)
+            if is_wanted:
+                self._run(held, layer)
+            if not is_wanted or not held.next_token:
+                self._inside, held.next_token = None, 0
+                output = self._end(held, layer, is_wanted)
         except Exception as error:  # an engine may raise anything; the source computes these batches then
             log.exception("layer %d of batch %s failed", layer.layer, layer.batch_id)
             with self.lock:
-                self._closed, self._maybe = True, False
+                self._closed, self._maybe, self._inside = True, False, None
             self._on_broken(error)
             return StepOutput(())
         self._loop.busy(time.monotonic() - started_s)
@@ -129,13 +149,15 @@ class TargetWork:
         if held.activation is None:
             held.activation = engine.resume(held.batch.as_engine_batch(), held.hidden, next_layer=0)
             held.hidden = None
-        engine.run_layers(held.activation, layer.layer, layer.layer + 1)
-        self.ran_layer()
+        held.next_token = run_part(self._loop, held.batch, held.activation, layer.layer, held.next_token)
+        if not held.next_token:
+            self.ran_layer()
 
-    def _end(self, held: Held, layer: Layer) -> StepOutput:
+    def _end(self, held: Held, layer: Layer, ran: bool) -> StepOutput:
+        """``ran``: the whole layer; else it was given up, because nobody waits for the batch any more."""
         output = StepOutput(())
-        is_last = layer.layer + 1 == self.queue.num_layers
-        if is_last:
+        adopts = ran and layer.layer + 1 == self.queue.num_layers
+        if adopts:
             # Before the queue knows: whoever asks next must find the requests in one place or the other.
             output = finish(self._loop, held.batch, held.activation)
         with self.lock:
@@ -147,7 +169,7 @@ class TargetWork:
                 self.finished.append(layer.batch_id)
             if self.wanted and isinstance(self.queue.pull(self.wanted), Claim):
                 self.wanted = ""  # whoever asked asks again, and gets the same answer
-        if ended and not is_last:  # cancelled meanwhile
+        if ended and not adopts:  # cancelled meanwhile
             self._loop.scheduler.release(held.batch.sequences)
         if finished:
             self._on_finished(held.batch)

@@ -17,6 +17,8 @@ from shared.transport.tags import MAX_NUMBER, Carries, tag_of
 
 _KINDS = 4
 _MAX_SERIAL = (MAX_NUMBER + 1) // _KINDS
+_MAX_LAYERS = 256
+_MAX_KV_SERIAL = (MAX_NUMBER + 1) // _MAX_LAYERS
 
 
 class Kind(IntEnum):
@@ -32,6 +34,18 @@ def live_tag(epoch: int, serial: int, kind: Kind) -> int:
     if serial >= _MAX_SERIAL:
         raise TransportError(f"{serial} is more than a pair can count")
     return tag_of(epoch, serial * _KINDS + kind, Carries.PAIR)
+
+
+def can_tag_kv(serial: int, num_layers: int) -> bool:
+    """Whether KV of these layers of a claim can come apart: up to 256 layers, and 65 thousand claims."""
+    return 0 <= serial < _MAX_KV_SERIAL and num_layers <= _MAX_LAYERS
+
+
+def kv_tag(epoch: int, serial: int, layer: int) -> int:
+    """The tag of a claim's KV from a layer on. Raises ``TransportError`` unless ``can_tag_kv``."""
+    if not can_tag_kv(serial, layer + 1) or layer < 0:
+        raise TransportError(f"KV of layer {layer} of claim {serial} is more than a pair can count")
+    return tag_of(epoch, serial * _MAX_LAYERS + layer, Carries.PAIR_KV)
 
 
 class Tensors:
@@ -54,10 +68,21 @@ class Tensors:
         """Post a send; the buffer is kept until it is done."""
         return self._keep(self._channel.send(buffer, live_tag(self._epoch, serial, kind)))
 
+    def send_kv(self, buffer: Buffer, serial: int, layer: int) -> Transfer:
+        """As ``send``, of a claim's KV from a layer on."""
+        return self._keep(self._channel.send(buffer, kv_tag(self._epoch, serial, layer)))
+
     async def receive(self, num_bytes: int, serial: int, kind: Kind) -> Buffer:
         """The message's bytes. Raises ``TransportError`` or ``DeadlineExceeded``."""
+        return await self._receive(num_bytes, live_tag(self._epoch, serial, kind))
+
+    async def receive_kv(self, num_bytes: int, serial: int, layer: int) -> Buffer:
+        """As ``receive``, of a claim's KV from a layer on. The receive is posted before this first waits."""
+        return await self._receive(num_bytes, kv_tag(self._epoch, serial, layer))
+
+    async def _receive(self, num_bytes: int, tag: int) -> Buffer:
         buffer = np.empty(num_bytes, dtype=np.uint8)
-        transfer = self._keep(self._transport.recv(buffer, live_tag(self._epoch, serial, kind), source=self._channel))
+        transfer = self._keep(self._transport.recv(buffer, tag, source=self._channel))
         try:
             await transfer.wait(self._timeout_s)
         except asyncio.CancelledError:

@@ -26,19 +26,34 @@ class WatchedEngine(MockEngine):
         super().__init__(num_layers=NUM_LAYERS, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, verify=True)
         self.ran: list[tuple[int, int]] = []
         """(tokens of the first slice's prefix, layer)."""
+        self.parts: list[tuple[int, int, int]] = []
+        """(layer, begin, end)."""
         self.failure: Exception | None = None
         self.fails_at = 0
         self.fails_on: int | None = None
         self.inside: Callable[[int], None] = lambda layer: None
 
     def run_layers(self, activation: MockActivation, first: int, last: int) -> None:
+        self._watch(activation, first, last)
+        super().run_layers(activation, first, last)
+        self._ran(activation, first, last)
+
+    def run_part(self, activation: MockActivation, layer: int, begin: int, end: int) -> None:
+        self._watch(activation, layer, layer + 1)
+        super().run_part(activation, layer, begin, end)
+        self.parts.append((layer, begin, end))
+        if end == activation.num_tokens:
+            self._ran(activation, layer, layer + 1)
+
+    def _watch(self, activation: MockActivation, first: int, last: int) -> None:
         self.inside(first)
         if self.failure is not None and first <= self.fails_at < last:
             raise self.failure
         tokens = [token for piece in activation.batch.slices for token in piece.token_ids]
         if self.fails_on in tokens and first <= self.fails_at < last:
             raise RuntimeError(f"cannot compute token {self.fails_on}")
-        super().run_layers(activation, first, last)
+
+    def _ran(self, activation: MockActivation, first: int, last: int) -> None:
         piece = activation.batch.slices[0]
         self.ran += [(piece.start + len(piece.token_ids), layer) for layer in range(first, last)]
 

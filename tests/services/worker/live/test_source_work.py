@@ -11,6 +11,7 @@ from services.worker.engine.loop import EngineLoop
 from services.worker.live.batch import PromptBatch
 from services.worker.live.source_work import Pulled, SourceWork
 from shared.errors import EngineBroken, PeerLost
+from shared.transport.base import Buffer
 from tests.services.worker.live.members import (
     NUM_LAYERS,
     Clock,
@@ -27,10 +28,11 @@ from tests.services.worker.live.members import (
 class Source:
     """A loop that lends, and its work."""
 
-    def __init__(self, *waiting: Sequence, decode_interval_s: float = 1e9) -> None:
+    def __init__(self, *waiting: Sequence, decode_interval_s: float = 1e9, **changes: int) -> None:
         self.clock = Clock()
-        self.loop: EngineLoop = make_loop(self.clock)
+        self.loop: EngineLoop = make_loop(self.clock, **changes)
         self.done: list[Pulled] = []
+        self.kv: dict[str, Buffer] = {}
         self.num_free = 0
         self.work = SourceWork(
             self.loop,
@@ -50,7 +52,7 @@ class Source:
 
     def pull(self, batch: PromptBatch, first_layer: int = 0) -> Pulled:
         """As if the target had run the layers before ``first_layer``."""
-        hidden = kv = None
+        hidden = None
         if first_layer:
             target = make_loop()
             there = batch_of(batch.batch_id, *(request(s.request_id, len(s.prompt)) for s in batch.sequences))
@@ -58,15 +60,24 @@ class Source:
             activation = target.engine.embed(there.as_engine_batch())
             target.engine.run_layers(activation, 0, first_layer)
             hidden = target.engine.hidden_states(activation)
-            kv = target.engine.export_kv(there.block_tables, there.lengths, first_layer)
-        return Pulled(batch, first_layer, hidden, kv)
+            self.kv[batch.batch_id] = target.engine.export_kv(there.block_tables, there.lengths, first_layer)
+        return Pulled(batch, first_layer, hidden)
 
-    def start(self, batch: PromptBatch, first_layer: int = 0) -> Pulled:
+    def start(self, batch: PromptBatch, first_layer: int = 0, *, with_kv: bool = True) -> Pulled:
         """Pull it and begin it."""
         pulled = self.pull(batch, first_layer)
         assert self.loop.scheduler.reserve(batch.sequences)
         self.work.start(pulled)
+        if first_layer and with_kv:
+            self.bring_kv(pulled)
         return pulled
+
+    def bring_kv(self, pulled: Pulled) -> None:
+        """Its KV is whole."""
+        batch = pulled.batch
+        kv = self.kv[batch.batch_id]
+        self.loop.engine.import_kv(batch.block_tables, batch.lengths, pulled.first_layer, kv)
+        self.work.kv_over(pulled, is_here=True)
 
 
 @pytest.mark.parametrize("first_layer", range(NUM_LAYERS))
@@ -190,11 +201,14 @@ def test_a_batch_of_an_engine_that_is_broken_ends_with_it() -> None:
         run_all(source.loop)
 
 
-def test_kv_that_is_not_the_batchs_is_computed_again_and_gives_no_other_tokens() -> None:
+def test_hidden_states_that_are_not_the_batchs_are_computed_again_and_give_no_other_tokens() -> None:
     source = Source(request("a", 9))
     wrong = source.pull(batch_of("x", request("z", 9)), 2)
     assert source.loop.scheduler.reserve(source.lent)
-    source.work.start(Pulled(batch_of("x", *source.lent), 2, wrong.hidden, wrong.kv))
+    pulled = Pulled(batch_of("x", *source.lent), 2, wrong.hidden)
+    source.work.start(pulled)
+    assert run_all(source.loop) == []
+    source.work.kv_over(pulled, is_here=False)
     assert tokens_of(run_all(source.loop)) == {"a": expected(source.lent[0])}
     assert source.loop.scheduler.pool.num_used == 0
 

@@ -25,8 +25,8 @@ from tests.services.worker.live.members import (
 class Target:
     """A loop, a queue, and its work."""
 
-    def __init__(self) -> None:
-        self.loop = make_loop()
+    def __init__(self, **changes: int) -> None:
+        self.loop = make_loop(**changes)
         self.queue = Queue(NUM_LAYERS)
         self.num_layers_ended = 0
         self.finished: list[PromptBatch] = []

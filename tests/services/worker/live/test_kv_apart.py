@@ -1,0 +1,352 @@
+"""Pulls bring hidden states alone: KV follows apart, or is lost, or comes at once from a worker of another version."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from services.worker.engine.mock import MockTiming
+from services.worker.engine.torch_engine import Activation, TorchEngine
+from services.worker.live import kv_fetching
+from services.worker.live.batch import PromptBatch
+from services.worker.live.giving import Giving
+from services.worker.live.handing import Handing
+from services.worker.live.kv_fetching import KvFetching
+from services.worker.live.pulling import Puller
+from services.worker.live.source import LiveSource
+from services.worker.live.target import LiveTarget
+from services.worker.live.tensors import Tensors
+from shared import subjects
+from shared.errors import BadRequest, Conflict
+from shared.messages.common import Ack
+from shared.messages.live import Dissolve, Dissolved, Pull, Pulled, PullKv
+from shared.transport.base import Buffer
+from shared.transport.tags import Carries, tag_of
+from tests.services.cluster import Cluster
+from tests.services.waiting import eventually
+from tests.services.worker.live.burst import LAYER_S, NUM_TOKENS, PROMPTS, Burst, live_cluster
+
+slow_cluster = functools.partial(live_cluster, mock=MockTiming(layer_per_token_s=0.012 / NUM_TOKENS))
+RPC_S = 5.0
+
+
+def carries(tag: int) -> int:
+    """What a message is."""
+    return tag // tag_of(0, 0, Carries.KV_TO_DECODE)
+
+
+class Wire:
+    """Loses a worker's KV to the other member while ``holds``."""
+
+    def __init__(self) -> None:
+        self.holds = True
+        self.lost = 0
+        self.sent = 0
+
+    def tamper(self, buffer: Buffer, tag: int) -> tuple[Buffer, int]:
+        if carries(tag) != Carries.PAIR_KV:
+            return buffer, tag
+        self.sent += 1
+        if not self.holds:
+            return buffer, tag
+        self.lost += 1
+        return buffer, tag ^ 1 << 60
+
+
+async def _preemptions(burst: Burst) -> int:
+    call = burst.source.serving.engine.call(lambda loop: loop.scheduler.load().preemptions_total)
+    return await asyncio.wrap_future(call)
+
+
+async def _split(cluster: Cluster, burst: Burst) -> int:
+    """How many batches both members ran layers of."""
+    (pair,) = (await cluster.record(burst.plan_id)).live
+    assert pair.outcome == "dissolved", pair
+    return sum(bool(b.target_layers and b.source_layers) for b in pair.batches)
+
+
+@pytest.mark.parametrize("piece_layers", [1, 2, 100])
+@pytest.mark.parametrize("ahead", [1, 2])
+async def test_kv_comes_in_pieces_a_window_ahead(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, piece_layers: int, ahead: int
+) -> None:
+    async with slow_cluster(redis_url) as cluster:
+        burst, wire = Burst(cluster), Wire()
+        wire.holds = False
+        await burst.start(delay_s=0.05)
+        layer_bytes = NUM_TOKENS * burst.source.serving.engine.loop.engine.kv_bytes_per_token_layer
+        monkeypatch.setattr(kv_fetching, "PIECE_BYTES", piece_layers * layer_bytes)
+        monkeypatch.setattr(kv_fetching, "WINDOW_BYTES", ahead * piece_layers * layer_bytes)
+        burst.target.transport.tamper = wire.tamper
+        await burst.ends()
+        assert await _split(cluster, burst) > 0
+        assert wire.sent > 0
+        assert await _preemptions(burst) == 0
+        await burst.clean()
+
+
+async def test_first_tokens_come_without_kv_and_what_is_lost_is_computed_again(redis_url: str) -> None:
+    async with slow_cluster(redis_url, stall_s=0.5) as cluster:
+        burst, wire = Burst(cluster), Wire()
+        await burst.start(delay_s=0.05)
+        source = await burst.live_source()
+        burst.target.transport.tamper = wire.tamper
+        await eventually(lambda: source._record._first_cooperative_at_s is not None)
+        assert wire.lost > 0
+        await eventually(lambda: wire.lost > 1)
+        wire.holds = False
+        await burst.ends()
+        assert await _split(cluster, burst) > 0
+        assert await _preemptions(burst) > 0
+        await burst.clean()
+
+
+async def test_the_target_is_killed_while_kv_is_on_its_way(redis_url: str) -> None:
+    async with slow_cluster(redis_url) as cluster:
+        burst, wire = Burst(cluster), Wire()
+        await burst.start(delay_s=0.05)
+        source = await burst.live_source()
+        burst.target.transport.tamper = wire.tamper
+        await eventually(lambda: source._record._first_cooperative_at_s is not None)
+        await burst.target.kill()
+        await burst.ends()
+        assert await _preemptions(burst) > 0
+        await burst.clean()
+
+
+async def test_cancelled_while_kv_is_on_its_way_a_request_leaves_nothing(redis_url: str) -> None:
+    async with slow_cluster(redis_url, stall_s=0.5) as cluster:
+        burst, wire = Burst(cluster), Wire()
+        await burst.start(delay_s=0.05)
+        await burst.live_source()
+        burst.target.transport.tamper = wire.tamper
+        await eventually(lambda: wire.lost)
+        for request_id in burst.prompts:
+            await cluster.gateway.cancel(burst.source.worker_id, request_id)
+        wire.holds = False
+        await cluster.record(burst.plan_id)
+        await burst.clean()
+
+
+async def _parted_with_begun_ones(burst: Burst, before: Callable[[], None] = lambda: None) -> list[str]:
+    """Batches of which the target ran layers, and that it gives back as the pair dissolves; known once it does."""
+    await burst.live_source()
+    target = burst.live_target_of(burst.target)
+    assert target is not None
+    given: list[str] = []
+    hand_back = target._parting.hand_back
+
+    async def watched(shares: Dissolved, why_lost: Callable[[], str | None]) -> None:
+        given.extend(g.batch_id for g in shares.given if g.first_layer)
+        before()
+        await hand_back(shares, why_lost)
+
+    target._parting.hand_back = watched  # type: ignore[method-assign]
+    return given
+
+
+async def test_what_is_given_at_the_end_comes_with_its_kv(redis_url: str) -> None:
+    async with slow_cluster(redis_url, "best_effort") as cluster:
+        burst, wire = Burst(cluster), Wire()
+        wire.holds = False
+        await burst.start(delay_s=0.02)
+        sent_before: list[int] = []
+        given = await _parted_with_begun_ones(burst, lambda: sent_before.append(wire.sent))
+        burst.target.transport.tamper = wire.tamper
+        await burst.ends()
+        assert await _split(cluster, burst) > 0
+        assert given
+        assert wire.sent >= sent_before[0] + len(given)
+        assert await _preemptions(burst) == 0
+        await burst.clean()
+
+
+async def test_what_cannot_be_handed_back_is_freed_at_the_target(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def send(*_: object, **__: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    async with slow_cluster(redis_url, "best_effort", stall_s=0.5) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.02)
+        given = await _parted_with_begun_ones(burst, lambda: monkeypatch.setattr(Giving, "send", send))
+        await burst.ends()
+        assert given
+        await burst.clean()
+
+
+# --- workers of other versions -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["zigzag", "best_effort"])
+@pytest.mark.parametrize("who", ["source", "target"])
+@pytest.mark.parametrize("stops", [False, True])
+async def test_a_worker_that_knows_nothing_of_it_is_a_member_as_before(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, policy: str, who: str, stops: bool
+) -> None:
+    asked: list[PullKv] = []
+    if who == "source":
+        monkeypatch.setattr(Puller, "can_take_kv_apart", lambda *_: False)
+    else:
+        pull, dissolve = LiveTarget.on_pull, LiveTarget.on_dissolve
+
+        async def on_pull(target: LiveTarget, message: Pull) -> Pulled:
+            return await pull(target, msgspec.structs.replace(message, kv_apart=False))
+
+        async def on_dissolve(target: LiveTarget, message: Dissolve) -> Dissolved:
+            return await dissolve(target, msgspec.structs.replace(message, kv_apart=False))
+
+        monkeypatch.setattr(LiveTarget, "on_pull", on_pull)
+        monkeypatch.setattr(LiveTarget, "on_dissolve", on_dissolve)
+
+    async def on_pull_kv(_: LiveTarget, message: PullKv) -> Ack:
+        asked.append(message)
+        return Ack()
+
+    monkeypatch.setattr(LiveTarget, "on_pull_kv", on_pull_kv)
+    async with slow_cluster(redis_url, policy) as cluster:  # type: ignore[arg-type]
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.05)
+        if stops:
+            await burst.live_source()
+            stop = asyncio.create_task(burst.source.stop())
+        await burst.ends()
+        if stops:
+            await stop
+        else:
+            assert await _split(cluster, burst) > 0
+            assert await _preemptions(burst) == 0
+        assert asked == []
+        await burst.clean()
+
+
+# --- what the target answers ---------------------------------------------------------------------
+
+
+async def test_kv_is_sent_once_and_only_of_what_the_source_has_pulled(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[PullKv] = []
+    ask = LiveTarget.on_pull_kv
+
+    async def on_pull_kv(target: LiveTarget, message: PullKv) -> Ack:
+        seen.append(message)
+        for _ in range(2):
+            await ask(target, message)  # its answer was lost
+        with pytest.raises(BadRequest, match="that were run"):
+            await ask(target, msgspec.structs.replace(message, last_layer=4))
+        with pytest.raises(Conflict, match="not the source's to pull"):
+            await ask(target, msgspec.structs.replace(message, batch_id="another"))
+        return await ask(target, message)
+
+    monkeypatch.setattr(LiveTarget, "on_pull_kv", on_pull_kv)
+    async with slow_cluster(redis_url) as cluster:
+        burst, wire = Burst(cluster), Wire()
+        wire.holds = False
+        await burst.start(delay_s=0.05)
+        burst.target.transport.tamper = wire.tamper
+        await burst.ends()
+        assert wire.sent == len({(m.batch_id, m.first_layer) for m in seen}) > 0
+        # What is settled is gone.
+        subject = subjects.worker_live(burst.target.worker_id, "pull_kv")
+        await burst.clean()
+        with pytest.raises(Exception, match="pair"):
+            await cluster.client.request(subject, seen[0], Ack, timeout_s=RPC_S)
+
+
+# --- long prompts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part_tokens", [7, 16])
+async def test_long_prompts_are_split_between_the_members_as_well(redis_url: str, part_tokens: int) -> None:
+    async with slow_cluster(redis_url, prefill_chunk_tokens=part_tokens) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.05)
+        await burst.ends()
+        assert await _split(cluster, burst) > 0
+        await burst.clean()
+
+
+async def test_the_source_is_stopped_while_the_target_is_inside_a_long_layer(redis_url: str) -> None:
+    async with slow_cluster(redis_url, prefill_chunk_tokens=4) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.06)
+        await burst.live_source()
+        target = burst.live_target_of(burst.target)
+        assert target is not None
+        await eventually(lambda: target._work.is_inside)
+        stop = asyncio.create_task(burst.source.stop())
+        await burst.ends()
+        await stop
+        await burst.clean()
+
+
+async def test_long_prompts_of_a_real_model_give_the_same_tokens_as_alone(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_part = TorchEngine.run_part
+
+    def slowly(engine: TorchEngine, activation: Activation, layer: int, begin: int, end: int) -> None:
+        time.sleep(LAYER_S * (end - begin) / NUM_TOKENS)
+        run_part(engine, activation, layer, begin, end)
+
+    monkeypatch.setattr(TorchEngine, "run_part", slowly)
+    async with live_cluster(redis_url, engine="torch", kv_bytes=32 << 20, prefill_chunk_tokens=10) as cluster:
+        burst, gateway = Burst(cluster), cluster.gateway
+        alone: dict[str, tuple[int, ...]] = {}
+
+        async def ask_alone() -> None:
+            for request_id, prompt in PROMPTS.items():
+                name, worker = f"alone-{request_id}", burst.source
+                await gateway.submit(worker.worker_id, burst.source_instance_id, name, prompt=prompt, max_tokens=5)
+                await gateway.end_of(name)
+                alone[request_id] = gateway.tokens(name)
+
+        await burst.start(delay_s=0.06, max_tokens=5, before=ask_alone)
+        for request_id in PROMPTS:
+            await gateway.end_of(request_id)
+        assert {r: gateway.tokens(r) for r in PROMPTS} == alone
+        assert await _split(cluster, burst) > 0
+        await burst.clean()
+
+
+# --- the end of a pair ---------------------------------------------------------------------------
+
+
+async def test_a_prompt_that_arrives_as_a_pair_dissolves_has_its_hidden_states_sent(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits until they are given up: that would take an hour here."""
+    embedded, pull_until_over = Handing._embedded, LiveSource._pull_until_over
+    over, acknowledged, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def slowly(handing: Handing, batch: PromptBatch) -> Buffer:
+        acknowledged.set()
+        await go_on.wait()
+        return await embedded(handing, batch)
+
+    async def held_up(source: LiveSource, tensors: Tensors, kv: KvFetching) -> Puller:
+        puller = await pull_until_over(source, tensors, kv)
+        over.set()
+        await acknowledged.wait()
+        return puller
+
+    monkeypatch.setattr(Handing, "_embedded", slowly)
+    monkeypatch.setattr(LiveSource, "_pull_until_over", held_up)
+    async with slow_cluster(redis_url, stall_s=3600.0) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.02, prompts={})
+        await asyncio.wait_for(over.wait(), 20.0)
+        source = burst.source.service._pairing.source
+        assert source is not None
+        await burst.submit("late", PROMPTS["r0"])
+        await eventually(lambda: source._is_ending or source.life.ended)
+        go_on.set()
+        await burst.ends()
+        await burst.clean()
