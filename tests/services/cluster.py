@@ -52,6 +52,7 @@ class Cluster:
         self._services: list[asyncio.Task[None]] = []
 
     async def start(self, num_workers: int, *, monitor: bool, live: LiveSettings | None) -> None:
+        tiny_checkpoint("llama")  # made once, which takes longer than the pool's leases: before they run
         await self.redis.flushdb()
         await self.gateway.start()
         await self.broker.bus("observer").subscribe(subjects.progress(), ScaleProgress, self.progress.append)

@@ -274,7 +274,7 @@ async def test_long_prompts_are_split_between_the_members_as_well(redis_url: str
 
 
 async def test_the_source_is_stopped_while_the_target_is_inside_a_long_layer(redis_url: str) -> None:
-    async with slow_cluster(redis_url, prefill_chunk_tokens=4) as cluster:
+    async with slow_cluster(redis_url, prefill_chunk_tokens=16) as cluster:
         burst = Burst(cluster)
         await burst.start(delay_s=0.06)
         await burst.live_source()
