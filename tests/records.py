@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shared.layout import layout_of
 from shared.messages.common import InstanceState, Role
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerHeartbeat, WorkerInfo, WorkerRecord
 from shared.model_spec import ModelSpec
+from shared.registry import RegistryView
 
 
 def spec(**changes: object) -> ModelSpec:
@@ -122,3 +125,9 @@ def heartbeat(
         leaving=leaving,
         **fields,  # type: ignore[arg-type]
     )
+
+
+def view(*workers: WorkerRecord, models: tuple[ModelRecord, ...] = (), **fields: Any) -> RegistryView:
+    """The registry as its readers see it."""
+    floors = {(f.model, f.role): f for f in fields.pop("floors", ())}
+    return RegistryView(models={m.name: m for m in models}, workers=workers, floors=floors, **fields)

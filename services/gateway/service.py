@@ -27,8 +27,10 @@ from shared.errors import BlitzError, DuplicateId, ModelNotFound, Unavailable
 from shared.identity import hold, new_incarnation, refuse_if_held
 from shared.messages.generation import GatewayHeartbeat, TokenBatch
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
-from shared.messages.registry import GetSnapshot, RouteTable, Snapshot
+from shared.messages.registry import RouteChanges as RegistryChanges
+from shared.messages.registry import RouteTable
 from shared.process import Lifecycle
+from shared.registry import RegistryReader, RegistryView
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class Gateway:
         self.bus = bus
         self.config = config
         self.book = RouteBook()
+        self._registry = RegistryReader(bus)
         self.metrics = GatewayMetrics()
         self.offload = Offload()
         self.tokenizers = TokenizerStore(max_bytes=config.tokenizer_memory_bytes, idle_s=config.tokenizer_idle_s)
@@ -83,6 +86,8 @@ class Gateway:
                 "tokenizer": self.tokenizers.num_bytes,
             }
         )
+        self._spoke: dict[str, tuple[int, bool]] = {}
+        """By model: requests that had arrived when it was last reported, and whether it had something to say."""
         self._stale = asyncio.Event()
         self._incarnation = new_incarnation()
         self.api_keys = ApiKeys(
@@ -164,6 +169,9 @@ class Gateway:
             subscriptions.append(
                 await self.bus.subscribe(subjects.tokens(gateway_id), TokenBatch, self.dispatcher.on_batch)
             )
+            subscriptions.append(
+                await self.bus.subscribe(subjects.route_changes(), RegistryChanges, self._on_route_changes)
+            )
             subscriptions.append(await self.bus.subscribe(subjects.routes(), RouteTable, self._on_routes))
             subscriptions.append(await self.bus.subscribe(subjects.load(), LoadReport, self._on_load))
             subscriptions.append(await self.bus.subscribe(subjects.queue(), QueueReport, self.dispatcher.on_queues))
@@ -194,28 +202,21 @@ class Gateway:
                 "%d requests did not finish within %.0f s", self.dispatcher.num_active, self.config.drain_timeout_s
             )
 
-    async def snapshot(self) -> list[Snapshot]:
-        """The pool's state, all pages. Raises ``BlitzError``."""
-        pages: list[Snapshot] = []
-        after = ""
-        while True:
-            page = await self.bus.request(
-                subjects.pool("snapshot"),
-                GetSnapshot(after_worker_id=after),
-                Snapshot,
-                timeout_s=SNAPSHOT_TIMEOUT_S,
-            )
-            pages.append(page)
-            after = page.next_worker_id
-            if not after:
-                return pages
+    async def registry(self) -> RegistryView:
+        """The pool's state. Raises ``BlitzError``."""
+        return await self._registry.read(timeout_s=SNAPSHOT_TIMEOUT_S)
 
     async def refresh(self) -> None:
         """Read the registry now. Raises ``BlitzError``."""
-        self._apply(self.book.apply_snapshot(await self.snapshot()))
+        self._took(self.book.apply_view(await self.registry()))
+
+    def _on_route_changes(self, event: RegistryChanges) -> None:
+        self._took(self.book.apply_changes(event))
 
     def _on_routes(self, table: RouteTable) -> None:
-        changes = self.book.apply_event(table)
+        self._took(self.book.apply_table(table))
+
+    def _took(self, changes: RouteChanges) -> None:
         if changes.gap:
             self._stale.set()
         self._apply(changes)
@@ -270,11 +271,20 @@ class Gateway:
             await asyncio.sleep(QUEUE_REPORT_EVERY_S)
 
     def _queue_report(self) -> QueueReport:
+        """Models with something to say, or that had when the last report was made: the others are as they were then,
+        with nothing queued."""
         queues = []
         inflight = self.dispatcher.requests.inflight_by_model()
+        spoke, self._spoke = self._spoke, {}
         for name in sorted(self.book.models):
             queued_requests, queued_tokens = self.dispatcher.router.queued(name)
             arrived = self.dispatcher.requests.arrived(name)
+            busy = bool(queued_requests or inflight.get(name, 0)) or spoke.get(name, (0, False))[0] != arrived.requests
+            if not busy and not spoke.get(name, (0, False))[1]:
+                if arrived.requests:
+                    self._spoke[name] = (arrived.requests, False)
+                continue
+            self._spoke[name] = (arrived.requests, busy)
             queues.append(
                 ModelQueue(
                     model=name,

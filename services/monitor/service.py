@@ -20,7 +20,7 @@ from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.messages.common import Role
 from shared.messages.load import Demand, LoadReport, QueueReport
-from shared.messages.registry import Floor, ModelRecord, RouteTable, WorkerRecord
+from shared.messages.registry import Floor, ModelRecord, RouteChanges, RouteTable, WorkerRecord
 from shared.registry import RegistryReader
 from shared.telemetry import tracer
 
@@ -86,6 +86,7 @@ class MonitorService:
         subscriptions = [
             await self._bus.subscribe(subjects.load(), LoadReport, self._on_load),
             await self._bus.subscribe(subjects.queue(), QueueReport, self._on_queue),
+            await self._bus.subscribe(subjects.route_changes(), RouteChanges, self._on_routes),
             await self._bus.subscribe(subjects.routes(), RouteTable, self._on_routes),
         ]
         self.subscribed.set()
@@ -120,7 +121,7 @@ class MonitorService:
             if model is not None:
                 model.demand.on_queue(report.gateway_id, queue, now_s)
 
-    def _on_routes(self, _table: RouteTable) -> None:
+    def _on_routes(self, _event: RouteChanges | RouteTable) -> None:
         # Instances came or went: look at the whole picture at the next turn.
         self._refresh.set()
 

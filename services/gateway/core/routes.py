@@ -8,14 +8,18 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
 from dataclasses import dataclass, field
 
 from shared.messages.common import InstanceState
-from shared.messages.registry import ModelRecord, Route, RouteTable, Snapshot
+from shared.messages.registry import ModelRecord, Route, RouteTable
+from shared.messages.registry import RouteChanges as RegistryChanges
+from shared.registry import RegistryView
 
 TAKES_REQUESTS: frozenset[InstanceState] = frozenset({"serving"})
 """Not ``live``: what a live instance computes comes to it through the instance that it cooperates with."""
+MAX_RECENT = 1000
+"""Changes that are remembered while a view of before them is read."""
 KNOWN_STATES: frozenset[InstanceState] = frozenset({"live", "serving", "draining"})
 """States in which an instance may hold requests of ours."""
 
@@ -57,55 +61,143 @@ class RouteChanges:
     """Events are missing: fetch a snapshot."""
 
 
-def routes_of(workers: Iterable[Snapshot]) -> dict[str, dict[str, Route]]:
-    """Routes by model and instance id, from a snapshot's pages.
+def routes_of(view: RegistryView) -> dict[str, dict[str, Route]]:
+    """Routes by model and instance id.
 
     Instances of other weights that had the same name before are no routes.
     """
-    pages = tuple(workers)
-    hashes = {model.name: model.model_hash for page in pages for model in page.models}
     routes: dict[str, dict[str, Route]] = {}
-    for page in pages:
-        for record in page.workers:
-            instance = record.instance
-            if instance is None or instance.state not in KNOWN_STATES:
-                continue
-            if hashes.get(instance.model) != instance.model_hash:
-                continue
-            routes.setdefault(instance.model, {})[instance.instance_id] = Route(
-                instance_id=instance.instance_id,
-                worker_id=record.worker.worker_id,
-                state=instance.state,
-                role=instance.role,
-                max_running_requests=instance.max_running_requests,
-                max_queued_tokens=instance.max_queued_tokens,
-                context_tokens=instance.context_tokens,
-                epoch=instance.epoch,
-            )
+    for record in view.workers:
+        instance = record.instance
+        if instance is None or instance.state not in KNOWN_STATES:
+            continue
+        model = view.models.get(instance.model)
+        if model is None or model.model_hash != instance.model_hash:
+            continue
+        routes.setdefault(instance.model, {})[instance.instance_id] = Route(
+            instance_id=instance.instance_id,
+            worker_id=record.worker.worker_id,
+            state=instance.state,
+            role=instance.role,
+            max_running_requests=instance.max_running_requests,
+            max_queued_tokens=instance.max_queued_tokens,
+            context_tokens=instance.context_tokens,
+            epoch=instance.epoch,
+            stopping=record.stopping,
+        )
     return routes
 
 
 class RouteBook:
-    """The current view. Mutated by ``apply_event`` and ``apply_snapshot`` only."""
+    """The current view. Mutated by ``apply_changes``, ``apply_view`` and, with a pool of 0.1, ``apply_table`` only."""
 
     def __init__(self) -> None:
         self.models: dict[str, ModelRoutes] = {}
         self.ready = False
-        """Whether a snapshot was ever applied."""
+        """Whether a view was ever applied."""
+        self._publisher = ""
+        self._sequence = 0
+        """Of the last change that was applied. Those of ``_publisher`` up to it are all in."""
+        self._recent: deque[RegistryChanges] = deque(maxlen=MAX_RECENT)
+        """The newest changes: a view may be of before them."""
         self._sequences: dict[str, int] = {}
-        self._last_event: dict[str, tuple[str, int]] = {}
+        self._last_table: dict[str, tuple[str, int]] = {}
 
     def find(self, name: str) -> ModelRoutes | None:
         """The model of that name, None when it is not registered."""
         return self.models.get(name)
 
-    def apply_event(self, table: RouteTable) -> RouteChanges:
-        """Take one event; ``gap`` in the result asks for a snapshot."""
+    def apply_changes(self, event: RegistryChanges) -> RouteChanges:
+        """Take one numbered event; ``gap`` in the result asks for a view."""
+        if event.publisher == self._publisher and event.sequence <= self._sequence:
+            return RouteChanges()
+        gap = event.publisher != self._publisher or event.sequence != self._sequence + 1
+        if event.publisher != self._publisher:
+            self._recent.clear()
+        self._publisher, self._sequence = event.publisher, event.sequence
+        self._recent.append(event)
+        changes = RouteChanges(gap=gap)
+        self._apply(event, changes)
+        return changes
+
+    def _apply(self, event: RegistryChanges, changes: RouteChanges) -> None:
+        """As often as one likes: the result is the same."""
+        for name in event.removed_models:
+            self._remove(name, changes)
+        touched: dict[str, dict[str, Route]] = {}
+
+        def routes(name: str) -> dict[str, Route]:
+            if name not in touched:
+                known = self.models.get(name)
+                touched[name] = dict(known.routes) if known is not None else {}
+            return touched[name]
+
+        records = {record.name: record for record in event.models}
+        for name in records:
+            routes(name)
+        for gone in event.gone:
+            routes(gone.model).pop(gone.instance_id, None)
+        for found in event.routes:
+            if found.route.state in KNOWN_STATES:
+                routes(found.model)[found.route.instance_id] = found.route
+            else:
+                routes(found.model).pop(found.route.instance_id, None)
+        for name, made in touched.items():
+            known = self.models.get(name)
+            record = records.get(name) or (known.record if known is not None else None)
+            # Of a model that nobody has told of yet: the view that the gap asks for knows it.
+            if record is not None:
+                self._set(name, ModelRoutes(record, made), changes)
+
+    def apply_view(self, view: RegistryView) -> RouteChanges:
+        """Replace everything by what the registry holds, and what is known to have changed since."""
+        changes = RouteChanges()
+        follows = bool(view.routes_publisher)
+        routes = routes_of(view)
+        for name in sorted(set(self.models) | set(view.models)):
+            publisher, sequence = self._last_table.get(name, ("", -1))
+            if not follows and publisher == view.publisher and sequence > view.sequence:
+                continue
+            record = view.models.get(name)
+            if record is None:
+                self._remove(name, changes)
+            else:
+                self._set(name, ModelRoutes(record, routes.get(name, {})), changes)
+        if follows:
+            self._catch_up(view, changes)
+        self._last_table = {name: last for name, last in self._last_table.items() if name in self.models}
+        # Only this publisher's numbers are known to be whole; another's next event asks again.
+        known = self._sequences.get(view.publisher, view.sequence)
+        self._sequences = {view.publisher: max(view.sequence, known)}
+        self.ready = True
+        return changes
+
+    def _catch_up(self, view: RegistryView, changes: RouteChanges) -> None:
+        if view.routes_publisher != self._publisher:
+            # Events of either may be on their way; the next one tells.
+            self._publisher, self._sequence = view.routes_publisher, view.routes_sequence
+            self._recent.clear()
+            return
+        missed = view.routes_sequence + 1
+        for event in self._recent:
+            if event.sequence >= missed:
+                changes.gap = changes.gap or event.sequence != missed
+                missed = event.sequence + 1
+                self._apply(event, changes)
+        self._sequence = max(self._sequence, view.routes_sequence)
+
+    @property
+    def follows_changes(self) -> bool:
+        """The pool numbers its changes: its tables are for gateways of 0.1."""
+        return bool(self._publisher)
+
+    def apply_table(self, table: RouteTable) -> RouteChanges:
+        """Take one event of a pool of 0.1; ``gap`` in the result asks for a view."""
         seen = self._sequences.get(table.publisher)
-        if seen is not None and table.sequence <= seen:
+        if self.follows_changes or (seen is not None and table.sequence <= seen):
             return RouteChanges()
         self._sequences[table.publisher] = table.sequence
-        self._last_event[table.name] = (table.publisher, table.sequence)
+        self._last_table[table.name] = (table.publisher, table.sequence)
         changes = RouteChanges(gap=seen is None or table.sequence != seen + 1)
         if table.model is None:
             self._remove(table.name, changes)
@@ -114,35 +206,14 @@ class RouteBook:
             self._set(table.name, ModelRoutes(table.model, routes), changes)
         return changes
 
-    def apply_snapshot(self, pages: list[Snapshot]) -> RouteChanges:
-        """Replace the view by a snapshot (its pages in order; at least one)."""
-        first = pages[0]
-        routes = routes_of(pages)
-        records = {record.name: record for page in pages for record in page.models}
-        changes = RouteChanges()
-        for name in sorted(set(self.models) | set(records)):
-            publisher, sequence = self._last_event.get(name, ("", -1))
-            if publisher == first.publisher and sequence > first.sequence:
-                continue
-            record = records.get(name)
-            if record is None:
-                self._remove(name, changes)
-            else:
-                self._set(name, ModelRoutes(record, routes.get(name, {})), changes)
-        self._last_event = {name: last for name, last in self._last_event.items() if name in self.models}
-        # Only this publisher's numbers are known to be whole; another's next event asks again.
-        self._sequences = {
-            first.publisher: max(first.sequence, self._sequences.get(first.publisher, first.sequence)),
-        }
-        self.ready = True
-        return changes
-
     def _set(self, name: str, new: ModelRoutes, changes: RouteChanges) -> None:
         old = self.models.get(name)
+        changes.lost_instances -= new.routes.keys()
         if old == new:
             return
         self.models[name] = new
         changes.models.add(name)
+        changes.removed.discard(name)
         if old is not None:
             changes.lost_instances |= old.routes.keys() - new.routes.keys()
 
@@ -150,4 +221,5 @@ class RouteBook:
         old = self.models.pop(name, None)
         if old is not None:
             changes.removed.add(name)
+            changes.models.discard(name)
             changes.lost_instances |= old.routes.keys()

@@ -88,17 +88,17 @@ def admin_router(gateway: Gateway) -> APIRouter:
     @router.get("/status")
     async def status() -> Response:
         """Models, instances, workers and manual floors."""
-        return _json(status_json(await gateway.snapshot(), gateway.load_board.latest(time.monotonic())))
+        return _json(status_json(await gateway.registry(), gateway.load_board.latest(time.monotonic())))
 
     @router.get("/pool")
     async def pool() -> Response:
         """Which memory holds which model, and whether every model has a copy."""
-        return _json(pool_json(await gateway.snapshot()))
+        return _json(pool_json(await gateway.registry()))
 
     @router.get("/models")
     async def list_models() -> Response:
         """The models part of the status."""
-        return _json({"models": status_json(await gateway.snapshot())["models"]})
+        return _json({"models": status_json(await gateway.registry())["models"]})
 
     @router.post("/models")
     async def add_model(request: Request) -> Response:

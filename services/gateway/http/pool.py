@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from shared.messages.registry import HostCopy, InstanceInfo, ModelRecord, Snapshot, WorkerRecord
+from shared.messages.registry import HostCopy, InstanceInfo, ModelRecord, WorkerRecord
+from shared.registry import RegistryView
 
 
-def pool_json(pages: Sequence[Snapshot]) -> dict[str, Any]:
-    """``{"models", "hosts", "strays", "totals"}`` of a snapshot (its pages in order). The keys are always all there."""
-    workers = [record for page in pages for record in page.workers]
-    records = {record.name: record for page in pages for record in page.models}
-    reasons = {entry.model_hash: entry.reason for page in pages for entry in page.unplaced}
+def pool_json(view: RegistryView) -> dict[str, Any]:
+    """``{"models", "hosts", "strays", "totals"}`` of the registry. The keys are always all there."""
+    workers, records = view.workers, view.models
+    reasons = {entry.model_hash: entry.reason for entry in view.unplaced}
     hashes = {record.model_hash for record in records.values()}
     models = [_model(records[name], workers, reasons) for name in sorted(records)]
     hosts = _hosts(workers)

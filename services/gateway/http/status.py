@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from shared.messages.load import LoadReport
-from shared.messages.registry import ModelRecord, Snapshot, WorkerRecord
+from shared.messages.registry import ModelRecord, WorkerRecord
+from shared.registry import RegistryView
 
 
-def status_json(pages: Sequence[Snapshot], loads: Mapping[str, LoadReport] | None = None) -> dict[str, Any]:
-    """``{"models", "instances", "workers", "floors"}`` of a snapshot (its pages in order).
+def status_json(view: RegistryView, loads: Mapping[str, LoadReport] | None = None) -> dict[str, Any]:
+    """``{"models", "instances", "workers", "floors"}`` of the registry.
 
     ``loads``: the latest report of each instance that reports; of the others ``load`` is null.
     """
     loads = loads or {}
-    workers = [record for page in pages for record in page.workers]
-    models = {record.name: record for page in pages for record in page.models}
-    floors = {(floor.model, floor.role): floor for page in pages for floor in page.floors}
+    workers, models, floors = view.workers, view.models, view.floors
     instances: dict[str, dict[str, Any]] = {}
     for record in workers:
         instance = record.instance

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-
-import msgspec
 
 from services.gateway.core.routes import RouteBook, takes_new
 from shared.messages.common import InstanceState, Role
-from shared.messages.registry import ModelRecord, Route, RouteTable, Snapshot
-from tests.records import worker_record
+from shared.messages.registry import ModelRecord, Route, RouteTable
+from shared.registry import RegistryView
+from tests.records import view, worker_record
 from tests.services.gateway.checkpoint import model_record
 
 MODEL = model_record(Path("/m"), "m")
@@ -29,75 +29,75 @@ def table(sequence: int, *routes: Route, model: ModelRecord | None = MODEL, publ
     return RouteTable(publisher=publisher, sequence=sequence, published_at_s=0.0, name="m", model=model, routes=routes)
 
 
-def snapshot(sequence: int, *models: ModelRecord, publisher: str = "p") -> Snapshot:
-    return Snapshot(publisher=publisher, sequence=sequence, taken_at_s=0.0, models=models, workers=())
+def snapshot(sequence: int, *models: ModelRecord, publisher: str = "p") -> RegistryView:
+    return view(models=models, publisher=publisher, sequence=sequence)
 
 
 def test_events_in_order_ask_for_nothing_and_gaps_for_a_snapshot() -> None:
     book = RouteBook()
-    book.apply_snapshot([snapshot(4, MODEL)])
-    assert not book.apply_event(table(5, route("a"))).gap
-    assert book.apply_event(table(7, route("b"))).gap
-    assert book.apply_event(table(1, publisher="other")).gap
+    book.apply_view(snapshot(4, MODEL))
+    assert not book.apply_table(table(5, route("a"))).gap
+    assert book.apply_table(table(7, route("b"))).gap
+    assert book.apply_table(table(1, publisher="other")).gap
 
 
 def test_stale_events_change_nothing() -> None:
     book = RouteBook()
-    book.apply_snapshot([snapshot(4, MODEL)])
-    book.apply_event(table(5, route("a")))
-    assert not book.apply_event(table(5, route("b"))).models
-    assert not book.apply_event(table(3, model=None)).removed
+    book.apply_view(snapshot(4, MODEL))
+    book.apply_table(table(5, route("a")))
+    assert not book.apply_table(table(5, route("b"))).models
+    assert not book.apply_table(table(3, model=None)).removed
     assert list(book.models["m"].routes) == ["a"]
 
 
 def test_a_snapshot_does_not_undo_newer_events() -> None:
     book = RouteBook()
-    book.apply_snapshot([snapshot(4, MODEL)])
-    book.apply_event(table(5, route("a")))
-    assert not book.apply_snapshot([snapshot(4, MODEL)]).lost_instances
+    book.apply_view(snapshot(4, MODEL))
+    book.apply_table(table(5, route("a")))
+    assert not book.apply_view(snapshot(4, MODEL)).lost_instances
     assert list(book.models["m"].routes) == ["a"]
-    assert book.apply_snapshot([snapshot(5, MODEL)]).lost_instances == {"a"}
+    assert book.apply_view(snapshot(5, MODEL)).lost_instances == {"a"}
 
 
 def test_lost_instances_and_removed_models_are_told() -> None:
     book = RouteBook()
-    book.apply_event(table(1, route("a"), route("b")))
-    assert book.apply_event(table(2, route("b"))).lost_instances == {"a"}
-    assert not book.apply_event(table(3, route("b", "draining"))).lost_instances
-    changes = book.apply_event(table(4, model=None))
+    book.apply_table(table(1, route("a"), route("b")))
+    assert book.apply_table(table(2, route("b"))).lost_instances == {"a"}
+    assert not book.apply_table(table(3, route("b", "draining"))).lost_instances
+    changes = book.apply_table(table(4, model=None))
     assert (changes.removed, changes.lost_instances) == ({"m"}, {"b"})
     assert book.find("m") is None
 
 
 def test_live_instances_are_known_and_their_loss_is_told() -> None:
     book = RouteBook()
-    book.apply_event(table(1, route("a", "live"), route("b", "loading")))
+    book.apply_table(table(1, route("a", "live"), route("b", "loading")))
     assert list(book.models["m"].routes) == ["a"]
-    assert not book.apply_event(table(2, route("a", "serving"))).lost_instances
-    book.apply_event(table(3, route("a", "live")))
-    assert book.apply_event(table(4)).lost_instances == {"a"}
+    assert not book.apply_table(table(2, route("a", "serving"))).lost_instances
+    book.apply_table(table(3, route("a", "live")))
+    assert book.apply_table(table(4)).lost_instances == {"a"}
 
 
 def test_a_live_instance_is_in_a_snapshot_too() -> None:
     book = RouteBook()
     workers = (worker_record("w0", MODEL, "live"), worker_record("w1", MODEL, "loading"))
-    book.apply_snapshot([msgspec.structs.replace(snapshot(1, MODEL), workers=workers)])
+    book.apply_view(replace(snapshot(1, MODEL), workers=workers))
     assert [(r.worker_id, r.state) for r in book.models["m"].routes.values()] == [("w0", "live")]
 
 
 def test_a_live_instance_promises_no_context() -> None:
     book = RouteBook()
-    book.apply_event(table(1, route("a", context=50), route("b", "live", context=70)))
+    book.apply_table(table(1, route("a", context=50), route("b", "live", context=70)))
     assert book.models["m"].context_tokens == 50
 
 
 def test_a_decode_instance_promises_no_context_either() -> None:
     book = RouteBook()
-    book.apply_event(table(1, route("a", context=50, role="prefill"), route("b", context=70, role="decode")))
+    book.apply_table(table(1, route("a", context=50, role="prefill"), route("b", context=70, role="decode")))
     assert book.models["m"].context_tokens == 50
-    book.apply_event(table(2, route("a", context=50, role="prefill"), route("b", context=20, role="decode")))
+    book.apply_table(table(2, route("a", context=50, role="prefill"), route("b", context=20, role="decode")))
     assert book.models["m"].context_tokens == 50
-    book.apply_event(table(3, route("b", context=20, role="decode")))
+    book.apply_table(table(3, route("b", context=20, role="decode")))
     assert book.models["m"].context_tokens == MODEL.spec.max_position
 
 
@@ -110,17 +110,17 @@ def test_only_serving_instances_that_compute_prompts_take_new_requests() -> None
 
 def test_context_is_the_best_instances_within_the_models() -> None:
     book = RouteBook()
-    book.apply_event(table(1))
+    book.apply_table(table(1))
     assert book.models["m"].context_tokens == MODEL.spec.max_position
-    book.apply_event(table(2, route("a", context=50), route("b", context=70)))
+    book.apply_table(table(2, route("a", context=50), route("b", context=70)))
     assert book.models["m"].context_tokens == 70
-    book.apply_event(table(3, route("a", context=10**6)))
+    book.apply_table(table(3, route("a", context=10**6)))
     assert book.models["m"].context_tokens == MODEL.spec.max_position
 
 
 def test_it_is_ready_with_the_first_snapshot_only() -> None:
     book = RouteBook()
-    book.apply_event(table(1))
+    book.apply_table(table(1))
     assert not book.ready
-    book.apply_snapshot([snapshot(1, MODEL)])
+    book.apply_view(snapshot(1, MODEL))
     assert book.ready

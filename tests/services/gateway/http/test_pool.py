@@ -6,8 +6,9 @@ import msgspec
 
 from compose.admin_types import PoolStatus
 from services.gateway.http.pool import pool_json
-from shared.messages.registry import HostCopy, ModelRecord, Snapshot, Unplaced, WorkerRecord
-from tests.records import model, worker_record
+from shared.messages.registry import HostCopy, ModelRecord, Unplaced, WorkerRecord
+from shared.registry import RegistryView
+from tests.records import model, view, worker_record
 
 M = model("m", weights_bytes=100)
 
@@ -28,17 +29,18 @@ def holder(worker_id: str, *copies: HostCopy, serves: ModelRecord | None = None,
     return msgspec.structs.replace(record, host_copies=copies)
 
 
-def snapshot(*workers: WorkerRecord, unplaced: tuple[Unplaced, ...] = ()) -> Snapshot:
-    return Snapshot(publisher="p", sequence=1, taken_at_s=0.0, models=(M,), workers=workers, unplaced=unplaced)
+def snapshot(*workers: WorkerRecord, unplaced: tuple[Unplaced, ...] = ()) -> RegistryView:
+    return view(*workers, models=(M,), unplaced=unplaced)
 
 
-def test_all_copies_of_all_pages_are_shown_per_model_and_per_host() -> None:
+def test_all_copies_are_shown_per_model_and_per_host() -> None:
     stray = model("old", weights_bytes=7)
-    pages = [
-        snapshot(holder("w0", copy_of(M), serves=M)),
-        snapshot(holder("w1", copy_of(M, cached=True), copy_of(stray), host="host-b")),
-    ]
-    found = pool_json(pages)
+    found = pool_json(
+        snapshot(
+            holder("w0", copy_of(M), serves=M),
+            holder("w1", copy_of(M, cached=True), copy_of(stray), host="host-b"),
+        )
+    )
     [mine] = found["models"]
     assert (mine["invariant"], mine["host_copy"], mine["reason"], mine["host_bytes"]) == ("ok", "ready", "", 200)
     assert [(i["worker"], i["host"], i["state"], i["complete"]) for i in mine["instances"]] == [
@@ -64,24 +66,24 @@ def test_all_copies_of_all_pages_are_shown_per_model_and_per_host() -> None:
 
 def test_a_model_without_copies_says_why() -> None:
     entry = Unplaced(model="m", model_hash=M.model_hash, reason="no room")
-    [mine] = pool_json([snapshot(holder("w0"), unplaced=(entry,))])["models"]
+    [mine] = pool_json(snapshot(holder("w0"), unplaced=(entry,)))["models"]
     assert (mine["invariant"], mine["host_copy"]) == ("missing", "none")
     assert mine["reason"] == "no complete copy in any memory: no room"
-    [mine] = pool_json([snapshot(holder("w0", serves=M), unplaced=(entry,))])["models"]
+    [mine] = pool_json(snapshot(holder("w0", serves=M), unplaced=(entry,)))["models"]
     assert (mine["invariant"], mine["reason"]) == ("ok", "no host copy: no room")
-    [mine] = pool_json([snapshot(holder("w0", copy_of(M, "loading")))])["models"]
+    [mine] = pool_json(snapshot(holder("w0", copy_of(M, "loading"))))["models"]
     assert (mine["invariant"], mine["reason"]) == ("missing", "no complete copy in any memory: one loads")
-    [mine] = pool_json([snapshot(holder("w0", copy_of(M, "retired")))])["models"]
+    [mine] = pool_json(snapshot(holder("w0", copy_of(M, "retired"))))["models"]
     assert (mine["invariant"], mine["host_copy"]) == ("missing", "none")
 
 
 def test_copies_of_instances_show_their_role() -> None:
     decoding = worker_record("w0", M, "serving", role="decode")
-    [mine] = pool_json([snapshot(decoding, holder("w1", serves=M))])["models"]
+    [mine] = pool_json(snapshot(decoding, holder("w1", serves=M)))["models"]
     assert [(i["worker"], i["role"]) for i in mine["instances"]] == [("w0", "decode"), ("w1", "colocated")]
 
 
 def test_the_command_line_reads_every_key() -> None:
-    found = pool_json([snapshot(holder("w0", copy_of(M), copy_of(model("old")), serves=M))])
+    found = pool_json(snapshot(holder("w0", copy_of(M), copy_of(model("old")), serves=M)))
     read = msgspec.convert(found, PoolStatus)
     assert msgspec.json.decode(msgspec.json.encode(read)) == found

@@ -1,0 +1,172 @@
+"""Routes as numbered changes: whoever follows them knows what the registry holds, whatever is lost on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.core.routes import RouteBook, RouteChanges
+from services.pool.core.registry import Registry
+from shared.messages.common import InstanceState
+from shared.messages.registry import GoneRoute, ModelRoute, Route, RouteTable
+from shared.messages.registry import RouteChanges as Event
+from shared.registry import RegistryView
+from tests.records import heartbeat, model, view, worker_record
+
+M = model("m")
+
+
+def route(name: str, state: InstanceState = "serving") -> Route:
+    return Route(
+        instance_id=name,
+        worker_id=f"w-{name}",
+        state=state,
+        role="colocated",
+        max_running_requests=1,
+        max_queued_tokens=1,
+        context_tokens=100,
+    )
+
+
+def event(sequence: int, *came: str, gone: tuple[str, ...] = (), publisher: str = "p", **fields: Any) -> Event:
+    return Event(
+        publisher=publisher,
+        sequence=sequence,
+        published_at_s=0.0,
+        routes=tuple(ModelRoute(model="m", route=route(name)) for name in came),
+        gone=tuple(GoneRoute(model="m", instance_id=name) for name in gone),
+        **fields,
+    )
+
+
+def at(sequence: int, *workers: str, publisher: str = "p") -> RegistryView:
+    records = [worker_record(name, M, "serving") for name in workers]
+    return view(*records, models=(M,), routes_publisher=publisher, routes_sequence=sequence)
+
+
+def test_a_change_touches_what_it_names_and_nothing_else() -> None:
+    book = RouteBook()
+    book.apply_view(at(4, "w0", "w1"))
+    changes = book.apply_changes(event(5, "new", gone=("i-w0",)))
+    assert (changes.gap, changes.models, changes.lost_instances) == (False, {"m"}, {"i-w0"})
+    assert sorted(book.models["m"].routes) == ["i-w1", "new"]
+
+
+def test_a_gap_another_publisher_and_an_unknown_beginning_ask_for_the_registry() -> None:
+    book = RouteBook()
+    assert book.apply_changes(event(1, "a")).gap
+    book.apply_view(at(4))
+    assert not book.apply_changes(event(5, "a")).gap
+    assert book.apply_changes(event(7, "b")).gap
+    assert book.apply_changes(event(8, "c", publisher="next")).gap
+
+
+def test_what_was_heard_twice_or_late_changes_nothing() -> None:
+    book = RouteBook()
+    book.apply_view(at(4))
+    book.apply_changes(event(5, "a"))
+    assert not book.apply_changes(event(5, gone=("a",))).models
+    assert not book.apply_changes(event(3, gone=("a",))).models
+    assert list(book.models["m"].routes) == ["a"]
+
+
+def test_a_view_does_not_undo_what_changed_while_it_was_read() -> None:
+    book = RouteBook()
+    book.apply_view(at(4))
+    book.apply_changes(event(5, "a"))
+    book.apply_changes(event(6, gone=("i-w0",)))
+    changes = book.apply_view(at(4, "w0"))
+    assert list(book.models["m"].routes) == ["a"]
+    assert (changes.gap, "a" in changes.lost_instances) == (False, False)
+    assert not book.apply_changes(event(7, "b")).gap
+
+
+def test_a_view_of_before_a_gap_leaves_the_gap_to_be_asked_for() -> None:
+    book = RouteBook()
+    book.apply_view(at(4))
+    assert book.apply_changes(event(7, "b")).gap
+    assert book.apply_view(at(5)).gap
+    assert not book.apply_view(at(7)).gap
+
+
+def test_a_removed_model_is_gone_and_its_return_is_another() -> None:
+    book = RouteBook()
+    book.apply_view(at(4, "w0"))
+    changes = book.apply_changes(event(5, removed_models=("m",)))
+    assert (changes.removed, changes.lost_instances, book.models) == ({"m"}, {"i-w0"}, {})
+    changes = book.apply_changes(event(6, "a", removed_models=("m",), models=(M,)))
+    assert (changes.removed, changes.models) == (set(), {"m"})
+    assert list(book.models["m"].routes) == ["a"]
+
+
+def test_tables_are_for_those_who_do_not_follow_changes() -> None:
+    book = RouteBook()
+    book.apply_view(at(4, "w0"))
+    table = RouteTable(publisher="p", sequence=9, published_at_s=0.0, name="m", model=None, routes=())
+    assert book.apply_table(table) == RouteChanges()
+    assert list(book.models["m"].routes) == ["i-w0"]
+
+
+STATES: tuple[InstanceState, ...] = ("spare", "loading", "live", "serving", "draining")
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("beat"), st.integers(0, 3), st.sampled_from(STATES), st.sampled_from(("m", "n"))),
+        st.tuples(st.just("die"), st.integers(0, 3)),
+        st.tuples(st.just("add"), st.sampled_from(("m", "n"))),
+        st.tuples(st.just("remove"), st.sampled_from(("m", "n"))),
+        st.tuples(st.just("hear")),
+        st.tuples(st.just("lose")),
+        st.tuples(st.just("look")),
+        st.tuples(st.just("apply")),
+    ),
+    max_size=80,
+)
+
+
+def registry_view(registry: Registry) -> RegistryView:
+    page = registry.page("", "")
+    assert page is not None
+    return view(
+        *page.workers,
+        models=page.models,
+        routes_publisher=page.routes_publisher,
+        routes_sequence=page.routes_sequence,
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps=steps)
+def test_whoever_hears_of_a_gap_and_looks_again_knows_everything(steps: list[tuple[Any, ...]]) -> None:
+    registry, book = Registry("pool-1"), RouteBook()
+    on_its_way: RegistryView | None = None
+    number, gap = 0, False
+    for kind, *rest in [*steps, ("hear",)]:
+        match kind:
+            case "beat":
+                index, state, name = rest
+                number += 1
+                registry.take(heartbeat(f"w{index}", model(name), state, sequence=number), 0.0, 2.0)
+            case "die":
+                registry.forget([f"w{rest[0]}"])
+            case "add":
+                registry.put_model(model(rest[0]))
+            case "remove":
+                registry.remove_model(rest[0], 0.0)
+            case "hear" | "lose":
+                for found in registry.routes.take("pool-1", 0.0)[0]:
+                    if kind == "hear":
+                        gap |= book.apply_changes(found).gap
+                    else:
+                        gap = True  # heard of with the next event, or at the next regular look
+            case "look":
+                on_its_way = registry_view(registry)
+            case "apply":
+                if on_its_way is not None:
+                    gap = book.apply_view(on_its_way).gap or gap
+    if gap or not book.ready:
+        assert not book.apply_view(registry_view(registry)).gap
+    names = [record.name for record in registry.models()]
+    known = {n: tuple(sorted(m.routes.values(), key=lambda r: r.instance_id)) for n, m in book.models.items()}
+    assert known == {name: registry.table(name) for name in names}
