@@ -24,7 +24,8 @@ async def serve(broker: MemoryBroker, gateway_id: str) -> None:
     listener = listen("127.0.0.1", 0)
     try:
         async with asyncio.timeout(5):
-            await gateway.serve(Server(GatewayApp(gateway), drain_timeout_s=1), listener, Lifecycle())
+            server = Server(GatewayApp(gateway), drain_timeout_s=1, limits=gateway.connection_limits(100))
+            await gateway.serve(server, listener, Lifecycle())
     finally:
         listener.close()
 
