@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import DeadlineExceeded, Unavailable
-from shared.messages.common import Role
 from shared.messages.registry import Floor, GetSnapshot, ModelRecord, Snapshot, Unplaced, WorkerRecord
+from shared.registry_view import RegistryView
+
+__all__ = ["RegistryReader", "RegistryView", "read_registry"]
 
 MAX_PAGES = 10_000
 """A registry that leads from page to page for longer than this is broken."""
-
-
-@dataclass(frozen=True, slots=True)
-class RegistryView:
-    """The registry at one moment: models by name, workers in the order of ids, floors by model and role."""
-
-    models: Mapping[str, ModelRecord]
-    workers: tuple[WorkerRecord, ...]
-    floors: Mapping[tuple[str, Role], Floor]
-    unplaced: tuple[Unplaced, ...] = ()
-    publisher: str = ""
-    """With ``sequence``: the last ``RouteTable`` that this view includes."""
-    sequence: int = 0
-    routes_publisher: str = ""
-    """With ``routes_sequence``: the last ``RouteChanges`` that this view includes."""
-    routes_sequence: int = 0
 
 
 class RegistryReader:

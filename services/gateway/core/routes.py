@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from shared.messages.common import InstanceState
 from shared.messages.registry import ModelRecord, Route, RouteTable
 from shared.messages.registry import RouteChanges as RegistryChanges
-from shared.registry import RegistryView
+from shared.registry_view import RegistryView
 
 TAKES_REQUESTS: frozenset[InstanceState] = frozenset({"serving"})
 """Not ``live``: what a live instance computes comes to it through the instance that it cooperates with."""
