@@ -1,9 +1,10 @@
 """How fast the tensor transport moves bytes between two processes of one host, beside a plain memory copy.
 
-The windows are those of the worker's data plane: 4 sends and 16 receives posted ahead, each posted from the
-done-callback of an earlier one. Kinds of receive buffers tell the transport from the kernel, which must find and clear
-every page that is written for the first time, and look up every page that another process copies into:
-``huge`` pages are what a weight arena has, ``small`` ones are 4 KiB; ``touched`` were written before, ``fresh`` never.
+The windows are those of the worker's data plane: so many bytes, and at least 4 chunks, of sends and of receives are
+posted ahead, each from the done-callback of an earlier one. Kinds of receive buffers tell the transport from the
+kernel, which must find and clear every page that is written for the first time, and look up every page that another
+process copies into: ``huge`` pages are what a weight arena has, ``small`` ones are 4 KiB; ``touched`` were written
+before, ``fresh`` never.
 
 Every round measures everything once, in turn, so that a noisy machine disturbs all alike; medians are reported.
 """
@@ -29,13 +30,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from services.worker.data_plane.flow import MIN_WINDOW, RECEIVE_WINDOW_BYTES, SEND_WINDOW_BYTES
 from shared.transport.base import Channel, TensorTransport, Transfer
 from shared.transport.tags import tag_of
 from shared.transport.ucx import UcxTransport
 
-SEND_WINDOW = 4
-"""Sends in flight, as in the data plane; four times as many receives are posted ahead."""
-CHUNK_BYTES = (256 << 10, 1 << 20, 8 << 20)
+CHUNK_BYTES = (512 << 10, 1 << 20, 8 << 20)
+"""The data plane's own are between the first and the last."""
 PAGES = ("huge_touched", "huge_fresh", "small_touched", "small_fresh")
 _PAIR_TIMEOUT_S = 60.0
 _HUGE_PAGE_BYTES = 2 << 20
@@ -72,9 +73,11 @@ def measure(
     chunk_bytes: tuple[int, ...] = CHUNK_BYTES,
     total_bytes: int = 256 << 20,
     num_rounds: int = 5,
-    send_window: int = SEND_WINDOW,
+    window: int | None = None,
 ) -> tuple[Rate, ...]:
-    """Measure all sizes and kinds of pages. Raises ``ValueError`` for a size that is no whole number of chunks."""
+    """Measure all sizes and kinds of pages. Raises ``ValueError`` for a size that is no whole number of chunks.
+
+    ``window``: chunks in flight on either side, instead of the data plane's own number."""
     for size in chunk_bytes:
         if size <= 0 or total_bytes % size:
             raise ValueError(f"{total_bytes} bytes are no whole number of chunks of {size} bytes")
@@ -84,7 +87,7 @@ def measure(
     process.start()
     theirs.close()
     try:
-        return asyncio.run(_measure(ours, chunk_bytes, total_bytes, num_rounds, send_window))
+        return asyncio.run(_measure(ours, chunk_bytes, total_bytes, num_rounds, window))
     finally:
         ours.close()  # the receiver ends at the end of the pipe
         process.join(10)
@@ -93,7 +96,7 @@ def measure(
 
 
 async def _measure(
-    pipe: Connection, chunk_bytes: tuple[int, ...], total_bytes: int, num_rounds: int, send_window: int
+    pipe: Connection, chunk_bytes: tuple[int, ...], total_bytes: int, num_rounds: int, window: int | None
 ) -> tuple[Rate, ...]:
     transport = UcxTransport.start(name="bench-sender")
     channel = await transport.connect(await asyncio.to_thread(pipe.recv), same_host=True)
@@ -105,11 +108,13 @@ async def _measure(
             for size in chunk_bytes:
                 transfer_id += 1
                 copy_s = _copy_s(data, size, pages)
-                pipe.send(_Job(transfer_id, size, total_bytes, pages, 4 * send_window))
+                sends = window or window_of(SEND_WINDOW_BYTES, size)
+                receives = window or window_of(RECEIVE_WINDOW_BYTES, size)
+                pipe.send(_Job(transfer_id, size, total_bytes, pages, receives))
                 await asyncio.to_thread(pipe.recv)
                 begin_s = time.perf_counter()
                 chunks = data.reshape(-1, size)
-                await windowed(partial(_send, channel, chunks, transfer_id), len(chunks), send_window)
+                await windowed(partial(_send, channel, chunks, transfer_id), len(chunks), sends)
                 await asyncio.to_thread(pipe.recv)
                 if round_index:  # the first round warms up
                     pair = (total_bytes / (time.perf_counter() - begin_s), total_bytes / copy_s)
@@ -125,6 +130,11 @@ async def _measure(
         )
         for (pages, size), rates in moved.items()
     )
+
+
+def window_of(window_bytes: int, chunk_bytes: int) -> int:
+    """Chunks in flight, as the data plane reckons."""
+    return max(MIN_WINDOW, window_bytes // chunk_bytes)
 
 
 def _copy_s(data: Bytes, chunk_bytes: int, pages: str) -> float:
@@ -242,13 +252,13 @@ def command(
     chunk_kib: Annotated[list[int] | None, typer.Option(help="Chunk size in KiB; may be given more than once.")] = None,
     total_mib: Annotated[int, typer.Option(min=1, help="Bytes per measurement, in MiB.")] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each kind; medians are reported.")] = 5,
-    window: Annotated[int, typer.Option(min=1, help="Sends in flight.")] = SEND_WINDOW,
+    window: Annotated[int | None, typer.Option(min=1, help="Chunks in flight. [default: as the data plane]")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")] = None,
 ) -> None:
     """GB/s of the tensor transport between two processes over shared memory, beside a plain memory copy."""
     sizes = tuple(kib << 10 for kib in chunk_kib) if chunk_kib else CHUNK_BYTES
     try:
-        rates = measure(chunk_bytes=sizes, total_bytes=total_mib << 20, num_rounds=rounds, send_window=window)
+        rates = measure(chunk_bytes=sizes, total_bytes=total_mib << 20, num_rounds=rounds, window=window)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if json_file is not None:

@@ -13,8 +13,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bench.loaders.readers import ArenaReader, DiskUnsealed
-from bench.transport import SEND_WINDOW, windowed
+from bench.transport import windowed
 from services.planner.core.timing import chunk_bytes
+from services.worker.data_plane.flow import MIN_WINDOW
 from services.worker.engine.arena import Arena
 from shared.checkpoint import Checkpoint, inspect_checkpoint
 from shared.errors import TransportError
@@ -46,7 +47,7 @@ class Network(ArenaReader):
         self._transport = self._runner.run(self._open())
         self._checksums: list[tuple[int, ...]] = self._take()
         # A first transfer sets up what a worker has set up before: endpoints, mapped memory of the transport.
-        self._runner.run(self._receive(_WARM_UP, 2 * SEND_WINDOW))
+        self._runner.run(self._receive(_WARM_UP, 2 * MIN_WINDOW))
 
     async def _open(self) -> UcxTransport:
         transport = UcxTransport.start(name="bench-receiver")
@@ -120,7 +121,7 @@ def _cut(layout: ArenaLayout) -> list[tuple[int, int, int]]:
 
 
 def _window(layout: ArenaLayout) -> int:
-    return max(SEND_WINDOW, _WINDOW_BYTES // chunk_bytes(layout.num_bytes, 1))
+    return max(MIN_WINDOW, _WINDOW_BYTES // chunk_bytes(layout.num_bytes, 1))
 
 
 def _send_from(pipe: Connection, path: str) -> None:
