@@ -39,6 +39,12 @@ def autoscale(context: typer.Context) -> None:
     _hand_over(context, "bench.autoscale", pass_on=True)
 
 
+@app.command("chaos", context_settings=_PASS_ON, add_help_option=False)
+def chaos(context: typer.Context) -> None:
+    """Everything is killed at random under load: requests that fail, answers that differ, how long streams pause."""
+    _hand_over(context, "bench.chaos.cli")
+
+
 @app.command("engine", context_settings=_PASS_ON, add_help_option=False)
 def engine(context: typer.Context) -> None:
     """Tokens per second of the engine, against a reference on the same machine."""

@@ -28,7 +28,6 @@ from tests.checkpoints import tiny_checkpoint
 from tests.services.fake_gateway import FakeGateway
 from tests.services.fake_pool import FakePool
 from tests.services.waiting import eventually
-from tests.services.worker.pausing import pause, resume
 from tests.services.workers import RunningWorker, worker_config
 
 CHUNK_BYTES = 256 * 1024
@@ -132,10 +131,10 @@ class LoneWorker:
 
     async def pause(self) -> None:
         """Let the engine run no step until ``resume``."""
-        await asyncio.wrap_future(pause(self.worker.serving.engine))
+        await asyncio.wrap_future(self.worker.serving.engine.pause())
 
     def resume(self) -> None:
-        resume(self.worker.serving.engine)
+        self.worker.serving.engine.resume()
 
     async def stats(self) -> LoopStats:
         """The engine's figures as of now, behind every command given before."""

@@ -1,0 +1,112 @@
+"""Listens to the bus: which worker computes which stream, and where seats are free."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+from bench.chaos.strike import Strike, now_s
+from shared import subjects
+from shared.bus.base import Bus
+from shared.messages.generation import TokenBatch
+from shared.messages.load import LoadReport, QueueReport
+
+IN_FLIGHT_S = 0.3
+"""What a killed worker had said may still come for so long."""
+
+
+@dataclass(slots=True)
+class _Seats:
+    """What a worker had to give, at every change."""
+
+    times_s: list[float] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
+    """The model of which it takes requests from then on; empty: none."""
+
+    def note(self, at_s: float, model: str) -> None:
+        if not self.models or self.models[-1] != model:
+            self.times_s.append(at_s)
+            self.models.append(model)
+
+    def at(self, at_s: float) -> str:
+        index = bisect_right(self.times_s, at_s) - 1
+        return self.models[index] if index >= 0 else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """From then on a worker's tokens come in a stream."""
+
+    since_s: float
+    worker: str
+
+
+class Observer:
+    """Event loop only. What it heard last holds until it hears something else: an outage of the bus frees no seat and
+    takes none."""
+
+    def __init__(self, max_running: int) -> None:
+        """``max_running``: requests that an instance runs at once."""
+        self._max_running = max_running
+        self._seats: dict[str, _Seats] = {}
+        self._holders: dict[str, list[Holding]] = {}
+        self._strikes: dict[str, Strike] = {}
+        self._gateways: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loads: dict[str, tuple[float, LoadReport]] = {}
+
+    async def listen(self, bus: Bus) -> None:
+        """Begin. Gateways are found by their reports."""
+
+        async def subscribe(gateway_id: str) -> None:
+            await bus.subscribe(subjects.tokens(gateway_id), TokenBatch, self.on_tokens)
+
+        def on_queue(report: QueueReport) -> None:
+            if report.gateway_id not in self._gateways:
+                self._gateways.add(report.gateway_id)
+                task = asyncio.create_task(subscribe(report.gateway_id))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+        await bus.subscribe(subjects.load(), LoadReport, self.on_load)
+        await bus.subscribe(subjects.queue(), QueueReport, on_queue)
+
+    def struck(self, strike: Strike) -> None:
+        """A worker is killed, told to end or stopped: from now on it has no free seat."""
+        self._strikes[strike.member] = strike
+        self._seats.setdefault(strike.member, _Seats()).note(strike.at_s, "")
+
+    def on_load(self, report: LoadReport) -> None:
+        """A worker tells its load."""
+        at_s = now_s()
+        strike = self._strikes.get(report.worker_id)
+        if strike is not None and (strike.over_s is None or at_s < strike.over_s + IN_FLIGHT_S):
+            return
+        self._loads[report.worker_id] = (at_s, report)
+        takes = report.state == "serving" and report.role != "decode"
+        full = report.running_requests + report.queued_requests >= self._max_running
+        self._seats.setdefault(report.worker_id, _Seats()).note(at_s, report.model if takes and not full else "")
+
+    def on_tokens(self, batch: TokenBatch) -> None:
+        """A worker sends tokens."""
+        at_s = now_s()
+        for part in batch.parts:
+            if not part.token_ids:
+                continue
+            holders = self._holders.setdefault(part.request_id.rpartition("-")[0], [])
+            if not holders or holders[-1].worker != batch.worker_id:
+                holders.append(Holding(at_s, batch.worker_id))
+
+    def loads(self, *, within_s: float) -> list[LoadReport]:
+        """The latest report of each worker that has reported within that time."""
+        since_s = now_s() - within_s
+        return [report for at_s, report in self._loads.values() if at_s >= since_s]
+
+    def holders(self, response_id: str) -> list[Holding]:
+        """Who computed a request's tokens, in order."""
+        return self._holders.get(response_id, [])
+
+    def free_elsewhere(self, model: str, worker: str, at_s: float) -> bool:
+        """Whether another worker than this one had a free seat for the model at that time."""
+        return any(seats.at(at_s) == model for name, seats in self._seats.items() if name != worker)

@@ -1,0 +1,127 @@
+"""What is done to the stack and when: kills and scale operations, all of it decided by the seed before it begins."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from shared.errors import BadRequest
+from shared.messages.common import LiveChoice, Role
+
+Kind = Literal["worker", "planner", "monitor", "pool", "nats", "redis", "gateway"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+How = Literal["KILL", "TERM", "STOP"]
+
+STOPPED_S = (5.0, 8.0)
+"""How long a stopped process stays so."""
+_JITTER = (0.5, 1.5)
+"""Of the time between two kills."""
+_LIVE: tuple[LiveChoice, ...] = ("auto", "always", "never")
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One signal to one member. ``at_s`` counts from the start of the chaos."""
+
+    at_s: float
+    kind: str
+    member: str
+    """Whom; if it is not running then, the next one of its kind that is."""
+    how: How
+    stopped_s: float = 0.0
+    """With ``STOP``: how long until it is continued."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleWish:
+    """One scale operation to ask for."""
+
+    at_s: float
+    model: str
+    role: Role
+    instances: int
+    live: LiveChoice
+
+
+@dataclass(frozen=True, slots=True)
+class Scalable:
+    """What may be scaled: a model's instances of one role, between two numbers."""
+
+    model: str
+    role: Role
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that is done, in the order of time."""
+
+    kills: tuple[Kill, ...]
+    scales: tuple[ScaleWish, ...]
+
+
+def kind_of(name: str) -> str:
+    """``worker-3`` is a worker."""
+    return name.partition("-")[0]
+
+
+def parse_kinds(text: str) -> tuple[Kind, ...]:
+    """``worker,planner`` as kinds; a kind named twice is killed twice as often. Raises ``BadRequest``."""
+    kinds: list[Kind] = []
+    for part in text.split(","):
+        found = next((kind for kind in KINDS if kind == part.strip()), None)
+        if found is None:
+            raise BadRequest(f"--kill takes some of {', '.join(KINDS)}, not {part.strip()!r}", param="kill")
+        kinds.append(found)
+    return tuple(kinds)
+
+
+def make_plan(
+    seed: int,
+    *,
+    seconds: float,
+    every_s: float,
+    kinds: Sequence[Kind],
+    members: Sequence[str],
+    how: How,
+    scalables: Sequence[Scalable],
+) -> Plan:
+    """The same for the same arguments. ``members``: names of the stack's processes.
+
+    Every kind has its turn in a random order before any has it again. Between two kills one scale operation is
+    asked for. Raises ``BadRequest`` for a kind without members.
+    """
+    of_kind = {kind: sorted(name for name in members if kind_of(name) == kind) for kind in kinds}
+    for kind, names in of_kind.items():
+        if not names:
+            raise BadRequest(f"the stack has no {kind} to kill", param="kill")
+    # Streams of their own: another number of models changes no kill.
+    killing, scaling = random.Random(f"kills-{seed}"), random.Random(f"scales-{seed}")
+    turns = _turns(killing, kinds)
+    kills: list[Kill] = []
+    scales: list[ScaleWish] = []
+    at_s = 0.0
+    while True:
+        gap_s = every_s * killing.uniform(*_JITTER)
+        if at_s + gap_s > seconds:
+            return Plan(tuple(kills), tuple(scales))
+        if scalables:
+            scales.append(_wish(scaling, at_s + gap_s * scaling.random(), scalables))
+        at_s += gap_s
+        kind = next(turns)
+        stopped_s = killing.uniform(*STOPPED_S)
+        member = killing.choice(of_kind[kind])
+        kills.append(Kill(at_s, kind, member, how, stopped_s if how == "STOP" else 0.0))
+
+
+def _turns(rng: random.Random, kinds: Sequence[Kind]) -> Iterator[Kind]:
+    while True:
+        yield from rng.sample(list(kinds), len(kinds))
+
+
+def _wish(rng: random.Random, at_s: float, scalables: Sequence[Scalable]) -> ScaleWish:
+    what = rng.choice(list(scalables))
+    return ScaleWish(at_s, what.model, what.role, rng.randint(what.low, what.high), rng.choice(_LIVE))

@@ -1,0 +1,66 @@
+"""What is asked: requests of many kinds whose answers do not depend on who computes them, nor when."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+_TOKEN_IDS = range(10, 200)
+"""Every model that this is run with has them."""
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_PROMPT_TOKENS = ((0.65, (4, 40)), (0.25, (60, 200)), (0.1, (400, 900)))
+_OUTPUT_TOKENS = ((0.45, (4, 16)), (0.35, (20, 50)), (0.2, (90, 180)))
+"""Shares, and ranges of tokens. Long answers are there to be hit by a kill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A text completion with everything fixed that its answer depends on."""
+
+    index: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    options: tuple[tuple[str, Any], ...]
+
+    @property
+    def drawn(self) -> bool:
+        """Its tokens are drawn, not the likeliest ones."""
+        return bool(dict(self.options)["temperature"] > 0)
+
+    def body(self, model: str, *, stream: bool) -> bytes:
+        """The request's JSON."""
+        fields = {"model": model, "prompt": self.prompt, "max_tokens": self.max_tokens, **dict(self.options)}
+        if stream:
+            fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        return msgspec.json.encode(fields)
+
+
+def make_questions(seed: int, count: int) -> tuple[Question, ...]:
+    """Greedy and drawn ones (with a seed), of several lengths, some with stop strings, some with logprobs."""
+    rng = random.Random(f"questions-{seed}")
+    return tuple(_question(rng, index) for index in range(count))
+
+
+def _question(rng: random.Random, index: int) -> Question:
+    prompt = tuple(rng.choices(_TOKEN_IDS, k=_length(rng, _PROMPT_TOKENS)))
+    max_tokens = _length(rng, _OUTPUT_TOKENS)
+    options: dict[str, Any] = {"temperature": 0.0}
+    if index % 2:
+        options = {"temperature": round(rng.uniform(0.6, 1.2), 2), "seed": rng.getrandbits(40)}
+        options |= ({}, {"top_p": 0.9}, {"top_k": 40}, {"presence_penalty": 0.5})[index // 2 % 4]
+    if index % 5 == 2:
+        # Four letters of some ninety that the demo model writes: most answers end with one of them.
+        options["stop"] = rng.sample(_LETTERS, 4)
+    else:
+        options["ignore_eos"] = True
+    if index % 7 == 3:
+        options["logprobs"] = 2
+    return Question(index, prompt, max_tokens, tuple(options.items()))
+
+
+def _length(rng: random.Random, shares: tuple[tuple[float, tuple[int, int]], ...]) -> int:
+    ((low, high),) = rng.choices([span for _, span in shares], weights=[share for share, _ in shares])
+    return rng.randint(low, high)

@@ -1,0 +1,167 @@
+"""What the chaos cost: counts, pauses, and their document."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.chaos.judge import Verdict
+from bench.chaos.load import Record
+from bench.chaos.pauses import Pause
+from bench.chaos.strike import Strike
+from bench.stats import percentile
+
+MAX_EXAMPLES = 40
+_BEFORE_S = 12.0
+"""Strikes so long before a request's end may have to do with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aftermath:
+    """What was seen once nothing was killed any more."""
+
+    whole_again_s: float | None
+    """From the last strike's end until every worker was there and every model had its instances; None: never."""
+    asked: int
+    """Questions asked of the idle stack again."""
+    wrong: tuple[str, ...]
+    """Of these, the ones that failed or had another answer."""
+    left_behind: tuple[str, ...]
+    """Requests and KV blocks that workers still held, long after the last answer."""
+    unasked_restarts: Mapping[str, int]
+    """Processes that ended and were started again without having been struck."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Of one run. Times are ``now_s``; ``start_s`` is when the chaos began."""
+
+    records: Sequence[Record]
+    unsent: int
+    strikes: Sequence[Strike]
+    skipped: Mapping[str, int]
+    scales: Mapping[str, int]
+    pauses: Sequence[Pause]
+    aftermath: Aftermath
+    start_s: float
+    end_s: float
+
+    def count(self, verdict: Verdict) -> int:
+        return sum(record.outcome.verdict == verdict for record in self.records)
+
+    @property
+    def refused(self) -> int:
+        """Requests that no gateway took: not sent because there was none, or not accepted because it was ending."""
+        return self.unsent + self.count("refused_without_gateway")
+
+    @property
+    def requests(self) -> int:
+        """Those that a gateway took."""
+        return len(self.records) - self.count("refused_without_gateway")
+
+    @property
+    def counted(self) -> list[Pause]:
+        """Pauses while the model had a free seat elsewhere."""
+        return [pause for pause in self.pauses if pause.had_seats]
+
+    @property
+    def problems(self) -> list[str]:
+        """Why this is no success; empty: it is one."""
+        aftermath = self.aftermath
+        found = [
+            (self.requests == 0, "no request was answered"),
+            (self.count("failed") > 0, f"{self.count('failed')} requests failed"),
+            (self.count("different") > 0, f"{self.count('different')} answers differ from the idle instance's"),
+            (aftermath.whole_again_s is None, "the stack did not become whole again"),
+            (bool(aftermath.wrong), f"{len(aftermath.wrong)} answers were wrong when it was over"),
+            (bool(aftermath.left_behind), f"left behind: {'; '.join(aftermath.left_behind)}"),
+        ]
+        return [why for is_so, why in found if is_so]
+
+    def document(self) -> dict[str, Any]:
+        """For JSON."""
+        counted = self.counted
+        alone = [pause for pause in counted if not pause.beside]
+        aftermath = self.aftermath
+        return {
+            "requests": self.requests,
+            "right": self.count("right"),
+            "failed": self.count("failed"),
+            "different": self.count("different"),
+            "lost_with_gateway": self.count("lost_with_gateway"),
+            "refused_without_gateway": self.refused,
+            "kills": dict(sorted(Counter(strike.kind for strike in self.strikes).items())),
+            "num_kills": len(self.strikes),
+            "kills_skipped": dict(self.skipped),
+            "pause_s_p50": _percentile((pause.seconds for pause in counted), 50),
+            "pause_s_p99": _percentile((pause.seconds for pause in counted), 99),
+            "pause_s_max": _percentile((pause.seconds for pause in counted), 100),
+            "pauses": len(counted),
+            "recompute_s_p50": _percentile((pause.recompute_s for pause in counted), 50),
+            "recompute_s_p99": _percentile((pause.recompute_s for pause in counted), 99),
+            "pause_alone_s_p99": _percentile((pause.seconds for pause in alone), 99),
+            "pauses_alone": len(alone),
+            "pauses_without_seats": len(self.pauses) - len(counted),
+            "pause_without_seats_s_max": _percentile((p.seconds for p in self.pauses if not p.had_seats), 100),
+            "first_token_s_p99": _percentile(self._first_tokens(), 99),
+            "first_token_s_max": _percentile(self._first_tokens(), 100),
+            "scales": dict(sorted(self.scales.items())),
+            "whole_again_s": _rounded(aftermath.whole_again_s),
+            "asked_again": aftermath.asked,
+            "wrong_again": list(aftermath.wrong),
+            "left_behind": list(aftermath.left_behind),
+            "unasked_restarts": dict(aftermath.unasked_restarts),
+            "chaos_s": round(self.end_s - self.start_s, 2),
+            "longest_pauses": [self._pause(p) for p in sorted(counted, key=lambda p: -p.seconds)[:5]],
+            "examples": [self._example(record) for record in self.records if self._bad(record)][:MAX_EXAMPLES],
+            "strikes": [
+                {"at_s": round(s.at_s - self.start_s, 2), "member": s.member, "signal": s.how} for s in self.strikes
+            ],
+        }
+
+    def _first_tokens(self) -> list[float]:
+        """From sending to the first token, of streams that ended well."""
+        return [r.token_times_s[0] - r.sent_s for r in self.records if r.token_times_s and r.outcome.verdict == "right"]
+
+    @staticmethod
+    def _bad(record: Record) -> bool:
+        return record.outcome.verdict in ("failed", "different")
+
+    def _example(self, record: Record) -> dict[str, Any]:
+        return {
+            "verdict": record.outcome.verdict,
+            "why": record.outcome.why,
+            "response_id": record.response_id,
+            "model": record.model,
+            "question": record.question.index,
+            "stream": record.stream,
+            "sent_s": round(record.sent_s - self.start_s, 3),
+            "ended_s": round(record.ended_s - self.start_s, 3),
+            "events": len(record.token_times_s),
+            "strikes_before": [
+                f"{strike.member} {strike.how} at {strike.at_s - self.start_s:.2f}"
+                for strike in self.strikes
+                if record.sent_s - _BEFORE_S < strike.at_s < record.ended_s
+            ],
+        }
+
+    def _pause(self, pause: Pause) -> dict[str, Any]:
+        return {
+            "seconds": round(pause.seconds, 3),
+            "recompute_s": round(pause.recompute_s, 3),
+            "member": pause.strike.member,
+            "struck_s": round(pause.strike.at_s - self.start_s, 2),
+            "beside": list(pause.beside),
+            "response_id": pause.response_id,
+        }
+
+
+def _percentile(values: Iterable[float], q: float) -> float | None:
+    ordered = sorted(values)
+    return round(percentile(ordered, q), 4) if ordered else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)

@@ -1,0 +1,189 @@
+"""One run: a stack, what it answers idle, the chaos, and what is left when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench.chaos.aftermath import look
+from bench.chaos.expect import ChaosFailed, expect
+from bench.chaos.gateways import Gateways
+from bench.chaos.killer import Killer
+from bench.chaos.load import Load, Record
+from bench.chaos.observer import Observer
+from bench.chaos.pauses import Prefill, pauses
+from bench.chaos.plan import Plan, ScaleWish, make_plan
+from bench.chaos.question import make_questions
+from bench.chaos.result import Result
+from bench.chaos.scaler import Scaler
+from bench.chaos.setting import MAX_RUNNING, SPLIT, Setting
+from bench.chaos.strike import Strike, now_s
+from compose.stack import Stack
+from shared.bus.nats import NatsBus
+from shared.messages.scaling import ScaleRecord
+
+Say = Callable[[str], None]
+READY_S = 180.0
+_HOLD_S = 20.0
+"""Of a scale operation's floor: the monitor has its way again after that."""
+_FIRST_INSTANCES = 2
+_SCALE_S = 25.0
+_SCALE_POLL_S = 5.0
+_REVIVAL_S = 90.0
+"""Within which whatever was struck last runs again. A gateway that drains alone takes 20 s."""
+_ANSWERS_S = 240.0
+"""Within which the last requests end: the gateway's queue and the client's patience together are shorter."""
+
+
+class StackProcesses:
+    """A stack's processes for the killer."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._stack.processes)
+
+    def pid(self, name: str) -> int | None:
+        return self._stack.processes[name].pid
+
+    def signal(self, name: str, number: int) -> None:
+        self._stack.kill(name, number)
+
+
+async def run(setting: Setting, model: Path, state_dir: Path, *, say: Say = lambda _: None) -> Result:
+    """Take a stack up, disturb it, take it down. Raises ``StackError`` and ``BlitzError``; nothing is left behind."""
+    stack = Stack(setting.config(model, state_dir), say=say)
+    async with stack:
+        await stack.wait_ready(READY_S)
+        chaos = asyncio.create_task(_Chaos(setting, stack, model, say).measure())
+        gave_up = asyncio.create_task(stack.wait_gave_up())
+        try:
+            await asyncio.wait({chaos, gave_up}, return_when=asyncio.FIRST_COMPLETED)
+            if not chaos.done():
+                gave_up.result()
+            return chaos.result()
+        finally:
+            for task in (chaos, gave_up):
+                task.cancel()
+            await asyncio.gather(chaos, gave_up, return_exceptions=True)
+
+
+class _Chaos:
+    def __init__(self, setting: Setting, stack: Stack, model: Path, say: Say) -> None:
+        self._setting = setting
+        self._stack = stack
+        self._model = model
+        self._say = say
+        self._gateways = Gateways({"gateway": stack.url})
+        self._observer = Observer(MAX_RUNNING)
+        self._killer = Killer(StackProcesses(stack), before=self._before, after=self._after)
+
+    async def measure(self) -> Result:
+        setting, name = self._setting, self._model.name
+        plan = make_plan(
+            setting.seed,
+            seconds=setting.seconds,
+            every_s=setting.every_s,
+            kinds=setting.kinds,
+            members=tuple(self._stack.processes),
+            how=setting.how,
+            scalables=setting.scalables(name),
+        )
+        bus = await NatsBus.connect(self._stack.nats_url, name="bench-chaos")
+        try:
+            await self._observer.listen(bus)
+            if setting.roles:
+                await self._split()
+            questions = make_questions(setting.seed, setting.questions)
+            self._say(f"asking {len(questions)} questions of the idle stack, streamed and whole")
+            expected = await expect(self._gateways["gateway"], name, questions)
+            if not setting.roles:
+                # So that there is somewhere to go from the first kill on.
+                await self._scale(ScaleWish(0.0, name, "colocated", _FIRST_INSTANCES, "never"))
+            self._say(f"{len(plan.kills)} kills in {setting.seconds:g} s")
+            load = Load(
+                self._gateways,
+                setting.models(name),
+                questions,
+                expected.answers,
+                seed=setting.seed,
+                on_record=self._tell,
+            )
+            scaler = Scaler(self._scale)
+            start_s = now_s()
+            await self._disturb(plan, load, scaler, start_s)
+            end_s = now_s()
+            strikes = self._killer.strikes
+            return Result(
+                records=load.records,
+                unsent=load.unsent,
+                strikes=strikes,
+                skipped=self._killer.skipped,
+                scales=scaler.outcomes,
+                pauses=pauses(load.records, strikes, self._observer, Prefill.of(expected.first_tokens)),
+                aftermath=await look(
+                    self._stack,
+                    self._gateways["gateway"],
+                    setting.models(name),
+                    questions,
+                    expected.answers,
+                    strikes,
+                    self._observer,
+                ),
+                start_s=start_s,
+                end_s=end_s,
+            )
+        finally:
+            self._gateways.close()
+            await bus.close()
+
+    async def _split(self) -> None:
+        """The same checkpoint once more, under another name, with one prefill and one decode instance."""
+        split = self._model.name + SPLIT
+        await self._stack.admin.add_model(str(self._model), name=split, min_instances=0)
+        # Floors that outlast everything: what dies is replaced without anybody asking.
+        hold_s = 2 * self._setting.seconds + READY_S + _ANSWERS_S
+        for role in ("prefill", "decode"):
+            wish = ScaleWish(0.0, split, "prefill" if role == "prefill" else "decode", 1, "never")
+            record = await self._scale(wish, hold_s=hold_s)
+            if record.status != "done":
+                raise ChaosFailed(f"no {role} instance of {split}: {record.reason or record.status}")
+
+    async def _disturb(self, plan: Plan, load: Load, scaler: Scaler, start_s: float) -> None:
+        quiet = asyncio.Event()
+        try:
+            async with asyncio.timeout(self._setting.seconds + _REVIVAL_S + _ANSWERS_S), asyncio.TaskGroup() as tasks:
+                asking = tasks.create_task(load.run(self._setting.clients, quiet))
+                scaling = tasks.create_task(scaler.run(plan.scales, start_s=start_s))
+                await self._killer.run(plan.kills, start_s=start_s)
+                await asyncio.sleep(max(0.0, start_s + self._setting.seconds - now_s()))
+                await scaling
+                quiet.set()
+                self._say("no more kills: waiting for the last answers")
+                await asking
+        except TimeoutError as error:
+            away = [strike.member for strike in self._killer.strikes if strike.over_s is None]
+            raise ChaosFailed(f"not over in time; processes that did not come back: {away or 'none'}") from error
+
+    async def _scale(self, wish: ScaleWish, hold_s: float | None = None) -> ScaleRecord:
+        admin, deadline_s = self._stack.admin, now_s() + _SCALE_S
+        held_s = hold_s if hold_s is not None else _HOLD_S if wish.role == "colocated" else 10 * READY_S
+        record = await admin.scale(wish.model, wish.instances, hold_s=held_s, live=wish.live, role=wish.role)
+        while record.status == "running" and (left_s := deadline_s - now_s()) > 0:
+            record = await admin.scale_record(record.plan_id, wait_s=min(_SCALE_POLL_S, left_s))
+        return record
+
+    def _before(self, strike: Strike) -> None:
+        self._observer.struck(strike)
+        self._gateways.struck(strike)
+        self._say(f"SIG{strike.how} to {strike.member}")
+
+    async def _after(self, strike: Strike) -> None:
+        if strike.kind == "gateway":
+            await self._gateways.revive(strike.member)
+
+    def _tell(self, record: Record) -> None:
+        if record.outcome.verdict in ("failed", "different"):
+            self._say(f"{record.outcome.verdict}: {record.response_id or record.model}: {record.outcome.why}")

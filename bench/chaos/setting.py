@@ -1,0 +1,62 @@
+"""What one run is to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from bench.chaos.plan import KINDS, How, Kind, Scalable
+from compose.config import StackConfig
+
+MAX_RUNNING = 32
+"""Seats of an instance."""
+ENV: Mapping[str, str] = {
+    "BLITZ_WORKER_ARENA_MIB": "64",
+    "BLITZ_WORKER_KV_MIB": "64",
+    "BLITZ_WORKER_MAX_RUNNING": str(MAX_RUNNING),
+    # A decode step of the demo model's eight layers takes 8 ms, a prompt of 500 tokens 40 ms more.
+    "BLITZ_MOCK_LAYER_BASE_MS": "1.0",
+    "BLITZ_MOCK_LAYER_PER_TOKEN_US": "10",
+}
+SPLIT = "-split"
+"""Behind a model's name: the same checkpoint, with prefill and decode instances only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Everything that decides what is done. Two runs of one setting have the same plan of kills."""
+
+    seconds: float = 60.0
+    every_s: float = 3.0
+    seed: int = 0
+    kinds: tuple[Kind, ...] = KINDS
+    how: How = "KILL"
+    roles: bool = False
+    engine: Literal["torch", "mock"] = "torch"
+    workers: int = 4
+    clients: int = 8
+    questions: int = 40
+
+    def config(self, model: Path, state_dir: Path) -> StackConfig:
+        """The stack."""
+        return StackConfig(
+            models=(model,), state_dir=state_dir, workers=self.workers, port=0, engine=self.engine, env=ENV
+        )
+
+    def models(self, name: str) -> tuple[str, ...]:
+        """Whom the requests are for."""
+        return (name, name + SPLIT) if self.roles else (name,)
+
+    def scalables(self, name: str) -> tuple[Scalable, ...]:
+        """What is scaled up and down. With roles one worker more than these need at least is left to move."""
+        if not self.roles:
+            return (Scalable(name, "colocated", 1, self.workers),)
+        high = max(1, self.workers - 3)
+        split = name + SPLIT
+        return (
+            Scalable(name, "colocated", 1, high),
+            Scalable(split, "prefill", 1, high),
+            Scalable(split, "decode", 1, high),
+        )

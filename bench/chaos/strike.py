@@ -1,0 +1,27 @@
+"""What was done to a member, and when."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from bench.chaos.plan import How
+
+now_s = time.perf_counter
+"""The clock of everything here: that of the client's timestamps."""
+
+
+@dataclass(slots=True)
+class Strike:
+    """One signal that was sent. Times are ``now_s``."""
+
+    member: str
+    kind: str
+    how: How
+    at_s: float
+    over_s: float | None = None
+    """When the process was gone, or, having been stopped, went on; None: not yet."""
+
+    def holds(self, at_s: float) -> bool:
+        """The member was struck at that time, and neither gone nor continued."""
+        return self.at_s <= at_s and (self.over_s is None or at_s < self.over_s)

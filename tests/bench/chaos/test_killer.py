@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+
+import pytest
+
+from bench.chaos.killer import Killer
+from bench.chaos.plan import How, Kill
+from bench.chaos.strike import Strike, now_s
+
+
+class FakeProcesses:
+    """Those that are killed come back with another pid, once they are told to."""
+
+    def __init__(self, *names: str) -> None:
+        self.pids: dict[str, int | None] = {name: index for index, name in enumerate(names)}
+        self.sent: list[tuple[str, int]] = []
+
+    def names(self) -> Sequence[str]:
+        return tuple(self.pids)
+
+    def pid(self, name: str) -> int | None:
+        return self.pids[name]
+
+    def signal(self, name: str, number: int) -> None:
+        self.sent.append((name, number))
+        if number == signal.SIGKILL:
+            self.pids[name] = None
+
+    def come_back(self, name: str) -> None:
+        self.pids[name] = 100 + len(self.sent)
+
+
+def kill(member: str, how: How = "KILL", stopped_s: float = 0.0) -> Kill:
+    return Kill(0.0, member.partition("-")[0], member, how, stopped_s)
+
+
+async def test_a_kill_is_told_before_and_its_return_after() -> None:
+    processes = FakeProcesses("nats")
+    told: list[str] = []
+
+    def before(strike: Strike) -> None:
+        assert not processes.sent
+        told.append(f"before {strike.member}")
+
+    async def after(strike: Strike) -> None:
+        assert processes.pid("nats") is not None
+        told.append(f"after {strike.member}")
+
+    killer = Killer(processes, before=before, after=after)
+    running = asyncio.create_task(killer.run([kill("nats")], start_s=now_s()))
+    while not processes.sent:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    processes.come_back("nats")
+    await running
+    assert told == ["before nats", "after nats"]
+    assert killer.kills() == {"nats": 1}
+    assert killer.strikes[0].over_s is not None
+
+
+async def test_whoever_is_away_is_passed_over_and_a_kind_that_is_away_is_skipped() -> None:
+    processes = FakeProcesses("worker-0", "worker-1")
+    killer = Killer(processes)
+    plan = [kill("worker-1"), kill("worker-1"), kill("worker-0")]
+    running = asyncio.create_task(killer.run(plan, start_s=now_s()))
+    while not killer.skipped:
+        await asyncio.sleep(0)
+    assert [strike.member for strike in killer.strikes] == ["worker-1", "worker-0"]
+    assert killer.skipped == {"worker": 1}
+    for name in processes.names():
+        processes.come_back(name)
+    await running
+
+
+async def test_a_stopped_member_is_continued_and_not_struck_meanwhile() -> None:
+    processes = FakeProcesses("redis")
+    killer = Killer(processes)
+    await killer.run([kill("redis", "STOP", 0.05), kill("redis", "STOP", 0.05)], start_s=now_s())
+    assert processes.sent == [("redis", signal.SIGSTOP), ("redis", signal.SIGCONT)]
+    assert killer.skipped == {"redis": 1}
+
+
+async def test_nobody_stays_stopped_when_it_is_cancelled() -> None:
+    processes = FakeProcesses("redis")
+    running = asyncio.create_task(Killer(processes).run([kill("redis", "STOP", 60.0)], start_s=now_s()))
+    while not processes.sent:
+        await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert processes.sent[-1] == ("redis", signal.SIGCONT)

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from bench.chaos.plan import KINDS, Plan, Scalable, make_plan, parse_kinds
+from shared.errors import BadRequest
+
+MEMBERS = ("nats", "redis", "pool", "planner", "monitor", "gateway", "worker-0", "worker-1", "worker-2")
+SCALABLES = (Scalable("demo", "colocated", 1, 3), Scalable("demo-split", "decode", 1, 2))
+
+
+def plan(seed: int, *, scalables: tuple[Scalable, ...] = SCALABLES) -> Plan:
+    return make_plan(seed, seconds=120, every_s=3, kinds=KINDS, members=MEMBERS, how="KILL", scalables=scalables)
+
+
+def test_a_seed_decides_everything_and_another_something_else() -> None:
+    assert plan(1) == plan(1)
+    assert plan(1) != plan(2)
+
+
+def test_what_is_scaled_changes_no_kill() -> None:
+    assert plan(1).kills == plan(1, scalables=()).kills
+
+
+def test_kills_are_within_the_time_and_as_many_as_asked_for() -> None:
+    kills = plan(3).kills
+    assert 30 <= len(kills) <= 50
+    assert all(0 < kill.at_s <= 120 for kill in kills)
+    assert [kill.at_s for kill in kills] == sorted(kill.at_s for kill in kills)
+    assert all(kill.stopped_s == 0 for kill in kills)
+
+
+def test_every_kind_has_its_turn() -> None:
+    counts = Counter(kill.kind for kill in plan(4).kills)
+    assert set(counts) == set(KINDS)
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_scale_operations_are_between_the_kills_and_within_their_numbers() -> None:
+    wishes = plan(5).scales
+    assert {(w.model, w.role) for w in wishes} == {("demo", "colocated"), ("demo-split", "decode")}
+    assert all(1 <= w.instances <= (3 if w.role == "colocated" else 2) for w in wishes)
+
+
+def test_stopped_members_are_continued_after_a_while() -> None:
+    made = make_plan(0, seconds=30, every_s=3, kinds=("worker",), members=MEMBERS, how="STOP", scalables=())
+    assert made.kills
+    assert all(5 <= kill.stopped_s <= 8 for kill in made.kills)
+
+
+def test_kinds_that_do_not_exist_are_refused() -> None:
+    assert parse_kinds("worker, nats") == ("worker", "nats")
+    with pytest.raises(BadRequest, match="'wroker'"):
+        parse_kinds("worker,wroker")
+    with pytest.raises(BadRequest, match="no gateway"):
+        make_plan(0, seconds=9, every_s=1, kinds=("gateway",), members=("nats",), how="KILL", scalables=())
