@@ -122,6 +122,11 @@ def load() -> str:
     return f"{PREFIX}.load.worker"
 
 
+def host_load() -> str:
+    """HostLoad, one worker for all of its host to whoever takes LoadReport (``shared.load_feed``)."""
+    return f"{PREFIX}.load.hosts"
+
+
 def queue() -> str:
     """QueueReport, gateways to monitors."""
     return f"{PREFIX}.load.gateway"

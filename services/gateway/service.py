@@ -25,6 +25,7 @@ from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BlitzError, DuplicateId, ModelNotFound, Unavailable
 from shared.identity import hold, new_incarnation, refuse_if_held
+from shared.load_feed import subscribe_load
 from shared.messages.generation import GatewayHeartbeat, TokenBatch
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
 from shared.messages.registry import RouteChanges as RegistryChanges
@@ -173,7 +174,7 @@ class Gateway:
                 await self.bus.subscribe(subjects.route_changes(), RegistryChanges, self._on_route_changes)
             )
             subscriptions.append(await self.bus.subscribe(subjects.routes(), RouteTable, self._on_routes))
-            subscriptions.append(await self.bus.subscribe(subjects.load(), LoadReport, self._on_load))
+            subscriptions += await subscribe_load(self.bus, self._on_load)
             subscriptions.append(await self.bus.subscribe(subjects.queue(), QueueReport, self.dispatcher.on_queues))
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._end_if_duplicated())

@@ -18,6 +18,7 @@ from services.monitor.core.demand import DemandPolicy, ModelDemand, Verdict
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
+from shared.load_feed import subscribe_load
 from shared.messages.common import Role
 from shared.messages.load import Demand, LoadReport, QueueReport
 from shared.messages.registry import Floor, ModelRecord, RouteChanges, RouteTable, WorkerRecord
@@ -84,7 +85,7 @@ class MonitorService:
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping``."""
         subscriptions = [
-            await self._bus.subscribe(subjects.load(), LoadReport, self._on_load),
+            *await subscribe_load(self._bus, self._on_load),
             await self._bus.subscribe(subjects.queue(), QueueReport, self._on_queue),
             await self._bus.subscribe(subjects.route_changes(), RouteChanges, self._on_routes),
             await self._bus.subscribe(subjects.routes(), RouteTable, self._on_routes),

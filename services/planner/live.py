@@ -21,6 +21,7 @@ from services.planner.registry_view import RegistryView
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BlitzError
+from shared.load_feed import subscribe_load
 from shared.messages.common import LiveChoice, LivePolicy, Role
 from shared.messages.live import ZigzagAssignment
 from shared.messages.load import LoadReport, QueueReport
@@ -65,7 +66,7 @@ class Pairing:
     async def subscribe(self) -> list[Subscription]:
         """Listen to load."""
         return [
-            await self._bus.subscribe(subjects.load(), LoadReport, self._on_load),
+            *await subscribe_load(self._bus, self._on_load),
             await self._bus.subscribe(subjects.queue(), QueueReport, self._on_queue),
         ]
 

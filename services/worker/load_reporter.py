@@ -1,4 +1,7 @@
-"""What a worker says of its instance's load: reports to everybody who asks, and its gauges."""
+"""What a worker says of its instance's load: reports to everybody who asks, and its gauges.
+
+Workers of one host put their reports together (``host_group``), so that who reads them gets a message per host.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Gauge
 
+from services.worker.host_group import HostGroup
 from services.worker.instance import Instance
 from shared import subjects
 from shared.bus.base import Bus
@@ -27,6 +31,7 @@ class LoadReporter:
         worker_id: str,
         instance: Callable[[], Instance | None],
         expire: Callable[[], None],
+        group: HostGroup,
         *,
         interval_s: float,
         metrics: CollectorRegistry,
@@ -36,6 +41,7 @@ class LoadReporter:
         self._worker_id = worker_id
         self._instance = instance
         self._expire = expire
+        self._group = group
         self._interval_s = interval_s
         self._running_gauge = Gauge("blitz_worker_running_requests", "Running requests", registry=metrics)
         self._queued_gauge = Gauge("blitz_worker_queued_requests", "Waiting requests", registry=metrics)
@@ -43,18 +49,32 @@ class LoadReporter:
 
     async def run(self) -> None:
         """Report until cancelled."""
-        while True:
-            await asyncio.sleep(self._interval_s)
-            self._expire()
-            report = self._report()
-            if report is None:
-                self._show(0, 0, 0.0)
-                continue
-            self._show(report.running_requests, report.queued_requests, report.kv_blocks_used / report.kv_blocks_total)
-            try:
-                await self._bus.publish(subjects.load(), report)
-            except BlitzError as error:
-                log.debug("load not published: %s", error)
+        try:
+            while True:
+                await asyncio.sleep(self._interval_s)
+                self._expire()
+                report = self._report()
+                if report is None:
+                    self._show(0, 0, 0.0)
+                    self._group.leave()
+                    continue
+                kv_usage = report.kv_blocks_used / report.kv_blocks_total
+                self._show(report.running_requests, report.queued_requests, kv_usage)
+                await self._say(report)
+        finally:
+            self._group.leave()
+
+    async def _say(self, report: LoadReport) -> None:
+        if self._bus.connected_since_s is None:
+            self._group.leave()  # others may be connected
+            return
+        try:
+            for message in self._group.exchange(report, time.monotonic()):
+                subject = subjects.load() if isinstance(message, LoadReport) else subjects.host_load()
+                # Load is of now: none of an outage is told after it.
+                await self._bus.publish(subject, message, buffer=False)
+        except BlitzError as error:
+            log.debug("load not published: %s", error)
 
     def _show(self, running: int, queued: int, kv_usage: float) -> None:
         self._running_gauge.set(running)

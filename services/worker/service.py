@@ -16,6 +16,7 @@ from services.worker.disaggregated.arrivals import Arrivals
 from services.worker.disaggregated.departures import Departures
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.host_copies import HostCopies
+from services.worker.host_group import HostGroup, group_name
 from services.worker.host_store import HostStore
 from services.worker.instance import Instance, InstanceFactory
 from services.worker.leaving import until_allowed
@@ -156,6 +157,11 @@ class WorkerService:
             config.worker_id,
             lambda: self._scaling.instance,
             self._expire,
+            HostGroup(
+                group_name(config.nats_url, config.host) if config.load_by_host else "",
+                config.host,
+                interval_s=config.report_interval_s,
+            ),
             interval_s=config.report_interval_s,
             metrics=metrics,
         )

@@ -45,6 +45,14 @@ class LoadReport(Message, frozen=True, kw_only=True, tag="load.v1"):
     """0 with a base: not known yet, because no step had two requests."""
 
 
+class HostLoad(Message, frozen=True, kw_only=True, tag="host_load.v1"):
+    """The reports of several workers of one host, together. A worker that is alone there, or that nobody there hears,
+    sends its ``LoadReport`` itself."""
+
+    host: str
+    reports: tuple[LoadReport, ...]
+
+
 class ModelQueue(msgspec.Struct, frozen=True, kw_only=True):
     """What one gateway holds for one model and has not sent to an instance."""
 

@@ -11,6 +11,7 @@ from compose.config import StackConfig
 from compose.demo_model import ensure_demo_model
 from compose.stack import Stack
 from shared import subjects
+from shared.load_feed import subscribe_load
 from shared.messages.load import Demand, LoadReport
 from tests.stack.client import bus, complete, openai_client, until
 from tests.stack.conftest import FAST, MODEL, READY_S, mock_config
@@ -53,7 +54,7 @@ async def test_one_long_prompt_asks_for_one_instance_and_many_for_more(tmp_path:
             demands: list[Demand] = []
             reports: list[LoadReport] = []
             await listening.subscribe(subjects.demand(), Demand, demands.append)
-            await listening.subscribe(subjects.load(), LoadReport, reports.append)
+            await subscribe_load(listening, reports.append)
             long = [60] * 3500
             for _ in range(3):
                 await complete(client, "demo", prompt=long, max_tokens=4)

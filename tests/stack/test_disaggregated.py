@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 
 from compose.config import StackConfig
 from compose.stack import Stack
-from shared import subjects
+from shared.load_feed import subscribe_load
 from shared.messages.common import Role
 from shared.messages.load import LoadReport
 from tests.checkpoints import tiny_checkpoint
@@ -63,7 +63,7 @@ async def _text(client: AsyncOpenAI, model: str, prompt: list[int]) -> str:
 async def test_the_text_is_that_of_one_instance(stack: Stack) -> None:
     reports: dict[str, LoadReport] = {}
     async with openai_client(stack) as client, bus(stack) as listening:
-        await listening.subscribe(subjects.load(), LoadReport, lambda r: reports.update({r.instance_id: r}))
+        await subscribe_load(listening, lambda r: reports.update({r.instance_id: r}))
         alone = [await _text(client, MODEL, prompt) for prompt in PROMPTS]
         split = await asyncio.gather(*(_text(client, SPLIT, prompt) for prompt in PROMPTS * 2))
         assert split == alone * 2

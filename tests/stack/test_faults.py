@@ -87,6 +87,7 @@ async def test_garbage_on_every_subject_changes_nothing(stack: Stack) -> None:
     everywhere = [
         subjects.gateway_heartbeat(),
         subjects.load(),
+        subjects.host_load(),
         subjects.queue(),
         subjects.demand(),
         subjects.routes(),

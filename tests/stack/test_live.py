@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 
 from compose.config import StackConfig
 from compose.stack import Stack
-from shared import subjects
+from shared.load_feed import subscribe_load
 from shared.messages.load import LoadReport
 from shared.messages.scaling import ScaleRecord
 from tests.checkpoints import tiny_checkpoint
@@ -83,7 +83,7 @@ async def test_streams_are_the_same_while_a_new_instance_works_before_it_is_load
         assert len({i.weights_digest for i in status.instances} - {""}) == 1
         reports: dict[str, LoadReport] = {}
         async with bus(stack) as listening:
-            await listening.subscribe(subjects.load(), LoadReport, lambda r: reports.update({r.instance_id: r}))
+            await subscribe_load(listening, lambda r: reports.update({r.instance_id: r}))
             deadline_s = time.monotonic() + ENDS_WITHIN_S
             while {i.id for i in status.instances} != {i for i, r in reports.items() if _is_idle(r)}:
                 assert time.monotonic() < deadline_s, reports

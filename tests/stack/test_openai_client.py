@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from compose.stack import Stack
-from shared import subjects
+from shared.load_feed import subscribe_load
 from shared.messages.load import LoadReport
 from tests.checkpoints import tiny_checkpoint
 from tests.stack.client import PROMPT, bus, complete, openai_client
@@ -115,7 +115,7 @@ async def test_a_prompt_over_the_bus_payload_is_a_413(torch_stack: Stack) -> Non
 async def test_a_cancelled_stream_frees_its_blocks(torch_stack: Stack, client: AsyncOpenAI) -> None:
     reports: list[LoadReport] = []
     async with bus(torch_stack) as listening:
-        await listening.subscribe(subjects.load(), LoadReport, reports.append)
+        await subscribe_load(listening, reports.append)
         events = await client.completions.create(
             model=MODEL, prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
         )

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from compose.stack import Stack
-from shared import subjects
+from shared.load_feed import subscribe_load
 from shared.messages.load import LoadReport
 from tests.checkpoints import tiny_checkpoint
 from tests.stack.client import bus, complete, openai_client, scale, stream, until
@@ -33,7 +33,7 @@ async def test_three_instances_hold_identical_weights_and_answer_identically(tor
 
         reports: dict[str, LoadReport] = {}
         async with bus(torch_stack) as listening:
-            await listening.subscribe(subjects.load(), LoadReport, lambda r: reports.update({r.instance_id: r}))
+            await subscribe_load(listening, lambda r: reports.update({r.instance_id: r}))
             texts = await asyncio.gather(*(complete(client, MODEL) for _ in range(30)))
             await asyncio.sleep(0.3)
         assert set(texts) == {alone}

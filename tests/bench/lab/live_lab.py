@@ -16,6 +16,7 @@ from bench.lab.stack import LabStack
 from bench.live.burst import Answer, BurstClient
 from bench.replay.plan import prompt_of
 from shared import subjects
+from shared.load_feed import subscribe_load
 from shared.messages.common import Ack
 from shared.messages.live import ZigzagAssignment
 from shared.messages.load import LoadReport
@@ -121,7 +122,7 @@ class LiveLab(Lab):
     async def prepare(self) -> None:
         """Ask the one idle instance for everything that will be asked, and listen to what services tell each other."""
         bus = self.stack.bus
-        await bus.subscribe(subjects.load(), LoadReport, self._on_load)
+        await subscribe_load(bus, self._on_load)
         await bus.subscribe_events(subjects.scale_plans(), ScalePlan, self._on_plan)
         await bus.subscribe_events(subjects.zigzag_assignments(), ZigzagAssignment, self._on_assignment)
         self._streams_alone = await self._long.alone(BURST[:NUM_STREAMS])

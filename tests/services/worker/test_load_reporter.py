@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+import uuid
+
 import msgspec
 import pytest
 
 from services.worker.engine.mock import MockTiming
+from services.worker.host_group import HostGroup, group_name
 from shared import subjects
 from shared.messages.codec import decode, encode
-from shared.messages.load import LoadReport
+from shared.messages.load import HostLoad, LoadReport
+from tests.services.monitor.core.reports import report
 from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
 
@@ -52,3 +58,40 @@ async def test_a_report_of_a_worker_that_measures_nothing_is_read(alone: LoneWor
     document = msgspec.msgpack.decode(encode(reports[0]))
     del document[name]
     assert getattr(decode(msgspec.msgpack.encode(document), LoadReport), name) == 0
+
+
+async def test_nothing_that_was_reported_in_an_outage_is_heard_after_it(alone: LoneWorker) -> None:
+    reports = await reports_of(alone)
+    await alone.serve()
+    await eventually(lambda: reports)
+    alone.broker.disconnect("w0")
+    await asyncio.sleep(0.3)
+    known = len(reports)
+    alone.broker.reconnect("w0")
+    await eventually(lambda: len(reports) > known)
+    later = [r.published_at_s for r in reports[known - 1 :]]
+    assert later[1] - later[0] > 0.2
+
+
+async def test_a_worker_takes_its_place_among_those_of_its_host_while_it_has_an_instance() -> None:
+    url, interval_s = f"nats://{uuid.uuid4().hex}:4222", 0.05
+    other = HostGroup(group_name(url, "h"), "h", interval_s=interval_s)
+    async with lone_worker(nats_url=url, load_by_host=True, host="h", report_interval_s=interval_s) as alone:
+        together: list[HostLoad] = []
+        await alone.planner.subscribe(subjects.host_load(), HostLoad, together.append)
+        instance_id = await alone.serve()
+
+        async def other_reports() -> None:
+            while True:
+                mine = report("i9", worker_id="w9", at=time.time())
+                said = other.exchange(mine, time.monotonic())
+                together.extend(message for message in said if isinstance(message, HostLoad))
+                await asyncio.sleep(interval_s)
+
+        reporting = asyncio.create_task(other_reports())
+        await eventually(lambda: any({r.worker_id for r in load.reports} == {"w0", "w9"} for load in together))
+        await alone.drain(instance_id)
+        await alone.reported("drain-1", "spare")
+        await eventually(lambda: other.gathers)
+        reporting.cancel()
+    other.leave()
