@@ -6,12 +6,9 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 
-from opentelemetry import context as otel_context
-from opentelemetry import propagate, trace
-from opentelemetry.context import Context
+from opentelemetry import trace
 from opentelemetry.trace import Tracer
 
-TRACEPARENT = "traceparent"
 _FLUSH_TIMEOUT_S = 5.0
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
@@ -61,19 +58,3 @@ def _nothing() -> None:
 def tracer() -> Tracer:
     """The tracer of this system."""
     return trace.get_tracer("blitzscale")
-
-
-def current_traceparent() -> str:
-    """W3C ``traceparent`` of the current span, empty if there is none."""
-    if not trace.get_current_span().get_span_context().is_valid:
-        return ""
-    carrier: dict[str, str] = {}
-    propagate.inject(carrier)
-    return carrier.get(TRACEPARENT, "")
-
-
-def context_from(traceparent: str) -> Context:
-    """A context whose current span is the one named; an empty context for an empty or malformed value."""
-    if not traceparent:
-        return otel_context.Context()
-    return propagate.extract({TRACEPARENT: traceparent}, context=otel_context.Context())

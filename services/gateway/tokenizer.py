@@ -67,11 +67,6 @@ class ModelTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
 
-    @property
-    def is_byte_level(self) -> bool:
-        """Whether every token stands for fixed bytes."""
-        return self._byte_table is not None
-
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """The ids of ``text``."""
         [ids] = self.encode_all([text], add_special_tokens=add_special_tokens)

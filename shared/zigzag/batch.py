@@ -4,7 +4,7 @@ Rules in prose:
 
 - A batch waits at the target. The target *begins* its next layer and *ends* it; ending the last layer *finishes* it.
 - The source *claims* a waiting batch. From then on the source is its holder; the target only keeps a copy until the
-  source *confirms* that it has everything. If the source never gets it, the target *takes it back*.
+  source *confirms* that it has everything, or nobody waits for it.
 - A waiting or claimed batch can be cancelled at once. One inside a layer is cancelled when the layer ends, because a
   layer on an accelerator cannot be stopped.
 - Nothing leaves ``finished``, ``moved`` or ``cancelled``.
@@ -50,7 +50,6 @@ class Move(StrEnum):
     FINISH = "finish"
     CLAIM = "claim"
     CONFIRM = "confirm"
-    TAKE_BACK = "take_back"
     CANCEL = "cancel"
 
 
@@ -58,7 +57,7 @@ TRANSITIONS: dict[State, dict[Move, State]] = {
     State.WAITING: {Move.BEGIN: State.RUNNING, Move.CLAIM: State.CLAIMED, Move.CANCEL: State.CANCELLED},
     State.RUNNING: {Move.END: State.WAITING, Move.FINISH: State.FINISHED, Move.CANCEL: State.STOPPING},
     State.STOPPING: {Move.END: State.CANCELLED, Move.FINISH: State.CANCELLED, Move.CANCEL: State.STOPPING},
-    State.CLAIMED: {Move.CONFIRM: State.MOVED, Move.TAKE_BACK: State.WAITING, Move.CANCEL: State.CANCELLED},
+    State.CLAIMED: {Move.CONFIRM: State.MOVED, Move.CANCEL: State.CANCELLED},
     State.MOVED: {},
     State.FINISHED: {},
     State.CANCELLED: {},

@@ -139,7 +139,6 @@ class _Player:
         self._source_end = source_free_at
         self._target_end = _NEVER
         self._target_busy: Layer | None = None
-        self._target_start = 0.0
         self._given: deque[Claim] = deque()
         self._late: dict[Side, deque[Job]] = {Side.SOURCE: deque(), Side.TARGET: deque()}
         self._target_whole: Job | None = None

@@ -15,7 +15,7 @@ The target owns the queue. Rules:
    source passes it by, and each side still serves its batches in first-come order. Gates lapse when reality is late;
    without gates rules 2 and 3 stand alone.
 6. *A pull is a compare-and-swap* on (batch, generation) and idempotent by claim id. The target keeps its copy until the
-   claim is confirmed; a claim that failed is taken back.
+   claim is confirmed.
 7. *Dissolving* seals the queue: claims in flight can still be confirmed, begun batches stay at the target, where their
    KV is, and those that nobody has begun are shared evenly.
 
@@ -54,7 +54,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A batch that the source has pulled, until it is confirmed or taken back."""
+    """A batch that the source has pulled, until it is confirmed."""
 
     claim_id: str
     batch_id: str
@@ -126,7 +126,7 @@ class Queue:
         return found
 
     def open_claims(self) -> tuple[Claim, ...]:
-        """Claims neither confirmed nor taken back, in the order of pulling. To be taken back if the source dies."""
+        """Claims that are not confirmed, in the order of pulling."""
         return tuple([self._claims[claim_id] for claim_id in self._open])
 
     @property
@@ -248,18 +248,6 @@ class Queue:
         if batch is not None:
             batch.move(Move.CONFIRM)
             self._settle(batch)
-
-    def take_back(self, claim_id: str) -> None:
-        """The source did not get it, and never will: the batch waits at the target again, at its old place.
-
-        Raises ``IllegalMove`` once confirmed.
-        """
-        batch = self._resolve(claim_id)
-        if batch is not None:
-            batch.move(Move.TAKE_BACK)
-            batch.handed = False
-        elif self.batch(self._claims[claim_id].batch_id).state is State.MOVED:
-            raise IllegalMove(f"claim {claim_id!r} is confirmed: the source has the batch")
 
     # both
 

@@ -20,6 +20,7 @@ from tests.services.cluster import LEASE_S, Cluster, running_cluster
 from tests.services.fake_gateway import expected_tokens
 from tests.services.tampering import corrupt, lose_from
 from tests.services.waiting import eventually
+from tests.services.worker.pausing import pause, resume
 from tests.services.workers import MIB
 
 
@@ -120,14 +121,14 @@ async def test_a_drain_finishes_running_requests_and_refuses_new_ones(unwatched:
     (record,) = await unwatched.serving(1)
     worker = unwatched.workers[record.worker.worker_id]
     engine, instance_id = worker.serving.engine, worker.serving.instance_id
-    await asyncio.wrap_future(engine.pause())
+    await asyncio.wrap_future(pause(engine))
     await unwatched.gateway.submit(worker.worker_id, instance_id, "running")
     drain = await unwatched.start_scale(0)
     await unwatched.states(**{worker.worker_id: "draining"})
     with pytest.raises(Conflict):
         await unwatched.gateway.submit(worker.worker_id, instance_id, "late")
     assert unwatched.gateway.parts == {}
-    engine.resume()
+    resume(engine)
     assert (await unwatched.gateway.end_of("running")).finish_reason == "length"
     assert unwatched.gateway.tokens("running") == expected_tokens(8)
     assert (await unwatched.record(drain.plan_id)).status == "done"
@@ -140,7 +141,7 @@ async def test_a_draining_instance_is_revived_with_its_requests(unwatched: Clust
     (record,) = await unwatched.serving(1)
     worker = unwatched.workers[record.worker.worker_id]
     instance = worker.serving
-    await asyncio.wrap_future(instance.engine.pause())
+    await asyncio.wrap_future(pause(instance.engine))
     await unwatched.gateway.submit(worker.worker_id, instance.instance_id, "before")
     drain = await unwatched.start_scale(0)
     await unwatched.states(**{worker.worker_id: "draining"})
@@ -148,7 +149,7 @@ async def test_a_draining_instance_is_revived_with_its_requests(unwatched: Clust
     assert (revival.status, revival.direction) == ("done", "out")
     assert len(unwatched.plans()) == 1, "nothing was loaded"
     await unwatched.gateway.submit(worker.worker_id, instance.instance_id, "after")
-    instance.engine.resume()
+    resume(instance.engine)
     for request_id in ("before", "after"):
         await unwatched.gateway.end_of(request_id)
         assert unwatched.gateway.tokens(request_id) == expected_tokens(8)
@@ -422,10 +423,10 @@ async def test_a_bus_outage_kills_nobody_and_streams_go_on(unwatched: Cluster) -
     before = [w.instance for w in unwatched.workers.values()]
     (first, _) = await unwatched.serving(2)
     worker = unwatched.workers[first.worker.worker_id]
-    await asyncio.wrap_future(worker.serving.engine.pause())
+    await asyncio.wrap_future(pause(worker.serving.engine))
     await unwatched.gateway.submit(worker.worker_id, worker.serving.instance_id, "r", max_tokens=20)
     unwatched.broker.disconnect()
-    worker.serving.engine.resume()
+    resume(worker.serving.engine)
     await asyncio.sleep(3 * LEASE_S)
     assert unwatched.gateway.parts == {}
     unwatched.broker.reconnect()

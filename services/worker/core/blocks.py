@@ -31,10 +31,6 @@ class BlockPool:
         self._used = bytearray(num_blocks)
 
     @property
-    def num_free(self) -> int:
-        return self._num_free
-
-    @property
     def num_used(self) -> int:
         return self.num_blocks - self._num_free
 

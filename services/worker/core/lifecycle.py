@@ -30,11 +30,6 @@ TRANSITIONS: dict[InstanceState, frozenset[InstanceState]] = {
 
 STATES: tuple[InstanceState, ...] = get_args(InstanceState)
 
-ADMITTING: frozenset[InstanceState] = frozenset({"live", "serving"})
-"""States in which an instance accepts requests."""
-COMPUTING: frozenset[InstanceState] = ADMITTING | {"draining"}
-"""States in which an instance runs steps."""
-
 
 class IllegalTransition(Conflict):
     """A move that the table does not have; the state is unchanged."""
@@ -49,16 +44,6 @@ class Lifecycle:
     @property
     def state(self) -> InstanceState:
         return self._state
-
-    @property
-    def admits(self) -> bool:
-        """Whether requests are accepted."""
-        return self._state in ADMITTING
-
-    @property
-    def computes(self) -> bool:
-        """Whether steps are run."""
-        return self._state in COMPUTING
 
     def can_move_to(self, state: InstanceState) -> bool:
         return state in TRANSITIONS[self._state]

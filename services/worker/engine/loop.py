@@ -49,8 +49,6 @@ class LoopStats:
 
     load: SchedulerLoad
     busy_s_total: float
-    steps_total: int
-    failed_steps_total: int
     speed: Speed
 
 
@@ -117,8 +115,6 @@ class EngineLoop:
         self._engine = engine
         self._clock = clock
         self._busy_s_total = 0.0
-        self._steps_total = 0
-        self._failed_steps_total = 0
         self._estimator = SpeedEstimator()
         self._stepped_s = float("-inf")
         self.partial: PartialWork | None = None
@@ -198,14 +194,12 @@ class EngineLoop:
             started_s = self._clock()
         computed = compute(batch.slices, self._compute, self._engine)
         error = next(iter(computed.failures.values()), None)
-        self._failed_steps_total += error is not None
         # Only now: should the engine be broken, they are told by whoever ends the rest.
         outputs = self.scheduler.take_ended()
         outputs += self.scheduler.complete(batch, computed.sampled, computed.failures)
         self._stepped_s = self._clock()
         busy_s = self._stepped_s - started_s
         self._busy_s_total += busy_s
-        self._steps_total += 1
         if computed.at_once:
             self._estimator.stepped(batch.num_prefill_tokens, batch.num_decode_tokens, busy_s)
         return StepOutput(tuple(outputs), batch.num_prefill_tokens, batch.num_decode_tokens, busy_s, error, alone)
@@ -226,7 +220,7 @@ class EngineLoop:
             load = replace(
                 load, queued_requests=load.queued_requests + requests, queued_tokens=load.queued_tokens + tokens
             )
-        return LoopStats(load, self._busy_s_total, self._steps_total, self._failed_steps_total, self._estimator.speed)
+        return LoopStats(load, self._busy_s_total, self._estimator.speed)
 
     def _compute(self, pieces: Slices[ScheduledSlice]) -> list[Sampled]:
         slices: list[Slice] = []

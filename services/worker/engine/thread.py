@@ -52,7 +52,6 @@ class EngineThread:
         """Held to enqueue and to close: nothing is enqueued after the last drain."""
         self._closed = False
         self._stopping = False
-        self._paused = False
         self._stop_error: BlitzError = Unavailable("the engine stopped")
         self._stats = loop.stats()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -65,10 +64,6 @@ class EngineThread:
     def loop(self) -> EngineLoop:
         """For what is constant, and for ``call``'s functions. Anything else is the thread's own."""
         return self._loop
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
 
     def stats(self) -> LoopStats:
         """The figures after the latest step or command; no locks, never waits."""
@@ -85,14 +80,6 @@ class EngineThread:
     def cancel_gateway(self, gateway_id: str) -> Future[int]:
         """Cancel a gateway's requests; the number of them."""
         return self.call(lambda loop: loop.cancel_gateway(gateway_id))
-
-    def pause(self) -> Future[None]:
-        """Run commands but no steps until ``resume``; done when the step in progress is over."""
-        return self.call(lambda _: self._set_paused(True))
-
-    def resume(self) -> Future[None]:
-        """Run steps again."""
-        return self.call(lambda _: self._set_paused(False))
 
     def stop(self, error: BlitzError | None = None) -> None:
         """End the thread after the step in progress; requests still here end with ``error`` (``Unavailable``).
@@ -142,9 +129,6 @@ class EngineThread:
         command()
         return future
 
-    def _set_paused(self, paused: bool) -> None:
-        self._paused = paused
-
     def _run(self) -> None:
         try:
             self._serve()
@@ -162,7 +146,7 @@ class EngineThread:
         while not self._stopping:
             if not commands.empty():
                 self._drain()
-            elif self._paused or not loop.has_work:
+            elif not loop.has_work:
                 self._stats = loop.stats()
                 commands.get()()
             else:

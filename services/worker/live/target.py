@@ -97,11 +97,6 @@ class LiveTarget:
         self.layers_ready()
         self._spawn(self._watch())
 
-    @property
-    def num_layers_run(self) -> int:
-        """Layers of prompt batches run here so far."""
-        return self._work.layers.total
-
     # --- from the source ---------------------------------------------------------------------
 
     async def on_hand_over(self, message: HandOver) -> Ack:

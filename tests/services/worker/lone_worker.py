@@ -28,6 +28,7 @@ from tests.checkpoints import tiny_checkpoint
 from tests.services.fake_gateway import FakeGateway
 from tests.services.fake_pool import FakePool
 from tests.services.waiting import eventually
+from tests.services.worker.pausing import pause, resume
 from tests.services.workers import RunningWorker, worker_config
 
 CHUNK_BYTES = 256 * 1024
@@ -131,10 +132,10 @@ class LoneWorker:
 
     async def pause(self) -> None:
         """Let the engine run no step until ``resume``."""
-        await asyncio.wrap_future(self.worker.serving.engine.pause())
+        await asyncio.wrap_future(pause(self.worker.serving.engine))
 
     def resume(self) -> None:
-        self.worker.serving.engine.resume()
+        resume(self.worker.serving.engine)
 
     async def stats(self) -> LoopStats:
         """The engine's figures as of now, behind every command given before."""

@@ -26,8 +26,8 @@ from shared.errors import (
 from shared.messages.codec import MalformedMessage
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
-from shared.telemetry import current_traceparent
 from tests.shared.bus.conftest import Place, eventually
+from tests.traceparents import current_traceparent
 
 GARBAGE = (b"", b"\xc1", b"not msgpack", b"\x81\xa4kind\xa6ack.v1", b"\xff" * 100, b"\x91" * 5000)
 

@@ -117,11 +117,9 @@ def test_repeating_a_claim_id_gives_the_same_claim_even_when_confirmed() -> None
 
 def test_a_pull_of_another_generation_loses() -> None:
     queue = queue_of("a")
-    queue.pull("1", "a", 0)
-    queue.take_back("1")
     with pytest.raises(Conflict):
-        queue.pull("2", "a", 0)
-    assert claimed(queue.pull("2", "a", 2)) == ("a", 0)
+        queue.pull("1", "a", 1)
+    assert claimed(queue.pull("1", "a", 0)) == ("a", 0)
 
 
 def test_a_pull_of_a_batch_that_is_not_the_earliest_loses() -> None:
@@ -129,17 +127,15 @@ def test_a_pull_of_a_batch_that_is_not_the_earliest_loses() -> None:
         queue_of("a", "b").pull("1", "b", 0)
 
 
-def test_what_is_taken_back_waits_at_its_old_place_with_its_layers() -> None:
+def test_what_was_pulled_is_the_sources_until_it_is_confirmed() -> None:
     queue = queue_of("a", "b")
     run_layer(queue, 1)
     queue.pull("1")
     assert queue.batch("a").holder is Side.SOURCE
     assert [claim.claim_id for claim in queue.open_claims()] == ["1"]
-    queue.take_back("1")
-    assert claimed(queue.pull("2")) == ("a", 1)
-    queue.confirm("2")
-    with pytest.raises(IllegalMove):
-        queue.take_back("2")
+    queue.confirm("1")
+    assert queue.open_claims() == ()
+    assert claimed(queue.pull("2")) == ("b", 0)
     with pytest.raises(IllegalMove):
         queue.confirm("never")
 
@@ -210,7 +206,6 @@ def test_a_cancel_says_who_has_the_batch() -> None:
     assert queue.cancel("a") is Side.SOURCE
     assert queue.cancel("a") is None
     queue.confirm("1")
-    queue.take_back("1")
     assert queue.batch("a").state is State.CANCELLED
     queue.pull("2")
     queue.confirm("2")
@@ -243,8 +238,7 @@ def test_dissolving_keeps_begun_batches_and_shares_the_others_in_order() -> None
     with pytest.raises(Conflict):
         queue.add("f", 1.0)
     assert queue.pull("1") is None
-    queue.take_back("end/b")
-    assert [run_layer(queue) for _ in range(3)] == [Layer("a", 1), Layer("b", 0), Layer("b", 1)]
+    assert [run_layer(queue) for _ in range(3)] == [Layer("a", 1), Layer("c", 0), Layer("c", 1)]
 
 
 def test_dissolving_before_all_layers_are_loaded_gives_everything_to_the_source() -> None:
@@ -307,16 +301,6 @@ def test_the_source_may_have_an_absent_batch_back() -> None:
     assert claimed(queue.pull("1")) == ("a", 0), "the earliest, though the target has begun a later one"
     queue.arrived("a")
     assert run_layer(queue, 2) == Layer("b", 1), "the source is its holder"
-    queue.take_back("1")
-    assert run_layer(queue) == Layer("a", 0)
-
-
-def test_a_batch_taken_back_before_it_has_arrived_is_still_absent() -> None:
-    queue = Queue(4)
-    queue.add("a", 1.0, absent=True)
-    queue.pull("1")
-    queue.take_back("1")
-    assert run_layer(queue, 4) is None
 
 
 @pytest.mark.parametrize("policy", [Policy.ZIGZAG, Policy.BEST_EFFORT])
@@ -469,13 +453,6 @@ class RandomPair(RuleBasedStateMachine):
         before = batch.state
         self.queue.confirm(claim_id)
         assert batch.state is (State.MOVED if was_open else before)
-
-    @precondition(lambda self: self.queue.open_claims())
-    @rule(data=st.data())
-    def take_back(self, data: st.DataObject) -> None:
-        claim = data.draw(st.sampled_from(self.queue.open_claims()))
-        self.queue.take_back(claim.claim_id)
-        assert self.queue.batch(claim.batch_id).state is State.WAITING
 
     @precondition(lambda self: self.target_ran)
     @rule(data=st.data())

@@ -34,7 +34,6 @@ def run(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
 @pytest.mark.parametrize("text", TEXTS)
 def test_byte_level_deltas_add_up_and_never_hold_half_a_character(text: str) -> None:
     tokenizer = ModelTokenizer(byte_tokenizer(), None)
-    assert tokenizer.is_byte_level
     deltas = run(tokenizer.detokenizer(skip_special_tokens=True), tokenizer.encode(text, add_special_tokens=True))
     assert "".join(deltas) == text
     assert "\ufffd" not in "".join(deltas)
@@ -59,7 +58,6 @@ def sentencepiece_like() -> Tokenizer:
 
 def test_sentencepiece_deltas_add_up_too() -> None:
     tokenizer = ModelTokenizer(sentencepiece_like(), None)
-    assert not tokenizer.is_byte_level
     draw = random.Random(1)
     pieces = [[1], [2], [3], [4], [5], [6], [7 + b for b in "😀".encode()], [7 + b for b in "é".encode()]]
     for _ in range(200):

@@ -31,8 +31,3 @@ def test_exactly_the_moves_of_the_table_are_possible(before, after):
         with pytest.raises(IllegalTransition, match=f"from {before} to {after}"):
             instance.move_to(after)
         assert instance.state == before
-
-
-def test_only_live_and_serving_instances_admit_and_draining_ones_still_compute():
-    assert {s for s in STATES if Lifecycle(s).admits} == {"live", "serving"}
-    assert {s for s in STATES if Lifecycle(s).computes} == {"live", "serving", "draining"}

@@ -569,7 +569,7 @@ async def test_a_cancel_of_what_is_parked_before_the_event_loop_has_heard_of_it(
     await alone.pause()
     await submit(alone, decode, prompt=PROMPT[:20])
     engine = alone.worker.serving.engine
-    engine.resume()
+    alone.resume()
     _wait_without_the_event_loop(lambda: bool(engine.loop.scheduler._parked))
     assert not alone.worker.service._departures._shipments
     if how == "engine":
