@@ -19,7 +19,7 @@ Lane = tuple[str, SourceKind, str, float, str, str]
 """Source, its kind, target, Gbps, and the NICs that it leaves and enters ("" inside a host or domain)."""
 
 
-class Edge(msgspec.Struct, frozen=True):
+class Edge(msgspec.Struct, frozen=True, gc=False):
     """All targets get all bytes: each its stripes, and the rest from the others over the scale-up network."""
 
     via: Via
@@ -61,11 +61,10 @@ class Draft:
         """The settled edge. Stripes are in proportion to the planned rates of their lanes."""
         lanes = self.lanes
         ends = cut([lane[3] for lane in lanes], model_bytes)
-        stripes: list[Stripe] = []
-        first = 0
-        for lane, end in zip(lanes, ends, strict=True):
-            stripes.append(Stripe(lane[0], lane[1], lane[2], first, end, lane[3]))
-            first = end
+        stripes = [
+            Stripe(source, kind, target, first, end, gbps)
+            for (source, kind, target, gbps, _, _), first, end in zip(lanes, [0, *ends[:-1]], ends, strict=True)
+        ]
         group = self.group
         return Edge(
             via=self.via,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+import msgspec
 
 from services.planner.core.topology import Nic
 
@@ -11,8 +14,7 @@ TOLERANCE_GBPS = 1e-6
 """Sums of bandwidths are compared with this slack."""
 
 
-@dataclass(slots=True)
-class Outlet:
+class Outlet(msgspec.Struct, gc=False):
     """An unspent outgoing direction, and the copy that sends through it."""
 
     nic: Nic
@@ -75,6 +77,23 @@ class Egress:
             entry.grown.appendleft(outlet)
         else:
             entry.grown.append(outlet)
+
+    def grow(self, outlets: Iterable[Outlet], *, front: bool) -> None:
+        """``add`` for many."""
+        listed = self.listed
+        for outlet in outlets:
+            nic = outlet.nic
+            entry = self._leaves.get(nic.leaf)
+            if entry is None or nic.nic_id in listed:
+                self.add(outlet, front=front)
+                continue
+            listed[nic.nic_id] = outlet
+            entry.gbps += outlet.gbps
+            self.gbps += outlet.gbps
+            if front:
+                entry.grown.appendleft(outlet)
+            else:
+                entry.grown.append(outlet)
 
     def withdraw(self, nic_id: str) -> None:
         """Take a NIC off the list without using it."""

@@ -101,10 +101,10 @@ class Greedy:
         for gpu in group.gpus:
             draft_of[gpu.gpu_id] = draft
             nic = gpu.nic
-            if nic.nic_id not in outlets and nic.nic_id not in busy and nic.nic_id not in sent:
-                outlets[nic.nic_id] = Outlet(nic, gpu.gpu_id, False, nic.gbps)
-        for outlet in reversed(outlets.values()) if front else outlets.values():
-            self.egress.add(outlet, front=front)
+            nic_id = nic.nic_id
+            if nic_id not in busy and nic_id not in sent and nic_id not in outlets:
+                outlets[nic_id] = Outlet(nic, gpu.gpu_id, False, nic.gbps)
+        self.egress.grow(reversed(outlets.values()) if front else outlets.values(), front=front)
         if outlets and self._borrowed:
             # Now something is left beside them.
             for nic_id in self._borrowed:
@@ -205,18 +205,24 @@ class Greedy:
         own: list[Outlet] = []
         listed = self.egress.listed
         for port in ports:
-            by_leaf.setdefault(port.nic.leaf, []).append(port)
-            outlet = listed.get(port.nic.nic_id)
-            if outlet is not None:
-                own.append(outlet)
-                self.egress.withdraw(port.nic.nic_id)
+            nic = port.nic
+            members = by_leaf.get(nic.leaf)
+            if members is None:
+                by_leaf[nic.leaf] = [port]
+            else:
+                members.append(port)
+            if nic.nic_id in listed:
+                own.append(listed[nic.nic_id])
+                self.egress.withdraw(nic.nic_id)
         lanes: list[Lane] = []
         crosses = shares = False
+        busy = self._load.egress
+        several = len(by_leaf) > 1
         fresh_first = self._started < self._chains
         surplus: list[Outlet] = []
         own_leaf: dict[str, list[Outlet]] = {}
         leaves = list(by_leaf)
-        if self._sharded and len(leaves) > 1:
+        if self._sharded and several:
             # Every leaf first gets what it has itself: none takes from others what they will miss.
             missing: dict[str, float] = {}
             for leaf, part in by_leaf.items():
@@ -238,14 +244,26 @@ class Greedy:
             if wanted > TOLERANCE_GBPS:
                 outlets = outlets + self._take(leaf, wanted, fresh_first=fresh_first)
             left = [o.gbps for o in outlets]
+            if left == inward:
+                # The usual case, in a fraction of the time: each sends to one, and nothing is left.
+                lanes += [
+                    (o.holder, "host" if o.is_host else "gpu", p.gpu_id, gbps, o.nic.nic_id, p.nic.nic_id)
+                    for o, p, gbps in zip(outlets, part, left, strict=True)
+                ]
+                crosses = crosses or any(o.nic.leaf != leaf for o in outlets)
+                shares = shares or (bool(busy) and any(busy.get(o.nic.nic_id) for o in outlets))
+                continue
             for i, j, gbps in match_gbps(left, inward):
                 outlet, port = outlets[i], part[j]
+                nic = outlet.nic
                 kind: SourceKind = "host" if outlet.is_host else "gpu"
-                lanes.append((outlet.holder, kind, port.gpu_id, gbps, outlet.nic.nic_id, port.nic.nic_id))
-                crosses = crosses or outlet.nic.leaf != leaf
-                shares = shares or bool(self._load.egress.get(outlet.nic.nic_id))
+                lanes.append((outlet.holder, kind, port.gpu_id, gbps, nic.nic_id, port.nic.nic_id))
+                if nic.leaf != leaf:
+                    crosses = True
+                if busy and busy.get(nic.nic_id):
+                    shares = True
                 left[i] -= gbps
-            if len(by_leaf) > 1:
+            if several:
                 surplus += [
                     Outlet(o.nic, o.holder, o.is_host, gbps)
                     for o, gbps in zip(outlets, left, strict=True)
@@ -293,15 +311,19 @@ class Greedy:
 
     def _book(self, lanes: list[Lane]) -> None:
         sent, taken_in = self._sent_gbps, self._taken_in
-        for lane in lanes:
-            sent[lane[4]] = sent.get(lane[4], 0.0) + lane[3]
-            taken_in[lane[5]] = taken_in.get(lane[5], 0.0) + lane[3]
+        for _, _, _, gbps, leaves, enters in lanes:
+            sent[leaves] = sent.get(leaves, 0.0) + gbps
+            taken_in[enters] = taken_in.get(enters, 0.0) + gbps
 
     def _parents(self, lanes: list[Lane]) -> list[Draft]:
         drafts = self._draft_of
-        found: dict[int, Draft] = {}
+        found: list[Draft] = []
+        last: Draft | None = None
         for lane in lanes:
             draft = drafts.get(lane[0])
-            if draft is not None and lane[1] == "gpu":
-                found.setdefault(id(draft), draft)
-        return list(found.values())
+            # Lanes of one sender mostly follow each other.
+            if draft is not None and draft is not last and lane[1] == "gpu":
+                last = draft
+                if draft not in found:
+                    found.append(draft)
+        return found

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from services.planner.core.flows import Load
 from services.planner.core.topology import Gpu, Nic, Topology
 
 
-@dataclass(slots=True)
-class Port:
-    """A NIC of a group, the GPU that receives through it, and what it may take in."""
+class Port(msgspec.Struct, gc=False):
+    """A NIC of a group, the GPU that receives through it, and what it may take in.
+
+    ``gc=False``, here and in all that a plan is made of: nothing is part of a cycle, and tens of thousands at once
+    would set off a collection every few hundred."""
 
     nic: Nic
     gpu_id: str
@@ -41,18 +45,32 @@ class TargetGroup:
 
 def make_group(topology: Topology, gpus: list[Gpu], load: Load) -> TargetGroup:
     """The group of these GPUs of one domain; each NIC belongs to the first GPU that has it."""
+    incoming, outgoing = load.ingress.get, load.egress.get
     first: dict[str, Gpu] = {}
+    ports: list[Port] = []
+    egress = 0.0
+    even = True
     for gpu in gpus:
-        first.setdefault(gpu.nic.nic_id, gpu)
-    free = [g for nic_id, g in first.items() if not load.ingress.get(nic_id)]
-    ports = [Port(g.nic, g.gpu_id, load.ingress_gbps(g.nic)) for g in free or first.values()]
-    if len(ports) > 1:
+        nic = gpu.nic
+        nic_id = nic.nic_id
+        if nic_id in first:
+            continue
+        first[nic_id] = gpu
+        gbps = nic.gbps
+        if not outgoing(nic_id):
+            egress += gbps
+        if not incoming(nic_id):
+            even = even and (not ports or ports[0].gbps == gbps)
+            ports.append(Port(nic, gpu.gpu_id, gbps))
+    disturbs = not ports
+    if disturbs:
+        ports = [Port(g.nic, g.gpu_id, load.ingress_gbps(g.nic)) for g in first.values()]
+    if disturbs or not even:
         ports.sort(key=lambda p: -p.gbps)
     ingress = sum([p.gbps for p in ports])
     if len(gpus) > 1:
         ingress = min(ingress, topology.scale_up_gbps[gpus[0].domain])
-    egress = sum([g.nic.gbps for nic_id, g in first.items() if not load.egress.get(nic_id)])
-    return TargetGroup(gpus[0].domain, gpus[0].host, gpus, ports, ingress, egress, not free)
+    return TargetGroup(gpus[0].domain, gpus[0].host, gpus, ports, ingress, egress, disturbs)
 
 
 def group_targets(topology: Topology, targets: Iterable[str], load: Load) -> list[TargetGroup]:

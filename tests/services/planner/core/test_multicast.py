@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import random
 import sys
 
@@ -264,3 +265,16 @@ def test_a_cluster_of_a_thousand_gpus_loads_as_fast_as_one_target() -> None:
     result = plan(topology, sources, targets, len(targets), [], MODEL_BYTES)
     assert len(result.finish_s) == 1016
     assert result.predicted_finish_s <= 1.1 * MODEL_BYTES * 8e-9 / 800
+
+
+def test_a_plan_is_no_cyclic_garbage_and_collections_go_on_after_it() -> None:
+    topology = cluster(*((f"h{i}", 4, 100.0, f"leaf-{i // 2}") for i in range(8)))
+    targets = all_of(topology, *(f"h{i}" for i in range(1, 8)))
+    flows = [Flow("h0-0", "h3-1"), Flow("h5-0", "h6-0")]
+    gc.collect()
+    assert plan(topology, [Source("h0-0"), Source("h0-1")], targets, 28, flows, MODEL_BYTES).edges
+    assert gc.collect() == 0
+    assert gc.isenabled()
+    with pytest.raises(BadTopology):
+        plan(topology, [Source("nowhere")], targets, 28, [], MODEL_BYTES)
+    assert gc.isenabled()
