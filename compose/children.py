@@ -6,15 +6,17 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
+from typing import cast
 
+from compose import credentials
 from compose.binaries import nats_server, redis_server
 from compose.child import ChildSpec
 from compose.config import ADMIN_KEYS_VARIABLE, StackConfig, inherited_environment
 from compose.preflight import Findings
 from compose.probes import nats_probe, redis_probe
 from compose.state_dir import StateDir
+from shared.permissions import User
 
 CONTROL_PLANE = ("pool", "planner", "monitor")
 _MARGIN_S = 2.0
@@ -42,14 +44,10 @@ class Addresses:
         return f"redis://127.0.0.1:{self.redis_port}/0"
 
 
-def _config_file(name: str) -> str:
-    return str(files("compose").joinpath(name))
-
-
 def nats_spec(config: StackConfig, state: StateDir, addresses: Addresses) -> ChildSpec:
     """NATS with JetStream, on the loopback interface."""
     arguments = ("--addr", "127.0.0.1", "--port", str(addresses.nats_port), "--store_dir", str(state.nats))
-    argv = (str(nats_server()), "--config", _config_file("nats.conf"), *arguments)
+    argv = (str(nats_server()), "--config", str(state.credentials / credentials.NATS_CONF), *arguments)
     probe = nats_probe("127.0.0.1", addresses.nats_port)
     return ChildSpec("nats", argv, inherited_environment(), config.stop_grace_s, state.path, probe=probe)
 
@@ -59,21 +57,35 @@ def redis_spec(config: StackConfig, state: StateDir, addresses: Addresses) -> Ch
     where: tuple[str, ...] = ("--bind", "127.0.0.1", "--port", str(addresses.redis_port))
     if addresses.redis_socket is not None:
         where += ("--unixsocket", str(addresses.redis_socket), "--unixsocketperm", "700")
-    argv = (str(redis_server()), _config_file("redis.conf"), "--dir", str(state.redis), *where)
+    argv = (str(redis_server()), str(state.credentials / credentials.REDIS_CONF), "--dir", str(state.redis), *where)
     probe = redis_probe(addresses.redis_socket, addresses.redis_port)
     return ChildSpec("redis", argv, inherited_environment(), config.stop_grace_s, state.path, probe=probe)
 
 
+def nats_access(state: StateDir, user: User) -> dict[str, str]:
+    """The variables by which a process is ``user`` to this stack's NATS."""
+    # Those that are inherited belong to another server.
+    others = ("PASSWORD", "CREDS_FILE", "CA_FILE", "CERT_FILE", "KEY_FILE")
+    return {
+        **{f"BLITZ_NATS_{name}": "" for name in others},
+        "BLITZ_NATS_USER": user,
+        "BLITZ_NATS_PASSWORD_FILE": str(state.credentials / credentials.password_file(user)),
+    }
+
+
 # Services run in the state directory: with ``-m``, Python imports from the current one first, which could hold
 # anything when it is the user's.
-def _environment(config: StackConfig, addresses: Addresses, name: str, own: Mapping[str, str]) -> dict[str, str]:
-    kind = name.partition("-")[0]
+def _environment(
+    config: StackConfig, state: StateDir, addresses: Addresses, name: str, own: Mapping[str, str]
+) -> dict[str, str]:
+    kind = cast(User, name.partition("-")[0])
     # Not BLITZ_DIE_WITH_PARENT, which asks for SIGTERM and a drain: these children have the kernel's SIGKILL on
     # their parent's death already, and without a supervisor there is no NATS left to drain through.
     return {
         **inherited_environment(),
         "PYTHONUNBUFFERED": "1",
         "BLITZ_NATS_URL": addresses.nats_url,
+        **nats_access(state, kind),
         "BLITZ_LOG_LEVEL": config.log_level,
         **own,
         **config.env,
@@ -88,6 +100,8 @@ def service_spec(config: StackConfig, state: StateDir, addresses: Addresses, nam
     grace_s = config.stop_grace_s
     if name == "pool":
         own["BLITZ_REDIS_URL"] = addresses.redis_url
+        own["BLITZ_REDIS_PASSWORD"] = ""
+        own["BLITZ_REDIS_PASSWORD_FILE"] = str(state.credentials / credentials.REDIS_PASSWORD)
     if name == "gateway":
         own |= {
             "BLITZ_GATEWAY_HOST": config.host,
@@ -97,7 +111,9 @@ def service_spec(config: StackConfig, state: StateDir, addresses: Addresses, nam
         }
         grace_s = config.drain_s + _MARGIN_S
     argv = (sys.executable, "-m", f"services.{name}")
-    return ChildSpec(name, argv, _environment(config, addresses, name, own), grace_s, state.path, tells_ready=True)
+    return ChildSpec(
+        name, argv, _environment(config, state, addresses, name, own), grace_s, state.path, tells_ready=True
+    )
 
 
 def worker_spec(
@@ -119,7 +135,7 @@ def worker_spec(
     if findings.num_cuda_devices > 1:
         own["CUDA_VISIBLE_DEVICES"] = str(index % findings.num_cuda_devices)
     argv = (sys.executable, "-m", "services.worker")
-    env = _environment(config, addresses, name, own)
+    env = _environment(config, state, addresses, name, own)
     return ChildSpec(name, argv, env, config.stop_grace_s, state.path, tells_ready=True)
 
 

@@ -38,14 +38,15 @@ def nats_probe(host: str, port: int) -> Probe:
 
 
 def redis_probe(socket: Path | None, port: int) -> Probe:
-    """Answers True once Redis answers PING, on its socket or, without one, on a local port."""
+    """Answers True once Redis answers PING, if only that it wants a password first; on its socket or, without one, on
+    a local port."""
 
     async def probe() -> bool:
         if socket is not None:
             reader, writer = await asyncio.open_unix_connection(socket)
         else:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        return (await _first_bytes(reader, writer, b"PING\r\n")).startswith(b"+PONG")
+        return (await _first_bytes(reader, writer, b"PING\r\n")).startswith((b"+PONG", b"-NOAUTH"))
 
     return probe
 

@@ -17,7 +17,16 @@ from compose import preflight
 from compose.admin import AdminClient
 from compose.admin_types import Status
 from compose.child import Child, ChildSpec
-from compose.children import CONTROL_PLANE, Addresses, nats_spec, redis_spec, service_spec, stop_order, worker_spec
+from compose.children import (
+    CONTROL_PLANE,
+    Addresses,
+    nats_access,
+    nats_spec,
+    redis_spec,
+    service_spec,
+    stop_order,
+    worker_spec,
+)
 from compose.config import StackConfig
 from compose.errors import StackNotReady
 from compose.log_lines import LineSink
@@ -27,7 +36,10 @@ from compose.probes import wait_until
 from compose.restart_policy import RestartPolicy
 from compose.state_dir import StateDir
 from compose.supervisor import Supervisor
+from shared.bus.access import NatsAccess
 from shared.errors import Conflict, DeadlineExceeded, Unavailable
+from shared.permissions import User
+from shared.settings import Settings
 
 _SERVER_START_S = 20.0
 _POLL_S = 0.1
@@ -80,6 +92,10 @@ class Stack:
     @property
     def nats_url(self) -> str:
         return self.addresses.nats_url
+
+    def nats_access(self, user: User) -> NatsAccess:
+        """To connect as ``user``."""
+        return NatsAccess.from_env(Settings(nats_access(self.state_dir, user)))
 
     @property
     def redis_url(self) -> str:

@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+from compose import credentials
 from compose.errors import StackRefused
 
 _MAX_SOCKET_PATH_BYTES = 100
@@ -21,6 +22,7 @@ class StateDir:
         self.logs = self.path / "logs"
         self.nats = self.path / "nats"
         self.redis = self.path / "redis"
+        self.credentials = self.path / "credentials"
         self._lock_fd: int | None = None
 
     @property
@@ -30,7 +32,7 @@ class StateDir:
         return socket if len(os.fsencode(socket)) <= _MAX_SOCKET_PATH_BYTES else None
 
     def acquire(self) -> None:
-        """Create and lock the folder, and empty the registry's part of it.
+        """Create and lock the folder, empty the registry's part of it, and make new credentials.
 
         The registry holds what runs now, so a new stack starts with none; within a run it survives
         Redis's restarts. The plan stream (the record of scale operations) is kept from run to run.
@@ -56,6 +58,11 @@ class StateDir:
         shutil.rmtree(self.redis, ignore_errors=True)
         for folder in (self.logs, self.nats, self.redis):
             folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            credentials.make(self.credentials)
+        except StackRefused:
+            self.release()
+            raise
 
     def release(self) -> None:
         """Give the folder back. Safe to call twice."""

@@ -17,6 +17,7 @@
     ├── Overloaded                   overloaded              429
     │   └── RateLimitExceeded        rate_limit_exceeded     429
     ├── Internal                     internal                500
+    │   ├── NotPermitted             not_permitted           500
     │   └── RequestFailed            request_failed          500
     │       └── PoisonRequest        poison_request          500
     ├── Unavailable                  unavailable             503
@@ -166,6 +167,12 @@ class PoisonRequest(RequestFailed):
     """The request was running in several workers that died, at last by itself: it is given to no other."""
 
     code = "poison_request"
+
+
+class NotPermitted(Internal):
+    """The bus refuses this to the credentials that the service was given: the deployment is wrong, not its user."""
+
+    code = "not_permitted"
 
 
 class Unavailable(BlitzError):

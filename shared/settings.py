@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 from shared.errors import BlitzError
@@ -92,6 +93,34 @@ class Settings:
         if seconds < minimum:
             raise _error(key, value, f"must be at least {minimum:g} s")
         return seconds
+
+    def secret(self, key: str) -> str | None:
+        """The value of ``key``, or what stands in the file that ``KEY_FILE`` names (a mounted secret). None: neither.
+
+        Its errors never show the secret.
+        """
+        value, path = self._value(key), self._value(f"{key}_FILE")
+        if path is None:
+            return value
+        if value is not None:
+            raise SettingsError(f"{key} and {key}_FILE are both set: unset one", param=key)
+        try:
+            text = Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            problem = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise _error(f"{key}_FILE", path, f"cannot be read: {problem}") from error
+        if not text:
+            raise _error(f"{key}_FILE", path, "the file is empty")
+        return text
+
+    def file(self, key: str) -> Path | None:
+        """A file that exists. None: unset."""
+        value = self._value(key)
+        if value is None:
+            return None
+        if not Path(value).is_file():
+            raise _error(key, value, "there is no such file")
+        return Path(value)
 
     def _value(self, key: str) -> str | None:
         self._known.add(key)

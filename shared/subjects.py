@@ -10,6 +10,12 @@ PLAN_STREAM = "BLITZ_PLANS"
 RECORD_STREAM = "BLITZ_RECORDS"
 """JetStream stream that keeps the newest records of scale operations, whatever their age."""
 
+POOL_OPERATIONS = (
+    "heartbeat", "add_model", "remove_model", "restore_model", "snapshot", "lease", "lease_batch", "release",
+    "set_floor", "retire_copy", "lead",
+)  # fmt: skip
+PLANNER_OPERATIONS = ("scale", "record", "records", "split")
+
 _TOKEN = re.compile(r"[A-Za-z0-9_\-]+")
 
 
@@ -17,6 +23,24 @@ def _token(value: str) -> str:
     if not _TOKEN.fullmatch(value):
         raise ValueError(f"{value!r} cannot be part of a subject: use letters, digits, '-' and '_'")
     return value
+
+
+def _operation(name: str, known: tuple[str, ...]) -> str:
+    # A list of its own for each: who may ask for which is decided operation by operation (``shared.permissions``).
+    if name not in known:
+        raise ValueError(f"no subject for the operation {name!r}: known are {', '.join(known)}")
+    return name
+
+
+def nobody() -> str:
+    """Nobody listens here, and nobody may. Any client may ask, to learn that the server has read all it sent before."""
+    return f"{PREFIX}.nobody"
+
+
+def departures() -> str:
+    """The server's own word that a client's connection is gone (``shared.bus.departures``), to gateways, planner and
+    pool."""
+    return f"{PREFIX}.departures"
 
 
 def tokens(gateway_id: str) -> str:
@@ -143,9 +167,8 @@ def demand() -> str:
 
 
 def pool(operation: str) -> str:
-    """Pool RPC: heartbeat, add_model, remove_model, restore_model, snapshot, lease, lease_batch, release, set_floor,
-    retire_copy, lead."""
-    return f"{PREFIX}.pool.{_token(operation)}"
+    """Pool RPC: one of ``POOL_OPERATIONS``."""
+    return f"{PREFIX}.pool.{_operation(operation, POOL_OPERATIONS)}"
 
 
 def routes() -> str:
@@ -159,8 +182,8 @@ def route_changes() -> str:
 
 
 def planner(operation: str) -> str:
-    """Planner RPC: scale, record, records, split."""
-    return f"{PREFIX}.planner.{_token(operation)}"
+    """Planner RPC: one of ``PLANNER_OPERATIONS``."""
+    return f"{PREFIX}.planner.{_operation(operation, PLANNER_OPERATIONS)}"
 
 
 def plans() -> str:

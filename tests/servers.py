@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from compose.credentials import nats_conf
 from compose.ports import free_port
+from shared.permissions import USERS, Grant
 
 START_TIMEOUT_S = 15.0
 
@@ -37,10 +39,12 @@ class Server:
         self.port = port
         self.url = f"{scheme}://127.0.0.1:{port}"
 
-    def start(self) -> None:
+    def start(self, *, wait_for_greeting: bool = True) -> None:
+        """Without a greeting: return when it takes connections."""
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not self._is_up(self.port):
+        is_up = self._is_up if wait_for_greeting else _listens
+        while not is_up(self.port):
             if self._process.poll() is not None:
                 raise RuntimeError(f"{self._command[0]} ended with code {self._process.returncode}")
             if time.monotonic() > deadline_s:
@@ -54,6 +58,11 @@ class Server:
             self._process.wait()
             self._process = None
 
+    def reload(self) -> None:
+        """Have a NATS server read its configuration again."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGHUP)
+
     def pause(self) -> None:
         """Freeze the server: connections stay open and nobody answers."""
         if self._process is not None:
@@ -64,14 +73,30 @@ class Server:
             self._process.send_signal(signal.SIGCONT)
 
 
-def nats_server(folder: Path) -> Server:
-    """A NATS server with JetStream, not started."""
+def nats_server(folder: Path, *, jetstream: bool = True) -> Server:
+    """A NATS server that takes anybody, not started."""
     port = free_port()
-    command = [binary("nats-server"), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(folder)]
+    command = [binary("nats-server"), "-a", "127.0.0.1", "-p", str(port)]
+    command += ["-js", "-sd", str(folder)] if jetstream else []
     return Server(command, port, "nats", lambda port: _greets(port, b"", b"INFO"))
 
 
-def redis_server(folder: Path) -> Server:
+def guarded_nats_server(folder: Path, *, others: Mapping[str, tuple[str, Grant]] | None = None) -> Server:
+    """A NATS server that knows the users of ``shared.permissions``, each with ``password_of`` it; not started."""
+    port = free_port()
+    config = folder / "nats.conf"
+    config.write_text(nats_conf({user: password_of(user) for user in USERS}, others=others))
+    where = ["-a", "127.0.0.1", "-p", str(port), "-sd", str(folder)]
+    command = [binary("nats-server"), "-c", str(config), *where]
+    return Server(command, port, "nats", lambda port: _greets(port, b"", b"INFO"))
+
+
+def password_of(user: str) -> str:
+    """What a guarded server wants of this user."""
+    return f"{user}-password"
+
+
+def redis_server(folder: Path, *, password: str = "") -> Server:
     """A Redis server without persistence, not started."""
     port = free_port()
     try:
@@ -82,7 +107,16 @@ def redis_server(folder: Path) -> Server:
         bundled = Path("redis-server")
     executable = str(bundled) if bundled.exists() else binary("redis-server")
     command = [executable, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", str(folder)]
-    return Server(command, port, "redis", lambda port: _greets(port, b"PING\r\n", b"+PONG"))
+    command += ["--requirepass", password] if password else []
+    return Server(command, port, "redis", lambda port: _greets(port, b"PING\r\n", b"-NOAUTH" if password else b"+PONG"))
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _greets(port: int, question: bytes, answer: bytes) -> bool:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.resources import files
 
 from bench.lab.plan import DATA_DEVICE, MANAGEMENT_ADDRESS, Host, Rate
-from compose import children
+from compose import children, credentials
 from compose.binaries import nats_server
 from compose.child import ChildSpec
 from compose.children import Addresses
@@ -30,8 +29,8 @@ def nats_url(addresses: Addresses) -> str:
 def nats_spec(config: StackConfig, state: StateDir, addresses: Addresses) -> ChildSpec:
     """NATS where the namespaces reach it and nobody else does."""
     where = ("--addr", MANAGEMENT_ADDRESS, "--port", str(addresses.nats_port))
-    file = str(files("compose").joinpath("nats.conf"))
-    argv = (str(nats_server()), "--config", file, *where, "--store_dir", str(state.nats))
+    file = state.credentials / credentials.NATS_CONF
+    argv = (str(nats_server()), "--config", str(file), *where, "--store_dir", str(state.nats))
     probe = nats_probe(MANAGEMENT_ADDRESS, addresses.nats_port)
     return ChildSpec("nats", argv, inherited_environment(), config.stop_grace_s, state.path, probe=probe)
 

@@ -23,7 +23,7 @@ from bench.lab.plan import MANAGEMENT_ADDRESS
 from bench.lab.processes import nats_spec, nats_url, worker_spec
 from compose.admin import AdminClient
 from compose.admin_types import Status
-from compose.children import CONTROL_PLANE, Addresses, redis_spec, service_spec, stop_order
+from compose.children import CONTROL_PLANE, Addresses, nats_access, redis_spec, service_spec, stop_order
 from compose.config import StackConfig
 from compose.errors import StackNotReady
 from compose.ports import free_port
@@ -31,11 +31,14 @@ from compose.probes import nats_probe, redis_probe, wait_until
 from compose.state_dir import StateDir
 from compose.supervisor import Supervisor
 from services.planner.registry_view import read_registry
+from shared.bus.access import NatsAccess
 from shared.bus.nats import NatsBus
 from shared.errors import Unavailable
 from shared.messages.common import LiveChoice
 from shared.messages.registry import HostCopy, WorkerRecord
 from shared.messages.scaling import ScaleRecord
+from shared.permissions import Kind
+from shared.settings import Settings
 
 READY_S = 90.0
 HOLD_S = 600.0
@@ -92,7 +95,7 @@ class LabStack:
         )
         self._addresses: Addresses | None = None
         self._admin: AdminClient | None = None
-        self._bus: NatsBus | None = None
+        self._buses: dict[Kind, NatsBus] = {}
 
     @property
     def admin(self) -> AdminClient:
@@ -101,12 +104,15 @@ class LabStack:
             raise RuntimeError("the lab's stack has not started")
         return self._admin
 
-    @property
-    def bus(self) -> NatsBus:
-        """Raises ``RuntimeError`` before the stack has started."""
-        if self._bus is None:
-            raise RuntimeError("the lab's stack has not started")
-        return self._bus
+    async def bus_as(self, user: Kind) -> NatsBus:
+        """A connection that may what this kind of service may. Raises ``RuntimeError`` before the stack has started."""
+        if user not in self._buses:
+            url, access = (
+                nats_url(self._require_addresses()),
+                NatsAccess.from_env(Settings(nats_access(self._state, user))),
+            )
+            self._buses[user] = await NatsBus.connect(url, name=user, id="bench-lab", access=access)
+        return self._buses[user]
 
     @property
     def url(self) -> str:
@@ -152,9 +158,8 @@ class LabStack:
         if self._admin is not None:
             await self._admin.close()
             self._admin = None
-        if self._bus is not None:
-            await self._bus.close()
-            self._bus = None
+        while self._buses:
+            await self._buses.popitem()[1].close()
         await self._supervisor.stop(stop_order(tuple(self._supervisor.children)))
         self._state.release()
 
@@ -165,7 +170,7 @@ class LabStack:
 
     async def workers(self) -> tuple[WorkerRecord, ...]:
         """What the pool knows of the workers, in the order of ids."""
-        return (await read_registry(self.bus, timeout_s=_REGISTRY_S)).workers
+        return (await read_registry(await self.bus_as("planner"), timeout_s=_REGISTRY_S)).workers
 
     async def wait_quiet(self) -> None:
         """Until no worker reports traffic: what just went over a link must not make a planner keep away from it.
@@ -249,7 +254,6 @@ class LabStack:
         await wait_until(redis_probe(addresses.redis_socket, addresses.redis_port), "redis", timeout_s=_SERVER_START_S)
         for name in (*CONTROL_PLANE, "gateway"):
             await self._start_service(name)
-        self._bus = await NatsBus.connect(nats_url(self._require_addresses()), name="bench-lab")
         keys = self._config.admin_keys
         self._admin = AdminClient(f"http://127.0.0.1:{addresses.gateway_port}", api_key=next(iter(keys), None))
         for host in self._hosts:

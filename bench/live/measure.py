@@ -124,7 +124,8 @@ class _Bench:
         self._alone: tuple[Answer, ...] = ()
 
     async def measure(self, modes: tuple[Mode, ...], repetitions: int) -> list[Run]:
-        await self._stack.bus.subscribe_events(subjects.zigzag_assignments(), ZigzagAssignment, self._on_assignment)
+        bus = await self._stack.bus_as("worker")
+        await bus.subscribe_events(subjects.zigzag_assignments(), ZigzagAssignment, self._on_assignment)
         engine: EngineKind = self._workload.engine
         self._say(f"{engine}: each prompt alone, then once through, not counted")
         prompts = self._workload.prompts

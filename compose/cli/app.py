@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from compose.cli.credentials import credentials
 from compose.cli.models import app as models_app
 from compose.cli.plugins import PluginGroup
 from compose.cli.pool import pool
@@ -59,6 +60,7 @@ app.command()(status)
 app.command()(pool)
 app.add_typer(models_app, name="models")
 app.command()(scale)
+app.command()(credentials)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ from services.gateway.offload import quick_switches
 from services.gateway.server import Server, listen, room_for_connections
 from services.gateway.service import Gateway
 from shared.bus.nats import NatsBus
+from shared.identity import new_incarnation
 from shared.process import Lifecycle, run_service
 from shared.settings import SettingsError
 from shared.telemetry import setup_telemetry
@@ -28,10 +29,13 @@ def main() -> int:
         listener = listen(config.host, config.port)
         flush = setup_telemetry("gateway", config.gateway_id)
         try:
-            bus = await NatsBus.connect(config.nats_url, name="gateway")
+            incarnation = new_incarnation()
+            bus = await NatsBus.connect(
+                config.nats_url, name="gateway", id=config.gateway_id, incarnation=incarnation, access=config.nats
+            )
             lifecycle.depend_on(bus)
             try:
-                gateway = Gateway(bus, config)
+                gateway = Gateway(bus, config, incarnation=incarnation)
                 limits = gateway.connection_limits(room_for_connections(config.max_connections))
                 server = Server(GatewayApp(gateway), drain_timeout_s=config.drain_timeout_s, limits=limits)
                 await gateway.serve(server, listener, lifecycle)

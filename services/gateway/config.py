@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shared.bus.access import ANYBODY, NatsAccess
 from shared.settings import Settings, SettingsError
 
 _KIB = 1024
@@ -18,6 +19,7 @@ class GatewayConfig:
     """All settings with their defaults; ``from_env`` fills them from ``BLITZ_*``."""
 
     nats_url: str = "nats://127.0.0.1:4222"
+    nats: NatsAccess = ANYBODY
     host: str = "127.0.0.1"
     port: int = 8000
     gateway_id: str = field(default_factory=lambda: f"gw-{secrets.token_hex(4)}")
@@ -74,6 +76,7 @@ class GatewayConfig:
             )
         return cls(
             nats_url=env.text("BLITZ_NATS_URL", default=default.nats_url),
+            nats=NatsAccess.from_env(env),
             host=env.text("BLITZ_GATEWAY_HOST", default=default.host),
             port=env.integer("BLITZ_GATEWAY_PORT", default=default.port, minimum=0, maximum=65535),
             gateway_id=gateway_id,

@@ -48,7 +48,8 @@ WHOLE_RESPONSES = 4
 class Gateway:
     """One gateway process behind its HTTP server. ``run`` serves the bus until cancelled."""
 
-    def __init__(self, bus: Bus, config: GatewayConfig) -> None:
+    def __init__(self, bus: Bus, config: GatewayConfig, *, incarnation: str = "") -> None:
+        """``incarnation``: what the bus knows this process by, if it does."""
         self.bus = bus
         self.config = config
         self.book = RouteBook()
@@ -90,7 +91,7 @@ class Gateway:
         self._spoke: dict[str, tuple[int, bool]] = {}
         """By model: requests that had arrived when it was last reported, and whether it had something to say."""
         self._stale = asyncio.Event()
-        self._incarnation = new_incarnation()
+        self._incarnation = incarnation or new_incarnation()
         self.api_keys = ApiKeys(
             config.api_keys, config.keys_file, gateway_id=config.gateway_id, incarnation=self._incarnation
         )

@@ -22,7 +22,7 @@ def main() -> int:
 
     async def serve(lifecycle: Lifecycle) -> None:
         flush = setup_telemetry("monitor")
-        bus = await NatsBus.connect(config.nats_url, name="monitor")
+        bus = await NatsBus.connect(config.nats_url, name="monitor", access=config.nats)
         lifecycle.depend_on(bus)
         try:
             monitor = MonitorService(bus, config.policy, interval_s=config.interval_s, repeat_s=config.repeat_s)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.monitor.core.demand import DemandPolicy
+from shared.bus.access import NatsAccess
 from shared.settings import Settings
 
 
@@ -14,6 +15,7 @@ class MonitorConfig:
     """See ``docs/configuration.md`` for every variable."""
 
     nats_url: str
+    nats: NatsAccess
     policy: DemandPolicy
     interval_s: float
     repeat_s: float
@@ -44,6 +46,7 @@ class MonitorConfig:
         )
         return cls(
             nats_url=env.text("BLITZ_NATS_URL", default="nats://127.0.0.1:4222"),
+            nats=NatsAccess.from_env(env),
             policy=policy,
             interval_s=env.number("BLITZ_MONITOR_INTERVAL_S", default=0.1, minimum=0.01),
             repeat_s=env.number("BLITZ_MONITOR_REPEAT_S", default=1.0, minimum=0.05),

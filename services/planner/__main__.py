@@ -22,9 +22,10 @@ def main() -> int:
 
     async def serve(lifecycle: Lifecycle) -> None:
         flush = setup_telemetry("planner")
-        bus = await NatsBus.connect(config.nats_url, name="planner")
+        bus = await NatsBus.connect(config.nats_url, name="planner", access=config.nats)
         lifecycle.depend_on(bus)
         try:
+            await bus.keep_plan_stream(config.stream)
             planner = PlannerService(
                 bus,
                 lease_ttl_s=config.lease_ttl_s,

@@ -23,10 +23,11 @@ def main() -> int:
 
     async def serve(lifecycle: Lifecycle) -> None:
         flush = setup_telemetry("pool")
-        bus = await NatsBus.connect(config.nats_url, name="pool")
+        bus = await NatsBus.connect(config.nats_url, name="pool", access=config.nats)
         lifecycle.depend_on(bus)
-        store = Store.connect(config.redis_url)
+        store = Store.connect(config.redis_url, config.redis_password)
         try:
+            await store.check_password()
             pool = PoolService(bus, store, lease_s=config.lease_s, seat=config.seat, model_roots=config.model_roots)
             lifecycle.ready_when(pool.ready)
             await pool.run(lifecycle.stopping)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from shared.bus.access import NatsAccess
 from shared.settings import Settings
 
 
@@ -14,7 +15,10 @@ class PoolConfig:
     """See ``docs/configuration.md`` for every variable."""
 
     nats_url: str
+    nats: NatsAccess
     redis_url: str
+    redis_password: str | None = field(repr=False)
+    """None: as the URL says."""
     lease_s: float
     seat: str
     model_roots: tuple[Path, ...]
@@ -30,7 +34,9 @@ class PoolConfig:
         env = Settings(environ)
         return cls(
             nats_url=env.text("BLITZ_NATS_URL", default="nats://127.0.0.1:4222"),
+            nats=NatsAccess.from_env(env),
             redis_url=env.text("BLITZ_REDIS_URL", default="redis://127.0.0.1:6379/0"),
+            redis_password=env.secret("BLITZ_REDIS_PASSWORD"),
             lease_s=env.number("BLITZ_LEASE_S", default=2.0, minimum=0.2),
             seat=env.text("BLITZ_POOL_SEAT", default=""),
             model_roots=_roots(env.text("BLITZ_POOL_MODEL_ROOTS", default="")),

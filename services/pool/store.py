@@ -10,12 +10,12 @@ from typing import Any, cast, get_args
 
 import msgspec
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from services.pool import scripts
 from services.pool.core.copies import complete_copies
 from services.pool.core.registry import Lease
-from shared.errors import Conflict, ModelNotFound, NoCapacity, Unavailable
+from shared.errors import Conflict, ModelNotFound, NoCapacity, NotPermitted, Unavailable
 from shared.messages.codec import M, MalformedMessage, decode, encode
 from shared.messages.common import Role
 from shared.messages.registry import Floor, LeaseGrant, ModelRecord, Unplaced, WorkerHeartbeat
@@ -93,12 +93,20 @@ class Store:
         return run
 
     @classmethod
-    def connect(cls, url: str) -> Store:
-        """A store on the Redis at ``url``; connects on first use."""
-        return cls(Redis.from_url(url, socket_timeout=5.0, socket_connect_timeout=2.0))
+    def connect(cls, url: str, password: str | None = None) -> Store:
+        """A store on the Redis at ``url``, whose own password wins; connects on first use."""
+        return cls(Redis.from_url(url, password=password, socket_timeout=5.0, socket_connect_timeout=2.0))
 
     async def close(self) -> None:
         await self._redis.aclose()
+
+    async def check_password(self) -> None:
+        """Raises ``NotPermitted`` when Redis refuses it; while Redis is away it is not known, and tried later."""
+        try:
+            await cast(Any, self._redis.ping())
+        except RedisError as error:
+            if isinstance(error, AuthenticationError) or isinstance(error.__cause__, AuthenticationError):
+                raise NotPermitted(f"Redis refuses the password (BLITZ_REDIS_PASSWORD_FILE): {error}") from error
 
     async def heartbeat(self, report: WorkerHeartbeat, lease_s: float) -> bool:
         """Store a worker's report and renew its lease; False for an outdated report."""

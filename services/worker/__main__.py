@@ -12,6 +12,7 @@ from services.worker.node.facts import discover
 from services.worker.service import WorkerService
 from shared.bus.nats import NatsBus
 from shared.errors import BlitzError
+from shared.identity import new_incarnation
 from shared.process import Lifecycle, run_service
 from shared.settings import SettingsError
 from shared.telemetry import setup_telemetry
@@ -44,13 +45,18 @@ def main() -> int:
             if config.device == "cuda":
                 raise BlitzError("BLITZ_WORKER_DEVICE=cuda: this build serves on the CPU only")
         flush = setup_telemetry("worker", config.worker_id)
-        bus = await NatsBus.connect(config.nats_url, name=f"worker-{config.worker_id}")
+        incarnation = new_incarnation()
+        bus = await NatsBus.connect(
+            config.nats_url, name="worker", id=config.worker_id, incarnation=incarnation, access=config.nats
+        )
         lifecycle.depend_on(bus)
         transport = UcxTransport.start(name=config.worker_id, on_failure=lambda error: fatal(str(error)))
         try:
             node = await asyncio.to_thread(discover, config)
             logging.getLogger("worker").info("%s", node.describe())
-            service = WorkerService(bus, transport, config, pid=os.getpid(), fatal=fatal, node=node)
+            service = WorkerService(
+                bus, transport, config, pid=os.getpid(), fatal=fatal, node=node, incarnation=incarnation
+            )
             lifecycle.ready_when(service.registered)
             await service.run(lifecycle.stopping)
         finally:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from services.worker.engine.mock import MockFaults, MockTiming
+from shared.bus.access import ANYBODY, NatsAccess
 from shared.messages.common import Device
 from shared.settings import Settings, SettingsError
 
@@ -63,6 +64,7 @@ class WorkerConfig:
     log_level: str
     die_with_parent: bool
     ready_fd: int
+    nats: NatsAccess = ANYBODY
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> WorkerConfig:
@@ -76,6 +78,7 @@ class WorkerConfig:
         max_batch_tokens = env.integer("BLITZ_WORKER_MAX_BATCH_TOKENS", default=2048, minimum=1)
         return cls(
             nats_url=env.text("BLITZ_NATS_URL", default="nats://127.0.0.1:4222"),
+            nats=NatsAccess.from_env(env),
             worker_id=env.text("BLITZ_WORKER_ID", default=f"worker-{_subject_safe(socket.gethostname())}"),
             host=host,
             device=cast(Device, device),

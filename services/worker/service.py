@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from collections.abc import Callable
 
@@ -34,7 +33,7 @@ from services.worker.witness import StepWitness
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Unavailable
-from shared.identity import hold, refuse_if_held
+from shared.identity import hold, new_incarnation, refuse_if_held
 from shared.messages.common import InstanceState
 from shared.messages.copies import DropCopy, HoldCopy
 from shared.messages.generation import AckTerminal, Cancel, GatewayHeartbeat, Resend, Submit
@@ -73,8 +72,10 @@ class WorkerService:
         fatal: Callable[[str], None],
         node: NodeFacts,
         metrics: CollectorRegistry = REGISTRY,
+        incarnation: str = "",
     ) -> None:
-        """``fatal(why)`` must end the process soon: its memory can no longer be trusted. ``node``: where it runs."""
+        """``fatal(why)`` must end the process soon: its memory can no longer be trusted. ``node``: where it runs.
+        ``incarnation``: what the bus knows this process by, if it does, so that it can say whose connection ended."""
         self._bus = bus
         self._config = config
         self._meter = NicMeter(node.device)
@@ -82,7 +83,7 @@ class WorkerService:
         self._nic_gbps = (0.0, 0.0)
         self.info = WorkerInfo(
             worker_id=config.worker_id,
-            incarnation=secrets.token_hex(8),
+            incarnation=incarnation or new_incarnation(),
             host=config.host,
             device=config.device,
             engine=config.engine,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
+from shared.bus.departures import DepartureListener
 from shared.messages.codec import Message
 
 M = TypeVar("M", bound=Message)
@@ -77,6 +78,9 @@ class Bus(Protocol):
     async def wait_lost(self) -> str:
         """Wait until the connection has ended for good, other than by ``close``: nothing will bring it back. Returns
         why."""
+
+    async def watch_departures(self, listener: DepartureListener) -> Subscription:
+        """Hear of each connection that ends, of any process, where the server tells; where it does not, never."""
 
     async def close(self) -> None:
         """Flush what was published, await handlers, disconnect."""

@@ -13,7 +13,9 @@ from collections import deque
 from collections.abc import Callable
 
 from shared.bus.base import AsyncListener, Bus, Listener, M, R, Responder, Subscription
+from shared.bus.departures import Departure, DepartureListener
 from shared.bus.memory_subscriptions import (
+    MemoryDepartures,
     MemoryEvent,
     MemoryListening,
     MemoryReading,
@@ -47,6 +49,7 @@ class MemoryBroker:
         self.listeners: list[MemoryListening[Message]] = []
         self.responders: list[MemoryResponding[Message, Message]] = []
         self.readers: set[MemoryReading[Message]] = set()
+        self.departure_watchers: list[MemoryDepartures] = []
         self._buses: list[MemoryBus] = []
         self._event_ids: set[tuple[str, str]] = set()
         self._turn = itertools.count()
@@ -74,6 +77,13 @@ class MemoryBroker:
         for bus in self._buses:
             if bus.name == name:
                 bus.lose(reason)
+
+    def depart(self, departure: Departure) -> None:
+        """Tell, as a server does, that a connection is gone."""
+        loop = asyncio.get_running_loop()
+        for watcher in self.departure_watchers:
+            if watcher.bus.is_up:
+                loop.call_soon(watcher.receive, departure)
 
     def publish_raw(self, subject: str, payload: bytes, headers: Headers | None = None) -> None:
         """Any bytes, as a foreign client would send them."""
@@ -228,6 +238,13 @@ class MemoryBus(Bus):
 
     async def wait_lost(self) -> str:
         return await asyncio.shield(self._lost_future())
+
+    async def watch_departures(self, listener: DepartureListener) -> Subscription:
+        self._check_open()
+        subscription = MemoryDepartures(self, listener)
+        self.broker.departure_watchers.append(subscription)
+        self._subscriptions.add(subscription)
+        return subscription
 
     async def close(self) -> None:
         for subscription in list(self._subscriptions):

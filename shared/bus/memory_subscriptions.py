@@ -12,6 +12,7 @@ from opentelemetry import context as otel_context
 
 from shared.bus.answer import answer
 from shared.bus.base import AsyncListener, Listener, M, R, Responder
+from shared.bus.departures import Departure, DepartureListener
 from shared.bus.wire import Headers, check_size, enter_sender_context, error_headers, leave_sender_context
 from shared.errors import PayloadTooLarge, Unavailable
 from shared.messages.codec import MalformedMessage, decode
@@ -43,6 +44,25 @@ class MemoryEvent:
     subject: str
     payload: bytes
     headers: Headers | None
+
+
+class MemoryDepartures:
+    """Hears of connections that end."""
+
+    def __init__(self, bus: MemoryBus, listener: DepartureListener) -> None:
+        self.bus = bus
+        self._listener = listener
+        self._open = True
+
+    def receive(self, departure: Departure) -> None:
+        if self._open:
+            self._listener(departure)
+
+    async def close(self) -> None:
+        if self._open:
+            self._open = False
+            self.bus.broker.departure_watchers.remove(self)
+            self.bus.forget(self)
 
 
 class MemoryListening(Generic[M]):

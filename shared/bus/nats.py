@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import time
+import secrets
+from collections.abc import Awaitable, Callable
 from typing import Any, Generic
-from urllib.parse import urlsplit
 
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 from nats.js.api import Header
 from opentelemetry import context as otel_context
 
+from shared import subjects
+from shared.bus.access import ANYBODY, NatsAccess
 from shared.bus.base import AsyncListener, Bus, Listener, M, R, Responder, Subscription
-from shared.bus.nats_events import EventSubscription, PlanStream
+from shared.bus.departures import DepartureListener, departure_of
+from shared.bus.nats_events import EventSubscription
+from shared.bus.nats_link import Link
 from shared.bus.nats_order import drain, drop_unsent, round_trip
 from shared.bus.nats_service import RpcService
+from shared.bus.nats_stream import PlanStream, StreamLimits
 from shared.bus.wire import (
     MalformedLog,
     check_size,
@@ -28,67 +31,55 @@ from shared.bus.wire import (
     reply_of,
     trace_headers,
 )
-from shared.errors import DeadlineExceeded, NoResponder, Unavailable
+from shared.errors import DeadlineExceeded, NoResponder, NotPermitted, Unavailable
 from shared.messages.codec import MalformedMessage, Message, decode, encode
 
 _log = logging.getLogger(__name__)
 
-_RECONNECT_WAIT_S = 0.25
-_PING_INTERVAL_S = 0.4
-"""A server that stopped answering is noticed after three of these: sooner than the default lease of 2 s,
-after which the silence would be blamed on peers."""
-
 
 class NatsBus(Bus):
-    """One process's connection. Reconnects for ever; subscriptions survive."""
+    """One process's connection, as ``Link`` keeps it; subscriptions survive it."""
 
-    def __init__(self, client: Client, name: str) -> None:
-        self._client = client
+    def __init__(self, link: Link, kind: str, about: dict[str, str]) -> None:
+        self._link = link
+        self._client = link.client
+        self._refusals = link.refusals
         self._malformed = MalformedLog()
-        self._service = RpcService(client, name, self._malformed, self._forget)
+        self._service = RpcService(link.client, kind, self._malformed, self._forget, about)
         self._subscriptions: set[Subscription] = set()
         self._events: set[EventSubscription[Any]] = set()
-        self._stream: PlanStream | None = None
-        self._up = asyncio.Event()
-        self._connected_since_s: float | None = None
-        self._last_error: Exception | None = None
-        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._stream = PlanStream(link.client, link.refusals, consumer_prefix=f"{kind}-{secrets.token_hex(8)}")
         self._unbuffered: set[str] = set()
         """Subjects of messages that must not outlast an outage."""
-        self._closing = False
 
     @classmethod
-    async def connect(cls, url: str, *, name: str, connect_timeout_s: float = 10.0) -> NatsBus:
-        """Connect as ``name`` to ``url`` (several: separated by commas).
+    async def connect(
+        cls,
+        url: str,
+        *,
+        name: str,
+        id: str = "",  # noqa: A002 - as everywhere else
+        incarnation: str = "",
+        access: NatsAccess = ANYBODY,
+        connect_timeout_s: float = 10.0,
+    ) -> NatsBus:
+        """Connect as the process ``id`` of the kind ``name`` to ``url`` (several: separated by commas).
 
-        Raises ``Unavailable``, naming the URL, when no server can be reached in time.
+        Raises ``NotPermitted`` when the server refuses the credentials, ``Unavailable``, naming the URL, when none can
+        be reached in time.
         """
-        client = Client()
-        bus = cls(client, name)
-        servers = [server.strip() for server in url.split(",")]
-        try:
-            async with asyncio.timeout(connect_timeout_s):
-                await client.connect(
-                    servers=servers,
-                    name=name,
-                    error_cb=bus._on_error,
-                    disconnected_cb=bus._on_disconnect,
-                    reconnected_cb=bus._on_reconnect,
-                    closed_cb=bus._on_closed,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=_RECONNECT_WAIT_S,  # type: ignore[arg-type]
-                    connect_timeout=max(1, int(connect_timeout_s)),
-                    ping_interval=_PING_INTERVAL_S,  # type: ignore[arg-type]
-                )
-        except (OSError, ValueError, nats.errors.Error) as error:
-            reason = bus._last_error or error
-            bus._closing = True
-            with contextlib.suppress(OSError, nats.errors.Error):
-                await client.close()
-            places = ", ".join(_without_password(server) for server in servers)
-            detail = f" ({reason})" if str(reason) else ""
-            raise Unavailable(f"cannot reach NATS at {places} within {connect_timeout_s:g} s{detail}") from error
-        bus._set_up()
+        link = Link(access)
+        about = {"id": id or name, "incarnation": incarnation or secrets.token_hex(8)}
+        bus = cls(link, name, about)
+        await link.connect(
+            url,
+            name,
+            about["id"],
+            about["incarnation"],
+            down=bus._on_down,
+            up_again=bus._on_up_again,
+            timeout_s=connect_timeout_s,
+        )
         return bus
 
     @property
@@ -97,8 +88,7 @@ class NatsBus(Bus):
 
     @property
     def connected_since_s(self) -> float | None:
-        # The client knows of an outage before it says so: it closes the old connection first.
-        return self._connected_since_s if self._client.is_connected else None
+        return self._link.connected_since_s
 
     async def publish(self, subject: str, message: Message, *, buffer: bool = True) -> None:
         payload = encode(message)
@@ -119,16 +109,35 @@ class NatsBus(Bus):
         await round_trip(self._client)
 
     async def subscribe(self, subject: str, kind: type[M], listener: Listener[M]) -> Subscription:
-        subscription = _Listening(self, kind, listener)
+        return await self._listen(subject, _Listening(self._malformed, kind, listener).receive)
+
+    async def watch_departures(self, listener: DepartureListener) -> Subscription:
+        async def receive(msg: Msg) -> None:
+            departure = departure_of(msg.data)
+            if departure is not None:
+                listener(departure)
+
+        try:
+            return await self._listen(subjects.departures(), receive)
+        except NotPermitted:
+            _log.info("this NATS server does not tell of connections that end: silence has to")
+            return _Silent()
+
+    async def _listen(self, subject: str, receive: Callable[[Msg], Awaitable[None]]) -> Subscription:
         # The task that the client starts for this subscription copies the context: it must hold no span.
         token = otel_context.attach(otel_context.Context())
         try:
-            subscription.inner = await self._client.subscribe(subject, cb=subscription.receive)
+            with self._refusals.watch("subscription", subject) as refused:
+                inner = await self._client.subscribe(subject, cb=receive)
+                await round_trip(self._client)
         except nats.errors.Error as error:
             raise Unavailable(f"cannot subscribe to {subject}: {error}") from error
         finally:
             otel_context.detach(token)
-        await round_trip(self._client)
+        subscription = _Subscribed(self, inner)
+        if refused.subject:
+            await subscription.close()
+            refused.check(f"subscribe to {subject}", self._refusals.user)
         self._subscriptions.add(subscription)
         return subscription
 
@@ -136,120 +145,103 @@ class NatsBus(Bus):
         payload = encode(message)
         headers = trace_headers()
         check_size(subject, payload, headers, self._client.max_payload)
-        try:
-            async with asyncio.timeout(timeout_s):
-                # Not buffered while down: a request delivered after its deadline would be acted upon, unheard.
-                await self._up.wait()
-                answer = await self._client.request(subject, payload, timeout=timeout_s, headers=headers)
-        except nats.errors.NoRespondersError as error:
-            raise NoResponder(f"nobody listens on {subject}") from error
-        except TimeoutError as error:
-            down = "" if self._up.is_set() else " (NATS is disconnected)"
-            raise DeadlineExceeded(f"no answer on {subject} within {timeout_s:g} s{down}") from error
-        except nats.errors.Error as error:
-            raise Unavailable(f"cannot send a request on {subject}: {error}") from error
+        with self._refusals.watch("publish", subject) as refused:
+            try:
+                async with asyncio.timeout(timeout_s) as limit:
+                    refused.ends(limit)
+                    # Not buffered while down: a request delivered after its deadline would be acted upon, unheard.
+                    await self._link.up.wait()
+                    answer = await self._client.request(subject, payload, timeout=timeout_s, headers=headers)
+            except nats.errors.NoRespondersError as error:
+                raise NoResponder(f"nobody listens on {subject}") from error
+            except TimeoutError as error:
+                refused.check(f"ask on {subject}", self._refusals.user)
+                down = "" if self._link.up.is_set() else " (NATS is disconnected)"
+                raise DeadlineExceeded(f"no answer on {subject} within {timeout_s:g} s{down}") from error
+            except nats.errors.Error as error:
+                raise Unavailable(f"cannot send a request on {subject}: {error}") from error
         return reply_of(answer.data, answer.headers, reply)
 
     async def respond(self, subject: str, kind: type[M], responder: Responder[M, R]) -> Subscription:
-        try:
-            subscription = await self._service.add(subject, kind, responder)
-        except nats.errors.Error as error:
-            raise Unavailable(f"cannot respond on {subject}: {error}") from error
-        await round_trip(self._client)
+        with self._refusals.watch("subscription", subject) as refused:
+            try:
+                subscription = await self._service.add(subject, kind, responder)
+            except nats.errors.Error as error:
+                raise Unavailable(f"cannot respond on {subject}: {error}") from error
+            await round_trip(self._client)
+        if refused.subject:
+            await subscription.close()
+            refused.check(f"answer on {subject}", self._refusals.user)
         self._subscriptions.add(subscription)
         return subscription
+
+    async def keep_plan_stream(self, limits: StreamLimits) -> None:
+        """Make the plan stream, or give it these limits. Raises ``Unavailable``, ``NotPermitted``."""
+        await self._stream.keep(limits)
 
     async def publish_event(self, subject: str, message: Message, *, message_id: str) -> None:
         payload = encode(message)
         headers = {**(trace_headers() or {}), Header.MSG_ID.value: message_id}
         check_size(subject, payload, headers, self._client.max_payload)
-        await self._plan_stream().append(subject, payload, headers)
+        await self._stream.append(subject, payload, headers)
 
     async def subscribe_events(self, subject: str, kind: type[M], listener: AsyncListener[M]) -> Subscription:
-        subscription = EventSubscription(self._plan_stream(), subject, kind, listener, self._malformed, self._forget)
+        subscription = EventSubscription(self._stream, subject, kind, listener, self._malformed, self._forget)
         await subscription.start()
         self._subscriptions.add(subscription)
         self._events.add(subscription)
         return subscription
 
     async def wait_lost(self) -> str:
-        return await asyncio.shield(self._lost)
+        return await asyncio.shield(self._link.lost)
 
     async def close(self) -> None:
-        self._closing = True
+        self._link.closes()
         for subscription in list(self._subscriptions):
             await subscription.close()
         self._subscriptions.clear()
         self._events.clear()
         await self._service.stop()
         await round_trip(self._client)
-        await self._client.close()
-        self._connected_since_s = None
+        await self._link.close()
 
     def _forget(self, subscription: Subscription) -> None:
         self._subscriptions.discard(subscription)
         if isinstance(subscription, EventSubscription):
             self._events.discard(subscription)
 
-    def _plan_stream(self) -> PlanStream:
-        if self._stream is None:
-            self._stream = PlanStream(self._client)
-        return self._stream
-
-    def _set_up(self) -> None:
-        self._connected_since_s = time.monotonic()
-        self._last_error = None
-        self._up.set()
-
-    async def _on_disconnect(self) -> None:
-        self._connected_since_s = None
-        self._up.clear()
+    def _on_down(self) -> None:
         drop_unsent(self._client, self._unbuffered)
-        reconnecting = asyncio.current_task()
-        if reconnecting is not None and reconnecting is self._client._reconnection_task:
-            reconnecting.add_done_callback(self._reconnection_ended)
-        if not self._closing and not self._client.is_closed:
-            _log.warning("NATS is disconnected; reconnecting")
 
-    async def _on_reconnect(self) -> None:
-        self._set_up()
-        _log.info("NATS is connected again")
+    def _on_up_again(self) -> None:
         for subscription in self._events:
             subscription.reconnected()
 
-    async def _on_closed(self) -> None:
-        self._connected_since_s = None
-        # Whoever waits for the connection learns from the client that it is closed.
-        self._up.set()
-        if not self._closing:
-            reason = str(self._client.last_error or "without a reason")
-            _log.error("the NATS server closed the connection for good: %s", reason)
-            self._lose(reason)
 
-    def _reconnection_ended(self, task: asyncio.Task[None]) -> None:
-        """The client's task that reconnects is over: with a connection, or replaced, or by a fault of its own."""
-        if not task.cancelled() and task is self._client._reconnection_task and self._client.is_reconnecting:
-            self._up.set()
-            self._lose(f"the client gave up reconnecting: {task.exception()!r}")
+class _Subscribed:
+    """A plain subscription that runs."""
 
-    def _lose(self, reason: str) -> None:
-        if not self._closing and not self._lost.done():
-            self._lost.set_result(reason)
+    def __init__(self, bus: NatsBus, inner: NatsSubscription) -> None:
+        self._bus = bus
+        self._inner = inner
 
-    async def _on_error(self, error: Exception) -> None:
-        # The client reports every failed attempt; one line per outage and reason is enough.
-        if str(error) != str(self._last_error):
-            _log.warning("NATS: %s", error or type(error).__name__)
-        self._last_error = error
+    async def close(self) -> None:
+        self._bus._forget(self)
+        await drain(self._bus._client, self._inner)
+
+
+class _Silent:
+    """A subscription to what this server does not offer."""
+
+    async def close(self) -> None:
+        pass
 
 
 class _Listening(Generic[M]):
-    """A plain subscription: decode and call, inline."""
+    """Decode and call, inline."""
 
-    inner: NatsSubscription
-
-    def __init__(self, bus: NatsBus, kind: type[M], listener: Listener[M]) -> None:
-        self._bus = bus
+    def __init__(self, malformed: MalformedLog, kind: type[M], listener: Listener[M]) -> None:
+        self._malformed = malformed
         self._kind = kind
         self._listener = listener
 
@@ -257,7 +249,7 @@ class _Listening(Generic[M]):
         try:
             message = decode(msg.data, self._kind)
         except MalformedMessage as error:
-            self._bus._malformed.record(self._kind, msg.subject, error)
+            self._malformed.record(self._kind, msg.subject, error)
             return
         token = enter_sender_context(msg.headers)
         try:
@@ -266,12 +258,3 @@ class _Listening(Generic[M]):
             _log.exception("the listener of %s failed", msg.subject)
         finally:
             leave_sender_context(token)
-
-    async def close(self) -> None:
-        self._bus._forget(self)
-        await drain(self._bus._client, self.inner)
-
-
-def _without_password(server: str) -> str:
-    parts = urlsplit(server)
-    return server.replace(f"{parts.netloc.rpartition('@')[0]}@", "") if "@" in parts.netloc else server

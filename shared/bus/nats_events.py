@@ -1,4 +1,4 @@
-"""Durable events: the plan stream in JetStream and its readers."""
+"""Reading durable events from the plan stream in JetStream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Generic
 
 import nats.errors
 import nats.js.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 from opentelemetry import context as otel_context
@@ -19,75 +18,20 @@ from opentelemetry import context as otel_context
 from shared import subjects
 from shared.bus.base import AsyncListener, M
 from shared.bus.nats_order import end
-from shared.bus.wire import Headers, MalformedLog, enter_sender_context, leave_sender_context
+from shared.bus.nats_stream import PlanStream
+from shared.bus.refusals import JETSTREAM
+from shared.bus.wire import MalformedLog, enter_sender_context, leave_sender_context
 from shared.errors import Unavailable
 from shared.messages.codec import MalformedMessage, decode
 
 _log = logging.getLogger(__name__)
 
-MAX_AGE_S = 7 * 24 * 3600
-DUPLICATE_WINDOW_S = 120
-PUBLISH_TIMEOUT_S = 5.0
-_API_TIMEOUT_S = 2.0
 _RETRY_WAIT_S = 0.25
+_MAX_RETRY_WAIT_S = 1.0
 _ACK_WAIT_S = 30.0
 _WATCH_INTERVAL_S = 15.0
+_START_TIMEOUT_S = 8.0
 _CLOSE_TIMEOUT_S = 10.0
-
-
-class PlanStream:
-    """The stream over ``subjects.plans()``, created when missing."""
-
-    def __init__(self, client: Client) -> None:
-        self.jetstream: JetStreamContext = client.jetstream(timeout=_API_TIMEOUT_S)
-        self._lock = asyncio.Lock()
-        self._known = False
-
-    async def info(self) -> api.StreamInfo:
-        """The stream's state. Raises ``nats.errors.Error`` while JetStream is away."""
-        async with self._lock:
-            try:
-                info = await self.jetstream.stream_info(subjects.PLAN_STREAM)
-            except nats.js.errors.NotFoundError:
-                with contextlib.suppress(nats.js.errors.BadRequestError):  # another process was first
-                    await self.jetstream.add_stream(
-                        api.StreamConfig(
-                            name=subjects.PLAN_STREAM,
-                            subjects=[subjects.plans()],
-                            storage=api.StorageType.FILE,
-                            max_age=MAX_AGE_S,
-                            discard=api.DiscardPolicy.OLD,
-                            duplicate_window=DUPLICATE_WINDOW_S,
-                        )
-                    )
-                info = await self.jetstream.stream_info(subjects.PLAN_STREAM)
-            self._known = True
-            return info
-
-    async def append(self, subject: str, payload: bytes, headers: Headers) -> None:
-        """Append once; retried until the deadline, which ``Nats-Msg-Id`` makes safe. Raises ``Unavailable``."""
-        reason: Exception | None = None
-        try:
-            async with asyncio.timeout(PUBLISH_TIMEOUT_S):
-                while True:
-                    try:
-                        if not self._known:
-                            await self.info()
-                        await self.jetstream.publish(
-                            subject, payload, timeout=_API_TIMEOUT_S, stream=subjects.PLAN_STREAM, headers=headers
-                        )
-                    except nats.js.errors.NoStreamResponseError as error:
-                        reason, self._known = error, False
-                    except (TimeoutError, nats.errors.Error) as error:
-                        reason = error
-                    else:
-                        return
-                    await asyncio.sleep(_RETRY_WAIT_S)
-        except TimeoutError:
-            detail = f": {reason}" if reason else ""
-            raise Unavailable(
-                f"the plan stream took no event on {subject} within {PUBLISH_TIMEOUT_S:.0f} s{detail}"
-            ) from reason
 
 
 class EventSubscription(Generic[M]):
@@ -111,19 +55,31 @@ class EventSubscription(Generic[M]):
         self._arrived: asyncio.Queue[Msg] = asyncio.Queue()
         self._pending: set[int] = set()
         self._stream_created: datetime | None = None
+        self._waits = False
+        """For a stream that nobody had made when this began: all that it will hold came after."""
         self._next_sequence = 0
         self._consumer: JetStreamContext.PushSubscription | None = None
         self._reconnected = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Raises ``Unavailable`` when JetStream does not answer."""
+        """Raises ``Unavailable`` when JetStream does not answer, ``NotPermitted``."""
         token = otel_context.attach(otel_context.Context())
+        refusals = self._stream.refusals
         try:
-            await self._attach()
+            with refusals.watch("publish", JETSTREAM) as refused:
+                try:
+                    async with asyncio.timeout(_START_TIMEOUT_S) as limit:
+                        refused.ends(limit)
+                        await self._attach()
+                except nats.js.errors.NotFoundError:
+                    _log.info("waiting for a planner to make the plan stream (events on %s)", self._subject)
+                    self._waits = True
+                    self._reconnected.set()
+                except (TimeoutError, nats.errors.Error) as error:
+                    refused.check(f"read events on {self._subject}", refusals.user)
+                    raise Unavailable(f"cannot subscribe to events on {self._subject}: {error}") from error
             self._tasks = [asyncio.create_task(self._handle_events()), asyncio.create_task(self._watch())]
-        except (TimeoutError, nats.errors.Error) as error:
-            raise Unavailable(f"cannot subscribe to events on {self._subject}: {error}") from error
         finally:
             otel_context.detach(token)
 
@@ -149,7 +105,8 @@ class EventSubscription(Generic[M]):
         info = await self._stream.info()
         if info.created != self._stream_created:
             # A stream made anew counts from 1, and all that it holds came after this subscription.
-            self._next_sequence = info.state.last_seq + 1 if self._stream_created is None else 1
+            first = self._stream_created is None and not self._waits
+            self._next_sequence = info.state.last_seq + 1 if first else 1
             self._stream_created = info.created
         await self._detach()
         self._consumer = await self._stream.jetstream.subscribe(
@@ -158,6 +115,8 @@ class EventSubscription(Generic[M]):
             cb=self._arrive,
             manual_ack=True,
             config=api.ConsumerConfig(
+                # With a name and one filter the server sees on the subject of the request what it is for.
+                name=self._stream.new_consumer_name(),
                 deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
                 opt_start_seq=self._next_sequence,
                 ack_policy=api.AckPolicy.EXPLICIT,
@@ -182,15 +141,24 @@ class EventSubscription(Generic[M]):
                 if await self._consumer_lives():
                     continue
                 _log.warning("the event consumer on %s is gone; making it again", self._subject)
-            while True:
-                self._reconnected.clear()
-                try:
-                    await self._attach()
-                except (TimeoutError, nats.errors.Error) as error:
+            await self._attach_again()
+
+    async def _attach_again(self) -> None:
+        wait_s, said = _RETRY_WAIT_S, ""
+        while True:
+            self._reconnected.clear()
+            try:
+                await self._attach()
+            except nats.js.errors.NotFoundError:
+                pass  # nobody has made the stream (again); while there is none there are no events
+            except (TimeoutError, nats.errors.Error) as error:
+                if str(error) != said:
                     _log.warning("cannot resume events on %s yet: %s", self._subject, error)
-                    await asyncio.sleep(_RETRY_WAIT_S)
-                else:
-                    break
+                said = str(error)
+            else:
+                return
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _MAX_RETRY_WAIT_S)
 
     async def _consumer_lives(self) -> bool:
         try:

@@ -15,6 +15,8 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 
+from shared import subjects
+
 _TIMEOUT_S = 2.0
 _CANCEL_AGAIN_S = 0.1
 
@@ -23,7 +25,7 @@ async def round_trip(client: Client) -> None:
     """Return once the server has processed everything sent so far, or after 2 s. At once while disconnected."""
     if client.is_connected:
         with contextlib.suppress(nats.errors.Error):  # "no responders" is the answer expected
-            await client.request(client.new_inbox(), timeout=_TIMEOUT_S)
+            await client.request(subjects.nobody(), timeout=_TIMEOUT_S)
 
 
 async def drain(client: Client, subscription: Subscription) -> None:

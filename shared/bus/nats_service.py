@@ -97,12 +97,19 @@ class RpcService:
     """This process's one micro service; ``add`` gives it endpoints."""
 
     def __init__(
-        self, client: Client, name: str, malformed: MalformedLog, on_close: Callable[[RpcSubscription], None]
+        self,
+        client: Client,
+        name: str,
+        malformed: MalformedLog,
+        on_close: Callable[[RpcSubscription], None],
+        about: dict[str, str],
     ) -> None:
+        """``name``: of the kind of service; ``about``: which one of them this is."""
         self._client = client
         self._name = re.sub(r"[^A-Za-z0-9_\-]", "-", name)
         self._malformed = malformed
         self._on_close = on_close
+        self._about = about
         self._service: Service | None = None
         self._stats: dict[str, AnswerStats] = {}
         self._lock = asyncio.Lock()
@@ -125,7 +132,9 @@ class RpcService:
 
     async def _started(self) -> Service:
         if self._service is None:
-            config = ServiceConfig(name=self._name, version=SERVICE_VERSION, stats_handler=self._stats_of)
+            config = ServiceConfig(
+                name=self._name, version=SERVICE_VERSION, metadata=self._about, stats_handler=self._stats_of
+            )
             service = Service(self._client, config)
             await service.start()
             self._service = service

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from compose.cli.credentials import HEALTH
+from compose.credentials import files_of_credentials
+
 ROOT = Path(__file__).parents[2]
 SERVICES = ("gateway", "monitor", "planner", "pool", "worker")
 
@@ -18,7 +21,9 @@ def compose_file(name: str = "docker-compose.yml") -> dict[str, Any]:
 
 
 def known_variables(service: str) -> set[str]:
-    return set(re.findall(r'"(BLITZ_[A-Z0-9_]+)"', (ROOT / "services" / service / "config.py").read_text()))
+    files = (ROOT / "services" / service / "config.py", ROOT / "shared" / "bus" / "access.py")
+    names = {name for file in files for name in re.findall(r'"(BLITZ_[A-Z0-9_]+)"', file.read_text())}
+    return names | {f"{name}_FILE" for name in names if name.endswith("_PASSWORD")}
 
 
 def dockerfile() -> str:
@@ -36,6 +41,32 @@ def test_every_variable_that_is_set_is_read_by_the_service(service: str) -> None
 def test_images_set_only_variables_that_some_service_reads() -> None:
     known = set().union(*(known_variables(service) for service in SERVICES))
     assert set(re.findall(r"\b(BLITZ_[A-Z_]+)=", dockerfile())) - known == set()
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_service_is_a_user_of_its_own_and_sees_its_own_password_only(service: str) -> None:
+    described = compose_file()["services"][service]
+    assert described["environment"]["BLITZ_NATS_USER"] == service
+    seen = [s if isinstance(s, str) else s["source"] for s in described["secrets"]]
+    assert set(seen) == {f"nats_{service}"} | ({"redis_password"} if service == "pool" else set())
+    assert {"source": f"nats_{service}", "target": "nats_password"} in described["secrets"]
+    assert described["environment"]["BLITZ_NATS_PASSWORD_FILE"] == "/run/secrets/nats_password"
+
+
+def test_secrets_are_files_that_the_command_makes() -> None:
+    made = {f"/{name}" for name in files_of_credentials()}
+    for name, secret in compose_file()["secrets"].items():
+        assert "/" + secret["file"].rpartition("/")[2] in made, name
+    used = [
+        s if isinstance(s, str) else s["source"]
+        for x in compose_file()["services"].values()
+        for s in x.get("secrets", [])
+    ]
+    assert set(used) == set(compose_file()["secrets"])
+
+
+def test_health_of_nats_is_asked_where_its_file_says() -> None:
+    assert HEALTH in " ".join(compose_file()["services"]["nats"]["healthcheck"]["test"])
 
 
 @pytest.mark.parametrize("service", SERVICES)

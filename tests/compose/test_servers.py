@@ -9,13 +9,17 @@ from pathlib import Path
 import nats
 import pytest
 import redis.asyncio
+from nats.aio.client import Client
 
+from compose import credentials
 from compose.children import Addresses, nats_spec, redis_spec
 from compose.config import StackConfig
 from compose.ports import free_port
 from compose.probes import nats_probe, redis_probe, wait_until
 from compose.state_dir import StateDir
 from compose.supervisor import Supervisor
+from shared import subjects
+from shared.permissions import inbox_prefix
 
 pytestmark = pytest.mark.stack
 
@@ -38,6 +42,15 @@ class Servers:
         await wait_until(nats_probe("127.0.0.1", self.addresses.nats_port), "nats", timeout_s=10)
         await wait_until(redis_probe(self.addresses.redis_socket, self.addresses.redis_port), "redis", timeout_s=10)
 
+    def redis(self) -> redis.asyncio.Redis:
+        password = (self.state.credentials / credentials.REDIS_PASSWORD).read_text().strip()
+        return redis.asyncio.from_url(self.addresses.redis_url, password=password)
+
+    async def planner(self) -> Client:
+        password = (self.state.credentials / credentials.password_file("planner")).read_text().strip()
+        url, inbox = self.addresses.nats_url, inbox_prefix("planner")
+        return await nats.connect(url, user="planner", password=password, inbox_prefix=inbox)
+
     async def stop(self) -> None:
         await self.supervisor.stop([["redis"], ["nats"]])
         self.state.release()
@@ -52,7 +65,7 @@ async def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 
 async def test_redis_keeps_its_keys_when_it_restarts(servers: Servers) -> None:
-    client = redis.asyncio.from_url(servers.addresses.redis_url)
+    client = servers.redis()
     await client.set("key", "value")
     await client.aclose()
     child = servers.supervisor.children["redis"]
@@ -63,15 +76,15 @@ async def test_redis_keeps_its_keys_when_it_restarts(servers: Servers) -> None:
             redis_probe(servers.addresses.redis_socket, servers.addresses.redis_port), "redis", timeout_s=10
         )
     await servers.ready()
-    client = redis.asyncio.from_url(servers.addresses.redis_url)
+    client = servers.redis()
     assert await client.get("key") == b"value"
     await client.aclose()
 
 
 async def test_jetstream_keeps_its_messages_when_nats_is_killed(servers: Servers) -> None:
-    connection = await nats.connect(servers.addresses.nats_url)
-    await connection.jetstream().add_stream(name="PLANS", subjects=["plans.>"])
-    await connection.jetstream().publish("plans.one", b"a plan")
+    connection = await servers.planner()
+    await connection.jetstream().add_stream(name=subjects.PLAN_STREAM, subjects=[subjects.plans()])
+    await connection.jetstream().publish(subjects.scale_plans(), b"a plan")
     await connection.close()
     child = servers.supervisor.children["nats"]
     before = child.pid
@@ -79,8 +92,8 @@ async def test_jetstream_keeps_its_messages_when_nats_is_killed(servers: Servers
     while child.pid in (None, before):
         await wait_until(nats_probe("127.0.0.1", servers.addresses.nats_port), "nats", timeout_s=10)
     await servers.ready()
-    connection = await nats.connect(servers.addresses.nats_url)
-    assert (await connection.jetstream().get_msg("PLANS", 1)).data == b"a plan"
+    connection = await servers.planner()
+    assert (await connection.jetstream().stream_info(subjects.PLAN_STREAM)).state.messages == 1
     await connection.close()
 
 
@@ -90,3 +103,26 @@ async def test_neither_server_listens_beyond_this_machine(servers: Servers) -> N
     for child in servers.supervisor.children.values():
         listening = [c.laddr for c in psutil.Process(child.pid).net_connections("inet") if c.status == "LISTEN"]
         assert {address.ip for address in listening} <= {"127.0.0.1"}
+
+
+async def test_neither_server_takes_anybody_without_a_password(servers: Servers) -> None:
+    async def ignore(error: Exception) -> None:
+        del error
+
+    client = redis.asyncio.from_url(servers.addresses.redis_url)
+    with pytest.raises(redis.RedisError, match=r"(?i)authentica"):
+        await client.get("key")
+    await client.aclose()
+    with pytest.raises(nats.errors.Error, match="Authorization Violation"):
+        await nats.connect(servers.addresses.nats_url, allow_reconnect=False, error_cb=ignore)
+
+
+async def test_passwords_are_in_no_command_line(servers: Servers) -> None:
+    import psutil
+
+    names = [name for name in credentials.files_of_credentials() if name.endswith(".password")]
+    passwords = [(servers.state.credentials / name).read_text().strip() for name in names]
+    for child in servers.supervisor.children.values():
+        process = psutil.Process(child.pid)
+        shown = " ".join([*process.cmdline(), *process.environ().values()])
+        assert not [password for password in passwords if password in shown]

@@ -88,6 +88,7 @@ async def test_children_get_their_environment(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://traces:4318")
     monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
     monkeypatch.setenv("BLITZ_ADMIN_KEY", "secret")
+    monkeypatch.setenv("BLITZ_NATS_PASSWORD", "of another server")
     per_service = {"worker": {"EXTRA": "all", "BLITZ_WORKER_LEAF": "leaf-7"}, "worker-1": {"EXTRA": "one"}}
     config = stack_config(tmp_path, fake_env, demo_model, service_env=per_service, engine="mock")
     async with Stack(config) as stack:
@@ -96,9 +97,16 @@ async def test_children_get_their_environment(
             name: json.loads((tmp_path / "fake" / f"{name}.env").read_text()) for name in NAMES - {"nats", "redis"}
         }
         assert {env["BLITZ_NATS_URL"] for env in found.values()} == {stack.nats_url}
+        for name, env in found.items():
+            kind = name.partition("-")[0]
+            assert env["BLITZ_NATS_USER"] == kind
+            assert env["BLITZ_NATS_PASSWORD_FILE"] == str(stack.state_dir.credentials / f"nats-{kind}.password")
+            assert env["BLITZ_NATS_PASSWORD"] == env["BLITZ_NATS_CREDS_FILE"] == ""
         assert {env["OTEL_EXPORTER_OTLP_ENDPOINT"] for env in found.values()} == {"http://traces:4318"}
         assert all("OTEL_SERVICE_NAME" not in env for env in found.values())
         assert found["pool"]["BLITZ_REDIS_URL"] == stack.redis_url
+        assert found["pool"]["BLITZ_REDIS_PASSWORD_FILE"] == str(stack.state_dir.credentials / "redis.password")
+        assert "BLITZ_REDIS_PASSWORD_FILE" not in found["worker-0"]
         assert f"http://{found['gateway']['BLITZ_GATEWAY_HOST']}:{found['gateway']['BLITZ_GATEWAY_PORT']}" == stack.url
         assert found["gateway"]["BLITZ_ADMIN_KEYS"] == "secret"
         worker = found["worker-1"]

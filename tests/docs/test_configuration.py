@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 _VARIABLE = re.compile(r"\bBLITZ_[A-Z0-9_]*[A-Z0-9]\b")
 _TEXT_FILES = {".py", ".yml", ".yaml", ".conf", ""}
-_NOT_SETTINGS = {"BLITZ_PLANS"}
-"""The JetStream stream's name."""
+_NOT_SETTINGS = {"BLITZ_PLANS", "BLITZ_RECORDS"}
+"""Names of JetStream streams."""
 
 
 def _names(files: Iterable[Path]) -> set[str]:
@@ -18,10 +18,15 @@ def _names(files: Iterable[Path]) -> set[str]:
 
 
 def _in_code() -> set[str]:
-    files = list(ROOT.glob("services/*/config.py"))
+    files = [*ROOT.glob("services/*/config.py"), ROOT / "shared/bus/access.py"]
     for folder in ("compose", "bench"):
         files += [f for f in (ROOT / folder).rglob("*") if f.is_file() and f.suffix in _TEXT_FILES]
-    return _names(files) - _NOT_SETTINGS
+    return _with_files(_names(files)) - _NOT_SETTINGS
+
+
+def _with_files(names: set[str]) -> set[str]:
+    """A secret's variable has one beside it that names a file (``Settings.secret``)."""
+    return names | {f"{name}_FILE" for name in names if name.endswith("_PASSWORD")}
 
 
 def _documented() -> set[str]:

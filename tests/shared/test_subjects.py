@@ -15,21 +15,28 @@ FIXED = (
 NAMED = (
     subjects.tokens, subjects.worker_submit, subjects.worker_cancel, subjects.worker_ack, subjects.worker_resend,
     subjects.worker_plans,
-    subjects.pool, subjects.planner,
 )  # fmt: skip
+OPERATIONS = {subjects.pool: subjects.POOL_OPERATIONS, subjects.planner: subjects.PLANNER_OPERATIONS}
 
 
 def test_no_two_subjects_are_equal_and_all_carry_the_version() -> None:
     every = [build() for build in FIXED] + [build("heartbeat") for build in NAMED]
+    every += [build(operation) for build, operations in OPERATIONS.items() for operation in operations]
     assert len(set(every)) == len(every)
     assert all(subject.startswith("blitz.v1.") for subject in every)
 
 
-@pytest.mark.parametrize("build", NAMED)
+@pytest.mark.parametrize("build", [*NAMED, *OPERATIONS])
 @pytest.mark.parametrize("name", ["", "a.b", "*", ">", "a b", "a\r\nPUB x", "ä"])
 def test_a_name_that_would_change_the_subject_is_refused(build: Callable[[str], str], name: str) -> None:
     with pytest.raises(ValueError, match="subject"):
         build(name)
+
+
+@pytest.mark.parametrize("build", OPERATIONS)
+def test_an_operation_that_is_in_no_list_has_no_subject(build: Callable[[str], str]) -> None:
+    with pytest.raises(ValueError, match=r"no subject for the operation 'unheard_of': known are \w+"):
+        build("unheard_of")
 
 
 def test_the_plan_stream_takes_plans_and_nothing_else() -> None:

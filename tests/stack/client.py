@@ -87,7 +87,8 @@ async def until(stack: Stack, condition: Callable[[Status], bool], timeout_s: fl
 
 @contextlib.asynccontextmanager
 async def bus(stack: Stack) -> AsyncIterator[NatsBus]:
-    connected = await NatsBus.connect(stack.nats_url, name="test")
+    """As the monitor, who hears the load of all."""
+    connected = await NatsBus.connect(stack.nats_url, name="monitor", id="test", access=stack.nats_access("monitor"))
     try:
         yield connected
     finally:

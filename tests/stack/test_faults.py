@@ -10,9 +10,11 @@ import nats
 import openai
 import pytest
 import pytest_asyncio
+from nats.aio.client import Client
 
 from compose.stack import Stack
 from shared import subjects
+from shared.permissions import KINDS, TABLE, Kind, inbox_prefix
 from tests.stack.client import complete, openai_client, scale, stream, until
 from tests.stack.conftest import MODEL, READY_S, mock_config
 
@@ -79,33 +81,33 @@ async def test_streams_survive_the_control_plane(stack: Stack) -> None:
     await scale(stack, MODEL, 1)
 
 
+async def _client(stack: Stack, user: Kind) -> Client:
+    password = stack.nats_access(user).password
+    return await nats.connect(stack.nats_url, user=user, password=password, inbox_prefix=inbox_prefix(user))
+
+
 async def test_garbage_on_every_subject_changes_nothing(stack: Stack) -> None:
     await until(stack, lambda s: s.serving(MODEL) >= 1)
     pids = {name: child.pid for name, child in stack.processes.items()}
-    client = await nats.connect(stack.nats_url)
+    # Of each subject, from one who may send on it.
+    clients = {user: await _client(stack, user) for user in KINDS}
     workers = [w.id for w in (await stack.admin.status()).workers]
     everywhere = [
-        subjects.gateway_heartbeat(),
-        subjects.load(),
-        subjects.host_load(),
-        subjects.queue(),
-        subjects.demand(),
-        subjects.routes(),
-        subjects.progress(),
-        subjects.scale_plans(),
-        subjects.drain_plans(),
-        *(subjects.pool(o) for o in ("heartbeat", "add_model", "remove_model", "snapshot", "lease", "set_floor")),
-        *(subjects.planner(o) for o in ("scale", "record", "records")),
-        *(s(w) for w in workers for s in (subjects.worker_submit, subjects.worker_cancel, subjects.worker_ack)),
+        (row.senders[0], subject)
+        for row in TABLE
+        if row.senders
+        for subject in {row.subject.replace("*", name) for name in (*workers, "nobody")}
     ]
-    for subject in everywhere:
+    for user, subject in everywhere:
         for payload in (b"", b"\xc1\xff\x00", b"\x81\xa4kind\xaanothing.v9", b"{}" * 50_000):
-            await client.publish(subject, payload)
-    await client.flush()
-    answer = await client.request(subjects.pool("snapshot"), b"\xc1", timeout=5)
+            await clients[user].publish(subject, payload)
+    for client in clients.values():
+        await client.flush()
+    answer = await clients["gateway"].request(subjects.pool("snapshot"), b"\xc1", timeout=5)
     assert answer.headers is not None
     assert "malformed_message" in answer.headers.values()
-    await client.close()
+    for client in clients.values():
+        await client.close()
     async with openai_client(stack) as asking:
         assert await complete(asking, MODEL, max_tokens=5)
     assert {name: child.pid for name, child in stack.processes.items()} == pids

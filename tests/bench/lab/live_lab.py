@@ -121,8 +121,8 @@ class LiveLab(Lab):
 
     async def prepare(self) -> None:
         """Ask the one idle instance for everything that will be asked, and listen to what services tell each other."""
-        bus = self.stack.bus
-        await subscribe_load(bus, self._on_load)
+        planner, bus = await self.stack.bus_as("planner"), await self.stack.bus_as("worker")
+        await subscribe_load(planner, self._on_load)
         await bus.subscribe_events(subjects.scale_plans(), ScalePlan, self._on_plan)
         await bus.subscribe_events(subjects.zigzag_assignments(), ZigzagAssignment, self._on_assignment)
         self._streams_alone = await self._long.alone(BURST[:NUM_STREAMS])
@@ -221,12 +221,13 @@ class LiveLab(Lab):
         newer = msgspec.structs.replace(
             old, plan_id=plan_id, members=(*[m for m in old.members if m is not target], member)
         )
-        await self.stack.bus.publish_event(subjects.scale_plans(), newer, message_id=plan_id)
+        planner = await self.stack.bus_as("planner")
+        await planner.publish_event(subjects.scale_plans(), newer, message_id=plan_id)
         return newer
 
     async def _epoch(self) -> int:
         """The newest of all: of the lease of a spare worker, which is given back."""
-        bus, plan_id = self.stack.bus, "plan-for-an-epoch"
+        bus, plan_id = await self.stack.bus_as("planner"), "plan-for-an-epoch"
         (spare, *_) = [w.worker.worker_id for w in await self.stack.workers() if w.state == "spare"]
         lease = LeaseWorkers(plan_id=plan_id, model=self.stack.model, worker_ids=(spare,), ttl_s=_LEASE_S)
         grant = await bus.request(subjects.pool("lease"), lease, LeaseGrant, timeout_s=_RPC_S)

@@ -53,7 +53,7 @@ async def test_a_frozen_server_counts_as_disconnected_before_a_lease_has_passed(
 
 
 async def test_services_answer_discovery_and_count_requests_and_errors(nats_place: NatsPlace) -> None:
-    name = f"pool {uuid.uuid4().hex}"
+    name = f"pool-{uuid.uuid4().hex}"
     bus, on = await nats_place.bus(name), f"{subjects.PREFIX}.test.{uuid.uuid4().hex}"
 
     async def respond(message: Cancel) -> Ack:
@@ -66,9 +66,9 @@ async def test_services_answer_discovery_and_count_requests_and_errors(nats_plac
     with pytest.raises(Overloaded):
         await bus.request(on, Cancel(request_id="r", attempt=1), Ack, timeout_s=2.0)
     async with await nats.connect(nats_place.server.url) as client:
-        verb = name.replace(" ", "-")
-        info = json.loads((await client.request(f"$SRV.INFO.{verb}", timeout=2.0)).data)
-        stats = json.loads((await client.request(f"$SRV.STATS.{verb}", timeout=2.0)).data)
+        info = json.loads((await client.request(f"$SRV.INFO.{name}", timeout=2.0)).data)
+        stats = json.loads((await client.request(f"$SRV.STATS.{name}", timeout=2.0)).data)
+    assert info["metadata"]["id"] == name
     (endpoint,) = info["endpoints"]
     assert (endpoint["subject"], endpoint["name"]) == (on, on.replace(".", "-"))
     (figures,) = stats["endpoints"]
@@ -119,16 +119,6 @@ async def test_events_go_on_when_the_stream_was_lost_with_the_server(nats_place:
     await nats_place.go_up()
     await bus.publish_event(on, Cancel(request_id="r", attempt=1), message_id=f"{on}-1")
     await eventually(lambda: got == [0, 1])
-
-
-async def test_the_plan_stream_keeps_events_for_a_week_on_disk(nats_place: NatsPlace) -> None:
-    bus = await nats_place.bus("a")
-    await bus.publish_event(subjects.scale_plans(), CANCEL, message_id=uuid.uuid4().hex)
-    async with await nats.connect(nats_place.server.url) as client:
-        config = (await client.jetstream().stream_info(subjects.PLAN_STREAM)).config
-    assert config.subjects == [subjects.plans()]
-    assert (config.storage, config.discard) == ("file", "old")
-    assert (config.max_age, config.duplicate_window) == (7 * 24 * 3600, 120)
 
 
 async def test_two_processes_may_create_the_stream_at_once(nats_place: NatsPlace) -> None:

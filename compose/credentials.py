@@ -1,0 +1,119 @@
+"""Passwords of NATS's users and of Redis, and the servers' configuration with them: made on the spot, once per folder.
+
+Written from the one table of who may do what (``shared.permissions``) by ``blitzscale up`` into its state directory,
+and by ``blitzscale credentials`` for docker-compose and other deployments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+
+from compose.errors import StackRefused
+from shared import subjects
+from shared.permissions import USERS, Grant, User, grant
+
+ACCOUNT = "BLITZ"
+NATS_CONF = "nats.conf"
+REDIS_CONF = "redis.conf"
+REDIS_PASSWORD = "redis.password"
+_PASSWORD_BYTES = 32
+
+
+def password_file(user: User) -> str:
+    """Name of the file with a NATS user's password."""
+    return f"nats-{user}.password"
+
+
+def files_of_credentials() -> tuple[str, ...]:
+    """Everything that ``make`` writes."""
+    return (NATS_CONF, REDIS_CONF, REDIS_PASSWORD, *(password_file(user) for user in USERS))
+
+
+def make(folder: Path, *, mode: int = 0o600, http: str = "", renew: bool = True) -> None:
+    """Write new passwords and both servers' configuration. The folder is closed to all others, whatever ``mode`` says.
+
+    ``http``: where NATS answers health checks, such as ``127.0.0.1:8222``. Raises ``StackRefused`` if something is
+    there and ``renew`` is off, or the folder cannot be written.
+    """
+    there = [name for name in files_of_credentials() if (folder / name).exists()]
+    if there and not renew:
+        raise StackRefused(
+            f"{folder} holds {', '.join(there)} already: --renew replaces them, for all services at once"
+        )
+    passwords: dict[User, str] = {user: secrets.token_urlsafe(_PASSWORD_BYTES) for user in USERS}
+    redis = secrets.token_urlsafe(_PASSWORD_BYTES)
+    texts = {password_file(user): f"{password}\n" for user, password in passwords.items()}
+    texts[NATS_CONF] = nats_conf(passwords, http=http)
+    texts[REDIS_CONF] = f'{_base(REDIS_CONF)}\nrequirepass "{redis}"\n'
+    texts[REDIS_PASSWORD] = f"{redis}\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)
+        for name, text in texts.items():
+            _write(folder / name, text, mode)
+    except OSError as error:
+        raise StackRefused(f"the credentials cannot be written to {folder}: {error.strerror}") from error
+
+
+def nats_conf(
+    passwords: Mapping[User, str], *, http: str = "", others: Mapping[str, tuple[str, Grant]] | None = None
+) -> str:
+    """The whole configuration. ``others``: users besides those of the table, with password and rights (tests)."""
+    users = [_user(name, password, grant(name)) for name, password in passwords.items()]
+    users += [_user(name, password, rights) for name, (password, rights) in (others or {}).items()]
+    gone = f"$SYS.ACCOUNT.{ACCOUNT}.DISCONNECT"
+    parts = [
+        _base(NATS_CONF),
+        f"http: {json.dumps(http)}\n" if http else "",
+        "# The server's own account has no users. Of all that it knows it tells one thing: whose connection has ended.",
+        "system_account: SYS",
+        "accounts {",
+        f"  SYS {{ exports: [ {{ stream: {json.dumps(gone)}, accounts: [{ACCOUNT}] }} ] }}",
+        f"  {ACCOUNT} {{",
+        "    jetstream: enabled",
+        f"    imports: [ {{ stream: {{ account: SYS, subject: {json.dumps(gone)} }}, "
+        f"to: {json.dumps(subjects.departures())} }} ]",
+        "    users: [",
+        *users,
+        "    ]",
+        "  }",
+        "}",
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def _user(name: str, password: str, rights: Grant) -> str:
+    lines = [
+        "      {",
+        f"        user: {json.dumps(name)}, password: {json.dumps(password)}",
+        "        permissions: {",
+        f"          publish: {{ allow: {_list(rights.publish)} }}",
+        f"          subscribe: {{ allow: {_list(rights.subscribe)} }}",
+    ]
+    if rights.replies is not None:
+        replies = rights.replies
+        lines.append(f'          allow_responses: {{ max: {replies.max_messages}, expires: "{replies.within_s}s" }}')
+    return "\n".join([*lines, "        }", "      }"])
+
+
+def _list(patterns: tuple[str, ...]) -> str:
+    return "[\n" + "".join(f"            {json.dumps(pattern)}\n" for pattern in patterns) + "          ]"
+
+
+def _base(name: str) -> str:
+    return files("compose").joinpath(name).read_text(encoding="utf-8")
+
+
+def _write(path: Path, text: str, mode: int) -> None:
+    """Never readable by more than ``mode`` says, not for a moment; whoever holds the old one keeps the old one."""
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+        os.fchmod(file.fileno(), mode)

@@ -1,0 +1,197 @@
+"""One process's connection to NATS: made, lost, made again, or gone for good."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import nats.errors
+from nats.aio.client import Client
+
+from shared.bus.access import NatsAccess
+from shared.bus.departures import connection_name
+from shared.bus.refusals import Refusals
+from shared.errors import NotPermitted, Unavailable
+from shared.permissions import inbox_prefix
+
+_log = logging.getLogger(__name__)
+
+_RECONNECT_WAIT_S = 0.25
+_PING_INTERVAL_S = 0.4
+"""A server that stopped answering is noticed after three of these: sooner than the default lease of 2 s,
+after which the silence would be blamed on peers."""
+_REFUSED_FOR_S = 5.0
+"""A server that comes back and does not know this user may be about to read its new passwords; not for longer."""
+_UNKNOWN_USER = "authorization violation"
+
+
+class Link:
+    """Connects, and connects again for as long as the server may take it."""
+
+    def __init__(self, access: NatsAccess) -> None:
+        self.client = Client()
+        self.refusals = Refusals(access.user)
+        self.up = asyncio.Event()
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done, with the reason, when the connection has ended and will not be back."""
+        self._connected_since_s: float | None = None
+        self._access = access
+        self._down: Callable[[], None] = _nothing
+        self._up_again: Callable[[], None] = _nothing
+        self._last_error: Exception | None = None
+        self._connecting: asyncio.Timeout | None = None
+        self._unknown_since_s: float | None = None
+        self._closing = False
+
+    @property
+    def connected_since_s(self) -> float | None:
+        """As ``Bus.connected_since_s``."""
+        # The client knows of an outage before it says so: it closes the old connection first.
+        return self._connected_since_s if self.client.is_connected else None
+
+    async def connect(
+        self,
+        url: str,
+        kind: str,
+        name: str,
+        incarnation: str,
+        *,
+        down: Callable[[], None],
+        up_again: Callable[[], None],
+        timeout_s: float,
+    ) -> None:
+        """``down`` and ``up_again`` are called when the connection is lost and when it is back.
+
+        Raises ``NotPermitted`` when the server refuses the credentials, ``Unavailable``, naming the URL, when none
+        can be reached in time."""
+        self._down, self._up_again = down, up_again
+        access = self._access
+        servers = [server.strip() for server in url.split(",")]
+        places = ", ".join(_without_password(server) for server in servers)
+        try:
+            async with asyncio.timeout(timeout_s) as self._connecting:
+                await self.client.connect(
+                    servers=servers,
+                    name=connection_name(kind, name, incarnation),
+                    user=access.user or None,
+                    password=access.password or None,
+                    user_credentials=access.creds_file,
+                    tls=access.tls(),
+                    # Over tls:// nothing, not even a greeting, is taken from a server that has not shown who it is.
+                    tls_handshake_first=any(server.startswith("tls://") for server in servers),
+                    inbox_prefix=f"{inbox_prefix(kind)}.{secrets.token_hex(8)}",
+                    error_cb=self._on_error,
+                    disconnected_cb=self._on_disconnect,
+                    reconnected_cb=self._on_reconnect,
+                    closed_cb=self._on_closed,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=_RECONNECT_WAIT_S,  # type: ignore[arg-type]
+                    connect_timeout=max(1, int(timeout_s)),
+                    ping_interval=_PING_INTERVAL_S,  # type: ignore[arg-type]
+                )
+        except (OSError, ValueError, ImportError, nats.errors.Error) as error:
+            reason = self._last_error or error
+            await self.close()
+            if self._unknown_since_s is not None:
+                raise NotPermitted(f"NATS at {places} {self._unknown()}") from error
+            detail = f" ({reason})" if str(reason) else ""
+            raise Unavailable(f"cannot reach NATS at {places} within {timeout_s:g} s{detail}") from error
+        finally:
+            self._connecting = None
+        if not self.client._server_info.get("auth_required", False):
+            _log.warning("NATS at %s takes anybody: whoever reaches it reads prompts and sends tokens", places)
+        self._set_up()
+
+    def closes(self) -> None:
+        """The end that comes is meant."""
+        self._closing = True
+
+    async def close(self) -> None:
+        """Disconnect."""
+        self.closes()
+        with contextlib.suppress(OSError, nats.errors.Error):  # never connected, or closed by the server
+            await self.client.close()
+        self._connected_since_s = None
+
+    def _set_up(self) -> None:
+        self._connected_since_s = time.monotonic()
+        self._last_error = None
+        self._unknown_since_s = None
+        self.up.set()
+
+    async def _on_disconnect(self) -> None:
+        self._connected_since_s = None
+        self.up.clear()
+        self._down()
+        reconnecting = asyncio.current_task()
+        if reconnecting is not None and reconnecting is self.client._reconnection_task:
+            reconnecting.add_done_callback(self._reconnection_ended)
+        if not self._closing and not self.client.is_closed:
+            _log.warning("NATS is disconnected; reconnecting")
+
+    async def _on_reconnect(self) -> None:
+        self._set_up()
+        _log.info("NATS is connected again")
+        self._up_again()
+
+    async def _on_closed(self) -> None:
+        self._connected_since_s = None
+        # Whoever waits for the connection learns from the client that it is closed.
+        self.up.set()
+        if not self._closing:
+            reason = str(self.client.last_error or "without a reason")
+            _log.error("the NATS server closed the connection for good: %s", reason)
+            self._lose(reason)
+
+    def _reconnection_ended(self, task: asyncio.Task[None]) -> None:
+        """The client's task that reconnects is over: with a connection, or replaced, or by a fault of its own."""
+        if not task.cancelled() and task is self.client._reconnection_task and self.client.is_reconnecting:
+            self.up.set()
+            self._lose(f"the client gave up reconnecting: {task.exception()!r}")
+
+    async def _on_error(self, error: Exception) -> None:
+        if self.refusals.take(str(error)):
+            return
+        if _UNKNOWN_USER in str(error).lower():
+            self._on_unknown()
+        elif self._connecting is None:
+            self._unknown_since_s = None
+        # The client reports every failed attempt; one line per outage and reason is enough.
+        if str(error) != str(self._last_error):
+            _log.warning("NATS: %s", error or type(error).__name__)
+        self._last_error = error
+
+    def _on_unknown(self) -> None:
+        now_s = time.monotonic()
+        if self._unknown_since_s is None:
+            self._unknown_since_s = now_s
+        if self._connecting is not None:
+            self._connecting.reschedule(asyncio.get_running_loop().time())
+        elif now_s - self._unknown_since_s >= _REFUSED_FOR_S:
+            self._lose(f"the server is back and {self._unknown()}")
+
+    def _unknown(self) -> str:
+        """What a server does that does not know these credentials."""
+        if self._access.creds_file is not None:
+            return f"refuses the credentials in {self._access.creds_file} (BLITZ_NATS_CREDS_FILE)"
+        if self._access.user:
+            return f"refuses user {self._access.user!r} with this password (BLITZ_NATS_USER, BLITZ_NATS_PASSWORD_FILE)"
+        return "wants a user and a password: set BLITZ_NATS_USER and BLITZ_NATS_PASSWORD_FILE"
+
+    def _lose(self, reason: str) -> None:
+        if not self._closing and not self.lost.done():
+            self.lost.set_result(reason)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _without_password(server: str) -> str:
+    parts = urlsplit(server)
+    return server.replace(f"{parts.netloc.rpartition('@')[0]}@", "") if "@" in parts.netloc else server

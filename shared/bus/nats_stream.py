@@ -1,0 +1,139 @@
+"""The stream in JetStream that keeps the plans: made, limited and appended to."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from dataclasses import dataclass
+
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+from nats.js import JetStreamContext, api
+
+from shared import subjects
+from shared.bus.refusals import JETSTREAM, Refusals
+from shared.bus.wire import Headers
+from shared.errors import Unavailable
+
+_log = logging.getLogger(__name__)
+
+DUPLICATE_WINDOW_S = 120
+PUBLISH_TIMEOUT_S = 5.0
+_KEEP_TIMEOUT_S = 10.0
+_API_TIMEOUT_S = 2.0
+_RETRY_WAIT_S = 0.25
+_NAME_IN_USE = 10058
+"""JetStream's code for a stream that exists with another configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """How much of what was planned is kept: plans are carried out within minutes, or never."""
+
+    max_bytes: int = 64 << 20
+    max_age_s: float = 3600.0
+    num_replicas: int = 1
+
+
+class PlanStream:
+    """The stream over ``subjects.plans()``. Who appends makes it and keeps its limits; who reads waits for it."""
+
+    def __init__(self, client: Client, refusals: Refusals, *, consumer_prefix: str) -> None:
+        self.jetstream: JetStreamContext = client.jetstream(timeout=_API_TIMEOUT_S)
+        self.refusals = refusals
+        self._consumer_names = (f"{consumer_prefix}-{number}" for number in itertools.count())
+        self._limits = StreamLimits()
+        self._lock = asyncio.Lock()
+        self._known = False
+
+    async def info(self) -> api.StreamInfo:
+        """The stream's state. Raises ``NotFoundError`` where nobody has made it yet, ``nats.errors.Error`` while
+        JetStream is away."""
+        return await self.jetstream.stream_info(subjects.PLAN_STREAM)
+
+    def new_consumer_name(self) -> str:
+        """Of no consumer before: one that was lost may still be there."""
+        return next(self._consumer_names)
+
+    async def keep(self, limits: StreamLimits) -> None:
+        """Make the stream, or change it to these limits. Raises ``Unavailable``, ``NotPermitted``."""
+        self._limits = limits
+        reason: Exception | None = None
+        with self.refusals.watch("publish", JETSTREAM) as refused:
+            try:
+                async with asyncio.timeout(_KEEP_TIMEOUT_S) as limit:
+                    refused.ends(limit)
+                    while True:
+                        try:
+                            await self._make()
+                        except (TimeoutError, nats.js.errors.ServiceUnavailableError) as error:
+                            reason = error  # JetStream is still starting
+                        else:
+                            return
+                        await asyncio.sleep(_RETRY_WAIT_S)
+            except TimeoutError as error:
+                refused.check("make the plan stream", self.refusals.user)
+                raise Unavailable(f"JetStream did not answer within {_KEEP_TIMEOUT_S:.0f} s: {reason}") from error
+            except nats.errors.Error as error:
+                raise Unavailable(f"NATS refuses the plan stream with {limits}: {error}") from error
+
+    async def _make(self) -> None:
+        async with self._lock:
+            wanted = {
+                "subjects": [subjects.plans()],
+                "max_bytes": self._limits.max_bytes,
+                "max_age": self._limits.max_age_s,
+                "num_replicas": self._limits.num_replicas,
+                "discard": api.DiscardPolicy.OLD,
+                "duplicate_window": min(DUPLICATE_WINDOW_S, self._limits.max_age_s),
+            }
+            try:
+                info = await self.info()
+            except nats.js.errors.NotFoundError:
+                fresh = api.StreamConfig(name=subjects.PLAN_STREAM, storage=api.StorageType.FILE)
+                try:
+                    await self.jetstream.add_stream(fresh.evolve(**wanted))
+                except nats.js.errors.BadRequestError as error:
+                    if error.err_code != _NAME_IN_USE:
+                        raise
+                    info = await self.info()  # another process was first, and wants something else
+                else:
+                    self._known = True
+                    return
+            if any(getattr(info.config, key) != value for key, value in wanted.items()):
+                await self.jetstream.update_stream(info.config.evolve(**wanted))
+                _log.info("the plan stream keeps %s from now on", self._limits)
+            self._known = True
+
+    async def append(self, subject: str, payload: bytes, headers: Headers) -> None:
+        """Append once; retried until the deadline, which ``Nats-Msg-Id`` makes safe. Raises ``Unavailable``,
+        ``NotPermitted``."""
+        reason: Exception | None = None
+        with self.refusals.watch("publish", subject) as refused, self.refusals.watch("publish", JETSTREAM) as unmade:
+            try:
+                async with asyncio.timeout(PUBLISH_TIMEOUT_S) as limit:
+                    refused.ends(limit)
+                    unmade.ends(limit)
+                    while True:
+                        try:
+                            if not self._known:
+                                await self._make()
+                            await self.jetstream.publish(
+                                subject, payload, timeout=_API_TIMEOUT_S, stream=subjects.PLAN_STREAM, headers=headers
+                            )
+                        except nats.js.errors.NoStreamResponseError as error:
+                            reason, self._known = error, False
+                        except (TimeoutError, nats.errors.Error) as error:
+                            reason = error
+                        else:
+                            return
+                        await asyncio.sleep(_RETRY_WAIT_S)
+            except TimeoutError:
+                for one in (refused, unmade):
+                    one.check(f"append {subject} to the plan stream", self.refusals.user)
+                detail = f": {reason}" if reason else ""
+                raise Unavailable(
+                    f"the plan stream took no event on {subject} within {PUBLISH_TIMEOUT_S:.0f} s{detail}"
+                ) from reason

@@ -1,0 +1,199 @@
+"""Who may do what on the bus: one table. The servers' configuration is made from it (``compose.credentials``).
+
+A kind of service is one user. The table says who sends and who receives on each subject; everything else (inboxes,
+replies, discovery, JetStream's own subjects) follows from it. What is not in the table is refused by the server.
+
+To add a subject: build it in ``shared.subjects``, and add its row here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from shared import subjects
+
+Kind = Literal["gateway", "monitor", "planner", "pool", "worker"]
+User = Literal["gateway", "monitor", "planner", "pool", "worker", "operator"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+USERS: tuple[User, ...] = get_args(User)
+"""The services, and the person who looks after them (``nats micro``, ``nats stream``)."""
+
+INBOX = "_INBOX"
+_STANDS_FOR_ANY = "any-0f6c1d"
+_JS = "$JS.API"
+
+
+def inbox_prefix(kind: str) -> str:
+    """Where replies to a kind of service arrive: nobody else may listen there."""
+    return f"{INBOX}.{kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One subject. ``stream``: what is sent is an event that this JetStream stream keeps, and its receivers read it
+    there; else they subscribe."""
+
+    build: Callable[..., str]
+    subject: str
+    """With ``*`` for each name in it."""
+    senders: tuple[Kind, ...]
+    receivers: tuple[Kind, ...]
+    stream: str = ""
+
+
+def _row(
+    build: Callable[..., str],
+    senders: tuple[Kind, ...],
+    receivers: tuple[Kind, ...],
+    *,
+    operation: str = "",
+    stream: str = "",
+    with_optional: bool = False,
+) -> Row:
+    """``with_optional``: the longer form of a subject that has two."""
+    parameters = inspect.signature(build).parameters.values()
+    names = [_STANDS_FOR_ANY for p in parameters if with_optional or p.default is p.empty]
+    subject = build(operation) if operation else build(*names)
+    return Row(build, subject.replace(_STANDS_FOR_ANY, "*"), senders, receivers, stream)
+
+
+def _operations(build: Callable[[str], str], owner: Kind, senders: dict[str, tuple[Kind, ...]]) -> tuple[Row, ...]:
+    return tuple(_row(build, kinds, (owner,), operation=operation) for operation, kinds in senders.items())
+
+
+_GATEWAY: tuple[Kind, ...] = ("gateway",)
+_PLANNER: tuple[Kind, ...] = ("planner",)
+_POOL: tuple[Kind, ...] = ("pool",)
+_WORKER: tuple[Kind, ...] = ("worker",)
+
+TABLE: tuple[Row, ...] = (
+    # Requests and their tokens.
+    _row(subjects.worker_submit, _GATEWAY, _WORKER),
+    _row(subjects.worker_cancel, ("gateway", "worker"), _WORKER),
+    _row(subjects.worker_ack, _GATEWAY, _WORKER),
+    _row(subjects.worker_resend, ("gateway", "worker"), _WORKER),
+    _row(subjects.tokens, _WORKER, _GATEWAY),
+    _row(subjects.gateway_heartbeat, _GATEWAY, ("gateway", "worker")),
+    # Weights, pairs and decode hand-over: workers among themselves.
+    _row(subjects.worker_feed, _WORKER, _WORKER),
+    _row(subjects.worker_feed_state, _WORKER, _WORKER),
+    _row(subjects.worker_stop_feed, _WORKER, _WORKER),
+    _row(subjects.worker_feed_ended, _WORKER, _WORKER),
+    _row(subjects.worker_checksums, _WORKER, _WORKER),
+    _row(subjects.worker_fetch, _WORKER, _WORKER),
+    _row(subjects.worker_live, _WORKER, _WORKER),
+    _row(subjects.worker_decode, _WORKER, _WORKER),
+    _row(subjects.worker_pair_ended, _WORKER, _WORKER),
+    # Who holds an id: whoever starts asks, and the pool asks the one that it knows.
+    _row(subjects.gateway_holder, _GATEWAY, _GATEWAY),
+    _row(subjects.worker_holder, _WORKER, _WORKER),
+    _row(subjects.worker_holder, _POOL, _WORKER, with_optional=True),
+    # Host copies.
+    _row(subjects.worker_hold_copy, _POOL, _WORKER),
+    _row(subjects.worker_drop_copy, _POOL, _WORKER),
+    # Load and what follows from it.
+    _row(subjects.load, _WORKER, ("gateway", "monitor", "planner")),
+    _row(subjects.queue, _GATEWAY, ("gateway", "monitor", "planner")),
+    _row(subjects.demand, ("monitor",), _PLANNER),
+    _row(subjects.progress, _WORKER, _PLANNER),
+    _row(subjects.live_reports, _WORKER, _PLANNER),
+    # The registry.
+    *_operations(
+        subjects.pool,
+        "pool",
+        {
+            "heartbeat": _WORKER,
+            "restore_model": _WORKER,
+            "retire_copy": _WORKER,
+            "snapshot": ("gateway", "monitor", "planner", "worker"),
+            "add_model": _GATEWAY,
+            "remove_model": _GATEWAY,
+            "lease": _PLANNER,
+            "lease_batch": _PLANNER,
+            "release": _PLANNER,
+            "set_floor": _PLANNER,
+            "lead": ("monitor", "planner"),
+        },
+    ),
+    _row(subjects.routes, _POOL, ("gateway", "monitor")),
+    _row(subjects.route_changes, _POOL, ("gateway", "monitor")),
+    # Plans and their records.
+    *_operations(
+        subjects.planner,
+        "planner",
+        {"scale": _GATEWAY, "record": _GATEWAY, "records": _GATEWAY, "split": _WORKER},
+    ),
+    _row(subjects.scale_plans, _PLANNER, _WORKER, stream=subjects.PLAN_STREAM),
+    _row(subjects.drain_plans, _PLANNER, _WORKER, stream=subjects.PLAN_STREAM),
+    _row(subjects.zigzag_assignments, _PLANNER, _WORKER, stream=subjects.PLAN_STREAM),
+    _row(subjects.worker_plans, _PLANNER, _WORKER, stream=subjects.PLAN_STREAM),
+    _row(subjects.planner_leads, _PLANNER, _WORKER, stream=subjects.PLAN_STREAM),
+    _row(subjects.scale_records, _PLANNER, _PLANNER, stream=subjects.RECORD_STREAM),
+    # The server's own: nobody may send on the first, nobody may listen on the second.
+    _row(subjects.departures, (), ("gateway", "planner", "pool")),
+    _row(subjects.nobody, KINDS, ()),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Replies:
+    """Permission to answer what one was asked, and nothing else: so often, and for so long after the question."""
+
+    max_messages: int
+    within_s: int
+
+
+_REPLIES: dict[Kind, Replies] = {
+    # Adding a model reads its checkpoint once: the gateway waits 10 minutes. The server keeps one entry per question
+    # until then; of 1,000 workers' heartbeats that was 190 MB and 9 % of a core in a trial, of 100 a tenth.
+    "pool": Replies(1, 660),
+    "planner": Replies(1, 120),
+    "gateway": Replies(1, 120),
+    # An event's acknowledgement is an answer, too, and is preceded by "still at it" where it takes long.
+    "worker": Replies(16, 120),
+}
+SERVICE_VERBS = ("PING", "INFO", "STATS")
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What one user may publish and subscribe to; patterns as NATS has them."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+    replies: Replies | None = None
+
+
+def grant(user: User) -> Grant:
+    """All that ``user`` may do."""
+    return _operator() if user == "operator" else _service(user)
+
+
+def _service(kind: Kind) -> Grant:
+    publish = [row.subject for row in TABLE if kind in row.senders]
+    subscribe = [row.subject for row in TABLE if kind in row.receivers and not row.stream]
+    for row in TABLE:
+        if row.stream and kind in row.senders:
+            # Who writes a stream makes it, and keeps its limits; a log is never purged, nor deleted from.
+            publish += [f"{_JS}.STREAM.{verb}.{row.stream}" for verb in ("INFO", "CREATE", "UPDATE")]
+        if row.stream and kind in row.receivers:
+            publish += [f"{_JS}.STREAM.INFO.{row.stream}", f"{_JS}.CONSUMER.INFO.{row.stream}.*"]
+            # Consumers are named and have one filter: only then does the server look at it.
+            publish.append(f"{_JS}.CONSUMER.CREATE.{row.stream}.*.{row.subject}")
+    subscribe.append(f"{inbox_prefix(kind)}.>")
+    replies = _REPLIES.get(kind)
+    if replies is not None:
+        for verb in SERVICE_VERBS:
+            subscribe += [f"$SRV.{verb}", f"$SRV.{verb}.{kind}", f"$SRV.{verb}.{kind}.*"]
+    return Grant(tuple(dict.fromkeys(publish)), tuple(dict.fromkeys(subscribe)), replies)
+
+
+def _operator() -> Grant:
+    """Looks, and touches nothing: who is there, what they count, how far the streams are."""
+    publish = ["$SRV.>", subjects.nobody(), f"{_JS}.INFO"]
+    publish += [f"{_JS}.STREAM.{verb}" for verb in ("NAMES", "LIST", "INFO.*")]
+    publish += [f"{_JS}.CONSUMER.{verb}" for verb in ("NAMES.*", "LIST.*", "INFO.*.*")]
+    return Grant(tuple(publish), (f"{inbox_prefix('operator')}.>", subjects.departures()))

@@ -1,0 +1,77 @@
+"""Passwords and server configuration, as files."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from compose.binaries import nats_server
+from compose.cli.app import run
+from compose.credentials import NATS_CONF, REDIS_CONF, REDIS_PASSWORD, files_of_credentials, make, password_file
+from compose.errors import StackRefused
+from shared.permissions import USERS
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_only_their_owner_can_read_them(tmp_path: Path) -> None:
+    folder = tmp_path / "credentials"
+    folder.mkdir(mode=0o755)
+    (folder / NATS_CONF).write_text("of before")
+    (folder / NATS_CONF).chmod(0o644)
+    make(folder)
+    assert mode(folder) == 0o700
+    assert {path.name for path in folder.iterdir()} == set(files_of_credentials())
+    assert {mode(path) for path in folder.iterdir()} == {0o600}
+
+
+def test_each_user_has_a_password_that_nobody_else_has(tmp_path: Path) -> None:
+    make(tmp_path)
+    passwords = [(tmp_path / password_file(user)).read_text().strip() for user in USERS]
+    passwords.append((tmp_path / REDIS_PASSWORD).read_text().strip())
+    assert len(set(passwords)) == len(passwords)
+    assert min(map(len, passwords)) >= 40
+    nats, redis = (tmp_path / NATS_CONF).read_text(), (tmp_path / REDIS_CONF).read_text()
+    assert all(password in nats for password in passwords[:-1])
+    assert f'requirepass "{passwords[-1]}"' in redis
+    assert passwords[-1] not in nats
+    make(tmp_path)
+    assert (tmp_path / REDIS_CONF).read_text() != redis
+
+
+def test_the_server_takes_its_configuration(tmp_path: Path) -> None:
+    make(tmp_path, http="127.0.0.1:8222")
+    checked = subprocess.run(
+        [str(nats_server()), "-t", "-c", str(tmp_path / NATS_CONF)], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StackRefused, match="cannot be written"):
+        make(tmp_path / "file" / "credentials")
+
+
+def test_the_command_makes_them_for_containers_and_replaces_them_only_if_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "credentials"
+    assert run(["credentials", str(folder)]) == 0
+    printed = capsys.readouterr().out.split()
+    assert printed == [str(folder / name) for name in files_of_credentials()]
+    # A container's user reads the files that are mounted; the folder is closed to everybody else on the host.
+    assert mode(folder) == 0o700
+    assert {mode(path) for path in folder.iterdir()} == {0o444}
+    before = (folder / NATS_CONF).read_text()
+    assert "127.0.0.1:8222" in before
+    assert run(["credentials", str(folder)]) == 1
+    assert "--renew" in capsys.readouterr().err
+    assert (folder / NATS_CONF).read_text() == before
+    assert run(["credentials", str(folder), "--renew"]) == 0
+    assert (folder / NATS_CONF).read_text() != before

@@ -1,0 +1,48 @@
+"""The pool and a Redis that wants a password."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.pool.store import Store
+from shared.errors import NotPermitted
+from tests.servers import Server, redis_server
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Server]:
+    server = redis_server(tmp_path, password="right")
+    server.start()
+    yield server
+    server.stop()
+
+
+async def test_with_its_password_it_answers(guarded: Server) -> None:
+    store = Store.connect(guarded.url, "right")
+    await store.check_password()
+    await store.close()
+
+
+async def test_a_password_in_the_url_wins(guarded: Server) -> None:
+    store = Store.connect(guarded.url.replace("redis://", "redis://:right@"), "wrong")
+    await store.check_password()
+    await store.close()
+
+
+@pytest.mark.parametrize("password", [None, "wrong"])
+async def test_a_refused_password_is_an_error_of_its_own(guarded: Server, password: str | None) -> None:
+    store = Store.connect(guarded.url, password)
+    with pytest.raises(NotPermitted, match="Redis refuses the password") as caught:
+        await store.check_password()
+    assert "wrong " not in caught.value.message
+    await store.close()
+
+
+async def test_a_redis_that_is_away_refuses_nothing(guarded: Server) -> None:
+    guarded.stop()
+    store = Store.connect(guarded.url, "wrong")
+    await store.check_password()
+    await store.close()

@@ -1,0 +1,202 @@
+"""A NATS server that knows its users: who is let in, what is refused, and how a process learns of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from compose.ports import free_port
+from shared import subjects
+from shared.bus.access import NatsAccess
+from shared.bus.nats import NatsBus
+from shared.bus.nats_stream import StreamLimits
+from shared.errors import NoResponder, NotPermitted, Unavailable
+from shared.messages.common import Ack
+from shared.messages.generation import Cancel
+from shared.messages.scaling import PlannerLeads
+from tests.servers import Server, guarded_nats_server, nats_server, password_of
+from tests.shared.bus.conftest import eventually
+
+CANCEL = Cancel(request_id="r", attempt=0)
+LEADS = PlannerLeads(term=1, leader="p")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = guarded_nats_server(tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+class Buses:
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.made: list[NatsBus] = []
+
+    async def connect(self, kind: str) -> NatsBus:
+        access = NatsAccess(user=kind, password=password_of(kind))
+        self.made.append(await NatsBus.connect(self.url, name=kind, access=access))
+        return self.made[-1]
+
+
+@pytest.fixture
+async def buses(server: Server) -> AsyncIterator[Buses]:
+    made = Buses(server.url)
+    yield made
+    for bus in made.made:
+        await bus.close()
+
+
+async def acknowledge(message: Cancel) -> Ack:
+    return Ack()
+
+
+async def ignore(message: PlannerLeads) -> None:
+    pass
+
+
+async def test_services_reach_each_other_through_what_they_may(buses: Buses) -> None:
+    gateway, worker, planner = [await buses.connect(kind) for kind in ("gateway", "worker", "planner")]
+    cancelled: list[Cancel] = []
+    await worker.respond(subjects.worker_submit("w"), Cancel, acknowledge)
+    await worker.subscribe(subjects.worker_cancel("w"), Cancel, cancelled.append)
+    assert await gateway.request(subjects.worker_submit("w"), CANCEL, Ack, timeout_s=5) == Ack()
+    await gateway.publish(subjects.worker_cancel("w"), CANCEL)
+    await eventually(lambda: cancelled == [CANCEL])
+
+    got: list[PlannerLeads] = []
+
+    async def on_event(event: PlannerLeads) -> None:
+        got.append(event)
+
+    await planner.keep_plan_stream(StreamLimits())
+    await worker.subscribe_events(subjects.planner_leads(), PlannerLeads, on_event)
+    await planner.publish_event(subjects.planner_leads(), LEADS, message_id="1")
+    await eventually(lambda: got == [LEADS])
+
+
+async def test_what_is_refused_is_a_typed_error_and_nobody_waits_for_it(buses: Buses) -> None:
+    gateway, worker = await buses.connect("gateway"), await buses.connect("worker")
+    long_s = 60.0
+    started_s = time.monotonic()
+    with pytest.raises(NotPermitted, match=r"user 'gateway' to ask on blitz.v1.pool.lease"):
+        await gateway.request(subjects.pool("lease"), CANCEL, Ack, timeout_s=long_s)
+    with pytest.raises(NotPermitted, match=r"user 'gateway' to subscribe to blitz.v1.progress"):
+        await gateway.subscribe(subjects.progress(), Cancel, lambda message: None)
+    with pytest.raises(NotPermitted, match=r"user 'worker' to answer on blitz.v1.pool.snapshot"):
+        await worker.respond(subjects.pool("snapshot"), Cancel, acknowledge)
+    with pytest.raises(NotPermitted, match=r"user 'worker' to append blitz.v1.plans.scale"):
+        await worker.publish_event(subjects.scale_plans(), CANCEL, message_id="1")
+    with pytest.raises(NotPermitted, match="user 'gateway' to read events on"):
+        await gateway.subscribe_events(subjects.planner_leads(), PlannerLeads, ignore)
+    with pytest.raises(NotPermitted, match="user 'worker' to make the plan stream"):
+        await worker.keep_plan_stream(StreamLimits())
+    assert time.monotonic() - started_s < long_s / 2
+    # The connection is as good as before.
+    with pytest.raises(NoResponder):
+        await gateway.request(subjects.pool("snapshot"), CANCEL, Ack, timeout_s=5)
+
+
+async def test_a_refused_message_is_one_line_in_the_log(buses: Buses, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await buses.connect("gateway")
+    for _ in range(3):
+        await gateway.publish(subjects.demand(), CANCEL)
+    with pytest.raises(NoResponder):
+        await gateway.request(subjects.pool("snapshot"), CANCEL, Ack, timeout_s=5)
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert lines == ["NATS does not permit user 'gateway' to publish on blitz.v1.demand (said once)"]
+
+
+@pytest.mark.parametrize(
+    ("access", "said"),
+    [
+        (NatsAccess(user="pool", password="wrong"), "refuses user 'pool' with this password"),
+        (NatsAccess(), "wants a user and a password: set BLITZ_NATS_USER and BLITZ_NATS_PASSWORD_FILE"),
+    ],
+)
+async def test_wrong_credentials_end_the_start_at_once(server: Server, access: NatsAccess, said: str) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(NotPermitted, match=said) as caught:
+        await NatsBus.connect(server.url, name="pool", access=access, connect_timeout_s=60)
+    assert time.monotonic() - started_s < 30
+    assert "wrong" not in caught.value.message
+    assert str(server.port) in caught.value.message
+
+
+async def test_a_server_that_comes_back_with_other_passwords_ends_the_process(
+    buses: Buses, server: Server, tmp_path: Path
+) -> None:
+    bus = await buses.connect("monitor")
+    server.stop()
+    config = tmp_path / "nats.conf"
+    config.write_text(config.read_text().replace(password_of("monitor"), "another"))
+    server.start()
+    assert "refuses user 'monitor'" in await asyncio.wait_for(bus.wait_lost(), 30)
+    assert bus.connected_since_s is None
+    async with asyncio.timeout(20):
+        await bus.close()
+
+
+async def test_a_connection_that_the_server_ends_for_good_is_told(buses: Buses, server: Server, tmp_path: Path) -> None:
+    bus = await buses.connect("planner")
+    config = tmp_path / "nats.conf"
+    config.write_text(config.read_text().replace(password_of("planner"), "another"))
+    server.reload()
+    await asyncio.wait_for(bus.wait_lost(), 30)
+    assert bus.connected_since_s is None
+    async with asyncio.timeout(20):
+        await bus.close()
+
+
+async def test_a_server_without_users_takes_credentials_and_none_and_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = nats_server(tmp_path)
+    server.start()
+    try:
+        for access in (NatsAccess(), NatsAccess(user="pool", password="secret")):
+            caplog.clear()
+            bus = await NatsBus.connect(server.url, name="pool", access=access)
+            await bus.respond(subjects.pool("snapshot"), Cancel, acknowledge)
+            assert await bus.request(subjects.pool("snapshot"), CANCEL, Ack, timeout_s=5) == Ack()
+            await bus.close()
+            warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+            assert len(warned) == 1
+            assert f"NATS at {server.url} takes anybody" in warned[0]
+    finally:
+        server.stop()
+
+
+async def test_an_event_reader_waits_for_the_stream_and_misses_nothing(buses: Buses) -> None:
+    planner, worker = await buses.connect("planner"), await buses.connect("worker")
+    got: list[int] = []
+
+    async def on_event(event: PlannerLeads) -> None:
+        got.append(event.term)
+
+    await worker.subscribe_events(subjects.planner_leads(), PlannerLeads, on_event)
+    assert got == []
+    for term in range(1, 4):  # the first append makes the stream
+        await planner.publish_event(subjects.planner_leads(), PlannerLeads(term=term, leader="p"), message_id=str(term))
+    await eventually(lambda: got == [1, 2, 3])
+
+
+async def test_a_reader_that_waits_can_be_closed(buses: Buses) -> None:
+    worker = await buses.connect("worker")
+    subscription = await worker.subscribe_events(subjects.planner_leads(), PlannerLeads, ignore)
+    async with asyncio.timeout(10):
+        await subscription.close()
+
+
+async def test_credentials_are_not_shown_where_a_server_cannot_be_reached() -> None:
+    url = f"nats://127.0.0.1:{free_port()}"
+    access = NatsAccess(user="pool", password="secret")
+    with pytest.raises(Unavailable) as caught:
+        await NatsBus.connect(url, name="pool", access=access, connect_timeout_s=0.5)
+    assert "secret" not in caught.value.message + repr(access)

@@ -1,0 +1,93 @@
+"""The plan stream: bounded, and kept within its bounds through upgrades."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import nats
+import pytest
+from nats.js import api
+
+from shared import subjects
+from shared.bus.nats import NatsBus
+from shared.bus.nats_stream import StreamLimits
+from shared.errors import Unavailable
+from shared.messages.generation import Cancel
+from tests.servers import Server, nats_server
+
+SMALL = StreamLimits(max_bytes=256 << 10, max_age_s=600)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = nats_server(tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def bus(server: Server) -> AsyncIterator[NatsBus]:
+    bus = await NatsBus.connect(server.url, name="planner")
+    yield bus
+    await bus.close()
+
+
+async def info(server: Server) -> api.StreamInfo:
+    async with await nats.connect(server.url) as client:
+        return await client.jetstream().stream_info(subjects.PLAN_STREAM)
+
+
+def plan(size_bytes: int) -> Cancel:
+    return Cancel(request_id="r" * size_bytes, attempt=0)
+
+
+async def test_plans_are_taken_for_ever_and_the_oldest_go(bus: NatsBus, server: Server) -> None:
+    await bus.keep_plan_stream(SMALL)
+    for _ in range(64):
+        await bus.publish_event(subjects.scale_plans(), plan(16 << 10), message_id=uuid.uuid4().hex)
+    state = (await info(server)).state
+    assert state.last_seq == 64
+    assert 0 < state.bytes <= SMALL.max_bytes
+
+
+async def test_without_limits_of_ones_own_it_is_bounded_too(bus: NatsBus, server: Server) -> None:
+    await bus.publish_event(subjects.scale_plans(), plan(1), message_id="1")
+    config = (await info(server)).config
+    assert config.subjects == [subjects.plans()]
+    assert (config.storage, config.discard, config.num_replicas) == ("file", "old", 1)
+    assert (config.max_bytes, config.max_age, config.duplicate_window) == (64 << 20, 3600, 120)
+
+
+async def test_an_older_stream_gets_the_limits_and_keeps_its_plans(bus: NatsBus, server: Server) -> None:
+    before = {"name": subjects.PLAN_STREAM, "subjects": [subjects.plans()], "storage": api.StorageType.FILE}
+    async with await nats.connect(server.url) as client:
+        await client.jetstream().add_stream(
+            api.StreamConfig(**before, max_age=7 * 24 * 3600, discard=api.DiscardPolicy.OLD, duplicate_window=120)
+        )
+        await client.jetstream().publish(subjects.scale_plans(), b"old")
+    await bus.keep_plan_stream(SMALL)
+    now = await info(server)
+    assert (now.config.max_bytes, now.config.max_age, now.state.messages) == (SMALL.max_bytes, 600, 1)
+    # Once more changes nothing.
+    await bus.keep_plan_stream(SMALL)
+    assert (await info(server)).config == now.config
+
+
+async def test_limits_that_the_server_cannot_keep_are_refused_with_its_reason(bus: NatsBus) -> None:
+    with pytest.raises(Unavailable, match=r"refuses the plan stream with StreamLimits\(.*num_replicas=3\).*replicas"):
+        await bus.keep_plan_stream(StreamLimits(num_replicas=3))
+
+
+async def test_a_server_without_jetstream_is_named(tmp_path: Path) -> None:
+    server = nats_server(tmp_path, jetstream=False)
+    server.start()
+    bus = await NatsBus.connect(server.url, name="planner")
+    try:
+        with pytest.raises(Unavailable, match="JetStream did not answer within 10 s"):
+            await bus.keep_plan_stream(StreamLimits())
+    finally:
+        await bus.close()
+        server.stop()
