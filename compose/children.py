@@ -111,9 +111,8 @@ def service_spec(config: StackConfig, state: StateDir, addresses: Addresses, nam
         }
         grace_s = config.drain_s + _MARGIN_S
     argv = (sys.executable, "-m", f"services.{name}")
-    return ChildSpec(
-        name, argv, _environment(config, state, addresses, name, own), grace_s, state.path, tells_ready=True
-    )
+    env = _environment(config, state, addresses, name, own)
+    return ChildSpec(name, argv, env, grace_s, state.path, tells_ready=True)
 
 
 def worker_spec(

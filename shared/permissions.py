@@ -97,6 +97,7 @@ TABLE: tuple[Row, ...] = (
     # Load and what follows from it.
     _row(subjects.load, _WORKER, ("gateway", "monitor", "planner")),
     _row(subjects.queue, _GATEWAY, ("gateway", "monitor", "planner")),
+    _row(subjects.key_usage, _GATEWAY, _GATEWAY),
     _row(subjects.demand, ("monitor",), _PLANNER),
     _row(subjects.progress, _WORKER, _PLANNER),
     _row(subjects.live_reports, _WORKER, _PLANNER),
