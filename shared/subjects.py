@@ -196,11 +196,6 @@ def worker_plans(worker_id: str) -> str:
     return f"{PREFIX}.plans.worker.{_token(worker_id)}"
 
 
-def planner_leads() -> str:
-    """PlannerLeads events (JetStream), to every worker."""
-    return f"{PREFIX}.plans.leader"
-
-
 def scale_plans() -> str:
     """ScalePlan events (JetStream)."""
     return f"{PREFIX}.plans.scale"

@@ -30,7 +30,6 @@ from compose.ports import free_port
 from compose.probes import nats_probe, redis_probe, wait_until
 from compose.state_dir import StateDir
 from compose.supervisor import Supervisor
-from services.planner.registry_view import read_registry
 from shared.bus.access import NatsAccess
 from shared.bus.nats import NatsBus
 from shared.errors import Unavailable
@@ -38,6 +37,7 @@ from shared.messages.common import LiveChoice
 from shared.messages.registry import HostCopy, WorkerRecord
 from shared.messages.scaling import ScaleRecord
 from shared.permissions import Kind
+from shared.registry import read_registry
 from shared.settings import Settings
 
 READY_S = 90.0

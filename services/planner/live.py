@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import get_args
 
@@ -17,7 +18,6 @@ from services.planner.core.operation import Operation
 from services.planner.core.operations import Operations
 from services.planner.core.worker_chains import WorkerChains
 from services.planner.core.zigzag_pairs import Overloaded, Selection, select_pairs
-from services.planner.registry_view import RegistryView
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BlitzError
@@ -87,9 +87,10 @@ class Pairing:
             return "never"
         return self._settings.choice if asked == "auto" else asked
 
-    def overloaded(self, model: ModelRecord, view: RegistryView, role: Role) -> tuple[Overloaded, ...]:
-        """The queue of each instance that could be a source for new instances of ``role``."""
-        sources = self._sources(model, view)
+    def overloaded(self, model: ModelRecord, workers: Iterable[WorkerRecord], role: Role) -> tuple[Overloaded, ...]:
+        """The queue of each instance that could be a source for new instances of ``role``. ``workers``: all that have
+        an instance of the model."""
+        sources = self._sources(model, workers)
         # Of all of them: what gateways hold goes to instances of either role.
         queues = self._book.overloaded(
             model.name,
@@ -101,14 +102,15 @@ class Pairing:
         roles = {instance_id: w.instance.role for instance_id, w in sources.items() if w.instance is not None}
         return tuple([queue for queue in queues if roles[queue.instance_id] == role])
 
-    def _sources(self, model: ModelRecord, view: RegistryView) -> dict[str, WorkerRecord]:
+    def _sources(self, model: ModelRecord, workers: Iterable[WorkerRecord]) -> dict[str, WorkerRecord]:
         """Serving instances of these very weights that run prefills and are to stay, by instance id."""
         leaving = self._operations.instances_to_drain()
         return {
             w.instance.instance_id: w
-            for w in view.workers
+            for w in workers
             if w.instance is not None
             and w.state == "serving"
+            and not w.stopping
             and w.instance.role != "decode"
             and (w.instance.model, w.instance.model_hash) == (model.name, model.model_hash)
             and w.instance.instance_id not in leaving
@@ -127,13 +129,13 @@ class Pairing:
         return select_pairs(overloaded, {t: predicted_s[t] for t in planned.tails}, choice=choice)
 
     def assignments(
-        self, plan: ScalePlan, planned: WorkerChains, selection: Selection, view: RegistryView
+        self, plan: ScalePlan, planned: WorkerChains, selection: Selection, workers: Iterable[WorkerRecord]
     ) -> tuple[ZigzagAssignment, ...]:
         """The first revision of each pair's assignment."""
         return zigzag_assignments(
             plan,
             selection.pairs,
-            self._sources(plan.model, view),
+            self._sources(plan.model, workers),
             planned.predicted_s,
             policy=self._settings.policy,
             slo_tbt_s=self._settings.slo_tbt_s,
@@ -163,6 +165,9 @@ class Pairing:
 
 
 async def publish_revision(bus: Bus, assignment: ZigzagAssignment) -> None:
-    """Append a revision to the plan stream, once. Raises what ``Bus.publish_event`` raises."""
+    """Append a revision to the plan stream, once, and tell both members. Raises what ``Bus.publish_event`` raises."""
     message_id = f"{assignment.pair_id}-{assignment.revision}"
     await bus.publish_event(subjects.zigzag_assignments(), assignment, message_id=message_id)
+    for member in (assignment.source, assignment.target):
+        own_id = f"{message_id}@{member.worker_id}"
+        await bus.publish_event(subjects.worker_plans(member.worker_id), assignment, message_id=own_id)

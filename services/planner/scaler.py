@@ -1,40 +1,53 @@
-"""Turns a wanted number of instances into leases and published plans."""
+"""From a wanted number of instances to a plan, and from a leased plan to what its workers are told."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from opentelemetry import trace
 
-from services.planner.core.cluster import cluster_of
+from services.planner.core.cluster import Cluster, Clusters
 from services.planner.core.decision import Decision, decide
-from services.planner.core.operation import DEADLINE_FINISHES, Direction, Operation
+from services.planner.core.operation import Direction, Operation, give_up_s
 from services.planner.core.operations import Operations
-from services.planner.core.plan_events import drain_plan, scale_plan, targets_of
+from services.planner.core.plan_events import (
+    drain_parts,
+    drain_plan,
+    own_drain,
+    own_plans,
+    parts_of,
+    scale_plan,
+)
+from services.planner.core.refusals import Refusals
 from services.planner.core.strategies import Strategy, plan_by
 from services.planner.core.traffic import BUSY_NIC_SHARE
-from services.planner.core.zigzag_pairs import num_sources
+from services.planner.core.worker_chains import WorkerChains
+from services.planner.core.zigzag_pairs import Selection, num_sources
 from services.planner.live import Pairing
-from services.planner.registry_view import RegistryView, read_registry
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, ModelNotFound, NoCapacity
 from shared.messages.common import Ack, LiveChoice, Role
 from shared.messages.registry import LeaseGrant, LeaseWorkers, ModelRecord, ReleaseWorkers, WorkerRecord
-from shared.telemetry import tracer
+from shared.messages.scaling import DrainPlan, ScalePlan
+from shared.registry import RegistryView
 
 log = logging.getLogger(__name__)
 
 RPC_TIMEOUT_S = 5.0
+MAX_SENDING = 64
+"""Events of one plan that wait for the stream's word at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ScaleRequest:
     """Who wants how many instances of a role, since when, and why; and whether they shall scale live."""
 
     model: str
@@ -45,14 +58,44 @@ class Wish:
     role: Role = "colocated"
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one request comes to in a round. Nothing is leased or told yet."""
+
+    request: ScaleRequest
+    plan_id: str
+    model: ModelRecord
+    decision: Decision
+    cluster: Cluster | None = None
+    """With ``planned``, if anything is to be loaded."""
+    planned: WorkerChains | None = None
+    selection: Selection | None = None
+    sources: Sequence[WorkerRecord] = field(default=())
+    """Workers that have an instance of the model."""
+
+    def lease(self, ttl_s: float, term: int) -> LeaseWorkers | None:
+        """What has to be leased for it."""
+        if self.planned is None:
+            return None
+        return LeaseWorkers(
+            plan_id=self.plan_id,
+            model=self.model.name,
+            worker_ids=self.planned.targets,
+            ttl_s=ttl_s,
+            role=self.request.role,
+            term=term,
+        )
+
+
 class Scaler:
-    """Executes one wish at a time per model (the caller's duty); operations are recorded in ``operations``."""
+    """Plans against one view of the registry at a time; operations are recorded in ``operations``."""
 
     def __init__(
         self,
         bus: Bus,
         operations: Operations,
         pairing: Pairing,
+        refusals: Refusals,
         *,
         lease_ttl_s: float,
         load_floor_gbps: float,
@@ -63,171 +106,235 @@ class Scaler:
         """``knows_flows=False`` plans as if no NIC carried anything: what flow-aware planning is compared with."""
         self._bus = bus
         self._pairing = pairing
+        self._refusals = refusals
         self._strategy = strategy
         self._knows_flows = knows_flows
         self._busy_nic_share = busy_nic_share
         self._operations = operations
-        self._lease_ttl_s = lease_ttl_s
+        self.lease_ttl_s = lease_ttl_s
         self._load_floor_gbps = load_floor_gbps
 
-    async def fulfil(self, wish: Wish) -> Operation | None:
-        """Plan and publish what leads to the wish; None when nothing is to do.
+    # --- planning ----------------------------------------------------------------------------
 
-        Raises ``ModelNotFound``, ``NoCapacity``, ``Conflict`` (another plan took a worker), ``Unavailable``.
-        Then nothing was published and no lease is held.
-        """
-        with tracer().start_as_current_span("planner.plan") as span:
-            view = await read_registry(self._bus, timeout_s=RPC_TIMEOUT_S)
-            model = view.models.get(wish.model)
-            if model is None:
-                raise ModelNotFound(f"model {wish.model!r} is not registered", param="model")
-            in_pairs = self._operations.instances_in_pairs()
-            floor = view.floors.get((wish.model, wish.role))
-            decision = decide(model, view.workers, wish.desired, floor, in_pairs, role=wish.role)
-            plan_id = f"plan-{secrets.token_hex(6)}"
-            span.set_attributes(
-                {
-                    "blitz.model": wish.model,
-                    "blitz.role": wish.role,
-                    "blitz.desired": decision.desired,
-                    "blitz.current": decision.current,
-                    "blitz.plan_id": plan_id,
-                }
-            )
-            if decision.nothing:
-                return None
-            if decision.load:
-                if decision.revive:
-                    await self._publish_drain(f"{plan_id}-revive", model, decision.revive, wish, revive=True)
-                operation = await self._load(plan_id, model, decision, view, wish)
-            else:
-                operation = await self._drain_or_revive(plan_id, model, decision, wish)
-            operation.planned(time.time())
-            return operation
+    def clusters(self, view: RegistryView) -> Clusters:
+        """What a round's plans are made from."""
+        transfers = self._operations.transfers(time.time()) if self._knows_flows else None
+        return Clusters(view.workers, transfers=transfers, busy_nic_share=self._busy_nic_share)
 
-    def nothing_to_do(self, wish: Wish) -> Operation:
-        """The record of a wish that was fulfilled already."""
-        operation = Operation(
-            plan_id=f"plan-{secrets.token_hex(6)}",
-            model=wish.model,
-            direction="none",
-            desired=wish.desired,
-            reason=f"{wish.reason}; nothing to do",
-            triggered_at_s=wish.triggered_at_s,
-            targets=(),
-            role=wish.role,
-        )
-        self._operations.add(operation)
-        return operation
-
-    async def _load(
-        self, plan_id: str, model: ModelRecord, decision: Decision, view: RegistryView, wish: Wish
-    ) -> Operation:
-        cluster = cluster_of(
-            view.workers,
+    def plan(self, request: ScaleRequest, view: RegistryView, clusters: Clusters) -> Step | None:
+        """What to do about a request; None when nothing is. Raises ``ModelNotFound``, ``NoCapacity``."""
+        model = view.models.get(request.model)
+        if model is None:
+            raise ModelNotFound(f"model {request.model!r} is not registered", param="model")
+        workers = clusters.of_model(model.name)
+        decision = decide(
             model,
-            transfers=self._operations.transfers(time.time()) if self._knows_flows else None,
-            remaining_s=self._operations.remaining_s(time.time()),
-            busy_nic_share=self._busy_nic_share,
+            workers,
+            request.desired,
+            view.floors.get((request.model, request.role)),
+            self._operations.instances_in_pairs(),
+            role=request.role,
+            leaving=self._operations.instances_to_drain(),
         )
-        choice = self._pairing.choice(wish.live, wish.role)
-        overloaded = self._pairing.overloaded(model, view, wish.role)
+        if decision.nothing:
+            return None
+        plan_id = f"plan-{secrets.token_hex(6)}"
+        if not decision.load:
+            return Step(request, plan_id, model, decision, sources=workers)
+        cluster = clusters.of(
+            model,
+            remaining_s=self._operations.remaining_s(time.time()),
+            avoided=self._refusals.avoided(model.name, time.monotonic()),
+        )
+        choice = self._pairing.choice(request.live, request.role)
+        overloaded = self._pairing.overloaded(model, workers, request.role)
         # Every pair needs a tail of its own.
         tails = max(1, min(decision.load, num_sources(overloaded, choice)))
         planned = plan_by(self._strategy, cluster, decision.load, model.weights_bytes, tails=tails)
         if not planned.chains:
+            if decision.revive:
+                # What can be had at once is had; the rest is asked for again.
+                decision = dataclasses.replace(decision, load=0)
+                return Step(request, plan_id, model, decision, sources=workers)
             raise NoCapacity("; ".join(planned.left_out))
-        selection = self._pairing.select(overloaded, planned, wish.live, wish.role)
+        selection = self._pairing.select(overloaded, planned, request.live, request.role)
         planned = dataclasses.replace(planned, explain=planned.explain + selection.explain)
-        worker_ids = planned.targets
-        request = LeaseWorkers(
-            plan_id=plan_id, model=model.name, worker_ids=worker_ids, ttl_s=self._lease_ttl_s, role=wish.role
+        return Step(request, plan_id, model, decision, cluster, planned, selection, workers)
+
+    def nothing_to_do(self, request: ScaleRequest) -> Operation:
+        """The record of a request that was fulfilled already."""
+        operation = Operation(
+            plan_id=f"plan-{secrets.token_hex(6)}",
+            model=request.model,
+            direction="none",
+            desired=request.desired,
+            reason=f"{request.reason}; nothing to do",
+            triggered_at_s=request.triggered_at_s,
+            targets=(),
+            role=request.role,
         )
-        grant = await self._bus.request(subjects.pool("lease"), request, LeaseGrant, timeout_s=RPC_TIMEOUT_S)
+        self._operations.add(operation)
+        return operation
+
+    # --- carrying out ------------------------------------------------------------------------
+
+    def begin(
+        self, step: Step, grant: LeaseGrant | None, term: int, span: trace.Span
+    ) -> Coroutine[Any, Any, Operation]:
+        """Record the step's operation, now: the next round has to know of it. Await the result to publish it.
+
+        That raises ``BlitzError`` if the plan cannot be published; then no lease is held. ``span`` ends with it.
+        """
+        span.set_attributes(_attributes(step))
+        with trace.use_span(span):
+            if grant is None or step.planned is None or step.cluster is None or step.selection is None:
+                operation, plan = self._drain_or_revive(step, term)
+                return self._finish(span, operation, self._publish_drain(operation, plan))
+            operation, load = self._load(step, step.planned, step.cluster, step.selection, grant, term)
+            revive = self._revival(step, term) if step.decision.revive else None
+            return self._finish(span, operation, self._publish_load(operation, load, revive, term))
+
+    async def _finish(self, span: trace.Span, operation: Operation, publishing: Coroutine[Any, Any, None]) -> Operation:
+        with trace.use_span(span, end_on_exit=True):
+            await publishing
+            operation.planned(time.time())
+            return operation
+
+    def _load(
+        self, step: Step, planned: WorkerChains, cluster: Cluster, selection: Selection, grant: LeaseGrant, term: int
+    ) -> tuple[Operation, ScalePlan]:
         now_s = time.time()
-        load_s = model.weights_bytes * 8 / (self._load_floor_gbps * 1e9)
-        slowest_s = max(load_s, DEADLINE_FINISHES * max(planned.predicted_s.values(), default=0.0))
+        predicted_s = planned.predicted_s
+        request, model = step.request, step.model
+        limit_s = give_up_s(model.weights_bytes, self._load_floor_gbps, predicted_s.values())
         plan = scale_plan(
-            plan_id,
+            step.plan_id,
             model,
             planned,
             cluster,
             grant,
-            triggered_at_s=wish.triggered_at_s,
+            triggered_at_s=request.triggered_at_s,
             planned_at_s=now_s,
-            give_up_at_s=now_s + self._lease_ttl_s + slowest_s,
-            reason=wish.reason,
-            role=wish.role,
-        )
-        operation = Operation(
-            plan_id=plan_id,
-            model=model.name,
-            direction="out",
-            desired=decision.desired,
-            reason=wish.reason,
-            triggered_at_s=wish.triggered_at_s,
-            targets=targets_of(plan),
-            explain=planned.explain,
-            left_out=planned.left_out,
+            give_up_at_s=now_s + self.lease_ttl_s + limit_s,
+            reason=request.reason,
+            role=request.role,
+            term=term,
+            desired=step.decision.desired,
             trace_id=_trace_id(),
-            accept_by_s=now_s + self._lease_ttl_s,
-            deadline_s=now_s + self._lease_ttl_s + load_s,
-            links=planned.links,
-            predicted_s=planned.predicted_s,
-            pairs=self._pairing.assignments(plan, planned, selection, view),
-            role=wish.role,
         )
-        _show_pairs(operation, choice)
+        pairs = self._pairing.assignments(plan, planned, selection, step.sources)
+        operation = Operation.of_plan(plan, pairs)
+        _show_pairs(operation, self._pairing.choice(request.live, request.role))
         # Known before it is published: a target's first report may overtake the server's reply.
         self._operations.add(operation)
+        log.info("%s: %s; %s", step.plan_id, request.reason, "; ".join(planned.explain + planned.left_out))
+        return operation, plan
+
+    async def _publish_load(self, operation: Operation, plan: ScalePlan, revive: DrainPlan | None, term: int) -> None:
         try:
-            await self._bus.publish_event(subjects.scale_plans(), plan, message_id=plan_id)
+            if revive is not None:
+                await self.publish_drain(revive)
+            await self.publish_plan(plan)
         except BlitzError as error:
             operation.fail(f"the plan could not be published: {error}")
-            release = ReleaseWorkers(plan_id=plan_id, worker_ids=worker_ids)
+            worker_ids = tuple(m.worker_id for m in plan.targets)
+            release = ReleaseWorkers(plan_id=plan.plan_id, worker_ids=worker_ids, term=term)
             await self._bus.request(subjects.pool("release"), release, Ack, timeout_s=RPC_TIMEOUT_S)
             raise
-        log.info("%s: %s; %s", plan_id, wish.reason, "; ".join(planned.explain + planned.left_out))
         await self._pairing.publish(operation)
-        return operation
 
-    async def _drain_or_revive(self, plan_id: str, model: ModelRecord, decision: Decision, wish: Wish) -> Operation:
-        records = decision.drain or decision.revive
-        targets = tuple((w.worker.worker_id, w.instance.instance_id) for w in records if w.instance)
-        direction: Direction = "in" if decision.drain else "out"
+    async def publish_plan(self, plan: ScalePlan) -> None:
+        """First for the record, in parts; then to each target what it has to know. Published again, nothing happens."""
+        for part in parts_of(plan):
+            await self._bus.publish_event(subjects.scale_plans(), part, message_id=part.plan_id)
+        await self.tell_targets(plan)
+
+    async def tell_targets(self, plan: ScalePlan) -> None:
+        """To each target of a plan what it has to know; for one that has heard it nothing happens."""
+        turns = asyncio.Semaphore(MAX_SENDING)
+
+        async def tell(worker_id: str, own: ScalePlan) -> None:
+            async with turns:
+                message_id = f"{plan.plan_id}@{worker_id}"
+                await self._bus.publish_event(subjects.worker_plans(worker_id), own, message_id=message_id)
+
+        await _all(tell(worker_id, own) for worker_id, own in own_plans(plan))
+
+    def _drain_or_revive(self, step: Step, term: int) -> tuple[Operation, DrainPlan]:
+        draining = bool(step.decision.drain)
+        direction: Direction = "in" if draining else "out"
+        plan = self._revival(step, term, plan_id=step.plan_id) if not draining else self._drain(step, term)
         # A drain ends when its requests do. A revival that came too late must not be waited for.
-        end_by_s = float("inf") if decision.drain else time.time() + self._lease_ttl_s
-        operation = Operation(
-            plan_id=plan_id,
-            model=model.name,
-            direction=direction,
-            desired=decision.desired,
-            reason=wish.reason,
-            triggered_at_s=wish.triggered_at_s,
-            targets=targets,
-            explain=(("drain: " if decision.drain else "revive: ") + ", ".join(w for w, _ in targets),),
-            trace_id=_trace_id(),
-            accept_by_s=end_by_s,
-            deadline_s=end_by_s,
-            role=wish.role,
-        )
+        end_by_s = float("inf") if draining else time.time() + self.lease_ttl_s
+        operation = Operation.of_drain(plan, direction, end_by_s)
         self._operations.add(operation)
+        return operation, plan
+
+    def _drain(self, step: Step, term: int) -> DrainPlan:
+        return drain_plan(
+            step.plan_id,
+            step.model.name,
+            step.decision.drain,
+            revive=False,
+            reason=step.request.reason,
+            role=step.request.role,
+            term=term,
+            desired=step.decision.desired,
+            triggered_at_s=step.request.triggered_at_s,
+            trace_id=_trace_id(),
+        )
+
+    def _revival(self, step: Step, term: int, *, plan_id: str = "") -> DrainPlan:
+        plan = drain_plan(
+            plan_id or f"{step.plan_id}-revive",
+            step.model.name,
+            step.decision.revive,
+            revive=True,
+            reason=step.request.reason,
+            role=step.request.role,
+            term=term,
+            desired=step.decision.desired,
+            triggered_at_s=step.request.triggered_at_s,
+            trace_id=_trace_id(),
+        )
+        self._operations.overrule_drains(((t.worker_id, t.instance_id) for t in plan.targets), plan.plan_id)
+        return plan
+
+    async def _publish_drain(self, operation: Operation, plan: DrainPlan) -> None:
         try:
-            await self._publish_drain(plan_id, model, records, wish, revive=not decision.drain)
+            await self.publish_drain(plan)
         except BlitzError as error:
             operation.fail(f"the plan could not be published: {error}")
             raise
-        return operation
 
-    async def _publish_drain(
-        self, plan_id: str, model: ModelRecord, records: Sequence[WorkerRecord], wish: Wish, *, revive: bool
-    ) -> None:
-        plan = drain_plan(plan_id, model, records, revive=revive, reason=wish.reason)
-        await self._bus.publish_event(subjects.drain_plans(), plan, message_id=plan_id)
-        if revive:
-            self._operations.overrule_drains(((t.worker_id, t.instance_id) for t in plan.targets), plan_id)
-        verb = "revive" if revive else "drain"
-        log.info("%s: %s; %s %s", plan_id, wish.reason, verb, ", ".join(t.worker_id for t in plan.targets))
+    async def publish_drain(self, plan: DrainPlan) -> None:
+        """As ``publish_plan``."""
+        for part in drain_parts(plan):
+            await self._bus.publish_event(subjects.drain_plans(), part, message_id=part.plan_id)
+        for target in plan.targets:
+            message_id = f"{plan.plan_id}@{target.worker_id}"
+            subject = subjects.worker_plans(target.worker_id)
+            await self._bus.publish_event(subject, own_drain(plan, target), message_id=message_id)
+        verb = "revive" if plan.revive else "drain"
+        log.info("%s: %s; %s %s", plan.plan_id, plan.reason, verb, ", ".join(t.worker_id for t in plan.targets))
+
+
+async def _all(works: Any) -> None:
+    """Await all; raise the first error once none runs any more."""
+    outcomes = await asyncio.gather(*works, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+def _attributes(step: Step) -> dict[str, str | int]:
+    return {
+        "blitz.model": step.model.name,
+        "blitz.role": step.request.role,
+        "blitz.desired": step.decision.desired,
+        "blitz.current": step.decision.current,
+        "blitz.plan_id": step.plan_id,
+    }
 
 
 def _show_pairs(operation: Operation, choice: LiveChoice) -> None:

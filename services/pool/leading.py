@@ -25,7 +25,7 @@ from shared.bus.base import Bus, Subscription
 from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, StaleTerm, Unavailable
 from shared.identity import refuse_if_held
 from shared.messages.codec import M, R
-from shared.messages.common import Ack, ErrorInfo, InstanceState
+from shared.messages.common import Ack, InstanceState
 from shared.messages.copies import RetireCopy
 from shared.messages.registry import (
     AddModel,
@@ -265,21 +265,17 @@ class LeadingPool:
             self._renewed.add(report.worker.worker_id)
         lost = self._registry.lost(report)
         self._want(*lost)
+        ack = HeartbeatAck(lease_s=self._lease_s, wants_models=lost, planner_term=self._terms.get("planner", 0))
         instance = report.instance
         if instance is None:
-            return HeartbeatAck(lease_s=self._lease_s, wants_models=lost)
+            return ack
         record = self._registry.model(instance.model)
         if record is not None and record.model_hash == instance.model_hash:
-            return HeartbeatAck(lease_s=self._lease_s, wants_models=lost)
-        gone = record is not None or self._registry.was_removed(instance.model)
-        if not gone:
-            self._want(instance.model_hash)
-        return HeartbeatAck(
-            lease_s=self._lease_s,
-            wants_model=not gone,
-            stop_instance=instance.instance_id if gone else "",
-            wants_models=lost,
-        )
+            return ack
+        if record is not None or self._registry.was_removed(instance.model):
+            return msgspec.structs.replace(ack, stop_instance=instance.instance_id)
+        self._want(instance.model_hash)
+        return msgspec.structs.replace(ack, wants_model=True)
 
     async def _check_holder(self, report: WorkerHeartbeat) -> None:
         """Raises ``DuplicateId`` when another process that lives reports under this id."""
@@ -406,7 +402,7 @@ class LeadingPool:
             try:
                 verdict = LeaseVerdict(plan_id=lease.plan_id, grant=await self._grant(lease))
             except BlitzError as error:
-                verdict = LeaseVerdict(plan_id=lease.plan_id, error=ErrorInfo.of(error))
+                verdict = LeaseVerdict.refused(lease.plan_id, error)
             verdicts.append(verdict)
         return LeaseVerdicts(verdicts=tuple(verdicts))
 
@@ -441,12 +437,12 @@ class LeadingPool:
     # --- leaders of other services -----------------------------------------------------------
 
     async def _on_lead(self, request: Lead) -> Leadership:
-        if not request.owner or not 0.1 <= request.ttl_s <= 60.0:
+        if not request.owner or request.term < 0 or not 0.1 <= request.ttl_s <= 60.0:
             raise BadRequest("a leader has a name, and leads for 0.1 to 60 seconds at a time", param="ttl_s")
         if request.give_up:
             await self._store.abdicate(request.service, request.owner)
         else:
-            standing = await self._store.lead(request.service, request.owner, request.ttl_s)
+            standing = await self._store.lead(request.service, request.owner, request.ttl_s, last_term=request.term)
             self._terms[request.service] = max(standing.term, self._terms.get(request.service, 0))
             return Leadership(
                 leads=standing.leads, term=standing.term, leader=standing.leader, expires_in_s=standing.expires_in_s

@@ -72,6 +72,10 @@ class Bus(Protocol):
         """Append to the plan stream, once per ``message_id``. Returns when the server has it.
         Raises ``Unavailable``, ``PayloadTooLarge``."""
 
+    async def past_events(self, subject: str, kind: type[M], *, limit: int) -> tuple[M, ...]:
+        """The newest events on ``subject`` that the server still has, oldest first; at most ``limit``. What does not
+        decode is counted and left out. Raises ``Unavailable``."""
+
     async def subscribe_events(self, subject: str, kind: type[M], listener: AsyncListener[M]) -> Subscription:
         """Receive events appended from now on; each is acknowledged when ``listener`` returns."""
 

@@ -25,7 +25,7 @@ from shared.bus.memory_subscriptions import (
 )
 from shared.bus.wire import Headers, MalformedLog, check_size, reply_of, trace_headers
 from shared.errors import DeadlineExceeded, NoResponder, Unavailable
-from shared.messages.codec import Message, encode
+from shared.messages.codec import MalformedMessage, Message, decode, encode
 
 DEFAULT_MAX_PAYLOAD_BYTES = 1 << 20
 DEFAULT_BUFFER_BYTES = 2 << 20
@@ -51,7 +51,7 @@ class MemoryBroker:
         self.readers: set[MemoryReading[Message]] = set()
         self.departure_watchers: list[MemoryDepartures] = []
         self._buses: list[MemoryBus] = []
-        self._event_ids: set[tuple[str, str]] = set()
+        self._event_ids: dict[str, str] = {}
         self._turn = itertools.count()
 
     def bus(self, name: str) -> MemoryBus:
@@ -102,12 +102,18 @@ class MemoryBroker:
 
     def append_raw(self, subject: str, payload: bytes, headers: Headers | None, message_id: str) -> None:
         """Append an event once per id."""
-        if message_id and (subject, message_id) in self._event_ids:
+        # By stream, as a server does it: the same id on another subject is no other event.
+        if message_id and message_id in self._event_ids:
             return
-        self._event_ids.add((subject, message_id))
+        self._event_ids[message_id] = subject
         self.events.append(MemoryEvent(subject, payload, headers))
         for reader in self.readers:
             reader.wake()
+
+    def forget_events(self, subject: str) -> None:
+        """As if nothing had ever been appended there."""
+        self.events = [event for event in self.events if event.subject != subject]
+        self._event_ids = {i: known for i, known in self._event_ids.items() if known != subject}
 
 
 class MemoryBus(Bus):
@@ -228,6 +234,18 @@ class MemoryBus(Bus):
             raise Unavailable(f"the plan stream took no event on {subject}: the bus is disconnected") from error
         self._check_open()
         self.broker.append_raw(subject, payload, headers, message_id)
+
+    async def past_events(self, subject: str, kind: type[M], *, limit: int) -> tuple[M, ...]:
+        self._check_open()
+        if self.connected_since_s is None:
+            raise Unavailable(f"the events on {subject} cannot be read: the bus is disconnected")
+        found = []
+        for event in [e for e in self.broker.events if matches(subject, e.subject)][-limit:]:
+            try:
+                found.append(decode(event.payload, kind))
+            except MalformedMessage as error:
+                self.malformed.record(kind, event.subject, error)
+        return tuple(found)
 
     async def subscribe_events(self, subject: str, kind: type[M], listener: AsyncListener[M]) -> Subscription:
         self._check_open()

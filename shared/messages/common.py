@@ -27,10 +27,11 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     code: str
     message: str
+    retry_after_s: float | None = None
 
     @classmethod
     def of(cls, error: BlitzError) -> ErrorInfo:
-        return cls(code=error.code, message=error.message)
+        return cls(code=error.code, message=error.message, retry_after_s=error.retry_after_s)
 
     def as_error(self) -> BlitzError:
-        return error_from_code(self.code, self.message)
+        return error_from_code(self.code, self.message, retry_after_s=self.retry_after_s)

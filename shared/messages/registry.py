@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from shared.errors import BlitzError
 from shared.messages.codec import Message
 from shared.messages.common import Device, ErrorInfo, InstanceState, Role
 from shared.model_spec import ModelSpec
@@ -124,6 +125,8 @@ class HeartbeatAck(Message, frozen=True, kw_only=True, tag="heartbeat_ack.v1"):
     wants_models: tuple[str, ...] = ()
     """Hashes of models of which the worker reports host copies and that the registry does not know: send a
     ``RestoreModel`` for each."""
+    planner_term: int = 0
+    """Of the planner that leads: plans of older ones are void. 0: planners know no terms."""
 
 
 class RestoreModel(Message, frozen=True, kw_only=True, tag="restore_model.v1"):
@@ -262,6 +265,10 @@ class LeaseVerdict(msgspec.Struct, frozen=True, kw_only=True):
     grant: LeaseGrant | None = None
     error: ErrorInfo | None = None
 
+    @classmethod
+    def refused(cls, plan_id: str, error: BlitzError) -> LeaseVerdict:
+        return cls(plan_id=plan_id, error=ErrorInfo.of(error))
+
 
 class LeaseVerdicts(Message, frozen=True, kw_only=True, tag="lease_verdicts.v1"):
     """One per lease of the batch, in its order."""
@@ -285,6 +292,8 @@ class Lead(Message, frozen=True, kw_only=True, tag="lead.v1"):
     owner: str
     """This process; no other has the same."""
     ttl_s: float
+    term: int = 0
+    """The last that this process led with: it keeps that, if nobody else led since."""
     give_up: bool = False
     """Lead no longer: the next that asks may."""
 

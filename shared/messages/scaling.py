@@ -92,6 +92,11 @@ class ScalePlan(Message, frozen=True, kw_only=True, tag="scale_plan.v2"):
     """What was asked for and not planned, and why."""
     term: int = 0
     """Of the planner whose plan it is (``shared.messages.registry.Lead``). 0: one of 0.1, which knows no terms."""
+    desired: int = 0
+    """Instances that the operation leads to."""
+    trace_id: str = ""
+    num_parts: int = 1
+    """A plan with many targets is published in parts, each with an id of its own: ``<plan>.<number>``."""
 
     def member(self, worker_id: str) -> ChainMember:
         """The member of that worker id. Raises ``KeyError``."""
@@ -124,13 +129,11 @@ class DrainPlan(Message, frozen=True, kw_only=True, tag="drain_plan.v1"):
     reason: str = ""
     term: int = 0
     """As in ``ScalePlan``."""
-
-
-class PlannerLeads(Message, frozen=True, kw_only=True, tag="planner_leads.v1"):
-    """A planner leads from here on in the plan stream: plans of older terms that come after this are void."""
-
-    term: int
-    leader: str
+    role: Role = "colocated"
+    desired: int = 0
+    triggered_at_s: float = 0.0
+    trace_id: str = ""
+    num_parts: int = 1
 
 
 class Feed(Message, frozen=True, kw_only=True, tag="feed.v1"):
@@ -349,7 +352,20 @@ class ListScaleRecords(Message, frozen=True, kw_only=True, tag="list_scale_recor
     limit: int = 20
 
 
+class RefusedLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that did not load a model, and is left alone with it for a while."""
+
+    worker_id: str
+    model: str
+    why: str
+    for_s: float
+    """Seconds until it may be asked again."""
+    failures: int
+
+
 class ScaleRecords(Message, frozen=True, kw_only=True, tag="scale_records.v1"):
     """Newest first."""
 
     records: tuple[ScaleRecord, ...]
+    refused: tuple[RefusedLoad, ...] = ()
+    """In force now, the newest first."""

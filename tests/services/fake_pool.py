@@ -15,7 +15,12 @@ from shared.messages.registry import (
     Floor,
     GetSnapshot,
     HeartbeatAck,
+    Lead,
+    Leadership,
+    LeaseBatch,
     LeaseGrant,
+    LeaseVerdict,
+    LeaseVerdicts,
     LeaseWorkers,
     ModelRecord,
     ReleaseWorkers,
@@ -50,6 +55,10 @@ class FakePool:
         self.retire_error: BlitzError | None = None
         """Raised for every copy that wants to go; None lets it."""
         self.num_snapshots = 0
+        self.leader = ""
+        self.term = 1
+        self.knows_leaders = True
+        """False: as a pool of 0.1."""
         self._epoch = 100
 
     async def start(self) -> None:
@@ -58,6 +67,9 @@ class FakePool:
         await self._respond("snapshot", GetSnapshot, self._on_snapshot)
         await self._respond("lease", LeaseWorkers, self._on_lease)
         await self._respond("release", ReleaseWorkers, self._on_release)
+        if self.knows_leaders:
+            await self._respond("lease_batch", LeaseBatch, self._on_lease_batch)
+            await self._respond("lead", Lead, self._on_lead)
         await self._respond("set_floor", SetFloor, self._on_set_floor)
         await self._respond("retire_copy", RetireCopy, self._on_retire)
 
@@ -102,6 +114,28 @@ class FakePool:
         self._epoch += len(request.worker_ids)
         epochs = tuple((worker_id, self._epoch + i) for i, worker_id in enumerate(request.worker_ids))
         return LeaseGrant(plan_id=request.plan_id, epochs=epochs, expires_at_s=FAR_FUTURE_S)
+
+    async def _on_lease_batch(self, request: LeaseBatch) -> LeaseVerdicts:
+        """``errors["lease"]`` are of its single leases, one by one."""
+        verdicts = []
+        for lease in request.leases:
+            if self.errors["lease"]:
+                verdicts.append(LeaseVerdict.refused(lease.plan_id, self.errors["lease"].pop(0)))
+            else:
+                verdicts.append(LeaseVerdict(plan_id=lease.plan_id, grant=await self._on_lease(lease)))
+        return LeaseVerdicts(verdicts=tuple(verdicts))
+
+    async def _on_lead(self, request: Lead) -> Leadership:
+        """Whoever asks first leads, until it gives up or a test names another ``leader``."""
+        if request.give_up:
+            if self.leader == request.owner:
+                self.leader = ""
+            return Leadership(leads=False, term=self.term, leader=self.leader, expires_in_s=0.0)
+        if not self.leader:
+            self.leader = request.owner
+            self.term += request.term != self.term
+        leads = self.leader == request.owner
+        return Leadership(leads=leads, term=self.term, leader=self.leader, expires_in_s=request.ttl_s)
 
     async def _on_release(self, request: ReleaseWorkers) -> Ack:
         self.releases.append(request)

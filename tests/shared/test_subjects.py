@@ -10,7 +10,7 @@ from shared.bus.memory_subscriptions import matches
 FIXED = (
     subjects.gateway_heartbeat, subjects.load, subjects.queue, subjects.demand, subjects.routes,
     subjects.scale_plans, subjects.drain_plans, subjects.progress, subjects.route_changes,
-    subjects.planner_leads, subjects.scale_records,
+    subjects.scale_records,
 )  # fmt: skip
 NAMED = (
     subjects.tokens, subjects.worker_submit, subjects.worker_cancel, subjects.worker_ack, subjects.worker_resend,
@@ -41,7 +41,7 @@ def test_an_operation_that_is_in_no_list_has_no_subject(build: Callable[[str], s
 
 def test_the_plan_stream_takes_plans_and_nothing_else() -> None:
     taken = {build() for build in FIXED if matches(subjects.plans(), build())}
-    assert taken == {subjects.scale_plans(), subjects.drain_plans(), subjects.planner_leads()}
+    assert taken == {subjects.scale_plans(), subjects.drain_plans()}
 
 
 @pytest.mark.parametrize(

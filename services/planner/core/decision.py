@@ -45,11 +45,13 @@ def decide(
     in_pairs: Collection[str] = (),
     *,
     role: Role = "colocated",
+    leaving: Collection[str] = (),
 ) -> Decision:
     """Steps from what ``workers`` run to ``desired`` instances of ``model`` in ``role``; those of other roles are
     left alone. ``floor`` is the role's.
 
-    Draining instances are revived before anything is loaded (their weights are there). Workers
+    Draining instances are revived before anything is loaded (their weights are there), but not on a worker that is
+    about to end. ``leaving``: instance ids that were told to drain, and may not show it yet. Workers
     leased for the model and role and not yet reporting count as loading. Scaling in drains the instances
     that serve least, never one that still loads (its plan runs; it can go when it is up). Those of
     ``in_pairs`` (instance ids), which scale live with another, go last.
@@ -62,11 +64,15 @@ def decide(
         if w.instance is not None
         and (w.instance.model, w.instance.model_hash, w.instance.role) == (model.name, model.model_hash, role)
     ]
-    leased = sum(1 for w in workers if w.state == "spare" and (w.lease_model, w.lease_role) == (model.name, role))
-    counted = [w for w in mine if w.state in COUNTED]
+    leased = sum(
+        1
+        for w in workers
+        if w.state == "spare" and not w.stopping and (w.lease_model, w.lease_role) == (model.name, role)
+    )
+    counted = [w for w in mine if w.state in COUNTED and not _leaves(w, leaving)]
     current = len(counted) + leased
     missing = wanted - current
-    draining = [w for w in mine if w.state == "draining"]
+    draining = [w for w in mine if (w.state == "draining" or _leaves(w, leaving)) and not w.stopping]
     revive = tuple(draining[:missing]) if missing > 0 else ()
     load = max(0, missing - len(revive))
     drain: tuple[WorkerRecord, ...] = ()
@@ -74,6 +80,12 @@ def decide(
         serving = [w for w in counted if w.state == "serving"]
         drain = tuple(sorted(serving, key=lambda w: _staying(w, in_pairs))[:-missing])
     return Decision(wanted, current, load, revive, drain)
+
+
+def _leaves(record: WorkerRecord, leaving: Collection[str]) -> bool:
+    """A worker that is about to end counts no more, whatever it still does."""
+    told = record.state == "serving" and record.instance is not None and record.instance.instance_id in leaving
+    return told or record.stopping
 
 
 def _staying(record: WorkerRecord, in_pairs: Collection[str]) -> tuple[bool, int, str]:

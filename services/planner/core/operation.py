@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from services.planner.core.live_pair import LivePair
+from services.planner.core.plan_events import links_of, predicted_of, targets_of
 from services.planner.core.traffic import Link
 from shared.messages.common import Role
 from shared.messages.live import LiveReport, ZigzagAssignment
 from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import ScaleProgress, ScaleRecord, TargetRecord
+from shared.messages.scaling import DrainPlan, ScalePlan, ScaleProgress, ScaleRecord, TargetRecord
 
 Direction = Literal["out", "in", "none"]
 
@@ -22,6 +23,21 @@ LOST_WORD_S = 5.0
 so, and was not heard."""
 MISSING_S = 2.0
 """A worker that the registry has not known for this long is dead."""
+LEAST_LOAD_S = 15.0
+"""A target has at least so long, whatever is predicted: predictions do not know what else hosts have to do."""
+LOAD_FACTOR = 10.0
+"""Of its predicted finish, in which a target must have everything."""
+
+
+def give_up_s(num_bytes: int, floor_gbps: float, predicted_s: Iterable[float]) -> float:
+    """How long targets may take: a multiple of what is predicted, and where nothing is, ``num_bytes`` at
+    ``floor_gbps``. The plan carries it: targets that take longer give up by themselves."""
+    slowest_s = num_bytes * 8 / (floor_gbps * 1e9)
+    known = list(predicted_s)
+    if not known or not all(known):
+        return max(slowest_s, LEAST_LOAD_S)
+    expected_s = LOAD_FACTOR * max(known)
+    return max(LEAST_LOAD_S, min(expected_s, slowest_s), DEADLINE_FINISHES * max(known))
 
 
 @dataclass(slots=True)
@@ -61,11 +77,16 @@ class Operation:
         predicted_s: Mapping[str, float] | None = None,
         pairs: Iterable[ZigzagAssignment] = (),
         role: Role = "colocated",
+        revives: bool = False,
+        recalled: bool = False,
     ) -> None:
         """``targets`` are (worker_id, instance_id). A target that has not accepted by ``accept_by_s``, or
         not ended by ``deadline_s``, has failed. ``links``: who sends weights to whom. ``predicted_s``: the seconds
         that each target should take once the plan is out; one that should take long has a later deadline. ``pairs``:
-        who of them scales live with whom."""
+        who of them scales live with whom. ``revives``: the targets drain, and are to serve again.
+        ``recalled``: it was begun under an earlier planner, and nobody may have seen how it ended."""
+        self.recalled = recalled
+        self._revives = revives
         self.plan_id, self.model, self._role = plan_id, model, role
         self._accept_by_s = accept_by_s
         self._deadline_s = deadline_s
@@ -82,6 +103,50 @@ class Operation:
         self._missing_since_s: dict[str, float] = {}
         self._failure = ""
 
+    @classmethod
+    def of_plan(cls, plan: ScalePlan, pairs: Iterable[ZigzagAssignment] = (), *, recalled: bool = False) -> Operation:
+        """The operation that a plan is of. What its targets did since then, their reports and the registry tell."""
+        return cls(
+            plan_id=plan.plan_id,
+            model=plan.model.name,
+            direction="out",
+            desired=plan.desired,
+            reason=plan.reason,
+            triggered_at_s=plan.triggered_at_s,
+            targets=targets_of(plan),
+            explain=plan.explain,
+            left_out=plan.left_out,
+            trace_id=plan.trace_id,
+            accept_by_s=plan.expires_at_s,
+            deadline_s=plan.give_up_at_s or float("inf"),
+            links=links_of(plan),
+            predicted_s=predicted_of(plan),
+            pairs=pairs,
+            role=plan.role,
+            recalled=recalled,
+        )
+
+    @classmethod
+    def of_drain(cls, plan: DrainPlan, direction: Direction, end_by_s: float, *, recalled: bool = False) -> Operation:
+        """The operation that a drain, or a revival (``direction`` "out"), is of."""
+        targets = tuple((t.worker_id, t.instance_id) for t in plan.targets)
+        return cls(
+            plan_id=plan.plan_id,
+            model=plan.model,
+            direction=direction,
+            desired=plan.desired,
+            reason=plan.reason,
+            triggered_at_s=plan.triggered_at_s,
+            targets=targets,
+            explain=(("revive: " if plan.revive else "drain: ") + ", ".join(w for w, _ in targets),),
+            trace_id=plan.trace_id,
+            accept_by_s=end_by_s,
+            deadline_s=end_by_s,
+            role=plan.role,
+            revives=plan.revive,
+            recalled=recalled,
+        )
+
     @property
     def finished(self) -> bool:
         """Whether every target has ended, well or not, and every pair has reported or is not waited for any more."""
@@ -90,12 +155,27 @@ class Operation:
         return not self.open_targets and not any(pair.running for pair in self.pairs.values())
 
     @property
+    def untold_targets(self) -> tuple[str, ...]:
+        """Worker ids of targets that have shown no sign of knowing the plan."""
+        known = (t.accepted_s or t.first_byte_s or t.layers_s or t.loaded_s for t in self._targets.values())
+        return tuple(
+            t.worker_id
+            for t, seen in zip(self._targets.values(), known, strict=True)
+            if not seen and not self._ended(t)
+        )
+
+    @property
     def open_targets(self) -> tuple[tuple[str, str], ...]:
         """(worker_id, instance_id) of targets that have not ended."""
         return tuple((t.worker_id, t.instance_id) for t in self._targets.values() if not self._ended(t))
 
     def _ended(self, target: _Target) -> bool:
         return bool(target.failure) or (target.spare_s if self.direction == "in" else target.serving_s) is not None
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Why targets failed, by worker id."""
+        return {t.worker_id: t.failure for t in self._targets.values() if t.failure}
 
     def running_links(self) -> list[Link]:
         """Transfers that go on: their target is open and has not reported ``loaded``."""
@@ -134,10 +214,6 @@ class Operation:
         ended = self._failure or target.failure or target.loaded_s or target.serving_s
         return self.direction == "out" and not ended
 
-    def _must_end_by_s(self, worker_id: str) -> float:
-        slow_s = DEADLINE_FINISHES * self._predicted_s.get(worker_id, 0.0)
-        return max(self._deadline_s, self._accept_by_s + slow_s if slow_s else 0.0)
-
     def planned(self, at_s: float) -> None:
         """The plan was made and published."""
         self._planned_s = at_s
@@ -168,9 +244,10 @@ class Operation:
             case "live":
                 target.live_s = target.live_s or event.at_s
             case "loaded":
-                target.loaded_s = target.loaded_s or event.at_s
+                # The registry may have told before, later than it was.
+                target.loaded_s = min(target.loaded_s or event.at_s, event.at_s)
             case "serving":
-                target.serving_s = target.serving_s or event.at_s
+                target.serving_s = min(target.serving_s or event.at_s, event.at_s)
             case "spare":
                 target.spare_s = target.spare_s or event.at_s
                 if self.direction == "out" and target.serving_s is None and not target.failure:
@@ -219,14 +296,24 @@ class Operation:
                 continue
             if self.direction == "in" and not _holds(worker, instance_id):
                 target.spare_s = now_s  # its own report was lost
-            elif now_s > self._must_end_by_s(worker_id):
+            elif self.direction == "out" and self._came_up(worker, instance_id):
+                # Its own reports were lost, or came before this planner led. When it was, nobody knows.
+                target.loaded_s = target.loaded_s or now_s
+                target.serving_s = now_s
+            elif now_s > self._deadline_s:
                 self.fail_target(worker_id, "it did not end within the deadline")
             elif not _works_on(worker, self.plan_id, instance_id):
                 if target.accepted_s is not None:
                     # Back before the registry missed it: a new process under the old id.
                     self.fail_target(worker_id, "the worker died and started again")
                 elif now_s > self._accept_by_s:
-                    self.fail_target(worker_id, "the plan was never accepted")
+                    why = "how it ended is not known" if self.recalled else "the plan was never accepted"
+                    self.fail_target(worker_id, why)
+
+    def _came_up(self, worker: WorkerRecord, instance_id: str) -> bool:
+        """Whether the registry shows that the target serves, or has served."""
+        shown = worker.state == "serving" or (worker.state == "draining" and not self._revives)
+        return shown and _holds(worker, instance_id)
 
     def record(self, *, details: bool = True) -> ScaleRecord:
         """The record as of now. ``details``: pairs with their batches and timelines."""

@@ -2,33 +2,70 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable
 
 from services.planner.core.live_pair import LivePair
 from services.planner.core.operation import Operation
+from services.planner.core.plan_events import base_id
 from services.planner.core.traffic import SETTLING_S, Transfers
+from shared.messages.scaling import ScaleRecord
+
+MAX_RECORDS = 500
 
 
 class Operations:
     """The newest operations by plan id; the oldest finished ones are forgotten beyond ``keep``."""
 
-    def __init__(self, keep: int = 500) -> None:
+    def __init__(self, keep: int = MAX_RECORDS) -> None:
         self._keep = keep
         self._by_id: OrderedDict[str, Operation] = OrderedDict()
+        self._past: OrderedDict[str, ScaleRecord] = OrderedDict()
+        """Records of operations that ended under an earlier planner."""
+        self._told: set[str] = set()
+        """Operations whose records were handed out as finished."""
 
     def add(self, operation: Operation) -> None:
         self._by_id[operation.plan_id] = operation
         while len(self._by_id) > self._keep:
             oldest = next((i for i, o in self._by_id.items() if o.finished), next(iter(self._by_id)))
             del self._by_id[oldest]
+            self._told.discard(oldest)
+        while self._past and len(self._by_id) + len(self._past) > self._keep:
+            self._past.popitem(last=False)
+
+    def reset(self) -> None:
+        """Forget everything: another planner led meanwhile."""
+        self._by_id.clear()
+        self._past.clear()
+        self._told.clear()
+
+    def remember(self, record: ScaleRecord) -> None:
+        """An operation that ended under an earlier planner."""
+        if record.plan_id not in self._by_id:
+            self._past[record.plan_id] = record
+            while len(self._past) > self._keep:
+                self._past.popitem(last=False)
 
     def get(self, plan_id: str) -> Operation | None:
-        return self._by_id.get(plan_id)
+        """The operation of a plan, or of a part of one."""
+        return self._by_id.get(base_id(plan_id))
 
-    def newest(self, limit: int) -> list[Operation]:
-        """At most ``limit`` operations, newest first."""
-        return list(reversed(self._by_id.values()))[: max(0, limit)]
+    def past(self, plan_id: str) -> ScaleRecord | None:
+        """The record of an operation that ended under an earlier planner."""
+        return self._past.get(plan_id)
+
+    def newest(self, limit: int) -> list[ScaleRecord]:
+        """At most ``limit`` records, newest first; pairs without their batches and timelines."""
+        mine = [o.record(details=False) for o in itertools.islice(reversed(self._by_id.values()), max(0, limit))]
+        return [*mine, *reversed(self._past.values())][: max(0, limit)]
+
+    def just_finished(self) -> list[Operation]:
+        """Operations that ended since this was last asked."""
+        found = [o for i, o in self._by_id.items() if i not in self._told and o.finished]
+        self._told.update(o.plan_id for o in found)
+        return found
 
     def overrule_drains(self, targets: Iterable[tuple[str, str]], plan_id: str) -> None:
         """These (worker_id, instance_id) were revived by a newer plan: older drains of them end there."""

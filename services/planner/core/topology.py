@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -122,6 +122,18 @@ def topology_of(workers: Iterable[WorkerInfo], copy_holders: Collection[str] = (
     for name, gpu in first.items():
         draft.add_host(Host(name, gpu.nic, gpu.host_link_gbps, ssd_gbps[name]))
     return Registered(draft.topology(), refused)
+
+
+def with_copy_holders(topology: Topology, workers: Iterable[WorkerInfo], holders: Collection[str]) -> Topology:
+    """The same network; host copies leave by the NICs of those ``workers`` that are ``holders`` of them."""
+    hosts: dict[str, Host] = {}
+    for w in sorted(workers, key=lambda w: w.worker_id):
+        gpu = topology.gpus.get(w.worker_id)
+        if gpu is None or w.worker_id not in holders or w.host in hosts:
+            continue
+        known = topology.hosts[w.host]
+        hosts[w.host] = Host(w.host, gpu.nic, gpu.host_link_gbps, known.ssd_gbps)
+    return replace(topology, hosts=topology.hosts | hosts) if hosts else topology
 
 
 class _Draft:

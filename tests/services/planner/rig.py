@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from services.planner.core.strategies import Strategy
@@ -18,11 +19,13 @@ from shared.messages.codec import Message, decode
 from shared.messages.common import LiveChoice, Role
 from shared.messages.live import ZigzagAssignment
 from shared.messages.load import Demand
+from shared.messages.registry import WorkerRecord
 from shared.messages.scaling import (
     DrainPlan,
     GetScaleRecord,
     ListScaleRecords,
     ProgressEvent,
+    RefusedLoad,
     ScalePlan,
     ScaleProgress,
     ScaleRecord,
@@ -38,23 +41,38 @@ class Rig:
     """A planner between a registry double and a client."""
 
     def __init__(
-        self, strategy: Strategy = "chain", *, knows_flows: bool = True, live: LiveSettings | None = None
+        self,
+        strategy: Strategy = "chain",
+        *,
+        knows_flows: bool = True,
+        live: LiveSettings | None = None,
+        broker: MemoryBroker | None = None,
+        pool: FakePool | None = None,
     ) -> None:
+        """``broker`` and ``pool`` of another rig make this its standby, or its successor."""
         self.strategy: Strategy = strategy
         self.knows_flows = knows_flows
         self.live = live
-        self.broker = MemoryBroker(event_timeout_s=0.2)
-        self.pool = FakePool(self.broker)
+        self.broker = broker or MemoryBroker(event_timeout_s=0.2)
+        self._shares_pool = pool is not None
+        self.pool = pool or FakePool(self.broker)
         self.bus: MemoryBus = self.broker.bus("planner")
         self.client = self.broker.bus("client")
         self.metrics = CollectorRegistry()
         self.model = model("m", max_instances=4, min_instances=0)
-        self.pool.models = (self.model,)
+        if pool is None or not pool.models:
+            self.pool.models = (self.model,)
         self.stopping = asyncio.Event()
         self._sequence = 0
 
     async def start(self) -> None:
-        await self.pool.start()
+        if not self._shares_pool:
+            await self.pool.start()
+        self.launch()
+        await eventually(lambda: any(r.subject == subjects.planner("records") for r in self.broker.responders))
+
+    def launch(self) -> None:
+        """Start the planner, which may have to wait until it leads."""
         planner = PlannerService(
             self.bus,
             lease_ttl_s=5.0,
@@ -64,7 +82,17 @@ class Rig:
             metrics=self.metrics,
         )
         self.task = asyncio.create_task(planner.run(self.stopping))
-        await eventually(lambda: any(r.subject == subjects.planner("records") for r in self.broker.responders))
+
+    async def stop(self) -> None:
+        self.stopping.set()
+        await self.task
+
+    async def die(self) -> None:
+        """Without another word on the bus."""
+        self.broker.disconnect("planner")
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        await self.bus.close()
 
     def spare(self, *worker_ids: str) -> None:
         """These workers, spare, are all there is."""
@@ -113,6 +141,17 @@ class Rig:
         )
         await self.client.publish(subjects.progress(), message)
 
+    async def refusals(self) -> tuple[RefusedLoad, ...]:
+        message = ListScaleRecords(limit=1)
+        answer = await self.client.request(subjects.planner("records"), message, ScaleRecords, timeout_s=TIMEOUT_S)
+        return answer.refused
+
+    def renamed(self, record: WorkerRecord, instance_id: str) -> WorkerRecord:
+        """The same worker, whose instance has that id."""
+        assert record.instance is not None
+        own = msgspec.structs.replace(record.instance, instance_id=instance_id)
+        return msgspec.structs.replace(record, instance=own)
+
     def plans(self) -> list[Message]:
         """Every plan published, oldest first."""
         kinds: dict[str, type[Message]] = {subjects.scale_plans(): ScalePlan, subjects.drain_plans(): DrainPlan}
@@ -136,4 +175,4 @@ async def running(made: Rig) -> AsyncIterator[Rig]:
     await made.start()
     yield made
     made.stopping.set()
-    await made.task
+    await asyncio.gather(made.task, return_exceptions=made.task.cancelled())

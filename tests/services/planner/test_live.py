@@ -131,7 +131,13 @@ async def test_an_overloaded_instance_gets_a_target_of_the_plan(rig: LiveRig) ->
     assert (made.policy, made.revision, made.expires_at_s) == ("zigzag", 0, plan.give_up_at_s)
     assert made.layers_ready_at_s[0] > plan.planned_at_s
     assert made.loaded_at_s - plan.planned_at_s == pytest.approx(LOADING_S, rel=0.05)
-    assert [e.subject for e in rig.broker.events] == [subjects.scale_plans(), subjects.zigzag_assignments()]
+    assert [e.subject for e in rig.broker.events] == [
+        subjects.scale_plans(),
+        subjects.worker_plans(target.worker_id),
+        subjects.zigzag_assignments(),
+        subjects.worker_plans("w0"),
+        subjects.worker_plans(target.worker_id),
+    ]
     assert any(line.startswith("live: ") for line in plan.explain)
     assert any(line.startswith("not live: i-w1: not overloaded") for line in plan.explain)
     assert plan.explain == record.explain

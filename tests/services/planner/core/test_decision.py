@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from services.planner.core.decision import bounded, decide
@@ -112,3 +113,23 @@ def test_the_least_number_is_of_colocated_instances_and_the_most_of_each_role(ro
     assert bounded(0, M, None, role) == 0
     assert bounded(9, M, None, role) == 4
     assert bounded(0, M, Floor(model="m", instances=2, until_s=1.0, role=role), role) == 2
+
+
+def test_what_drains_on_a_worker_that_is_about_to_end_is_not_revived_and_nothing_there_counts() -> None:
+    ending = msgspec.structs.replace(worker_record("w1", M, "draining"), stopping=True)
+    decision = decide(M, [worker_record("w0", M, "serving"), ending], 2, None)
+    assert (decision.revive, decision.load) == ((), 1)
+    serving = msgspec.structs.replace(worker_record("w1", M, "serving"), stopping=True)
+    decision = decide(M, [worker_record("w0", M, "serving"), serving], 2, None)
+    assert (decision.current, decision.load) == (1, 1)
+    leased = msgspec.structs.replace(worker_record("w1", lease_plan_id="p", lease_model="m"), stopping=True)
+    assert decide(M, [worker_record("w0", M, "serving"), leased], 2, None).load == 1
+
+
+def test_an_instance_that_was_told_to_drain_drains_although_it_does_not_show_yet() -> None:
+    workers = [worker_record(f"w{i}", M, "serving", epoch=i) for i in range(3)]
+    assert decide(M, workers, 2, None, leaving={"i-w2"}).nothing
+    again = decide(M, workers, 1, None, leaving={"i-w2"})
+    assert [w.worker.worker_id for w in again.drain] == ["w1"]
+    back = decide(M, workers, 3, None, leaving={"i-w2"})
+    assert ([w.worker.worker_id for w in back.revive], back.load) == (["w2"], 0)

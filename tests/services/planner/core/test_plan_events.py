@@ -3,12 +3,22 @@ from __future__ import annotations
 import pytest
 
 from services.planner.core.cluster import Cluster
-from services.planner.core.plan_events import scale_plan, targets_of
+from services.planner.core.history import plans_from
+from services.planner.core.plan_events import (
+    drain_parts,
+    links_of,
+    own_plans,
+    parts_of,
+    predicted_of,
+    scale_plan,
+    targets_of,
+)
 from services.planner.core.strategies import Strategy, plan_by
+from services.worker.core.upstreams import part_of
 from shared.messages.codec import decode, encode
 from shared.messages.common import Role
 from shared.messages.registry import LeaseGrant
-from shared.messages.scaling import ScalePlan
+from shared.messages.scaling import DrainPlan, DrainTarget, ScalePlan
 from tests.services.planner.core.clusters import MODEL, MODEL_BYTES, cluster, record
 
 
@@ -84,3 +94,69 @@ def test_a_plan_survives_the_wire_with_its_role(role: Role) -> None:
     plan = event(EVERYTHING, 2, role=role)
     assert plan.role == role
     assert decode(encode(plan), ScalePlan) == plan
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def chain_of(num_targets: int) -> ScalePlan:
+    """One chain from one source through as many workers."""
+    return event(cluster(record("a0", "serving"), *(record(f"w{i:04}") for i in range(num_targets))), num_targets)
+
+
+def test_a_plan_of_a_thousand_targets_goes_out_in_bounded_parts_with_ids_of_their_own() -> None:
+    plan = chain_of(1000)
+    parts = parts_of(plan)
+    assert max(len(encode(part)) for part in parts) < 256 * 1024
+    assert [part.plan_id for part in parts] == [f"plan-p.{i}" for i in range(len(parts))]
+    assert [t for part in parts for t in targets_of(part)] == list(targets_of(plan))
+    for part in parts:
+        for member in part.targets:
+            assert part_of(part, member.worker_id) is not None
+
+
+def test_a_small_plan_is_its_own_part() -> None:
+    plan = chain_of(3)
+    assert parts_of(plan) == (plan,)
+
+
+def test_a_plan_is_whole_again_from_its_parts_in_any_order_and_not_without_one() -> None:
+    plan = chain_of(450)
+    parts = parts_of(plan)
+    (again,) = plans_from(reversed(parts)).values()
+    assert (again.plan_id, targets_of(again), links_of(again)) == ("plan-p", targets_of(plan), links_of(plan))
+    assert predicted_of(again) == predicted_of(plan)
+    assert (again.explain, again.members) == (plan.explain, plan.members)
+    assert plans_from(parts[1:]) == {}
+
+
+def test_each_target_is_told_what_concerns_it() -> None:
+    plan = chain_of(1000)
+    told = dict(own_plans(plan))
+    assert set(told) == {worker_id for worker_id, _ in targets_of(plan)}
+    assert max(len(encode(own)) for own in told.values()) < 8 * 1024
+    order = [worker_id for worker_id, _ in targets_of(plan)]
+    whole, own = part_of(plan, order[500]), part_of(told[order[500]], order[500])
+    assert whole is not None
+    assert own is not None
+    assert (own.member, own.stripes[0].share) == (whole.member, whole.stripes[0].share)
+    # First the hops right above, nearest first, as in the whole plan; then what the plan falls back on.
+    above = [u.worker_id for u in own.stripes[0].upstreams][:8]
+    assert above == [u.worker_id for u in whole.stripes[0].upstreams][:8] == order[499:491:-1]
+    assert own.stripes[0].upstreams[-2:] == whole.stripes[0].upstreams[-2:]
+
+
+@pytest.mark.parametrize("strategy", ["chain", "star", "disk", "host-cache"])
+def test_what_a_target_is_told_makes_sense_by_itself(strategy: Strategy) -> None:
+    plan = event(EVERYTHING, 2, strategy)
+    for worker_id, own in own_plans(plan):
+        assert part_of(own, worker_id) == part_of(decode(encode(own), ScalePlan), worker_id)
+        assert part_of(own, worker_id) is not None
+
+
+def test_drains_of_many_go_out_in_bounded_parts() -> None:
+    targets = tuple(DrainTarget(worker_id=f"worker-{i}", instance_id=f"instance-{i}") for i in range(2500))
+    parts = drain_parts(DrainPlan(plan_id="p", model="m", targets=targets))
+    assert [p.plan_id for p in parts] == ["p.0", "p.1", "p.2"]
+    assert tuple(t for p in parts for t in p.targets) == targets
+    assert max(len(encode(p)) for p in parts) < 256 * 1024

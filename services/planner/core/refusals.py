@@ -1,0 +1,63 @@
+"""Workers that did not load what they were told to: they are left alone for a while, each time for longer.
+
+Without this one worker that cannot load would be chosen again and again, because the choice is deterministic.
+Times are of any one clock, in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+AVOID_S = 1.0
+AVOID_MAX_S = 60.0
+"""A worker is avoided for ``AVOID_S``, for twice as long after every further failure, up to this."""
+FORGET_S = 300.0
+"""A failure is forgotten when nothing has failed for so long after it was over."""
+MAX_REFUSALS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A worker that is not to load a model until ``until_s``."""
+
+    worker_id: str
+    model: str
+    why: str
+    until_s: float
+    failures: int
+
+
+class Refusals:
+    """By worker and model: another model may fit where one does not."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[tuple[str, str], Refusal] = {}
+
+    def failed(self, worker_id: str, model: str, why: str, now_s: float) -> None:
+        """The worker refused the model, or did not get to serve it."""
+        known = self._by_key.pop((model, worker_id), None)
+        failures = known.failures + 1 if known is not None else 1
+        until_s = now_s + min(AVOID_MAX_S, AVOID_S * 2.0 ** (failures - 1))
+        self._by_key[model, worker_id] = Refusal(worker_id, model, why, until_s, failures)
+        while len(self._by_key) > MAX_REFUSALS:
+            del self._by_key[next(iter(self._by_key))]
+
+    def served(self, worker_id: str, model: str) -> None:
+        """It can, after all."""
+        self._by_key.pop((model, worker_id), None)
+
+    def avoided(self, model: str, now_s: float) -> dict[str, str]:
+        """Workers not to choose for a model now, and why."""
+        return {r.worker_id: r.why for r in self._now(now_s) if r.model == model}
+
+    def newest(self, now_s: float, limit: int) -> tuple[Refusal, ...]:
+        """At most ``limit`` that are in force, the newest first."""
+        return tuple(reversed(list(self._now(now_s))))[:limit]
+
+    def forget(self, now_s: float) -> None:
+        """Forget what is long over."""
+        self._by_key = {k: r for k, r in self._by_key.items() if now_s < r.until_s + FORGET_S}
+
+    def _now(self, now_s: float) -> Iterable[Refusal]:
+        return (r for r in self._by_key.values() if now_s < r.until_s)

@@ -1,0 +1,269 @@
+"""Rounds of decisions: all that is wanted at one moment, decided from one snapshot, leased in one call.
+
+Demand is level-triggered: the monitor repeats what is not met, so a demand that a round refuses is dropped. Somebody
+waits for an answer to what was asked for by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from services.planner.core.explain import instances_of
+from services.planner.core.operation import Operation
+from services.planner.core.round_order import Asked, in_order
+from services.planner.scaler import RPC_TIMEOUT_S, Scaler, ScaleRequest, Step
+from shared import subjects
+from shared.bus.base import Bus
+from shared.errors import BlitzError, Conflict, Internal, NoResponder
+from shared.leading import Leader
+from shared.messages.common import Role
+from shared.messages.registry import LeaseBatch, LeaseGrant, LeaseVerdict, LeaseVerdicts, LeaseWorkers
+from shared.registry import RegistryReader
+from shared.telemetry import tracer
+
+log = logging.getLogger(__name__)
+
+LEASE_TRIES = 3
+"""How often a request is planned when its workers are taken by others first."""
+MAX_ROUND_S = 0.05
+"""Of planning: what is left waits for the next round, which begins at once."""
+MAX_WAITING = 20_000
+"""Models and roles with an unmet demand."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    request: ScaleRequest
+    context: otel_context.Context
+    by_hand: asyncio.Future[Operation | None] | None = None
+    tries: int = 0
+    since_s: float = field(default_factory=time.monotonic)
+
+
+class Rounds:
+    """``run`` decides, while the process leads. Requests of one model and role replace each other, but for those that
+    were asked for by hand."""
+
+    def __init__(
+        self, bus: Bus, reader: RegistryReader, scaler: Scaler, leader: Leader, metrics: CollectorRegistry
+    ) -> None:
+        self._bus = bus
+        self._reader = reader
+        self._scaler = scaler
+        self._leader = leader
+        self._demands: dict[tuple[str, Role], _Waiting] = {}
+        self._by_hand: list[_Waiting] = []
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last_refusal: dict[tuple[str, Role], str] = {}
+        self._plans = Counter("blitz_planner_plans_total", "Plans published", ["direction"], registry=metrics)
+        self._refused = Counter("blitz_planner_refused_total", "Demands without a plan", ["code"], registry=metrics)
+        self._plan_seconds = Histogram(
+            "blitz_planner_plan_seconds",
+            "Demand received to plan published",
+            registry=metrics,
+            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5),
+        )
+        self._round_seconds = Histogram(
+            "blitz_planner_round_seconds",
+            "One round of decisions, from the snapshot to the leases",
+            registry=metrics,
+            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5),
+        )
+
+    def demand(self, request: ScaleRequest) -> None:
+        """In place of what the same model and role wanted before."""
+        about = (request.model, request.role)
+        if about in self._demands or len(self._demands) < MAX_WAITING:
+            self._demands[about] = _Waiting(request, otel_context.get_current())
+            self._wake.set()
+
+    async def scale(self, request: ScaleRequest) -> Operation | None:
+        """Decide on this, too, in the next round; its operation once published, None if nothing is to do. Raises
+        ``BlitzError`` if nothing comes of it."""
+        outcome: asyncio.Future[Operation | None] = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(request, otel_context.get_current(), outcome)
+        self._by_hand.append(waiting)
+        self._wake.set()
+        try:
+            return await outcome
+        finally:
+            if waiting in self._by_hand:
+                self._by_hand.remove(waiting)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            await self._round()
+
+    async def close(self) -> None:
+        """Wait for what is being published; nobody decides on the rest."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._demands.clear()
+        for waiting in self._by_hand:
+            self._refuse(waiting, Conflict("the planner that was asked does not lead any more"))
+        self._by_hand.clear()
+
+    # --- a round -----------------------------------------------------------------------------
+
+    async def _round(self) -> None:
+        waiting = self._take()
+        try:
+            with self._round_seconds.time():
+                steps = await self._decide(waiting)
+                verdicts = await self._lease(steps)
+        except BlitzError as error:
+            for one in waiting:
+                self._refuse(one, error)
+            return
+        except Exception:
+            log.exception("a round of decisions failed")
+            for one in waiting:
+                self._refuse(one, Internal("the planner failed; its log says more"))
+            return
+        for (one, step, span), verdict in zip(steps, verdicts, strict=True):
+            if verdict is not None and verdict.grant is None:
+                span.end()
+                self._again(one, verdict)
+                continue
+            grant = verdict.grant if verdict is not None else None
+            self._spawn(self._publish(one, self._scaler.begin(step, grant, self._leader.term, span)))
+
+    def _take(self) -> list[_Waiting]:
+        waiting = [*self._by_hand, *self._demands.values()]
+        self._by_hand.clear()
+        self._demands.clear()
+        return waiting
+
+    def _put_back(self, one: _Waiting) -> None:
+        """For the next round; a demand only if there is no newer one."""
+        if one.by_hand is not None:
+            self._by_hand.append(one)
+        else:
+            self._demands.setdefault((one.request.model, one.request.role), one)
+        self._wake.set()
+
+    async def _decide(self, waiting: list[_Waiting]) -> list[tuple[_Waiting, Step, trace.Span]]:
+        self._leader.check()
+        view = await self._reader.read(timeout_s=RPC_TIMEOUT_S)
+        began_s = time.monotonic()
+        clusters = self._scaler.clusters(view)
+        asked = [Asked(w, w.request, w.by_hand is not None) for w in waiting]
+        steps: list[tuple[_Waiting, Step, trace.Span]] = []
+        late: list[_Waiting] = []
+        for one in in_order(asked, clusters.of_model):
+            if steps and time.monotonic() - began_s > MAX_ROUND_S:
+                late.append(one)
+                continue
+            try:
+                step = self._scaler.plan(one.request, view, clusters)
+            except BlitzError as error:
+                self._refuse(one, error)
+                continue
+            except Exception:
+                log.exception("no plan for %s", one.request.model)
+                self._refuse(one, Internal("the planner failed; its log says more"))
+                continue
+            if step is None:
+                self._settle(one, None)
+                continue
+            if step.planned is not None:
+                clusters.take(step.planned.targets)
+            steps.append((one, step, tracer().start_span("planner.plan", context=one.context)))
+        for one in late:
+            self._put_back(one)
+        return steps
+
+    async def _lease(self, steps: list[tuple[_Waiting, Step, trace.Span]]) -> list[LeaseVerdict | None]:
+        """One verdict per step; None where nothing has to be leased."""
+        wanted = [step.lease(self._scaler.lease_ttl_s, self._leader.term) for _, step, _ in steps]
+        leases = [lease for lease in wanted if lease is not None]
+        if not leases:
+            return [None] * len(steps)
+        # In the trace of what it is for, if it is for one thing.
+        first = next(span for (_, _, span), lease in zip(steps, wanted, strict=True) if lease is not None)
+        with trace.use_span(first):
+            verdicts = iter(await self._verdicts(tuple(leases)))
+        return [next(verdicts) if lease is not None else None for lease in wanted]
+
+    async def _verdicts(self, leases: tuple[LeaseWorkers, ...]) -> tuple[LeaseVerdict, ...]:
+        batch = LeaseBatch(leases=leases, term=self._leader.term)
+        if self._leader.term:
+            answer = await self._bus.request(
+                subjects.pool("lease_batch"), batch, LeaseVerdicts, timeout_s=RPC_TIMEOUT_S
+            )
+            return answer.verdicts
+        return tuple([await self._one_by_one(lease) for lease in leases])
+
+    async def _one_by_one(self, lease: LeaseWorkers) -> LeaseVerdict:
+        """As a pool of 0.1 wants it."""
+        try:
+            grant = await self._bus.request(subjects.pool("lease"), lease, LeaseGrant, timeout_s=RPC_TIMEOUT_S)
+        except BlitzError as error:
+            if isinstance(error, NoResponder):
+                raise
+            return LeaseVerdict.refused(lease.plan_id, error)
+        return LeaseVerdict(plan_id=lease.plan_id, grant=grant)
+
+    def _again(self, one: _Waiting, verdict: LeaseVerdict) -> None:
+        """Others took a worker since the snapshot; the next one shows it."""
+        error = verdict.error.as_error() if verdict.error is not None else Conflict("no lease")
+        one.tries += 1
+        if isinstance(error, Conflict) and one.tries < LEASE_TRIES:
+            log.info("planning again for %s: %s", one.request.model, error)
+            self._put_back(one)
+        else:
+            self._refuse(one, error)
+
+    # --- outcomes ----------------------------------------------------------------------------
+
+    async def _publish(self, one: _Waiting, publishing: Coroutine[Any, Any, Operation]) -> None:
+        try:
+            operation = await publishing
+        except BlitzError as error:
+            self._refuse(one, error)
+            return
+        self._plans.labels(operation.direction).inc()
+        self._plan_seconds.observe(max(0.0, time.time() - one.request.triggered_at_s))
+        self._settle(one, operation)
+
+    def _settle(self, one: _Waiting, operation: Operation | None) -> None:
+        self._last_refusal.pop((one.request.model, one.request.role), None)
+        if one.by_hand is not None and not one.by_hand.done():
+            one.by_hand.set_result(operation)
+
+    def _refuse(self, one: _Waiting, error: BlitzError) -> None:
+        if one.by_hand is not None:
+            if not one.by_hand.done():
+                one.by_hand.set_exception(error)
+            return
+        # The monitor repeats itself while the number is wrong, so nothing is lost here.
+        request, about = one.request, (one.request.model, one.request.role)
+        self._refused.labels(error.code).inc()
+        level = logging.DEBUG if self._last_refusal.get(about) == error.code else logging.WARNING
+        if about in self._last_refusal or len(self._last_refusal) < MAX_WAITING:
+            self._last_refusal[about] = error.code
+        log.log(
+            level, "no plan for %s (%s wanted): %s", request.model, instances_of(request.desired, request.role), error
+        )
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("publishing a plan broke", exc_info=error)

@@ -1,0 +1,110 @@
+"""Of several processes of a kind one leads: by a lease in the pool, which carries a term."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from typing import Literal
+
+from shared import subjects
+from shared.bus.base import Bus
+from shared.errors import BlitzError, NoResponder, Unavailable
+from shared.messages.registry import GetSnapshot, Lead, Leadership, Snapshot
+
+log = logging.getLogger(__name__)
+
+TTL_S = 2.0
+ASK_TIMEOUT_S = 1.0
+RETRY_S = 0.1
+
+
+class Leader:
+    """This process's part in it. It leads from the pool's word until ``TTL_S`` after it asked, by its own clock."""
+
+    def __init__(self, bus: Bus, service: Literal["planner", "monitor"], *, ttl_s: float = TTL_S) -> None:
+        self._bus = bus
+        self._service: Literal["planner", "monitor"] = service
+        self._ttl_s = ttl_s
+        self._owner = f"{service}-{secrets.token_hex(6)}"
+        self._until_s = float("-inf")
+        self.term = 0
+        """Higher than that of any leader before; 0 with a pool of 0.1, which knows no leaders: there all lead."""
+        self.follows = asyncio.Event()
+        """Set once another process was seen to lead."""
+
+    @property
+    def leads(self) -> bool:
+        return time.monotonic() < self._until_s
+
+    def check(self) -> None:
+        """Raises ``Unavailable`` unless this process leads now."""
+        if not self.leads:
+            raise Unavailable(f"this {self._service} does not lead", retry_after_s=0.5)
+
+    async def win(self, stopping: asyncio.Event) -> bool:
+        """Wait until this process leads; False once it is ``stopping``."""
+        while not stopping.is_set():
+            if await self._ask():
+                log.info("leading, term %d", self.term)
+                return True
+            await self._pause(stopping, RETRY_S)
+        return False
+
+    async def hold(self, stopping: asyncio.Event) -> None:
+        """Renew until another process leads, the pool was silent for too long, or this one is ``stopping``."""
+        term = self.term
+        while not stopping.is_set() and self.leads:
+            await self._pause(stopping, self._ttl_s / 4)
+            if not await self._ask() and self._until_s == float("-inf"):
+                return
+            if self.term != term:
+                return  # others led meanwhile
+        if not self.leads:
+            log.warning("the pool is silent: not leading until it answers")
+
+    async def give_up(self) -> None:
+        """Let the next one lead at once."""
+        self._until_s = float("-inf")
+        message = Lead(service=self._service, owner=self._owner, ttl_s=self._ttl_s, give_up=True)
+        with contextlib.suppress(BlitzError):
+            await self._bus.request(subjects.pool("lead"), message, Leadership, timeout_s=ASK_TIMEOUT_S)
+
+    async def _ask(self) -> bool:
+        asked_s = time.monotonic()
+        message = Lead(service=self._service, owner=self._owner, ttl_s=self._ttl_s, term=self.term)
+        try:
+            answer = await self._bus.request(subjects.pool("lead"), message, Leadership, timeout_s=ASK_TIMEOUT_S)
+        except NoResponder:
+            if not await self._pool_knows_no_leaders():
+                return False
+            self.term, self._until_s = 0, asked_s + self._ttl_s
+            return True
+        except BlitzError as error:
+            log.debug("nobody says who leads: %s", error)
+            return False
+        if answer.leads:
+            self.term, self._until_s = answer.term, asked_s + self._ttl_s
+            return True
+        if not self.follows.is_set():
+            log.info("%s leads: waiting to take over", answer.leader)
+        self._until_s = float("-inf")
+        self.follows.set()
+        return False
+
+    async def _pool_knows_no_leaders(self) -> bool:
+        """Whether a pool of 0.1 answers; at start, and while pools take over from each other, none does."""
+        try:
+            page = await self._bus.request(
+                subjects.pool("snapshot"), GetSnapshot(paged=True), Snapshot, timeout_s=ASK_TIMEOUT_S
+            )
+        except BlitzError:
+            return False
+        return not page.version
+
+    async def _pause(self, stopping: asyncio.Event, pause_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await stopping.wait()

@@ -1,0 +1,129 @@
+"""One round decides for all models from one snapshot, and leases in one call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.planner.core.round_order import Asked, in_order
+from services.planner.scaler import ScaleRequest
+from shared import subjects
+from shared.errors import Conflict, NoCapacity
+from shared.messages.load import Demand
+from shared.messages.scaling import DrainPlan, ScalePlan
+from tests.records import model, worker_record
+from tests.services.planner.rig import Rig, running
+from tests.services.waiting import eventually
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with running(Rig()) as made:
+        yield made
+
+
+async def want(rig: Rig, name: str, desired: int, triggered_at_s: float = 0.0) -> None:
+    await rig.client.publish(
+        subjects.demand(),
+        Demand(
+            publisher="monitor",
+            sequence=1,
+            published_at_s=time.time(),
+            model=name,
+            role="colocated",
+            desired=desired,
+            observed=0,
+            triggered_at_s=triggered_at_s or time.time(),
+            reason="load",
+        ),
+    )
+
+
+async def test_fifty_models_that_want_workers_at_once_are_decided_on_together(rig: Rig) -> None:
+    rig.pool.models = tuple(model(f"m{i:02}", min_instances=0) for i in range(50))
+    rig.spare(*(f"w{i:02}" for i in range(60)))
+    before = rig.pool.num_snapshots
+    for record in rig.pool.models:
+        await want(rig, record.name, 1)
+    await eventually(lambda: len(rig.plans()) == 50)
+    assert rig.pool.num_snapshots - before <= 4, "not a look for each"
+    targets = [m.worker_id for plan in rig.plans() if isinstance(plan, ScalePlan) for m in plan.targets]
+    assert len(set(targets)) == 50, "no worker is planned for twice"
+    assert rig.refused("conflict") == 0
+
+
+async def test_what_was_refused_for_a_taken_worker_is_planned_again_and_the_rest_goes_on(rig: Rig) -> None:
+    rig.pool.models = (model("a", min_instances=0), model("b", min_instances=0))
+    rig.spare("w0", "w1", "w2")
+    rig.pool.errors["lease"] = [Conflict("worker w0 is leased")]
+    await want(rig, "a", 1)
+    await want(rig, "b", 1)
+    await eventually(lambda: len(rig.plans()) == 2)
+    assert {p.model.name for p in rig.plans() if isinstance(p, ScalePlan)} == {"a", "b"}
+
+
+async def test_a_worker_that_refused_is_left_alone_while_others_are_there(rig: Rig) -> None:
+    rig.spare("w0", "w1", "w2")
+    await rig.demand(1)
+    await eventually(lambda: len(rig.plans()) == 1)
+    (plan,) = rig.plans()
+    assert isinstance(plan, ScalePlan)
+    (first,) = plan.targets
+    await rig.report(plan.plan_id, "failed", first.worker_id, first.instance_id)
+    await eventually(lambda: len(rig.pool.releases) == 1)
+    for expected in (2, 3):
+        await rig.demand(1)
+        await eventually(lambda expected=expected: len(rig.plans()) == expected)  # type: ignore[misc]
+        plan = rig.plans()[-1]
+        assert isinstance(plan, ScalePlan)
+        assert first.worker_id not in [m.worker_id for m in plan.targets]
+        assert any("avoided" in line for line in plan.left_out)
+
+
+async def test_a_refusal_is_shown_and_where_nobody_else_is_left_says_why(rig: Rig) -> None:
+    rig.spare("w0")
+    record = await rig.scale(1)
+    (plan,) = rig.plans()
+    assert isinstance(plan, ScalePlan)
+    await rig.report(plan.plan_id, "failed", "w0", plan.targets[0].instance_id)
+    await eventually(lambda: len(rig.pool.releases) == 1)
+    with pytest.raises(NoCapacity, match="w0 is avoided"):
+        await rig.scale(1)
+    (refused,) = await rig.refusals()
+    assert (refused.worker_id, refused.model, refused.failures) == ("w0", "m", 1)
+    assert (await rig.record(record.plan_id)).status == "failed"
+
+
+async def test_the_registry_ends_an_operation_whose_reports_were_lost(rig: Rig) -> None:
+    rig.spare("w0")
+    record = await rig.scale(1)
+    (plan,) = rig.plans()
+    assert isinstance(plan, ScalePlan)
+    (target,) = plan.targets
+    serving = worker_record("w0", rig.model, "serving")
+    rig.pool.workers = (rig.renamed(serving, target.instance_id),)
+    done = await rig.record(record.plan_id, wait_s=5.0)
+    assert done.status == "done"
+
+
+async def test_a_drain_that_does_not_show_yet_is_not_planned_twice(rig: Rig) -> None:
+    rig.pool.workers = tuple(worker_record(f"w{i}", rig.model, "serving", epoch=i) for i in range(3))
+    await rig.demand(2)
+    await eventually(lambda: len(rig.plans()) == 1)
+    await rig.demand(1)
+    await eventually(lambda: len(rig.plans()) == 2)
+    drained = [t.worker_id for plan in rig.plans() if isinstance(plan, DrainPlan) for t in plan.targets]
+    assert drained == ["w2", "w1"]
+
+
+def test_by_hand_comes_first_then_models_with_nothing_then_who_waits_longest() -> None:
+    def asked(name: str, at_s: float, *, by_hand: bool = False) -> Asked[str]:
+        return Asked(name, ScaleRequest(name, 1, at_s, "load"), by_hand)
+
+    order = in_order(
+        [asked("late", 9.0), asked("early", 1.0), asked("nothing", 5.0), asked("hand", 8.0, by_hand=True)],
+        lambda name: () if name == "nothing" else (worker_record("w0"),),
+    )
+    assert order == ["hand", "nothing", "early", "late"]
