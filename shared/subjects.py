@@ -192,7 +192,7 @@ def plans() -> str:
 
 
 def worker_plans(worker_id: str) -> str:
-    """ScalePlan, DrainPlan and ZigzagAssignment events (JetStream): what one worker has to do."""
+    """WorkerOrder events (JetStream): what one worker has to do."""
     return f"{PREFIX}.plans.worker.{_token(worker_id)}"
 
 

@@ -23,7 +23,7 @@ from shared.bus.base import Bus, Subscription
 from shared.errors import BlitzError
 from shared.load_feed import subscribe_load
 from shared.messages.common import LiveChoice, LivePolicy, Role
-from shared.messages.live import ZigzagAssignment
+from shared.messages.live import WorkerOrder, ZigzagAssignment
 from shared.messages.load import LoadReport, QueueReport
 from shared.messages.registry import ModelRecord, WorkerRecord
 from shared.messages.scaling import ScalePlan
@@ -169,5 +169,5 @@ async def publish_revision(bus: Bus, assignment: ZigzagAssignment) -> None:
     message_id = f"{assignment.pair_id}-{assignment.revision}"
     await bus.publish_event(subjects.zigzag_assignments(), assignment, message_id=message_id)
     for member in (assignment.source, assignment.target):
-        own_id = f"{message_id}@{member.worker_id}"
-        await bus.publish_event(subjects.worker_plans(member.worker_id), assignment, message_id=own_id)
+        own_id, order = f"{message_id}@{member.worker_id}", WorkerOrder(zigzag=assignment)
+        await bus.publish_event(subjects.worker_plans(member.worker_id), order, message_id=own_id)

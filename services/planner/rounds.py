@@ -167,7 +167,7 @@ class Rounds:
                 late.append(one)
                 continue
             try:
-                step = self._scaler.plan(one.request, view, clusters)
+                step = self._scaler.plan(one.request, view, clusters, by_hand=one.by_hand is not None)
             except BlitzError as error:
                 self._refuse(one, error)
                 continue

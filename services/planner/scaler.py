@@ -35,6 +35,7 @@ from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, ModelNotFound, NoCapacity
 from shared.messages.common import Ack, LiveChoice, Role
+from shared.messages.live import WorkerOrder
 from shared.messages.registry import LeaseGrant, LeaseWorkers, ModelRecord, ReleaseWorkers, WorkerRecord
 from shared.messages.scaling import DrainPlan, ScalePlan
 from shared.registry import RegistryView
@@ -121,8 +122,13 @@ class Scaler:
         transfers = self._operations.transfers(time.time()) if self._knows_flows else None
         return Clusters(view.workers, transfers=transfers, busy_nic_share=self._busy_nic_share)
 
-    def plan(self, request: ScaleRequest, view: RegistryView, clusters: Clusters) -> Step | None:
-        """What to do about a request; None when nothing is. Raises ``ModelNotFound``, ``NoCapacity``."""
+    def plan(
+        self, request: ScaleRequest, view: RegistryView, clusters: Clusters, *, by_hand: bool = False
+    ) -> Step | None:
+        """What to do about a request; None when nothing is. Raises ``ModelNotFound``, ``NoCapacity``.
+
+        What was asked for ``by_hand`` is tried even on workers that failed a short while ago, if no others are left.
+        """
         model = view.models.get(request.model)
         if model is None:
             raise ModelNotFound(f"model {request.model!r} is not registered", param="model")
@@ -145,6 +151,7 @@ class Scaler:
             model,
             remaining_s=self._operations.remaining_s(time.time()),
             avoided=self._refusals.avoided(model.name, time.monotonic()),
+            at_least=decision.load if by_hand else 0,
         )
         choice = self._pairing.choice(request.live, request.role)
         overloaded = self._pairing.overloaded(model, workers, request.role)
@@ -256,7 +263,8 @@ class Scaler:
         async def tell(worker_id: str, own: ScalePlan) -> None:
             async with turns:
                 message_id = f"{plan.plan_id}@{worker_id}"
-                await self._bus.publish_event(subjects.worker_plans(worker_id), own, message_id=message_id)
+                order = WorkerOrder(scale=own)
+                await self._bus.publish_event(subjects.worker_plans(worker_id), order, message_id=message_id)
 
         await _all(tell(worker_id, own) for worker_id, own in own_plans(plan))
 
@@ -314,7 +322,8 @@ class Scaler:
         for target in plan.targets:
             message_id = f"{plan.plan_id}@{target.worker_id}"
             subject = subjects.worker_plans(target.worker_id)
-            await self._bus.publish_event(subject, own_drain(plan, target), message_id=message_id)
+            order = WorkerOrder(drain=own_drain(plan, target))
+            await self._bus.publish_event(subject, order, message_id=message_id)
         verb = "revive" if plan.revive else "drain"
         log.info("%s: %s; %s %s", plan.plan_id, plan.reason, verb, ", ".join(t.worker_id for t in plan.targets))
 

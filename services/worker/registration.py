@@ -52,9 +52,12 @@ class Registration:
         standing: Callable[[], Standing],
         model: Callable[[str], ModelRecord | None],
         stop_instance: Callable[[str], Awaitable[None]],
+        planner_term: Callable[[int], Awaitable[None]],
     ) -> None:
         """``standing`` gives what to report; ``model`` the record of a model hash, if a registry lost it;
-        ``stop_instance`` is called when the registry says that the instance's model was removed."""
+        ``stop_instance`` is called when the registry says that the instance's model was removed, ``planner_term`` with
+        the term of the planner that leads."""
+        self._planner_term = planner_term
         self._bus = bus
         self._worker = worker
         self._standing = standing
@@ -169,6 +172,7 @@ class Registration:
         async with self._reported:
             self._confirmed = sequence
             self._reported.notify_all()
+        await self._planner_term(ack.planner_term)
         wanted = [*ack.wants_models]
         if ack.wants_model and now.instance is not None:
             wanted.append(now.instance.model_hash)

@@ -23,6 +23,7 @@ from services.worker.live.pairing import Pairing
 from services.worker.load_reporter import LoadReporter
 from services.worker.node.facts import NodeFacts
 from services.worker.node.nic_meter import NicMeter
+from services.worker.orders import Orders
 from services.worker.peers import Peers
 from services.worker.progress import ProgressReporter
 from services.worker.registration import Registration, Standing
@@ -31,7 +32,7 @@ from services.worker.serving import Serving
 from services.worker.weight_mover import WeightMover
 from services.worker.witness import StepWitness
 from shared import subjects
-from shared.bus.base import Bus
+from shared.bus.base import Bus, Subscription
 from shared.errors import BlitzError, Unavailable
 from shared.identity import hold, new_incarnation, refuse_if_held
 from shared.messages.common import InstanceState
@@ -39,13 +40,11 @@ from shared.messages.copies import DropCopy, HoldCopy
 from shared.messages.generation import AckTerminal, Cancel, GatewayHeartbeat, Resend, Submit
 from shared.messages.registry import ModelRecord, WorkerInfo
 from shared.messages.scaling import (
-    DrainPlan,
     Feed,
     FeedEnded,
     FetchRange,
     GetChecksums,
     GetFeedState,
-    ScalePlan,
     StopFeed,
 )
 from shared.transport.base import TensorTransport
@@ -149,7 +148,21 @@ class WorkerService:
         self._serving.cooperations = (self._pairing, self._departures, self._arrivals)
         self._scaling.on_loaded = self._pairing.loaded
         self._scaling.on_gone = self._instance_gone
-        self._registration = Registration(bus, self.info, self._standing, self._record, self._scaling.on_stop_instance)
+        self._orders = Orders(
+            bus,
+            config.worker_id,
+            self._scaling.on_scale_plan,
+            self._scaling.on_drain_plan,
+            self._pairing.on_assignment,
+        )
+        self._registration = Registration(
+            bus,
+            self.info,
+            self._standing,
+            self._record,
+            self._scaling.on_stop_instance,
+            self._orders.planner_term,
+        )
         self._loop = asyncio.get_running_loop()
         self._fatal = fatal
         self._ending: asyncio.Task[None] | None = None
@@ -182,7 +195,8 @@ class WorkerService:
         worker_id, serving, scaling, sender = self._config.worker_id, self._serving, self._scaling, self._mover.sender
         # Before anything is listened to that another process of this id is meant by.
         await refuse_if_held(self._bus, subjects.worker_holder(worker_id), f"worker id {worker_id!r}")
-        subscriptions = [
+        await self._orders.subscribe()
+        subscriptions: list[Subscription] = [
             *await hold(self._bus, self.info.incarnation, *self._holder_subjects()),
             await self._bus.respond(subjects.worker_submit(worker_id), Submit, serving.on_submit),
             await self._bus.respond(subjects.worker_resend(worker_id), Resend, serving.on_resend),
@@ -197,8 +211,7 @@ class WorkerService:
             await self._bus.subscribe(subjects.worker_cancel(worker_id), Cancel, serving.on_cancel),
             await self._bus.subscribe(subjects.worker_ack(worker_id), AckTerminal, serving.on_ack),
             await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, serving.on_gateway),
-            await self._bus.subscribe_events(subjects.scale_plans(), ScalePlan, scaling.on_scale_plan),
-            await self._bus.subscribe_events(subjects.drain_plans(), DrainPlan, scaling.on_drain_plan),
+            self._orders,
             *await self._pairing.subscribe(),
             *await self._arrivals.subscribe(),
         ]

@@ -15,7 +15,7 @@ import msgspec
 from shared.messages.codec import Message
 from shared.messages.common import LivePolicy
 from shared.messages.generation import Submit
-from shared.messages.scaling import ChainMember
+from shared.messages.scaling import ChainMember, DrainPlan, ScalePlan
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +48,15 @@ class ZigzagAssignment(Message, frozen=True, kw_only=True, tag="zigzag_assignmen
     gates: tuple[Gate, ...] = ()
     term: int = 0
     """As in ``ScalePlan``."""
+
+
+class WorkerOrder(Message, frozen=True, kw_only=True, tag="worker_order.v1"):
+    """What a planner wants of one worker, in one ordered stream per worker: exactly one of these."""
+
+    scale: ScalePlan | None = None
+    """With the hops that concern this worker, and no others."""
+    drain: DrainPlan | None = None
+    zigzag: ZigzagAssignment | None = None
 
 
 class SplitBatch(msgspec.Struct, frozen=True, kw_only=True):

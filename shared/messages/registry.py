@@ -59,8 +59,6 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     ssd_gbps: float | None = None
     host_cache_bytes: int = 0
     """Host memory that this worker offers for host copies."""
-    takes_own_plans: bool = False
-    """It listens on a plan subject of its own (``subjects.worker_plans``). Workers of 0.1 hear whole plans only."""
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):

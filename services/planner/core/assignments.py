@@ -49,6 +49,7 @@ def zigzag_assignments(
             loaded_at_s=start_at_s + finish_s if finish_s else 0.0,
             slo_tbt_s=plan.model.slo_tbt_s or slo_tbt_s,
             expires_at_s=plan.give_up_at_s,
+            term=plan.term,
         )
 
     return tuple([assignment(pair) for pair in pairs])

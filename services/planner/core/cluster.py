@@ -120,11 +120,13 @@ class Clusters:
         *,
         remaining_s: Mapping[tuple[str, str], float] | None = None,
         avoided: Mapping[str, str] | None = None,
+        at_least: int = 0,
     ) -> Cluster:
         """The cluster as ``model`` sees it.
 
         ``remaining_s``: how long instances that load by running plans will take, by (worker id, instance id); only
-        those can be sources before they are whole. ``avoided``: workers that are not to load the model now, and why.
+        those can be sources before they are whole. ``avoided``: workers that are not to load the model now, and why;
+        unless fewer than ``at_least`` others are spare.
         """
         mine = self._by_hash.get(model.model_hash, ())
         holders = {r.worker.worker_id for r in mine if _holds_on_host(r, model)}
@@ -152,6 +154,8 @@ class Clusters:
         could = {w.worker_id for w in fitting} | holders
         could.update(r.worker.worker_id for r in mine if _is_copy_of(r, model))
         shunned = {w.worker_id: (avoided or {})[w.worker_id] for w in fitting if w.worker_id in (avoided or {})}
+        for worker_id in list(shunned)[: max(0, at_least - (len(fitting) - len(shunned)))]:
+            del shunned[worker_id]
         return Cluster(
             topology=topology,
             workers=self._workers,

@@ -90,7 +90,6 @@ class Pairing:
             await bus.respond(live("dissolve"), Dissolve, as_target.on_dissolve),
             await bus.respond(live("taken"), Taken, as_source.on_taken),
             await bus.subscribe(subjects.worker_pair_ended(me), PairEnded, self._on_pair_ended),
-            await bus.subscribe_events(subjects.zigzag_assignments(), ZigzagAssignment, self.on_assignment),
         ]
 
     async def on_assignment(self, assignment: ZigzagAssignment) -> None:

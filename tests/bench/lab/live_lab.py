@@ -18,7 +18,7 @@ from bench.replay.plan import prompt_of
 from shared import subjects
 from shared.load_feed import subscribe_load
 from shared.messages.common import Ack
-from shared.messages.live import ZigzagAssignment
+from shared.messages.live import WorkerOrder, ZigzagAssignment
 from shared.messages.load import LoadReport
 from shared.messages.registry import InstanceInfo, LeaseGrant, LeaseWorkers, ReleaseWorkers
 from shared.messages.scaling import LiveRecord, ScalePlan, ScaleRecord, TargetRecord
@@ -221,8 +221,9 @@ class LiveLab(Lab):
         newer = msgspec.structs.replace(
             old, plan_id=plan_id, members=(*[m for m in old.members if m is not target], member)
         )
+        subject, order = subjects.worker_plans(target.worker_id), WorkerOrder(scale=newer)
         planner = await self.stack.bus_as("planner")
-        await planner.publish_event(subjects.scale_plans(), newer, message_id=plan_id)
+        await planner.publish_event(subject, order, message_id=plan_id)
         return newer
 
     async def _epoch(self) -> int:

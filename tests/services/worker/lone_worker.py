@@ -12,6 +12,7 @@ from services.worker.engine.loop import LoopStats
 from shared import subjects
 from shared.bus.memory import MemoryBroker
 from shared.checkpoint import inspect_checkpoint
+from shared.messages.live import WorkerOrder
 from shared.messages.registry import ModelRecord
 from shared.messages.scaling import (
     Chain,
@@ -105,8 +106,8 @@ class LoneWorker:
         )
 
     async def publish(self, plan: ScalePlan | DrainPlan) -> None:
-        subject = subjects.scale_plans() if isinstance(plan, ScalePlan) else subjects.drain_plans()
-        await self.planner.publish_event(subject, plan, message_id=plan.plan_id)
+        order = WorkerOrder(scale=plan) if isinstance(plan, ScalePlan) else WorkerOrder(drain=plan)
+        await self.planner.publish_event(subjects.worker_plans("w0"), order, message_id=plan.plan_id)
 
     async def serve(self, *, epoch: int = 10) -> str:
         """Load the model; the id of the instance, once it serves."""

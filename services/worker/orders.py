@@ -1,0 +1,111 @@
+"""What planners want of this worker: plans, drains and assignments, in the order in which they were published."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from shared import subjects
+from shared.bus.base import Bus, Subscription
+from shared.errors import BlitzError
+from shared.messages.live import WorkerOrder, ZigzagAssignment
+from shared.messages.scaling import DrainPlan, ScalePlan
+
+log = logging.getLogger(__name__)
+
+NO_TERM_S = 5.0
+"""A pool that names no term for so long works with a planner of 0.1, whose plans are for everybody to hear."""
+
+
+class Orders:
+    """Hands on what is for this worker. Orders of a planner that leads no more are void."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        worker_id: str,
+        on_scale: Callable[[ScalePlan], Awaitable[None]],
+        on_drain: Callable[[DrainPlan], Awaitable[None]],
+        on_zigzag: Callable[[ZigzagAssignment], Awaitable[None]],
+    ) -> None:
+        self._bus = bus
+        self._worker_id = worker_id
+        self._on_scale = on_scale
+        self._on_drain = on_drain
+        self._on_zigzag = on_zigzag
+        self._term = 0
+        self._no_term_since_s: float | None = None
+        self._own: Subscription | None = None
+        self._public: list[Subscription] = []
+        self._changing = asyncio.Lock()
+
+    async def subscribe(self) -> None:
+        """Raises ``Unavailable``."""
+        self._own = await self._bus.subscribe_events(
+            subjects.worker_plans(self._worker_id), WorkerOrder, self._on_order
+        )
+
+    async def close(self) -> None:
+        """Hear nothing more; what is being handled is finished."""
+        if self._own is not None:
+            await self._own.close()
+        await self._close_public()
+
+    async def planner_term(self, term: int) -> None:
+        """The pool names the term of the planner that leads; 0: it knows of none."""
+        self._term = max(self._term, term)
+        async with self._changing:
+            if self._term:
+                await self._close_public()
+                return
+            now_s = time.monotonic()
+            if self._no_term_since_s is None:
+                self._no_term_since_s = now_s
+            if not self._public and now_s - self._no_term_since_s >= NO_TERM_S:
+                await self._open_public()
+
+    async def _open_public(self) -> None:
+        log.info("planners know no terms here: hearing all plans")
+        try:
+            self._public += [
+                await self._bus.subscribe_events(subjects.scale_plans(), ScalePlan, self._scale),
+                await self._bus.subscribe_events(subjects.drain_plans(), DrainPlan, self._drain),
+                await self._bus.subscribe_events(subjects.zigzag_assignments(), ZigzagAssignment, self._zigzag),
+            ]
+        except BlitzError as error:
+            log.warning("the plans for all workers cannot be heard: %s", error)
+
+    async def _close_public(self) -> None:
+        public, self._public = self._public, []
+        for subscription in public:
+            await subscription.close()
+
+    async def _on_order(self, order: WorkerOrder) -> None:
+        if order.scale is not None:
+            await self._scale(order.scale)
+        if order.drain is not None:
+            await self._drain(order.drain)
+        if order.zigzag is not None:
+            await self._zigzag(order.zigzag)
+
+    async def _scale(self, plan: ScalePlan) -> None:
+        if self._is_valid(plan.term, plan.plan_id):
+            await self._on_scale(plan)
+
+    async def _drain(self, plan: DrainPlan) -> None:
+        if self._is_valid(plan.term, plan.plan_id):
+            await self._on_drain(plan)
+
+    async def _zigzag(self, assignment: ZigzagAssignment) -> None:
+        if self._is_valid(assignment.term, assignment.pair_id):
+            await self._on_zigzag(assignment)
+
+    def _is_valid(self, term: int, what: str) -> bool:
+        """Planners of 0.1 have no terms: the leases alone tell whether what they say still holds."""
+        if 0 < term < self._term:
+            log.warning("%s is void: its planner led with term %d, and one with %d does now", what, term, self._term)
+            return False
+        self._term = max(self._term, term)
+        return True
