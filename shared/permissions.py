@@ -127,11 +127,11 @@ TABLE: tuple[Row, ...] = (
         "planner",
         {"scale": _GATEWAY, "record": _GATEWAY, "records": _GATEWAY, "split": _WORKER},
     ),
-    _row(subjects.scale_plans, _PLANNER, _WORKER, stream=subjects.PLAN_STREAM),
-    _row(subjects.drain_plans, _PLANNER, _WORKER, stream=subjects.PLAN_STREAM),
-    _row(subjects.zigzag_assignments, _PLANNER, _WORKER, stream=subjects.PLAN_STREAM),
+    # Workers read those that are for all of them only while planners of 0.1 lead.
+    _row(subjects.scale_plans, _PLANNER, ("planner", "worker"), stream=subjects.PLAN_STREAM),
+    _row(subjects.drain_plans, _PLANNER, ("planner", "worker"), stream=subjects.PLAN_STREAM),
+    _row(subjects.zigzag_assignments, _PLANNER, ("planner", "worker"), stream=subjects.PLAN_STREAM),
     _row(subjects.worker_plans, _PLANNER, _WORKER, stream=subjects.PLAN_STREAM),
-    _row(subjects.planner_leads, _PLANNER, _WORKER, stream=subjects.PLAN_STREAM),
     _row(subjects.scale_records, _PLANNER, _PLANNER, stream=subjects.RECORD_STREAM),
     # The server's own: nobody may send on the first, nobody may listen on the second.
     _row(subjects.departures, (), ("gateway", "planner", "pool")),

@@ -22,7 +22,7 @@ from shared.bus.nats_events import EventSubscription
 from shared.bus.nats_link import Link
 from shared.bus.nats_order import drain, drop_unsent, round_trip
 from shared.bus.nats_service import RpcService
-from shared.bus.nats_stream import PlanStream, StreamLimits
+from shared.bus.nats_stream import RECORD_LIMITS, EventStream, StreamLimits
 from shared.bus.wire import (
     MalformedLog,
     check_size,
@@ -48,7 +48,16 @@ class NatsBus(Bus):
         self._service = RpcService(link.client, kind, self._malformed, self._forget, about)
         self._subscriptions: set[Subscription] = set()
         self._events: set[EventSubscription[Any]] = set()
-        self._stream = PlanStream(link.client, link.refusals, consumer_prefix=f"{kind}-{secrets.token_hex(8)}")
+        prefix = f"{kind}-{secrets.token_hex(8)}"
+        self._stream = EventStream(link.client, link.refusals, consumer_prefix=prefix)
+        self._records = EventStream(
+            link.client,
+            link.refusals,
+            consumer_prefix=f"{prefix}-record",
+            name=subjects.RECORD_STREAM,
+            subject=subjects.scale_records(),
+            limits=RECORD_LIMITS,
+        )
         self._unbuffered: set[str] = set()
         """Subjects of messages that must not outlast an outage."""
 
@@ -183,7 +192,19 @@ class NatsBus(Bus):
         payload = encode(message)
         headers = {**(trace_headers() or {}), Header.MSG_ID.value: message_id}
         check_size(subject, payload, headers, self._client.max_payload)
-        await self._stream.append(subject, payload, headers)
+        await self._stream_of(subject).append(subject, payload, headers)
+
+    async def past_events(self, subject: str, kind: type[M], *, limit: int) -> tuple[M, ...]:
+        found = []
+        for msg in await self._stream_of(subject).past(subject, limit):
+            try:
+                found.append(decode(msg.data, kind))
+            except MalformedMessage as error:
+                self._malformed.record(kind, msg.subject, error)
+        return tuple(found)
+
+    def _stream_of(self, subject: str) -> EventStream:
+        return self._records if subject == subjects.scale_records() else self._stream
 
     async def subscribe_events(self, subject: str, kind: type[M], listener: AsyncListener[M]) -> Subscription:
         subscription = EventSubscription(self._stream, subject, kind, listener, self._malformed, self._forget)

@@ -15,10 +15,9 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 from opentelemetry import context as otel_context
 
-from shared import subjects
 from shared.bus.base import AsyncListener, M
 from shared.bus.nats_order import end
-from shared.bus.nats_stream import PlanStream
+from shared.bus.nats_stream import EventStream
 from shared.bus.refusals import JETSTREAM
 from shared.bus.wire import MalformedLog, enter_sender_context, leave_sender_context
 from shared.errors import Unavailable
@@ -39,7 +38,7 @@ class EventSubscription(Generic[M]):
 
     def __init__(
         self,
-        stream: PlanStream,
+        stream: EventStream,
         subject: str,
         kind: type[M],
         listener: AsyncListener[M],
@@ -111,7 +110,7 @@ class EventSubscription(Generic[M]):
         await self._detach()
         self._consumer = await self._stream.jetstream.subscribe(
             self._subject,
-            stream=subjects.PLAN_STREAM,
+            stream=self._stream.name,
             cb=self._arrive,
             manual_ack=True,
             config=api.ConsumerConfig(

@@ -1,15 +1,18 @@
-"""The stream in JetStream that keeps the plans: made, limited and appended to."""
+"""The streams in JetStream that keep plans and records: made, limited, appended to, and read back."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
+from collections import deque
 from dataclasses import dataclass
 
 import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 
 from shared import subjects
@@ -23,6 +26,7 @@ DUPLICATE_WINDOW_S = 120
 PUBLISH_TIMEOUT_S = 5.0
 _KEEP_TIMEOUT_S = 10.0
 _API_TIMEOUT_S = 2.0
+_READ_TIMEOUT_S = 10.0
 _RETRY_WAIT_S = 0.25
 _NAME_IN_USE = 10058
 """JetStream's code for a stream that exists with another configuration."""
@@ -34,24 +38,42 @@ class StreamLimits:
 
     max_bytes: int = 64 << 20
     max_age_s: float = 3600.0
+    """0: whatever their age."""
     num_replicas: int = 1
+    max_events: int = -1
 
 
-class PlanStream:
-    """The stream over ``subjects.plans()``. Who appends makes it and keeps its limits; who reads waits for it."""
+PLAN_LIMITS = StreamLimits()
+RECORD_LIMITS = StreamLimits(max_age_s=0.0, max_events=500)
+"""The newest records survive, however old they are."""
 
-    def __init__(self, client: Client, refusals: Refusals, *, consumer_prefix: str) -> None:
+
+class EventStream:
+    """A stream over ``subject``. Who appends makes it and keeps its limits; who reads waits for it."""
+
+    def __init__(
+        self,
+        client: Client,
+        refusals: Refusals,
+        *,
+        consumer_prefix: str,
+        name: str = subjects.PLAN_STREAM,
+        subject: str = subjects.plans(),
+        limits: StreamLimits = PLAN_LIMITS,
+    ) -> None:
         self.jetstream: JetStreamContext = client.jetstream(timeout=_API_TIMEOUT_S)
+        self.name = name
         self.refusals = refusals
+        self._subject = subject
         self._consumer_names = (f"{consumer_prefix}-{number}" for number in itertools.count())
-        self._limits = StreamLimits()
+        self._limits = limits
         self._lock = asyncio.Lock()
         self._known = False
 
     async def info(self) -> api.StreamInfo:
         """The stream's state. Raises ``NotFoundError`` where nobody has made it yet, ``nats.errors.Error`` while
         JetStream is away."""
-        return await self.jetstream.stream_info(subjects.PLAN_STREAM)
+        return await self.jetstream.stream_info(self.name)
 
     def new_consumer_name(self) -> str:
         """Of no consumer before: one that was lost may still be there."""
@@ -74,25 +96,26 @@ class PlanStream:
                             return
                         await asyncio.sleep(_RETRY_WAIT_S)
             except TimeoutError as error:
-                refused.check("make the plan stream", self.refusals.user)
+                refused.check(f"make the stream {self.name}", self.refusals.user)
                 raise Unavailable(f"JetStream did not answer within {_KEEP_TIMEOUT_S:.0f} s: {reason}") from error
             except nats.errors.Error as error:
-                raise Unavailable(f"NATS refuses the plan stream with {limits}: {error}") from error
+                raise Unavailable(f"NATS refuses the stream {self.name} with {limits}: {error}") from error
 
     async def _make(self) -> None:
         async with self._lock:
             wanted = {
-                "subjects": [subjects.plans()],
+                "subjects": [self._subject],
                 "max_bytes": self._limits.max_bytes,
+                "max_msgs": self._limits.max_events,
                 "max_age": self._limits.max_age_s,
                 "num_replicas": self._limits.num_replicas,
                 "discard": api.DiscardPolicy.OLD,
-                "duplicate_window": min(DUPLICATE_WINDOW_S, self._limits.max_age_s),
+                "duplicate_window": min(DUPLICATE_WINDOW_S, self._limits.max_age_s or DUPLICATE_WINDOW_S),
             }
             try:
                 info = await self.info()
             except nats.js.errors.NotFoundError:
-                fresh = api.StreamConfig(name=subjects.PLAN_STREAM, storage=api.StorageType.FILE)
+                fresh = api.StreamConfig(name=self.name, storage=api.StorageType.FILE)
                 try:
                     await self.jetstream.add_stream(fresh.evolve(**wanted))
                 except nats.js.errors.BadRequestError as error:
@@ -104,7 +127,7 @@ class PlanStream:
                     return
             if any(getattr(info.config, key) != value for key, value in wanted.items()):
                 await self.jetstream.update_stream(info.config.evolve(**wanted))
-                _log.info("the plan stream keeps %s from now on", self._limits)
+                _log.info("the stream %s keeps %s from now on", self.name, self._limits)
             self._known = True
 
     async def append(self, subject: str, payload: bytes, headers: Headers) -> None:
@@ -121,7 +144,7 @@ class PlanStream:
                             if not self._known:
                                 await self._make()
                             await self.jetstream.publish(
-                                subject, payload, timeout=_API_TIMEOUT_S, stream=subjects.PLAN_STREAM, headers=headers
+                                subject, payload, timeout=_API_TIMEOUT_S, stream=self.name, headers=headers
                             )
                         except nats.js.errors.NoStreamResponseError as error:
                             reason, self._known = error, False
@@ -132,8 +155,49 @@ class PlanStream:
                         await asyncio.sleep(_RETRY_WAIT_S)
             except TimeoutError:
                 for one in (refused, unmade):
-                    one.check(f"append {subject} to the plan stream", self.refusals.user)
+                    one.check(f"append {subject} to the stream {self.name}", self.refusals.user)
                 detail = f": {reason}" if reason else ""
                 raise Unavailable(
-                    f"the plan stream took no event on {subject} within {PUBLISH_TIMEOUT_S:.0f} s{detail}"
+                    f"the stream {self.name} took no event on {subject} within {PUBLISH_TIMEOUT_S:.0f} s{detail}"
                 ) from reason
+
+    async def past(self, subject: str, limit: int) -> list[Msg]:
+        """The newest messages on a subject, oldest first; none while there is no stream. Raises ``Unavailable``,
+        ``NotPermitted``."""
+        newest: deque[Msg] = deque(maxlen=limit)
+        with self.refusals.watch("publish", JETSTREAM) as refused:
+            try:
+                async with asyncio.timeout(_READ_TIMEOUT_S) as deadline:
+                    refused.ends(deadline)
+                    await self._read(subject, newest)
+            except nats.js.errors.NotFoundError:
+                return []
+            except (TimeoutError, nats.errors.Error) as error:
+                refused.check(f"read back {subject}", self.refusals.user)
+                raise Unavailable(f"cannot read back the events on {subject}: {error or 'no answer'}") from error
+        return list(newest)
+
+    async def _read(self, subject: str, into: deque[Msg]) -> None:
+        reading = await self.jetstream.subscribe(
+            subject,
+            stream=self.name,
+            config=api.ConsumerConfig(
+                name=self.new_consumer_name(),
+                deliver_policy=api.DeliverPolicy.ALL,
+                ack_policy=api.AckPolicy.NONE,
+                inactive_threshold=_READ_TIMEOUT_S,
+            ),
+        )
+        try:
+            info = await reading.consumer_info()
+            delivered = info.delivered.consumer_seq if info.delivered is not None else 0
+            if not delivered and not info.num_pending:
+                return
+            while True:
+                msg = await reading.next_msg(timeout=_READ_TIMEOUT_S)
+                into.append(msg)
+                if not msg.metadata.num_pending:
+                    return
+        finally:
+            with contextlib.suppress(nats.errors.Error):  # gone with its connection
+                await reading.unsubscribe()

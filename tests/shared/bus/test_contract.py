@@ -389,6 +389,32 @@ async def test_closing_an_event_subscription_awaits_its_listener(place: Place) -
     assert finished
 
 
+async def test_past_events_are_read_back_in_order_the_newest_of_them(place: Place) -> None:
+    bus, name = await place.bus("planner"), event_subject()
+    assert await bus.past_events(name, Cancel, limit=10) == ()
+    for attempt in range(5):
+        await bus.publish_event(name, Cancel(request_id="r", attempt=attempt), message_id=uuid.uuid4().hex)
+    await place.raw_event(name, b"\xc1")
+    await bus.publish_event(event_subject(), Cancel(request_id="another", attempt=9), message_id=uuid.uuid4().hex)
+    assert [c.attempt for c in await bus.past_events(name, Cancel, limit=10)] == [0, 1, 2, 3, 4]
+    assert [c.attempt for c in await bus.past_events(name, Cancel, limit=3)] == [3, 4]
+
+
+async def test_records_are_a_stream_of_their_own(place: Place) -> None:
+    bus, name = await place.bus("planner"), subjects.scale_records()
+    await bus.publish_event(name, Cancel(request_id="r", attempt=1), message_id=uuid.uuid4().hex)
+    assert (await bus.past_events(name, Cancel, limit=500))[-1].attempt == 1
+
+
+async def test_past_events_cannot_be_read_while_disconnected(place: Place) -> None:
+    bus = await place.bus("planner")
+    await place.go_down()
+    with pytest.raises(Unavailable):
+        async with asyncio.timeout(30):
+            await bus.past_events(event_subject(), Cancel, limit=1)
+    await place.go_up()
+
+
 async def test_trace_context_reaches_every_handler_and_no_other(place: Place) -> None:
     here, there = await place.bus("here"), await place.bus("there")
     tracer = TracerProvider().get_tracer("test")

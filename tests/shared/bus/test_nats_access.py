@@ -18,12 +18,19 @@ from shared.bus.nats_stream import StreamLimits
 from shared.errors import NoResponder, NotPermitted, Unavailable
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
-from shared.messages.scaling import PlannerLeads
+from shared.messages.live import WorkerOrder
+from shared.messages.scaling import DrainPlan
 from tests.servers import Server, guarded_nats_server, nats_server, password_of
 from tests.shared.bus.conftest import eventually
 
 CANCEL = Cancel(request_id="r", attempt=0)
-LEADS = PlannerLeads(term=1, leader="p")
+
+
+def order(term: int) -> WorkerOrder:
+    return WorkerOrder(drain=DrainPlan(plan_id=f"plan-{term}", model="m", targets=(), term=term))
+
+
+ORDER = order(1)
 
 
 @pytest.fixture
@@ -57,7 +64,7 @@ async def acknowledge(message: Cancel) -> Ack:
     return Ack()
 
 
-async def ignore(message: PlannerLeads) -> None:
+async def ignore(message: WorkerOrder) -> None:
     pass
 
 
@@ -70,15 +77,15 @@ async def test_services_reach_each_other_through_what_they_may(buses: Buses) -> 
     await gateway.publish(subjects.worker_cancel("w"), CANCEL)
     await eventually(lambda: cancelled == [CANCEL])
 
-    got: list[PlannerLeads] = []
+    got: list[WorkerOrder] = []
 
-    async def on_event(event: PlannerLeads) -> None:
+    async def on_event(event: WorkerOrder) -> None:
         got.append(event)
 
     await planner.keep_plan_stream(StreamLimits())
-    await worker.subscribe_events(subjects.planner_leads(), PlannerLeads, on_event)
-    await planner.publish_event(subjects.planner_leads(), LEADS, message_id="1")
-    await eventually(lambda: got == [LEADS])
+    await worker.subscribe_events(subjects.worker_plans("w"), WorkerOrder, on_event)
+    await planner.publish_event(subjects.worker_plans("w"), ORDER, message_id="1")
+    await eventually(lambda: got == [ORDER])
 
 
 async def test_what_is_refused_is_a_typed_error_and_nobody_waits_for_it(buses: Buses) -> None:
@@ -94,8 +101,8 @@ async def test_what_is_refused_is_a_typed_error_and_nobody_waits_for_it(buses: B
     with pytest.raises(NotPermitted, match=r"user 'worker' to append blitz.v1.plans.scale"):
         await worker.publish_event(subjects.scale_plans(), CANCEL, message_id="1")
     with pytest.raises(NotPermitted, match="user 'gateway' to read events on"):
-        await gateway.subscribe_events(subjects.planner_leads(), PlannerLeads, ignore)
-    with pytest.raises(NotPermitted, match="user 'worker' to make the plan stream"):
+        await gateway.subscribe_events(subjects.worker_plans("w"), WorkerOrder, ignore)
+    with pytest.raises(NotPermitted, match="user 'worker' to make the stream BLITZ_PLANS"):
         await worker.keep_plan_stream(StreamLimits())
     assert time.monotonic() - started_s < long_s / 2
     # The connection is as good as before.
@@ -177,19 +184,19 @@ async def test_an_event_reader_waits_for_the_stream_and_misses_nothing(buses: Bu
     planner, worker = await buses.connect("planner"), await buses.connect("worker")
     got: list[int] = []
 
-    async def on_event(event: PlannerLeads) -> None:
-        got.append(event.term)
+    async def on_event(event: WorkerOrder) -> None:
+        got.append(event.drain.term if event.drain else 0)
 
-    await worker.subscribe_events(subjects.planner_leads(), PlannerLeads, on_event)
+    await worker.subscribe_events(subjects.worker_plans("w"), WorkerOrder, on_event)
     assert got == []
     for term in range(1, 4):  # the first append makes the stream
-        await planner.publish_event(subjects.planner_leads(), PlannerLeads(term=term, leader="p"), message_id=str(term))
+        await planner.publish_event(subjects.worker_plans("w"), order(term), message_id=str(term))
     await eventually(lambda: got == [1, 2, 3])
 
 
 async def test_a_reader_that_waits_can_be_closed(buses: Buses) -> None:
     worker = await buses.connect("worker")
-    subscription = await worker.subscribe_events(subjects.planner_leads(), PlannerLeads, ignore)
+    subscription = await worker.subscribe_events(subjects.worker_plans("w"), WorkerOrder, ignore)
     async with asyncio.timeout(10):
         await subscription.close()
 
