@@ -18,6 +18,7 @@ from services.monitor.core.demand import DemandPolicy, ModelDemand, Verdict
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
+from shared.leading import Leader
 from shared.load_feed import subscribe_load
 from shared.messages.common import Role
 from shared.messages.load import Demand, LoadReport, QueueReport
@@ -74,6 +75,7 @@ class MonitorService:
         self._repeat_s = repeat_s
         self.subscribed = asyncio.Event()
         """Set once load is heard."""
+        self._leader = Leader(bus, "monitor")
         self._registry = RegistryReader(bus)
         self._models: dict[str, _Model] = {}
         self._publisher = f"monitor-{secrets.token_hex(4)}"
@@ -83,7 +85,7 @@ class MonitorService:
         self._needed_gauge = Gauge("blitz_monitor_needed_instances", "Load in instances", ["model"], registry=metrics)
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Serve until ``stopping``."""
+        """Watch until ``stopping``; speak while this process leads. One that follows knows as much as the leader."""
         subscriptions = [
             *await subscribe_load(self._bus, self._on_load),
             await self._bus.subscribe(subjects.queue(), QueueReport, self._on_queue),
@@ -92,6 +94,7 @@ class MonitorService:
         ]
         self.subscribed.set()
         self._refresh.set()
+        leading = asyncio.create_task(self._lead(stopping))
         next_snapshot_s = 0.0
         try:
             while not stopping.is_set():
@@ -107,8 +110,15 @@ class MonitorService:
                     async with asyncio.timeout(self._interval_s):
                         await stopping.wait()
         finally:
+            leading.cancel()
+            await asyncio.gather(leading, return_exceptions=True)
+            await self._leader.give_up()
             for subscription in subscriptions:
                 await subscription.close()
+
+    async def _lead(self, stopping: asyncio.Event) -> None:
+        while await self._leader.win(stopping):
+            await self._leader.hold(stopping)
 
     def _on_load(self, report: LoadReport) -> None:
         model = self._models.get(report.model)
@@ -160,7 +170,7 @@ class MonitorService:
                 if role == "colocated":
                     self._desired_gauge.labels(name).set(desired)
                     self._needed_gauge.labels(name).set(verdict.needed)
-                if desired == group.observed:
+                if desired == group.observed or not self._leader.leads:
                     group.sent = group.told = None
                     continue
                 if desired != group.sent:
@@ -201,6 +211,7 @@ class MonitorService:
                 observed=group.observed,
                 triggered_at_s=group.triggered_at_s,
                 reason=verdict.reason,
+                term=self._leader.term,
             )
             try:
                 # Never later: what was wanted before an outage says nothing about what is wanted after it.
@@ -216,11 +227,13 @@ class MonitorService:
 
 
 def _observed(models: Mapping[str, ModelRecord], workers: Iterable[WorkerRecord]) -> Counter[tuple[str, Role]]:
-    """Instances by model and role that serve or are on their way. Those of other weights under the same name are
-    none."""
+    """Instances by model and role that serve or are on their way, and stay. Those of other weights under the same name
+    are none."""
     observed: Counter[tuple[str, Role]] = Counter()
     for worker in workers:
         instance = worker.instance
+        if worker.stopping:
+            continue
         if instance is None:
             observed[worker.lease_model, worker.lease_role] += 1
         elif worker.state in ("loading", "live", "serving"):

@@ -85,6 +85,8 @@ class PlannerService:
         """Set once demand and requests are heard, here or by a planner that leads."""
         self._leader = Leader(bus, "planner")
         self._led_term: int | None = None
+        self._monitor_term = 0
+        """The newest that was heard."""
         self._reader = RegistryReader(bus)
         self._operations = Operations()
         self._refusals = Refusals()
@@ -201,6 +203,9 @@ class PlannerService:
     # --- requests ----------------------------------------------------------------------------
 
     def _on_demand(self, demand: Demand) -> None:
+        if 0 < demand.term < self._monitor_term:
+            return  # of a monitor that leads no more
+        self._monitor_term = max(self._monitor_term, demand.term)
         self._rounds.demand(
             ScaleRequest(demand.model, demand.desired, demand.triggered_at_s, demand.reason, role=demand.role)
         )

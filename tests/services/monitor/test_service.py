@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -324,3 +325,32 @@ async def test_an_outage_makes_nobody_ask_for_fewer(rig: Rig) -> None:
     assert {d.desired for d in rig.demands} == {4}
     # Without the load, and with a window of silence, fewer are.
     await rig.wanted(1)
+
+
+async def test_of_several_monitors_one_speaks_with_its_term_and_the_next_is_ready_at_once(rig: Rig) -> None:
+    twin = Rig(broker=rig.broker)
+    other = MonitorService(
+        rig.broker.bus("twin"), POLICY, interval_s=0.01, repeat_s=REPEAT_S, metrics=CollectorRegistry()
+    )
+    task = asyncio.create_task(other.run(twin.stopping))
+    await rig.show(model(min_instances=2))
+    demand = await rig.wanted(2)
+    assert demand.term == rig.pool.term
+    await asyncio.sleep(3 * REPEAT_S)
+    assert len({d.publisher for d in rig.demands}) == 1
+    rig.stopping.set()
+    await rig.task
+    known = len(rig.demands)
+    await eventually(lambda: len(rig.demands) > known)
+    assert rig.demands[-1].publisher != demand.publisher
+    assert rig.demands[-1].term > demand.term
+    twin.stopping.set()
+    await task
+
+
+async def test_instances_on_workers_that_are_about_to_end_do_not_count(rig: Rig) -> None:
+    await rig.show(model(min_instances=2), serving=2)
+    await rig.quiet()
+    rig.pool.workers = tuple(msgspec.structs.replace(w, stopping=w is rig.pool.workers[0]) for w in rig.pool.workers)
+    demand = await rig.wanted(2)
+    assert demand.observed == 1

@@ -129,3 +129,31 @@ def test_by_hand_comes_first_then_models_with_nothing_then_who_waits_longest() -
         lambda name: () if name == "nothing" else (worker_record("w0"),),
     )
     assert order == ["hand", "nothing", "early", "late"]
+
+
+async def test_what_a_monitor_says_that_leads_no_more_is_not_heard(rig: Rig) -> None:
+    rig.spare("w0", "w1")
+
+    async def say(desired: int, term: int) -> None:
+        demand = Demand(
+            publisher="monitor",
+            sequence=1,
+            published_at_s=time.time(),
+            model="m",
+            role="colocated",
+            desired=desired,
+            observed=0,
+            triggered_at_s=time.time(),
+            reason="load",
+            term=term,
+        )
+        await rig.client.publish(subjects.demand(), demand)
+
+    await say(1, term=7)
+    await eventually(lambda: len(rig.plans()) == 1)
+    await say(2, term=6)
+    rig.pool.workers = (worker_record("w0", lease_plan_id="p", lease_model="m"), worker_record("w1"))
+    await say(1, term=7)
+    (plan,) = rig.plans()
+    assert isinstance(plan, ScalePlan)
+    assert len(plan.targets) == 1
