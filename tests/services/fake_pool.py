@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
 from shared import subjects
 from shared.bus.memory import MemoryBroker
 from shared.errors import BlitzError
@@ -57,6 +59,8 @@ class FakePool:
         self.num_snapshots = 0
         self.leader = ""
         self.term = 1
+        self.shows_leases = False
+        """Whether snapshots show what was leased, until a test says otherwise."""
         self.knows_leaders = True
         """False: as a pool of 0.1."""
         self._epoch = 100
@@ -113,6 +117,12 @@ class FakePool:
         self.leases.append(request)
         self._epoch += len(request.worker_ids)
         epochs = tuple((worker_id, self._epoch + i) for i, worker_id in enumerate(request.worker_ids))
+        if self.shows_leases:
+            lease = {"lease_plan_id": request.plan_id, "lease_model": request.model, "lease_role": request.role}
+            self.workers = tuple(
+                msgspec.structs.replace(w, **lease) if w.worker.worker_id in request.worker_ids else w
+                for w in self.workers
+            )
         return LeaseGrant(plan_id=request.plan_id, epochs=epochs, expires_at_s=FAR_FUTURE_S)
 
     async def _on_lease_batch(self, request: LeaseBatch) -> LeaseVerdicts:
