@@ -63,6 +63,7 @@ class EventStream:
     ) -> None:
         self.jetstream: JetStreamContext = client.jetstream(timeout=_API_TIMEOUT_S)
         self.name = name
+        self._label = "plan stream" if name == subjects.PLAN_STREAM else "record stream"
         self.refusals = refusals
         self._subject = subject
         self._consumer_names = (f"{consumer_prefix}-{number}" for number in itertools.count())
@@ -96,10 +97,10 @@ class EventStream:
                             return
                         await asyncio.sleep(_RETRY_WAIT_S)
             except TimeoutError as error:
-                refused.check(f"make the stream {self.name}", self.refusals.user)
+                refused.check(f"make the {self._label}", self.refusals.user)
                 raise Unavailable(f"JetStream did not answer within {_KEEP_TIMEOUT_S:.0f} s: {reason}") from error
             except nats.errors.Error as error:
-                raise Unavailable(f"NATS refuses the stream {self.name} with {limits}: {error}") from error
+                raise Unavailable(f"NATS refuses the {self._label} with {limits}: {error}") from error
 
     async def _make(self) -> None:
         async with self._lock:
@@ -127,7 +128,7 @@ class EventStream:
                     return
             if any(getattr(info.config, key) != value for key, value in wanted.items()):
                 await self.jetstream.update_stream(info.config.evolve(**wanted))
-                _log.info("the stream %s keeps %s from now on", self.name, self._limits)
+                _log.info("the %s keeps %s from now on", self._label, self._limits)
             self._known = True
 
     async def append(self, subject: str, payload: bytes, headers: Headers) -> None:
@@ -155,10 +156,10 @@ class EventStream:
                         await asyncio.sleep(_RETRY_WAIT_S)
             except TimeoutError:
                 for one in (refused, unmade):
-                    one.check(f"append {subject} to the stream {self.name}", self.refusals.user)
+                    one.check(f"append {subject} to the {self._label}", self.refusals.user)
                 detail = f": {reason}" if reason else ""
                 raise Unavailable(
-                    f"the stream {self.name} took no event on {subject} within {PUBLISH_TIMEOUT_S:.0f} s{detail}"
+                    f"the {self._label} took no event on {subject} within {PUBLISH_TIMEOUT_S:.0f} s{detail}"
                 ) from reason
 
     async def past(self, subject: str, limit: int) -> list[Msg]:
