@@ -62,6 +62,8 @@ OLD_READER_S = 60.0
 REMOVED_S = 7 * 24 * 3600.0
 MAX_REMOVED = 1000
 """Removals that are remembered although no worker has anything of their models."""
+RENEWAL_WAIT_S = 0.5
+"""How long a question waits for a lease that is over to be renewed."""
 ROUTES_EVERY_S = 0.01
 """Changes of routes are gathered for no longer."""
 
@@ -154,14 +156,22 @@ class LeadingPool:
 
     async def _respond(self, operation: str, kind: type[M], handler: Callable[[M], Awaitable[R]]) -> None:
         async def guarded(message: M) -> R:
-            if time.monotonic() >= self.leads_until_s:
-                raise Unavailable("the registry's Redis does not answer; another pool may lead", retry_after_s=0.5)
+            await self._check_leads()
             try:
                 return await handler(message)
             except RedisError as error:
                 raise Unavailable(f"the registry's Redis does not answer: {error}") from error
 
         self._subscriptions.append(await self._bus.respond(subjects.pool(operation), kind, guarded))
+
+    async def _check_leads(self) -> None:
+        """Raises ``Unavailable`` if the lease is over, and is not renewed at once: this process may just have been busy,
+        or stopped, for a moment."""
+        give_up_s = time.monotonic() + RENEWAL_WAIT_S
+        while time.monotonic() >= self.leads_until_s:
+            if time.monotonic() >= give_up_s:
+                raise Unavailable("the registry's Redis does not answer; another pool may lead", retry_after_s=0.5)
+            await asyncio.sleep(0.01)
 
     # --- regular work ------------------------------------------------------------------------
 

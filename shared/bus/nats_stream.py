@@ -39,8 +39,8 @@ class StreamLimits:
     max_bytes: int = 64 << 20
     max_age_s: float = 3600.0
     """0: whatever their age."""
-    num_replicas: int = 1
     max_events: int = -1
+    num_replicas: int = 1
 
 
 PLAN_LIMITS = StreamLimits()
