@@ -165,8 +165,8 @@ class LeadingPool:
         self._subscriptions.append(await self._bus.respond(subjects.pool(operation), kind, guarded))
 
     async def _check_leads(self) -> None:
-        """Raises ``Unavailable`` if the lease is over, and is not renewed at once: this process may just have been busy,
-        or stopped, for a moment."""
+        """Raises ``Unavailable`` if the lease is over, and is not renewed at once: this process may just have been
+        busy, or stopped, for a moment."""
         give_up_s = time.monotonic() + RENEWAL_WAIT_S
         while time.monotonic() >= self.leads_until_s:
             if time.monotonic() >= give_up_s:

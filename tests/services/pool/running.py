@@ -212,6 +212,7 @@ async def running_copy_pool(
     store = Store.connect(redis_url)
     service = PoolService(broker.bus("pool"), store, lease_s=LEASE_S, metrics=metrics)
     running = asyncio.create_task(service.run(stopping))
+    await service.ready.wait()
     await asyncio.sleep(LEASE_S + 0.2 if patient else 0.05)
     pool = CopyPool(broker, redis, metrics, broker.bus("client"))
     yield pool

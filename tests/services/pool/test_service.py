@@ -82,6 +82,7 @@ async def running_pool(redis_url: str, *, flush: bool = True, patient: bool = Tr
     store = Store.connect(redis_url)
     service = PoolService(broker.bus("pool"), store, lease_s=LEASE_S, metrics=CollectorRegistry())
     running = asyncio.create_task(service.run(stopping))
+    await service.ready.wait()
     await asyncio.sleep(LEASE_S + 0.3 if patient else 0.05)
     yield Pool(broker, redis, tables)
     stopping.set()
