@@ -96,6 +96,7 @@ TABLE: tuple[Row, ...] = (
     _row(subjects.worker_drop_copy, _POOL, _WORKER),
     # Load and what follows from it.
     _row(subjects.load, _WORKER, ("gateway", "monitor", "planner")),
+    _row(subjects.host_load, _WORKER, ("gateway", "monitor", "planner")),
     _row(subjects.queue, _GATEWAY, ("gateway", "monitor", "planner")),
     _row(subjects.key_usage, _GATEWAY, _GATEWAY),
     _row(subjects.demand, ("monitor",), _PLANNER),
