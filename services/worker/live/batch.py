@@ -8,7 +8,6 @@ from collections.abc import Sequence as Ordered
 from services.worker.core.sequence import Sequence, submit_of
 from services.worker.engine.base import Batch, SamplingRow, Slice, sampling_row
 from shared.messages.generation import Submit
-from shared.transport.base import Buffer
 
 
 class PromptBatch:
@@ -20,8 +19,6 @@ class PromptBatch:
         self.serial = serial
         self.sequences = tuple(sequences)
         self.layer_s = layer_s
-        self.hidden: Buffer = None
-        """Its tokens, embedded, at the source until they are sent."""
         self.begun = False
         """The source runs it: its sequences hold blocks there."""
         # A prefix grows only once the batch is done; the sizes of what is on its way follow from it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -21,8 +20,6 @@ from shared.transport.base import Buffer
 
 log = logging.getLogger(__name__)
 
-LOOK_AHEAD = 7
-"""Batches that are embedded together with the one that goes."""
 SEATS_SHARE = 4
 """A batch takes at most this part of an instance's seats."""
 
@@ -117,16 +114,8 @@ class Handing:
         return True
 
     async def _embedded(self, batch: PromptBatch) -> Buffer:
-        """Hidden states of some waiting batches are made at once: each call may wait for the end of a layer."""
-        if batch.hidden is None:
-            batches = [b for b in (batch, *itertools.islice(self.backlog, LOOK_AHEAD)) if b.hidden is None]
-            tokens = [b.token_ids() for b in batches]
-            engine = self._instance.engine.loop.engine
-            embedded = await self.call(lambda: [engine.embed_tokens(ids) for ids in tokens])
-            for each, hidden in zip(batches, embedded, strict=True):
-                each.hidden = hidden
-        hidden, batch.hidden = batch.hidden, None
-        return hidden
+        """Beside the engine's thread: of a long prompt this is much to copy, and decodes need not wait for it."""
+        return await asyncio.to_thread(self._instance.engine.loop.engine.embed_tokens, batch.token_ids())
 
     def has_room(self) -> bool:
         """Whether the batch that probably comes next fits. On the engine's thread."""
