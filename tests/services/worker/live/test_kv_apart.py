@@ -23,8 +23,9 @@ from services.worker.live.target import LiveTarget
 from services.worker.live.tensors import Tensors
 from shared import subjects
 from shared.errors import BadRequest, Conflict
+from shared.messages.codec import Message
 from shared.messages.common import Ack
-from shared.messages.live import Dissolve, Dissolved, Pull, Pulled, PullKv
+from shared.messages.live import Dissolve, Dissolved, PlanSplit, Pull, Pulled, PullKv
 from shared.transport.base import Buffer
 from shared.transport.tags import Carries, tag_of
 from tests.services.cluster import Cluster
@@ -349,4 +350,32 @@ async def test_a_prompt_that_arrives_as_a_pair_dissolves_has_its_hidden_states_s
         await eventually(lambda: source._is_ending or source.life.ended)
         go_on.set()
         await burst.ends()
+        await burst.clean()
+
+
+async def test_the_planner_is_told_what_pulls_took_so_far(redis_url: str) -> None:
+    prompts = {r: prompt[: 30 + (7 * i) % 18] for i, (r, prompt) in enumerate(PROMPTS.items())}
+    asked: list[PlanSplit] = []
+    async with slow_cluster(redis_url) as cluster:
+        burst = Burst(cluster)
+
+        async def before() -> None:
+            await burst.submit("measured", PROMPTS["r0"])
+            await cluster.gateway.end_of("measured")
+            side, request = burst.source.service._pairing._as_source, burst.source.bus.request
+            side._pull_s = 0.0625
+
+            async def watched(subject: str, message: Message, *args: object, **kwargs: object) -> object:
+                if isinstance(message, PlanSplit):
+                    asked.append(message)
+                return await request(subject, message, *args, **kwargs)  # type: ignore[arg-type]
+
+            burst.source.bus.request = watched  # type: ignore[method-assign,assignment]
+
+        await burst.start(delay_s=0.05, prompts=prompts, before=before)
+        await burst.ends()
+        assert await _split(cluster, burst) > 0
+        assert [split.pull_s for split in asked] == [0.0625]
+        await eventually(lambda: burst.source.service._pairing.source is None)
+        assert 0 < burst.source.service._pairing._as_source._pull_s != 0.0625
         await burst.clean()
