@@ -19,6 +19,7 @@ from compose.state_dir import StateDir
 from shared.permissions import User
 
 CONTROL_PLANE = ("pool", "planner", "monitor")
+"""Kinds of services without which nothing scales."""
 _MARGIN_S = 2.0
 """Between the end of a service's own drain and the supervisor's SIGKILL."""
 
@@ -32,6 +33,8 @@ class Addresses:
     """0: Redis listens on its socket."""
     redis_socket: Path | None
     gateway_port: int
+    other_gateway_ports: tuple[int, ...] = ()
+    """Of the second gateway and those after it."""
 
     @property
     def nats_url(self) -> str:
@@ -73,12 +76,22 @@ def nats_access(state: StateDir, user: User) -> dict[str, str]:
     }
 
 
+def kind_of(name: str) -> str:
+    """``planner`` of ``planner-1``."""
+    return name.partition("-")[0]
+
+
+def service_names(kind: str, count: int) -> tuple[str, ...]:
+    """Of ``count`` processes of a kind: the kind itself for one alone, else ``planner-0``, ``planner-1``, ..."""
+    return (kind,) if count == 1 else tuple(f"{kind}-{index}" for index in range(count))
+
+
 # Services run in the state directory: with ``-m``, Python imports from the current one first, which could hold
 # anything when it is the user's.
 def _environment(
     config: StackConfig, state: StateDir, addresses: Addresses, name: str, own: Mapping[str, str]
 ) -> dict[str, str]:
-    kind = cast(User, name.partition("-")[0])
+    kind = cast(User, kind_of(name))
     # Not BLITZ_DIE_WITH_PARENT, which asks for SIGTERM and a drain: these children have the kernel's SIGKILL on
     # their parent's death already, and without a supervisor there is no NATS left to drain through.
     return {
@@ -95,22 +108,30 @@ def _environment(
 
 
 def service_spec(config: StackConfig, state: StateDir, addresses: Addresses, name: str) -> ChildSpec:
-    """One of the control plane's services, or the gateway."""
+    """One of the control plane's services, or a gateway. ``name``: one of ``service_names``."""
+    kind, _, number = name.partition("-")
+    index = int(number or 0)
     own: dict[str, str] = {}
     grace_s = config.stop_grace_s
-    if name == "pool":
+    if kind == "pool":
+        # There is one process of this name at a time, so it need not wait for its dead predecessor's lease.
+        own["BLITZ_POOL_SEAT"] = f"pool-{index}"
         own["BLITZ_REDIS_URL"] = addresses.redis_url
         own["BLITZ_REDIS_PASSWORD"] = ""
         own["BLITZ_REDIS_PASSWORD_FILE"] = str(state.credentials / credentials.REDIS_PASSWORD)
-    if name == "gateway":
+    if kind == "gateway":
+        if number:
+            # Each draws one of its own, and another one when it is started again: what is left of its
+            # predecessor's requests is then freed, as nobody has that id any more.
+            own["BLITZ_GATEWAY_ID"] = ""
         own |= {
             "BLITZ_GATEWAY_HOST": config.host,
-            "BLITZ_GATEWAY_PORT": str(addresses.gateway_port),
+            "BLITZ_GATEWAY_PORT": str((addresses.gateway_port, *addresses.other_gateway_ports)[index]),
             "BLITZ_GATEWAY_DRAIN_TIMEOUT_S": f"{config.drain_s:g}",
             ADMIN_KEYS_VARIABLE: ",".join(config.admin_keys),
         }
         grace_s = config.drain_s + _MARGIN_S
-    argv = (sys.executable, "-m", f"services.{name}")
+    argv = (sys.executable, "-m", f"services.{kind}")
     env = _environment(config, state, addresses, name, own)
     return ChildSpec(name, argv, env, grace_s, state.path, tells_ready=True)
 
@@ -139,7 +160,7 @@ def worker_spec(
 
 
 def stop_order(names: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """The gateway first, while those that compute its streams still run. Then what would scale to make up for
-    workers that leave, the workers while the pool still hears them, the pool, and the servers."""
-    workers = tuple(name for name in names if name.startswith("worker-"))
-    return (("gateway",), ("planner", "monitor"), workers, ("pool",), ("redis",), ("nats",))
+    """The gateways first, while those that compute their streams still run. Then what would scale to make up for
+    workers that leave, the workers while a pool still hears them, the pools, and the servers."""
+    phases = (("gateway",), ("planner", "monitor"), ("worker",), ("pool",), ("redis",), ("nats",))
+    return tuple(tuple(name for name in names if kind_of(name) in kinds) for kinds in phases)

@@ -22,17 +22,22 @@ _SMALL_BOX_CORES = 8
 
 @dataclass(frozen=True, slots=True)
 class StackConfig:
-    """A one-box stack: NATS, Redis, pool, planner, monitor, gateway and ``workers`` workers."""
+    """A one-box stack: NATS, Redis, ``workers`` workers, and one or more of each other service."""
 
     models: tuple[Path, ...]
     """Checkpoint directories; each is registered under its directory's name."""
     state_dir: Path
     """Logs, the registry's and the plan stream's files, sockets, the lock. Held by one stack at a time."""
     workers: int = 2
+    planners: int = 1
+    """Of these, of the monitors and of the pools one leads, and the others wait to take over."""
+    monitors: int = 1
+    pools: int = 1
+    gateways: int = 1
     host: str = "127.0.0.1"
     """Where the gateway listens. NATS and Redis are never reachable from outside of this machine."""
     port: int = DEFAULT_PORT
-    """The gateway's port; 0 takes a free one."""
+    """The first gateway's port; 0 takes a free one. The others take the next free ones."""
     nats_port: int = 0
     device: Literal["cpu", "cuda"] = "cpu"
     engine: Literal["torch", "mock"] = "torch"
@@ -51,8 +56,10 @@ class StackConfig:
     """How long each other process may take to stop."""
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise StackRefused(f"--workers must be at least 1, not {self.workers}")
+        counts = {"workers": self.workers, "planners": self.planners, "monitors": self.monitors}
+        for what, count in (counts | {"pools": self.pools, "gateways": self.gateways}).items():
+            if count < 1:
+                raise StackRefused(f"--{what} must be at least 1, not {count}")
         for name, slo_s in (("--slo-ttft", self.slo_ttft_s), ("--slo-tbt", self.slo_tbt_s)):
             if slo_s is not None and not 0.001 <= slo_s <= 3600:
                 raise StackRefused(f"{name} must be from 1 to 3600000 milliseconds, not {slo_s * 1000:g}")

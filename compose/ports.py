@@ -33,6 +33,20 @@ def free_port(host: str = "127.0.0.1") -> int:
     raise StackRefused(f"no TCP port is free on {host}")
 
 
+def next_free_ports(host: str, first: int, count: int) -> tuple[int, ...]:
+    """The ``count`` ports after ``first`` that nobody listens on now. Raises ``StackRefused`` if there are fewer."""
+    free: list[int] = []
+    for port in range(first + 1, 65536):
+        if len(free) == count:
+            break
+        with contextlib.suppress(StackRefused):
+            require_free(host, port, "--port")
+            free.append(port)
+    if len(free) < count:
+        raise StackRefused(f"there are no {count} free ports on {host} above {first}: choose another with --port")
+    return tuple(free)
+
+
 def _candidates() -> list[int]:
     try:
         first_local = int(_LOCAL_PORT_RANGE.read_text().split()[0])

@@ -18,11 +18,12 @@ from compose.admin import AdminClient
 from compose.admin_types import Status
 from compose.child import Child, ChildSpec
 from compose.children import (
-    CONTROL_PLANE,
     Addresses,
+    kind_of,
     nats_access,
     nats_spec,
     redis_spec,
+    service_names,
     service_spec,
     stop_order,
     worker_spec,
@@ -30,7 +31,7 @@ from compose.children import (
 from compose.config import StackConfig
 from compose.errors import StackNotReady
 from compose.log_lines import LineSink
-from compose.ports import free_port
+from compose.ports import free_port, next_free_ports
 from compose.preflight import Findings
 from compose.probes import wait_until
 from compose.restart_policy import RestartPolicy
@@ -85,9 +86,17 @@ class Stack:
 
     @property
     def url(self) -> str:
-        """The gateway's base URL, reachable from this machine."""
+        """The first gateway's base URL, reachable from this machine."""
+        return self._url(self.addresses.gateway_port)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Those of all gateways."""
+        return (self.url, *(self._url(port) for port in self.addresses.other_gateway_ports))
+
+    def _url(self, port: int) -> str:
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.config.host, self.config.host)
-        return f"http://{host}:{self.addresses.gateway_port}"
+        return f"http://{host}:{port}"
 
     @property
     def nats_url(self) -> str:
@@ -103,7 +112,8 @@ class Stack:
 
     @property
     def processes(self) -> Mapping[str, Child]:
-        """By name: nats, redis, pool, planner, monitor, gateway, worker-0, ..."""
+        """By name: nats, redis, pool, planner, monitor, gateway, worker-0, ...; planner-0, planner-1, ... where there
+        are several."""
         return self._supervisor.children
 
     @property
@@ -132,11 +142,13 @@ class Stack:
         self._findings = await asyncio.to_thread(preflight.check, self.config)
         self.state_dir.acquire()
         socket = self.state_dir.redis_socket
+        first = self.config.port or free_port(self.config.host)
         self._addresses = addresses = Addresses(
             nats_port=self.config.nats_port or free_port(),
             redis_port=0 if socket is not None else free_port(),
             redis_socket=socket,
-            gateway_port=self.config.port or free_port(self.config.host),
+            gateway_port=first,
+            other_gateway_ports=next_free_ports(self.config.host, first, self.config.gateways - 1),
         )
         start = self._supervisor.start
         await start(nats_spec(self.config, self.state_dir, addresses))
@@ -148,7 +160,7 @@ class Stack:
         # Workers take longest to start.
         for index in range(self.config.workers):
             await start(self._worker_spec(index))
-        for name in (*CONTROL_PLANE, "gateway"):
+        for name in self._service_names():
             await start(service_spec(self.config, self.state_dir, addresses, name))
 
     async def stop(self) -> None:
@@ -194,14 +206,20 @@ class Stack:
         return status
 
     def _serves_on_without(self, name: str) -> bool:
-        """Whether anything is served without this process: by the other workers; and once all is up, requests need only
-        NATS, a gateway and a worker."""
-        if name.startswith("worker-"):
-            return any(child.state != "gave_up" for child in self._workers().values())
-        return self._was_ready and name not in ("nats", "gateway")
+        """Whether anything is served without this process: by others of its kind; and once all is up, requests need
+        only NATS, a gateway and a worker."""
+        kind = kind_of(name)
+        if any(child.state != "gave_up" for child in self._of_kind(kind).values()):
+            return True
+        return self._was_ready and kind not in ("nats", "gateway", "worker")
 
-    def _workers(self) -> dict[str, Child]:
-        return {name: child for name, child in self.processes.items() if name.startswith("worker-")}
+    def _of_kind(self, kind: str) -> dict[str, Child]:
+        return {name: child for name, child in self.processes.items() if kind_of(name) == kind}
+
+    def _service_names(self) -> tuple[str, ...]:
+        counts = {"pool": self.config.pools, "planner": self.config.planners, "monitor": self.config.monitors}
+        counts["gateway"] = self.config.gateways
+        return tuple(name for kind, count in counts.items() for name in service_names(kind, count))
 
     def _worker_spec(self, index: int) -> ChildSpec:
         return worker_spec(self.config, self.state_dir, self.addresses, index, self._findings)
@@ -214,8 +232,9 @@ class Stack:
             try:
                 status = await self.admin.status()
                 present = {worker.id for worker in status.workers}
-                wanted = {name for name, child in self._workers().items() if child.state != "gave_up"}
-                unready = [name for name in CONTROL_PLANE if not self.processes[name].ready]
+                wanted = {name for name, child in self._of_kind("worker").items() if child.state != "gave_up"}
+                services = {name: self.processes[name] for name in self._service_names()}
+                unready = [n for n, child in services.items() if not child.ready and child.state != "gave_up"]
                 if unready:
                     missing = f"waiting for {', '.join(unready)}"
                 elif not wanted <= present:

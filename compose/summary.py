@@ -5,13 +5,14 @@ from __future__ import annotations
 from compose.admin_types import Status
 
 
-def summary(url: str, status: Status) -> tuple[str, ...]:
-    """Where it is, what it serves, and two ways to try it, ready to paste."""
+def summary(url: str, status: Status, *, others: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Where it is, what it serves, and two ways to try it, ready to paste. ``others``: where the other gateways are."""
     names = [model.name for model in status.models]
     model = names[0] if names else "MODEL"
     return (
         "",
         f"  BlitzScale serves at {url}  ({len(status.workers)} workers)",
+        *((f"  and at {', '.join(others)}",) if others else ()),
         f"  models: {', '.join(names) or 'none yet: blitzscale models add MODEL_DIR'}",
         "",
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",

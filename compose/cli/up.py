@@ -32,8 +32,14 @@ def up(
     workers: Annotated[
         int | None, typer.Option(help="Worker processes; 2, or 4 from eight cores on.", show_default=False)
     ] = None,
-    host: Annotated[str, typer.Option(help="Address on which the gateway listens.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The gateway's port; 0 takes a free one.")] = DEFAULT_PORT,
+    planners: Annotated[int, typer.Option(help="Planner processes; one leads, the others wait.")] = 1,
+    monitors: Annotated[int, typer.Option(help="Monitor processes, likewise.")] = 1,
+    pools: Annotated[int, typer.Option(help="Pool processes, likewise.")] = 1,
+    gateways: Annotated[int, typer.Option(help="Gateway processes; each has a port of its own.")] = 1,
+    host: Annotated[str, typer.Option(help="Address on which the gateways listen.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="The gateway's port; 0 takes a free one. More gateways: the next free ones.")
+    ] = DEFAULT_PORT,
     state_dir: Annotated[
         Path | None,
         typer.Option(help="Logs, sockets, records; ~/.local/state/blitzscale.", metavar="DIR", show_default=False),
@@ -53,6 +59,10 @@ def up(
         models=tuple(models or ()),
         state_dir=folder,
         workers=workers if workers is not None else default_workers(),
+        planners=planners,
+        monitors=monitors,
+        pools=pools,
+        gateways=gateways,
         host=host,
         port=port,
         device=device,
@@ -120,6 +130,6 @@ async def _until_cancelled(stack: Stack, sink: ConsoleSink, timeout_s: float) ->
     async with stack:
         sink(_NAME, f"starting; logs in {stack.state_dir.logs}")
         status = await stack.wait_ready(timeout_s)
-        for text in summary(stack.url, status):
+        for text in summary(stack.url, status, others=stack.urls[1:]):
             sink.write(text)
         await stack.wait_gave_up()

@@ -193,3 +193,16 @@ def test_constraints_pin_each_package_once_and_torch_to_a_plain_version() -> Non
     assert len(names) == len(set(names))
     assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][0-9a-z.]*", line) for line in lines)
     assert {"torch", "xxhash", "types-psutil"} <= set(names)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_service_may_run_more_than_once(service: str) -> None:
+    described = compose_file()["services"][service]
+    assert not {"container_name", "hostname"} & set(described)
+    assert not {"BLITZ_GATEWAY_ID", "BLITZ_POOL_SEAT", "BLITZ_WORKER_ID"} & set(described["environment"])
+
+
+def test_a_pools_seat_is_its_containers() -> None:
+    [shell, option, command] = compose_file()["services"]["pool"]["entrypoint"]
+    assert (shell, option) == ("/bin/sh", "-c")
+    assert command == 'BLITZ_POOL_SEAT="$$HOSTNAME" exec python -m services.pool'

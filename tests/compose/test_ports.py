@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from compose import ports
+from compose.errors import StackRefused
 
 
 def test_no_outgoing_connection_takes_a_free_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -37,3 +38,17 @@ def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> No
         other = ports.free_port()
         monkeypatch.setattr(ports, "_candidates", lambda: [port, other])
         assert ports.free_port() == other
+
+
+def test_the_next_free_ports_leave_out_those_that_are_taken() -> None:
+    first = ports.free_port()
+    with socket.socket() as taken:
+        [next_one] = ports.next_free_ports("127.0.0.1", first, 1)
+        taken.bind(("127.0.0.1", next_one))
+        taken.listen()
+        others = ports.next_free_ports("127.0.0.1", first, 2)
+    assert len(set(others)) == 2
+    assert next_one not in others
+    assert min(others) > first
+    with pytest.raises(StackRefused, match="no 2 free ports"):
+        ports.next_free_ports("127.0.0.1", 65534, 2)

@@ -69,11 +69,55 @@ async def test_everything_starts_serves_the_model_and_stops_in_order(
     assert any("registered model demo" in text for text in said)
 
 
+async def test_several_of_a_kind_have_names_seats_and_ports_of_their_own(
+    tmp_path: Path, fake_env: dict[str, str], demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLITZ_GATEWAY_ID", "of-somebody-else")
+    config = stack_config(
+        tmp_path, fake_env, demo_model, workers=1, planners=2, monitors=2, pools=2, gateways=2, port=free_port()
+    )
+    kinds = ("planner", "monitor", "pool", "gateway")
+    async with Stack(config) as stack:
+        await stack.wait_ready(20)
+        several = {f"{kind}-{index}" for kind in kinds for index in range(2)}
+        assert set(stack.processes) == several | {"nats", "redis", "worker-0"}
+        envs = {name: _environment(stack.processes[name].pid) for name in several}
+        assert {envs[f"pool-{i}"]["BLITZ_POOL_SEAT"] for i in range(2)} == {"pool-0", "pool-1"}
+        assert {envs[f"gateway-{i}"]["BLITZ_GATEWAY_ID"] for i in range(2)} == {""}
+        ports = [int(envs[f"gateway-{i}"]["BLITZ_GATEWAY_PORT"]) for i in range(2)]
+        assert ports[0] == config.port < ports[1]
+        assert stack.urls == tuple(f"http://127.0.0.1:{port}" for port in ports)
+        assert envs["planner-1"]["BLITZ_NATS_USER"] == "planner"
+    stops = [line.split()[1] for line in journal(tmp_path / "fake") if line.startswith("stop")]
+    assert stops[:2] == ["gateway"] * 2
+    assert stops[-2:] == ["pool"] * 2
+
+
+def _environment(pid: int | None) -> dict[str, str]:
+    assert pid is not None
+    return psutil.Process(pid).environ()
+
+
+async def test_one_of_two_that_cannot_start_is_left_down(
+    tmp_path: Path, fake_env: dict[str, str], demo_model: Path
+) -> None:
+    config = stack_config(tmp_path, fake_env, demo_model, planners=2, service_env={"planner-1": {"FAKE_BROKEN": "1"}})
+    async with Stack(config, policy=QUICK) as stack:
+        await stack.wait_ready(20)
+        assert stack.processes["planner-1"].state == "gave_up"
+
+
 async def test_the_models_get_the_stacks_objectives(tmp_path: Path, fake_env: dict[str, str], demo_model: Path) -> None:
     config = stack_config(tmp_path, fake_env, demo_model, workers=1, slo_ttft_s=0.5, slo_tbt_s=0.0625)
     async with Stack(config) as stack:
         [model] = (await stack.wait_ready(20)).models
         assert (model.slo_ttft_s, model.slo_tbt_s) == (0.5, 0.0625)
+
+
+@pytest.mark.parametrize("what", ["workers", "planners", "monitors", "pools", "gateways"])
+def test_none_of_a_kind_is_refused(tmp_path: Path, what: str) -> None:
+    with pytest.raises(StackRefused, match=f"--{what} must be at least 1, not 0"):
+        StackConfig(models=(), state_dir=tmp_path, **{what: 0})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("slo_s", [0.0, -1.0, float("nan"), float("inf")])
