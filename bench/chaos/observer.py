@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from bench.chaos.strike import Strike, now_s
 from shared import subjects
 from shared.bus.base import Bus
+from shared.load_feed import subscribe_load
 from shared.messages.generation import TokenBatch
 from shared.messages.load import LoadReport, QueueReport
 
@@ -69,7 +70,7 @@ class Observer:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-        await bus.subscribe(subjects.load(), LoadReport, self.on_load)
+        await subscribe_load(bus, self.on_load)
         await bus.subscribe(subjects.queue(), QueueReport, on_queue)
 
     def struck(self, strike: Strike) -> None:
