@@ -67,13 +67,14 @@ def pauses(
         if strike.kind != "worker":
             continue
         for record in records:
-            if not record.stream or not record.sent_s < strike.at_s < record.ended_s:
+            times_s = record.token_times_s
+            if not times_s or not times_s[0] <= strike.at_s < record.ended_s:
                 continue
             holders = observer.holders(record.response_id)
             if _holder(holders, strike.at_s) != strike.member:
                 continue
             until_s = _until_s(holders, strike)
-            gap = _longest_gap(record.token_times_s, strike.at_s, until_s) if until_s is not None else None
+            gap = _longest_gap(times_s, strike.at_s, until_s) if until_s is not None else None
             if gap is None:
                 continue
             found.append(_pause(record, strike, gap, strikes, observer, prefill))

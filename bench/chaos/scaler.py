@@ -15,11 +15,17 @@ Ask = Callable[[ScaleWish], Awaitable[ScaleRecord]]
 """Asks for one operation and waits for its end, within bounds. Raises ``BlitzError``."""
 
 
+PATIENCE_S = 6.0
+"""An operation that is refused because somebody is away is asked for again for so long."""
+_AGAIN_S = 0.3
+
+
 class Scaler:
     """``outcomes``: by role, direction where there was one, and end (``prefill out done``, ``decode unavailable``)."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Ask, *, patience_s: float = PATIENCE_S) -> None:
         self._ask = ask
+        self._patience_s = patience_s
         self.outcomes: Counter[str] = Counter()
 
     async def run(self, wishes: Sequence[ScaleWish], *, start_s: float) -> None:
@@ -30,10 +36,16 @@ class Scaler:
                 asking.create_task(self._one(wish))
 
     async def _one(self, wish: ScaleWish) -> None:
-        try:
-            record = await self._ask(wish)
-        except BlitzError as error:
-            # The planner, the pool or the gateway is away, or does not know the operation any more.
-            self.outcomes[f"{wish.role} {error.code}"] += 1
+        deadline_s = now_s() + self._patience_s
+        while True:
+            try:
+                record = await self._ask(wish)
+            except BlitzError as error:
+                # The planner, the pool or the gateway is away, or does not know the operation any more.
+                if now_s() >= deadline_s:
+                    self.outcomes[f"{wish.role} {error.code}"] += 1
+                    return
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            self.outcomes[f"{wish.role} {record.direction} {record.status}"] += 1
             return
-        self.outcomes[f"{wish.role} {record.direction} {record.status}"] += 1
