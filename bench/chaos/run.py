@@ -91,7 +91,9 @@ class _Chaos:
             how=setting.how,
             scalables=setting.scalables(name),
         )
-        bus = await NatsBus.connect(self._stack.nats_url, name="bench-chaos")
+        # As a gateway, who hears tokens and load.
+        access = self._stack.nats_access("gateway")
+        bus = await NatsBus.connect(self._stack.nats_url, name="gateway", id="bench-chaos", access=access)
         try:
             await self._observer.listen(bus)
             if setting.roles:
