@@ -37,7 +37,7 @@ class GatewayConfig:
     """An instance that does not accept a request within this is suspected."""
     stall_s: float = 10.0
     """A stream without a token for this long is asked for, and after as long again given up."""
-    probe_s: float = 1.0
+    probe_s: float = 0.5
     """A worker that is silent for this long while it owes tokens is asked whether it lives."""
     max_attempts: int = 5
     """Attempts per request before its client gets an error."""

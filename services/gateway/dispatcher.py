@@ -14,6 +14,7 @@ from collections.abc import Callable
 from services.gateway.active_requests import ActiveRequest, ActiveRequests, Sink
 from services.gateway.core import failover
 from services.gateway.core.failover import WorkerLost
+from services.gateway.core.own_time import OwnTime
 from services.gateway.core.patience import Patience
 from services.gateway.core.router import Router
 from services.gateway.core.routes import RouteBook, RouteChanges
@@ -24,6 +25,7 @@ from services.gateway.owned_tasks import OwnedTasks
 from services.gateway.silence_watch import SilenceWatch
 from services.gateway.submitter import Submitter
 from shared.bus.base import Bus
+from shared.bus.departures import Departure
 from shared.errors import BlitzError, EngineBroken, ModelNotFound, NotFound, PoisonRequest, Unavailable
 from shared.messages.generation import FinishReason, StreamPart, TokenBatch
 from shared.messages.load import LoadReport, QueueReport
@@ -62,6 +64,8 @@ class Dispatcher:
         self.outbox = Outbox(bus, clock)
         self._tasks = OwnedTasks()
         self._patience = Patience(stall_s=stall_s, probe_s=probe_s, queue_timeout_s=queue_timeout_s)
+        self._gateway_id = gateway_id
+        self._own_time = OwnTime()
         self._watch = SilenceWatch(
             bus,
             self.requests,
@@ -69,6 +73,7 @@ class Dispatcher:
             self._tasks,
             self._attempt_failed,
             clock,
+            self._own_time,
             patience=self._patience,
             probe_timeout_s=min(MAX_PROBE_TIMEOUT_S, submit_timeout_s),
         )
@@ -106,19 +111,27 @@ class Dispatcher:
     def on_batch(self, batch: TokenBatch) -> None:
         """One engine step's tokens."""
         now_s = self._clock()
-        self._watch.heard(batch.worker_id, now_s)
+        self._watch.spoke(batch.worker_id, batch.instance_id)
         for part in batch.parts:
             self._on_part(batch, part, now_s)
 
     def on_load(self, report: LoadReport) -> None:
-        """An instance's load: room may have come."""
+        """An instance's load: its worker lives, and room may have come."""
+        self._watch.alive(report.worker_id, report.instance_id)
         self.router.reported(report, now_s=self._clock())
         if self.router.queued(report.model)[0]:
             self.pump(report.model)
 
     def on_queues(self, report: QueueReport) -> None:
         """A gateway's queues."""
+        if report.gateway_id == self._gateway_id:
+            self._own_time.echoed(self._clock())
         self.router.others_reported(report, now_s=self._clock())
+
+    def on_departure(self, departure: Departure) -> None:
+        """A connection of some process has ended."""
+        if departure.kind == "worker":
+            self._watch.departed(departure.id, departure.reason)
 
     def routes_changed(self, changes: RouteChanges) -> None:
         """React to a new view: bind waiting requests, refuse those of removed models, check on lost instances."""
@@ -146,6 +159,7 @@ class Dispatcher:
     def tick(self) -> None:
         """Do what time asks for; call it every 50 ms or so."""
         now_s = self._clock()
+        self._own_time.tick(now_s)
         for stream in self.router.expired(now_s=now_s):
             late = f"no instance of model {stream.model!r} took the request within {self._queue_timeout_s:g} s"
             error = self.router.too_long(stream) or Unavailable(late, retry_after_s=1.0)
@@ -269,6 +283,7 @@ class Dispatcher:
                 "request %s: attempt %d on %s failed: %s", stream.request_id, stream.attempt, stream.instance_id, error
             )
             self._metrics.of(stream.model).failovers += 1
+            self._metrics.count_resubmission(error.reason if isinstance(error, WorkerLost) else error.code)
         if outcome.deaths is not None and outcome.deaths.suspected:
             workers = ", ".join(outcome.deaths.workers)
             log.warning("request %s is computed alone: it was running in %s when they died", stream.request_id, workers)

@@ -89,6 +89,8 @@ class GatewayMetrics:
         self._responses: dict[tuple[str, int], int] = {}
         self.cuts: dict[str, int] = {}
         """Clients cut off, by reason."""
+        self.resubmissions: dict[str, int] = {}
+        """Attempts continued under a new one, by reason: of ``LossReason``, or an error's code."""
         self._gauges: Callable[[], Iterable[ModelGauges]] = tuple
         self._keys: Callable[[], Iterable[Metric]] = tuple
         self._memory: Callable[[], dict[str, int]] = dict
@@ -120,6 +122,10 @@ class GatewayMetrics:
         """One client's connection was closed by the gateway, or its response given up."""
         self.cuts[reason] = self.cuts.get(reason, 0) + 1
 
+    def count_resubmission(self, reason: str) -> None:
+        """One attempt was given up, and its request goes on under a new one."""
+        self.resubmissions[reason] = self.resubmissions.get(reason, 0) + 1
+
     def gauges(self) -> tuple[ModelGauges, ...]:
         """The gauges now. On the event loop, which owns what they are read from."""
         return tuple(self._gauges())
@@ -135,6 +141,13 @@ class GatewayMetrics:
         for reason, count in sorted(self.cuts.items()):
             cuts.add_metric([reason], count)
         yield cuts
+        resubmissions = CounterMetricFamily(
+            "blitz_gateway_resubmissions", "Attempts given up and continued under a new one.", labels=["reason"]
+        )
+        # Copied first: the event loop may add a reason meanwhile.
+        for reason, count in sorted(dict(self.resubmissions).items()):
+            resubmissions.add_metric([reason], count)
+        yield resubmissions
         for purpose, num_bytes in sorted(self._memory().items()):
             yield GaugeMetricFamily(f"blitz_gateway_{purpose}_memory_bytes", f"Held for {purpose}s.", num_bytes)
         yield from self._counters()

@@ -176,6 +176,7 @@ class Gateway:
             )
             subscriptions.append(await self.bus.subscribe(subjects.routes(), RouteTable, self._on_routes))
             subscriptions += await subscribe_load(self.bus, self._on_load)
+            subscriptions.append(await self.bus.watch_departures(self.dispatcher.on_departure))
             subscriptions.append(await self.bus.subscribe(subjects.queue(), QueueReport, self.dispatcher.on_queues))
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._end_if_duplicated())

@@ -1,19 +1,31 @@
-"""Asks workers that have gone silent: for a stream's missing tokens, and thereby whether they live.
+"""Asks workers that have gone silent, or whose connection has ended: for a stream's missing tokens, and thereby whether
+they live.
 
 A question is a Resend from the next offset. Its answer tells whether the worker, and the stream, is
 still there; tokens that were lost come again by themselves.
+
+Rules
+- Of a worker whose connection was closed, that nobody listens in its place is the proof: it is lost at once.
+- A connection that the server ended (slow, stale), and an outage of the bus, say nothing about the worker: it may not
+  be back yet. Then nobody listening is one more question without an answer.
+- Questions without an answer make a worker lost when there were several and it gave no sign of life at all meanwhile:
+  no token of any stream, no load report, no late answer.
+- Whoever is lost wrongly is fenced: its attempts are cancelled, and its tokens are another attempt's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from services.gateway.active_requests import ActiveRequest, ActiveRequests
-from services.gateway.core.failover import WorkerLost
-from services.gateway.core.patience import MAX_MISSED_PROBES, Patience, Reaction
+from services.gateway.core.failover import LossReason, WorkerLost
+from services.gateway.core.own_time import OwnTime
+from services.gateway.core.patience import CLOSED, DEPARTED_TIMEOUTS_S, Patience, Reaction
 from services.gateway.core.stream import Phase
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.owned_tasks import OwnedTasks
@@ -25,8 +37,25 @@ from shared.messages.generation import Resend
 
 log = logging.getLogger(__name__)
 
+REMEMBERED_S = 300.0
+"""How long a worker that was lost may take to show that it lives."""
 REASK_DELAY_S = 0.5
 """After a reconnection: time for tokens to come by themselves before they are asked for."""
+
+
+class Answer(enum.Enum):
+    """To a question: one was given, none came, or the worker was lost by it."""
+
+    GIVEN = "given"
+    NONE = "none"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    reason: LossReason
+    instance_ids: frozenset[str]
+    at_s: float
 
 
 class SilenceWatch:
@@ -40,6 +69,7 @@ class SilenceWatch:
         tasks: OwnedTasks,
         on_failed: Callable[[ActiveRequest, BlitzError], None],
         clock: Callable[[], float],
+        own_time: OwnTime,
         *,
         patience: Patience,
         probe_timeout_s: float,
@@ -50,26 +80,57 @@ class SilenceWatch:
         self._tasks = tasks
         self._on_failed = on_failed
         self._clock = clock
+        self._own_time = own_time
         self._patience = patience
         self._probe_timeout_s = probe_timeout_s
-        self._heard_s: dict[str, float] = {}
         self._probing: set[str] = set()
-        self._missed_probes: dict[str, int] = {}
         self._connected_since_s: float | None = None
+        # By worker, and in own time, all of these.
+        self._spoke_s: dict[str, float] = {}
+        self._alive_s: dict[str, float] = {}
+        self._cut_s: dict[str, float] = {}
+        self._lost: dict[str, _Loss] = {}
+        self._up_since_s = 0.0
+        self._reconnected = False
 
-    def heard(self, worker_id: str, now_s: float) -> None:
+    def spoke(self, worker_id: str, instance_id: str = "") -> None:
+        """The worker sent tokens, or answered."""
+        self._spoke_s[worker_id] = self._own_time.now_s
+        self.alive(worker_id, instance_id)
+
+    def alive(self, worker_id: str, instance_id: str = "") -> None:
         """The worker gave a sign of life."""
-        self._heard_s[worker_id] = now_s
-        self._missed_probes.pop(worker_id, None)
+        self._alive_s[worker_id] = self._own_time.now_s
+        loss = self._lost.get(worker_id)
+        # A process that was started in its place has other instances.
+        if loss is not None and instance_id in loss.instance_ids:
+            del self._lost[worker_id]
+            log.warning(
+                "worker %s lives: it was given up as %s, its requests went on elsewhere", worker_id, loss.reason
+            )
+
+    def departed(self, worker_id: str, reason: str) -> None:
+        """A connection of this worker has ended, for what reason the server says."""
+        if reason in CLOSED:
+            self._cut_s.pop(worker_id, None)
+            if self._requests.at_worker(worker_id):
+                self._tasks.start(self._ask_departed(worker_id))
+            return
+        self._cut_s[worker_id] = self._own_time.now_s
+        for request in self._requests.at_worker(worker_id):
+            self._probe(request)
 
     def check(self, now_s: float) -> None:
         """Look for silent streams and workers, and ask them. Does nothing while the bus is away."""
         since_s = self._bus.connected_since_s
         if since_s is None:
             return
-        if self._connected_since_s is not None and since_s != self._connected_since_s:
-            self._tasks.start(self._ask_all_silent_since(since_s))
-        self._connected_since_s = since_s
+        if since_s != self._connected_since_s:
+            if self._connected_since_s is not None:
+                self._reconnected = True
+                self._tasks.start(self._ask_all_silent_since(since_s))
+            self._connected_since_s = since_s
+            self._up_since_s = self._own_time.now_s
         doubted: set[str] = set()
         for request in self._requests.all():
             worker_id = request.stream.worker_id
@@ -77,12 +138,11 @@ class SilenceWatch:
                 continue
             quiet_s = now_s - max(request.progress_s, since_s)
             self._react(request, quiet_s)
-            worker_quiet_s = now_s - max(self._heard_s.get(worker_id, -math.inf), since_s)
+            worker_quiet_s = self._own_time.now_s - max(self._spoke_s.get(worker_id, 0.0), self._up_since_s)
             if worker_id not in doubted and self._patience.doubts_worker(quiet_s, worker_quiet_s):
                 doubted.add(worker_id)
                 self._probe(request)
-        held = {request.stream.worker_id for request in self._requests.all()}
-        self._heard_s = {worker: at for worker, at in self._heard_s.items() if worker in held}
+        self._forget()
 
     def instances_lost(self, instance_ids: set[str]) -> None:
         """Ask about instances without a route: they may drain, or be dead; their workers know."""
@@ -96,31 +156,31 @@ class SilenceWatch:
     def ask(self, request: ActiveRequest) -> None:
         """Ask for the stream's tokens from its next offset, unless that is under way."""
         if not request.asking:
-            self._tasks.start(self._ask(request))
+            self._tasks.start(self._ask_once(request))
 
     async def doubt(self, request: ActiveRequest, late: BlitzError) -> None:
         """A Submit was not answered in time: is the worker there, and does it have the request all the same?"""
         stream = request.stream
         worker_id, attempt = stream.worker_id, stream.attempt
         try:
-            await self._question(request)
-        except NoResponder as error:
-            self._worker_lost(worker_id, error)
+            await self._question(request, self._probe_timeout_s)
+        except NoResponder:
+            self._nobody_listens(worker_id)
         except BlitzError as error:
             held = stream.phase in (Phase.SUBMITTED, Phase.RUNNING) and stream.worker_id == worker_id
             if stream.attempt == attempt and held:
                 self._on_failed(request, error if isinstance(error, NotFound) else late)
         else:
-            self.heard(worker_id, self._clock())
+            self.spoke(worker_id)
 
-    async def _question(self, request: ActiveRequest) -> None:
+    async def _question(self, request: ActiveRequest, timeout_s: float) -> None:
         """Whether its worker has it. Raises ``NoResponder``, ``DeadlineExceeded``, ``NotFound``."""
         stream = request.stream
         offset = len(stream.output_token_ids)
         message = Resend(request_id=stream.request_id, attempt=stream.attempt, offset=offset)
         self._metrics.of(stream.model).resends += 1
         subject = subjects.worker_resend(stream.worker_id)
-        await self._bus.request(subject, message, Ack, timeout_s=self._probe_timeout_s)
+        await self._bus.request(subject, message, Ack, timeout_s=timeout_s)
 
     def _react(self, request: ActiveRequest, quiet_s: float) -> None:
         reaction = self._patience.with_stream(request.stream.phase, quiet_s, asked=request.asked)
@@ -134,46 +194,102 @@ class SilenceWatch:
         worker_id = request.stream.worker_id
         if worker_id and not request.submitting and worker_id not in self._probing:
             self._probing.add(worker_id)
-            self._tasks.start(self._probe_worker(worker_id, request))
+            self._tasks.start(self._probe_worker(worker_id))
 
-    async def _probe_worker(self, worker_id: str, request: ActiveRequest) -> None:
+    async def _probe_worker(self, worker_id: str) -> None:
+        """Ask again and again, until there is a sign of life or the worker is lost."""
+        missed = 0
         try:
-            await self._ask(request)
+            while self._bus.connected_since_s is not None and (request := self._any_at(worker_id)) is not None:
+                asked_s, began_s = self._clock(), self._own_time.now_s
+                answer = await self._ask(request, self._patience.question_s)
+                if answer is not Answer.NONE:
+                    return
+                # Nobody listening is said at once, and may not be so any more in a moment.
+                await asyncio.sleep(asked_s + self._patience.question_s - self._clock())
+                if self._alive_s.get(worker_id, 0.0) > began_s:
+                    return
+                # A question counts only if this process could have heard an answer.
+                if self._own_time.now_s - began_s >= self._patience.question_s / 2:
+                    missed += 1
+                quiet_s = self._own_time.now_s - max(self._alive_s.get(worker_id, 0.0), self._up_since_s)
+                if self._patience.is_dead(missed, quiet_s):
+                    self._worker_lost(worker_id, "silent", f"no sign of life for {quiet_s:.1f} s")
         finally:
             self._probing.discard(worker_id)
+
+    async def _ask_departed(self, worker_id: str) -> None:
+        for timeout_s in DEPARTED_TIMEOUTS_S:
+            held = self._requests.at_worker(worker_id)
+            if not held or await self._ask(held[0], timeout_s, closed=True) is not Answer.NONE:
+                return
+
+    def _any_at(self, worker_id: str) -> ActiveRequest | None:
+        return next((r for r in self._requests.at_worker(worker_id) if not r.submitting), None)
 
     async def _ask_all_silent_since(self, since_s: float) -> None:
         await asyncio.sleep(REASK_DELAY_S)
         for request in self._requests.all():
             if request.stream.worker_id and request.progress_s < since_s:
-                await self._ask(request)
+                await self._ask_once(request)
 
-    async def _ask(self, request: ActiveRequest) -> None:
+    async def _ask_once(self, request: ActiveRequest) -> None:
+        """A stream's tokens are missing. If there is no answer, its worker is in doubt."""
+        if await self._ask(request, self._probe_timeout_s) is Answer.NONE:
+            self._probe(request)
+
+    async def _ask(self, request: ActiveRequest, timeout_s: float, *, closed: bool = False) -> Answer:
+        """``closed``: the worker's connection is known to be."""
         stream = request.stream
-        worker_id, attempt = stream.worker_id, stream.attempt
+        worker_id, attempt, submitting = stream.worker_id, stream.attempt, request.submitting
         request.asking = True
         try:
-            await self._question(request)
-        except NoResponder as error:
-            self._worker_lost(worker_id, error)
-        except DeadlineExceeded as error:
-            missed = self._missed_probes[worker_id] = self._missed_probes.get(worker_id, 0) + 1
-            if missed >= MAX_MISSED_PROBES and self._bus.connected_since_s is not None:
-                self._worker_lost(worker_id, error)
+            await self._question(request, timeout_s)
+        except NoResponder:
+            if closed:
+                self._worker_lost(worker_id, "closed", "its connection was closed and nobody listens")
+                return Answer.LOST
+            return self._nobody_listens(worker_id)
+        except DeadlineExceeded:
+            return Answer.NONE
         except NotFound as error:
-            # Unless another worker took the stream over meanwhile: then this one had to forget it.
+            self.spoke(worker_id)
+            # Unless another worker took the stream over meanwhile: then this one had to forget it. And the Submit may
+            # have come behind the question.
             held = stream.phase in (Phase.SUBMITTED, Phase.RUNNING) and stream.worker_id == worker_id
-            if stream.attempt == attempt and held:
+            if stream.attempt == attempt and held and not submitting:
                 self._on_failed(request, error)
         except BlitzError as error:
             log.info("request %s: could not ask worker %s: %s", stream.request_id, worker_id, error)
         else:
-            self.heard(worker_id, self._clock())
+            self.spoke(worker_id)
         finally:
             request.asking = False
+        return Answer.GIVEN
 
-    def _worker_lost(self, worker_id: str, error: BlitzError) -> None:
-        self._missed_probes.pop(worker_id, None)
-        lost = WorkerLost(f"worker {worker_id} is lost: {error.message}")
-        for request in self._requests.at_worker(worker_id):
+    def _nobody_listens(self, worker_id: str) -> Answer:
+        """Lost, unless it may be on its way back to the server."""
+        own_s = self._own_time.now_s
+        away_s = max(self._cut_s.get(worker_id, -math.inf), self._up_since_s if self._reconnected else -math.inf)
+        back = self._bus.connected_since_s == self._connected_since_s
+        if not back or own_s - away_s < self._patience.settle_s:
+            return Answer.NONE
+        self._worker_lost(worker_id, "gone", "nobody listens")
+        return Answer.LOST
+
+    def _worker_lost(self, worker_id: str, reason: LossReason, why: str) -> None:
+        held = self._requests.at_worker(worker_id)
+        if held:
+            instance_ids = frozenset(request.stream.instance_id for request in held)
+            self._lost[worker_id] = _Loss(reason, instance_ids, self._own_time.now_s)
+        lost = WorkerLost(f"worker {worker_id} is lost: {why}", reason=reason)
+        for request in held:
             self._on_failed(request, lost)
+
+    def _forget(self) -> None:
+        own_s = self._own_time.now_s
+        held = {request.stream.worker_id for request in self._requests.all()}
+        self._spoke_s = {worker: at for worker, at in self._spoke_s.items() if worker in held}
+        self._alive_s = {worker: at for worker, at in self._alive_s.items() if worker in held}
+        self._cut_s = {worker: at for worker, at in self._cut_s.items() if own_s - at < self._patience.settle_s}
+        self._lost = {worker: loss for worker, loss in self._lost.items() if own_s - loss.at_s < REMEMBERED_S}

@@ -77,7 +77,7 @@ class Submitter:
                 else:
                     self._on_failed(request, error)
         else:
-            self._watch.heard(worker_id, self._clock())
+            self._watch.spoke(worker_id)
             if stream.attempt == attempt and stream.worker_id == worker_id:
                 self._on_accepted(stream.request_id)
         finally:

@@ -13,6 +13,7 @@ Rules
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from services.gateway.core.deaths import MAX_OTHER_DEATHS, Deaths
 from services.gateway.core.stream import StreamState
@@ -34,6 +35,8 @@ from shared.errors import (
 from shared.messages.codec import MalformedMessage
 from shared.messages.generation import FinishReason
 
+LossReason = Literal["closed", "gone", "silent"]
+"""How a worker's death was noticed: its connection was closed and nobody listens; nobody listens; no sign of life."""
 SUSPECT_PAUSE_S = 1.0
 """How long an instance that did not answer is left alone."""
 
@@ -79,6 +82,10 @@ Outcome = Refuse | Complete | Retry | GiveUp
 
 class WorkerLost(Unavailable):
     """A worker that had requests does not answer any more. Stays inside of this process."""
+
+    def __init__(self, message: str, *, reason: LossReason) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 def after_failure(

@@ -73,6 +73,8 @@ class FakeWorker:
         self.resends: list[Resend] = []
         self.acks: list[StreamRef] = []
         self.resume = asyncio.Event()
+        self.hangs = False
+        self._stopped = asyncio.Event()
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._sent: dict[tuple[str, int], list[StreamPart]] = {}
         self._gateway: dict[str, str] = {}
@@ -95,12 +97,17 @@ class FakeWorker:
 
     async def stop(self) -> None:
         """Die: nothing more is sent or answered."""
+        self._stopped.set()
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         for subscription in self._subscriptions:
             await subscription.close()
         self._subscriptions = []
+
+    def hang(self) -> None:
+        """Answer no question any more, as a process that is stopped."""
+        self.hangs = True
 
     def forget(self) -> None:
         """Drop what ended, and what was noted of it."""
@@ -147,6 +154,8 @@ class FakeWorker:
 
     async def _on_resend(self, resend: Resend) -> Ack:
         self.resends.append(resend)
+        if self.hangs:
+            await self._stopped.wait()
         key = (resend.request_id, resend.attempt)
         if key in self._owners:
             try:

@@ -17,7 +17,7 @@ from tests.services.gateway.conftest import Stack, StackFactory
 
 TEXT = "the quick brown fox jumps over the lazy dog"
 POISON = "z"
-SETTLED_S = 0.45
+SETTLED_S = 0.85
 """A little more than the gateway's ``Patience.settle_s`` in these tests."""
 
 

@@ -29,7 +29,9 @@ class Story:
             self._part((), computing=True)
             if not in_own_step:
                 self._part((), computing=False)
-        self.outcome = after_failure(stream, WorkerLost("gone"), max_attempts=5, model_registered=True, died=True)
+        self.outcome = after_failure(
+            stream, WorkerLost("gone", reason="gone"), max_attempts=5, model_registered=True, died=True
+        )
         if isinstance(self.outcome, Retry):
             stream.requeued(fault=self.outcome.fault, avoid=True, deaths=self.outcome.deaths)
         return self

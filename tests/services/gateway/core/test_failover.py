@@ -73,7 +73,7 @@ def test_a_full_instance_is_no_failure_however_often_it_is_full() -> None:
     assert judge(running(failures=2), Overloaded("full")) == Retry(fault=False, pause_s=0.0, full=True)
 
 
-@pytest.mark.parametrize("error", [NoResponder("nobody listens"), WorkerLost("away with the bus")])
+@pytest.mark.parametrize("error", [NoResponder("nobody listens"), WorkerLost("away with the bus", reason="gone")])
 def test_a_worker_that_is_not_there_costs_no_attempt(error: BlitzError) -> None:
     assert judge(running(5, failures=2), error) == Retry(fault=False, pause_s=1.0)
 

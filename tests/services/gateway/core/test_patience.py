@@ -33,6 +33,13 @@ def test_a_worker_is_doubted_only_when_it_and_its_stream_are_silent() -> None:
     assert not PATIENCE.doubts_worker(5.0, 0.9)
 
 
+@pytest.mark.parametrize(
+    ("missed", "quiet_s", "dead"), [(3, 3.0, True), (9, 3.0, True), (2, 9.0, False), (9, 2.9, False), (0, 9.0, False)]
+)
+def test_a_worker_is_dead_after_several_questions_and_no_sign_of_life(missed: int, quiet_s: float, dead: bool) -> None:
+    assert PATIENCE.is_dead(missed, quiet_s) is dead
+
+
 def test_silence_is_looked_at_several_times_per_probe_but_not_all_the_time() -> None:
     assert PATIENCE.check_every_s == 0.25
     assert Patience(stall_s=1.0, probe_s=0.2, queue_timeout_s=1.0).check_every_s == pytest.approx(0.05)
