@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, Generic
 
 import nats.errors
@@ -185,8 +186,10 @@ class NatsBus(Bus):
         return subscription
 
     async def keep_plan_stream(self, limits: StreamLimits) -> None:
-        """Make the plan stream, or give it these limits. Raises ``Unavailable``, ``NotPermitted``."""
+        """Make the plan stream, or give it these limits; that of the records is on as many servers. Raises
+        ``Unavailable``, ``NotPermitted``."""
         await self._stream.keep(limits)
+        await self._records.keep(replace(RECORD_LIMITS, num_replicas=limits.num_replicas))
 
     async def publish_event(self, subject: str, message: Message, *, message_id: str) -> None:
         payload = encode(message)

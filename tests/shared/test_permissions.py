@@ -19,6 +19,10 @@ SENDS = {"publish", "request", "publish_event", "refuse_if_held", "_say"}
 RECEIVES = {"subscribe", "respond", "subscribe_events", "hold"}
 
 
+HELPERS = {"subscribe_load": (subjects.load, subjects.host_load)}
+"""What functions of ``shared`` listen to on behalf of their callers."""
+
+
 def calls(kind: str) -> Iterator[ast.Call]:
     for file in (SERVICES / kind).rglob("*.py"):
         yield from (n for n in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(n, ast.Call))
@@ -53,6 +57,9 @@ def test_a_service_uses_no_subject_that_the_table_does_not_give_it(kind: str) ->
             found += 1
             assert given("uses", kind, call), f"{kind} uses {ast.unparse(call)}"
         act = "sends" if name_of(call) in SENDS else "receives" if name_of(call) in RECEIVES else None
+        for build_shared in HELPERS.get(name_of(call), ()):
+            heard = next(row for row in TABLE if row.build is build_shared)
+            assert kind in heard.receivers, f"{kind}: {ast.unparse(call)}"
         for build in call.args:
             if act is not None and builds_subject(build):
                 assert isinstance(build, ast.Call)

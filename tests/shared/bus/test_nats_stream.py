@@ -91,3 +91,10 @@ async def test_a_server_without_jetstream_is_named(tmp_path: Path) -> None:
     finally:
         await bus.close()
         server.stop()
+
+
+async def test_records_are_kept_on_as_many_servers_as_plans_and_bounded_by_number(bus: NatsBus, server: Server) -> None:
+    await bus.keep_plan_stream(SMALL)
+    async with await nats.connect(server.url) as client:
+        config = (await client.jetstream().stream_info(subjects.RECORD_STREAM)).config
+    assert (config.num_replicas, config.max_msgs, config.max_age) == (1, 500, 0)
