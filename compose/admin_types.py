@@ -49,6 +49,18 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
     engine: str = ""
     state: str = ""
+    stopping: bool = False
+    """It is about to end."""
+
+
+class RefusedLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that failed to load a model, and is left alone with it for ``for_s``."""
+
+    worker: str
+    model: str
+    why: str = ""
+    for_s: float = 0.0
+    failures: int = 0
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +70,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     instances: tuple[InstanceStatus, ...] = ()
     workers: tuple[WorkerStatus, ...] = ()
     floors: tuple[dict[str, Any], ...] = ()
+    refused: tuple[RefusedLoad, ...] = ()
 
     def serving(self, model: str) -> int:
         """How many instances of a model answer requests on their own."""

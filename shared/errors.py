@@ -22,6 +22,7 @@
     │       └── PoisonRequest        poison_request          500
     ├── Unavailable                  unavailable             503
     │   ├── EngineBroken             engine_broken           503
+    │   ├── InProgress               in_progress             503
     │   ├── NoResponder              no_responder            503
     │   └── NoCapacity               no_capacity             503
     ├── DeadlineExceeded             deadline_exceeded       504
@@ -192,6 +193,12 @@ class NoResponder(Unavailable):
     """Nobody listens on the subject."""
 
     code = "no_responder"
+
+
+class InProgress(Unavailable):
+    """What was asked for is being done; asked again, the answer may be there."""
+
+    code = "in_progress"
 
 
 class NoCapacity(Unavailable):

@@ -149,9 +149,9 @@ class Replies:
 
 
 _REPLIES: dict[Kind, Replies] = {
-    # Adding a model reads its checkpoint once: the gateway waits 10 minutes. The server keeps one entry per question
-    # until then; of 1,000 workers' heartbeats that was 190 MB and 9 % of a core in a trial, of 100 a tenth.
-    "pool": Replies(1, 660),
+    # The server keeps one entry per question until then: with 11 minutes, 1,000 workers' heartbeats took 190 MB and 9 %
+    # of a core in a trial. Adding a model takes longer, so its answer may be "still reading, ask again".
+    "pool": Replies(1, 60),
     "planner": Replies(1, 120),
     "gateway": Replies(1, 120),
     # An event's acknowledgement is an answer, too, and is preceded by "still at it" where it takes long.

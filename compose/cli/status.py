@@ -19,6 +19,7 @@ _STATE_STYLES = {
     "loading": "cyan",
     "draining": "yellow",
     "retired": "yellow",
+    "stopping": "yellow",
     "failed": "red",
 }
 _INSTANCE = ("id", "model", "state", "role", "layers", "running", "queued", "queued tokens", "workers")
@@ -38,7 +39,7 @@ def status(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
 
 
 def tables(found: Status, console: Console) -> tuple[Table, ...]:
-    """Models, instances and workers as tables for ``console``."""
+    """Models, instances and workers as tables for ``console``; and workers that are left alone, if there are any."""
     models = titled_table("Models", "name", "serving", "min", "max", "path")
     for model in found.models:
         most = "-" if model.max_instances is None or model.max_instances >= 1_000_000 else str(model.max_instances)
@@ -48,8 +49,14 @@ def tables(found: Status, console: Console) -> tuple[Table, ...]:
     instances = fitting(console, "Instances", _INSTANCE, rows, spared=_SPARED)
     processes = titled_table("Workers", "id", "host", "device", "engine", "state")
     for worker in found.workers:
-        processes.add_row(worker.id, worker.host, worker.device, worker.engine, state_text(worker.state))
-    return models, instances, processes
+        state = "stopping" if worker.stopping else worker.state
+        processes.add_row(worker.id, worker.host, worker.device, worker.engine, state_text(state))
+    if not found.refused:
+        return models, instances, processes
+    refused = titled_table("Left alone, because they failed", "worker", "model", "for", "why")
+    for entry in found.refused:
+        refused.add_row(entry.worker, entry.model, f"{entry.for_s:.0f} s", entry.why)
+    return models, instances, processes, refused
 
 
 def _instance_row(instance: InstanceStatus, num_layers: int | None) -> tuple[str | Text, ...]:

@@ -13,12 +13,16 @@ from pathlib import Path
 import msgspec
 
 from shared.checkpoint import inspect_checkpoint
-from shared.errors import BadCheckpoint, BlitzError, DeadlineExceeded, Internal
+from shared.errors import BadCheckpoint, BlitzError, DeadlineExceeded, InProgress, Internal, Overloaded
 from shared.messages.common import ErrorInfo
 from shared.model_spec import ModelSpec
 
 MAX_AT_ONCE = 2
 TIMEOUT_S = 900.0
+ANSWER_S = 20.0
+"""Answers are given within: NATS lets nobody answer much later."""
+KEEP_S = 2.0
+MAX_WAITING = 64
 SMALL_BYTES = 64 * 1024 * 1024
 """Starting a process takes longer than reading so much."""
 MAX_ANSWER_BYTES = 1 << 20
@@ -40,14 +44,36 @@ class _Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inspections:
-    """A few at a time; the others wait."""
+    """A few at a time; the others wait. Who asks for what is being read already gets the same finding."""
 
     def __init__(self) -> None:
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
         self._running: set[asyncio.subprocess.Process] = set()
+        self._asked: dict[Path, asyncio.Task[Inspected]] = {}
 
-    async def inspect(self, path: Path) -> Inspected:
-        """Raises ``BadCheckpoint``, or ``DeadlineExceeded`` after ``TIMEOUT_S``."""
+    async def inspect(self, path: Path, *, wait_s: float = ANSWER_S) -> Inspected:
+        """Raises ``BadCheckpoint``; ``InProgress`` if it takes longer than ``wait_s``, after which it goes on for who
+        asks again; ``DeadlineExceeded`` after ``TIMEOUT_S``; ``Overloaded`` if too many wait."""
+        task = self._asked.get(path)
+        if task is None:
+            if len(self._asked) >= MAX_WAITING:
+                raise Overloaded(f"{len(self._asked)} checkpoints are being read: ask again later")
+            task = self._asked[path] = asyncio.create_task(self._inspect(path))
+            task.add_done_callback(lambda done: self._forget(path, done))
+        try:
+            async with asyncio.timeout(wait_s):
+                return await asyncio.shield(task)
+        except TimeoutError as error:
+            raise InProgress(f"{path} is still being read: ask again", retry_after_s=1.0) from error
+
+    def _forget(self, path: Path, done: asyncio.Task[Inspected]) -> None:
+        """What was found stays for a moment: who was told to ask again may not have yet. Errors may be mended."""
+        if done.cancelled() or done.exception() is not None:
+            self._asked.pop(path, None)
+        else:
+            asyncio.get_running_loop().call_later(KEEP_S, self._asked.pop, path, None)
+
+    async def _inspect(self, path: Path) -> Inspected:
         async with self._turns:
             if await asyncio.to_thread(_num_bytes, path) <= SMALL_BYTES:
                 return await asyncio.to_thread(_inspect, path)
@@ -55,6 +81,8 @@ class Inspections:
 
     async def close(self) -> None:
         """End what runs."""
+        for task in self._asked.values():
+            task.cancel()
         for process in list(self._running):
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

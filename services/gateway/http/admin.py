@@ -18,10 +18,17 @@ from services.gateway.http.pool import pool_json
 from services.gateway.http.status import status_json
 from services.gateway.service import Gateway
 from shared import subjects
-from shared.errors import BadRequest
+from shared.errors import BadRequest, BlitzError, InProgress
 from shared.messages.common import Ack, LiveChoice, Role
 from shared.messages.registry import AddModel, ModelRecord, RemoveModel
-from shared.messages.scaling import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
+from shared.messages.scaling import (
+    GetScaleRecord,
+    ListScaleRecords,
+    RefusedLoad,
+    ScaleRecord,
+    ScaleRecords,
+    StartScale,
+)
 
 T = TypeVar("T")
 
@@ -34,6 +41,8 @@ DEFAULT_HOLD_S = 300.0
 ADD_TIMEOUT_S = 600.0
 """Registering reads every byte of a checkpoint, to hash it."""
 RPC_TIMEOUT_S = 10.0
+REFUSED_TIMEOUT_S = 0.5
+"""The status is shown without the planner's part where that does not answer."""
 
 
 Objective = Annotated[float, Meta(ge=MIN_SLO_S, le=MAX_SLO_S)]
@@ -85,10 +94,30 @@ def admin_router(gateway: Gateway) -> APIRouter:
     router = APIRouter(prefix="/admin", tags=["admin"])
     bus = gateway.bus
 
+    async def added(message: AddModel) -> ModelRecord:
+        """Ask until the pool has read the checkpoint, which it says piece by piece."""
+        deadline_s = time.monotonic() + ADD_TIMEOUT_S
+        while True:
+            try:
+                return await bus.request(subjects.pool("add_model"), message, ModelRecord, timeout_s=ADD_TIMEOUT_S)
+            except InProgress:
+                if time.monotonic() >= deadline_s:
+                    raise
+
+    async def refused() -> tuple[RefusedLoad, ...]:
+        """What the planner knows beside the registry; nothing while none leads."""
+        message = ListScaleRecords(limit=0)
+        try:
+            answer = await bus.request(subjects.planner("records"), message, ScaleRecords, timeout_s=REFUSED_TIMEOUT_S)
+        except BlitzError:
+            return ()
+        return answer.refused
+
     @router.get("/status")
     async def status() -> Response:
-        """Models, instances, workers and manual floors."""
-        return _json(status_json(await gateway.registry(), gateway.load_board.latest(time.monotonic())))
+        """Models, instances, workers, manual floors, and workers that are left alone because they failed."""
+        loads = gateway.load_board.latest(time.monotonic())
+        return _json(status_json(await gateway.registry(), loads, await refused()))
 
     @router.get("/pool")
     async def pool() -> Response:
@@ -115,7 +144,7 @@ def admin_router(gateway: Gateway) -> APIRouter:
             slo_ttft_s=body.slo_ttft_s or 0.0,
             slo_tbt_s=body.slo_tbt_s or 0.0,
         )
-        record = await bus.request(subjects.pool("add_model"), message, ModelRecord, timeout_s=ADD_TIMEOUT_S)
+        record = await added(message)
         # So that a request right behind this one finds the model.
         await gateway.refresh()
         return _json(record, 201)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shared.messages.load import LoadReport
 from shared.messages.registry import ModelRecord, WorkerRecord
+from shared.messages.scaling import RefusedLoad
 from shared.registry import RegistryView
 
 
-def status_json(view: RegistryView, loads: Mapping[str, LoadReport] | None = None) -> dict[str, Any]:
-    """``{"models", "instances", "workers", "floors"}`` of the registry.
+def status_json(
+    view: RegistryView, loads: Mapping[str, LoadReport] | None = None, refused: Sequence[RefusedLoad] = ()
+) -> dict[str, Any]:
+    """``{"models", "instances", "workers", "floors", "refused"}`` of the registry.
 
-    ``loads``: the latest report of each instance that reports; of the others ``load`` is null.
+    ``loads``: the latest report of each instance that reports; of the others ``load`` is null. ``refused``: workers
+    that planners leave alone for a while, and why.
     """
     loads = loads or {}
     workers, models, floors = view.workers, view.models, view.floors
@@ -47,6 +51,10 @@ def status_json(view: RegistryView, loads: Mapping[str, LoadReport] | None = Non
         "floors": [
             {"model": floor.model, "role": floor.role, "instances": floor.instances, "until_s": floor.until_s}
             for floor in floors.values()
+        ],
+        "refused": [
+            {"worker": r.worker_id, "model": r.model, "why": r.why, "for_s": r.for_s, "failures": r.failures}
+            for r in refused
         ],
     }
 
@@ -93,6 +101,7 @@ def _worker(record: WorkerRecord) -> dict[str, Any]:
         "device": worker.device,
         "engine": worker.engine,
         "state": record.state,
+        "stopping": record.stopping,
         "instance": record.instance.instance_id if record.instance is not None else None,
         "model": record.instance.model if record.instance is not None else None,
         "pid": worker.pid,

@@ -5,6 +5,7 @@ import msgspec
 from compose.admin_types import Status
 from services.gateway.http.status import status_json
 from shared.messages.registry import Floor
+from shared.messages.scaling import RefusedLoad
 from tests.records import model, view, worker_record
 
 M = model("m")
@@ -21,3 +22,13 @@ def test_roles_of_instances_and_the_floors_of_each_role_are_shown() -> None:
     assert [(f["role"], f["instances"]) for f in found["floors"]] == [("prefill", 2), ("decode", 1), ("colocated", 3)]
     read = msgspec.convert(found, Status)
     assert [i.role for i in read.instances] == ["prefill", "colocated"]
+
+
+def test_a_worker_that_is_about_to_end_and_one_that_is_left_alone_are_shown() -> None:
+    ending = msgspec.structs.replace(worker_record("w0", M, "draining"), stopping=True)
+    refused = RefusedLoad(worker_id="w1", model="m", why="its disk is gone", for_s=3.5, failures=2)
+    read = msgspec.convert(status_json(view(ending, worker_record("w1"), models=(M,)), refused=(refused,)), Status)
+    assert [w.stopping for w in read.workers] == [True, False]
+    assert [(r.worker, r.model, r.why, r.for_s, r.failures) for r in read.refused] == [
+        ("w1", "m", "its disk is gone", 3.5, 2)
+    ]

@@ -1,0 +1,71 @@
+"""Checkpoints are read beside the registry; long ones are asked for more than once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.pool import inspection
+from services.pool.inspection import Inspections
+from shared.checkpoint import inspect_checkpoint
+from shared.errors import BadCheckpoint, InProgress, Overloaded
+from tests.checkpoints import tiny_checkpoint
+
+
+@pytest.fixture
+async def inspections() -> AsyncIterator[Inspections]:
+    made = Inspections()
+    yield made
+    await made.close()
+
+
+async def test_a_large_checkpoint_is_read_in_a_process_of_its_own(
+    inspections: Inspections, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(inspection, "SMALL_BYTES", 0)
+    path = tiny_checkpoint("llama")
+    found, expected = await inspections.inspect(path), inspect_checkpoint(path)
+    assert (found.model_hash, found.layout_hash, found.spec) == (
+        expected.model_hash,
+        expected.layout.hash,
+        expected.spec,
+    )
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(BadCheckpoint, match=r"config\.json"):
+        await inspections.inspect(tmp_path)
+
+
+async def test_who_asks_again_gets_what_goes_on(inspections: Inspections, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, begun = asyncio.Event(), []
+
+    async def slow(path: Path) -> inspection.Inspected:
+        begun.append(path)
+        await read.wait()
+        return inspection._inspect(path)
+
+    monkeypatch.setattr(inspections, "_inspect", slow)
+    path = tiny_checkpoint("llama")
+    with pytest.raises(InProgress):
+        await inspections.inspect(path, wait_s=0.02)
+    again = asyncio.create_task(inspections.inspect(path, wait_s=5.0))
+    await asyncio.sleep(0.02)
+    read.set()
+    assert (await again).path == str(path)
+    assert begun == [path], "read once"
+
+
+async def test_checkpoints_that_wait_are_bounded(inspections: Inspections, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "MAX_WAITING", 1)
+
+    async def for_ever(path: Path) -> inspection.Inspected:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(inspections, "_inspect", for_ever)
+    with pytest.raises(InProgress):
+        await inspections.inspect(Path("/a"), wait_s=0.01)
+    with pytest.raises(Overloaded):
+        await inspections.inspect(Path("/b"), wait_s=0.01)
