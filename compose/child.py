@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Literal
 
 from compose.die_with_parent import die_with_parent
 from compose.errors import ProcessGaveUp
+from compose.forking import ForkServer, Process
 from compose.log_lines import LineSink, LineSplitter, ProcessLog
 from compose.probes import Probe
 from compose.readiness import READY_FD_VARIABLE, ReadyPipe, until_answer
@@ -38,6 +40,8 @@ class ChildSpec:
     cwd: Path | None = None
     tells_ready: bool = False
     """It writes to the file that ``BLITZ_READY_FD`` names, once it is ready."""
+    forks: ForkServer | None = None
+    """Where to have it forked from while that one lives; ``argv`` is ``python -m MODULE`` then."""
     probe: Probe | None = None
     """Answers True once it is ready. With neither, a process is ready when it has lived for a while."""
 
@@ -73,7 +77,7 @@ class Child:
         self._on_give_up = on_give_up
         self._restarts = RestartCounter(policy)
         self._stable_s = policy.stable_s
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Process | None = None
         self._ready_pipe: ReadyPipe | None = None
         self._ready = False
         self._keeper: asyncio.Task[None] | None = None
@@ -146,24 +150,35 @@ class Child:
         pipe = ReadyPipe() if self.spec.tells_ready else None
         env = dict(self.spec.env) | ({} if pipe is None else {READY_FD_VARIABLE: str(pipe.writing)})
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self.spec.argv,
-                env=env,
-                cwd=self.spec.cwd,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                # A session of its own: Ctrl-C in the terminal reaches the supervisor only, which stops in order.
-                start_new_session=True,
-                preexec_fn=die_with_parent(),
-                pass_fds=() if pipe is None else (pipe.writing,),
-            )
+            process = await self._fork(env, pipe)
+            self._process = process if process is not None else await self._execute(env, pipe)
         except BaseException:
             if pipe is not None:
                 pipe.close()
             raise
         self._ready_pipe = pipe
         self.state = "running"
+
+    async def _fork(self, env: Mapping[str, str], pipe: ReadyPipe | None) -> Process | None:
+        server, argv = self.spec.forks, self.spec.argv
+        if server is None or argv[:2] != (sys.executable, "-m") or len(argv) != 3 or not server.suits(env):
+            return None
+        fds = {} if pipe is None else {READY_FD_VARIABLE: pipe.writing}
+        return await server.spawn(self.name, argv[2], env, self.spec.cwd, fds)
+
+    async def _execute(self, env: Mapping[str, str], pipe: ReadyPipe | None) -> Process:
+        return await asyncio.create_subprocess_exec(
+            *self.spec.argv,
+            env=env,
+            cwd=self.spec.cwd,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            # A session of its own: Ctrl-C in the terminal reaches the supervisor only, which stops in order.
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+            pass_fds=() if pipe is None else (pipe.writing,),
+        )
 
     async def _keep(self) -> None:
         while True:
@@ -226,7 +241,7 @@ class Child:
             await asyncio.gather(reader, return_exceptions=True)
         return returncode
 
-    async def _copy_output(self, process: asyncio.subprocess.Process) -> None:
+    async def _copy_output(self, process: Process) -> None:
         assert process.stdout is not None
         splitter = LineSplitter()
         while data := await process.stdout.read(_READ_BYTES):

@@ -13,6 +13,7 @@ from compose import credentials
 from compose.binaries import nats_server, redis_server
 from compose.child import ChildSpec
 from compose.config import ADMIN_KEYS_VARIABLE, StackConfig, inherited_environment
+from compose.forking import ForkServer
 from compose.preflight import Findings
 from compose.probes import nats_probe, redis_probe
 from compose.state_dir import StateDir
@@ -137,7 +138,12 @@ def service_spec(config: StackConfig, state: StateDir, addresses: Addresses, nam
 
 
 def worker_spec(
-    config: StackConfig, state: StateDir, addresses: Addresses, index: int, findings: Findings
+    config: StackConfig,
+    state: StateDir,
+    addresses: Addresses,
+    index: int,
+    findings: Findings,
+    forks: ForkServer | None = None,
 ) -> ChildSpec:
     """Worker ``index``, with its share of the cores and, on CUDA, one device (workers take them in turn)."""
     name = f"worker-{index}"
@@ -156,7 +162,15 @@ def worker_spec(
         own["CUDA_VISIBLE_DEVICES"] = str(index % findings.num_cuda_devices)
     argv = (sys.executable, "-m", "services.worker")
     env = _environment(config, state, addresses, name, own)
-    return ChildSpec(name, argv, env, config.stop_grace_s, state.path, tells_ready=True)
+    return ChildSpec(name, argv, env, config.stop_grace_s, state.path, tells_ready=True, forks=forks)
+
+
+def worker_forks(config: StackConfig, state: StateDir) -> ForkServer:
+    """What all workers import, once: it is most of the work of their start, and most of their memory."""
+    env = inherited_environment() | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(config.worker_threads)}
+    engine = ("torch",) if config.engine == "torch" else ()
+    modules = (*engine, "services.worker.service", "services.worker.node.facts", "shared.telemetry", "shared.bus.nats")
+    return ForkServer(modules, env | dict(config.env), state.path, state.logs / "fork-server.log")
 
 
 def stop_order(names: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:

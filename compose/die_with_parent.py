@@ -10,14 +10,15 @@ from collections.abc import Callable
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(death_signal: int = signal.SIGKILL) -> Callable[[], None]:
+def die_with_parent(death_signal: int = signal.SIGKILL, *, parent: int | None = None) -> Callable[[], None]:
     """A function for ``preexec_fn``: the kernel sends the child ``death_signal`` when its parent dies.
 
     "Parent" is the *thread* that forks: call it where that thread lives as long as the child should.
-    Everything is looked up here, before the fork, so that the child makes one system call only.
+    ``parent``: None is the process that calls this. Everything is looked up here, before the fork, so that the child
+    makes one system call only.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
-    parent = os.getpid()
+    parent = os.getpid() if parent is None else parent
 
     def in_child() -> None:
         if prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0) != 0 or os.getppid() != parent:

@@ -90,6 +90,8 @@ def write_fake_services(folder: Path) -> dict[str, str]:
         (package / "__init__.py").write_text("")
         (package / "__main__.py").write_text(program)
     (folder / "services" / "__init__.py").write_text("")
+    # What a fork server would import for workers takes seconds.
+    (folder / "torch.py").write_text("")
     return {"PYTHONPATH": str(folder), "FAKE_FOLDER": str(folder)}
 
 

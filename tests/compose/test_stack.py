@@ -279,7 +279,7 @@ class Up:
         until_sync(lambda: "BlitzScale serves at" in self.text() or self.process.poll() is not None, 30)
         assert "BlitzScale serves at" in self.text(), self.text()
         self.pids = [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
-        assert len(self.pids) == len(NAMES)
+        assert len(self.pids) == len(NAMES) + 1, "and the one that workers are forked from"
 
     def text(self) -> str:
         return self.output.read_text()
