@@ -92,7 +92,8 @@ def write_fake_services(folder: Path) -> dict[str, str]:
     (folder / "services" / "__init__.py").write_text("")
     # What a fork server would import for workers takes seconds.
     (folder / "torch.py").write_text("")
-    return {"PYTHONPATH": str(folder), "FAKE_FOLDER": str(folder)}
+    root = Path(__file__).parents[2]
+    return {"PYTHONPATH": f"{folder}:{root}", "FAKE_FOLDER": str(folder)}
 
 
 def journal(folder: Path) -> list[str]:
