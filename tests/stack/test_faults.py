@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 
 import httpx
@@ -84,6 +85,47 @@ async def test_streams_survive_the_control_plane(stack: Stack) -> None:
 async def _client(stack: Stack, user: Kind) -> Client:
     password = stack.nats_access(user).password
     return await nats.connect(stack.nats_url, user=user, password=password, inbox_prefix=inbox_prefix(user))
+
+
+@pytest.mark.timeout(300)
+async def test_a_rolling_restart_of_all_workers_loses_no_request_and_at_most_one_instance_at_a_time(
+    stack: Stack,
+) -> None:
+    wanted = 2
+    await scale(stack, MODEL, wanted, hold_s=600.0)
+    status = await until(stack, lambda s: s.serving(MODEL) == wanted and len(s.workers) == 3)
+    workers = [worker.id for worker in status.workers]
+    fewest, answers, over = wanted, 0, asyncio.Event()
+
+    async def watch() -> None:
+        nonlocal fewest
+        while not over.is_set():
+            fewest = min(fewest, (await stack.admin.status()).serving(MODEL))
+            await asyncio.sleep(0.05)
+
+    async with openai_client(stack) as client:
+        expected = await complete(client, MODEL, max_tokens=TOKENS)
+
+        async def ask() -> None:
+            nonlocal answers
+            while not over.is_set():
+                assert "".join([piece async for piece in stream(client, MODEL, max_tokens=TOKENS)]) == expected
+                answers += 1
+
+        async with asyncio.TaskGroup() as group:
+            for work in (watch(), ask(), ask(), ask()):
+                group.create_task(work)
+            for name in workers:
+                before = stack.processes[name].pid
+                stack.kill(name, signal.SIGTERM)
+                async with asyncio.timeout(60):
+                    while stack.processes[name].pid == before:
+                        await asyncio.sleep(0.05)
+                await until(stack, lambda s: s.serving(MODEL) == wanted and len(s.workers) == 3, timeout_s=30.0)
+            over.set()
+    assert fewest >= wanted - 1
+    assert answers > 0
+    await scale(stack, MODEL, 1)
 
 
 async def test_garbage_on_every_subject_changes_nothing(stack: Stack) -> None:
