@@ -18,6 +18,7 @@ from services.pool.service import PoolService
 from services.pool.store import Store
 from shared import subjects
 from shared.bus.memory import MemoryBroker
+from shared.errors import NoResponder
 from shared.messages.codec import decode
 from shared.messages.common import Ack, LiveChoice, Role
 from shared.messages.live import LiveReport
@@ -100,7 +101,14 @@ class Cluster:
     ) -> ScaleRecord:
         """Ask for instances; the record as of the plan. Raises the planner's refusal."""
         message = StartScale(model=model, instances=instances, hold_s=HOLD_S, live=live, role=role)
-        return await self.client.request(subjects.planner("scale"), message, ScaleRecord, timeout_s=TIMEOUT_S)
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                # All share one event loop: who was kept from it for too long does not lead for a moment.
+                with contextlib.suppress(NoResponder):
+                    return await self.client.request(
+                        subjects.planner("scale"), message, ScaleRecord, timeout_s=TIMEOUT_S
+                    )
+                await asyncio.sleep(0.02)
 
     async def record(self, plan_id: str) -> ScaleRecord:
         """The record of an operation that has ended, or 20 s later."""
