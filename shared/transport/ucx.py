@@ -109,7 +109,8 @@ class UcxTransport:
         """Connect to a peer and wait for its answer. Raises ``DeadlineExceeded``, ``PeerLost``, ``TransportError``.
 
         Inside a host shared memory is used, which UCX offers only without error handling (11 GB/s;
-        with it UCX falls back to TCP, 1 GB/s). So such a channel never notices a dead peer (see ``forget``).
+        with it UCX falls back to TCP, 1 GB/s). So such a channel never notices a dead peer (see ``forget``);
+        transfers that were copying out of its memory end with ``PeerLost``, others wait.
         """
         future: concurrent.futures.Future[UcxChannel] = concurrent.futures.Future()
         if not self.post(lambda: self._peers.dial(address, lane, same_host, future)):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from shared.errors import PeerLost, TransportError
 from shared.transport.base import Buffer
+from shared.transport.ucx_failure import survive_failure
 
 RDMA_DEVICES = Path("/dev/infiniband")
 TCP_SEGMENT = "512k"
@@ -69,11 +70,14 @@ class UcxWorker:
     def endpoint(self, address: bytes, *, same_host: bool) -> Any:
         """An endpoint to a worker address, with error handling between hosts only. Raises ``TransportError``."""
         try:
-            return self._worker.create_endpoint_from_worker_address(
+            endpoint = self._worker.create_endpoint_from_worker_address(
                 self._ucx.UCXAddress.create_from_buffer(address), not same_host
             )
         except (self._ucx.UCXError, ValueError) as error:
             raise TransportError(f"cannot connect: {error}") from error
+        if same_host:
+            survive_failure(endpoint.handle)
+        return endpoint
 
     def send(self, endpoint: Any, array: Any, tag: int, ended: Ended) -> None:
         """Send ``array``. Raises ``PeerLost`` at once for a broken endpoint."""

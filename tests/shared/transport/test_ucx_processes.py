@@ -11,7 +11,7 @@ import pytest
 from shared.errors import DeadlineExceeded, PeerLost, TransferAborted
 from shared.transport.tags import tag_of
 from shared.transport.ucx import UcxChannel, UcxTransport
-from tests.shared.transport.ucx_process import forwarder, receiver, spawn, victim
+from tests.shared.transport.ucx_process import early_sender, forwarder, late_receiver, receiver, spawn, victim
 
 pytestmark = pytest.mark.ucx
 MIB = 1 << 20
@@ -98,3 +98,18 @@ async def test_sends_to_a_killed_peer_of_the_host_end_with_the_transport() -> No
     async with asyncio.timeout(8):
         await transport.close()
     assert isinstance(sent.error, TransferAborted)
+
+
+async def test_a_receiver_outlives_a_sender_of_its_host_that_dies_before_its_chunks_are_taken() -> None:
+    sender, sender_pipe = spawn(early_sender, 4, MIB)
+    receiver_, receiver_pipe = spawn(late_receiver, 4, MIB)
+    receiver_pipe.send(await asyncio.to_thread(sender_pipe.recv))
+    sender_pipe.send(await asyncio.to_thread(receiver_pipe.recv))
+    assert await asyncio.to_thread(receiver_pipe.recv) == "connected"
+    assert await asyncio.to_thread(sender_pipe.recv) == [False] * 4, "nothing is taken yet"
+    sender.kill()
+    sender.join(10)
+    receiver_pipe.send("receive")
+    assert await asyncio.to_thread(receiver_pipe.recv) == ["PeerLost"] * 4
+    receiver_.join(10)
+    assert receiver_.exitcode == 0

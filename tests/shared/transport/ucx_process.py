@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from shared.errors import BlitzError
 from shared.transport.base import Transfer
 from shared.transport.tags import tag_of
 from shared.transport.ucx import UcxTransport
@@ -63,6 +64,39 @@ async def forwarder(pipe: Connection, num_chunks: int, chunk_bytes: int) -> None
         await asyncio.sleep(0.001)
     for transfer in sends:
         await transfer.wait(30)
+    await transport.close()
+
+
+async def early_sender(pipe: Connection, num_chunks: int, chunk_bytes: int) -> None:
+    """Send before anybody receives, then wait to be killed."""
+    transport = UcxTransport.start(name="early")
+    pipe.send(transport.address)
+    channel = await transport.connect(pipe.recv(), same_host=True)
+    data = np.ones((num_chunks, chunk_bytes), np.uint8)
+    sends = [channel.send(chunk, tag_of(1, i)) for i, chunk in enumerate(data)]
+    # What a sender has announced is at the receiver within milliseconds.
+    await asyncio.sleep(0.5)
+    pipe.send([transfer.done for transfer in sends])
+    await asyncio.sleep(60)
+
+
+async def late_receiver(pipe: Connection, num_chunks: int, chunk_bytes: int) -> None:
+    """Connect, and receive once told to. Sends the kind of each receive's end up the pipe."""
+    transport = UcxTransport.start(name="late")
+    pipe.send(transport.address)
+    channel = await transport.connect(pipe.recv(), same_host=True)
+    pipe.send("connected")
+    await asyncio.to_thread(pipe.recv)
+    buffer = np.zeros((num_chunks, chunk_bytes), np.uint8)
+    ends = []
+    for transfer in [transport.recv(chunk, tag_of(1, i), source=channel) for i, chunk in enumerate(buffer)]:
+        try:
+            await transfer.wait(5)
+        except BlitzError as error:
+            ends.append(type(error).__name__)
+        else:
+            ends.append("received")
+    pipe.send(ends)
     await transport.close()
 
 
