@@ -95,6 +95,7 @@ class Result:
             "kills": dict(sorted(Counter(strike.kind for strike in self.strikes).items())),
             "num_kills": len(self.strikes),
             "kills_skipped": dict(self.skipped),
+            "ending_s_max": self._endings(),
             "pause_s_p50": _percentile((pause.seconds for pause in counted), 50),
             "pause_s_p99": _percentile((pause.seconds for pause in counted), 99),
             "pause_s_max": _percentile((pause.seconds for pause in counted), 100),
@@ -120,6 +121,14 @@ class Result:
                 {"at_s": round(s.at_s - self.start_s, 2), "member": s.member, "signal": s.how} for s in self.strikes
             ],
         }
+
+    def _endings(self) -> dict[str, float]:
+        """The longest time from SIGTERM to the process's end, by kind."""
+        longest: dict[str, float] = {}
+        for strike in self.strikes:
+            if strike.how == "TERM" and strike.over_s is not None:
+                longest[strike.kind] = max(longest.get(strike.kind, 0.0), round(strike.over_s - strike.at_s, 2))
+        return dict(sorted(longest.items()))
 
     def _first_tokens(self) -> list[float]:
         """From sending to the first token, of streams that ended well."""

@@ -101,3 +101,8 @@ def test_a_stack_is_whole_with_all_its_workers_and_an_instance_of_every_role(mis
     )
     status = Status(workers=workers, instances=instances)
     assert is_whole(status, ("demo", "demo-split"), 2) == (missing is None)
+
+
+def test_how_long_members_took_to_end_when_they_were_told_to() -> None:
+    strikes = [Strike("pool", "pool", "TERM", 1.0, 1.25), Strike("pool", "pool", "TERM", 3.0, 5.0), STRIKE]
+    assert replace(result("right"), strikes=strikes).document()["ending_s_max"] == {"pool": 2.0}
