@@ -13,6 +13,7 @@ from services.planner.service import PlannerService
 from services.pool.service import PoolService
 from services.pool.store import Store
 from shared.bus.memory import MemoryBroker
+from tests.services.fake_pool import FakePool
 
 
 @pytest.mark.parametrize("name", ["pool", "planner", "monitor"])
@@ -32,6 +33,8 @@ async def test_nothing_is_subscribed_after_a_service_said_that_it_is(redis_url: 
     def heard() -> set[str]:
         return {one.subject for one in [*broker.listeners, *broker.responders, *broker.readers]}
 
+    if name != "pool":
+        await FakePool(broker).start()
     running = asyncio.create_task(run)
     await asyncio.wait_for(subscribed.wait(), 10.0)
     at_once = heard()

@@ -87,8 +87,8 @@ async def until(stack: Stack, condition: Callable[[Status], bool], timeout_s: fl
 
 @contextlib.asynccontextmanager
 async def bus(stack: Stack) -> AsyncIterator[NatsBus]:
-    """As the monitor, who hears the load of all."""
-    connected = await NatsBus.connect(stack.nats_url, name="monitor", id="test", access=stack.nats_access("monitor"))
+    """As a planner, who hears the load of all, and what is wanted."""
+    connected = await NatsBus.connect(stack.nats_url, name="planner", id="test", access=stack.nats_access("planner"))
     try:
         yield connected
     finally:
