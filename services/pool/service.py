@@ -25,6 +25,8 @@ from shared.errors import BlitzError, Conflict
 log = logging.getLogger(__name__)
 
 TICK_S = 0.2
+MIN_LEAD_S = 2.0
+"""Workers' leases may be shorter; a pool that was busy for a moment leads on."""
 
 
 class PoolService:
@@ -40,12 +42,13 @@ class PoolService:
         model_roots: Sequence[Path] = (),
         metrics: CollectorRegistry = REGISTRY,
     ) -> None:
-        """``lease_s``: of workers, and of the process that leads. ``seat``: whoever starts this process sees to it that
-        no other with the same seat lives, so it takes over from its predecessor at once. ``model_roots``: checkpoints
-        must be below one of these directories; empty: anywhere."""
+        """``lease_s``: of workers; that of the process that leads is no shorter than ``MIN_LEAD_S``. ``seat``: whoever
+        starts this process sees to it that no other with the same seat lives, so it takes over from its predecessor at
+        once. ``model_roots``: checkpoints must be below one of these directories; empty: anywhere."""
         self._bus = bus
         self._store = store
         self._lease_s = lease_s
+        self._lead_s = max(lease_s, MIN_LEAD_S)
         self._seat = seat
         self._roots = model_roots
         self._metrics = PoolMetrics(metrics)
@@ -78,7 +81,7 @@ class PoolService:
     async def _ask_to_lead(self) -> Standing | None:
         """None when Redis does not answer."""
         try:
-            standing = await self._store.lead("pool", self._owner, self._lease_s, seat=self._seat, last_term=self._term)
+            standing = await self._store.lead("pool", self._owner, self._lead_s, seat=self._seat, last_term=self._term)
         except RedisError as error:
             log.warning("Redis does not answer (%s); leases stand still until it does", error)
             return None
@@ -90,7 +93,7 @@ class PoolService:
         leading = LeadingPool(
             self._bus, self._store, standing, self._metrics, lease_s=self._lease_s, model_roots=self._roots
         )
-        leading.leads_until_s = asked_s + self._lease_s
+        leading.leads_until_s = asked_s + self._lead_s
         log.info("leading, term %d", standing.term)
         try:
             await leading.open()
@@ -128,7 +131,7 @@ class PoolService:
             await leading.refill()
         elif standing.term != term:
             return False  # others led meanwhile: what is known here may be wrong
-        leading.leads_until_s = asked_s + self._lease_s
+        leading.leads_until_s = asked_s + self._lead_s
         return True
 
     async def _pause(self, stopping: asyncio.Event) -> None:

@@ -211,7 +211,7 @@ async def test_a_peer_that_left_the_registry_is_forgotten(cluster: Cluster) -> N
     cluster.pool.workers = (cluster.record("w0"), cluster.record("w2"))
     await eventually(lambda: cluster.recording.forgotten)
     assert set(cluster.recording.forgotten) == {cluster.transports["w1"].address}
-    assert cluster.recording.peers == {cluster.transports["w2"].address}
+    await eventually(lambda: cluster.recording.peers == {cluster.transports["w2"].address})
 
 
 async def test_nobody_is_forgotten_while_the_registry_comes_back(cluster: Cluster) -> None:
