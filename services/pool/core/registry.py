@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Literal
 
 import msgspec
@@ -62,6 +63,19 @@ class Taken:
     """Redis has to know."""
 
 
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a reader in this process has to know since it last asked. What went comes first: it may be back."""
+
+    version: int
+    whole: bool
+    """Everything that there is: what was known and is not in it went."""
+    gone_models: tuple[str, ...]
+    gone_workers: tuple[str, ...]
+    models: tuple[ModelRecord, ...]
+    reports: tuple[WorkerHeartbeat, ...]
+
+
 @dataclass(slots=True)
 class _Worker:
     report: WorkerHeartbeat
@@ -97,7 +111,15 @@ class Registry:
         self._workers: dict[str, _Worker] = {}
         self._models: dict[str, _Model] = {}
         self._leases: dict[str, Lease] = {}
+        self._lease_ends: list[tuple[float, str, str]] = []
+        """Heap of (until, worker id, plan id); of a lease that is over already its entry means nothing."""
+        self._floor_ends: list[tuple[float, str, Role]] = []
+        """The same of floors: (until, model, role)."""
         self._removed: dict[str, float] = {}
+        self._unplaced: set[str] = set()
+        """Names of the models that were named last."""
+        self._held_names: Counter[str] = Counter()
+        """Workers' host copies by the name of the model."""
         self._retired: dict[str, frozenset[str]] = {}
         self._worker_ids: list[str] = []
         self._names: list[str] = []
@@ -190,6 +212,14 @@ class Registry:
         self._reroute(entry)
 
     def _index(self, worker_id: str, before: _Worker | None, after: _Worker | None) -> None:
+        had = before.report.host_copies if before is not None else ()
+        has = after.report.host_copies if after is not None else ()
+        if had != has:
+            self._held_names.update(copy.model for copy in has)
+            for copy in had:
+                self._held_names[copy.model] -= 1
+                if not self._held_names[copy.model]:
+                    del self._held_names[copy.model]
         old = before.report.instance.model if before is not None and before.report.instance is not None else None
         new = after.report.instance.model if after is not None and after.report.instance is not None else None
         if old == new:
@@ -266,6 +296,7 @@ class Registry:
     def lease(self, lease: Lease) -> None:
         """A worker was promised to a plan."""
         self._leases[lease.worker_id] = lease
+        heappush(self._lease_ends, (lease.until_s, lease.worker_id, lease.plan_id))
         self._renew_record(lease.worker_id)
 
     def release(self, plan_id: str, worker_ids: Iterable[str]) -> None:
@@ -278,8 +309,11 @@ class Registry:
 
     def end_leases(self, now_s: float) -> None:
         """Leases that ran out are no more."""
-        for lease in [lease for lease in self._leases.values() if lease.until_s <= now_s]:
-            self.release(lease.plan_id, [lease.worker_id])
+        while self._lease_ends and self._lease_ends[0][0] <= now_s:
+            until_s, worker_id, plan_id = heappop(self._lease_ends)
+            lease = self._leases.get(worker_id)
+            if lease is not None and (lease.until_s, lease.plan_id) == (until_s, plan_id):
+                self.release(plan_id, [worker_id])
 
     def leases(self) -> tuple[Lease, ...]:
         """Those that run, in the order of worker ids."""
@@ -309,8 +343,9 @@ class Registry:
         if known is None:
             insort(self._names, record.name)
         floors = known.floors if known is not None else {}
+        unplaced = known.unplaced if known is not None else None
         size = len(_encoder.encode(record))
-        self._models[record.name] = _Model(record, self._changed("m", record.name), size, floors)
+        self._models[record.name] = _Model(record, self._changed("m", record.name), size, floors, unplaced)
         self.routes.put_model(record)
         for worker_id in sorted(self._holders.get(record.name, ())):
             self._reroute(self._workers[worker_id])
@@ -341,9 +376,9 @@ class Registry:
     def forget_removed(self, before_s: float, keep: int) -> tuple[str, ...]:
         """Let removals go that nobody can need: of before ``before_s``, and beyond the newest ``keep``, unless a worker
         still has something of the model."""
-        held = {c.model for e in self._workers.values() for c in e.report.host_copies} | set(self._holders)
         newest = sorted(self._removed, key=lambda name: (self._removed[name], name), reverse=True)
-        old = [n for i, n in enumerate(newest) if (self._removed[n] < before_s or i >= keep) and n not in held]
+        surplus = (n for i, n in enumerate(newest) if self._removed[n] < before_s or i >= keep)
+        old = [name for name in surplus if name not in self._held_names and name not in self._holders]
         for name in old:
             del self._removed[name]
         return tuple(old)
@@ -353,6 +388,7 @@ class Registry:
         model = self._models.get(floor.model)
         if model is not None:
             model.floors[floor.role] = floor
+            heappush(self._floor_ends, (floor.until_s, floor.model, floor.role))
             model.version = self._changed("m", floor.model)
 
     def lift_floor(self, name: str, role: Role) -> None:
@@ -362,9 +398,12 @@ class Registry:
 
     def end_floors(self, now_s: float) -> None:
         """Floors that ran out (unix time ``now_s``) are no more."""
-        for name, model in self._models.items():
-            for floor in [f for f in model.floors.values() if f.until_s <= now_s]:
-                self.lift_floor(name, floor.role)
+        while self._floor_ends and self._floor_ends[0][0] <= now_s:
+            until_s, name, role = heappop(self._floor_ends)
+            model = self._models.get(name)
+            floor = model.floors.get(role) if model is not None else None
+            if floor is not None and floor.until_s == until_s:
+                self.lift_floor(name, role)
 
     def floors(self) -> tuple[Floor, ...]:
         """In the order of models' names."""
@@ -373,10 +412,12 @@ class Registry:
     def set_unplaced(self, unplaced: Iterable[Unplaced]) -> None:
         """The models without a host copy, and why; all others have one."""
         found = {entry.model: entry for entry in unplaced}
-        for name, model in self._models.items():
-            if model.unplaced != found.get(name):
+        for name in sorted(found.keys() | self._unplaced):
+            model = self._models.get(name)
+            if model is not None and model.unplaced != found.get(name):
                 model.unplaced = found.get(name)
                 model.version = self._changed("m", name)
+        self._unplaced = set(found)
 
     # --- what workers are told ---------------------------------------------------------------
 
@@ -401,6 +442,31 @@ class Registry:
         self._gone.append((self.version, kind, name))
         if len(self._gone) > MAX_GONE:
             self._gone_since = self._gone.popleft()[0]
+
+    def changes(self, since: int) -> Changes:
+        """What changed since that version; 0 for everything. Of a worker: whatever ``WorkerRecord`` shows."""
+        if not self._gone_since <= since <= self.version:
+            since = 0
+        models: list[str] = []
+        workers: list[str] = []
+        for kind, name in reversed(self._by_change):
+            version = (self._models[name] if kind == "m" else self._workers[name]).version
+            if version <= since:
+                break
+            (models if kind == "m" else workers).append(name)
+        gone: dict[str, list[str]] = {"m": [], "w": []}
+        for version, kind, name in reversed(self._gone if since else ()):
+            if version <= since:
+                break
+            gone[kind].append(name)
+        return Changes(
+            version=self.version,
+            whole=not since,
+            gone_models=tuple(gone["m"]),
+            gone_workers=tuple(gone["w"]),
+            models=tuple(self._models[name].record for name in models),
+            reports=tuple(self._workers[worker_id].report for worker_id in workers),
+        )
 
     def page(self, cursor: str, since: str) -> Snapshot | None:
         """A page of everything, or of what changed ``since``; None for a cursor that is not of this registry."""
