@@ -28,7 +28,14 @@ def main() -> int:
         store = Store.connect(config.redis_url, config.redis_password)
         try:
             await store.check_password()
-            pool = PoolService(bus, store, lease_s=config.lease_s, seat=config.seat, model_roots=config.model_roots)
+            pool = PoolService(
+                bus,
+                store,
+                lease_s=config.lease_s,
+                seat=config.seat,
+                model_roots=config.model_roots,
+                loads=config.loads,
+            )
             lifecycle.ready_when(pool.ready)
             await pool.run(lifecycle.stopping)
         finally:

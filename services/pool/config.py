@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.pool.core.loads import LoadLimits
 from shared.bus.access import NatsAccess
 from shared.settings import Settings
 
@@ -22,6 +23,7 @@ class PoolConfig:
     lease_s: float
     seat: str
     model_roots: tuple[Path, ...]
+    loads: LoadLimits
     health_port: int
     health_host: str
     log_level: str
@@ -40,6 +42,11 @@ class PoolConfig:
             lease_s=env.number("BLITZ_LEASE_S", default=2.0, minimum=0.2),
             seat=env.text("BLITZ_POOL_SEAT", default=""),
             model_roots=_roots(env.text("BLITZ_POOL_MODEL_ROOTS", default="")),
+            loads=LoadLimits(
+                total=env.integer("BLITZ_POOL_LOADS", default=32, minimum=1),
+                per_host=env.integer("BLITZ_POOL_LOADS_PER_HOST", default=2, minimum=1),
+                per_nic=env.integer("BLITZ_POOL_LOADS_PER_NIC", default=2, minimum=1),
+            ),
             health_port=env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
             health_host=env.text("BLITZ_HEALTH_HOST", default="127.0.0.1"),
             log_level=env.text("BLITZ_LOG_LEVEL", default="info"),

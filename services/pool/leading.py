@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 
 from services.pool.core.grace import Grace
 from services.pool.core.holders import Holders
+from services.pool.core.loads import LoadLimits
 from services.pool.core.new_model import check_limits, name_of, path_of
 from services.pool.core.registry import Lease, Registry
 from services.pool.inspection import Inspections
@@ -64,6 +65,7 @@ MAX_REMOVED = 1000
 """Removals that are remembered although no worker has anything of their models."""
 RENEWAL_WAIT_S = 0.5
 """How long a question waits for a lease that is over to be renewed."""
+TIDY_EVERY_S = 60.0
 ROUTES_EVERY_S = 0.01
 """Changes of routes are gathered for no longer."""
 
@@ -89,6 +91,7 @@ class LeadingPool:
         metrics: PoolMetrics,
         *,
         lease_s: float,
+        loads: LoadLimits,
         model_roots: Sequence[Path] = (),
     ) -> None:
         self._bus = bus
@@ -98,7 +101,7 @@ class LeadingPool:
         self._metrics = metrics
         self._registry = Registry(f"pool-{standing.term}")
         self._grace = Grace(lease_s, time.monotonic())
-        self._placing = Placing(bus, store, self._registry, metrics.placement)
+        self._placing = Placing(bus, store, self._registry, metrics.placement, loads)
         self._inspections = Inspections()
         self._holders = Holders()
         self._subscriptions: list[Subscription] = []
@@ -109,6 +112,8 @@ class LeadingPool:
         self._renewed: set[str] = set()
         self._wanted: dict[str, float] = {}
         self._terms: dict[str, int] = {}
+        self._tidy_at_s = time.monotonic() + TIDY_EVERY_S
+        """When to look for removals that need not be remembered."""
         self.leads_until_s = time.monotonic() + standing.expires_in_s
         """Nothing is answered after this (monotonic): another process may lead."""
 
@@ -192,7 +197,9 @@ class LeadingPool:
             await self._expire(now_s)
         self._registry.end_leases(now_s)
         self._registry.end_floors(time.time())
-        await self._store.forget_removed(self._registry.forget_removed(time.time() - REMOVED_S, MAX_REMOVED))
+        if now_s >= self._tidy_at_s:
+            self._tidy_at_s = now_s + TIDY_EVERY_S
+            await self._store.forget_removed(self._registry.forget_removed(time.time() - REMOVED_S, MAX_REMOVED))
         for state in get_args(InstanceState):
             self._metrics.workers.labels(state).set(self._registry.states[state])
         self._wake_publisher()

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
+import time
+from collections import deque
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from redis.exceptions import RedisError
 
-from services.pool.core.copies import copies_by_hash, gpu_copy_id, host_copy_id
-from services.pool.core.outstanding import OutstandingSteps
-from services.pool.core.placement import place
+from services.pool.core.cluster import Cluster
+from services.pool.core.copies import gpu_copy_id, host_copy_id
+from services.pool.core.loads import LoadLimits
+from services.pool.core.placement import Placer
 from services.pool.core.registry import Registry
-from services.pool.core.steps import Drop, Hold
+from services.pool.core.steps import Drop, Hold, Placement
 from services.pool.store import Store
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict, DeadlineExceeded
 from shared.messages.common import Ack
 from shared.messages.copies import DropCopy, HoldCopy, RetireCopy
-from shared.messages.registry import ModelRecord, Unplaced, WorkerHeartbeat
+from shared.messages.registry import Unplaced, WorkerHeartbeat
 
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.5
+PAUSE_S = 0.05
+"""Between two looks of which the first had too much to do."""
+AT_ONCE = 50
+"""Workers whose news are learnt without a pause: about a millisecond."""
 RPC_TIMEOUT_S = 2.0
 
 
@@ -42,27 +48,48 @@ class PlacementMetrics:
         self.no_host_copy = Gauge(
             "blitz_pool_models_without_host_copy", "Models without a complete placed host copy", registry=prometheus
         )
+        self.loading = Gauge("blitz_pool_loading_copies", "Host copies that load now", registry=prometheus)
         self.steps = Counter("blitz_pool_placement_steps_total", "Steps sent to workers", ["step"], registry=prometheus)
+        self.seconds = Histogram(
+            "blitz_pool_placement_seconds",
+            "Time that a look at what has to be placed keeps the process busy",
+            buckets=(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
+            registry=prometheus,
+        )
 
 
 class Placing:
-    """Decides (``core.placement``) from the registry, and carries the steps out, beside the registry's own work.
+    """Decides (``core.placement``) from what changes in the registry, and carries the steps out.
+
+    It runs in the registry's event loop, a millisecond or two at a time: a thread would hold the interpreter as long.
 
     What it sent and no report shows yet is known to it alone; after a restart the reports are enough, because nothing
     is done before every worker had the time for one.
     """
 
-    def __init__(self, bus: Bus, store: Store, registry: Registry, metrics: PlacementMetrics) -> None:
+    def __init__(
+        self, bus: Bus, store: Store, registry: Registry, metrics: PlacementMetrics, limits: LoadLimits
+    ) -> None:
         self._bus = bus
         self._store = store
         self._registry = registry
         self._metrics = metrics
-        self._outstanding = OutstandingSteps()
+        self._limits = limits
         self._next_s = 0.0
         self._unplaced: tuple[Unplaced, ...] = ()
         self._hosts: set[str] = set()
         self._looking: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Know nothing."""
+        self._cluster = Cluster(self._registry.removed(), self._limits)
+        self._placer = Placer(self._cluster)
+        self._seen = 0
+        """The registry's version up to which its changes are known, but for those of ``_unread``."""
+        self._unread: deque[WorkerHeartbeat] = deque()
+        self._shown = -1
 
     async def close(self) -> None:
         """Cancel what runs: a worker that already has the request goes on by itself."""
@@ -80,38 +107,104 @@ class Placing:
 
     async def _look(self, now_s: float, *, may_act: bool) -> None:
         try:
-            await self._look_and_act(now_s, may_act=may_act)
+            while await self._look_and_act(may_act=may_act) and time.monotonic() < now_s + INTERVAL_S:
+                await asyncio.sleep(PAUSE_S)
         except (RedisError, BlitzError) as error:
             log.warning("placement: this look failed: %s", error)
         except Exception:
-            # Whatever broke, the registry goes on: the next look decides anew.
+            # Whatever broke, the registry goes on. What was known may be wrong now: it is learnt anew, once what was
+            # asked of workers is answered and their reports show it.
             log.exception("placement: this look failed")
+            self._begin()
+            self._next_s = time.monotonic() + RPC_TIMEOUT_S
 
-    async def _look_and_act(self, now_s: float, *, may_act: bool) -> None:
-        models, reports = self._registry.models(), self._registry.reports()
-        self._show(models, reports)
-        hosts_offer = any(report.worker.host_cache_bytes for report in reports)
-        if not may_act:
-            return
-        for failure in self._outstanding.observe(reports, now_s):
+    async def _look_and_act(self, *, may_act: bool) -> bool:
+        """Whether there is more to do at once."""
+        took_s = 0.0
+        while True:
+            began_s = time.perf_counter()
+            done = self._read(AT_ONCE)
+            if done:
+                break
+            took_s += time.perf_counter() - began_s
+            await asyncio.sleep(0)
+        decided = self._decide() if may_act else None
+        self._show()
+        self._metrics.seconds.observe(took_s + time.perf_counter() - began_s)
+        if decided is None:
+            return False
+        await self._act(decided.steps)
+        await self._tell(decided)
+        return decided.unfinished
+
+    def _decide(self) -> Placement:
+        now_s = time.monotonic()
+        for failure in self._cluster.outstanding.expire(now_s):
             log.warning("placement: %s", failure)
-        removed = tuple(self._registry.removed())
-        decided = await asyncio.to_thread(place, models, reports, removed=removed, outstanding=self._outstanding.now())
-        for step in decided.steps:
-            if isinstance(step, Hold):
-                await self._send_hold(step, now_s)
-            else:
-                self._send_drop(step, now_s)
-        for entry in decided.unplaced:
-            if entry not in self._unplaced:
-                level = logging.WARNING if hosts_offer else logging.INFO
-                log.log(level, "placement: no host copy of %s: %s", entry.model, entry.reason)
-        if decided.unplaced != self._unplaced:
-            self._unplaced = decided.unplaced
-            self._registry.set_unplaced(decided.unplaced)
-            await self._store.set_unplaced(decided.unplaced)
+        return self._placer.look(now_s)
 
-    async def _send_hold(self, step: Hold, now_s: float) -> None:
+    def _read(self, most: int) -> bool:
+        """Learn what changed in the registry, of ``most`` workers at most; whether that is all."""
+        now_s = time.monotonic()
+        if not self._unread and self._seen != self._registry.version:
+            changes = self._registry.changes(self._seen)
+            self._seen = changes.version
+            index = self._cluster.copies
+            gone_models, gone_workers = set(changes.gone_models), set(changes.gone_workers)
+            if changes.whole:
+                gone_models = set(index.names()) - {record.name for record in changes.models}
+                gone_workers = set(index.workers()) - {report.worker.worker_id for report in changes.reports}
+            for name in sorted(gone_models):
+                index.remove_model(name)
+            for worker_id in sorted(gone_workers):
+                self._cluster.forget(worker_id)
+            for record in changes.models:
+                index.put_model(record)
+            self._unread.extend(changes.reports)
+        for _ in range(min(most, len(self._unread))):
+            for failure in self._cluster.put_report(self._unread.popleft(), now_s):
+                log.warning("placement: %s", failure)
+        self._cluster.refresh()
+        return not self._unread
+
+    async def _act(self, steps: Sequence[Hold | Drop]) -> None:
+        for index, step in enumerate(steps):
+            try:
+                await self._send(step)
+            except (RedisError, BlitzError):
+                for unsent in steps[index:]:
+                    self._take_back(unsent)
+                raise
+
+    def _take_back(self, step: Hold | Drop) -> None:
+        if isinstance(step, Hold):
+            self._cluster.outstanding.hold_not_sent(step.key)
+        else:
+            self._cluster.outstanding.drop_over(step.key)
+
+    async def _tell(self, decided: Placement) -> None:
+        """Say which models have no host copy, and why."""
+        if decided.unplaced == self._unplaced:
+            return
+        known = {entry.model: entry for entry in self._unplaced}
+        level = logging.WARNING if self._cluster.room.workers else logging.INFO
+        for entry in decided.unplaced:
+            if known.get(entry.model) != entry:
+                in_turn = entry.model in decided.waiting
+                log.log(
+                    logging.DEBUG if in_turn else level, "placement: no host copy of %s: %s", entry.model, entry.reason
+                )
+        self._registry.set_unplaced(decided.unplaced)
+        await self._store.set_unplaced(decided.unplaced)
+        self._unplaced = decided.unplaced
+
+    async def _send(self, step: Hold | Drop) -> None:
+        if isinstance(step, Hold):
+            await self._send_hold(step)
+        else:
+            self._send_drop(step)
+
+    async def _send_hold(self, step: Hold) -> None:
         first = step.sources[0] if step.sources else None
         log.info(
             "placement: worker %s is to hold a host copy of %s (%d bytes) from %s: %s",
@@ -122,11 +215,10 @@ class Placing:
             step.reason,
         )
         request = HoldCopy(model=step.record, epoch=await self._store.next_epoch(), sources=step.sources)
-        self._outstanding.hold_sent(step.key, step.record.weights_bytes, now_s)
         self._metrics.steps.labels("hold").inc()
-        self._start(self._ask_to_hold(step, request, now_s))
+        self._start(self._ask_to_hold(step, request))
 
-    async def _ask_to_hold(self, step: Hold, request: HoldCopy, now_s: float) -> None:
+    async def _ask_to_hold(self, step: Hold, request: HoldCopy) -> None:
         subject = subjects.worker_hold_copy(step.worker_id)
         try:
             await self._bus.request(subject, request, Ack, timeout_s=RPC_TIMEOUT_S)
@@ -137,11 +229,11 @@ class Placing:
             )
         except BlitzError as error:
             log.warning("placement: worker %s does not hold %s: %s", step.worker_id, step.record.name, error)
-            self._outstanding.hold_failed(step.key, now_s)
+            if self._cluster.copies.report(step.worker_id) is not None:
+                self._cluster.outstanding.hold_failed(step.key, time.monotonic())
 
-    def _send_drop(self, step: Drop, now_s: float) -> None:
+    def _send_drop(self, step: Drop) -> None:
         log.info("placement: worker %s is to drop its host copy of %s: %s", step.worker_id, step.model, step.reason)
-        self._outstanding.drop_sent(step.key, now_s)
         self._metrics.steps.labels("drop").inc()
         self._start(self._ask_to_drop(step))
 
@@ -167,25 +259,27 @@ class Placing:
         if request.undo:
             await self._store.unretire(request.model_hash, copy_id)
             if on_host:
-                self._outstanding.take_back(key)
+                self._cluster.outstanding.take_back(key)
             return
-        models, reports = self._registry.models(), self._registry.reports()
-        if request.leaving:
-            incarnation = next((r.worker.incarnation for r in reports if r.worker.worker_id == worker_id), "")
-            self._outstanding.leaves(worker_id, incarnation, now_s)
-        needed = self._needed(request, models, reports)
+        while not self._read(AT_ONCE):
+            await asyncio.sleep(0)
+        known = self._cluster.copies.report(worker_id)
+        if request.leaving and known is not None:
+            self._cluster.outstanding.leaves(worker_id, known.worker.incarnation, now_s)
+        needed = self._needed(request)
         if await self._retired(request, copy_id, needed=needed):
             log.info("placement: the %s copy of %s on worker %s may go", request.kind, request.model, worker_id)
             return
-        if request.leaving and not await self._replaceable(request.model_hash, models, reports):
+        if request.leaving and not self._placer.could_take(request.model_hash):
             await self._retired(request, copy_id, needed=False)
             log.warning(
                 "placement: the last copy of %s goes with worker %s: no other worker has room", request.model, worker_id
             )
             return
         # A worker that was not told to drop its copy has reasons of its own.
-        if on_host and not self._outstanding.drop_over(key):
-            self._outstanding.give_up(key, now_s)
+        held = self._cluster.copies.host_copy(key) is not None
+        if on_host and not self._cluster.outstanding.drop_over(key) and held:
+            self._cluster.outstanding.give_up(key, now_s)
         self._next_s = 0.0
         raise Conflict(f"the {request.kind} copy of {request.model} on worker {worker_id} is the last: it must stay")
 
@@ -195,39 +289,32 @@ class Placing:
             self._registry.retired(request.worker_id, copy_id)
         return agreed
 
-    def _needed(self, request: RetireCopy, models: Sequence[ModelRecord], reports: Sequence[WorkerHeartbeat]) -> bool:
+    def _needed(self, request: RetireCopy) -> bool:
         """Whether the model is registered, or lost rather than removed.
 
         A GPU copy is not if no worker's host memory could ever hold the model: scaling to zero would hang.
         """
-        record = next((m for m in models if m.model_hash == request.model_hash), None)
+        record = self._cluster.record(request.model_hash)
         if request.kind == "gpu":
             num_bytes = record.weights_bytes if record is not None else 1
-            if all(report.worker.host_cache_bytes < num_bytes for report in reports):
+            most = self._cluster.copies.capacities.last()
+            if most is None or most[0] < num_bytes:
                 return False
         if record is not None:
             return True
-        replaced = any(m.name == request.model for m in models)
+        replaced = self._registry.model(request.model) is not None
         return not replaced and not self._registry.was_removed(request.model)
 
-    async def _replaceable(
-        self, model_hash: str, models: Sequence[ModelRecord], reports: Sequence[WorkerHeartbeat]
-    ) -> bool:
-        """Whether the last copy, of a worker that stops, can have a successor on one that does not."""
-        removed = tuple(self._registry.removed())
-        decided = await asyncio.to_thread(place, models, reports, removed=removed, outstanding=self._outstanding.now())
-        return model_hash not in decided.hopeless
-
-    def _show(self, models: Sequence[ModelRecord], reports: Sequence[WorkerHeartbeat]) -> None:
-        used: dict[str, int] = defaultdict(int)
-        for report in reports:
-            used[report.worker.host] += sum(copy.num_bytes for copy in report.host_copies)
-        for host in self._hosts - set(used):
+    def _show(self) -> None:
+        self._metrics.loading.set(len(self._cluster.loads))
+        if self._shown == self._cluster.version:
+            return
+        self._shown = self._cluster.version
+        index = self._cluster.copies
+        for host in self._hosts - index.host_bytes.keys():
             self._metrics.host_bytes.remove(host)
-        self._hosts = set(used)
-        for host, num_bytes in used.items():
+        self._hosts = set(index.host_bytes)
+        for host, num_bytes in index.host_bytes.items():
             self._metrics.host_bytes.labels(host).set(num_bytes)
-        copies = copies_by_hash(models, reports)
-        placed = {h for h, c in copies.items() if any(held.copy.state == "ready" for held in c.placed)}
-        self._metrics.no_copy.set(sum(copies[m.model_hash].num_complete == 0 for m in models))
-        self._metrics.no_host_copy.set(sum(m.model_hash not in placed for m in models))
+        self._metrics.no_copy.set(sum(len(index.names_of(h)) for h in self._cluster.without_copy))
+        self._metrics.no_host_copy.set(sum(len(index.names_of(h)) for h in self._cluster.without_host_copy))

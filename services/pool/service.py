@@ -17,6 +17,7 @@ from pathlib import Path
 from prometheus_client import REGISTRY, CollectorRegistry
 from redis.exceptions import RedisError
 
+from services.pool.core.loads import LoadLimits
 from services.pool.leading import LeadingPool, PoolMetrics
 from services.pool.store import Standing, Store
 from shared.bus.base import Bus
@@ -40,17 +41,19 @@ class PoolService:
         lease_s: float,
         seat: str = "",
         model_roots: Sequence[Path] = (),
+        loads: LoadLimits | None = None,
         metrics: CollectorRegistry = REGISTRY,
     ) -> None:
         """``lease_s``: of workers; that of the process that leads is no shorter than ``MIN_LEAD_S``. ``seat``: whoever
         starts this process sees to it that no other with the same seat lives, so it takes over from its predecessor at
-        once. ``model_roots``: checkpoints must be below one of these directories; empty: anywhere."""
+        once. ``model_roots``: checkpoints must be below one of these directories; empty: anywhere. ``loads``: host copies that load at a time."""
         self._bus = bus
         self._store = store
         self._lease_s = lease_s
         self._lead_s = max(lease_s, MIN_LEAD_S)
         self._seat = seat
         self._roots = model_roots
+        self._loads = loads or LoadLimits()
         self._metrics = PoolMetrics(metrics)
         self._owner = secrets.token_hex(8)
         self._term = 0
@@ -91,7 +94,13 @@ class PoolService:
 
     async def _lead(self, standing: Standing, asked_s: float, stopping: asyncio.Event) -> None:
         leading = LeadingPool(
-            self._bus, self._store, standing, self._metrics, lease_s=self._lease_s, model_roots=self._roots
+            self._bus,
+            self._store,
+            standing,
+            self._metrics,
+            lease_s=self._lease_s,
+            model_roots=self._roots,
+            loads=self._loads,
         )
         leading.leads_until_s = asked_s + self._lead_s
         log.info("leading, term %d", standing.term)

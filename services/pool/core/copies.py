@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from shared.messages.registry import HostCopy, InstanceInfo, ModelRecord, WorkerHeartbeat, WorkerInfo
@@ -37,15 +37,6 @@ def host_copy_id(worker_id: str) -> str:
     return f"{worker_id}/host"
 
 
-def by_hash(models: Sequence[ModelRecord]) -> dict[str, ModelRecord]:
-    """The models by their hash, in the order of names. Of several names with the same weights the first stands for
-    all: a copy serves every one of them."""
-    found: dict[str, ModelRecord] = {}
-    for record in sorted(models, key=lambda m: m.name):
-        found.setdefault(record.model_hash, record)
-    return found
-
-
 def unknown_hashes(
     report: WorkerHeartbeat, names: Mapping[str, ModelRecord | None], removed: Collection[str]
 ) -> tuple[str, ...]:
@@ -68,43 +59,54 @@ class Held:
         return self.worker.worker_id, self.copy.model_hash
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModelCopies:
-    """All copies of one registered model, in the order of worker ids."""
+    """All copies of one model's weights, by worker id; follows the reports."""
 
-    record: ModelRecord
-    serving: list[WorkerInfo] = field(default_factory=list)
-    draining: list[WorkerInfo] = field(default_factory=list)
+    model_hash: str
+    record: ModelRecord | None = None
+    """None: not registered. Of several names with the same weights the first: a copy serves every one of them."""
+    serving: dict[str, WorkerInfo] = field(default_factory=dict)
+    draining: dict[str, WorkerInfo] = field(default_factory=dict)
     """Complete, and about to go."""
-    placed: list[Held] = field(default_factory=list)
+    present: dict[str, Held] = field(default_factory=dict)
+    """Every host copy, in any state and of any layout; those of the record's layout that are not retired are also in
+    one of the next two."""
+    placed: dict[str, Held] = field(default_factory=dict)
     """By the pool; loading or ready."""
-    cached: list[Held] = field(default_factory=list)
+    cached: dict[str, Held] = field(default_factory=dict)
     """By the workers themselves; loading or ready."""
+    num_ready: int = 0
+    """Of ``placed`` and ``cached``."""
 
     @property
     def num_complete(self) -> int:
         """Complete copies in the memory of GPUs and hosts."""
-        return len(self.serving) + len(self.draining) + sum(h.copy.state == "ready" for h in self.placed + self.cached)
+        return len(self.serving) + len(self.draining) + self.num_ready
 
+    @property
+    def is_unknown(self) -> bool:
+        """Nobody registered it, nor has it."""
+        return self.record is None and not (self.serving or self.draining or self.present)
 
-def copies_by_hash(
-    models: Sequence[ModelRecord], reports: Sequence[WorkerHeartbeat], *, leaving: Collection[str] = ()
-) -> dict[str, ModelCopies]:
-    """Every registered model with its copies (retired ones do not count), by hash, in the order of names.
+    def register(self, record: ModelRecord | None) -> None:
+        """It is registered by that record now, or no more."""
+        self.record = record
+        for held in list(self.present.values()):
+            self.put(held)
 
-    ``leaving``: workers that stop; what they serve drains, whatever their reports say yet.
-    """
-    found = {model_hash: ModelCopies(record) for model_hash, record in by_hash(models).items()}
-    for report in sorted(reports, key=lambda r: r.worker.worker_id):
-        instance = report.instance
-        if instance is not None and (mine := found.get(instance.model_hash)) is not None:
-            if instance.state == "serving" and report.worker.worker_id not in leaving:
-                mine.serving.append(report.worker)
-            elif instance_is_complete(instance):
-                mine.draining.append(report.worker)
-        for copy in report.host_copies:
-            mine = found.get(copy.model_hash)
-            if mine is None or copy.layout_hash != mine.record.layout_hash or copy.state == "retired":
-                continue
-            (mine.cached if copy.cached else mine.placed).append(Held(report.worker, copy))
-    return found
+    def put(self, held: Held) -> None:
+        """A host copy is there, in place of what the same worker had of this model."""
+        self.take_out(held.worker.worker_id)
+        worker_id, copy = held.worker.worker_id, held.copy
+        self.present[worker_id] = held
+        if self.record is None or copy.layout_hash != self.record.layout_hash or copy.state == "retired":
+            return
+        (self.cached if copy.cached else self.placed)[worker_id] = held
+        self.num_ready += copy.state == "ready"
+
+    def take_out(self, worker_id: str) -> None:
+        """The worker has no host copy of this model."""
+        self.present.pop(worker_id, None)
+        held = self.placed.pop(worker_id, None) or self.cached.pop(worker_id, None)
+        self.num_ready -= held is not None and held.copy.state == "ready"

@@ -2,81 +2,160 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
-from services.pool.core.copies import Key
-from services.pool.core.steps import Outstanding
-from shared.messages.registry import WorkerHeartbeat, WorkerInfo
+from services.pool.core.ranking import Ranking
+from shared.messages.registry import WorkerInfo
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Of one worker."""
+
+    worker: WorkerInfo
+    offers: bool
+    free_bytes: int
+    leaving_bytes: int
+    """Of copies that are dropped but still there."""
+    placed_bytes: int
+    """Of placed copies, also those that still come."""
+    claimed_bytes: int = 0
+    """Of models that wait for room there."""
+    evictable_bytes: int = 0
+    """Of copies that could be dropped."""
 
 
 class Room:
-    """Starts from the reports and what is outstanding; follows the steps as they are decided."""
+    """Follows what happens to each worker. Workers that offer nothing only count for the bytes of their hosts."""
 
-    def __init__(self, reports: Sequence[WorkerHeartbeat], outstanding: Outstanding) -> None:
-        self.workers = {
-            r.worker.worker_id: r.worker
-            for r in reports
-            if r.worker.host_cache_bytes > 0 and r.worker.worker_id not in outstanding.leaving
-        }
+    def __init__(self) -> None:
+        self.workers: dict[str, WorkerInfo] = {}
         """Those that offer host memory."""
-        self.host_bytes = {worker.host: 0 for worker in self.workers.values()}
-        """Of placed copies, also those that still come."""
-        self.present: set[Key] = set()
-        """Every host copy in any state."""
-        self.leaving_bytes: dict[str, int] = defaultdict(int)
-        """Of copies that are dropped but still there."""
-        self.claimed_bytes: dict[str, int] = defaultdict(int)
-        """Of models that wait for such copies to be gone."""
-        self._free_bytes = {worker_id: worker.host_cache_bytes for worker_id, worker in self.workers.items()}
-        self._worker_bytes: dict[str, int] = defaultdict(int)
-        for report in reports:
-            self._account(report, outstanding)
-        for key, num_bytes in outstanding.holds.items():
-            if key not in self.present and key[0] in self.workers:
-                self.take(key[0], num_bytes)
-                self.count(self.workers[key[0]], num_bytes)
+        self.hosts: dict[str, set[str]] = {}
+        """The ids of those, by host."""
+        self.by_bytes = Ranking()
+        """Their hosts, by the bytes of placed copies."""
+        self.by_now = Ranking()
+        """Workers by free bytes that nobody waits for."""
+        self.by_later = Ranking()
+        """By free bytes once everything that is dropped is gone."""
+        self.by_reach = Ranking()
+        """By free bytes once everything that can be dropped is gone."""
+        self._memory: dict[str, _Memory] = {}
+        self._host_bytes: dict[str, int] = {}
+        self._host_workers: dict[str, int] = {}
+        self._claims: set[str] = set()
 
-    def _account(self, report: WorkerHeartbeat, outstanding: Outstanding) -> None:
-        worker_id = report.worker.worker_id
-        for copy in report.host_copies:
-            key = (worker_id, copy.model_hash)
-            self.present.add(key)
-            self.take(worker_id, copy.num_bytes)
-            if copy.state == "retired" or key in outstanding.drops:
-                self.leaving_bytes[worker_id] += copy.num_bytes
-            elif not copy.cached:
-                self.count(report.worker, copy.num_bytes)
+    def put(self, worker: WorkerInfo, *, offers: bool, taken_bytes: int, leaving_bytes: int, placed_bytes: int) -> None:
+        """How a worker's memory is used. What is claimed of it stays claimed."""
+        worker_id = worker.worker_id
+        before = self._memory.get(worker_id)
+        free = worker.host_cache_bytes - taken_bytes
+        after = _Memory(worker, offers, free, leaving_bytes, placed_bytes)
+        if before is not None:
+            after.claimed_bytes, after.evictable_bytes = before.claimed_bytes, before.evictable_bytes
+            if before == after:
+                return
+            self._take_out(before)
+            if before.offers and not (offers and before.worker.host == worker.host):
+                self._offers_no_more(before.worker)
+        self._memory[worker_id] = after
+        host = worker.host
+        self._host_bytes[host] = self._host_bytes.get(host, 0) + placed_bytes
+        self._host_workers[host] = self._host_workers.get(host, 0) + 1
+        if offers:
+            self.workers[worker_id] = worker
+            self.hosts.setdefault(host, set()).add(worker_id)
+            self._rank(worker_id)
+        if host in self.hosts:
+            self.by_bytes.put(host, self._host_bytes[host])
 
-    def take(self, worker_id: str, num_bytes: int) -> None:
-        """So many bytes of the worker's memory are not free any more."""
-        if worker_id in self._free_bytes:
-            self._free_bytes[worker_id] -= num_bytes
+    def remove(self, worker_id: str) -> None:
+        """The worker is gone."""
+        memory = self._memory.pop(worker_id, None)
+        if memory is None:
+            return
+        self._take_out(memory)
+        if memory.offers:
+            self._offers_no_more(memory.worker)
+        self._claims.discard(worker_id)
 
-    def count(self, worker: WorkerInfo, num_bytes: int) -> None:
-        """A placed copy comes (or goes: negative bytes)."""
-        if worker.host in self.host_bytes:
-            self.host_bytes[worker.host] += num_bytes
-        self._worker_bytes[worker.worker_id] += num_bytes
+    def _take_out(self, memory: _Memory) -> None:
+        host = memory.worker.host
+        self._host_bytes[host] -= memory.placed_bytes
+        self._host_workers[host] -= 1
+        if not self._host_workers[host]:
+            del self._host_workers[host], self._host_bytes[host]
+        elif host in self.hosts:
+            self.by_bytes.put(host, self._host_bytes[host])
+
+    def _offers_no_more(self, worker: WorkerInfo) -> None:
+        worker_id, host = worker.worker_id, worker.host
+        del self.workers[worker_id]
+        self.hosts[host].discard(worker_id)
+        if not self.hosts[host]:
+            del self.hosts[host]
+            self.by_bytes.discard(host)
+        for ranking in (self.by_now, self.by_later, self.by_reach):
+            ranking.discard(worker_id)
+
+    def _rank(self, worker_id: str) -> None:
+        later = self.later(worker_id)
+        self.by_now.put(worker_id, min(self._memory[worker_id].free_bytes, later))
+        self.by_later.put(worker_id, later)
+        self.by_reach.put(worker_id, later + self._memory[worker_id].evictable_bytes)
+
+    # --- claims ------------------------------------------------------------------------------
+
+    def claim(self, worker_id: str, num_bytes: int) -> None:
+        """A model waits for so much of the worker's room."""
+        self._memory[worker_id].claimed_bytes += num_bytes
+        self._claims.add(worker_id)
+        self._rank(worker_id)
+
+    def drop_claims(self) -> None:
+        """Nobody waits."""
+        for worker_id in sorted(self._claims):
+            self._memory[worker_id].claimed_bytes = 0
+            if worker_id in self.workers:
+                self._rank(worker_id)
+        self._claims.clear()
+
+    def set_evictable(self, worker_id: str, num_bytes: int) -> None:
+        """Bytes of the worker's copies that could be dropped."""
+        if worker_id in self.workers and self._memory[worker_id].evictable_bytes != num_bytes:
+            self._memory[worker_id].evictable_bytes = num_bytes
+            self._rank(worker_id)
+
+    # --- questions ---------------------------------------------------------------------------
+
+    def host_bytes(self, host: str) -> int:
+        """Of placed copies on the host, also those that still come."""
+        return self._host_bytes.get(host, 0)
 
     def now(self, worker_id: str) -> int:
         """Free bytes that nobody waits for."""
-        return min(self._free_bytes[worker_id], self.later(worker_id))
+        return min(self._memory[worker_id].free_bytes, self.later(worker_id))
 
     def later(self, worker_id: str) -> int:
         """Free bytes once everything that is dropped is gone."""
-        return self._free_bytes[worker_id] + self.leaving_bytes[worker_id] - self.claimed_bytes[worker_id]
+        memory = self._memory[worker_id]
+        return memory.free_bytes + memory.leaving_bytes - memory.claimed_bytes
 
-    def rank(self, worker: WorkerInfo, serving: Collection[WorkerInfo] = ()) -> tuple[int, bool, str, bool, int, str]:
+    def rank(
+        self, worker_id: str, serving: Mapping[str, WorkerInfo] | None = None, serving_hosts: Collection[str] = ()
+    ) -> tuple[int, bool, str, bool, int, str]:
         """The worker that should get the next copy has the lowest: evenly over hosts, then over a host's workers.
 
-        Among equals one that does not die together with the copies of ``serving``.
+        Among equals one that does not die together with the copies of ``serving``, on ``serving_hosts``.
         """
+        host = self.workers[worker_id].host
         return (
-            self.host_bytes[worker.host],
-            any(w.host == worker.host for w in serving),
-            worker.host,
-            any(w.worker_id == worker.worker_id for w in serving),
-            self._worker_bytes[worker.worker_id],
-            worker.worker_id,
+            self._host_bytes[host],
+            host in serving_hosts,
+            host,
+            serving is not None and worker_id in serving,
+            self._memory[worker_id].placed_bytes,
+            worker_id,
         )

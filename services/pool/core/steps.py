@@ -1,9 +1,8 @@
-"""What the placement decides, and what it knows of its earlier decisions."""
+"""What the placement decides."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from services.pool.core.copies import Key
 from shared.messages.copies import CopySource
@@ -45,23 +44,7 @@ class Placement:
 
     steps: tuple[Hold | Drop, ...]
     unplaced: tuple[Unplaced, ...]
-    hopeless: frozenset[str] = frozenset()
-    """Hashes of those of them that no worker can hold as things are, not even once room is made."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outstanding:
-    """What earlier decisions led to, as far as the reports do not show it yet."""
-
-    holds: Mapping[Key, int] = field(default_factory=dict)
-    """Bytes of copies that workers were told to hold."""
-    drops: Collection[Key] = frozenset()
-    """Copies that workers were told to drop."""
-    avoided: Collection[Key] = frozenset()
-    """Workers that failed to hold a model a short while ago."""
-    given_up: Collection[Key] = frozenset()
-    """Last copies that their workers want to get rid of: to be replaced elsewhere."""
-    overdue: Collection[Key] = frozenset()
-    """Copies that have been loading for so long that they do not count."""
-    leaving: Collection[str] = frozenset()
-    """Workers that stop: what they hold is to be replaced, and they get nothing new."""
+    waiting: frozenset[str] = frozenset()
+    """Names of those of them that only wait for their turn."""
+    unfinished: bool = False
+    """There was more to look at than one look may: it goes on with the next."""

@@ -12,6 +12,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
+from services.pool.core.loads import LoadLimits
 from services.pool.service import PoolService
 from services.pool.store import Store
 from shared import subjects
@@ -200,7 +201,12 @@ class CopyWorker:
 
 @contextlib.asynccontextmanager
 async def running_copy_pool(
-    redis_url: str, *, flush: bool = True, patient: bool = True, broker: MemoryBroker | None = None
+    redis_url: str,
+    *,
+    flush: bool = True,
+    patient: bool = True,
+    broker: MemoryBroker | None = None,
+    loads: LoadLimits | None = None,
 ) -> AsyncIterator[CopyPool]:
     """A pool; ``patient``: wait until it acts. Workers that are left at the end die."""
     redis = Redis.from_url(redis_url)
@@ -210,7 +216,7 @@ async def running_copy_pool(
     metrics = CollectorRegistry()
     stopping = asyncio.Event()
     store = Store.connect(redis_url)
-    service = PoolService(broker.bus("pool"), store, lease_s=LEASE_S, metrics=metrics)
+    service = PoolService(broker.bus("pool"), store, lease_s=LEASE_S, loads=loads, metrics=metrics)
     running = asyncio.create_task(service.run(stopping))
     await service.ready.wait()
     await asyncio.sleep(LEASE_S + 0.2 if patient else 0.05)

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from services.pool.core.placement import place
-from services.pool.core.steps import Drop, Hold, Outstanding, Placement
+from services.pool.core.steps import Drop, Hold, Placement
 from shared.messages.registry import ModelRecord
 from tests.records import model
+from tests.services.pool.deciding import Outstanding, hopeless, place
 from tests.services.pool.host_copies import copy_of, holding
 
 
@@ -234,7 +234,7 @@ def test_of_equal_places_the_copy_goes_where_the_serving_one_is_not() -> None:
 
 def test_a_copy_that_loads_for_ever_is_placed_elsewhere() -> None:
     workers = [holding("w0", [copy_of(A, "loading")]), holding("w1")]
-    overdue = Outstanding(overdue={("w0", A.model_hash)})
+    overdue = Outstanding(overdue=True)
     assert holds(place([A], workers, outstanding=overdue)) == [("w1", "a")]
 
 
@@ -254,8 +254,8 @@ def test_of_two_copies_the_one_of_a_leaving_worker_goes() -> None:
 def test_a_leaving_workers_last_copy_is_hopeless_only_if_no_room_can_be_made() -> None:
     leaving = Outstanding(leaving={"w0"})
     gone = holding("w0", [copy_of(A)])
-    assert place([A], [gone, holding("w1", capacity=99)], outstanding=leaving).hopeless == {A.model_hash}
+    assert hopeless([A], [gone, holding("w1", capacity=99)], leaving) == {A.model_hash}
     full = holding("w1", [copy_of(B)], capacity=100)
-    assert place([A, B], [gone, full], outstanding=leaving).hopeless == {A.model_hash}
+    assert hopeless([A, B], [gone, full], leaving) == {A.model_hash}
     served = [gone, full, holding("w2", serves=B, capacity=0)]
-    assert place([A, B], served, outstanding=leaving).hopeless == frozenset()
+    assert hopeless([A, B], served, leaving) == frozenset()

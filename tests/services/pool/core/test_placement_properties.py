@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.pool.core.copies import copies_by_hash
-from services.pool.core.placement import place
+from services.pool.core.copies import ModelCopies
 from services.pool.core.steps import Drop, Hold, Placement
 from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat
 from tests.records import model
+from tests.services.pool.deciding import cluster_of, place
 from tests.services.pool.host_copies import copy_of, holding
 
 AMPLE = 10_000
@@ -34,8 +34,12 @@ class World:
             for w, (host, capacity) in self.workers.items()
         ]
 
+    def by_hash(self) -> dict[str, ModelCopies]:
+        known = cluster_of(self.models, self.reports()).copies.by_hash
+        return {h: copies for h, copies in known.items() if copies.record is not None}
+
     def complete(self) -> dict[str, int]:
-        return {h: c.num_complete for h, c in copies_by_hash(self.models, self.reports()).items()}
+        return {h: copies.num_complete for h, copies in self.by_hash().items()}
 
     def free(self, worker_id: str) -> int:
         return self.workers[worker_id][1] - sum(c.num_bytes for c in self.copies.get(worker_id, []))
@@ -98,7 +102,7 @@ def worlds(draw: st.DrawFn, *, ample: bool) -> World:
 @given(worlds(ample=True))
 def test_with_room_every_model_gets_exactly_one_placed_copy_and_hosts_hold_even_shares(world: World) -> None:
     assert world.settle().unplaced == ()
-    for copies in copies_by_hash(world.models, world.reports()).values():
+    for copies in world.by_hash().values():
         assert len(copies.placed) == 1
     assert all(c.model != "gone" for copies in world.copies.values() for c in copies)
     held = world.host_bytes()
@@ -109,7 +113,7 @@ def test_with_room_every_model_gets_exactly_one_placed_copy_and_hosts_hold_even_
 @given(worlds(ample=False))
 def test_with_little_room_it_comes_to_rest_and_every_model_without_a_copy_is_named(world: World) -> None:
     decided = world.settle()
-    placed = {h for h, c in copies_by_hash(world.models, world.reports()).items() if c.placed}
+    placed = {h for h, c in world.by_hash().items() if c.placed}
     assert {u.model_hash for u in decided.unplaced} == {m.model_hash for m in world.models} - placed
     assert all(u.reason for u in decided.unplaced)
 

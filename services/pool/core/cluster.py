@@ -1,0 +1,204 @@
+"""What placement knows: models, workers, their copies and memory, and what was asked of them, kept from changes.
+
+``refresh`` derives anew what follows from these, for what changed alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from heapq import nsmallest
+
+from services.pool.core.copies import Held, Key, ModelCopies
+from services.pool.core.copy_index import CopyIndex
+from services.pool.core.loads import LoadLimits, Loads
+from services.pool.core.outstanding import OutstandingSteps
+from services.pool.core.room import Room
+from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat
+
+
+class Cluster:
+    """Pure: told of changes, and asked."""
+
+    def __init__(self, removed: Collection[str], limits: LoadLimits) -> None:
+        """``removed``: names of models that were removed on purpose, as they are at any time."""
+        self.copies = CopyIndex()
+        self.loads = Loads(limits)
+        self.outstanding = OutstandingSteps(self.loads)
+        self.room = Room()
+        self.version = 0
+        """Goes up when anything changed that placement may follow from."""
+        self.room_version = 0
+        """The same, without what only changes which instances serve what."""
+        self.needy: set[str] = set()
+        """Hashes of registered models without a placed host copy that counts, and without one on its way."""
+        self.surplus: set[str] = set()
+        """Of those with several."""
+        self.strangers: dict[str, tuple[tuple[Held, str], ...]] = {}
+        """By worker: its copies of no use, and why."""
+        self.without_copy: set[str] = set()
+        """Hashes of registered models without a complete copy in any memory."""
+        self.without_host_copy: set[str] = set()
+        """Of those without a complete placed host copy."""
+        self._removed = removed
+        self._unsure: set[str] = set()
+        """Workers of which ``evictable`` may be outdated."""
+        self._evictable: dict[str, list[tuple[Held, ModelCopies]]] = {}
+        self._spare: dict[str, tuple[bool, bool]] = {}
+        """By hash: whether a placed copy is not needed (a GPU serves the model), and whether a cached one is not."""
+
+    # --- changes -----------------------------------------------------------------------------
+
+    def put_report(self, report: WorkerHeartbeat, now_s: float) -> tuple[str, ...]:
+        """A worker's newest report; why, for each hold that failed."""
+        if not self.copies.put(report):
+            return ()
+        worker = report.worker
+        return self.outstanding.observe(worker, self.copies.host_copies(worker.worker_id), now_s)
+
+    def forget(self, worker_id: str) -> None:
+        """The worker is gone."""
+        self.copies.forget(worker_id)
+        self.outstanding.gone(worker_id)
+
+    def refresh(self) -> None:
+        """To be called after changes, before questions."""
+        asked = self.outstanding.take_changed()
+        for worker_id, model_hash in asked:
+            if not model_hash:
+                self.copies.set_leaving(worker_id, leaving=self.outstanding.is_leaving(worker_id))
+        models, workers = self.copies.take_changed()
+        if not (asked or models or workers):
+            return
+        self.version += 1
+        self.room_version += bool(asked or workers)
+        workers.update(worker_id for worker_id, _ in asked)
+        models.update(model_hash for _, model_hash in asked if model_hash)
+        for worker_id in workers:
+            self._refresh_worker(worker_id)
+        for model_hash in models:
+            self._refresh_model(model_hash)
+
+    def _refresh_worker(self, worker_id: str) -> None:
+        report = self.copies.report(worker_id)
+        if report is None:
+            self.room.remove(worker_id)
+            self.strangers.pop(worker_id, None)
+            self._unsure.discard(worker_id)
+            self._evictable.pop(worker_id, None)
+            return
+        taken = leaving = placed = 0
+        strangers = []
+        for copy in self.copies.host_copies(worker_id).values():
+            taken += copy.num_bytes
+            dropped = self.outstanding.is_dropped((worker_id, copy.model_hash))
+            if copy.state == "retired" or dropped:
+                leaving += copy.num_bytes
+            elif not copy.cached:
+                placed += copy.num_bytes
+            if copy.state != "retired" and not dropped and (why := self._why_strange(copy)):
+                strangers.append((Held(report.worker, copy), why))
+        offers = report.worker.host_cache_bytes > 0 and not self.outstanding.is_leaving(worker_id)
+        for model_hash, num_bytes in self.outstanding.holds(worker_id).items() if offers else ():
+            held = self.copies.host_copy((worker_id, model_hash))
+            taken += num_bytes if held is None else 0
+            # One that the worker has for itself becomes the placed one.
+            placed += num_bytes if held is None or (held.cached and held.state != "retired") else 0
+        self.room.put(report.worker, offers=offers, taken_bytes=taken, leaving_bytes=leaving, placed_bytes=placed)
+        self._unsure.add(worker_id)
+        if strangers:
+            self.strangers[worker_id] = tuple(strangers)
+        else:
+            self.strangers.pop(worker_id, None)
+
+    def _why_strange(self, copy: HostCopy) -> str:
+        copies = self.copies.by_hash[copy.model_hash]
+        if copies.record is not None:
+            return "" if copy.layout_hash == copies.record.layout_hash else "its layout is of another version"
+        known = self.copies.is_registered(copy.model) or copy.model in self._removed
+        return "the model was removed or replaced" if known else ""
+
+    def _refresh_model(self, model_hash: str) -> None:
+        copies = self.copies.by_hash.get(model_hash)
+        registered = copies is not None and copies.record is not None
+        if copies is not None and self._spare.get(model_hash) != (spare := self._spares(copies)):
+            self._spare[model_hash] = spare
+            self._unsure.update(copies.present)
+        elif copies is None:
+            self._spare.pop(model_hash, None)
+        ready = [h for h in copies.placed.values() if h.copy.state == "ready"] if copies is not None else []
+        _keep(self.without_copy, model_hash, registered and copies is not None and not copies.num_complete)
+        _keep(self.without_host_copy, model_hash, registered and not ready)
+        _keep(self.needy, model_hash, registered and copies is not None and self._needs_copy(copies))
+        kept = sum(not self.outstanding.is_dropped(h.key) for h in ready)
+        _keep(self.surplus, model_hash, registered and kept > 1)
+
+    def _needs_copy(self, copies: ModelCopies) -> bool:
+        if not all(self.is_lost(held.key) for held in copies.placed.values()):
+            return False
+        return all(self.outstanding.is_leaving(w) for w in self.outstanding.told(copies.model_hash))
+
+    # --- questions ---------------------------------------------------------------------------
+
+    def record(self, model_hash: str) -> ModelRecord | None:
+        """Of the registered model with this hash; of several the first by name."""
+        copies = self.copies.by_hash.get(model_hash)
+        return copies.record if copies is not None else None
+
+    def is_lost(self, key: Key) -> bool:
+        """A host copy that does not count: it goes, or never comes."""
+        out = self.outstanding
+        return out.is_dropped(key) or out.is_overdue(key) or out.is_going(key)
+
+    def wanted_bytes(self, copies: ModelCopies, worker_id: str) -> int | None:
+        """How much room the worker needs for a copy of a registered model; None if it cannot hold one now."""
+        key = worker_id, copies.model_hash
+        if self.outstanding.is_avoided(key) or self.outstanding.is_dropped(key) or copies.record is None:
+            return None
+        if worker_id in copies.cached:
+            return 0  # its own becomes the placed one
+        return None if worker_id in copies.present else copies.record.weights_bytes
+
+    @property
+    def num_unsure(self) -> int:
+        """Workers of which ``evictable`` may be outdated."""
+        return len(self._unsure)
+
+    def find_evictable(self, most: int | None = None) -> int:
+        """Brings ``evictable`` and ``room.by_reach`` up to date, for ``most`` workers; for how many."""
+        unsure = sorted(self._unsure) if most is None else nsmallest(most, self._unsure)
+        self._unsure.difference_update(unsure)
+        for worker_id in unsure:
+            self._evictable[worker_id] = found = self._find_evictable(worker_id)
+            self.room.set_evictable(worker_id, sum(h.copy.num_bytes for h, _ in found))
+        return len(unsure)
+
+    def evictable(self, worker_id: str) -> list[tuple[Held, ModelCopies]]:
+        """A worker's copies that its model can do without: it is served by a GPU, or placed elsewhere, too.
+        As of ``find_evictable``."""
+        return self._evictable.get(worker_id, [])
+
+    def _find_evictable(self, worker_id: str) -> list[tuple[Held, ModelCopies]]:
+        found = []
+        for model_hash in self.copies.host_copies(worker_id):
+            copies = self.copies.by_hash[model_hash]
+            held = copies.placed.get(worker_id) or copies.cached.get(worker_id)
+            if held is None or held.copy.state != "ready" or self.outstanding.is_dropped(held.key):
+                continue
+            if self._spares(copies)[held.copy.cached]:
+                found.append((held, copies))
+        return found
+
+    def _spares(self, copies: ModelCopies) -> tuple[bool, bool]:
+        out, served = self.outstanding, bool(copies.serving)
+        stays = (
+            h.copy.state == "ready" and not out.is_dropped(h.key) and not out.is_going(h.key)
+            for h in copies.placed.values()
+        )
+        return served, served or any(stays)
+
+
+def _keep(names: set[str], name: str, there: bool) -> None:
+    if there:
+        names.add(name)
+    else:
+        names.discard(name)

@@ -1,0 +1,87 @@
+"""Evening out: which copy should move so that the hosts hold equal shares."""
+
+from __future__ import annotations
+
+from services.pool.core.cluster import Cluster
+from services.pool.core.copies import Held, ModelCopies
+from shared.messages.registry import ModelRecord
+
+Move = tuple[ModelCopies, ModelRecord, str, str]
+"""What is to be held, by which worker, and why."""
+
+
+class Evening:
+    """Looks for one move at a time. What it went through without finding one it does not go through again until
+    some copy or worker changed."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._version = -1
+        self._begin = 0
+        """The next of the hosts with copies, the fullest first."""
+        self.is_over = False
+        """There is no move."""
+
+    def find(self, visits: int) -> Move | None:
+        """Move one copy if that makes the fuller of two hosts less full than it was. Of ``visits`` looks at most,
+        about; None also when these are used up: then it goes on with the next call."""
+        if self._version != self._cluster.room_version:
+            self._version, self._begin, self.is_over = self._cluster.room_version, 0, False
+        if self.is_over:
+            return None
+        movable = self._movable()
+        room = self._cluster.room
+        hosts = [(num_bytes, host, self._most_free(host)) for num_bytes, host in room.by_bytes]
+        full = sorted(movable, key=lambda h: (-room.host_bytes(h), h))
+        while self._begin < len(full):
+            host = full[self._begin]
+            smallest = min(held.copy.num_bytes for held, _ in movable[host])
+            for num_bytes, empty, free_bytes in hosts:
+                visits -= 1
+                gap = room.host_bytes(host) - num_bytes
+                if gap <= smallest:
+                    break
+                if free_bytes < smallest:
+                    continue
+                visits -= len(movable[host])
+                move = self._move(movable[host], empty, gap)
+                if move is not None:
+                    return move
+            self._begin += 1
+            if visits <= 0:
+                return None
+        self.is_over = True
+        return None
+
+    def _movable(self) -> dict[str, list[tuple[Held, ModelCopies]]]:
+        """Copies that are to stay somewhere, by host; none while one of them loads."""
+        found: dict[str, list[tuple[Held, ModelCopies]]] = {}
+        out = self._cluster.outstanding
+        for copies in self._cluster.copies.by_hash.values():
+            for held in copies.placed.values():
+                if held.copy.state == "loading" and not out.is_overdue(held.key):
+                    return {}
+                stays = held.copy.state == "ready" and not out.is_going(held.key)
+                if stays and held.worker.host in self._cluster.room.hosts:
+                    found.setdefault(held.worker.host, []).append((held, copies))
+        return found
+
+    def _most_free(self, host: str) -> float:
+        """Bytes that the host's emptiest worker has for one more copy."""
+        room, copies = self._cluster.room, self._cluster.copies
+        workers = room.hosts[host]
+        if any(copy.cached for worker_id in workers for copy in copies.host_copies(worker_id).values()):
+            return float("inf")  # what a worker has for itself can become the placed one without more room
+        return max(room.now(worker_id) for worker_id in workers)
+
+    def _move(self, movable: list[tuple[Held, ModelCopies]], host: str, gap: int) -> Move | None:
+        room = self._cluster.room
+        workers = sorted(room.hosts[host], key=room.rank)
+        fair = [(h, c) for h, c in movable if h.copy.num_bytes < gap]
+        fair.sort(key=lambda o: (abs(gap - 2 * o[0].copy.num_bytes), o[0].copy.num_bytes, o[0].copy.model_hash))
+        for held, copies in fair:
+            for worker_id in workers:
+                wanted = self._cluster.wanted_bytes(copies, worker_id)
+                if copies.record is not None and wanted is not None and wanted <= room.now(worker_id):
+                    return copies, copies.record, worker_id, f"{held.worker.host} holds {gap} bytes more than {host}"
+        return None

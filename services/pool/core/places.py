@@ -1,0 +1,210 @@
+"""Where a model's host copy could go: onto which worker, once what is gone from there, and from which source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from heapq import nsmallest
+from itertools import groupby
+from typing import Literal
+
+from services.pool.core.cluster import Cluster
+from services.pool.core.copies import Held, ModelCopies
+from services.pool.core.ranking import Ranking
+from shared.messages.copies import CopySource
+from shared.messages.registry import ModelRecord, WorkerInfo
+
+MAX_SOURCES = 8
+"""Of one hold: the first is used, the others are for when it dies."""
+FEW = 64
+"""So many workers are compared one by one; of more the first that will do is looked for, host by host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where a copy may be loaded from, in order of preference; empty: from disk."""
+
+    found: tuple[CopySource, ...]
+    first: WorkerInfo | None
+    busy: bool = False
+    """Every one is of a NIC that sends as many copies as it may."""
+
+
+class Places:
+    """Asks the cluster; counts what that takes."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.visits = 0
+        """Workers and hosts that were looked at."""
+        self._cluster = cluster
+        self._room = cluster.room
+
+    # --- where to ----------------------------------------------------------------------------
+
+    def fitting(self, copies: ModelCopies, record: ModelRecord, *, in_turn: bool) -> str | None:
+        """The best worker with room now; with ``in_turn`` on a host that may load one more copy now."""
+        busy = self._cluster.loads.host_is_full if in_turn else _never
+        return self._best(copies, record, self._room.by_now, self._room.now, copies.serving, busy)
+
+    def waiting(self, copies: ModelCopies, record: ModelRecord) -> str | None:
+        """The best worker that will have room once everything that is dropped there is gone."""
+        return self._best(copies, record, self._room.by_later, self._room.later, {}, _never)
+
+    def _best(
+        self,
+        copies: ModelCopies,
+        record: ModelRecord,
+        ranking: Ranking,
+        bytes_of: Callable[[str], int],
+        serving: dict[str, WorkerInfo],
+        busy: Callable[[str], bool],
+    ) -> str | None:
+        room, hosts = self._room, {w.host for w in serving.values()}
+
+        def best_of(workers: Iterable[str]) -> str | None:
+            fits = [w for w in workers if self._fits(copies, w, bytes_of) and not busy(room.workers[w].host)]
+            return min(fits, key=lambda w: room.rank(w, serving, hosts), default=None)
+
+        own = best_of(w for w in copies.cached if w in room.workers)
+        if ranking.num_from(record.weights_bytes) <= FEW:
+            found = best_of(ranking.names_from(record.weights_bytes))
+        else:
+            found = next(filter(None, (best_of(room.hosts[h]) for h in self._hosts(hosts) if not busy(h))), None)
+        return best_of(w for w in (own, found) if w is not None)
+
+    def _hosts(self, serving: Collection[str]) -> Iterator[str]:
+        """By rank: the emptiest first, among equals those where the model is not served, in the order of names."""
+        for _, equal in groupby(self._room.by_bytes, key=lambda entry: entry[0]):
+            late = []
+            for _, host in equal:
+                self.visits += 1
+                if host in serving:
+                    late.append(host)
+                else:
+                    yield host
+            yield from late
+
+    def _fits(self, copies: ModelCopies, worker_id: str, bytes_of: Callable[[str], int]) -> bool:
+        self.visits += 1
+        wanted = self._cluster.wanted_bytes(copies, worker_id)
+        return (
+            wanted is not None
+            and wanted <= bytes_of(worker_id)
+            and wanted <= self._room.workers[worker_id].host_cache_bytes
+        )
+
+    # --- making room -------------------------------------------------------------------------
+
+    def evicting(self, copies: ModelCopies, record: ModelRecord) -> tuple[str, tuple[Held, ...]] | None:
+        """The worker where the fewest copies, then the fewest bytes, have to go, and those. Every one of them is of
+        a model that can do without it."""
+        self.visits += self._cluster.find_evictable()
+        options = []
+        reach = self._room.by_reach.names_from(record.weights_bytes)
+        for worker_id in {*reach, *(w for w in copies.cached if w in self._room.workers)}:
+            self.visits += 1
+            wanted = self._cluster.wanted_bytes(copies, worker_id)
+            if wanted is not None and wanted <= self._room.workers[worker_id].host_cache_bytes:
+                victims = self._victims(worker_id, wanted)
+                if victims:
+                    num_bytes = sum(held.copy.num_bytes for held in victims)
+                    options.append(((len(victims), num_bytes, self._room.rank(worker_id)), worker_id, victims))
+        if not options:
+            return None
+        _, worker_id, victims = min(options, key=lambda option: option[0])
+        return worker_id, victims
+
+    def _victims(self, worker_id: str, num_bytes: int) -> tuple[Held, ...]:
+        """The copies on a worker that can make so much room: cached ones first, then the most served, the largest."""
+        found = sorted(self._cluster.evictable(worker_id), key=_least_missed)
+        self.visits += len(found)
+        missing = num_bytes - self._room.later(worker_id)
+        taken: list[Held] = []
+        for held, _ in found:
+            if missing <= 0:
+                break
+            taken.append(held)
+            missing -= held.copy.num_bytes
+        if missing > 0:
+            return ()
+        for held in list(taken):  # the last ones may have made the first ones needless
+            if missing + held.copy.num_bytes <= 0:
+                taken.remove(held)
+                missing += held.copy.num_bytes
+        return tuple(taken)
+
+    def why_not(self, copies: ModelCopies, record: ModelRecord) -> str:
+        """Why no worker can hold the model as things are."""
+        most = self._room.by_now.last()
+        if most is None:
+            return "no worker offers host memory"
+        tried = self._cluster.outstanding.avoided(copies.model_hash)
+        if tried and not self._is_able_anywhere(copies, record):
+            return f"could not be loaded on {', '.join(tried)}; it is tried again soon"
+        return (
+            f"needs {record.weights_bytes} bytes of host memory; "
+            f"the most that is free is {max(0, most[0])}, on worker {most[1]}"
+        )
+
+    def _is_able_anywhere(self, copies: ModelCopies, record: ModelRecord) -> bool:
+        for capacity, worker_id in self._cluster.copies.capacities.falling():
+            self.visits += 1
+            if capacity < record.weights_bytes:
+                break
+            if worker_id in self._room.workers and self._cluster.wanted_bytes(copies, worker_id) is not None:
+                return True
+        return any(self._cluster.wanted_bytes(copies, w) is not None for w in copies.cached if w in self._room.workers)
+
+    # --- where from --------------------------------------------------------------------------
+
+    def sources(self, copies: ModelCopies, target: WorkerInfo) -> Sources:
+        """GPUs that serve the model, then host copies, then GPUs that are about to go; near ones first. A NIC that
+        sends as many copies as it may comes later than one that does not."""
+        dropped = self._cluster.outstanding.is_dropped
+        ready = (
+            held.worker
+            for held in (*copies.placed.values(), *copies.cached.values())
+            if held.copy.state == "ready" and not dropped(held.key) and held.worker.worker_id != target.worker_id
+        )
+        kinds: list[tuple[Literal["gpu", "host"], Iterable[WorkerInfo]]] = [
+            ("gpu", copies.serving.values()),
+            ("host", ready),
+            ("gpu", copies.draining.values()),
+        ]
+        found: list[tuple[WorkerInfo, Literal["gpu", "host"]]] = []
+        idle: tuple[WorkerInfo, Literal["gpu", "host"]] | None = None
+        for kind, workers in kinds:
+            ordered = [(_distance(w, target), w) for w in workers]
+            self.visits += len(ordered)
+            found += [(w, kind) for _, w in nsmallest(MAX_SOURCES, ordered, key=lambda o: o[0])]
+            if idle is None:
+                able = (o for o in ordered if not self._cluster.loads.is_busy(o[1], target))
+                idle = next(((w, kind) for _, w in nsmallest(1, able, key=lambda o: o[0])), None)
+        if not found:
+            return Sources((), None)
+        first = idle or found[0]
+        ordered_all = [first, *(entry for entry in found if entry != first)]
+        return Sources(tuple(_source(*entry) for entry in ordered_all[:MAX_SOURCES]), first[0], busy=idle is None)
+
+
+def _least_missed(found: tuple[Held, ModelCopies]) -> tuple[bool, int, int, str]:
+    copy = found[0].copy
+    return not copy.cached, -len(found[1].serving), -copy.num_bytes, copy.model_hash
+
+
+def _never(host: str) -> bool:
+    """Hosts that load as many copies as they may count, too."""
+    return not host
+
+
+def _distance(worker: WorkerInfo, target: WorkerInfo) -> tuple[bool, bool, str]:
+    return worker.worker_id != target.worker_id, worker.host != target.host, worker.worker_id
+
+
+def _source(worker: WorkerInfo, kind: Literal["gpu", "host"]) -> CopySource:
+    return CopySource(
+        worker_id=worker.worker_id,
+        host=worker.host,
+        transport_address=worker.transport_address,
+        kind=kind,
+    )
