@@ -46,7 +46,8 @@ class PoolService:
     ) -> None:
         """``lease_s``: of workers; that of the process that leads is no shorter than ``MIN_LEAD_S``. ``seat``: whoever
         starts this process sees to it that no other with the same seat lives, so it takes over from its predecessor at
-        once. ``model_roots``: checkpoints must be below one of these directories; empty: anywhere. ``loads``: host copies that load at a time."""
+        once. ``model_roots``: checkpoints must be below one of these directories; empty: anywhere.
+        ``loads``: host copies that load at a time."""
         self._bus = bus
         self._store = store
         self._lease_s = lease_s
