@@ -151,6 +151,7 @@ class LiveLab(Lab):
         At the end every request is answered as it is by an idle instance; then the links become fast, and the
         operation and its pair have ended.
         """
+        await self.until(self._one_instance, "what the test before left behind is gone")
         streams = self._long.burst(BURST[:NUM_STREAMS])
         await self.until(self._decodes, "the streams decode")
         expected = (*self._streams_alone, *[self._alone[prompt] for prompt in prompts])
@@ -164,6 +165,11 @@ class LiveLab(Lab):
             pair.record = await self.ended(pair.record)
         finally:
             await burst.cancel()
+
+    async def _one_instance(self) -> bool:
+        """No other instance, and no worker that is leased for one: a second one will have to be loaded."""
+        workers = await self.stack.workers()
+        return sum(w.instance is not None or bool(w.lease_plan_id) for w in workers) == 1
 
     async def _paired(self, num_prompts: int, busy_s: float) -> ScaleRecord:
         async def queues() -> bool:
