@@ -17,11 +17,12 @@ from compose.forking import ForkServer
 from compose.preflight import Findings
 from compose.probes import nats_probe, redis_probe
 from compose.state_dir import StateDir
+from shared.ending import CLOSING_S
 from shared.permissions import User
 
 CONTROL_PLANE = ("pool", "planner", "monitor")
 """Kinds of services without which nothing scales."""
-_MARGIN_S = 2.0
+_MARGIN_S = CLOSING_S + 0.5
 """Between the end of a service's own drain and the supervisor's SIGKILL."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
+import math
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Awaitable, Callable
 import uvloop
 
 from shared.bus.base import Bus
+from shared.ending import ANSWERS_S, CLOSING_S, EXIT_S, closed, end_last_tasks, end_process_within
 from shared.errors import BlitzError, Unavailable
 from shared.health import HealthServer
 
@@ -33,6 +35,8 @@ class Lifecycle:
     def __init__(self) -> None:
         self.stopping = asyncio.Event()
         """Set by the first SIGTERM or SIGINT: drain and return."""
+        self.ends_at_s = math.inf
+        """When this process ends at the latest, from the first signal on."""
         self._ready = asyncio.Event()
         self._bus: Bus | None = None
         self._has_bus = asyncio.Event()
@@ -81,10 +85,12 @@ def run_service(
     health_host: str = "127.0.0.1",
     die_with_parent: bool = False,
     ready_fd: int = 0,
+    drain_s: float = ANSWERS_S,
 ) -> int:
     """Run ``main`` until it returns, and give the process's exit code.
 
-    The first SIGTERM or SIGINT sets ``stopping``; a second one ends the process at once. A
+    The first SIGTERM or SIGINT sets ``stopping``; a second one ends the process at once. ``drain_s`` later ``main``
+    has begun to close what it has, and ``CLOSING_S`` after that the process ends, whatever still hangs in it. A
     ``BlitzError`` out of ``main`` is one line on stderr and code 1, and so is a bus that is gone for good
     (``Lifecycle.depend_on``): then ``main`` is cancelled. ``health_port`` 0: no endpoint.
     ``ready_fd``: a line is written to this file, and it is closed, once the process is ready. 0: none.
@@ -94,34 +100,51 @@ def run_service(
         if die_with_parent:
             die_with_parent_process()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_run(name, main, health_host, health_port, ready_fd))
+            return runner.run(_run(name, main, health_host, health_port, ready_fd, drain_s))
     except BlitzError as error:
-        print(f"{name}: {error.message}", file=sys.stderr)  # noqa: T201 - shown even where logging is turned down
+        _say(name, error)
         return _EXIT_ERROR
 
 
-async def _run(name: str, main: Main, health_host: str, health_port: int, ready_fd: int) -> int:
+async def _run(name: str, main: Main, health_host: str, health_port: int, ready_fd: int, drain_s: float) -> int:
     lifecycle = Lifecycle()
-    _handle_signals(lifecycle)
+    _handle_signals(lifecycle, drain_s)
     telling = asyncio.create_task(_tell_when_ready(lifecycle, ready_fd)) if ready_fd else None
     health = HealthServer(asyncio.get_running_loop(), lambda: lifecycle.ready) if health_port else None
     if health is not None:
         health.start(health_host, health_port)
+    code = await _outcome(name, main, lifecycle)
+    end_process_within(min(EXIT_S, max(0.1, lifecycle.ends_at_s - time.monotonic())))
+    lifecycle.ready = False
+    if telling is not None:
+        telling.cancel()
+    if health is not None:
+        await closed("the health endpoint", asyncio.to_thread(health.stop))
+    if code == 0:
+        _log.info("stopped")
+    if left := await end_last_tasks():
+        # The interpreter would wait for them, for ever perhaps.
+        _log.warning("ending without %s, which did not end", ", ".join(left))
+        logging.shutdown()
+        os._exit(code)
+    return code
+
+
+async def _outcome(name: str, main: Main, lifecycle: Lifecycle) -> int:
+    """Run ``main`` and say why it ended, if it should not have; gives the exit code."""
     try:
         await _run_while_connected(name, main, lifecycle)
-    except BlitzError:
-        raise
+    except BlitzError as error:
+        _say(name, error)
+        return _EXIT_ERROR
     except Exception:  # noqa: BLE001 - whatever it is ends the process: say so in the log, with the traceback
         _log.critical("%s failed", name, exc_info=True)
         return _EXIT_ERROR
-    finally:
-        lifecycle.ready = False
-        if telling is not None:
-            telling.cancel()
-        if health is not None:
-            await asyncio.to_thread(health.stop)
-    _log.info("stopped")
     return 0
+
+
+def _say(name: str, error: BlitzError) -> None:
+    print(f"{name}: {error.message}", file=sys.stderr)  # noqa: T201 - shown even where logging is turned down
 
 
 async def _tell_when_ready(lifecycle: Lifecycle, fd: int) -> None:
@@ -154,7 +177,7 @@ async def _run_while_connected(name: str, main: Main, lifecycle: Lifecycle) -> N
         lost.cancel()
 
 
-def _handle_signals(lifecycle: Lifecycle) -> None:
+def _handle_signals(lifecycle: Lifecycle, drain_s: float) -> None:
     def stop(number: signal.Signals) -> None:
         if lifecycle.stopping.is_set():
             _log.warning("%s again: ending without draining", number.name)
@@ -162,6 +185,8 @@ def _handle_signals(lifecycle: Lifecycle) -> None:
             os._exit(_EXIT_FORCED)
         _log.info("%s: stopping", number.name)
         lifecycle.stopping.set()
+        lifecycle.ends_at_s = time.monotonic() + drain_s + CLOSING_S
+        end_process_within(drain_s + CLOSING_S)
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 
@@ -11,6 +12,7 @@ from services.gateway.offload import quick_switches
 from services.gateway.server import Server, listen, room_for_connections
 from services.gateway.service import Gateway
 from shared.bus.nats import NatsBus
+from shared.ending import closed
 from shared.identity import new_incarnation
 from shared.process import Lifecycle, run_service
 from shared.settings import SettingsError
@@ -40,10 +42,10 @@ def main() -> int:
                 server = Server(GatewayApp(gateway), drain_timeout_s=config.drain_timeout_s, limits=limits)
                 await gateway.serve(server, listener, lifecycle)
             finally:
-                await bus.close()
+                await closed("the bus", bus.close())
         finally:
             listener.close()
-            flush()
+            await closed("telemetry", asyncio.to_thread(flush))
 
     return run_service(
         "gateway",
@@ -51,6 +53,7 @@ def main() -> int:
         log_level=config.log_level,
         die_with_parent=config.die_with_parent,
         ready_fd=config.ready_fd,
+        drain_s=config.drain_timeout_s,
     )
 
 

@@ -172,11 +172,15 @@ class Dispatcher:
             self.outbox.forget_strays(now_s)
             self.router.prune(now_s=now_s)
 
-    async def close(self) -> None:
-        """End what still runs with an error, flush the outbox."""
+    def end_all(self) -> None:
+        """End what still runs with an error."""
         for request in self.requests.all():
             self._cancel_attempt(request)
             self._fail(request, Unavailable("the gateway is shutting down"))
+
+    async def close(self) -> None:
+        """End what still runs with an error, flush the outbox."""
+        self.end_all()
         await self._tasks.close()
         await self.outbox.flush()
 

@@ -23,6 +23,7 @@ from services.gateway.tokenizer import ModelTokenizer
 from services.gateway.tokenizer_store import TokenizerStore
 from shared import subjects
 from shared.bus.base import Bus, Subscription
+from shared.ending import closed
 from shared.errors import BlitzError, DuplicateId, ModelNotFound, Unavailable
 from shared.identity import hold, new_incarnation, refuse_if_held
 from shared.load_feed import subscribe_load
@@ -41,6 +42,9 @@ QUEUE_REPORT_EVERY_S = 0.1
 REFRESH_EVERY_S = 3.0
 TICK_S = 0.05
 SNAPSHOT_TIMEOUT_S = 2.0
+CLOSE_CONNECTIONS_S = 1.0
+"""For clients to read the end of what they asked for."""
+CLOSE_PART_S = 0.5
 WHOLE_RESPONSES = 4
 """An answer that is sent whole may take that part of the memory for all."""
 
@@ -156,7 +160,9 @@ class Gateway:
             await lifecycle.wait_stopping()
             await self.drain()
             server.stop()
-            await http_side
+            # What is left has its error by now: only a client that does not read it is waited for.
+            await asyncio.wait({http_side}, timeout=CLOSE_CONNECTIONS_S)
+            http_side.cancel()
             bus_side.cancel()
 
     async def run(self) -> None:
@@ -188,11 +194,10 @@ class Gateway:
                 tasks.create_task(self.dispatcher.outbox.run())
                 tasks.create_task(self.tokenizers.run())
         finally:
-            await self.dispatcher.close()
-            await self.tokenizers.close()
+            await closed("the dispatcher", self.dispatcher.close(), CLOSE_PART_S)
+            await closed("the tokenizers", self.tokenizers.close(), CLOSE_PART_S)
             self.offload.close()
-            for subscription in subscriptions:
-                await subscription.close()
+            await closed("the subscriptions", asyncio.gather(*(s.close() for s in subscriptions)))
 
     async def drain(self) -> None:
         """Refuse new requests and wait for those in flight, up to the drain timeout."""
@@ -204,6 +209,7 @@ class Gateway:
             log.warning(
                 "%d requests did not finish within %.0f s", self.dispatcher.num_active, self.config.drain_timeout_s
             )
+            self.dispatcher.end_all()
 
     async def registry(self) -> RegistryView:
         """The pool's state. Raises ``BlitzError``."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 
 from services.monitor.config import MonitorConfig
 from services.monitor.service import MonitorService
 from shared.bus.nats import NatsBus
+from shared.ending import closed
 from shared.process import Lifecycle, run_service
 from shared.settings import SettingsError
 from shared.telemetry import setup_telemetry
@@ -30,8 +32,7 @@ def main() -> int:
             await monitor.run(lifecycle.stopping)
         finally:
             lifecycle.ready = False
-            await bus.close()
-            flush()
+            await asyncio.gather(closed("the bus", bus.close()), closed("telemetry", asyncio.to_thread(flush)))
 
     return run_service(
         "monitor",

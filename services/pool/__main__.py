@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 
@@ -9,6 +10,7 @@ from services.pool.config import PoolConfig
 from services.pool.service import PoolService
 from services.pool.store import Store
 from shared.bus.nats import NatsBus
+from shared.ending import closed
 from shared.process import Lifecycle, run_service
 from shared.settings import SettingsError
 from shared.telemetry import setup_telemetry
@@ -40,9 +42,11 @@ def main() -> int:
             await pool.run(lifecycle.stopping)
         finally:
             lifecycle.ready = False
-            await bus.close()
-            await store.close()
-            flush()
+            await asyncio.gather(
+                closed("the bus", bus.close()),
+                closed("the connection to Redis", store.close()),
+                closed("telemetry", asyncio.to_thread(flush)),
+            )
 
     return run_service(
         "pool",

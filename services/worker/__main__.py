@@ -11,6 +11,7 @@ from services.worker.config import WorkerConfig
 from services.worker.node.facts import discover
 from services.worker.service import WorkerService
 from shared.bus.nats import NatsBus
+from shared.ending import closed
 from shared.errors import BlitzError
 from shared.identity import new_incarnation
 from shared.process import Lifecycle, run_service
@@ -61,9 +62,13 @@ def main() -> int:
             await service.run(lifecycle.stopping)
         finally:
             lifecycle.ready = False
-            await transport.close()
-            await bus.close()
-            flush()
+            ended, _, _ = await asyncio.gather(
+                closed("the transport", transport.close()),
+                closed("the bus", bus.close()),
+                closed("telemetry", asyncio.to_thread(flush)),
+            )
+            if not ended:
+                fatal("UCX does not end")
 
     return run_service(
         config.worker_id,
@@ -73,6 +78,7 @@ def main() -> int:
         health_host=config.health_host,
         die_with_parent=config.die_with_parent,
         ready_fd=config.ready_fd,
+        drain_s=config.drain_timeout_s,
     )
 
 

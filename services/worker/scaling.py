@@ -92,9 +92,9 @@ class Scaling:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._mover.sender.close()
-        if self.instance is not None:
-            await self.instance.stop()
+        stopping = () if self.instance is None else (self.instance.stop(),)
+        # A send to a peer of this host that was killed never ends: nothing waits behind it.
+        await asyncio.gather(self._mover.sender.close(), *stopping)
 
     # --- load --------------------------------------------------------------------------------
 

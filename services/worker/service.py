@@ -33,6 +33,7 @@ from services.worker.weight_mover import WeightMover
 from services.worker.witness import StepWitness
 from shared import subjects
 from shared.bus.base import Bus, Subscription
+from shared.ending import closed
 from shared.errors import BlitzError, Unavailable
 from shared.identity import hold, new_incarnation, refuse_if_held
 from shared.messages.common import InstanceState
@@ -54,6 +55,13 @@ log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 5.0
 LAST_WORDS_S = 2.0
 """For what others are told before the process ends."""
+HAND_BACK_S = 1.0
+"""The same, where the process has had its time to drain."""
+LISTENING_S = 0.75
+"""Until nothing that comes is begun any more: questions that are being answered may wait for a peer that is gone."""
+EACH_S = 0.5
+"""What a part that has begun something may take to end it."""
+FAREWELL_S = 0.25
 METER_INTERVAL_S = 0.1
 """Traffic is averaged over no less: reports may come in bursts."""
 
@@ -192,7 +200,7 @@ class WorkerService:
         """
         await self._factory.prefault(stopping)
         await self._factory.warm_up()
-        worker_id, serving, scaling, sender = self._config.worker_id, self._serving, self._scaling, self._mover.sender
+        worker_id, serving, sender = self._config.worker_id, self._serving, self._mover.sender
         # Before anything is listened to that another process of this id is meant by.
         await refuse_if_held(self._bus, subjects.worker_holder(worker_id), f"worker id {worker_id!r}")
         await self._orders.subscribe()
@@ -234,17 +242,21 @@ class WorkerService:
             await self._drain()
         finally:
             stopped.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for subscription in subscriptions:
-                await subscription.close()
-            await self._host_copies.close()
-            await self._pairing.close()
-            await self._departures.close()
-            await self._arrivals.close()
-            await scaling.close()
-            await self._registration.leave()
+            await self._close(tasks, subscriptions)
+
+    async def _close(self, tasks: list[asyncio.Task[None]], subscriptions: list[Subscription]) -> None:
+        """Each part in bounded time: a peer that was killed, a thread or a pool that does not answer hold up no more
+        than that, and nothing of this process is used after it."""
+        for task in tasks:
+            task.cancel()
+        parts = (self._host_copies, self._pairing, self._departures, self._arrivals)
+        await asyncio.gather(
+            closed("the tasks", asyncio.wait(tasks), LISTENING_S),
+            closed("the subscriptions", asyncio.gather(*(s.close() for s in subscriptions)), LISTENING_S),
+        )
+        await asyncio.gather(*(closed(type(part).__name__, part.close(), EACH_S) for part in parts))
+        await closed("the instance", self._scaling.close(), EACH_S)
+        await closed("the registration", self._registration.leave(), FAREWELL_S)
 
     def _holder_subjects(self) -> tuple[str, str]:
         worker_id = self._config.worker_id
@@ -259,24 +271,33 @@ class WorkerService:
         instance = self._scaling.instance
         if instance is not None and instance.state not in ("serving", "draining"):
             instance = None
-        if instance is not None:
-            if instance.state == "serving":
-                instance.drain()
-            await self._registration.confirmed(JOIN_TIMEOUT_S)
+        if instance is not None and instance.state == "serving":
+            instance.drain()
+        draining = asyncio.create_task(self._until_drained(instance))
         try:
-            async with asyncio.timeout(self._config.drain_timeout_s), asyncio.TaskGroup() as group:
-                group.create_task(self._host_copies.let_all_go())
-                if instance is not None:
-                    group.create_task(self._finish(instance))
-                    group.create_task(self._let_go(instance))
-        except TimeoutError:
-            log.warning(
-                "not done after %.0f s: %d requests continue elsewhere; copies that nobody took over are lost",
-                self._config.drain_timeout_s,
-                instance.num_requests if instance is not None else 0,
-            )
+            # Not a time-out around it: what swallows a cancellation must not make this wait for ever.
+            await asyncio.wait({draining}, timeout=self._config.drain_timeout_s)
+        finally:
+            draining.cancel()
+        if draining.done():
+            draining.result()
+            return
+        log.warning(
+            "not done after %.0f s: %d requests continue elsewhere; copies that nobody took over are lost",
+            self._config.drain_timeout_s,
+            instance.num_requests if instance is not None else 0,
+        )
+        if instance is not None:
+            await self._hand_back(instance)
+
+    async def _until_drained(self, instance: Instance | None) -> None:
+        if instance is not None:
+            await self._registration.confirmed(JOIN_TIMEOUT_S)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._host_copies.let_all_go())
             if instance is not None:
-                await self._hand_back(instance)
+                group.create_task(self._finish(instance))
+                group.create_task(self._let_go(instance))
 
     async def _finish(self, instance: Instance) -> None:
         await instance.idle()
@@ -291,7 +312,7 @@ class WorkerService:
             self._serving.on_output(StepOutput(tuple(loop.scheduler.take_ended())))
 
         with contextlib.suppress(BlitzError, TimeoutError):  # whoever is not told asks
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(HAND_BACK_S):
                 await asyncio.wrap_future(instance.engine.call(end))
                 await self._serving.flushed()
 

@@ -21,12 +21,12 @@ from shared.bus.answer import answer
 from shared.bus.base import M, R, Responder
 from shared.bus.nats_order import drain, end
 from shared.bus.wire import MalformedLog, check_size, error_headers
+from shared.ending import ANSWERS_S
 from shared.errors import PayloadTooLarge
 
 _log = logging.getLogger(__name__)
 
 SERVICE_VERSION = "1.0.0"
-_DRAIN_TIMEOUT_S = 10.0
 
 
 @dataclass
@@ -182,4 +182,4 @@ class RpcSubscription:
             if subscription is not None:
                 # Not the library's own stop: it would throw away requests that are here already.
                 await drain(self._client, subscription)
-        await self._rpc.drain(_DRAIN_TIMEOUT_S)
+        await self._rpc.drain(ANSWERS_S)

@@ -44,7 +44,7 @@ _IDLE_SLEEP_S = 0.1
 _SLEEP_SHARE = 1 / 8
 # UCX opens in 0.2 s; its last messages take microseconds to leave, unless a peer is dead.
 _START_TIMEOUT_S = 60.0
-_FAREWELL_S = 2.0
+_FAREWELL_S = 0.5
 _JOIN_TIMEOUT_S = 10.0
 
 
@@ -137,8 +137,8 @@ class UcxTransport:
     async def close(self) -> None:
         """Abort what is posted, disconnect, stop the thread.
 
-        Takes at most 2 s for peers that do not answer. Raises ``TransportError`` when UCX itself hangs: then, and
-        only then, transfers may be left that never end, and the process should.
+        Takes at most half a second for peers that do not answer. Raises ``TransportError`` when UCX itself hangs:
+        then, and only then, transfers may be left that never end, and the process should.
         """
         self.post(self._stop)
         await asyncio.to_thread(self._thread.join, _JOIN_TIMEOUT_S)

@@ -1,0 +1,50 @@
+"""A gateway that is stopped ends, and so do the streams that outlast its drain."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+
+from services.gateway.http.app import GatewayApp
+from services.gateway.server import Server, listen
+from services.gateway.service import Gateway
+from shared.bus.memory import MemoryBroker
+from shared.process import Lifecycle
+from tests.services.gateway.checkpoint import model_record
+from tests.services.gateway.cluster import FakePool, FakeWorker, say
+from tests.services.gateway.conftest import CONFIG
+from tests.services.waiting import eventually
+
+
+async def test_what_does_not_finish_within_the_drain_ends_with_an_error_and_the_gateway_with_it(
+    checkpoint: Path,
+) -> None:
+    broker = MemoryBroker()
+    worker = FakeWorker(broker, "w0", script=say("hello world"))
+    worker.pause_after = 5
+    await worker.start()
+    await FakePool(broker, [model_record(checkpoint)], [worker]).start()
+    # A worker that says nothing is given up later than this.
+    gateway = Gateway(broker.bus("gateway"), replace(CONFIG, drain_timeout_s=0.3, stall_s=60.0, probe_s=60.0))
+    listener = listen("127.0.0.1", 0)
+    server = Server(GatewayApp(gateway), drain_timeout_s=60.0, limits=gateway.connection_limits(10))
+    lifecycle = Lifecycle()
+    serving = asyncio.create_task(gateway.serve(server, listener, lifecycle))
+    port = listener.getsockname()[1]
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+        await eventually(lambda: gateway.ready and server.started)
+        body = {"model": "tiny", "prompt": "a", "stream": True, "max_tokens": 64}
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.aiter_lines()
+            assert "h" in await anext(lines)
+            lifecycle.stopping.set()
+            rest = [line async for line in lines if line]
+        assert '"message":"the gateway is shutting down"' in rest[-2]
+        async with asyncio.timeout(10):
+            await serving
+    await eventually(lambda: worker.cancels)
+    await worker.stop()
+    listener.close()
