@@ -48,7 +48,7 @@ class Leader:
         """Wait until this process leads; False once it is ``stopping``."""
         while not stopping.is_set():
             if await self._ask():
-                log.info("leading, term %d", self.term)
+                log.info("leading, term %d, as %s", self.term, self._owner)
                 return True
             await self._pause(stopping, RETRY_S)
         return False

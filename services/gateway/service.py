@@ -31,6 +31,7 @@ from shared.messages.generation import GatewayHeartbeat, TokenBatch
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
 from shared.messages.registry import RouteChanges as RegistryChanges
 from shared.messages.registry import RouteTable
+from shared.outage import Outage
 from shared.process import Lifecycle
 from shared.registry import RegistryReader, RegistryView
 
@@ -101,6 +102,7 @@ class Gateway:
         )
         self.metrics.read_keys_from(self.api_keys.families)
         self._duplicated = asyncio.Event()
+        self._outage = Outage(log, "the registry answers again")
 
     @property
     def ready(self) -> bool:
@@ -258,9 +260,10 @@ class Gateway:
             try:
                 await self.refresh()
             except BlitzError as error:
-                log.warning("no snapshot of the registry: %s", error)
+                self._outage.failed("no snapshot of the registry: %s", error)
                 pause_s = 0.2 if not self.book.ready else REFRESH_EVERY_S
             else:
+                self._outage.worked()
                 pause_s = REFRESH_EVERY_S
             try:
                 async with asyncio.timeout(pause_s):

@@ -23,6 +23,7 @@ from shared.load_feed import subscribe_load
 from shared.messages.common import Role
 from shared.messages.load import Demand, LoadReport, QueueReport
 from shared.messages.registry import Floor, ModelRecord, RouteChanges, RouteTable, WorkerRecord
+from shared.outage import Outage
 from shared.registry import RegistryReader
 from shared.telemetry import tracer
 
@@ -83,6 +84,9 @@ class MonitorService:
         self._refresh = asyncio.Event()
         self._desired_gauge = Gauge("blitz_monitor_desired_instances", "Verdict", ["model"], registry=metrics)
         self._needed_gauge = Gauge("blitz_monitor_needed_instances", "Load in instances", ["model"], registry=metrics)
+        leads = Gauge("blitz_monitor_leads", "1 while this process leads", registry=metrics)
+        leads.set_function(lambda: self._leader.leads)
+        self._outage = Outage(log, "the pool answers again")
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Watch until ``stopping``; speak while this process leads. One that follows knows as much as the leader."""
@@ -140,9 +144,12 @@ class MonitorService:
         try:
             view = await self._registry.read(timeout_s=SNAPSHOT_TIMEOUT_S)
         except BlitzError as error:
-            level = logging.WARNING if self._models else logging.DEBUG
-            log.log(level, "no snapshot from the pool (%s): deciding on the last one", error)
+            if self._models:
+                self._outage.failed("no snapshot from the pool (%s): deciding on the last one", error)
+            else:
+                log.debug("no snapshot from the pool: %s", error)
             return
+        self._outage.worked()
         models = view.models
         for name in set(self._models) - set(models):
             del self._models[name]

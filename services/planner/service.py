@@ -13,7 +13,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from services.planner.core.explain import instances_of
 from services.planner.core.history import bounded_record, operations_under_way, plans_from, unpublished_leases
@@ -83,7 +83,9 @@ class PlannerService:
         self._bus = bus
         self.subscribed = asyncio.Event()
         """Set once demand and requests are heard, here or by a planner that leads."""
-        self._leader = Leader(bus, "planner")
+        self._leader = leader = Leader(bus, "planner")
+        leads = Gauge("blitz_planner_leads", "1 while this process leads", registry=metrics)
+        leads.set_function(lambda: leader.leads)
         self._led_term: int | None = None
         self._monitor_term = 0
         """The newest that was heard."""

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
 from services.pool.core.loads import LoadLimits
 from shared.bus.access import NatsAccess
-from shared.settings import Settings
+from shared.settings import Settings, SettingsError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class PoolConfig:
         return cls(
             nats_url=env.text("BLITZ_NATS_URL", default="nats://127.0.0.1:4222"),
             nats=NatsAccess.from_env(env),
-            redis_url=env.text("BLITZ_REDIS_URL", default="redis://127.0.0.1:6379/0"),
+            redis_url=_redis_url(env.text("BLITZ_REDIS_URL", default="redis://127.0.0.1:6379/0")),
             redis_password=env.secret("BLITZ_REDIS_PASSWORD"),
             lease_s=env.number("BLITZ_LEASE_S", default=2.0, minimum=0.2),
             seat=env.text("BLITZ_POOL_SEAT", default=""),
@@ -53,6 +56,16 @@ class PoolConfig:
             die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
             ready_fd=env.integer("BLITZ_READY_FD", default=0, minimum=0),
         )
+
+
+def _redis_url(url: str) -> str:
+    # What the URL asks for is looked at when a connection is made, which connects to nobody yet.
+    try:
+        Redis.from_url(url).connection_pool.make_connection()  # type: ignore[no-untyped-call]
+    except (ValueError, TypeError, RedisError) as error:
+        # Without the URL: it may hold the password.
+        raise SettingsError(f"BLITZ_REDIS_URL cannot be used: {error}", param="BLITZ_REDIS_URL") from None
+    return url
 
 
 def _roots(value: str) -> tuple[Path, ...]:

@@ -22,6 +22,7 @@ from services.pool.leading import LeadingPool, PoolMetrics
 from services.pool.store import Standing, Store
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict
+from shared.outage import Outage
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +57,13 @@ class PoolService:
         self._roots = model_roots
         self._loads = loads or LoadLimits()
         self._metrics = PoolMetrics(metrics)
-        self._owner = secrets.token_hex(8)
+        self._owner = f"pool-{secrets.token_hex(8)}"
         self._term = 0
         self._replaced = False
         """By a process with the same seat."""
+        self._seen_leader = ""
+        """The other process that was said to lead, last."""
+        self._outage = Outage(log, "Redis answers again")
         self.ready = asyncio.Event()
         """Set once this process leads and answers, or another does."""
         store.fence(self._owner)
@@ -76,6 +80,9 @@ class PoolService:
                         raise Conflict(f"another pool process was started with the seat {self._seat!r}")
                 else:
                     if standing is not None:
+                        if standing.leader != self._seen_leader:
+                            log.info("%s leads: waiting to take over", standing.leader)
+                            self._seen_leader = standing.leader
                         self.ready.set()
                     await self._pause(stopping)
         finally:
@@ -87,8 +94,9 @@ class PoolService:
         try:
             standing = await self._store.lead("pool", self._owner, self._lead_s, seat=self._seat, last_term=self._term)
         except RedisError as error:
-            log.warning("Redis does not answer (%s); leases stand still until it does", error)
+            self._outage.failed("Redis does not answer (%s); leases stand still until it does", error)
             return None
+        self._outage.worked()
         if standing.leads:
             self._term = standing.term
         return standing
@@ -104,7 +112,8 @@ class PoolService:
             loads=self._loads,
         )
         leading.leads_until_s = asked_s + self._lead_s
-        log.info("leading, term %d", standing.term)
+        log.info("leading, term %d, as %s%s", standing.term, self._owner, f" ({self._seat})" if self._seat else "")
+        self._seen_leader = ""
         try:
             await leading.open()
             self._metrics.leads.set(1)
@@ -134,7 +143,7 @@ class PoolService:
             leading.redis_is_away()
             return True
         if not standing.leads:
-            log.warning("pool %s leads now, with term %d", standing.leader, standing.term)
+            log.warning("%s leads now, with term %d", standing.leader, standing.term)
             self._replaced = standing.same_seat
             return False
         if standing.terms_lost:

@@ -106,6 +106,8 @@ class Store:
             await cast(Any, self._redis.ping())
         except RedisError as error:
             if isinstance(error, AuthenticationError) or isinstance(error.__cause__, AuthenticationError):
+                if self._redis.connection_pool.connection_kwargs.get("password") is None:
+                    raise NotPermitted("Redis wants a password: set BLITZ_REDIS_PASSWORD_FILE") from error
                 raise NotPermitted(f"Redis refuses the password (BLITZ_REDIS_PASSWORD_FILE): {error}") from error
 
     async def heartbeat(self, report: WorkerHeartbeat, lease_s: float) -> bool:

@@ -23,6 +23,7 @@ from shared.messages.registry import (
     WorkerHeartbeat,
     WorkerInfo,
 )
+from shared.outage import Outage
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Registration:
         self.registered = asyncio.Event()
         self._leaving = False
         self._stopping = False
+        self._outage = Outage(log, "the pool takes our reports again")
 
     def changed(self) -> None:
         """The state changed: report now."""
@@ -159,12 +161,12 @@ class Registration:
             # Not this process's to repair: it ends.
             raise
         except BlitzError as error:
-            log.log(
-                logging.WARNING if self.registered.is_set() else logging.DEBUG,
-                "the pool did not take our report: %s",
-                error,
-            )
+            if self.registered.is_set():
+                self._outage.failed("the pool did not take our report: %s", error)
+            else:
+                log.debug("the pool did not take our report: %s", error)
             return False
+        self._outage.worked()
         if not self.registered.is_set():
             log.info("registered with the pool")
         self.registered.set()

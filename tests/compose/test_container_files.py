@@ -206,3 +206,14 @@ def test_a_pools_seat_is_its_containers() -> None:
     [shell, option, command] = compose_file()["services"]["pool"]["entrypoint"]
     assert (shell, option) == ("/bin/sh", "-c")
     assert command == 'BLITZ_POOL_SEAT="$$HOSTNAME" exec python -m services.pool'
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/operations.md", "compose/docker-compose.yml"])
+def test_the_steps_that_are_told_set_every_required_variable(page: str) -> None:
+    required = set(re.findall(r"\$\{(BLITZ_\w+):\?", (ROOT / "compose" / "docker-compose.yml").read_text()))
+    assert required
+    (steps,) = re.findall(
+        r"^#? *export BLITZ_MODELS=.*?docker compose .* up ", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert {name for name in required if f"{name}=" not in steps} == set()
+    assert 'blitzscale credentials "$BLITZ_CREDENTIALS"' in steps

@@ -121,6 +121,19 @@ async def test_an_unmet_demand_is_repeated_until_it_is_met(rig: Rig) -> None:
     assert rig.gauge() == 2
 
 
+async def test_whether_it_leads_is_a_metric_and_a_silent_pool_is_said_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="services.monitor.service")
+    await rig.show(model())
+    await eventually(lambda: rig.metrics.get_sample_value("blitz_monitor_leads") == 1)
+    rig.pool.errors["snapshot"] = [Unavailable("Redis is away")] * 5
+    await eventually(lambda: "the pool answers again" in caplog.text)
+    assert caplog.text.count("deciding on the last one") == 1
+    rig.pool.leader = "another"
+    await eventually(lambda: rig.metrics.get_sample_value("blitz_monitor_leads") == 0, timeout_s=10.0)
+
+
 async def test_a_lost_instance_is_asked_for_again(rig: Rig) -> None:
     await rig.show(model(min_instances=2), serving=2)
     await rig.quiet()

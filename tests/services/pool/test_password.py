@@ -32,10 +32,12 @@ async def test_a_password_in_the_url_wins(guarded: Server) -> None:
     await store.close()
 
 
-@pytest.mark.parametrize("password", [None, "wrong"])
-async def test_a_refused_password_is_an_error_of_its_own(guarded: Server, password: str | None) -> None:
+@pytest.mark.parametrize(
+    ("password", "said"), [(None, "Redis wants a password: set BLITZ_REDIS_PASSWORD_FILE"), ("wrong", "Redis refuses")]
+)
+async def test_a_refused_password_is_an_error_of_its_own(guarded: Server, password: str | None, said: str) -> None:
     store = Store.connect(guarded.url, password)
-    with pytest.raises(NotPermitted, match="Redis refuses the password") as caught:
+    with pytest.raises(NotPermitted, match=said) as caught:
         await store.check_password()
     assert "wrong " not in caught.value.message
     await store.close()

@@ -92,11 +92,16 @@ async def pools(redis_url: str) -> AsyncIterator[Pools]:
     await redis.aclose()
 
 
-async def test_a_standby_answers_nothing_and_takes_over_what_was_registered(pools: Pools) -> None:
+async def test_a_standby_answers_nothing_and_takes_over_what_was_registered(
+    pools: Pools, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="services.pool.service")
     first = pools.start("pool-a")
     await first.service.ready.wait()
     second = pools.start("pool-b")
     await second.service.ready.wait()
+    (led,) = [message for message in caplog.messages if message.startswith("leading, term ")]
+    assert f"{led.rpartition(' ')[2]} leads: waiting to take over" in caplog.messages, "the log tells who it is"
     await give(pools.ask, model("m"))
     await pools.ask("set_floor", SetFloor(model="m", instances=2, hold_s=60.0), Ack)
     await pools.ask("heartbeat", heartbeat("w0", model("m"), "serving"), HeartbeatAck)

@@ -42,6 +42,16 @@ async def test_refused_reports_are_repeated_soon(alone: LoneWorker) -> None:
     assert alone.pool.errors["heartbeat"] == []
 
 
+async def test_a_pool_that_is_away_is_said_once_and_that_it_is_back(
+    alone: LoneWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="services.worker.registration")
+    alone.pool.ack = HeartbeatAck(lease_s=0.1)
+    alone.pool.errors["heartbeat"] = [Unavailable("Redis is away")] * 5
+    await eventually(lambda: "the pool takes our reports again" in caplog.text, timeout_s=10.0)
+    assert caplog.text.count("the pool did not take our report: Redis is away") == 1
+
+
 async def test_a_registry_that_lost_the_model_gets_it_back(alone: LoneWorker) -> None:
     alone.pool.ack = HeartbeatAck(lease_s=0.6, wants_model=True)
     known = len(alone.pool.heartbeats)
