@@ -45,6 +45,7 @@ class Dispatcher:
         metrics: GatewayMetrics,
         *,
         gateway_id: str,
+        incarnation: str = "",
         max_queued_requests: int,
         queue_timeout_s: float,
         submit_timeout_s: float,
@@ -85,6 +86,7 @@ class Dispatcher:
             clock,
             on_accepted=self.router.accepted,
             gateway_id=gateway_id,
+            incarnation=incarnation,
             timeout_s=submit_timeout_s,
         )
         self._next_check_s = -math.inf

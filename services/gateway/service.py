@@ -70,11 +70,13 @@ class Gateway:
             on_cut=self.metrics.count_cut,
         )
         self.load_board = LoadBoard()
+        self._incarnation = incarnation or new_incarnation()
         self.dispatcher = Dispatcher(
             bus,
             self.book,
             self.metrics,
             gateway_id=config.gateway_id,
+            incarnation=self._incarnation,
             max_queued_requests=config.max_queued_requests,
             queue_timeout_s=config.queue_timeout_s,
             submit_timeout_s=config.submit_timeout_s,
@@ -96,7 +98,6 @@ class Gateway:
         self._spoke: dict[str, tuple[int, bool]] = {}
         """By model: requests that had arrived when it was last reported, and whether it had something to say."""
         self._stale = asyncio.Event()
-        self._incarnation = incarnation or new_incarnation()
         self.api_keys = ApiKeys(
             config.api_keys, config.keys_file, gateway_id=config.gateway_id, incarnation=self._incarnation
         )

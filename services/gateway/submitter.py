@@ -29,6 +29,7 @@ class Submitter:
         *,
         on_accepted: Callable[[str], None],
         gateway_id: str,
+        incarnation: str,
         timeout_s: float,
     ) -> None:
         self._bus = bus
@@ -38,6 +39,7 @@ class Submitter:
         self._clock = clock
         self._on_accepted = on_accepted
         self._gateway_id = gateway_id
+        self._incarnation = incarnation
         self._timeout_s = timeout_s
 
     def submit(self, request: ActiveRequest, route: Route, decode: Route | None = None) -> None:
@@ -65,6 +67,7 @@ class Submitter:
             arrived_at_s=stream.arrived_at_s,
             decode_at=stream.decode_at,
             alone_tokens=stream.alone_tokens,
+            gateway_incarnation=self._incarnation,
         )
         try:
             await self._bus.request(subjects.worker_submit(worker_id), message, Ack, timeout_s=self._timeout_s)

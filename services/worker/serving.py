@@ -7,9 +7,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
+from services.worker.core.gateways import Gateways, Gone
 from services.worker.core.output import TokenOutput
 from services.worker.core.sequence import Sequence
 from services.worker.engine.loop import StepOutput
@@ -42,12 +42,6 @@ RESEND_LOGPROBS = 500
 """The same with 20 alternatives each."""
 
 
-@dataclass(slots=True)
-class _Gateway:
-    heard_at_s: float
-    lease_s: float
-
-
 class Cooperation(Protocol):
     """What those who share requests with other instances want to know of them."""
 
@@ -57,8 +51,8 @@ class Cooperation(Protocol):
     def cancel(self, request_id: str, attempt: int) -> None:
         """Nobody waits for a request any more."""
 
-    def cancel_gateway(self, gateway_id: str) -> None:
-        """Nor for any of that gateway's."""
+    def cancel_gateway(self, gone: Gone) -> None:
+        """Nor for any of those gateways'."""
 
 
 class Serving:
@@ -71,7 +65,7 @@ class Serving:
         self._loop = asyncio.get_running_loop()
         self._streams = Streams()
         self.spans = RequestSpans(worker_id)
-        self._gateways: dict[str, _Gateway] = {}
+        self._gateways = Gateways()
         self._steps: deque[StepOutput] = deque()
         self._stepped = asyncio.Event()
         self._publishing = False
@@ -137,11 +131,11 @@ class Serving:
         if self._moved.owner_of(key) is not None:
             return Ack()  # the submit was repeated: it runs elsewhere by now
         older = self._streams.attempt_of(request.request_id)
-        if not self._streams.open(*key, request.gateway_id, offset):
+        if not self._streams.open(*key, request.gateway_id, offset, incarnation=request.gateway_incarnation):
             return Ack()  # the submit was repeated: it runs already
         if older is not None:
             self._give_up(instance, request.request_id, older)
-        self._gateways.setdefault(request.gateway_id, _Gateway(time.monotonic(), 30.0))
+        self._free(self._gateways.spoke(request.gateway_id, request.gateway_incarnation, time.monotonic()))
         self.spans.open(request, "worker.request")
         try:
             await asyncio.wrap_future(instance.engine.submit(sequence))
@@ -208,8 +202,10 @@ class Serving:
         """Another worker's requests, of which this one computes layers; they may become its own."""
         now_s = time.monotonic()
         for request in requests:
-            self._streams.open(request.request_id, request.attempt, request.gateway_id, len(request.output_token_ids))
-            self._gateways.setdefault(request.gateway_id, _Gateway(now_s, 30.0))
+            gateway = request.gateway_id, request.gateway_incarnation
+            key, offset = (request.request_id, request.attempt), len(request.output_token_ids)
+            self._streams.open(*key, gateway[0], offset, incarnation=gateway[1])
+            self._free(self._gateways.spoke(*gateway, now_s))
 
     def supersede(self, request: Submit, instance: Instance) -> None:
         """Another worker's request is about to be hosted: earlier attempts at it are given up. Raises ``Conflict`` for
@@ -241,8 +237,9 @@ class Serving:
             self.spans.moved(sequence.key, worker_id)
 
     def on_gateway(self, heartbeat: GatewayHeartbeat) -> None:
-        """A gateway lives."""
-        self._gateways[heartbeat.gateway_id] = _Gateway(time.monotonic(), heartbeat.lease_s)
+        """A gateway lives; the processes that it replaced do not."""
+        process = heartbeat.gateway_id, heartbeat.incarnation
+        self._free(self._gateways.beat(*process, heartbeat.lease_s, time.monotonic()))
 
     def expire(self) -> None:
         """Free the requests of gateways that are silent for a lease. Their silence counts only
@@ -253,17 +250,22 @@ class Serving:
         connected_since_s = self._bus.connected_since_s
         if connected_since_s is None:
             return
-        connected_s = time.monotonic() - connected_since_s
-        for gateway_id, gateway in list(self._gateways.items()):
-            if connected_s > gateway.lease_s and now_s - gateway.heard_at_s > gateway.lease_s:
-                log.warning("gateway %s is silent for %.1f s: its requests are freed", gateway_id, gateway.lease_s)
-                del self._gateways[gateway_id]
-                self._streams.forget_gateway(gateway_id)
-                instance = self._instance()
-                if instance is not None:
-                    instance.engine.cancel_gateway(gateway_id)
-                for cooperation in self.cooperations:
-                    cooperation.cancel_gateway(gateway_id)
+        for gone, lease_s in self._gateways.silent(now_s, now_s - connected_since_s):
+            log.warning("gateway %s is silent for %.1f s: its requests are freed", gone.gateway_id, lease_s)
+            self._free(gone)
+
+    def _free(self, gone: Gone | None) -> None:
+        """End the requests of gateways that are gone."""
+        if gone is None:
+            return
+        if gone.earlier:
+            log.info("gateway %s was started again: what it had asked for before is freed", gone.gateway_id)
+        self._streams.forget_gateway(gone)
+        instance = self._instance()
+        if instance is not None:
+            instance.engine.cancel_gateway(gone)
+        for cooperation in self.cooperations:
+            cooperation.cancel_gateway(gone)
 
 
 def _pages(part: StreamPart) -> Iterator[StreamPart]:

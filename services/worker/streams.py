@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from services.worker.core.gateways import Gone
 from services.worker.core.output import TokenOutput
 from shared.errors import NotFound
 from shared.messages.common import ErrorInfo
@@ -21,6 +22,7 @@ TERMINAL_TTL_S = 60.0
 @dataclass(slots=True)
 class _Stream:
     gateway_id: str
+    gateway_incarnation: str
     attempt: int
     start: int
     """Offset of the first kept token."""
@@ -38,12 +40,13 @@ class Streams:
     def __init__(self) -> None:
         self._streams: dict[str, _Stream] = {}
 
-    def open(self, request_id: str, attempt: int, gateway_id: str, offset: int) -> bool:
-        """A request was accepted; False if this very attempt is known already (a repeated submit)."""
+    def open(self, request_id: str, attempt: int, gateway_id: str, offset: int, *, incarnation: str = "") -> bool:
+        """A request was accepted; False if this very attempt is known already (a repeated submit). ``incarnation``: of
+        the gateway."""
         known = self._streams.get(request_id)
         if known is not None and known.attempt >= attempt:
             return False
-        self._streams[request_id] = _Stream(gateway_id, attempt, offset)
+        self._streams[request_id] = _Stream(gateway_id, incarnation, attempt, offset)
         return True
 
     def attempt_of(self, request_id: str) -> int | None:
@@ -110,9 +113,11 @@ class Streams:
         if stream is not None and stream.attempt <= attempt:
             del self._streams[request_id]
 
-    def forget_gateway(self, gateway_id: str) -> None:
-        """A gateway died."""
-        self._streams = {k: v for k, v in self._streams.items() if v.gateway_id != gateway_id}
+    def forget_gateway(self, gone: Gone) -> None:
+        """Gateways died."""
+        self._streams = {
+            key: s for key, s in self._streams.items() if not gone.had(s.gateway_id, s.gateway_incarnation)
+        }
 
     def expire(self, now_s: float) -> None:
         """Forget streams that ended long ago without an acknowledgement."""

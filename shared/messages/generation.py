@@ -59,6 +59,8 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit.v1"):
     """Unix time at which the gateway accepted the request."""
     decode_at: DecodePlace | None = None
     """Who decodes it once a prefill instance has computed its prompt. None: whoever computes the prompt."""
+    gateway_incarnation: str = ""
+    """Which process of that gateway waits for it, as in ``GatewayHeartbeat``. Empty: a gateway of 0.1."""
     alone_tokens: int = 0
     """Until this attempt has brought so many tokens, the request is computed in steps of its own, and the worker says
     before and after each that it is (``StreamPart.computing``): workers died that computed it with others."""

@@ -37,9 +37,10 @@ def expected_tokens(count: int, prompt: tuple[int, ...] = PROMPT) -> tuple[int, 
 class FakeGateway:
     """Keeps every part that arrived, in order, by (request, attempt)."""
 
-    def __init__(self, broker: MemoryBroker, gateway_id: str = "gw") -> None:
-        self.bus = broker.bus(f"gateway-{gateway_id}")
+    def __init__(self, broker: MemoryBroker, gateway_id: str = "gw", incarnation: str = "") -> None:
+        self.bus = broker.bus(f"gateway-{gateway_id}{incarnation}")
         self.gateway_id = gateway_id
+        self.incarnation = incarnation
         self.parts: dict[tuple[str, int], list[StreamPart]] = {}
         self.batches: list[TokenBatch] = []
         self._arrived = asyncio.Event()
@@ -78,6 +79,7 @@ class FakeGateway:
             output_token_ids=output,
             decode_at=decode_at,
             alone_tokens=alone_tokens,
+            gateway_incarnation=self.incarnation,
         )
         return await self.bus.request(subjects.worker_submit(worker_id), request, Ack, timeout_s=RPC_TIMEOUT_S)
 
@@ -93,7 +95,7 @@ class FakeGateway:
         await self.bus.publish(subjects.worker_ack(worker_id), AckTerminal(streams=streams))
 
     async def beat(self, lease_s: float) -> None:
-        message = GatewayHeartbeat(gateway_id=self.gateway_id, lease_s=lease_s)
+        message = GatewayHeartbeat(gateway_id=self.gateway_id, lease_s=lease_s, incarnation=self.incarnation)
         await self.bus.publish(subjects.gateway_heartbeat(), message)
 
     async def tokens_arrived(self, request_id: str, count: int, *, attempt: int = 1) -> None:

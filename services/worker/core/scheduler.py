@@ -25,6 +25,7 @@ from collections.abc import Sequence as Rows
 from types import MappingProxyType
 
 from services.worker.core.blocks import BlockPool
+from services.worker.core.gateways import Gone
 from services.worker.core.output import TokenOutput
 from services.worker.core.schedule import (
     Queued,
@@ -119,11 +120,11 @@ class Scheduler:
             self._end([sequence], "cancelled")
         return sequence
 
-    def cancel_gateway(self, gateway_id: str) -> list[Sequence]:
-        """Cancel every request of a gateway that is gone."""
-        gone = [s for s in self._by_key.values() if s.gateway_id == gateway_id]
-        self._end(gone, "cancelled")
-        return gone
+    def cancel_gateway(self, gone: Gone) -> list[Sequence]:
+        """Cancel every request of gateways that are gone."""
+        theirs = [s for s in self._by_key.values() if gone.had(s.gateway_id, s.gateway_incarnation)]
+        self._end(theirs, "cancelled")
+        return theirs
 
     def abort_all(self, error: ErrorInfo) -> list[Sequence]:
         """End every request with an error."""

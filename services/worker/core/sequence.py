@@ -37,6 +37,7 @@ class Sequence:
         "finished",
         "first_scheduled_s",
         "gateway_id",
+        "gateway_incarnation",
         "held",
         "id",
         "num_computed",
@@ -62,10 +63,12 @@ class Sequence:
         arrived_s: float | None = None,
         decode_at: DecodePlace | None = None,
         alone_tokens: int = 0,
+        gateway_incarnation: str = "",
     ) -> None:
         self.request_id = request_id
         self.attempt = attempt
         self.gateway_id = gateway_id
+        self.gateway_incarnation = gateway_incarnation
         self.prompt = tuple(prompt)
         self.params = params
         self.eos_token_ids = tuple(eos_token_ids)
@@ -173,6 +176,7 @@ def sequence_of(request: Submit, eos_token_ids: Iterable[int], arrived_s: float 
         arrived_s=arrived_s,
         decode_at=request.decode_at,
         alone_tokens=request.alone_tokens,
+        gateway_incarnation=request.gateway_incarnation,
     )
 
 
@@ -188,4 +192,5 @@ def submit_of(sequence: Sequence, instance_id: str, model: str) -> Submit:
         sampling=sequence.params,
         output_token_ids=tuple(sequence.output),
         decode_at=sequence.decode_at,
+        gateway_incarnation=sequence.gateway_incarnation,
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 from weakref import WeakValueDictionary
 
+from services.worker.core.gateways import Gone
 from services.worker.disaggregated.arrival import Arrival
 from services.worker.disaggregated.staging import Staging
 from services.worker.engine.base import Sampled
@@ -219,9 +220,10 @@ class Arrivals:
         """Nobody waits for a request any more."""
         self._let_go([(request_id, attempt)])
 
-    def cancel_gateway(self, gateway_id: str) -> None:
-        """Nor for any of that gateway's."""
-        self._let_go(key for key, a in self._arrivals.items() if a.sequence.gateway_id == gateway_id)
+    def cancel_gateway(self, gone: Gone) -> None:
+        """Nor for any of those gateways'."""
+        theirs = ((key, arrival.sequence) for key, arrival in self._arrivals.items())
+        self._let_go(key for key, s in theirs if gone.had(s.gateway_id, s.gateway_incarnation))
 
     def expire(self) -> None:
         """Drop room that was not renewed. Silence counts only while our own connection has been up."""

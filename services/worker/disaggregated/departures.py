@@ -18,6 +18,7 @@ import numpy as np
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter
 
+from services.worker.core.gateways import Gone
 from services.worker.core.schedule import SampledToken
 from services.worker.core.sequence import Sequence
 from services.worker.disaggregated.line import Line, Unknown
@@ -122,10 +123,10 @@ class Departures:
         if shipment is not None:
             shipment.unwanted()
 
-    def cancel_gateway(self, gateway_id: str) -> None:
-        """Nor for any of that gateway's."""
+    def cancel_gateway(self, gone: Gone) -> None:
+        """Nor for any of those gateways'."""
         for shipment in self._shipments.values():
-            if shipment.sequence.gateway_id == gateway_id:
+            if gone.had(shipment.sequence.gateway_id, shipment.sequence.gateway_incarnation):
                 shipment.unwanted()
 
     # --- one request -------------------------------------------------------------------------

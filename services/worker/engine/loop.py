@@ -12,6 +12,7 @@ from collections.abc import Sequence as Slices
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from services.worker.core.gateways import Gone
 from services.worker.core.lending import LendingScheduler
 from services.worker.core.output import TokenOutput
 from services.worker.core.scheduler import (
@@ -151,9 +152,9 @@ class EngineLoop:
         """End a request as cancelled and free its blocks; False if it is not here."""
         return self.scheduler.cancel(request_id, attempt) is not None
 
-    def cancel_gateway(self, gateway_id: str) -> int:
-        """Cancel a gateway's requests; returns how many there were."""
-        return len(self.scheduler.cancel_gateway(gateway_id))
+    def cancel_gateway(self, gone: Gone) -> int:
+        """Cancel the requests of gateways that are gone; returns how many there were."""
+        return len(self.scheduler.cancel_gateway(gone))
 
     def abort_all(self, error: BlitzError) -> int:
         """End every request with ``error``; returns how many there were."""

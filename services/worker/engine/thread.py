@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
+from services.worker.core.gateways import Gone
 from services.worker.core.sequence import Sequence
 from services.worker.engine.loop import EngineLoop, LoopStats, StepOutput
 from shared.errors import BlitzError, EngineBroken, Unavailable
@@ -77,9 +78,9 @@ class EngineThread:
         """Cancel a request; False if it is not here. Its blocks are free when the future is done."""
         return self.call(lambda loop: loop.cancel(request_id, attempt))
 
-    def cancel_gateway(self, gateway_id: str) -> Future[int]:
-        """Cancel a gateway's requests; the number of them."""
-        return self.call(lambda loop: loop.cancel_gateway(gateway_id))
+    def cancel_gateway(self, gone: Gone) -> Future[int]:
+        """Cancel the requests of gateways that are gone; the number of them."""
+        return self.call(lambda loop: loop.cancel_gateway(gone))
 
     def stop(self, error: BlitzError | None = None) -> None:
         """End the thread after the step in progress; requests still here end with ``error`` (``Unavailable``).

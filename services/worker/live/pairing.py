@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from services.worker.core.gateways import Gone
 from services.worker.instance import Instance
 from services.worker.live.source import LiveSource
 from services.worker.live.source_side import SourceSide
@@ -126,9 +127,9 @@ class Pairing:
         self._as_target.cancel(request_id, attempt)
         self._as_source.cancel(request_id, attempt)
 
-    def cancel_gateway(self, gateway_id: str) -> None:
-        """A gateway is gone. The other member notices by itself."""
-        self._as_target.cancel_gateway(gateway_id)
+    def cancel_gateway(self, gone: Gone) -> None:
+        """Gateways are gone. The other member notices by itself."""
+        self._as_target.cancel_gateway(gone)
 
     async def close(self) -> None:
         """Leave both pairs and wait for what runs."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from services.worker.core.gateways import Gone
 from services.worker.core.pair import PairLife, PairState
 from services.worker.engine.loop import EngineLoop
 from services.worker.instance import Instance
@@ -192,11 +193,11 @@ class LiveTarget:
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Nobody waits for a request any more."""
-        self._spawn(self._batches.cancel(lambda request, number, _: (request, number) == (request_id, attempt)))
+        self._spawn(self._batches.cancel(lambda sequence: sequence.key == (request_id, attempt)))
 
-    def cancel_gateway(self, gateway_id: str) -> None:
-        """A gateway is gone."""
-        self._spawn(self._batches.cancel(lambda _, __, gateway: gateway == gateway_id))
+    def cancel_gateway(self, gone: Gone) -> None:
+        """Gateways are gone."""
+        self._spawn(self._batches.cancel(lambda s: gone.had(s.gateway_id, s.gateway_incarnation)))
 
     # --- inside ------------------------------------------------------------------------------
 

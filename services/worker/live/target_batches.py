@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 
+from services.worker.core.sequence import Sequence
 from services.worker.engine.loop import EngineLoop
 from services.worker.instance import Instance
 from services.worker.live.batch import PromptBatch
@@ -139,11 +140,11 @@ class TargetBatches:
                 self._serving.unhost(batch.sequences)
         self.look_again()
 
-    async def cancel(self, is_gone: Callable[[str, int, str], bool]) -> None:
-        """Nobody waits any more for the requests of which ``is_gone(request_id, attempt, gateway_id)`` says so."""
+    async def cancel(self, is_gone: Callable[[Sequence], bool]) -> None:
+        """Nobody waits any more for the requests of which ``is_gone`` says so."""
         with self._work.lock:
             batches = {id(b): b for b in (*self.borrowed.values(), *(h.batch for h in self._work.held.values()))}
-        gone = [(b, s) for b in batches.values() for s in b.sequences if is_gone(*s.key, s.gateway_id)]
+        gone = [(b, s) for b in batches.values() for s in b.sequences if is_gone(s)]
         if not gone:
             return
 

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from services.worker.core.gateways import Gone
 from services.worker.instance import Instance
 from services.worker.live.target import LiveTarget
 from services.worker.live.tensors import Tensors
@@ -165,10 +166,10 @@ class TargetSide:
         if self.target is not None:
             self.target.cancel(request_id, attempt)
 
-    def cancel_gateway(self, gateway_id: str) -> None:
-        """A gateway is gone."""
+    def cancel_gateway(self, gone: Gone) -> None:
+        """Gateways are gone."""
         if self.target is not None:
-            self.target.cancel_gateway(gateway_id)
+            self.target.cancel_gateway(gone)
 
     async def close(self) -> None:
         """Leave the pair and wait for what runs."""

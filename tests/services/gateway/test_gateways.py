@@ -8,6 +8,7 @@ from msgspec import structs
 
 from shared import subjects
 from shared.errors import Overloaded
+from shared.messages.generation import GatewayHeartbeat
 from tests.services.gateway.cluster import say
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.core.routing import load_report
@@ -52,3 +53,12 @@ async def test_refusals_are_counted_and_asked_for_less_and_less_often(stack: Sta
     assert await answer == "x"
     assert (await scrape(stack))['blitz_gateway_refusals_total{model_name="tiny"}'] == 5
     assert load.refusals == 0
+
+
+async def test_requests_say_which_process_of_the_gateway_waits_for_them(stack: Stack) -> None:
+    beats: list[GatewayHeartbeat] = []
+    await stack.broker.bus("listener").subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, beats.append)
+    assert await collect(stack) == "hello"
+    await stack.until(lambda: beats)
+    [submit] = stack.workers[0].submits
+    assert submit.gateway_incarnation == beats[0].incarnation != ""

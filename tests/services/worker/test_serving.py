@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from services.worker.core.gateways import Gone
 from services.worker.core.sequence import Sequence, sequence_of
 from services.worker.engine.mock import MockTiming
 from services.worker.serving import Serving
@@ -313,8 +314,8 @@ class Partner:
     def cancel(self, request_id: str, attempt: int) -> None:
         self.told.append(("cancel", request_id, str(attempt)))
 
-    def cancel_gateway(self, gateway_id: str) -> None:
-        self.told.append(("cancel_gateway", gateway_id))
+    def cancel_gateway(self, gone: Gone) -> None:
+        self.told.append(("cancel_gateway", gone.gateway_id))
 
 
 def serving_of(alone: LoneWorker) -> Serving:

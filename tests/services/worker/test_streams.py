@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from services.worker.core.gateways import Gone
 from services.worker.core.output import TokenOutput
 from services.worker.streams import TERMINAL_TTL_S, Streams
 from shared.errors import NotFound
@@ -84,6 +85,6 @@ def test_ended_streams_are_forgotten_after_a_while_and_running_ones_never(stream
 
 def test_a_dead_gateways_streams_go_together(streams: Streams) -> None:
     streams.open("other", 1, "gw2", 0)
-    streams.forget_gateway("gw")
+    streams.forget_gateway(Gone("gw"))
     assert "r" not in streams
     assert "other" in streams

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from services.worker.core.gateways import Gone
 from services.worker.core.lending import LendingScheduler as Scheduler
 from services.worker.core.output import TokenOutput
 from services.worker.core.schedule import ScheduledBatch
@@ -145,7 +146,7 @@ def test_a_gateways_lent_requests_end_with_it() -> None:
     scheduler = lending(request("a", gateway="x"), request("b"), request("c", gateway="x"))
     held, *_ = scheduler.lend()
     scheduler.reserve([held])
-    assert sorted(names(scheduler.cancel_gateway("x"))) == ["a", "c"]
+    assert sorted(names(scheduler.cancel_gateway(Gone("x")))) == ["a", "c"]
     assert scheduler.num_requests == 1
     scheduler.release([held])
     assert scheduler.pool.num_used == 0

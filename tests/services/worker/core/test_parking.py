@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from services.worker.core.gateways import Gone
 from services.worker.core.lending import LendingScheduler as Scheduler
 from services.worker.core.output import TokenOutput
 from services.worker.core.schedule import SampledToken, ScheduledBatch
@@ -177,7 +178,7 @@ def test_a_parked_request_ends_once_and_keeps_its_blocks_until_nobody_reads_them
         assert scheduler.cancel("a", 0) is a
         assert scheduler.cancel("a", 0) is None
     elif by == "gateway":
-        assert scheduler.cancel_gateway("gone") == [a]
+        assert scheduler.cancel_gateway(Gone("gone")) == [a]
     else:
         scheduler.abort([a], ERROR)
     assert names_of(scheduler.take_ended()) == ["a"]
@@ -432,7 +433,7 @@ class Parking(RuleBasedStateMachine):
     @rule(gateway=st.sampled_from(["g0", "g1"]), often=st.integers(0, 3))
     def cancel_gateway(self, gateway: str, often: int) -> None:
         if not often:
-            self.scheduler.cancel_gateway(gateway)
+            self.scheduler.cancel_gateway(Gone(gateway))
 
     @rule(often=st.integers(0, 9))
     def abort_all(self, often: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.core.gateways import Gone
 from services.worker.core.scheduler import Scheduler, SchedulerConfig
 from services.worker.core.sequence import Sequence
 from services.worker.engine.base import Sampled
@@ -150,7 +151,7 @@ def test_a_gateway_that_is_gone_takes_only_its_own_requests_with_it():
     scheduler = Scheduler(config())
     for name, gateway in (("a", "x"), ("b", "y"), ("c", "x")):
         scheduler.add(request(name, gateway=gateway))
-    assert [s.request_id for s in scheduler.cancel_gateway("x")] == ["a", "c"]
+    assert [s.request_id for s in scheduler.cancel_gateway(Gone("x"))] == ["a", "c"]
     scheduler.check()
     assert sizes(scheduler.schedule()) == [("b", 0, 5, True)]
 

@@ -116,13 +116,29 @@ async def test_room_of_a_gateway_that_is_silent_here_is_freed(
     reserved = await prefill.reserve(silent)
     await prefill.reserve(kept)
     serving = alone.worker.service._serving
-    serving._gateways["gone"].heard_at_s = float("-inf")
+    serving._gateways._lives["gone"][""].heard_at_s = float("-inf")
     monkeypatch.setattr(alone.worker.bus, "_connected_since_s", 0.0)
     serving.expire()
     await eventually(lambda: set(arrivals_of(alone)) == {("kept", 1)})
     with pytest.raises(Conflict):
         await prefill.renew(silent, reserved)
     await prefill.release(kept)
+
+
+async def test_room_for_a_gateway_process_that_was_replaced_is_freed(alone: LoneWorker, prefill: FakePrefill) -> None:
+    orphan = prefill.request("orphan", gateway_incarnation="1")
+    kept = [prefill.request("kept", gateway_incarnation="2"), prefill.request("of-0.1")]
+    reserved = await prefill.reserve(orphan)
+    alone.gateway.incarnation = "2"
+    await alone.gateway.beat(60.0)
+    for request in kept:
+        await prefill.reserve(request)
+    await alone.gateway.beat(60.0)
+    await eventually(lambda: set(arrivals_of(alone)) == {("kept", 1), ("of-0.1", 1)})
+    with pytest.raises(Conflict):
+        await prefill.renew(orphan, reserved)
+    for request in kept:
+        await prefill.release(request)
 
 
 async def test_a_cancel_frees_room_here_too(alone: LoneWorker, prefill: FakePrefill) -> None:

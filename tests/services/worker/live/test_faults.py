@@ -171,12 +171,18 @@ async def test_the_target_is_stopped(redis_url: str) -> None:
         await burst.clean()
 
 
-async def test_a_dead_gateways_requests_are_freed_at_both(redis_url: str) -> None:
+@pytest.mark.parametrize("next_process", ["", "2"])
+async def test_a_dead_gateways_requests_are_freed_at_both(redis_url: str, next_process: str) -> None:
     async with slow_cluster(redis_url) as cluster:
         burst = Burst(cluster)
+        cluster.gateway.incarnation = "1"
         await burst.start(delay_s=0.05)
         await burst.live_source()
-        await cluster.gateway.beat(0.2)
+        if next_process:
+            cluster.gateway.incarnation = next_process
+            await cluster.gateway.beat(60.0)
+        else:
+            await cluster.gateway.beat(0.2)
         await eventually(lambda: burst.source.serving.engine.loop.scheduler.num_requests == 0)
         await cluster.record(burst.plan_id)
         await burst.clean()

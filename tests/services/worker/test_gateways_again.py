@@ -1,0 +1,92 @@
+"""A gateway that was killed and comes back under its id: what it had asked for before is nobody's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from shared.errors import NotFound
+from tests.services.fake_gateway import FakeGateway, expected_tokens
+from tests.services.waiting import eventually
+from tests.services.worker.lone_worker import LoneWorker, lone_worker
+
+LEASE_S = 60.0
+"""Its silence would not be noticed in any of these tests."""
+
+
+@pytest.fixture
+async def alone() -> AsyncIterator[LoneWorker]:
+    async with lone_worker() as running:
+        yield running
+
+
+async def gateway(alone: LoneWorker, incarnation: str) -> FakeGateway:
+    """One process of the gateway ``gw``."""
+    process = FakeGateway(alone.broker, "gw", incarnation)
+    await process.start()
+    return process
+
+
+async def queued(alone: LoneWorker) -> int:
+    return (await alone.stats()).load.queued_requests
+
+
+async def test_its_heartbeat_ends_the_requests_of_the_process_before_and_no_others(alone: LoneWorker) -> None:
+    earlier, later, other = await gateway(alone, "1"), await gateway(alone, "2"), FakeGateway(alone.broker, "other")
+    await other.start()
+    instance_id = await alone.serve()
+    await alone.pause()
+    await earlier.beat(LEASE_S)
+    await earlier.submit("w0", instance_id, "orphan")
+    await other.submit("w0", instance_id, "others")
+    await alone.submit(instance_id, "of-0.1")  # of gw, which does not say of which process
+    await earlier.beat(LEASE_S)
+    assert await queued(alone) == 3
+    await later.beat(LEASE_S)
+    await eventually(lambda: alone.worker.serving.num_requests == 2)
+    await later.submit("w0", instance_id, "new")
+    await later.beat(LEASE_S)
+    alone.resume()
+    for requester, request_id in ((other, "others"), (alone.gateway, "of-0.1"), (later, "new")):
+        await requester.end_of(request_id)
+        assert requester.tokens(request_id) == expected_tokens(8)
+    with pytest.raises(NotFound):
+        await later.resend("w0", "orphan")
+    assert not [key for key in later.parts if key[0] == "orphan"]
+
+
+async def test_its_first_request_says_so_before_its_first_heartbeat(alone: LoneWorker) -> None:
+    earlier, later = await gateway(alone, "1"), await gateway(alone, "2")
+    instance_id = await alone.serve()
+    await alone.pause()
+    await earlier.submit("w0", instance_id, "orphan")
+    await later.submit("w0", instance_id, "new")
+    await eventually(lambda: alone.worker.serving.num_requests == 1)
+    alone.resume()
+    await later.end_of("new")
+
+
+async def test_a_request_of_the_dead_process_that_comes_late_ends_with_the_next_heartbeat(alone: LoneWorker) -> None:
+    earlier, later = await gateway(alone, "1"), await gateway(alone, "2")
+    instance_id = await alone.serve()
+    await alone.pause()
+    await later.beat(LEASE_S)
+    await earlier.submit("w0", instance_id, "late")
+    assert await queued(alone) == 1
+    await later.beat(LEASE_S)
+    await eventually(lambda: alone.worker.serving.num_requests == 0)
+
+
+async def test_a_gateway_of_0_1_that_comes_back_is_served_as_ever(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    await alone.pause()
+    await alone.gateway.beat(LEASE_S)
+    await alone.submit(instance_id, "r")
+    later = await gateway(alone, "2")
+    await later.beat(LEASE_S)
+    await asyncio.sleep(0.1)
+    assert await queued(alone) == 1
+    alone.resume()
+    await alone.gateway.end_of("r")
