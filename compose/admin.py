@@ -15,7 +15,8 @@ from shared.messages.common import LiveChoice, Role
 from shared.messages.scaling import ScaleRecord
 
 T = TypeVar("T")
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 20.0
+"""More than the gateway's own: it waits for a planner that leads."""
 _ADD_TIMEOUT_S = 660.0
 """Adding a model hashes its weights. Longer than the gateway waits for it, whose error says more."""
 

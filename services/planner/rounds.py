@@ -23,7 +23,7 @@ from services.planner.core.round_order import Asked, in_order
 from services.planner.scaler import RPC_TIMEOUT_S, Scaler, ScaleRequest, Step
 from shared import subjects
 from shared.bus.base import Bus
-from shared.errors import BlitzError, Conflict, Internal, NoResponder
+from shared.errors import BlitzError, Conflict, Internal, NoResponder, Unavailable
 from shared.leading import Leader
 from shared.messages.common import Role
 from shared.messages.registry import LeaseBatch, LeaseGrant, LeaseVerdict, LeaseVerdicts, LeaseWorkers
@@ -90,6 +90,7 @@ class Rounds:
     async def scale(self, request: ScaleRequest) -> Operation | None:
         """Decide on this, too, in the next round; its operation once published, None if nothing is to do. Raises
         ``BlitzError`` if nothing comes of it."""
+        self._leader.check()
         outcome: asyncio.Future[Operation | None] = asyncio.get_running_loop().create_future()
         waiting = _Waiting(request, otel_context.get_current(), outcome)
         self._by_hand.append(waiting)
@@ -112,7 +113,7 @@ class Rounds:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._demands.clear()
         for waiting in self._by_hand:
-            self._refuse(waiting, Conflict("the planner that was asked does not lead any more"))
+            self._refuse(waiting, Unavailable("the planner that was asked does not lead any more", retry_after_s=0.5))
         self._by_hand.clear()
 
     # --- a round -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from typing import Annotated, TypeVar
@@ -18,7 +19,8 @@ from services.gateway.http.pool import pool_json
 from services.gateway.http.status import status_json
 from services.gateway.service import Gateway
 from shared import subjects
-from shared.errors import BadRequest, BlitzError, InProgress
+from shared.errors import BadRequest, BlitzError, InProgress, NoResponder, Unavailable
+from shared.messages.codec import Message
 from shared.messages.common import Ack, LiveChoice, Role
 from shared.messages.registry import AddModel, ModelRecord, RemoveModel
 from shared.messages.scaling import (
@@ -31,6 +33,7 @@ from shared.messages.scaling import (
 )
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_WAIT_S = 600.0
@@ -41,6 +44,9 @@ DEFAULT_HOLD_S = 300.0
 ADD_TIMEOUT_S = 600.0
 """Registering reads every byte of a checkpoint, to hash it."""
 RPC_TIMEOUT_S = 10.0
+LEADER_WAIT_S = 6.0
+"""How long to wait for a planner that leads: the one before may just have died, or the pool that says who does."""
+LEADER_RETRY_S = 0.2
 REFUSED_TIMEOUT_S = 0.5
 """The status is shown without the planner's part where that does not answer."""
 
@@ -103,6 +109,18 @@ def admin_router(gateway: Gateway) -> APIRouter:
             except InProgress:
                 if time.monotonic() >= deadline_s:
                     raise
+
+    async def planner(verb: str, message: Message, kind: type[M], timeout_s: float = RPC_TIMEOUT_S) -> M:
+        """Ask the planner that leads, once there is one; one that does not lead has changed nothing."""
+        deadline_s = time.monotonic() + LEADER_WAIT_S
+        while True:
+            try:
+                return await bus.request(subjects.planner(verb), message, kind, timeout_s=timeout_s)
+            except Unavailable as error:
+                # Not what derives from them, as a lack of capacity.
+                if type(error) not in (Unavailable, NoResponder) or time.monotonic() >= deadline_s:
+                    raise
+                await asyncio.sleep(LEADER_RETRY_S)
 
     async def refused() -> tuple[RefusedLoad, ...]:
         """What the planner knows beside the registry; nothing while none leads."""
@@ -168,25 +186,21 @@ def admin_router(gateway: Gateway) -> APIRouter:
             live=body.live or "auto",
             role=body.role or "colocated",
         )
-        record = await bus.request(subjects.planner("scale"), message, ScaleRecord, timeout_s=RPC_TIMEOUT_S)
-        return _json(record)
+        return _json(await planner("scale", message, ScaleRecord))
 
     @router.get("/scale")
     async def list_scale_records(limit: str = "20") -> Response:
         """The newest scale operations."""
         if not limit.isdecimal() or not 1 <= int(limit) <= 1000:
             raise BadRequest(f"limit must be an integer from 1 to 1000, not {limit!r}", param="limit")
-        message = ListScaleRecords(limit=int(limit))
-        return _json(await bus.request(subjects.planner("records"), message, ScaleRecords, timeout_s=RPC_TIMEOUT_S))
+        return _json(await planner("records", ListScaleRecords(limit=int(limit)), ScaleRecords))
 
     @router.get("/scale/{plan_id}")
     async def get_scale_record(plan_id: str, wait_s: str = "0") -> Response:
         """One scale operation; with ``wait_s`` when it has ended, or after that long."""
         wait = _wait_s(wait_s)
         message = GetScaleRecord(plan_id=plan_id, wait_s=wait)
-        return _json(
-            await bus.request(subjects.planner("record"), message, ScaleRecord, timeout_s=wait + RPC_TIMEOUT_S)
-        )
+        return _json(await planner("record", message, ScaleRecord, wait + RPC_TIMEOUT_S))
 
     return router
 

@@ -10,7 +10,8 @@ import pytest
 from compose import admin as admin_client
 from services.gateway.http import admin
 from shared import subjects
-from shared.errors import PlanNotFound
+from shared.errors import PlanNotFound, Unavailable
+from shared.messages.codec import Message
 from shared.messages.load import LoadReport
 from shared.messages.registry import AddModel
 from shared.messages.scaling import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
@@ -189,7 +190,33 @@ async def test_admin_errors_are_typed(stack: Stack) -> None:
     assert (await stack.http.delete("/admin/models/none")).status_code == 404
 
 
-async def test_without_a_planner_scaling_is_unavailable(stack: Stack) -> None:
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/admin/models/tiny/scale"), ("GET", "/admin/scale"), ("GET", "/admin/scale/p1")]
+)
+async def test_what_is_asked_while_no_planner_leads_is_answered_by_the_next_one(
+    stack: Stack, method: str, path: str
+) -> None:
+    bus, asked = stack.broker.bus("planner"), asyncio.Event()
+
+    async def not_leading(message: Message) -> ScaleRecord:
+        asked.set()
+        raise Unavailable("this planner does not lead", retry_after_s=0.5)
+
+    kinds = {"scale": StartScale, "record": GetScaleRecord, "records": ListScaleRecords}
+    before = [await bus.respond(subjects.planner(verb), kind, not_leading) for verb, kind in kinds.items()]
+    body = {"instances": 1} if method == "POST" else None
+    asking = asyncio.create_task(stack.http.request(method, path, json=body))
+    async with asyncio.timeout(5):
+        await asked.wait()
+    for responder in before:
+        await responder.close()
+    await planner(stack)
+    response = await asking
+    assert response.status_code == 200, response.text
+
+
+async def test_without_a_planner_scaling_is_unavailable(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "LEADER_WAIT_S", 0.3)
     response = await stack.http.post("/admin/models/tiny/scale", json={"instances": 1})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "no_responder")
 
