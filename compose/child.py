@@ -44,6 +44,8 @@ class ChildSpec:
     """Where to have it forked from while that one lives; ``argv`` is ``python -m MODULE`` then."""
     probe: Probe | None = None
     """Answers True once it is ready. With neither, a process is ready when it has lived for a while."""
+    first_env: Mapping[str, str] = field(default_factory=dict)
+    """Beside ``env`` when it is started for the first time, not when it is started again."""
 
 
 def describe_exit(returncode: int) -> str:
@@ -105,7 +107,7 @@ class Child:
 
     async def start(self) -> None:
         """Start the process and keep it running. Raises ``OSError`` if it cannot be started at all."""
-        await self._spawn()
+        await self._spawn(self.spec.first_env)
         self._keeper = asyncio.create_task(self._keep(), name=f"keep-{self.name}")
 
     def signal(self, number: int) -> None:
@@ -145,10 +147,12 @@ class Child:
             self.state = "stopped"
         self.log.close()
 
-    async def _spawn(self) -> None:
+    async def _spawn(self, more_env: Mapping[str, str] | None = None) -> None:
         self._killed_on_purpose = self._ready = False
         pipe = ReadyPipe() if self.spec.tells_ready else None
-        env = dict(self.spec.env) | ({} if pipe is None else {READY_FD_VARIABLE: str(pipe.writing)})
+        env = {**self.spec.env, **(more_env or {})}
+        if pipe is not None:
+            env[READY_FD_VARIABLE] = str(pipe.writing)
         try:
             process = await self._fork(env, pipe)
             self._process = process if process is not None else await self._execute(env, pipe)

@@ -22,6 +22,7 @@ from shared.permissions import User
 
 CONTROL_PLANE = ("pool", "planner", "monitor")
 """Kinds of services without which nothing scales."""
+_SHARED_MODULES = ("shared.bus.nats", "shared.process", "shared.telemetry")
 _MARGIN_S = CLOSING_S + 0.5
 """Between the end of a service's own drain and the supervisor's SIGKILL."""
 
@@ -109,15 +110,22 @@ def _environment(
     }
 
 
-def service_spec(config: StackConfig, state: StateDir, addresses: Addresses, name: str) -> ChildSpec:
+def service_spec(
+    config: StackConfig, state: StateDir, addresses: Addresses, name: str, forks: ForkServer | None = None
+) -> ChildSpec:
     """One of the control plane's services, or a gateway. ``name``: one of ``service_names``."""
     kind, _, number = name.partition("-")
     index = int(number or 0)
     own: dict[str, str] = {}
+    first: dict[str, str] = {}
     grace_s = config.stop_grace_s
     if kind == "pool":
         # There is one process of this name at a time, so it need not wait for its dead predecessor's lease.
         own["BLITZ_POOL_SEAT"] = f"pool-{index}"
+        own["BLITZ_POOL_FIRST"] = "false"
+        if not index:
+            # No worker of this stack has been started before it.
+            first["BLITZ_POOL_FIRST"] = "true"
         own["BLITZ_REDIS_URL"] = addresses.redis_url
         own["BLITZ_REDIS_PASSWORD"] = ""
         own["BLITZ_REDIS_PASSWORD_FILE"] = str(state.credentials / credentials.REDIS_PASSWORD)
@@ -135,7 +143,7 @@ def service_spec(config: StackConfig, state: StateDir, addresses: Addresses, nam
         grace_s = config.drain_s + _MARGIN_S
     argv = (sys.executable, "-m", f"services.{kind}")
     env = _environment(config, state, addresses, name, own)
-    return ChildSpec(name, argv, env, grace_s, state.path, tells_ready=True)
+    return ChildSpec(name, argv, env, grace_s, state.path, tells_ready=True, forks=forks, first_env=first)
 
 
 def worker_spec(
@@ -170,8 +178,16 @@ def worker_forks(config: StackConfig, state: StateDir) -> ForkServer:
     """What all workers import, once: it is most of the work of their start, and most of their memory."""
     env = inherited_environment() | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(config.worker_threads)}
     engine = ("torch",) if config.engine == "torch" else ()
-    modules = (*engine, "services.worker.service", "services.worker.node.facts", "shared.telemetry", "shared.bus.nats")
+    modules = (*engine, "services.worker.service", "services.worker.node.facts", *_SHARED_MODULES)
     return ForkServer(modules, env | dict(config.env), state.path, state.logs / "fork-server.log")
+
+
+def service_forks(config: StackConfig, state: StateDir) -> ForkServer:
+    """The same for the control plane and the gateways."""
+    env = inherited_environment() | {"PYTHONUNBUFFERED": "1"}
+    own = [f"services.{kind}.{part}" for kind in (*CONTROL_PLANE, "gateway") for part in ("config", "service")]
+    modules = (*_SHARED_MODULES, *own, "services.pool.store", "services.gateway.server", "services.gateway.http.app")
+    return ForkServer(modules, env | dict(config.env), state.path, state.logs / "fork-server-services.log")
 
 
 def stop_order(names: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:

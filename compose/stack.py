@@ -23,6 +23,7 @@ from compose.children import (
     nats_access,
     nats_spec,
     redis_spec,
+    service_forks,
     service_names,
     service_spec,
     stop_order,
@@ -75,7 +76,8 @@ class Stack:
         self._was_ready = False
         self._addresses: Addresses | None = None
         self._admin: AdminClient | None = None
-        self._forks = worker_forks(config, self.state_dir)
+        self._worker_forks = worker_forks(config, self.state_dir)
+        self._service_forks = service_forks(config, self.state_dir)
         self._findings = Findings(num_cuda_devices=0, prefault_bytes=0)
         self._next_worker = config.workers
 
@@ -143,8 +145,9 @@ class Stack:
         """Check, then start every process. Raises ``StackRefused`` with nothing left behind, ``StackNotReady``."""
         self._findings = await asyncio.to_thread(preflight.check, self.config)
         self.state_dir.acquire()
-        # Workers take longest to start; what they import comes first.
-        await self._forks.start()
+        # What is imported takes longest of all, so it comes first.
+        await self._worker_forks.start()
+        await self._service_forks.start()
         socket = self.state_dir.redis_socket
         first = self.config.port or free_port(self.config.host)
         self._addresses = addresses = Addresses(
@@ -162,7 +165,7 @@ class Stack:
             assert probe is not None
             await self._supervisor.unless_given_up(wait_until(probe, name, timeout_s=_SERVER_START_S))
         for name in self._service_names():
-            await start(service_spec(self.config, self.state_dir, addresses, name))
+            await start(service_spec(self.config, self.state_dir, addresses, name, self._service_forks))
         for index in range(self.config.workers):
             await start(self._worker_spec(index))
 
@@ -172,7 +175,8 @@ class Stack:
             await self._admin.close()
             self._admin = None
         await self._supervisor.stop(stop_order(tuple(self.processes)))
-        await self._forks.stop()
+        await self._service_forks.stop()
+        await self._worker_forks.stop()
         self.state_dir.release()
 
     def kill_all(self) -> None:
@@ -226,7 +230,7 @@ class Stack:
         return tuple(name for kind, count in counts.items() for name in service_names(kind, count))
 
     def _worker_spec(self, index: int) -> ChildSpec:
-        return worker_spec(self.config, self.state_dir, self.addresses, index, self._findings, self._forks)
+        return worker_spec(self.config, self.state_dir, self.addresses, index, self._findings, self._worker_forks)
 
     async def _become_ready(self, deadline_s: float, timeout_s: float) -> Status:
         models = preflight.model_names(self.config.models)

@@ -35,6 +35,7 @@ def main() -> int:
                 store,
                 lease_s=config.lease_s,
                 seat=config.seat,
+                first=config.first,
                 model_roots=config.model_roots,
                 loads=config.loads,
             )

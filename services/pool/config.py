@@ -25,6 +25,7 @@ class PoolConfig:
     """None: as the URL says."""
     lease_s: float
     seat: str
+    first: bool
     model_roots: tuple[Path, ...]
     loads: LoadLimits
     health_port: int
@@ -44,6 +45,7 @@ class PoolConfig:
             redis_password=env.secret("BLITZ_REDIS_PASSWORD"),
             lease_s=env.number("BLITZ_LEASE_S", default=2.0, minimum=0.2),
             seat=env.text("BLITZ_POOL_SEAT", default=""),
+            first=env.boolean("BLITZ_POOL_FIRST", default=False),
             model_roots=_roots(env.text("BLITZ_POOL_MODEL_ROOTS", default="")),
             loads=LoadLimits(
                 total=env.integer("BLITZ_POOL_LOADS", default=32, minimum=1),

@@ -93,14 +93,16 @@ class LeadingPool:
         lease_s: float,
         loads: LoadLimits,
         model_roots: Sequence[Path] = (),
+        knows_all: bool = False,
     ) -> None:
+        """``knows_all``: there is no worker yet that could be unknown, so grants need not wait."""
         self._bus = bus
         self._store = store
         self._lease_s = lease_s
         self._roots = tuple(model_roots)
         self._metrics = metrics
         self._registry = Registry(f"pool-{standing.term}")
-        self._grace = Grace(lease_s, time.monotonic())
+        self._grace = Grace(lease_s, knows_all=knows_all)
         self._placing = Placing(bus, store, self._registry, metrics.placement, loads)
         self._inspections = Inspections()
         self._holders = Holders()

@@ -41,19 +41,22 @@ class PoolService:
         *,
         lease_s: float,
         seat: str = "",
+        first: bool = False,
         model_roots: Sequence[Path] = (),
         loads: LoadLimits | None = None,
         metrics: CollectorRegistry = REGISTRY,
     ) -> None:
         """``lease_s``: of workers; that of the process that leads is no shorter than ``MIN_LEAD_S``. ``seat``: whoever
         starts this process sees to it that no other with the same seat lives, so it takes over from its predecessor at
-        once. ``model_roots``: checkpoints must be below one of these directories; empty: anywhere.
+        once. ``first``: no worker was started before it, so if it leads at once there is none to wait for.
+        ``model_roots``: checkpoints must be below one of these directories; empty: anywhere.
         ``loads``: host copies that load at a time."""
         self._bus = bus
         self._store = store
         self._lease_s = lease_s
         self._lead_s = max(lease_s, MIN_LEAD_S)
         self._seat = seat
+        self._first = first
         self._roots = model_roots
         self._loads = loads or LoadLimits()
         self._metrics = PoolMetrics(metrics)
@@ -79,6 +82,7 @@ class PoolService:
                     if self._replaced:
                         raise Conflict(f"another pool process was started with the seat {self._seat!r}")
                 else:
+                    self._first = False
                     if standing is not None:
                         if standing.leader != self._seen_leader:
                             log.info("%s leads: waiting to take over", standing.leader)
@@ -110,7 +114,9 @@ class PoolService:
             lease_s=self._lease_s,
             model_roots=self._roots,
             loads=self._loads,
+            knows_all=self._first,
         )
+        self._first = False
         leading.leads_until_s = asked_s + self._lead_s
         log.info("leading, term %d, as %s%s", standing.term, self._owner, f" ({self._seat})" if self._seat else "")
         self._seen_leader = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -106,6 +107,17 @@ async def test_a_killed_one_is_forked_again_and_without_its_server_started_afres
         await until(lambda n=death: len(_told(child)) == n + 1 and child.ready)  # type: ignore[misc]
         assert child.num_restarts == death
         assert _told(child)[-1]["imported_by"] == (forked_from if server_lives else child.pid)
+
+
+async def test_what_only_a_first_start_is_told_is_not_told_to_the_next(
+    supervisor: Supervisor, server: ForkServer, tmp_path: Path, env: dict[str, str]
+) -> None:
+    spec = dataclasses.replace(_spec(server, tmp_path, env), first_env={"OWN": "first"})
+    child = await supervisor.start(spec)
+    await until(lambda: child.ready and len(_told(child)) == 1)
+    child.signal(signal.SIGKILL)
+    await until(lambda: len(_told(child)) == 2)
+    assert [told["own"] for told in _told(child)] == ["first", "mine"]
 
 
 def _told(child: Child) -> list[dict[str, object]]:

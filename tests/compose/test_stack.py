@@ -81,7 +81,7 @@ async def test_several_of_a_kind_have_names_seats_and_ports_of_their_own(
         await stack.wait_ready(20)
         several = {f"{kind}-{index}" for kind in kinds for index in range(2)}
         assert set(stack.processes) == several | {"nats", "redis", "worker-0"}
-        envs = {name: _environment(stack.processes[name].pid) for name in several}
+        envs = {name: stack.processes[name].spec.env for name in several}
         assert {envs[f"pool-{i}"]["BLITZ_POOL_SEAT"] for i in range(2)} == {"pool-0", "pool-1"}
         assert {envs[f"gateway-{i}"]["BLITZ_GATEWAY_ID"] for i in range(2)} == {""}
         ports = [int(envs[f"gateway-{i}"]["BLITZ_GATEWAY_PORT"]) for i in range(2)]
@@ -279,7 +279,7 @@ class Up:
         until_sync(lambda: "BlitzScale serves at" in self.text() or self.process.poll() is not None, 30)
         assert "BlitzScale serves at" in self.text(), self.text()
         self.pids = [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
-        assert len(self.pids) == len(NAMES) + 1, "and the one that workers are forked from"
+        assert len(self.pids) == len(NAMES) + 2, "and the two that they are forked from"
 
     def text(self) -> str:
         return self.output.read_text()

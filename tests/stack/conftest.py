@@ -21,6 +21,12 @@ FAST = {
     "BLITZ_WORKER_KV_MIB": "64",
     "BLITZ_MONITOR_DOWN_WINDOW_S": "1",
 }
+NO_DEMAND = {
+    "BLITZ_MONITOR_PREFILL_TOKENS_PER_S": "1e9",
+    # What waits is not taken for a sign that instances are slower than that, either.
+    "BLITZ_MONITOR_RATE_WINDOW_S": "60",
+}
+"""No load moves the monitor."""
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -31,7 +37,7 @@ async def torch_stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
         state_dir=tmp_path_factory.mktemp("stack"),
         workers=4,
         port=0,
-        env=FAST | {"BLITZ_MONITOR_PREFILL_TOKENS_PER_S": "1e9"},
+        env=FAST | NO_DEMAND,
     )
     async with Stack(config) as stack:
         await stack.wait_ready(READY_S)

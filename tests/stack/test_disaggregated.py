@@ -18,7 +18,7 @@ from shared.messages.common import Role
 from shared.messages.load import LoadReport
 from tests.checkpoints import tiny_checkpoint
 from tests.stack.client import bus, openai_client, stream, until
-from tests.stack.conftest import FAST, MODEL, READY_S
+from tests.stack.conftest import FAST, MODEL, NO_DEMAND, READY_S
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
 
@@ -38,7 +38,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
         state_dir=tmp_path_factory.mktemp("split"),
         workers=4,
         port=0,
-        env=FAST | {"BLITZ_MONITOR_PREFILL_TOKENS_PER_S": "1e9"},
+        env=FAST | NO_DEMAND,
     )
     async with Stack(config) as running:
         await running.wait_ready(READY_S)

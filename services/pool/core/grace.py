@@ -12,27 +12,32 @@ from __future__ import annotations
 class Grace:
     """Knows since when both the bus and the store work. Times are monotonic seconds."""
 
-    def __init__(self, lease_s: float, now_s: float) -> None:
+    def __init__(self, lease_s: float, *, knows_all: bool = False) -> None:
+        """``knows_all``: nobody was there before, so the first wait is left out."""
         self._lease_s = lease_s
+        self._knows_all = knows_all
         self._healthy_since_s: float | None = None
         self._bus_since_s: float | None = None
-        self._started_s = now_s
 
     def observe(self, now_s: float, *, bus_since_s: float | None, store_ok: bool) -> None:
         """Record one look at both connections (``bus_since_s`` as ``Bus.connected_since_s``)."""
-        if bus_since_s is None or not store_ok:
+        works, before_s = bus_since_s is not None and store_ok, self._healthy_since_s
+        if before_s is not None and (not works or bus_since_s != self._bus_since_s):
+            self._knows_all = False
+        if not works:
             self._healthy_since_s = None
-        elif self._healthy_since_s is None or bus_since_s != self._bus_since_s:
+        elif before_s is None or bus_since_s != self._bus_since_s:
             # A reconnect between two looks counts from now: renewals may have been lost until it.
             self._healthy_since_s = now_s
         self._bus_since_s = bus_since_s
 
     def over(self, now_s: float) -> bool:
-        """Whether a full lease has passed since everything works."""
-        return self._healthy_since_s is not None and now_s - self._healthy_since_s >= self._lease_s
+        """Whether everything works, and has for a full lease if there may be anybody to hear from."""
+        since_s = self._healthy_since_s
+        return since_s is not None and (self._knows_all or now_s - since_s >= self._lease_s)
 
     def remaining_s(self, now_s: float) -> float:
         """Seconds until ``over`` if nothing breaks; a full lease while something is broken."""
         if self._healthy_since_s is None:
             return self._lease_s
-        return max(0.0, self._lease_s - (now_s - self._healthy_since_s))
+        return 0.0 if self.over(now_s) else self._lease_s - (now_s - self._healthy_since_s)

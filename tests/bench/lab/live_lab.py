@@ -177,6 +177,7 @@ class LiveLab(Lab):
 
         await self.until(queues, "the burst waits at the instance")
         record = await self.scale(2, live="always")
+        assert len(record.targets) == 1, record
         (target,) = record.targets
 
         async def helps() -> bool:

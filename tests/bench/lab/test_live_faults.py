@@ -17,6 +17,7 @@ from bench.lab.plan import Rate
 from bench.lab.stack import LabStack
 from bench.live.burst import BurstClient
 from bench.live.checkpoint import make_checkpoint
+from bench.live.measure import NO_DEMAND
 from shared.checkpoint import inspect_checkpoint
 from tests.bench.lab.labs import MARKS, lab_network
 from tests.bench.lab.live_lab import BURST, FAST, OUTPUT_TOKENS, RATE, STREAM_TOKENS, UNEVEN, WORKER_ENV, LiveLab
@@ -26,8 +27,6 @@ pytestmark = MARKS
 NUM_HOSTS = 3
 NUM_LAYERS = 8
 SLOW = Rate.parse("12mbit")
-NO_DEMAND = {"monitor": {"BLITZ_MONITOR_PREFILL_TOKENS_PER_S": "1e9"}}
-"""Nothing scales but what a case asks for."""
 CUT_S = 2.0
 
 
@@ -42,7 +41,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Liv
             checkpoint,
             weights_bytes=inspect_checkpoint(checkpoint, with_hash=False).layout.num_bytes,
             worker_env=WORKER_ENV,
-            service_env=NO_DEMAND,
+            service_env={"monitor": NO_DEMAND},
             # A target with a copy on its own host would need no network.
             copies_on=(),
         )

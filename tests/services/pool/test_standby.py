@@ -23,6 +23,7 @@ from shared.messages.registry import (
     Lead,
     Leadership,
     LeaseBatch,
+    LeaseGrant,
     LeaseVerdicts,
     LeaseWorkers,
     ReleaseWorkers,
@@ -38,11 +39,13 @@ LEASE_S = 0.5
 class Process:
     """A pool process that can be killed: it then never says another word."""
 
-    def __init__(self, broker: MemoryBroker, redis_url: str, name: str, seat: str = "") -> None:
+    def __init__(self, broker: MemoryBroker, redis_url: str, name: str, seat: str = "", *, first: bool = False) -> None:
         self.bus = broker.bus(name)
         self.store = Store.connect(redis_url)
         self.stopping = asyncio.Event()
-        self.service = PoolService(self.bus, self.store, lease_s=LEASE_S, seat=seat, metrics=CollectorRegistry())
+        self.service = PoolService(
+            self.bus, self.store, lease_s=LEASE_S, seat=seat, first=first, metrics=CollectorRegistry()
+        )
         self.task = asyncio.create_task(self.service.run(self.stopping))
 
     async def stop(self) -> None:
@@ -69,8 +72,8 @@ class Pools:
         self.redis_url = redis_url
         self.client = broker.bus("client")
 
-    def start(self, name: str, seat: str = "") -> Process:
-        return Process(self.broker, self.redis_url, name, seat)
+    def start(self, name: str, seat: str = "", *, first: bool = False) -> Process:
+        return Process(self.broker, self.redis_url, name, seat, first=first)
 
     async def ask(self, operation: str, message: Any, reply: type[Any]) -> Any:
         return await self.client.request(subjects.pool(operation), message, reply, timeout_s=5.0)
@@ -81,6 +84,17 @@ class Pools:
             while True:
                 with contextlib.suppress(NoResponder, Unavailable):
                     return await self.ask(operation, message, reply)
+                await asyncio.sleep(0.02)
+
+    async def answered_unless_recovering(self, operation: str, message: Any, reply: type[Any]) -> Any:
+        """Once somebody leads."""
+        async with asyncio.timeout(5.0):
+            while True:
+                try:
+                    return await self.ask(operation, message, reply)
+                except (NoResponder, Unavailable) as error:
+                    if "recovering" in error.message:
+                        raise
                 await asyncio.sleep(0.02)
 
 
@@ -134,6 +148,37 @@ async def test_a_successor_in_the_same_seat_does_not_wait_and_its_predecessor_en
     await pools.answered("snapshot", GetSnapshot(), Snapshot)
     await first.store.close()
     await second.stop()
+
+
+LEASE = LeaseWorkers(plan_id="p", model="m", worker_ids=("w0",), ttl_s=5.0)
+
+
+async def test_the_first_pool_of_all_grants_without_waiting_for_workers_that_it_may_not_know(pools: Pools) -> None:
+    """Also none that its successor would not wait for."""
+    first = pools.start("pool-a", "pool-0", first=True)
+    await first.service.ready.wait()
+    await give(pools.ask, model("m"))
+    await pools.ask("heartbeat", heartbeat("w0"), HeartbeatAck)
+    await asyncio.sleep(LEASE_S / 4)
+    assert (await pools.ask("lease", LEASE, LeaseGrant)).epochs
+    await first.kill()
+    second = pools.start("pool-b", "pool-0")
+    await second.service.ready.wait()
+    with pytest.raises(Unavailable, match="recovering"):
+        await pools.answered_unless_recovering("lease", LEASE, LeaseGrant)
+    await second.stop()
+
+
+async def test_a_pool_that_was_to_be_the_first_but_waited_for_another_knows_nobody(pools: Pools) -> None:
+    other = pools.start("pool-a")
+    await other.service.ready.wait()
+    late = pools.start("pool-b", first=True)
+    await late.service.ready.wait()
+    await give(pools.ask, model("m"))
+    await other.stop()
+    with pytest.raises(Unavailable, match="recovering"):
+        await pools.answered_unless_recovering("lease", LEASE, LeaseGrant)
+    await late.stop()
 
 
 async def test_a_snapshot_begun_at_another_process_is_begun_anew(pools: Pools) -> None:

@@ -4,7 +4,7 @@ from services.pool.core.grace import Grace
 
 
 def test_a_started_pool_waits_one_lease() -> None:
-    grace = Grace(2.0, 0.0)
+    grace = Grace(2.0)
     grace.observe(0.0, bus_since_s=-5.0, store_ok=True)
     assert not grace.over(1.9)
     assert grace.remaining_s(0.5) == 1.5
@@ -12,7 +12,7 @@ def test_a_started_pool_waits_one_lease() -> None:
 
 
 def test_a_bus_outage_restarts_the_wait() -> None:
-    grace = Grace(2.0, 0.0)
+    grace = Grace(2.0)
     grace.observe(0.0, bus_since_s=0.0, store_ok=True)
     grace.observe(5.0, bus_since_s=None, store_ok=True)
     assert not grace.over(5.0)
@@ -23,16 +23,38 @@ def test_a_bus_outage_restarts_the_wait() -> None:
 
 
 def test_a_reconnect_between_two_looks_restarts_the_wait() -> None:
-    grace = Grace(2.0, 0.0)
+    grace = Grace(2.0)
     grace.observe(0.0, bus_since_s=0.0, store_ok=True)
     grace.observe(5.0, bus_since_s=4.9, store_ok=True)
     assert not grace.over(6.0)
 
 
 def test_a_redis_outage_restarts_the_wait() -> None:
-    grace = Grace(2.0, 0.0)
+    grace = Grace(2.0)
     grace.observe(0.0, bus_since_s=0.0, store_ok=True)
     grace.observe(5.0, bus_since_s=0.0, store_ok=False)
     grace.observe(5.2, bus_since_s=0.0, store_ok=True)
     assert not grace.over(7.1)
     assert grace.over(7.2)
+
+
+def test_who_knows_all_waits_for_nobody_until_something_breaks() -> None:
+    grace = Grace(2.0, knows_all=True)
+    assert not grace.over(0.0), "nothing is known of the connections"
+    grace.observe(0.5, bus_since_s=None, store_ok=False)
+    grace.observe(1.0, bus_since_s=0.9, store_ok=True)
+    assert grace.over(1.0)
+    assert grace.remaining_s(1.0) == 0.0
+    grace.observe(2.0, bus_since_s=0.9, store_ok=False)
+    assert not grace.over(2.0)
+    grace.observe(3.0, bus_since_s=0.9, store_ok=True)
+    assert not grace.over(4.9)
+    assert grace.over(5.0)
+
+
+def test_a_reconnection_between_two_looks_ends_knowing_all() -> None:
+    grace = Grace(2.0, knows_all=True)
+    grace.observe(1.0, bus_since_s=0.9, store_ok=True)
+    grace.observe(2.0, bus_since_s=1.9, store_ok=True)
+    assert not grace.over(3.9)
+    assert grace.over(4.0)

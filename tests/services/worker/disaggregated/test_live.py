@@ -30,14 +30,18 @@ async def test_the_decode_worker_dies_while_two_prefill_instances_cooperate(redi
         burst = Burst(cluster)
         await burst.start(delay_s=0.02, role="prefill", max_tokens=8)
         await eventually(lambda: any(_outcomes(w.service._departures) for w in (burst.source, burst.target)))
-        had = await _senders(burst)
         await burst.decoder.kill()
-        here = [r for r in burst.prompts if had.get(r) != burst.decoder.worker_id]
-        assert here
-        for request_id in here:
-            end = await cluster.gateway.end_of(request_id)
-            assert end.finish_reason == "length"
+        # What it had taken over by then is the gateway's to try again; the two that are left decode the others.
         await burst.clean()
+        moved = sum(_outcomes(w.service._departures).get("moved", 0) for w in (burst.source, burst.target))
+        assert moved < len(burst.prompts)
+        await eventually(lambda: len(_ended_whole(burst)) >= len(burst.prompts) - moved)
+
+
+def _ended_whole(burst: Burst) -> set[str]:
+    parts = [p for b in burst.cluster.gateway.batches for p in b.parts]
+    assert all(p.finish_reason in (None, "length") for p in parts)
+    return {p.request_id for p in parts if p.finish_reason is not None}
 
 
 async def _senders(burst: Burst) -> dict[str, str]:
