@@ -12,7 +12,7 @@ from typing import cast
 from compose import credentials
 from compose.binaries import nats_server, redis_server
 from compose.child import ChildSpec
-from compose.config import ADMIN_KEYS_VARIABLE, StackConfig, inherited_environment
+from compose.config import ADMIN_KEYS_VARIABLE, HEALTH_PORT_VARIABLE, StackConfig, inherited_environment
 from compose.forking import ForkServer
 from compose.preflight import Findings
 from compose.probes import nats_probe, redis_probe
@@ -84,6 +84,11 @@ def kind_of(name: str) -> str:
     return name.partition("-")[0]
 
 
+def index_of(name: str) -> int:
+    """1 of ``planner-1``, 0 of ``planner``."""
+    return int(name.partition("-")[2] or 0)
+
+
 def service_names(kind: str, count: int) -> tuple[str, ...]:
     """Of ``count`` processes of a kind: the kind itself for one alone, else ``planner-0``, ``planner-1``, ..."""
     return (kind,) if count == 1 else tuple(f"{kind}-{index}" for index in range(count))
@@ -105,6 +110,7 @@ def _environment(
         "BLITZ_LOG_LEVEL": config.log_level,
         **own,
         **config.env,
+        HEALTH_PORT_VARIABLE: str(config.health_port(kind, index_of(name))),
         **config.service_env.get(kind, {}),
         **(config.service_env.get(name, {}) if name != kind else {}),
     }
@@ -114,8 +120,7 @@ def service_spec(
     config: StackConfig, state: StateDir, addresses: Addresses, name: str, forks: ForkServer | None = None
 ) -> ChildSpec:
     """One of the control plane's services, or a gateway. ``name``: one of ``service_names``."""
-    kind, _, number = name.partition("-")
-    index = int(number or 0)
+    kind, index = kind_of(name), index_of(name)
     own: dict[str, str] = {}
     first: dict[str, str] = {}
     grace_s = config.stop_grace_s
@@ -130,7 +135,7 @@ def service_spec(
         own["BLITZ_REDIS_PASSWORD"] = ""
         own["BLITZ_REDIS_PASSWORD_FILE"] = str(state.credentials / credentials.REDIS_PASSWORD)
     if kind == "gateway":
-        if number:
+        if name != kind:
             # Each draws one of its own, and another one when it is started again: what is left of its
             # predecessor's requests is then freed, as nobody has that id any more.
             own["BLITZ_GATEWAY_ID"] = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,8 +17,13 @@ ADMIN_KEY_VARIABLE = "BLITZ_ADMIN_KEY"
 ADMIN_KEYS_VARIABLE = "BLITZ_ADMIN_KEYS"
 """The keys that the gateway takes, separated by commas."""
 URL_VARIABLE = "BLITZ_URL"
+API_KEY_VARIABLE = "BLITZ_API_KEY"
+"""The key that a client of ``/v1`` sends."""
+HEALTH_PORT_VARIABLE = "BLITZ_HEALTH_PORT"
 DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
 _SMALL_BOX_CORES = 8
+_PATH_VARIABLES = ("BLITZ_GATEWAY_KEYS_FILE", "BLITZ_POOL_MODEL_ROOTS", "BLITZ_WORKER_SCRATCH_DIR")
+"""A path, or several with colons between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +66,36 @@ class StackConfig:
         for what, count in (counts | {"pools": self.pools, "gateways": self.gateways}).items():
             if count < 1:
                 raise StackRefused(f"--{what} must be at least 1, not {count}")
+        if self.log_level.upper() not in logging.getLevelNamesMapping():
+            raise StackRefused(f"--log-level must be debug, info, warning, error or critical, not {self.log_level!r}")
         for name, slo_s in (("--slo-ttft", self.slo_ttft_s), ("--slo-tbt", self.slo_tbt_s)):
             if slo_s is not None and not 0.001 <= slo_s <= 3600:
                 raise StackRefused(f"{name} must be from 1 to 3600000 milliseconds, not {slo_s * 1000:g}")
         for name, port in (("--port", self.port), ("the NATS port", self.nats_port)):
             if not 0 <= port <= 65535:
                 raise StackRefused(f"{name} must be between 0 and 65535, not {port}")
+
+    @property
+    def first_health_port(self) -> int:
+        """Of pools, planners, monitors and workers, which have this port and the next ones; 0: they have none."""
+        given = (inherited_environment() | dict(self.env)).get(HEALTH_PORT_VARIABLE, "").strip()
+        if given and not (given.isdecimal() and int(given) <= 65535):
+            raise StackRefused(
+                f"{HEALTH_PORT_VARIABLE}={given!r}: must be a port, of which the next ones are taken too"
+            )
+        return int(given or 0)
+
+    @property
+    def num_health_ports(self) -> int:
+        """How many ports from the first one on are taken at the start."""
+        return self.pools + self.planners + self.monitors + self.workers if self.first_health_port else 0
+
+    def health_port(self, kind: str, index: int) -> int:
+        """Of one process; 0: none, as of a gateway, which answers on the port that it serves."""
+        first = self.first_health_port
+        before = {"pool": 0, "planner": self.pools, "monitor": self.pools + self.planners}
+        before["worker"] = before["monitor"] + self.monitors
+        return first + before[kind] + index if first and kind in before else 0
 
     @property
     def admin_keys(self) -> tuple[str, ...]:
@@ -97,8 +127,13 @@ def default_state_dir() -> Path:
 
 
 def inherited_environment() -> dict[str, str]:
-    """The environment that children start from: this process's, ``OTEL_*`` included."""
-    return dict(os.environ)
+    """The environment that children start from: this process's, ``OTEL_*`` included. They run in another directory, so
+    paths are made absolute."""
+    environment = dict(os.environ)
+    for name in _PATH_VARIABLES:
+        if value := environment.get(name, "").strip():
+            environment[name] = ":".join(str(Path(part).absolute()) for part in value.split(":") if part)
+    return environment
 
 
 def admin_key() -> str | None:

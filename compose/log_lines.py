@@ -17,6 +17,28 @@ _KEPT_LINES = 40
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
+# Of what NATS and Redis mark as more than information, these come at every start and stop, and call for nothing: NATS's
+# file holds passwords because it was made for this machine, and Redis marks half of its greeting as warnings.
+_ROUTINE = (
+    "Plaintext passwords detected",
+    "Redis is starting",
+    "Redis version=",
+    "Configuration loaded",
+    "Server initialized",
+    "Memory overcommit must be enabled",
+    "User requested shutdown",
+    "Redis is now ready to exit",
+)
+_MARKS = {"nats": ("[WRN]", "[ERR]", "[FTL]"), "redis": (" # ",)}
+
+
+def worth_showing(name: str, line: str) -> bool:
+    """Whether a line belongs on the console. All of a service's do; NATS and Redis greet with a page each, of which
+    warnings and errors do."""
+    marks = _MARKS.get(name)
+    return marks is None or (any(mark in line for mark in marks) and not any(text in line for text in _ROUTINE))
+
+
 class LineSplitter:
     """Bytes as they come in, whole lines out. A line over 64 KiB is cut there."""
 

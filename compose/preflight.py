@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from compose.config import StackConfig
+from compose.config import HEALTH_PORT_VARIABLE, StackConfig
 from compose.errors import StackRefused
 from compose.ports import require_free
 from shared.checkpoint import inspect_checkpoint
@@ -87,6 +87,14 @@ def check(config: StackConfig) -> Findings:
         require_free(config.host, config.port, "--port")
     if config.nats_port:
         require_free("127.0.0.1", config.nats_port, "another NATS port")
+    for offset in range(config.num_health_ports):
+        require_free("127.0.0.1", config.first_health_port + offset, f"another {HEALTH_PORT_VARIABLE}")
+    num_models = len(model_names(config.models))
+    if num_models > config.workers:
+        raise StackRefused(
+            f"{num_models} models need a worker each, and there are {config.workers}: give --workers {num_models}, or "
+            "fewer models, and then: blitzscale models add DIR --min-instances 0"
+        )
     plenty = config.workers * largest <= psutil.virtual_memory().available // 2
     return Findings(
         num_cuda_devices=num_cuda_devices() if config.device == "cuda" and config.engine == "torch" else 0,

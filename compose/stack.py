@@ -37,6 +37,7 @@ from compose.ports import free_port, next_free_ports
 from compose.preflight import Findings
 from compose.probes import wait_until
 from compose.restart_policy import RestartPolicy
+from compose.settings_check import check_settings
 from compose.state_dir import StateDir
 from compose.supervisor import Supervisor
 from shared.bus.access import NatsAccess
@@ -145,9 +146,6 @@ class Stack:
         """Check, then start every process. Raises ``StackRefused`` with nothing left behind, ``StackNotReady``."""
         self._findings = await asyncio.to_thread(preflight.check, self.config)
         self.state_dir.acquire()
-        # What is imported takes longest of all, so it comes first.
-        await self._worker_forks.start()
-        await self._service_forks.start()
         socket = self.state_dir.redis_socket
         first = self.config.port or free_port(self.config.host)
         self._addresses = addresses = Addresses(
@@ -157,6 +155,14 @@ class Stack:
             gateway_port=first,
             other_gateway_ports=next_free_ports(self.config.host, first, self.config.gateways - 1),
         )
+        forks = self._service_forks
+        services = [service_spec(self.config, self.state_dir, addresses, name, forks) for name in self._service_names()]
+        workers = [self._worker_spec(index) for index in range(self.config.workers)]
+        for line in await asyncio.to_thread(check_settings, (*services, *workers)):
+            self._say(line)
+        # What is imported takes longest of all, so it comes first.
+        await self._worker_forks.start()
+        await self._service_forks.start()
         start = self._supervisor.start
         await start(nats_spec(self.config, self.state_dir, addresses))
         await start(redis_spec(self.config, self.state_dir, addresses))
@@ -164,10 +170,8 @@ class Stack:
             probe = self.processes[name].spec.probe
             assert probe is not None
             await self._supervisor.unless_given_up(wait_until(probe, name, timeout_s=_SERVER_START_S))
-        for name in self._service_names():
-            await start(service_spec(self.config, self.state_dir, addresses, name, self._service_forks))
-        for index in range(self.config.workers):
-            await start(self._worker_spec(index))
+        for spec in (*services, *workers):
+            await start(spec)
 
     async def stop(self) -> None:
         """Stop everything in order and give the state directory back. Safe to call twice."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -93,6 +94,15 @@ class Settings:
         if seconds < minimum:
             raise _error(key, value, f"must be at least {minimum:g} s")
         return seconds
+
+    def log_level(self, key: str, *, default: str = "info") -> str:
+        """The name of a level of ``logging``, in any case."""
+        value = self._value(key)
+        if value is None:
+            return default
+        if value.upper() not in logging.getLevelNamesMapping():
+            raise _error(key, value, "must be debug, info, warning, error or critical")
+        return value
 
     def secret(self, key: str) -> str | None:
         """The value of ``key``, or what stands in the file that ``KEY_FILE`` names (a mounted secret). None: neither.

@@ -15,7 +15,7 @@ from compose.cli.slo import SloTbt, SloTtft, seconds
 from compose.config import DEFAULT_PORT, StackConfig, default_state_dir, default_workers
 from compose.demo_model import ensure_demo_model
 from compose.errors import StackRefused
-from compose.log_lines import ConsoleSink
+from compose.log_lines import ConsoleSink, worth_showing
 from compose.stack import Stack
 from compose.summary import summary
 
@@ -58,7 +58,7 @@ def up(
     config = StackConfig(
         models=tuple(models or ()),
         state_dir=folder,
-        workers=workers if workers is not None else default_workers(),
+        workers=workers if workers is not None else max(default_workers(), len(models or ())),
         planners=planners,
         monitors=monitors,
         pools=pools,
@@ -91,11 +91,13 @@ def _with_demo(config: StackConfig, say: Callable[[str], None]) -> StackConfig:
 
 
 async def _serve(config: StackConfig, sink: ConsoleSink, quiet: bool, timeout_s: float) -> None:
+    shows_all = config.log_level.lower() == "debug"
+
     def say(text: str) -> None:
         sink(_NAME, text)
 
     def line(name: str, text: str) -> None:
-        if not quiet:
+        if not quiet and (shows_all or worth_showing(name, text)):
             sink(name, text)
 
     stack = Stack(config, sink=line, say=say)
@@ -129,6 +131,12 @@ async def _serve(config: StackConfig, sink: ConsoleSink, quiet: bool, timeout_s:
 async def _until_cancelled(stack: Stack, sink: ConsoleSink, timeout_s: float) -> None:
     async with stack:
         sink(_NAME, f"starting; logs in {stack.state_dir.logs}")
+        if first := stack.config.first_health_port:
+            last = first + stack.config.num_health_ports - 1
+            sink(
+                _NAME,
+                f"health and metrics of pools, planners, monitors and workers, in this order: ports {first} to {last}",
+            )
         status = await stack.wait_ready(timeout_s)
         for text in summary(stack.url, status, others=stack.urls[1:]):
             sink.write(text)

@@ -113,7 +113,7 @@ class GatewayConfig:
                 "BLITZ_GATEWAY_TOKENIZER_IDLE_S", default=default.tokenizer_idle_s, minimum=1
             ),
             drain_timeout_s=env.duration_s("BLITZ_GATEWAY_DRAIN_TIMEOUT_S", default=default.drain_timeout_s),
-            log_level=env.text("BLITZ_LOG_LEVEL", default=default.log_level),
+            log_level=env.log_level("BLITZ_LOG_LEVEL"),
             die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
             ready_fd=env.integer("BLITZ_READY_FD", default=0, minimum=0),
         )

@@ -118,7 +118,7 @@ class WorkerConfig:
             ),
             health_port=env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
             health_host=env.text("BLITZ_HEALTH_HOST", default="127.0.0.1"),
-            log_level=env.text("BLITZ_LOG_LEVEL", default="info"),
+            log_level=env.log_level("BLITZ_LOG_LEVEL"),
             die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
             ready_fd=env.integer("BLITZ_READY_FD", default=0, minimum=0),
         )

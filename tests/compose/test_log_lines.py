@@ -5,7 +5,9 @@ import io
 import os
 from pathlib import Path
 
-from compose.log_lines import ConsoleSink, LineSplitter, ProcessLog
+import pytest
+
+from compose.log_lines import ConsoleSink, LineSplitter, ProcessLog, worth_showing
 
 
 def test_lines_come_out_whole_however_the_bytes_come_in() -> None:
@@ -67,3 +69,20 @@ def test_a_log_keeps_the_former_run_and_the_last_lines(tmp_path: Path) -> None:
     assert len((tmp_path / "pool.log").read_bytes().splitlines()) == 100
     assert log.last_lines[-1] == "line 99 �"
     assert len(log.last_lines) == 40
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "shown"),
+    [
+        ("worker-0", "INFO worker-0: registered", True),
+        ("nats", "[1] 2026/11/22 05:39:59.1 [INF] Server is ready", False),
+        ("nats", "[1] 2026/11/22 05:39:59.1 [WRN] Plaintext passwords detected, use nkeys or bcrypt", False),
+        ("nats", "[1] 2026/11/22 05:39:59.1 [WRN] Filestore [BLITZ_PLANS] Stream state outdated", True),
+        ("nats", "[1] 2026/11/22 05:39:59.1 [ERR] authentication error", True),
+        ("redis", "9:M 22 Nov 2026 05:39:59.1 * Ready to accept connections", False),
+        ("redis", "9:M 22 Nov 2026 05:39:59.1 # Server initialized", False),
+        ("redis", "9:M 22 Nov 2026 05:39:59.1 # MISCONF Errors writing to the AOF file: No space left on device", True),
+    ],
+)
+def test_of_nats_and_redis_the_console_shows_what_calls_for_somebody(name: str, line: str, shown: bool) -> None:
+    assert worth_showing(name, line) is shown

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from compose import preflight
-from compose.config import StackConfig, default_state_dir, default_workers
+from compose.config import StackConfig, default_state_dir, default_workers, inherited_environment
 from compose.errors import StackRefused
 from compose.state_dir import StateDir
 
@@ -126,3 +126,50 @@ def test_defaults_follow_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert config(tmp_path, workers=4).worker_threads == 4
     monkeypatch.setenv("XDG_STATE_HOME", "/x")
     assert default_state_dir() == Path("/x/blitzscale")
+
+
+def test_more_models_than_workers_are_refused_with_the_way_out(tmp_path: Path, demo_model: Path) -> None:
+    folders = []
+    for name in ("one", "two", "three"):
+        shutil.copytree(demo_model, tmp_path / name)
+        folders.append(tmp_path / name)
+    with pytest.raises(StackRefused, match="3 models need a worker each, and there are 2: give --workers 3"):
+        preflight.check(config(tmp_path, models=tuple(folders), workers=2))
+    preflight.check(config(tmp_path, models=tuple(folders), workers=3))
+
+
+def test_a_wrong_log_level_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(StackRefused, match=r"--log-level must be debug, info, .*, not 'loud'"):
+        config(tmp_path, log_level="loud")
+
+
+def test_every_process_has_a_health_port_of_its_own_once_there_is_a_first(tmp_path: Path) -> None:
+    several = config(tmp_path, pools=2, monitors=2, workers=2, env={"BLITZ_HEALTH_PORT": "9090"})
+    kinds = [("pool", 0), ("pool", 1), ("planner", 0), ("monitor", 0), ("monitor", 1), ("worker", 0), ("worker", 1)]
+    assert [several.health_port(*each) for each in kinds] == list(range(9090, 9090 + several.num_health_ports))
+    assert several.health_port("gateway", 0) == 0
+    assert config(tmp_path).health_port("worker", 1) == 0
+
+
+def test_a_health_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen(1)
+        port = holder.getsockname()[1]
+        with pytest.raises(StackRefused, match=f"port {port} on 127.0.0.1 is in use.*BLITZ_HEALTH_PORT"):
+            preflight.check(config(tmp_path, env={"BLITZ_HEALTH_PORT": str(port - 1)}))
+
+
+def test_a_health_port_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StackRefused, match="BLITZ_HEALTH_PORT='99999'"):
+        preflight.check(config(tmp_path, env={"BLITZ_HEALTH_PORT": "99999"}))
+
+
+def test_paths_are_those_of_whoever_starts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BLITZ_GATEWAY_KEYS_FILE", "keys.toml")
+    monkeypatch.setenv("BLITZ_POOL_MODEL_ROOTS", f"models:{tmp_path}/more")
+    environment = inherited_environment()
+    assert environment["BLITZ_GATEWAY_KEYS_FILE"] == f"{tmp_path}/keys.toml"
+    assert environment["BLITZ_POOL_MODEL_ROOTS"] == f"{tmp_path}/models:{tmp_path}/more"
+    assert "BLITZ_WORKER_SCRATCH_DIR" not in environment
