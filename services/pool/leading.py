@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -90,12 +91,14 @@ class LeadingPool:
         standing: Standing,
         metrics: PoolMetrics,
         *,
+        leads_until_s: float,
         lease_s: float,
         loads: LoadLimits,
         model_roots: Sequence[Path] = (),
         knows_all: bool = False,
     ) -> None:
-        """``knows_all``: there is no worker yet that could be unknown, so grants need not wait."""
+        """``leads_until_s``: as ``leads_until``. ``knows_all``: there is no worker yet that could be unknown, so grants
+        need not wait."""
         self._bus = bus
         self._store = store
         self._lease_s = lease_s
@@ -116,8 +119,9 @@ class LeadingPool:
         self._terms: dict[str, int] = {}
         self._tidy_at_s = time.monotonic() + TIDY_EVERY_S
         """When to look for removals that need not be remembered."""
-        self.leads_until_s = time.monotonic() + standing.expires_in_s
-        """Nothing is answered after this (monotonic): another process may lead."""
+        self._leads_until_s = leads_until_s
+        self._renewed_lead = asyncio.Event()
+        """Set once, by the next renewal of the lease."""
 
     async def open(self) -> None:
         """Learn what Redis holds, then answer. Raises ``RedisError`` or ``BlitzError``; ``close`` then, too."""
@@ -169,16 +173,26 @@ class LeadingPool:
             except RedisError as error:
                 raise Unavailable(f"the registry's Redis does not answer: {error}") from error
 
-        self._subscriptions.append(await self._bus.respond(subjects.pool(operation), kind, guarded))
+        # Another process that led, and hangs, may still be there.
+        self._subscriptions.append(await self._bus.respond(subjects.pool(operation), kind, guarded, shared=False))
 
     async def _check_leads(self) -> None:
         """Raises ``Unavailable`` if the lease is over, and is not renewed at once: this process may just have been
         busy, or stopped, for a moment."""
-        give_up_s = time.monotonic() + RENEWAL_WAIT_S
-        while time.monotonic() >= self.leads_until_s:
-            if time.monotonic() >= give_up_s:
-                raise Unavailable("the registry's Redis does not answer; another pool may lead", retry_after_s=0.5)
-            await asyncio.sleep(0.01)
+        if time.monotonic() < self._leads_until_s:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RENEWAL_WAIT_S):
+                while time.monotonic() >= self._leads_until_s:
+                    await self._renewed_lead.wait()
+                return
+        raise Unavailable("the registry's Redis does not answer; another pool may lead", retry_after_s=0.5)
+
+    def leads_until(self, until_s: float) -> None:
+        """The lease lasts until then (monotonic): nothing is answered later, as another process may lead."""
+        self._leads_until_s = until_s
+        self._renewed_lead.set()
+        self._renewed_lead = asyncio.Event()
 
     # --- regular work ------------------------------------------------------------------------
 
@@ -195,7 +209,7 @@ class LeadingPool:
         except BaseException:
             self._renewed |= renewed
             raise
-        if self._grace.over(now_s):
+        if self._grace.silence_counts(now_s):
             await self._expire(now_s)
         self._registry.end_leases(now_s)
         self._registry.end_floors(time.time())
@@ -212,10 +226,15 @@ class LeadingPool:
         if not silent:
             return
         await self._store.forget(silent)
+        dead = set(self._registry.silent(now_s))
         for worker_id in silent:
-            log.warning("worker %s did not renew its lease of %.1f s: forgotten", worker_id, self._lease_s)
-            self._metrics.expired.inc()
-        self._registry.forget(silent)
+            if worker_id in dead:
+                log.warning("worker %s did not renew its lease of %.1f s: forgotten", worker_id, self._lease_s)
+                self._metrics.expired.inc()
+                self._registry.forget([worker_id])
+            else:
+                # It was heard while Redis forgot it: its next report is stored again.
+                self._registry.is_not_stored(worker_id)
 
     def redis_is_away(self) -> None:
         """Nothing expires, and nothing is granted, until it has been back for a lease."""

@@ -111,13 +111,13 @@ class PoolService:
             self._store,
             standing,
             self._metrics,
+            leads_until_s=asked_s + self._lead_s,
             lease_s=self._lease_s,
             model_roots=self._roots,
             loads=self._loads,
             knows_all=self._first,
         )
         self._first = False
-        leading.leads_until_s = asked_s + self._lead_s
         log.info("leading, term %d, as %s%s", standing.term, self._owner, f" ({self._seat})" if self._seat else "")
         self._seen_leader = ""
         try:
@@ -156,7 +156,7 @@ class PoolService:
             await leading.refill()
         elif standing.term != term:
             return False  # others led meanwhile: what is known here may be wrong
-        leading.leads_until_s = asked_s + self._lead_s
+        leading.leads_until(asked_s + self._lead_s)
         return True
 
     async def _pause(self, stopping: asyncio.Event) -> None:

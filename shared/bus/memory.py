@@ -93,12 +93,15 @@ class MemoryBroker:
                 loop.call_soon(listener.receive, subject, payload, headers)
 
     def request_raw(self, subject: str, payload: bytes, headers: Headers | None, reply: Reply) -> bool:
-        """Hand a request to one responder, in turn; False if there is none."""
+        """Hand a request to one of those that share them, in turn, and to all that do not; False if there are none."""
         able = [one for one in self.responders if one.bus.is_up and matches(one.subject, subject)]
-        if not able:
-            return False
-        able[next(self._turn) % len(able)].receive(payload, headers, reply)
-        return True
+        sharing = [one for one in able if one.shared]
+        chosen = [one for one in able if not one.shared]
+        if sharing:
+            chosen.append(sharing[next(self._turn) % len(sharing)])
+        for one in chosen:
+            one.receive(payload, headers, reply)
+        return bool(chosen)
 
     def append_raw(self, subject: str, payload: bytes, headers: Headers | None, message_id: str) -> None:
         """Append an event once per id."""
@@ -217,9 +220,11 @@ class MemoryBus(Bus):
             raise DeadlineExceeded(f"no answer on {subject} within {timeout_s:g} s") from error
         return reply_of(reply_payload, reply_headers, reply)
 
-    async def respond(self, subject: str, kind: type[M], responder: Responder[M, R]) -> Subscription:
+    async def respond(
+        self, subject: str, kind: type[M], responder: Responder[M, R], *, shared: bool = True
+    ) -> Subscription:
         self._check_open()
-        subscription = MemoryResponding(self, subject, kind, responder)
+        subscription = MemoryResponding(self, subject, kind, responder, shared=shared)
         self.broker.responders.append(subscription)  # type: ignore[arg-type]
         self._subscriptions.add(subscription)
         return subscription

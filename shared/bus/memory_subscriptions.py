@@ -104,9 +104,12 @@ class MemoryListening(Generic[M]):
 class MemoryResponding(Generic[M, R]):
     """A responder: a task per request."""
 
-    def __init__(self, bus: MemoryBus, subject: str, kind: type[M], responder: Responder[M, R]) -> None:
+    def __init__(
+        self, bus: MemoryBus, subject: str, kind: type[M], responder: Responder[M, R], *, shared: bool
+    ) -> None:
         self.bus = bus
         self.subject = subject
+        self.shared = shared
         self._kind = kind
         self._responder = responder
         self._tasks: set[asyncio.Task[None]] = set()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import re
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,11 +112,13 @@ class RpcService:
         self._on_close = on_close
         self._about = about
         self._service: Service | None = None
+        self._own_group = f"{self._name}-{secrets.token_hex(8)}"
+        """Of each group the server gives a request to one."""
         self._stats: dict[str, AnswerStats] = {}
         self._lock = asyncio.Lock()
 
-    async def add(self, subject: str, kind: type[M], responder: Responder[M, R]) -> RpcSubscription:
-        """Answer requests on ``subject`` from when this returns."""
+    async def add(self, subject: str, kind: type[M], responder: Responder[M, R], *, shared: bool) -> RpcSubscription:
+        """Answer requests on ``subject`` from when this returns; ``shared`` as ``Bus.respond``."""
         async with self._lock:
             # Handlers inherit the context of the task that subscribes; a request's trace must not.
             token = otel_context.attach(otel_context.Context())
@@ -124,7 +127,9 @@ class RpcService:
                 stats = self._stats.setdefault(subject, AnswerStats())
                 rpc: RpcEndpoint[M, R] = RpcEndpoint(self._client, subject, kind, responder, self._malformed, stats)
                 # Endpoint names take no dots.
-                await service.add_endpoint(name=subject.replace(".", "-"), subject=subject, handler=rpc.handle)
+                name = subject.replace(".", "-")
+                group = None if shared else self._own_group
+                await service.add_endpoint(name=name, subject=subject, handler=rpc.handle, queue_group=group)
             finally:
                 otel_context.detach(token)
             endpoint = service._endpoints[-1]

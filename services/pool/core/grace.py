@@ -4,6 +4,9 @@ A worker is dead when its lease ran out, but a lease can also run out because *w
 hear or store its renewal. So after every outage on our own side, and after start-up, one full
 lease has to pass before anything is expired, or granted: by then every living worker has
 renewed (it renews at least twice per lease).
+
+A process that was stopped, or busy, for a while was deaf meanwhile, too: renewals wait in its
+own socket. After that nothing is expired for as long.
 """
 
 from __future__ import annotations
@@ -16,11 +19,15 @@ class Grace:
         """``knows_all``: nobody was there before, so the first wait is left out."""
         self._lease_s = lease_s
         self._knows_all = knows_all
+        self._looked_s = self._hears_since_s = float("-inf")
         self._healthy_since_s: float | None = None
         self._bus_since_s: float | None = None
 
     def observe(self, now_s: float, *, bus_since_s: float | None, store_ok: bool) -> None:
-        """Record one look at both connections (``bus_since_s`` as ``Bus.connected_since_s``)."""
+        """Record one look at both connections (``bus_since_s`` as ``Bus.connected_since_s``), several per lease."""
+        if now_s - self._looked_s > self._lease_s / 2:
+            self._hears_since_s = now_s
+        self._looked_s = now_s
         works, before_s = bus_since_s is not None and store_ok, self._healthy_since_s
         if before_s is not None and (not works or bus_since_s != self._bus_since_s):
             self._knows_all = False
@@ -35,6 +42,10 @@ class Grace:
         """Whether everything works, and has for a full lease if there may be anybody to hear from."""
         since_s = self._healthy_since_s
         return since_s is not None and (self._knows_all or now_s - since_s >= self._lease_s)
+
+    def silence_counts(self, now_s: float) -> bool:
+        """``over``, and this process could hear all the while."""
+        return self.over(now_s) and now_s - self._hears_since_s >= self._lease_s
 
     def remaining_s(self, now_s: float) -> float:
         """Seconds until ``over`` if nothing breaks; a full lease while something is broken."""

@@ -182,6 +182,12 @@ class Registry:
         if known is not None and known.report is report:
             known.stored = True
 
+    def is_not_stored(self, worker_id: str) -> None:
+        """Redis does not hold the worker's report any more."""
+        known = self._workers.get(worker_id)
+        if known is not None:
+            known.stored = False
+
     def retired(self, worker_id: str, copy_id: str) -> None:
         """One of the worker's copies may go."""
         self._retired[worker_id] = self._retired.get(worker_id, frozenset()) | {copy_id}

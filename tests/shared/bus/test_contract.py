@@ -169,6 +169,28 @@ async def test_each_request_goes_to_one_of_several_responders(place: Place) -> N
     assert min(counts.values()) > 0
 
 
+async def test_who_does_not_share_gets_every_request_and_the_first_answer_counts(place: Place) -> None:
+    caller, on = await place.bus("caller"), subject()
+    heard = {"hangs": 0, "answers": 0}
+    release = asyncio.Event()
+
+    async def hang(message: Cancel) -> Ack:
+        heard["hangs"] += 1
+        await release.wait()
+        return Ack()
+
+    async def reply(message: Cancel) -> Ack:
+        heard["answers"] += 1
+        return Ack()
+
+    await (await place.bus("hangs")).respond(on, Cancel, hang, shared=False)
+    await (await place.bus("answers")).respond(on, Cancel, reply, shared=False)
+    for _ in range(20):
+        assert await caller.request(on, cancel(), Ack, timeout_s=2.0) == Ack()
+    assert heard == {"hangs": 20, "answers": 20}
+    release.set()
+
+
 async def test_responders_answer_concurrently_and_to_their_own_caller(place: Place) -> None:
     here, there, on = await place.bus("here"), await place.bus("there"), subject()
     running = 0

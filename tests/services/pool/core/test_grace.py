@@ -58,3 +58,17 @@ def test_a_reconnection_between_two_looks_ends_knowing_all() -> None:
     grace.observe(2.0, bus_since_s=1.9, store_ok=True)
     assert not grace.over(3.9)
     assert grace.over(4.0)
+
+
+def test_silence_does_not_count_for_a_lease_after_the_process_itself_stood_still() -> None:
+    grace = Grace(2.0)
+    for tick in range(20):
+        grace.observe(tick * 0.2, bus_since_s=0.0, store_ok=True)
+    assert grace.silence_counts(3.8)
+    grace.observe(7.0, bus_since_s=0.0, store_ok=True)
+    assert grace.over(7.0), "what is granted has no need to wait"
+    for tick in range(1, 10):
+        grace.observe(7.0 + tick * 0.2, bus_since_s=0.0, store_ok=True)
+        assert not grace.silence_counts(7.0 + tick * 0.2)
+    grace.observe(9.0, bus_since_s=0.0, store_ok=True)
+    assert grace.silence_counts(9.0)
