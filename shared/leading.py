@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 TTL_S = 2.0
 ASK_TIMEOUT_S = 1.0
 RETRY_S = 0.1
+OTHERS_S = 0.5
+"""For which who does not lead leaves an answer to others."""
 
 
 class Leader:
@@ -43,6 +45,13 @@ class Leader:
         """Raises ``Unavailable`` unless this process leads now."""
         if not self.leads:
             raise Unavailable(f"this {self._service} does not lead", retry_after_s=0.5)
+
+    async def let_others(self) -> None:
+        """Return while this process leads. Otherwise whoever leads answers; as nobody may, for a moment: raises
+        ``Unavailable``, but not before another had the time to be heard first."""
+        if not self.leads:
+            await asyncio.sleep(OTHERS_S)
+            self.check()
 
     async def win(self, stopping: asyncio.Event) -> bool:
         """Wait until this process leads; False once it is ``stopping``."""

@@ -257,12 +257,13 @@ class Scaler:
         await self.tell_targets(plan)
 
     async def tell_targets(self, plan: ScalePlan) -> None:
-        """To each target of a plan what it has to know; for one that has heard it nothing happens."""
+        """To each target of a plan what it has to know; for one that has heard it nothing happens. Told again by the
+        leader of a new term, it is new to the stream, and valid for those who know of that term."""
         turns = asyncio.Semaphore(MAX_SENDING)
 
         async def tell(worker_id: str, own: ScalePlan) -> None:
             async with turns:
-                message_id = f"{plan.plan_id}@{worker_id}"
+                message_id = f"{plan.plan_id}@{worker_id}-{plan.term}"
                 order = WorkerOrder(scale=own)
                 await self._bus.publish_event(subjects.worker_plans(worker_id), order, message_id=message_id)
 
@@ -273,8 +274,8 @@ class Scaler:
         direction: Direction = "in" if draining else "out"
         plan = self._revival(step, term, plan_id=step.plan_id) if not draining else self._drain(step, term)
         # A drain ends when its requests do. A revival that came too late must not be waited for.
-        end_by_s = float("inf") if draining else time.time() + self.lease_ttl_s
-        operation = Operation.of_drain(plan, direction, end_by_s)
+        heed_by_s = time.time() + self.lease_ttl_s
+        operation = Operation.of_drain(plan, direction, float("inf") if draining else heed_by_s, heed_by_s=heed_by_s)
         self._operations.add(operation)
         return operation, plan
 
@@ -319,13 +320,17 @@ class Scaler:
         """As ``publish_plan``."""
         for part in drain_parts(plan):
             await self._bus.publish_event(subjects.drain_plans(), part, message_id=part.plan_id)
+        await self.tell_drained(plan)
+        verb = "revive" if plan.revive else "drain"
+        log.info("%s: %s; %s %s", plan.plan_id, plan.reason, verb, ", ".join(t.worker_id for t in plan.targets))
+
+    async def tell_drained(self, plan: DrainPlan) -> None:
+        """As ``tell_targets``."""
         for target in plan.targets:
-            message_id = f"{plan.plan_id}@{target.worker_id}"
+            message_id = f"{plan.plan_id}@{target.worker_id}-{plan.term}"
             subject = subjects.worker_plans(target.worker_id)
             order = WorkerOrder(drain=own_drain(plan, target))
             await self._bus.publish_event(subject, order, message_id=message_id)
-        verb = "revive" if plan.revive else "drain"
-        log.info("%s: %s; %s %s", plan.plan_id, plan.reason, verb, ", ".join(t.worker_id for t in plan.targets))
 
 
 async def _all(works: Any) -> None:

@@ -10,13 +10,21 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
+import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from services.planner.core.explain import instances_of
-from services.planner.core.history import bounded_record, operations_under_way, plans_from, unpublished_leases
+from services.planner.core.history import (
+    bounded_record,
+    drains_from,
+    operations_under_way,
+    plans_from,
+    unheeded,
+    unpublished_leases,
+)
 from services.planner.core.operation import Operation
 from services.planner.core.operations import MAX_RECORDS, Operations
 from services.planner.core.refusals import Refusals
@@ -30,8 +38,9 @@ from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, PlanNotFound, Unavailable
 from shared.leading import Leader
+from shared.messages.codec import M, R
 from shared.messages.common import Ack, Role
-from shared.messages.live import LiveReport, ZigzagAssignment
+from shared.messages.live import LiveReport, PlanSplit, ZigzagAssignment
 from shared.messages.load import Demand
 from shared.messages.registry import ReleaseWorkers, SetFloor
 from shared.messages.scaling import (
@@ -49,6 +58,7 @@ from shared.registry import RegistryReader, RegistryView
 
 log = logging.getLogger(__name__)
 
+E = TypeVar("E", ScalePlan, DrainPlan, ZigzagAssignment)
 RECOVERY_WAIT_S = 4.0
 """How long a manual scale waits for a registry that just started."""
 CHECK_INTERVAL_S = 0.5
@@ -134,20 +144,15 @@ class PlannerService:
             ]
             await self._recall()
             subscriptions += [
-                *await self._splitter.subscribe(),
                 await self._bus.subscribe(subjects.demand(), Demand, self._on_demand),
-                await self._bus.respond(subjects.planner("scale"), StartScale, self._on_start_scale),
-                await self._bus.respond(subjects.planner("record"), GetScaleRecord, self._on_get_record),
-                await self._bus.respond(subjects.planner("records"), ListScaleRecords, self._on_list_records),
+                await self._respond("split", PlanSplit, self._splitter.on_split),
+                await self._respond("scale", StartScale, self._on_start_scale),
+                await self._respond("record", GetScaleRecord, self._on_get_record),
+                await self._respond("records", ListScaleRecords, self._on_list_records),
             ]
             self.subscribed.set()
             deciding = asyncio.create_task(self._rounds.run())
-            checking = asyncio.create_task(self._check_regularly())
-            try:
-                await self._leader.hold(stopping)
-            finally:
-                checking.cancel()
-                await asyncio.gather(checking, return_exceptions=True)
+            await self._hold(stopping, deciding)
         except BlitzError as error:
             log.warning("cannot lead: %s", error)
             await asyncio.sleep(CHECK_INTERVAL_S)
@@ -160,6 +165,27 @@ class PlannerService:
             await self._rounds.close()
             await self._splitter.close()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _hold(self, stopping: asyncio.Event, deciding: asyncio.Task[None]) -> None:
+        holding = asyncio.create_task(self._leader.hold(stopping))
+        checking = asyncio.create_task(self._check_regularly())
+        try:
+            done, _ = await asyncio.wait({holding, checking, deciding}, return_when=asyncio.FIRST_COMPLETED)
+            # What ends before it is told to is a bug of ours: let it surface instead of limping on.
+            for task in done:
+                task.result()
+        finally:
+            for task in (holding, checking):
+                task.cancel()
+            await asyncio.gather(holding, checking, return_exceptions=True)
+
+    async def _respond(self, operation: str, kind: type[M], handler: Callable[[M], Awaitable[R]]) -> Subscription:
+        async def guarded(message: M) -> R:
+            await self._leader.let_others()
+            return await handler(message)
+
+        # Another planner that led, and hangs, may still be there.
+        return await self._bus.respond(subjects.planner(operation), kind, guarded, shared=False)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -177,30 +203,38 @@ class PlannerService:
         records = await past(subjects.scale_records(), ScaleRecord, limit=MAX_RECORDS)
         for record in records:
             self._operations.remember(record)
-        plans = plans_from(await past(subjects.scale_plans(), ScalePlan, limit=MAX_PAST_EVENTS))
-        drains = await past(subjects.drain_plans(), DrainPlan, limit=MAX_PAST_EVENTS)
-        assignments = await past(subjects.zigzag_assignments(), ZigzagAssignment, limit=MAX_PAST_EVENTS)
+        # What was said before, this leader says: of an earlier one workers hear nothing any more.
+        plans = plans_from(self._mine(await past(subjects.scale_plans(), ScalePlan, limit=MAX_PAST_EVENTS)))
+        drains = drains_from(self._mine(await past(subjects.drain_plans(), DrainPlan, limit=MAX_PAST_EVENTS)))
+        assignments = self._mine(await past(subjects.zigzag_assignments(), ZigzagAssignment, limit=MAX_PAST_EVENTS))
         view = await self._reader.read(timeout_s=RPC_TIMEOUT_S)
         ended = {record.plan_id for record in records}
         now_s = time.time()
-        for operation in operations_under_way(plans.values(), drains, assignments, ended, now_s):
+        for operation in operations_under_way(plans.values(), drains.values(), assignments, ended, now_s):
             self._operations.add(operation)
         for plan_id, worker_ids in unpublished_leases(view.workers, plans.keys()):
             log.warning("%s was never published: freeing %s", plan_id, ", ".join(worker_ids))
             await self._release(plan_id, *worker_ids)
         self._led_term = self._leader.term
         self._check(view)
+        # Whoever published them may have died before every target had heard.
         for operation in self._operations.running():
             plan = plans.get(operation.plan_id)
             if plan is not None and operation.untold_targets and now_s < plan.expires_at_s:
-                # Whoever published it may have died before every target had heard.
-                self._spawn(self._tell_again(plan))
+                self._spawn(self._tell_again(plan.plan_id, self._scaler.tell_targets(plan)))
+            drain = drains.get(operation.plan_id)
+            left = unheeded(drain, operation, view.workers) if drain is not None else None
+            if left is not None:
+                self._spawn(self._tell_again(left.plan_id, self._scaler.tell_drained(left)))
 
-    async def _tell_again(self, plan: ScalePlan) -> None:
+    def _mine(self, events: Iterable[E]) -> list[E]:
+        return [msgspec.structs.replace(event, term=self._leader.term) for event in events]
+
+    async def _tell_again(self, plan_id: str, telling: Coroutine[Any, Any, None]) -> None:
         try:
-            await self._scaler.tell_targets(plan)
+            await telling
         except BlitzError as error:
-            log.warning("%s: its targets could not be told again: %s", plan.plan_id, error)
+            log.warning("%s: its targets could not be told again: %s", plan_id, error)
 
     # --- requests ----------------------------------------------------------------------------
 

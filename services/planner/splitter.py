@@ -14,8 +14,7 @@ from services.planner.core.operations import Operations
 from services.planner.core.split_request import SplitRequest, gates_in_time, split_request
 from services.planner.core.zigzag import assign
 from services.planner.live import publish_revision
-from shared import subjects
-from shared.bus.base import Bus, Subscription
+from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict, NotFound
 from shared.messages.common import Ack
 from shared.messages.live import PlanSplit
@@ -49,15 +48,12 @@ class Splitter:
         )
         self._splits = Counter("blitz_planner_splits_total", "Splits looked for", ["outcome"], registry=metrics)
 
-    async def subscribe(self) -> list[Subscription]:
-        """Answer pairs."""
-        return [await self._bus.respond(subjects.planner("split"), PlanSplit, self._on_split)]
-
     async def close(self) -> None:
         """Wait for what is being computed."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _on_split(self, asked: PlanSplit) -> Ack:
+    async def on_split(self, asked: PlanSplit) -> Ack:
+        """A pair asks. Raises ``NotFound``, ``Conflict`` if it is over."""
         pair = self._operations.pair(asked.pair_id)
         if pair is None:
             raise NotFound(f"no pair {asked.pair_id!r} is known", param="pair_id")

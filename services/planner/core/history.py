@@ -13,6 +13,8 @@ from shared.messages.registry import WorkerRecord
 from shared.messages.scaling import DrainPlan, ScalePlan, ScaleRecord
 
 MAX_RECORD_BYTES = 200 * 1024
+HEED_S = 15.0
+"""Who was told to drain, maybe by an earlier planner, shows it by then, or never will."""
 
 
 def plans_from(events: Iterable[ScalePlan]) -> dict[str, ScalePlan]:
@@ -29,6 +31,19 @@ def _number(part: ScalePlan) -> int:
     return int(part.plan_id.partition(".")[2] or 0)
 
 
+def drains_from(events: Iterable[DrainPlan]) -> dict[str, DrainPlan]:
+    """Drains and revivals by id, oldest first, as far as they were published."""
+    parts: dict[str, list[DrainPlan]] = {}
+    for event in events:
+        parts.setdefault(base_id(event.plan_id), []).append(event)
+    return {
+        plan_id: msgspec.structs.replace(
+            found[0], plan_id=plan_id, targets=tuple(dict.fromkeys(t for p in found for t in p.targets)), num_parts=1
+        )
+        for plan_id, found in parts.items()
+    }
+
+
 def operations_under_way(
     plans: Iterable[ScalePlan],
     drains: Iterable[DrainPlan],
@@ -36,7 +51,7 @@ def operations_under_way(
     ended: Collection[str],
     now_s: float,
 ) -> list[Operation]:
-    """Operations of plans that have no record yet, in the order of their triggers. ``ended``: plan ids of records."""
+    """Operations of plans that have no record yet. ``drains``: oldest first. ``ended``: plan ids of records."""
     newest: dict[str, ZigzagAssignment] = {}
     for assignment in assignments:
         known = newest.get(assignment.pair_id)
@@ -49,21 +64,32 @@ def operations_under_way(
             operation = Operation.of_plan(plan, pairs, recalled=True)
             operation.planned(plan.planned_at_s)
             found.append(operation)
-    by_id: dict[str, list[DrainPlan]] = {}
+    draining: list[Operation] = []
     for drain in drains:
-        by_id.setdefault(base_id(drain.plan_id), []).append(drain)
-    for plan_id, parts in by_id.items():
+        if drain.revive:
+            revived = {(t.worker_id, t.instance_id) for t in drain.targets}
+            for operation in draining:
+                for worker_id, _ in revived.intersection(operation.open_targets):
+                    operation.fail_target(worker_id, f"revived by {drain.plan_id}")
         # What was revived beside a load belongs to the load's operation.
-        if plan_id in ended or plan_id.endswith("-revive"):
+        if drain.plan_id in ended or drain.plan_id.endswith("-revive"):
             continue
-        targets = tuple(dict.fromkeys(t for part in parts for t in part.targets))
-        whole = msgspec.structs.replace(parts[0], plan_id=plan_id, targets=targets, num_parts=1)
-        direction: Direction = "out" if whole.revive else "in"
-        end_by_s = now_s if whole.revive else float("inf")
-        operation = Operation.of_drain(whole, direction, end_by_s, recalled=True)
-        operation.planned(whole.triggered_at_s or now_s)
+        direction: Direction = "out" if drain.revive else "in"
+        end_by_s = now_s if drain.revive else float("inf")
+        operation = Operation.of_drain(drain, direction, end_by_s, heed_by_s=now_s + HEED_S, recalled=True)
+        operation.planned(drain.triggered_at_s or now_s)
         found.append(operation)
+        if not drain.revive:
+            draining.append(operation)
     return found
+
+
+def unheeded(plan: DrainPlan, operation: Operation, workers: Sequence[WorkerRecord]) -> DrainPlan | None:
+    """What to say again of a drain: to the targets that serve as if they had never heard of it."""
+    serving = {w.worker.worker_id for w in workers if w.state == "serving"}
+    still_open = {worker_id for worker_id, _ in operation.open_targets}
+    targets = tuple(t for t in plan.targets if t.worker_id in still_open & serving)
+    return msgspec.structs.replace(plan, targets=targets) if targets and not plan.revive else None
 
 
 def unpublished_leases(

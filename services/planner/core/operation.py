@@ -127,8 +127,11 @@ class Operation:
         )
 
     @classmethod
-    def of_drain(cls, plan: DrainPlan, direction: Direction, end_by_s: float, *, recalled: bool = False) -> Operation:
-        """The operation that a drain, or a revival (``direction`` "out"), is of."""
+    def of_drain(
+        cls, plan: DrainPlan, direction: Direction, end_by_s: float, *, heed_by_s: float = 0.0, recalled: bool = False
+    ) -> Operation:
+        """The operation that a drain, or a revival (``direction`` "out"), is of. ``heed_by_s``: until when a target
+        that is to drain may still serve; the drain itself ends when its requests do. 0: as long as it may take."""
         targets = tuple((t.worker_id, t.instance_id) for t in plan.targets)
         return cls(
             plan_id=plan.plan_id,
@@ -140,7 +143,7 @@ class Operation:
             targets=targets,
             explain=(("revive: " if plan.revive else "drain: ") + ", ".join(w for w, _ in targets),),
             trace_id=plan.trace_id,
-            accept_by_s=end_by_s,
+            accept_by_s=heed_by_s or end_by_s,
             deadline_s=end_by_s,
             role=plan.role,
             revives=plan.revive,
@@ -294,9 +297,13 @@ class Operation:
                 self.fail_target(worker_id, "the worker died")
             if worker is None:
                 continue
-            if self.direction == "in" and not _holds(worker, instance_id):
-                target.spare_s = now_s  # its own report was lost
-            elif self.direction == "out" and self._came_up(worker, instance_id):
+            if self.direction == "in":
+                if not _holds(worker, instance_id):
+                    target.spare_s = now_s  # its own report was lost
+                elif worker.state == "serving" and now_s > self._accept_by_s:
+                    # It counts again: whoever wants it gone has to say so anew.
+                    self.fail_target(worker_id, "it serves on: it never heard that it is to drain")
+            elif self._came_up(worker, instance_id):
                 # Its own reports were lost, or came before this planner led. When it was, nobody knows.
                 target.loaded_s = target.loaded_s or now_s
                 target.serving_s = now_s

@@ -38,7 +38,7 @@ class Refusals:
         """The worker refused the model, or did not get to serve it."""
         known = self._by_key.pop((model, worker_id), None)
         failures = known.failures + 1 if known is not None else 1
-        until_s = now_s + min(AVOID_MAX_S, AVOID_S * 2.0 ** (failures - 1))
+        until_s = now_s + min(AVOID_MAX_S, AVOID_S * 2.0 ** min(failures - 1, 30))
         self._by_key[model, worker_id] = Refusal(worker_id, model, why, until_s, failures)
         while len(self._by_key) > MAX_REFUSALS:
             del self._by_key[next(iter(self._by_key))]

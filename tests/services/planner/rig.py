@@ -73,7 +73,7 @@ class Rig:
 
     def launch(self) -> None:
         """Start the planner, which may have to wait until it leads."""
-        planner = PlannerService(
+        self.planner = PlannerService(
             self.bus,
             lease_ttl_s=5.0,
             strategy=self.strategy,
@@ -81,7 +81,7 @@ class Rig:
             live=self.live,
             metrics=self.metrics,
         )
-        self.task = asyncio.create_task(planner.run(self.stopping))
+        self.task = asyncio.create_task(self.planner.run(self.stopping))
 
     async def stop(self) -> None:
         self.stopping.set()

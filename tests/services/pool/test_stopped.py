@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -56,10 +57,10 @@ class Stage:
     async def serve(self) -> None:
         """Workers with an instance each, all of which have routes."""
 
-        async def ask(operation: str, message: object, reply: type) -> object:
-            return await self.bus.request(subjects.pool(operation), message, reply, timeout_s=5.0)  # type: ignore[arg-type, type-var]
+        async def ask(operation: str, message: Any, reply: type[Any]) -> Any:
+            return await self.bus.request(subjects.pool(operation), message, reply, timeout_s=5.0)
 
-        await give(ask, model("m"))  # type: ignore[arg-type]
+        await give(ask, model("m"))
         for index in range(NUM_WORKERS):
             report = heartbeat(f"w{index}", model("m"), "serving")
             self._tasks.append(asyncio.create_task(_registration(self.bus, report).run()))

@@ -241,6 +241,21 @@ def test_a_revived_instance_that_still_drains_is_not_revived_yet() -> None:
     assert op.record().status == "done"
 
 
+def test_a_drain_that_was_never_heard_of_is_over_and_one_that_was_takes_its_time() -> None:
+    targets = tuple(DrainTarget(worker_id=w, instance_id=f"i-{w}") for w in ("w1", "w2"))
+    plan = DrainPlan(plan_id="p", model="m", targets=targets, revive=False)
+    op = Operation.of_drain(plan, "in", float("inf"), heed_by_s=115.0)
+    workers = {
+        "w1": worker_record("w1", model("m"), "draining"),
+        "w2": worker_record("w2", model("m"), "serving"),
+    }
+    op.check(workers, 114.0)
+    assert not op.failures
+    op.check(workers, 10_000.0)
+    assert [worker_id for worker_id, _ in op.open_targets] == ["w1"]
+    assert list(op.failures) == ["w2"]
+
+
 def test_the_time_to_give_up_follows_from_what_is_predicted() -> None:
     sixteen_gb = 16 * 10**9
     assert give_up_s(sixteen_gb, 0.1, [1.3, 1.3]) == LEAST_LOAD_S

@@ -15,6 +15,14 @@ def test_a_worker_that_failed_is_avoided_for_longer_each_time() -> None:
     assert pauses[-1] == AVOID_MAX_S
 
 
+def test_one_that_never_stops_failing_is_avoided_for_the_longest_time_and_no_figure_overflows() -> None:
+    refusals = Refusals()
+    for _ in range(1100):
+        refusals.failed("w0", "m", "no room", 0.0)
+    (refusal,) = refusals.newest(0.0, 1)
+    assert (refusal.failures, refusal.until_s) == (1100, AVOID_MAX_S)
+
+
 def test_it_is_avoided_for_that_model_alone_and_says_why() -> None:
     refusals = Refusals()
     refusals.failed("w0", "m", "no room", 0.0)
