@@ -45,6 +45,12 @@ def chaos(context: typer.Context) -> None:
     _hand_over(context, "bench.chaos.cli")
 
 
+@app.command("control", context_settings=_PASS_ON, add_help_option=False)
+def control(context: typer.Context) -> None:
+    """What the control plane costs with simulated workers by the thousand, and how fast it is."""
+    _hand_over(context, "bench.control.cli")
+
+
 @app.command("engine", context_settings=_PASS_ON, add_help_option=False)
 def engine(context: typer.Context) -> None:
     """Tokens per second of the engine, against a reference on the same machine."""

@@ -1,0 +1,1 @@
+"""What the control plane costs at a thousand workers: real services and servers, simulated workers."""

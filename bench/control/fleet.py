@@ -1,0 +1,196 @@
+"""A process of simulated workers: ``python -m bench.control.fleet``, told what to do by lines on its standard input."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+import traceback
+from collections.abc import Coroutine, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+import uvloop
+
+from bench.control.bus import WatchedBus
+from bench.control.instance import SimInstance
+from bench.control.looker import Looker
+from bench.control.orders import Counts, FleetResult, FleetSpec, Order, Served
+from bench.control.setting import WORKERS_PER_HOST
+from bench.control.worker import SimWorker
+from services.worker.host_group import HostGroup, group_name
+from shared import subjects
+from shared.bus.access import NatsAccess
+from shared.errors import BlitzError
+from shared.identity import new_incarnation
+from shared.messages.load import LoadReport
+from shared.messages.registry import WorkerInfo
+from shared.process import configure_logging
+from shared.settings import Settings
+
+_STARTING_AT_ONCE = 16
+_MIB = 1024 * 1024
+_ADDRESS_BYTES = 400
+"""Of a UCX worker address with a few interfaces."""
+
+
+class Fleet:
+    """Workers of some hosts, each with a connection of its own."""
+
+    def __init__(self, spec: FleetSpec) -> None:
+        self._spec = spec
+        self._access = NatsAccess.from_env(Settings(os.environ))
+        self._members: list[tuple[WatchedBus, SimWorker]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._served: list[tuple[SimInstance, float]] | None = None
+        self._begun_s = 0.0
+        self._late_s = 0.0
+
+    async def start(self) -> None:
+        """Connect and register all of them."""
+        gate = asyncio.Semaphore(_STARTING_AT_ONCE)
+
+        async def one(index: int) -> tuple[WatchedBus, SimWorker]:
+            async with gate:
+                return await self._start_worker(index)
+
+        spec = self._spec
+        indices = range(spec.first_worker, spec.first_worker + spec.workers)
+        self._members = list(await asyncio.gather(*(one(index) for index in indices)))
+        for at in range(0, len(self._members), WORKERS_PER_HOST):
+            self._spawn(self._report_host(self._members[at : at + WORKERS_PER_HOST], at / max(1, spec.workers)))
+
+    async def _start_worker(self, index: int) -> tuple[WatchedBus, SimWorker]:
+        spec = self._spec
+        worker_id, incarnation = f"worker-{index}", new_incarnation()
+        bus = await WatchedBus.connect(
+            spec.nats_url, name="worker", id=worker_id, incarnation=incarnation, access=self._access
+        )
+        assert isinstance(bus, WatchedBus)
+        host = index // WORKERS_PER_HOST
+        info = WorkerInfo(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            host=f"host-{host}",
+            device="cpu",
+            engine="mock",
+            transport_address=os.urandom(_ADDRESS_BYTES),
+            arena_bytes=64 * _MIB,
+            kv_bytes=64 * _MIB,
+            leaf=f"leaf-{host // 16}",
+            nic_gbps=100.0,
+            host_cache_bytes=256 * _MIB,
+        )
+        looker = Looker(bus)
+        worker = SimWorker(bus, info, load_s=spec.load_s, serving=self._on_serving)
+        worker.changed = looker.look_soon
+        await worker.start()
+        await worker.registered.wait()
+        self._spawn(looker.run())
+        return bus, worker
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _report_host(self, members: Sequence[tuple[WatchedBus, SimWorker]], phase: float) -> None:
+        """The load of one host's workers, as each of them reports it (``services.worker.load_reporter``)."""
+        interval_s = self._spec.report_interval_s
+        groups = []
+        for _, worker in members:
+            host = worker.info.host
+            groups.append(HostGroup(group_name(self._spec.nats_url, host), host, interval_s=interval_s))
+        due_s = time.monotonic() + interval_s * phase
+        while True:
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            now_s = time.monotonic()
+            self._late_s = max(self._late_s, now_s - due_s)
+            due_s = max(due_s + interval_s, now_s)
+            for (bus, worker), group in zip(members, groups, strict=True):
+                report = worker.report()
+                if report is None or bus.connected_since_s is None:
+                    group.leave()
+                    continue
+                for message in group.exchange(report, now_s):
+                    subject = subjects.load() if isinstance(message, LoadReport) else subjects.host_load()
+                    try:
+                        await bus.publish(subject, message, buffer=False)
+                    except BlitzError:
+                        group.leave()
+
+    def _on_serving(self, instance: SimInstance, at_s: float) -> None:
+        if self._served is not None:
+            self._served.append((instance, at_s))
+
+    def counts(self) -> Counts:
+        """What there is now."""
+        workers = [worker for _, worker in self._members]
+        serving = {w.instance.record.name for w in workers if w.instance is not None and w.instance.state == "serving"}
+        return Counts(workers=len(workers), serving=tuple(sorted(serving)), copies=sum(w.num_copies for w in workers))
+
+    def begin(self) -> None:
+        """Measure from now on."""
+        self._begun_s, self._late_s, self._served = time.monotonic(), 0.0, []
+        for bus, _ in self._members:
+            bus.heartbeats, bus.missed = [], 0
+
+    def end(self) -> FleetResult:
+        """What was measured."""
+        served, self._served = self._served or [], None
+        trips = [row for bus, _ in self._members for row in bus.heartbeats or ()]
+        for bus, _ in self._members:
+            bus.heartbeats = None
+        return FleetResult(
+            heartbeat_s=tuple(seconds for begun_s, seconds in trips if begun_s >= self._begun_s),
+            heartbeats_missed=sum(bus.missed for bus, _ in self._members),
+            served=tuple(Served(i.record.name, i.instance_id, at_s, i.first_submit_s) for i, at_s in served),
+            report_late_s=self._late_s,
+        )
+
+    async def close(self) -> None:
+        """Leave without ceremony: all the others end, too."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def run() -> None:
+    """Do what the lines say until they end."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=2**24)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    fleet = Fleet(msgspec.json.decode(await reader.readline(), type=FleetSpec))
+    await fleet.start()
+    while line := await reader.readline():
+        order = msgspec.json.decode(line, type=Order)
+        answer: msgspec.Struct = fleet.counts()
+        if order.do == "begin":
+            fleet.begin()
+        elif order.do == "end":
+            answer = fleet.end()
+        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+        sys.stdout.buffer.flush()
+    await fleet.close()
+
+
+def main() -> None:
+    """Until the standard input ends."""
+    configure_logging("fleet", "error")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run_and_exit())
+
+
+async def _run_and_exit() -> NoReturn:
+    """A thousand connections are closed by the kernel: nothing is waited for."""
+    try:
+        await run()
+    except BaseException:  # noqa: BLE001 - whatever it was, the process ends, and says why
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The real part: NATS, Redis, pool, planner, monitor and gateways, as ``blitzscale up`` starts them, and no workers."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from bench.control.tap import heard
+from compose import credentials
+from compose.children import (
+    CONTROL_PLANE,
+    Addresses,
+    nats_access,
+    nats_spec,
+    redis_spec,
+    service_names,
+    service_spec,
+    stop_order,
+)
+from compose.config import StackConfig
+from compose.errors import StackNotReady
+from compose.ports import free_port, next_free_ports
+from compose.probes import wait_until
+from compose.state_dir import StateDir
+from compose.supervisor import Supervisor
+from shared.permissions import USERS, Grant
+
+READY_S = 60.0
+TAP = "bench-tap"
+_POLL_S = 0.05
+_METRICS_S = 10.0
+
+
+class ControlPlane:
+    """Starts with ``async with``, which returns once everything is ready."""
+
+    def __init__(self, state_dir: Path, *, gateways: int, say: Callable[[str], None]) -> None:
+        self._state = StateDir(state_dir)
+        self._planner_port = free_port()
+        self._config = StackConfig(
+            models=(),
+            state_dir=state_dir,
+            workers=1,
+            gateways=gateways,
+            port=0,
+            engine="mock",
+            log_level="warning",
+            drain_s=3.0,
+            service_env={"planner": {"BLITZ_HEALTH_PORT": str(self._planner_port)}},
+        )
+        self._supervisor = Supervisor(self._state.logs, say=say)
+        self.tap_password = secrets.token_urlsafe(16)
+        self._addresses: Addresses | None = None
+
+    async def __aenter__(self) -> ControlPlane:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stop()
+
+    @property
+    def addresses(self) -> Addresses:
+        """Raises ``RuntimeError`` before the start."""
+        if self._addresses is None:
+            raise RuntimeError("the control plane has not started")
+        return self._addresses
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The gateways'."""
+        ports = (self.addresses.gateway_port, *self.addresses.other_gateway_ports)
+        return tuple(f"http://127.0.0.1:{port}" for port in ports)
+
+    @property
+    def logs(self) -> Path:
+        return self._state.logs
+
+    def worker_environment(self) -> dict[str, str]:
+        """The credentials of workers."""
+        return nats_access(self._state, "worker")
+
+    async def unless_broken(self) -> None:
+        """Returns never; raises ``ProcessGaveUp`` when one of these processes cannot be kept running."""
+        raise await self._supervisor.wait_gave_up()
+
+    def restarts(self) -> int:
+        """Of all processes: none dies here unless something is wrong."""
+        return sum(child.num_restarts for child in self._supervisor.children.values())
+
+    def cpu_seconds(self) -> Mapping[str, float]:
+        """Spent by each process until now."""
+        spent = {}
+        for name, child in self._supervisor.children.items():
+            times = psutil.Process(child.pid).cpu_times()
+            spent[name] = times.user + times.system
+        return spent
+
+    async def planner_metrics(self) -> str:
+        """As Prometheus reads them."""
+
+        def read() -> str:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._planner_port}/metrics", timeout=_METRICS_S) as answer:
+                return str(answer.read(), "utf-8")
+
+        return await asyncio.to_thread(read)
+
+    async def _start(self) -> None:
+        config, state = self._config, self._state
+        state.acquire()
+        self._add_tap()
+        first = free_port(config.host)
+        self._addresses = addresses = Addresses(
+            nats_port=free_port(),
+            redis_port=0 if state.redis_socket is not None else free_port(),
+            redis_socket=state.redis_socket,
+            gateway_port=first,
+            other_gateway_ports=next_free_ports(config.host, first, config.gateways - 1),
+        )
+        for spec in (nats_spec(config, state, addresses), redis_spec(config, state, addresses)):
+            await self._supervisor.start(spec)
+            assert spec.probe is not None
+            await self._supervisor.unless_given_up(wait_until(spec.probe, spec.name, timeout_s=READY_S))
+        names = (*CONTROL_PLANE, *service_names("gateway", config.gateways))
+        for name in names:
+            await self._supervisor.start(service_spec(config, state, addresses, name))
+        await self._supervisor.unless_given_up(self._ready(names))
+
+    def _add_tap(self) -> None:
+        """One user more than the product's, who hears nearly everything and says nothing."""
+        folder = self._state.credentials
+        passwords = {user: (folder / credentials.password_file(user)).read_text().strip() for user in USERS}
+        others = {TAP: (self.tap_password, Grant((), tuple(heard())))}
+        (folder / credentials.NATS_CONF).write_text(credentials.nats_conf(passwords, others=others), encoding="utf-8")
+
+    async def _ready(self, names: tuple[str, ...]) -> None:
+        try:
+            async with asyncio.timeout(READY_S):
+                while not all(self._supervisor.children[name].ready for name in names):
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            late = [name for name in names if not self._supervisor.children[name].ready]
+            raise StackNotReady(f"not ready after {READY_S:g} s: {', '.join(late)}; see {self.logs}") from None
+
+    async def _stop(self) -> None:
+        await self._supervisor.stop(stop_order(tuple(self._supervisor.children)))
+        self._state.release()
