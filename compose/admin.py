@@ -42,7 +42,8 @@ class AdminClient:
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         """Raises ``BadRequest`` if ``url`` is none."""
-        self.url = _checked(url).rstrip("/")
+        # Clients of OpenAI's API are given the URL with its version.
+        self.url = _checked(url).rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # The environment's proxies are for the internet; this is this machine or its cluster.
         self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 
@@ -18,6 +16,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int | None = None
     slo_ttft_s: float = 0.0
     slo_tbt_s: float = 0.0
+    queued_requests: int = 0
+    """That wait in gateways."""
 
 
 class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,14 +63,35 @@ class RefusedLoad(msgspec.Struct, frozen=True, kw_only=True):
     failures: int = 0
 
 
+class FloorStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A number of instances that somebody asked for, below which the load does not go until then."""
+
+    model: str
+    role: str = "colocated"
+    instances: int = 0
+    until_s: float = 0.0
+    """Unix time."""
+
+
+class UnplannedStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked for and cannot be had now."""
+
+    model: str
+    role: str = "colocated"
+    wanted: int = 0
+    why: str = ""
+    for_s: float = 0.0
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that runs."""
 
     models: tuple[ModelStatus, ...] = ()
     instances: tuple[InstanceStatus, ...] = ()
     workers: tuple[WorkerStatus, ...] = ()
-    floors: tuple[dict[str, Any], ...] = ()
+    floors: tuple[FloorStatus, ...] = ()
     refused: tuple[RefusedLoad, ...] = ()
+    unplanned: tuple[UnplannedStatus, ...] = ()
 
     def serving(self, model: str) -> int:
         """How many instances of a model answer requests on their own."""

@@ -10,8 +10,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from compose.admin import AdminClient
 from compose.cli.connection import URL_DEFAULT, Json, Url, ask
 from compose.cli.slo import SloTbt, SloTtft, seconds, shown_ms
+from compose.errors import StackError
+
+MAX_INSTANCES = 1_000_000
+"""So many stand for no limit."""
+_OPTIONS = {"max_instances": "--max-instances", "slo_ttft_s": "--slo-ttft", "slo_tbt_s": "--slo-tbt"}
+
+
+class NotAdded(StackError):
+    """The path is none, or the model is there already with other settings than those that were asked for."""
+
 
 app = typer.Typer(help="Add, list and remove models.", no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -28,7 +39,10 @@ def add(
 ) -> None:
     """Register a checkpoint directory; it is served as soon as an instance has loaded it."""
     # A path that exists here is made absolute; one that exists only where the services run is sent as it is.
-    sent = str(path.expanduser().resolve()) if path.expanduser().exists() else str(path)
+    there = path.expanduser().exists()
+    if not there and not path.is_absolute():
+        raise NotAdded(f"{path}: no such directory here; one on the services' machines needs its absolute path")
+    sent = str(path.expanduser().resolve()) if there else str(path)
     limits: dict[str, Any] = {
         "name": name,
         "min_instances": min_instances,
@@ -36,8 +50,27 @@ def add(
         "slo_ttft_s": seconds(slo_ttft_ms),
         "slo_tbt_s": seconds(slo_tbt_ms),
     }
-    added = ask(url, lambda client: client.add_model(sent, **limits))
-    typer.echo(f"added {added.get('name') or name or path.name} ({sent})")
+    before, added = ask(url, lambda client: _add(client, sent, limits))
+    served_as = str(added.get("name") or name or path.name)
+    if before is None:
+        typer.echo(f"added {served_as} ({added.get('path') or sent})")
+        return
+    typer.echo(f"{served_as} is registered already ({added.get('path') or sent})")
+    asked = limits | {"max_instances": max_instances or MAX_INSTANCES}
+    ignored = [_OPTIONS[key] for key in _OPTIONS if asked[key] and added.get(key, asked[key]) != asked[key]]
+    if min_instances != added.get("min_instances", min_instances):
+        ignored.insert(0, "--min-instances")
+    if ignored:
+        raise NotAdded(f"{', '.join(ignored)} had no effect: remove {served_as} first, and add it again")
+
+
+async def _add(client: AdminClient, path: str, limits: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The model as it was registered before, if it was, and as it is."""
+    known = {model.get("name"): model for model in await client.models()}
+    added = await client.add_model(path, **limits)
+    before = known.get(added.get("name"))
+    # It may have been removed and added meanwhile.
+    return (before if before and before.get("added_at_s") == added.get("added_at_s") else None), added
 
 
 @app.command("list")
@@ -48,12 +81,16 @@ def list_(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
         typer.echo(json.dumps(found, indent=2))
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("name", "min", "TTFT ms", "TBT ms", "path"):
+    for column in ("name", "serving", "min", "max", "MiB", "what", "TTFT ms", "TBT ms", "path"):
         table.add_column(column, overflow="fold")
     for model in found:
         slos = shown_ms(model.get("slo_ttft_s")), shown_ms(model.get("slo_tbt_s"))
-        low = str(model.get("min_instances", ""))
-        table.add_row(str(model.get("name", "")), low, *slos, str(model.get("path", "")))
+        most = model.get("max_instances") or MAX_INSTANCES
+        limits = str(model.get("min_instances", "")), "-" if most >= MAX_INSTANCES else str(most)
+        what = " ".join(str(model[key]) for key in ("architecture", "dtype") if model.get(key)) or "-"
+        mib = f"{model.get('weights_bytes', 0) / 2**20:.1f}"
+        name, serving, path = (str(model.get(key, "-")) for key in ("name", "serving", "path"))
+        table.add_row(name, serving, *limits, mib, what, *slos, path)
     Console(highlight=False).print(table)
 
 

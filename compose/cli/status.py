@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+
 import msgspec
 import typer
 from rich.console import Console
@@ -39,11 +42,13 @@ def status(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
 
 
 def tables(found: Status, console: Console) -> tuple[Table, ...]:
-    """Models, instances and workers as tables for ``console``; and workers that are left alone, if there are any."""
-    models = titled_table("Models", "name", "serving", "min", "max", "path")
+    """Models, instances and workers as tables for ``console``; and what is unusual, if there is any: numbers that were
+    asked for by hand, what is wanted in vain, workers that are left alone."""
+    models = titled_table("Models", "name", "serving", "waiting", "min", "max", "path")
     for model in found.models:
         most = "-" if model.max_instances is None or model.max_instances >= 1_000_000 else str(model.max_instances)
-        models.add_row(model.name, str(found.serving(model.name)), str(model.min_instances), most, model.path)
+        serving, waiting, least = found.serving(model.name), model.queued_requests, model.min_instances
+        models.add_row(model.name, str(serving), str(waiting), str(least), most, model.path)
     num_layers = {model.name: model.num_layers for model in found.models}
     rows = [_instance_row(instance, num_layers.get(instance.model)) for instance in found.instances]
     instances = fitting(console, "Instances", _INSTANCE, rows, spared=_SPARED)
@@ -51,12 +56,26 @@ def tables(found: Status, console: Console) -> tuple[Table, ...]:
     for worker in found.workers:
         state = "stopping" if worker.stopping else worker.state
         processes.add_row(worker.id, worker.host, worker.device, worker.engine, state_text(state))
-    if not found.refused:
-        return models, instances, processes
-    refused = titled_table("Left alone, because they failed", "worker", "model", "for", "why")
-    for entry in found.refused:
-        refused.add_row(entry.worker, entry.model, f"{entry.for_s:.0f} s", entry.why)
-    return models, instances, processes, refused
+    return models, instances, processes, *_exceptions(found)
+
+
+def _exceptions(found: Status) -> Iterator[Table]:
+    if found.floors:
+        floors = titled_table("Asked for by hand", "model", "role", "at least", "for")
+        for floor in found.floors:
+            left_s = max(0.0, floor.until_s - time.time())
+            floors.add_row(floor.model, floor.role, str(floor.instances), f"{left_s:.0f} s")
+        yield floors
+    if found.unplanned:
+        unplanned = titled_table("Wanted, but not possible now", "model", "role", "wanted", "since", "why")
+        for entry in found.unplanned:
+            unplanned.add_row(entry.model, entry.role, str(entry.wanted), f"{entry.for_s:.0f} s", entry.why)
+        yield unplanned
+    if found.refused:
+        refused = titled_table("Left alone, because they failed", "worker", "model", "for", "why")
+        for worker in found.refused:
+            refused.add_row(worker.worker, worker.model, f"{worker.for_s:.0f} s", worker.why)
+        yield refused
 
 
 def _instance_row(instance: InstanceStatus, num_layers: int | None) -> tuple[str | Text, ...]:

@@ -7,6 +7,7 @@ waits for an answer to what was asked for by hand.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import time
 from collections.abc import Coroutine
@@ -27,6 +28,7 @@ from shared.errors import BlitzError, Conflict, Internal, NoResponder, Unavailab
 from shared.leading import Leader
 from shared.messages.common import Role
 from shared.messages.registry import LeaseBatch, LeaseGrant, LeaseVerdict, LeaseVerdicts, LeaseWorkers
+from shared.messages.scaling import Unplanned
 from shared.registry import RegistryReader
 from shared.telemetry import tracer
 
@@ -38,6 +40,10 @@ MAX_ROUND_S = 0.05
 """Of planning: what is left waits for the next round, which begins at once."""
 MAX_WAITING = 20_000
 """Models and roles with an unmet demand."""
+UNPLANNED_S = 10.0
+"""A demand that was not repeated for so long is met, or nobody's any more."""
+MAX_UNPLANNED_LISTED = 100
+MAX_WHY_CHARS = 500
 
 
 @dataclass(eq=False)
@@ -47,6 +53,17 @@ class _Waiting:
     by_hand: asyncio.Future[Operation | None] | None = None
     tries: int = 0
     since_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class _Refusal:
+    """The last answer to a demand that is repeated."""
+
+    code: str
+    wanted: int
+    why: str
+    since_s: float
+    said_s: float
 
 
 class Rounds:
@@ -64,7 +81,7 @@ class Rounds:
         self._by_hand: list[_Waiting] = []
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._last_refusal: dict[tuple[str, Role], str] = {}
+        self._last_refusal: dict[tuple[str, Role], _Refusal] = {}
         self._plans = Counter("blitz_planner_plans_total", "Plans published", ["direction"], registry=metrics)
         self._refused = Counter("blitz_planner_refused_total", "Demands without a plan", ["code"], registry=metrics)
         self._plan_seconds = Histogram(
@@ -252,11 +269,24 @@ class Rounds:
         # The monitor repeats itself while the number is wrong, so nothing is lost here.
         request, about = one.request, (one.request.model, one.request.role)
         self._refused.labels(error.code).inc()
-        level = logging.DEBUG if self._last_refusal.get(about) == error.code else logging.WARNING
-        if about in self._last_refusal or len(self._last_refusal) < MAX_WAITING:
-            self._last_refusal[about] = error.code
+        before, now_s = self._last_refusal.get(about), time.monotonic()
+        level = logging.DEBUG if before is not None and before.code == error.code else logging.WARNING
+        if before is not None or len(self._last_refusal) < MAX_WAITING:
+            fresh = before is None or now_s - before.said_s > UNPLANNED_S
+            since_s = now_s if fresh or before is None else before.since_s
+            why = error.message[:MAX_WHY_CHARS]
+            self._last_refusal[about] = _Refusal(error.code, request.desired, why, since_s, now_s)
         log.log(
             level, "no plan for %s (%s wanted): %s", request.model, instances_of(request.desired, request.role), error
+        )
+
+    def unplanned(self) -> tuple[Unplanned, ...]:
+        """What is asked for and cannot be had, those that wait the longest first."""
+        now_s = time.monotonic()
+        current = [(r.since_s, about, r) for about, r in self._last_refusal.items() if now_s - r.said_s <= UNPLANNED_S]
+        return tuple(
+            Unplanned(model=model, role=role, wanted=r.wanted, why=r.why, for_s=round(now_s - since_s, 3))
+            for since_s, (model, role), r in heapq.nsmallest(MAX_UNPLANNED_LISTED, current, key=lambda row: row[:2])
         )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -399,4 +399,5 @@ class PlannerService:
                 )
                 for r in self._refusals.newest(now_s, MAX_REFUSED_LISTED)
             ),
+            unplanned=self._rounds.unplanned(),
         )

@@ -382,7 +382,10 @@ class LeadingPool:
             raise Conflict(f"another model is registered as {name!r}: remove it first, or choose another name")
         self._registry.put_model(stored)
         self._wake_publisher()
-        log.info("model %s added from %s (%d bytes of weights)", name, stored.path, stored.weights_bytes)
+        if stored is record:
+            log.info("model %s added from %s (%d bytes of weights)", name, stored.path, stored.weights_bytes)
+        else:
+            log.info("model %s is registered already, and stays as it is", name)
         return stored
 
     async def _on_remove_model(self, request: RemoveModel) -> Ack:

@@ -363,9 +363,23 @@ class RefusedLoad(msgspec.Struct, frozen=True, kw_only=True):
     failures: int
 
 
+class Unplanned(msgspec.Struct, frozen=True, kw_only=True):
+    """What the load or a floor asks for, and no plan can give now."""
+
+    model: str
+    role: Role
+    wanted: int
+    """Instances."""
+    why: str
+    for_s: float
+    """Seconds since it was first refused."""
+
+
 class ScaleRecords(Message, frozen=True, kw_only=True, tag="scale_records.v1"):
     """Newest first."""
 
     records: tuple[ScaleRecord, ...]
     refused: tuple[RefusedLoad, ...] = ()
     """In force now, the newest first."""
+    unplanned: tuple[Unplanned, ...] = ()
+    """Asked for again within the last seconds, those that wait the longest first."""

@@ -48,6 +48,10 @@ class OtherGateways:
         """Forget the gateways that fell silent."""
         self._reports = {name: row for name, row in self._reports.items() if now_s - row[0] <= FRESH_S}
 
+    def queued(self, model: str) -> int:
+        """Requests that wait in the others' queues."""
+        return sum(queues[model].queued_requests for _, queues in self._reports.values() if model in queues)
+
     def about(self, model: str) -> Contention:
         """What the others want of that model."""
         wanted = [queues[model] for _, queues in self._reports.values() if model in queues]

@@ -239,6 +239,10 @@ class Router:
         if load.refusals and report.queued_requests == 0 and load.suspended_until_s > now_s:
             self.suspend(report.instance_id, until_s=now_s)
 
+    def queued_anywhere(self, model: str) -> int:
+        """Requests that wait here and, by their reports, in the other gateways."""
+        return self.queued(model)[0] + self._others.queued(model)
+
     def others_reported(self, report: QueueReport, *, now_s: float) -> None:
         """A gateway tells its queues."""
         self._others.take(report, now_s)

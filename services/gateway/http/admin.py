@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
+from collections.abc import Iterator
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -26,11 +28,11 @@ from shared.messages.registry import AddModel, ModelRecord, RemoveModel
 from shared.messages.scaling import (
     GetScaleRecord,
     ListScaleRecords,
-    RefusedLoad,
     ScaleRecord,
     ScaleRecords,
     StartScale,
 )
+from shared.registry import RegistryView
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -50,6 +52,9 @@ LEADER_RETRY_S = 0.2
 REFUSED_TIMEOUT_S = 0.5
 """The status is shown without the planner's part where that does not answer."""
 
+
+WITHOUT_POOL = "the registry cannot be read or changed until one leads"
+WITHOUT_PLANNER = "nothing is scaled until one leads"
 
 Objective = Annotated[float, Meta(ge=MIN_SLO_S, le=MAX_SLO_S)]
 
@@ -95,6 +100,15 @@ async def _body(request: Request, gateway: Gateway, type_: type[T]) -> T:
         return read_body(raw, type_)
 
 
+@contextlib.contextmanager
+def _asking(service: str, without: str) -> Iterator[None]:
+    """Says in an operator's words that no process of a kind answers, and what that means."""
+    try:
+        yield
+    except NoResponder as error:
+        raise NoResponder(f"no {service} answers: {without}; requests are served on", retry_after_s=1.0) from error
+
+
 def admin_router(gateway: Gateway) -> APIRouter:
     """The routes, bound to one gateway."""
     router = APIRouter(prefix="/admin", tags=["admin"])
@@ -105,7 +119,8 @@ def admin_router(gateway: Gateway) -> APIRouter:
         deadline_s = time.monotonic() + ADD_TIMEOUT_S
         while True:
             try:
-                return await bus.request(subjects.pool("add_model"), message, ModelRecord, timeout_s=ADD_TIMEOUT_S)
+                with _asking("pool", WITHOUT_POOL):
+                    return await bus.request(subjects.pool("add_model"), message, ModelRecord, timeout_s=ADD_TIMEOUT_S)
             except InProgress:
                 if time.monotonic() >= deadline_s:
                     raise
@@ -115,37 +130,46 @@ def admin_router(gateway: Gateway) -> APIRouter:
         deadline_s = time.monotonic() + LEADER_WAIT_S
         while True:
             try:
-                return await bus.request(subjects.planner(verb), message, kind, timeout_s=timeout_s)
+                with _asking("planner", WITHOUT_PLANNER):
+                    return await bus.request(subjects.planner(verb), message, kind, timeout_s=timeout_s)
             except Unavailable as error:
                 # Not what derives from them, as a lack of capacity.
                 if type(error) not in (Unavailable, NoResponder) or time.monotonic() >= deadline_s:
                     raise
                 await asyncio.sleep(LEADER_RETRY_S)
 
-    async def refused() -> tuple[RefusedLoad, ...]:
+    async def registry() -> RegistryView:
+        with _asking("pool", WITHOUT_POOL):
+            return await gateway.registry()
+
+    def queued(view: RegistryView) -> dict[str, int]:
+        return {name: gateway.dispatcher.router.queued_anywhere(name) for name in view.models}
+
+    async def planners_part() -> ScaleRecords:
         """What the planner knows beside the registry; nothing while none leads."""
         message = ListScaleRecords(limit=0)
         try:
-            answer = await bus.request(subjects.planner("records"), message, ScaleRecords, timeout_s=REFUSED_TIMEOUT_S)
+            return await bus.request(subjects.planner("records"), message, ScaleRecords, timeout_s=REFUSED_TIMEOUT_S)
         except BlitzError:
-            return ()
-        return answer.refused
+            return ScaleRecords(records=())
 
     @router.get("/status")
     async def status() -> Response:
         """Models, instances, workers, manual floors, and workers that are left alone because they failed."""
         loads = gateway.load_board.latest(time.monotonic())
-        return _json(status_json(await gateway.registry(), loads, await refused()))
+        view, planned = await registry(), await planners_part()
+        return _json(status_json(view, loads, planned.refused, planned.unplanned, queued(view)))
 
     @router.get("/pool")
     async def pool() -> Response:
         """Which memory holds which model, and whether every model has a copy."""
-        return _json(pool_json(await gateway.registry()))
+        return _json(pool_json(await registry()))
 
     @router.get("/models")
     async def list_models() -> Response:
         """The models part of the status."""
-        return _json({"models": status_json(await gateway.registry())["models"]})
+        view = await registry()
+        return _json({"models": status_json(view, queued=queued(view))["models"]})
 
     @router.post("/models")
     async def add_model(request: Request) -> Response:
@@ -162,15 +186,17 @@ def admin_router(gateway: Gateway) -> APIRouter:
             slo_ttft_s=body.slo_ttft_s or 0.0,
             slo_tbt_s=body.slo_tbt_s or 0.0,
         )
+        known = {name: model.record.added_at_s for name, model in gateway.book.models.items()}
         record = await added(message)
         # So that a request right behind this one finds the model.
         await gateway.refresh()
-        return _json(record, 201)
+        return _json(record, 200 if known.get(record.name) == record.added_at_s else 201)
 
     @router.delete("/models/{name:path}")
     async def remove_model(name: str) -> Response:
         """Unregister a model; its instances drain."""
-        await bus.request(subjects.pool("remove_model"), RemoveModel(name=name), Ack, timeout_s=RPC_TIMEOUT_S)
+        with _asking("pool", WITHOUT_POOL):
+            await bus.request(subjects.pool("remove_model"), RemoveModel(name=name), Ack, timeout_s=RPC_TIMEOUT_S)
         await gateway.refresh()
         return _json({"name": name, "removed": True})
 

@@ -7,19 +7,24 @@ from typing import Any
 
 from shared.messages.load import LoadReport
 from shared.messages.registry import ModelRecord, WorkerRecord
-from shared.messages.scaling import RefusedLoad
+from shared.messages.scaling import RefusedLoad, Unplanned
 from shared.registry import RegistryView
 
 
 def status_json(
-    view: RegistryView, loads: Mapping[str, LoadReport] | None = None, refused: Sequence[RefusedLoad] = ()
+    view: RegistryView,
+    loads: Mapping[str, LoadReport] | None = None,
+    refused: Sequence[RefusedLoad] = (),
+    unplanned: Sequence[Unplanned] = (),
+    queued: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """``{"models", "instances", "workers", "floors", "refused"}`` of the registry.
+    """``{"models", "instances", "workers", "floors", "refused", "unplanned"}`` of the registry.
 
     ``loads``: the latest report of each instance that reports; of the others ``load`` is null. ``refused``: workers
-    that planners leave alone for a while, and why.
+    that planners leave alone for a while, and why. ``unplanned``: what is asked for and cannot be had, and why.
+    ``queued``: requests by model that wait in gateways.
     """
-    loads = loads or {}
+    loads, queued = loads or {}, queued or {}
     workers, models, floors = view.workers, view.models, view.floors
     instances: dict[str, dict[str, Any]] = {}
     for record in workers:
@@ -45,7 +50,7 @@ def status_json(
         )
         row["workers"].append(record.worker.worker_id)
     return {
-        "models": [_model(models[name], list(instances.values())) for name in sorted(models)],
+        "models": [_model(models[name], list(instances.values()), queued.get(name, 0)) for name in sorted(models)],
         "instances": [instances[key] for key in sorted(instances)],
         "workers": [_worker(record) for record in workers],
         "floors": [
@@ -56,10 +61,13 @@ def status_json(
             {"worker": r.worker_id, "model": r.model, "why": r.why, "for_s": r.for_s, "failures": r.failures}
             for r in refused
         ],
+        "unplanned": [
+            {"model": u.model, "role": u.role, "wanted": u.wanted, "why": u.why, "for_s": u.for_s} for u in unplanned
+        ],
     }
 
 
-def _model(record: ModelRecord, instances: list[dict[str, Any]]) -> dict[str, Any]:
+def _model(record: ModelRecord, instances: list[dict[str, Any]], queued: int) -> dict[str, Any]:
     mine = [row for row in instances if row["model"] == record.name]
     return {
         "name": record.name,
@@ -70,6 +78,7 @@ def _model(record: ModelRecord, instances: list[dict[str, Any]]) -> dict[str, An
         "instances": len(mine),
         "serving": sum(1 for row in mine if row["state"] == "serving"),
         "live": sum(1 for row in mine if row["state"] == "live"),
+        "queued_requests": queued,
         "min_instances": record.min_instances,
         "max_instances": record.max_instances,
         "slo_ttft_s": record.slo_ttft_s,

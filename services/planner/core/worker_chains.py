@@ -78,12 +78,17 @@ def plan_worker_chains(cluster: Cluster, num_targets: int, model_bytes: int, *, 
     return WorkerChains(chains, (*notes, *planned.explain), left_out, fallbacks_of(cluster, chains))
 
 
+def spare_workers(num: int) -> str:
+    """``no worker is spare``, ``1 worker is spare``, ..."""
+    return "no worker is spare" if num == 0 else "1 worker is spare" if num == 1 else f"{num} workers are spare"
+
+
 def left_out_of(cluster: Cluster, num_planned: int, num_targets: int) -> tuple[str, ...]:
     """What was asked for and not planned, and why."""
     if num_planned >= num_targets:
         return cluster.refused
     free = len(cluster.spare)
-    lines = [f"{num_targets - num_planned} of {num_targets} instances: only {free} workers are spare"]
+    lines = [f"{num_targets - num_planned} of {num_targets} more instances have no worker: {spare_workers(free)}"]
     if cluster.too_small:
         lines.append(cluster.too_small)
     return (*lines, *cluster.refused)

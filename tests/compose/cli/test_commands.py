@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -235,18 +236,43 @@ def test_models_are_added_with_an_absolute_path(
 ) -> None:
     (tmp_path / "llama").mkdir()
     monkeypatch.chdir(tmp_path)
-    gateway.answers["POST /admin/models"] = (200, {"name": "small", "path": "x"})
+    gateway.answers["GET /admin/models"] = (200, {"models": []})
+    gateway.answers["POST /admin/models"] = (201, {"name": "small"})
     assert run(["models", "add", "llama", "--name", "small", "--min-instances", "0", "--max-instances", "3"]) == 0
     sent = {"path": str(tmp_path / "llama"), "name": "small", "min_instances": 0, "max_instances": 3}
-    assert gateway.requests[0][1] == sent
+    assert gateway.requests[-1][1] == sent
     assert capsys.readouterr().out == f"added small ({tmp_path / 'llama'})\n"
 
 
+def test_a_relative_path_that_is_not_here_is_not_looked_for_elsewhere(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["models", "add", "no/such"]) == 1
+    assert one_error_line(capsys).startswith("no/such: no such directory here")
+    assert gateway.requests == []
+
+
+def test_a_model_that_is_there_already_is_not_called_added(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = {"name": "m", "path": "/models/m", "min_instances": 1, "max_instances": 1_000_000, "added_at_s": 5.0}
+    gateway.answers["GET /admin/models"] = (200, {"models": [there | {"slo_ttft_s": 0.0}]})
+    gateway.answers["POST /admin/models"] = (200, there | {"slo_ttft_s": 0.0})
+    assert run(["models", "add", "/copy/of/m", "--name", "m"]) == 0
+    assert capsys.readouterr().out == "m is registered already (/models/m)\n"
+    assert run(["models", "add", "/models/m", "--min-instances", "2", "--slo-ttft", "300"]) == 1
+    assert one_error_line(capsys) == "--min-instances, --slo-ttft had no effect: remove m first, and add it again"
+    gateway.answers["POST /admin/models"] = (201, there | {"added_at_s": 6.0})
+    assert run(["models", "add", "/models/m"]) == 0
+    assert capsys.readouterr().out == "added m (/models/m)\n"
+
+
 def test_a_models_objectives_are_given_in_milliseconds(gateway: FakeGateway) -> None:
+    gateway.answers["GET /admin/models"] = (200, {"models": []})
     gateway.answers["POST /admin/models"] = (200, {"name": "small"})
     assert run(["models", "add", "/over/there", "--slo-ttft", "500", "--slo-tbt", "62.5"]) == 0
     sent = {"path": "/over/there", "min_instances": 1, "slo_ttft_s": 0.5, "slo_tbt_s": 0.0625}
-    assert gateway.requests[0][1] == sent
+    assert gateway.requests[-1][1] == sent
 
 
 @pytest.mark.parametrize("command", [["models", "add", "/m"], ["up", "/m"]])
@@ -262,19 +288,21 @@ def test_objectives_that_are_none_are_wrong_usage(
 
 def test_a_bad_checkpoint_is_the_servers_message(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     message = "model.safetensors: tensor lm_head.weight is missing"
+    gateway.answers["GET /admin/models"] = (200, {"models": []})
     gateway.answers["POST /admin/models"] = (422, refusal("bad_checkpoint", message))
     assert run(["models", "add", "/only/over/there"]) == 1
-    assert gateway.requests[0][1]["path"] == "/only/over/there"
+    assert gateway.requests[-1][1]["path"] == "/only/over/there"
     assert one_error_line(capsys) == message
 
 
 def test_models_are_listed_and_removed(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     other = {"name": "other", "path": "/models/other", "min_instances": 0, "slo_ttft_s": 0.5, "slo_tbt_s": 0.0625}
+    other |= {"serving": 2, "max_instances": 3, "weights_bytes": 3 << 19, "architecture": "Llama", "dtype": "float16"}
     gateway.answers["GET /admin/models"] = (200, {"models": [*STATUS["models"], other]})
     gateway.answers["DELETE /admin/models/org%2Fdemo"] = (200, {})
     assert run(["models", "list"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[1:] == ["demo 1 - - /models/demo", "other 0 500 62.5 /models/other"]
+    assert lines[1:] == ["demo - 1 - 0.0 - - - /models/demo", "other 2 0 3 1.5 Llama float16 500 62.5 /models/other"]
     assert run(["models", "list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found[0]["name"], found[1]["slo_ttft_s"]) == ("demo", 0.5)
@@ -293,3 +321,27 @@ def test_up_refuses_before_anything_starts(tmp_path: Path, capsys: pytest.Captur
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("blitzscale 0.")
+
+
+def test_the_url_may_be_the_one_that_openai_clients_are_given(gateway: FakeGateway) -> None:
+    gateway.answers["GET /admin/status"] = (200, STATUS)
+    assert run(["status", "--url", f"{gateway.url}/v1/"]) == 0
+    assert gateway.requests[0][0] == "GET /admin/status"
+
+
+def test_status_shows_what_was_asked_for_by_hand_and_what_is_wanted_in_vain(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = [STATUS["models"][0] | {"queued_requests": 7}]
+    floors = [{"model": "demo", "role": "prefill", "instances": 2, "until_s": time.time() + 100.5}]
+    why = "2 of 2 more instances have no worker: no worker is spare"
+    unplanned = [{"model": "demo", "role": "colocated", "wanted": 3, "why": why, "for_s": 12.3}]
+    gateway.answers["GET /admin/status"] = (
+        200,
+        STATUS | {"models": models, "floors": floors, "unplanned": unplanned},
+    )
+    assert run(["status"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "demo 1 7 1 - /models/demo" in lines
+    assert "demo prefill 2 100 s" in lines
+    assert any(line.startswith("demo colocated 3 12 s 2 of 2 more") for line in lines)

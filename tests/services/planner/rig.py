@@ -31,6 +31,7 @@ from shared.messages.scaling import (
     ScaleRecord,
     ScaleRecords,
     StartScale,
+    Unplanned,
 )
 from tests.records import model, worker_record
 from tests.services.fake_pool import FakePool
@@ -127,6 +128,11 @@ class Rig:
     async def record(self, plan_id: str, wait_s: float = 0.0) -> ScaleRecord:
         message = GetScaleRecord(plan_id=plan_id, wait_s=wait_s)
         return await self.client.request(subjects.planner("record"), message, ScaleRecord, timeout_s=TIMEOUT_S)
+
+    async def unplanned(self) -> tuple[Unplanned, ...]:
+        message = ListScaleRecords(limit=0)
+        answer = await self.client.request(subjects.planner("records"), message, ScaleRecords, timeout_s=TIMEOUT_S)
+        return answer.unplanned
 
     async def records(self, limit: int = 20) -> tuple[ScaleRecord, ...]:
         message = ListScaleRecords(limit=limit)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from services.planner import rounds
 from services.planner.core.round_order import Asked, in_order
 from services.planner.scaler import ScaleRequest
 from shared import subjects
@@ -97,6 +98,27 @@ async def test_a_refusal_is_shown_and_where_nobody_else_is_left_says_why(rig: Ri
     assert (await rig.record(record.plan_id)).status == "failed"
     # Who asks by hand wants it tried.
     assert (await rig.scale(1)).status == "running"
+
+
+async def test_what_is_wanted_in_vain_is_shown_with_the_reason_until_it_is_met_or_nobodys_any_more(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.demand(2)
+    await eventually(lambda: rig.refused("no_capacity") == 1)
+    (shown,) = await rig.unplanned()
+    assert (shown.model, shown.role, shown.wanted) == ("m", "colocated", 2)
+    assert "no worker is spare" in shown.why
+    await rig.demand(3)
+    await eventually(lambda: rig.refused("no_capacity") == 2)
+    (again,) = await rig.unplanned()
+    assert (again.wanted, again.for_s >= shown.for_s) == (3, True), "it waits since it was first refused"
+    monkeypatch.setattr(rounds, "UNPLANNED_S", -1.0)
+    assert await rig.unplanned() == ()
+    monkeypatch.undo()
+    rig.spare("w0", "w1", "w2")
+    await rig.demand(3)
+    await eventually(lambda: len(rig.plans()) == 1)
+    assert await rig.unplanned() == ()
 
 
 async def test_the_registry_ends_an_operation_whose_reports_were_lost(rig: Rig) -> None:

@@ -169,8 +169,8 @@ async def test_numbers_that_json_does_not_have_are_refused(stack: Stack, number:
 
 async def test_a_models_objectives_reach_the_pool(stack: Stack) -> None:
     body = {"path": "/m", "slo_ttft_s": 0.5, "slo_tbt_s": 1}
-    assert (await stack.http.post("/admin/models", json=body)).status_code == 201
-    assert (await stack.http.post("/admin/models", json={"path": "/m", "slo_ttft_s": None})).status_code == 201
+    assert (await stack.http.post("/admin/models", json=body)).status_code == 200
+    assert (await stack.http.post("/admin/models", json={"path": "/m", "slo_ttft_s": None})).status_code == 200
     assert stack.pool.added == [AddModel(path="/m", slo_ttft_s=0.5, slo_tbt_s=1.0), AddModel(path="/m")]
 
 
@@ -219,6 +219,14 @@ async def test_without_a_planner_scaling_is_unavailable(stack: Stack, monkeypatc
     monkeypatch.setattr(admin, "LEADER_WAIT_S", 0.3)
     response = await stack.http.post("/admin/models/tiny/scale", json={"instances": 1})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "no_responder")
+    said = "no planner answers: nothing is scaled until one leads; requests are served on"
+    assert response.json()["error"]["message"] == said
+
+
+async def test_a_model_that_is_there_already_is_no_new_one(stack: Stack) -> None:
+    first = await stack.http.post("/admin/models", json={"path": "/m", "name": "tiny"})
+    assert first.status_code == 200, "the gateway knew it"
+    assert first.json()["name"] == "tiny"
 
 
 async def test_models_are_added_and_names_may_hold_slashes(stack: Stack) -> None:
@@ -251,7 +259,7 @@ async def test_adding_a_model_leaves_the_pool_time_to_read_it_all(
         return await request(subject, *arguments, timeout_s=timeout_s)
 
     monkeypatch.setattr(stack.bus, "request", noted)
-    assert (await stack.http.post("/admin/models", json={"path": "/m"})).status_code == 201
+    assert (await stack.http.post("/admin/models", json={"path": "/m"})).status_code == 200
     assert waits[subjects.pool("add_model")] >= 600
     # The client hears the gateway's own error rather than giving up before it.
     assert admin_client._ADD_TIMEOUT_S > admin.ADD_TIMEOUT_S

@@ -5,7 +5,7 @@ import msgspec
 from compose.admin_types import Status
 from services.gateway.http.status import status_json
 from shared.messages.registry import Floor
-from shared.messages.scaling import RefusedLoad
+from shared.messages.scaling import RefusedLoad, Unplanned
 from tests.records import model, view, worker_record
 
 M = model("m")
@@ -32,3 +32,10 @@ def test_a_worker_that_is_about_to_end_and_one_that_is_left_alone_are_shown() ->
     assert [(r.worker, r.model, r.why, r.for_s, r.failures) for r in read.refused] == [
         ("w1", "m", "its disk is gone", 3.5, 2)
     ]
+
+
+def test_what_waits_and_what_is_wanted_in_vain_is_shown() -> None:
+    unplanned = Unplanned(model="m", role="colocated", wanted=2, why="no worker is spare", for_s=1.5)
+    read = msgspec.convert(status_json(view(models=(M,)), unplanned=(unplanned,), queued={"m": 5}), Status)
+    assert [m.queued_requests for m in read.models] == [5]
+    assert [(u.model, u.wanted, u.why, u.for_s) for u in read.unplanned] == [("m", 2, "no worker is spare", 1.5)]

@@ -251,7 +251,7 @@ def test_fallbacks_are_few() -> None:
 def test_more_targets_than_workers_give_a_smaller_plan_that_says_what_it_left_out() -> None:
     plan = plan_worker_chains(cluster(record("w0", "serving"), record("w1")), 3, MODEL_BYTES)
     assert plan.targets == ("w1",)
-    assert plan.left_out == ("2 of 3 instances: only 1 workers are spare",)
+    assert plan.left_out == ("2 of 3 more instances have no worker: 1 worker is spare",)
 
 
 def test_no_spare_worker_gives_no_chain() -> None:
@@ -266,7 +266,7 @@ def test_a_worker_with_wrong_facts_does_not_keep_the_others_from_being_planned()
     )
     plan = plan_worker_chains(found, 2, MODEL_BYTES)
     assert plan.links == (("w1", "w3"),)
-    assert plan.left_out[0] == "1 of 2 instances: only 1 workers are spare"
+    assert plan.left_out[0] == "1 of 2 more instances have no worker: 1 worker is spare"
     assert ["w0" in plan.left_out[1], "w2" in plan.left_out[2]] == [True, True]
 
 
