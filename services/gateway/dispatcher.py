@@ -154,7 +154,7 @@ class Dispatcher:
         """Bind the model's waiting requests as far as its instances take them."""
         dispatched = self.router.dispatch(model, now_s=self._clock())
         for assignment in dispatched.assignments:
-            self._submitter.submit(self.requests[assignment.request_id], assignment.route, assignment.decode)
+            self._submitter.submit(self.requests[assignment.request_id], assignment)
         for request_id, error in dispatched.refused:
             self._fail(self.requests[request_id], error)
 
@@ -274,7 +274,10 @@ class Dispatcher:
             return
         now_s = self._clock()
         if isinstance(outcome, failover.Retry) and outcome.full:
-            self.router.refused(stream.instance_id, now_s=now_s)
+            if stream.may_wait:
+                self.router.refused(stream.instance_id, now_s=now_s)
+            else:
+                self.router.seats_taken(stream.instance_id, now_s=now_s)
             self._metrics.of(stream.model).refusals += 1
         elif outcome.pause_s:
             self.router.suspend(stream.instance_id, until_s=now_s + outcome.pause_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.gateway.active_requests import ActiveRequest
+from services.gateway.core.router import Assignment
 from services.gateway.core.stream import Phase
 from services.gateway.owned_tasks import OwnedTasks
 from services.gateway.silence_watch import SilenceWatch
@@ -13,7 +14,6 @@ from shared.bus.base import Bus
 from shared.errors import BlitzError, DeadlineExceeded
 from shared.messages.common import Ack
 from shared.messages.generation import DecodePlace, Submit
-from shared.messages.registry import Route
 
 
 class Submitter:
@@ -42,11 +42,11 @@ class Submitter:
         self._incarnation = incarnation
         self._timeout_s = timeout_s
 
-    def submit(self, request: ActiveRequest, route: Route, decode: Route | None = None) -> None:
-        """Begin the next attempt, at ``route``; ``decode`` goes on behind the first token if it is given."""
-        stream = request.stream
+    def submit(self, request: ActiveRequest, assignment: Assignment) -> None:
+        """Begin the next attempt, where it was assigned."""
+        stream, route, decode = request.stream, assignment.route, assignment.decode
         decode_at = DecodePlace(worker_id=decode.worker_id, instance_id=decode.instance_id) if decode else None
-        stream.submitted_to(route.instance_id, route.worker_id, decode_at)
+        stream.submitted_to(route.instance_id, route.worker_id, decode_at, may_wait=assignment.may_wait)
         request.progress_s = self._clock()
         request.asked = False
         request.submitting = True
@@ -68,6 +68,7 @@ class Submitter:
             decode_at=stream.decode_at,
             alone_tokens=stream.alone_tokens,
             gateway_incarnation=self._incarnation,
+            may_wait=stream.may_wait,
         )
         try:
             await self._bus.request(subjects.worker_submit(worker_id), message, Ack, timeout_s=self._timeout_s)

@@ -19,7 +19,7 @@ from services.worker.request_spans import RequestSpans
 from services.worker.streams import Streams
 from shared import subjects
 from shared.bus.base import Bus
-from shared.errors import BlitzError, Conflict, NoResponder, NotFound
+from shared.errors import BlitzError, Conflict, NoResponder, NotFound, Overloaded
 from shared.messages.common import Ack
 from shared.messages.generation import (
     AckTerminal,
@@ -131,6 +131,8 @@ class Serving:
         if self._moved.owner_of(key) is not None:
             return Ack()  # the submit was repeated: it runs elsewhere by now
         older = self._streams.attempt_of(request.request_id)
+        if older is None and not request.may_wait:
+            self._check_seat(instance)
         if not self._streams.open(*key, request.gateway_id, offset, incarnation=request.gateway_incarnation):
             return Ack()  # the submit was repeated: it runs already
         if older is not None:
@@ -146,6 +148,12 @@ class Serving:
         for cooperation in self.cooperations:
             cooperation.arrived()
         return Ack()
+
+    def _check_seat(self, instance: Instance) -> None:
+        """Raises ``Overloaded`` if as many requests are here as may run."""
+        seats = instance.scheduler.max_num_sequences
+        if (taken := self._streams.num_open) >= seats:
+            raise Overloaded(f"all {seats} seats of {instance.instance_id} are taken ({taken} requests)")
 
     def _give_up(self, instance: Instance, request_id: str, attempt: int) -> None:
         """A newer attempt is here. The older one's cancel may be lost on the way, and nobody reads it any more."""

@@ -54,6 +54,11 @@ class Streams:
         known = self._streams.get(request_id)
         return None if known is None else known.attempt
 
+    @property
+    def num_open(self) -> int:
+        """Those that have not ended."""
+        return sum(stream.finish_reason is None for stream in self._streams.values())
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
 

@@ -66,6 +66,7 @@ class FakeGateway:
         max_tokens: int = 8,
         decode_at: DecodePlace | None = None,
         alone_tokens: int = 0,
+        may_wait: bool = True,
     ) -> Ack:
         """One Submit RPC. Raises the worker's typed refusal."""
         request = Submit(
@@ -80,6 +81,7 @@ class FakeGateway:
             decode_at=decode_at,
             alone_tokens=alone_tokens,
             gateway_incarnation=self.incarnation,
+            may_wait=may_wait,
         )
         return await self.bus.request(subjects.worker_submit(worker_id), request, Ack, timeout_s=RPC_TIMEOUT_S)
 

@@ -8,6 +8,9 @@ Rules
 - An instance takes a request while it serves, is not suspended, holds fewer requests than it can run, and the prompts
   that it has not begun leave room in its queue. An idle instance always takes one. Among those, the one with the fewest
   outstanding tokens, then the lowest id.
+- One with a free seat goes before those that have none, by what is known here; other gateways may have taken it since
+  the last report. Then the instance refuses, and has no free seat until it reports again: nobody waits behind others'
+  requests where another instance has room.
 - While other gateways have requests for the model, theirs count by the instances' reports. Each gateway may fill its
   share of an instance's seats whatever the others have, so that none starves; of the waiting prompts it takes no
   more than its share, and leaves room for what is next in another's queue, while that waits.
@@ -52,6 +55,8 @@ class Assignment:
     route: Route
     decode: Route | None = None
     """Who decodes it, if that is another instance."""
+    may_wait: bool = True
+    """No instance has a free seat, as far as is known here: it waits for one there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +173,11 @@ class Router:
         load.refusals += 1
         self.suspend(instance_id, until_s=max(load.suspended_until_s, now_s + pause_s))
 
+    def seats_taken(self, instance_id: str, *, now_s: float) -> None:
+        """The instance refused a request that was not to wait: it has no free seat, whatever was known of it."""
+        self.load_of(instance_id).seats_taken_at_s = now_s
+        self._load_changed(instance_id)
+
     def accepted(self, request_id: str) -> None:
         """The instance has taken the request."""
         self._bookings.accepted(request_id)
@@ -191,9 +201,10 @@ class Router:
             route = queue.routes[instance_id]
             decode = self._choose_decode(queue, stream) if route.role == "prefill" else None
             queue.waiting.take(item)
+            may_wait = _is_full(route, self.load_of(instance_id), queue.contention)
             decode_id = decode.instance_id if decode is not None else ""
             self._bookings.book(stream, instance_id, decode_instance_id=decode_id)
-            assignments.append(Assignment(stream.request_id, route, decode))
+            assignments.append(Assignment(stream.request_id, route, decode, may_wait))
         return Dispatched(tuple(assignments), tuple(refused))
 
     def started(self, request_id: str) -> None:
@@ -294,14 +305,15 @@ class Router:
                 if room < 0:
                     queue.takers.withdraw(instance_id)
                 else:
-                    rank = (load.outstanding_tokens + foreign.outstanding_tokens, load.inflight_requests)
+                    outstanding = load.outstanding_tokens + foreign.outstanding_tokens
+                    rank = (_is_full(route, load, queue.contention), outstanding, load.inflight_requests)
                     queue.takers.offer(instance_id, rank, room_tokens=room, context_tokens=_context(route))
             elif instance_id in queue.decoders:
                 if not awake:
                     queue.decoders.withdraw(instance_id)
                 else:
-                    rank = (load.decode_tokens + foreign.outstanding_tokens, 0)
-                    queue.decoders.offer(instance_id, rank, room_tokens=math.inf, context_tokens=_context(route))
+                    decode_rank = (load.decode_tokens + foreign.outstanding_tokens, 0)
+                    queue.decoders.offer(instance_id, decode_rank, room_tokens=math.inf, context_tokens=_context(route))
         queue.changed.clear()
 
     def _can_be_held(self, queue: _Queue, item: Waiting, refused: list[tuple[str, ContextLengthExceeded]]) -> bool:
@@ -334,14 +346,20 @@ def _context(route: Route) -> float:
     return route.context_tokens or math.inf
 
 
+def _is_full(route: Route, load: InstanceLoad, contention: Contention) -> bool:
+    """Whether no seat is free, as far as is known."""
+    foreign = load.foreign if contention.num_gateways > 1 else NOTHING
+    return load.seats_taken or load.inflight_requests + foreign.requests >= route.max_running_requests
+
+
 def _room_tokens(route: Route, load: InstanceLoad, contention: Contention) -> float:
     """The longest prompt that the instance takes now; negative: none."""
     gateways = contention.num_gateways
     foreign = load.foreign if gateways > 1 else NOTHING
-    total = load.inflight_requests + foreign.requests
-    if total == 0:
+    if load.inflight_requests + foreign.requests == 0:
         return math.inf
-    if total >= route.max_running_requests and load.inflight_requests >= -(-route.max_running_requests // gateways):
+    share = -(-route.max_running_requests // gateways)
+    if _is_full(route, load, contention) and load.inflight_requests >= share:
         return -1.0
     if load.unstarted_requests + foreign.queued_requests == 0:
         return math.inf

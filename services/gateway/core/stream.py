@@ -71,6 +71,8 @@ class StreamState:
     instance_id: str = ""
     worker_id: str = ""
     decode_at: DecodePlace | None = None
+    may_wait: bool = True
+    """Whether the current attempt may wait at its instance for a seat."""
     """The decode instance that the current attempt was promised to."""
     former_workers: set[str] = field(default_factory=set)
     """Those from which another took the current attempt over."""
@@ -114,8 +116,11 @@ class StreamState:
         self.sampling = structs.replace(self.sampling, max_tokens=max_tokens)
         return True
 
-    def submitted_to(self, instance_id: str, worker_id: str, decode_at: DecodePlace | None = None) -> None:
-        """A new attempt begins on that instance, to be decoded at another one if that is named."""
+    def submitted_to(
+        self, instance_id: str, worker_id: str, decode_at: DecodePlace | None = None, *, may_wait: bool = True
+    ) -> None:
+        """A new attempt begins on that instance, to be decoded at another one if that is named. ``may_wait``: there,
+        for a seat."""
         if self.phase is not Phase.QUEUED:
             raise ValueError(f"request {self.request_id} is {self.phase.value}, it cannot be submitted")
         self.attempt += 1
@@ -123,6 +128,7 @@ class StreamState:
         self.instance_id = instance_id
         self.worker_id = worker_id
         self.decode_at = decode_at
+        self.may_wait = may_wait
         self.attempt_offset = len(self.output_token_ids)
         self.computing = False
         self.former_workers.clear()

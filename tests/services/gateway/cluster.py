@@ -11,7 +11,7 @@ import msgspec
 from shared import subjects
 from shared.bus.base import Subscription
 from shared.bus.memory import MemoryBroker, MemoryBus
-from shared.errors import BlitzError, NoResponder, NotFound
+from shared.errors import BlitzError, NoResponder, NotFound, Overloaded
 from shared.messages.common import Ack, ErrorInfo, InstanceState, Role
 from shared.messages.generation import (
     AckTerminal,
@@ -86,6 +86,10 @@ class FakeWorker:
     def instance_id(self) -> str:
         return f"{self.name}-i"
 
+    @property
+    def num_running(self) -> int:
+        return sum(not task.done() for task in self._tasks.values())
+
     async def start(self) -> None:
         bus = self.bus
         self._subscriptions = [
@@ -149,6 +153,8 @@ class FakeWorker:
         self.submits.append(submit)
         if self.refuse_with is not None:
             raise self.refuse_with
+        if not submit.may_wait and self.num_running >= self.max_running:
+            raise Overloaded("all seats are taken")
         self._begin(submit)
         return Ack()
 

@@ -46,12 +46,13 @@ async def test_refusals_are_counted_and_asked_for_less_and_less_often(stack: Sta
     worker.script = say("x")
     worker.refuse_with = Overloaded("full")
     answer = asyncio.create_task(collect(stack))
-    await stack.until(lambda: len(worker.submits) == 5)
+    # The first one was not to wait there: it says no more than that no seat is free.
+    await stack.until(lambda: len(worker.submits) == 6)
     load = stack.gateway.dispatcher.router.load_of(worker.instance_id)
     assert load.refusals >= 4
     worker.refuse_with = None
     assert await answer == "x"
-    assert (await scrape(stack))['blitz_gateway_refusals_total{model_name="tiny"}'] == 5
+    assert (await scrape(stack))['blitz_gateway_refusals_total{model_name="tiny"}'] == 6
     assert load.refusals == 0
 
 
@@ -62,3 +63,32 @@ async def test_requests_say_which_process_of_the_gateway_waits_for_them(stack: S
     await stack.until(lambda: beats)
     [submit] = stack.workers[0].submits
     assert submit.gateway_incarnation == beats[0].incarnation != ""
+
+
+async def test_a_seat_that_another_gateway_took_a_moment_ago_sends_the_request_to_another_instance(
+    make_stack: StackFactory,
+) -> None:
+    first = await make_stack(2)
+    taken, free = first.workers
+    for worker in first.workers:
+        worker.max_running, worker.pause_after = 1, 1
+    await first.gateway.refresh()
+    second = await make_stack(0, broker=first.broker, record=first.pool.models[0], gateway_id="gw-other")
+    second.pool.workers += first.workers
+    await second.gateway.refresh()
+    # Nothing is reported in between: to the second one both instances are idle.
+    mine = asyncio.create_task(collect(first))
+    await first.until(lambda: len(taken.submits) == 1)
+    theirs = asyncio.create_task(collect(second))
+    await second.until(lambda: len(free.submits) == 1)
+    assert [submit.may_wait for submit in taken.submits] == [False, False]
+    assert (taken.num_running, free.num_running) == (1, 1)
+    assert not second.gateway.dispatcher.router.load_of(taken.instance_id).refusals, "it is left alone for no time"
+    third = asyncio.create_task(collect(second))
+    await second.until(lambda: len(taken.submits) + len(free.submits) == 4)
+    for worker in first.workers:
+        worker.resume.set()
+    assert await asyncio.gather(mine, theirs, third) == ["hello"] * 3
+    scraped = await scrape(second)
+    assert scraped['blitz_gateway_refusals_total{model_name="tiny"}'] == 1
+    assert scraped.get('blitz_gateway_failovers_total{model_name="tiny"}', 0.0) == 0.0, "no attempt is spent"

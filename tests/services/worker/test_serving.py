@@ -202,6 +202,28 @@ async def test_an_outage_of_our_own_bus_is_not_a_gateways_silence() -> None:
         assert (await alone.gateway.end_of("r")).finish_reason == "length"
 
 
+async def test_a_request_that_may_not_wait_is_refused_while_all_seats_are_taken() -> None:
+    async with lone_worker(max_running_requests=2) as alone:
+        instance_id = await alone.serve()
+        await alone.pause()
+        for name in "ab":
+            await alone.submit(instance_id, name, may_wait=False)
+        with pytest.raises(Overloaded, match="all 2 seats of i1 are taken"):
+            await alone.submit(instance_id, "c", may_wait=False)
+        await alone.submit(instance_id, "a", may_wait=False)  # repeated: it is here
+        await alone.submit(instance_id, "a", attempt=2, may_wait=False)  # in the seat of the one before
+        await alone.submit(instance_id, "waits")
+        assert (await alone.stats()).load.queued_requests == 3
+        for name, attempt in (("a", 2), ("b", 1), ("waits", 1)):
+            await alone.gateway.cancel("w0", name, attempt=attempt)
+        await alone.submit(instance_id, "c", may_wait=False)
+        alone.resume()
+        assert (await alone.gateway.end_of("c")).finish_reason == "length"
+        for name in "de":  # those that have ended are in nobody's way, read or not
+            await alone.submit(instance_id, name, may_wait=False)
+            await alone.gateway.end_of(name)
+
+
 async def test_a_full_queue_refuses_and_forgets_what_it_refused() -> None:
     async with lone_worker(max_queued_requests=2) as alone:
         instance_id = await alone.serve()

@@ -130,3 +130,58 @@ def test_without_keys_every_place_is_taken() -> None:
     h.add(*(stream(str(i)) for i in range(10)))
     with pytest.raises(Overloaded, match="10 requests already wait"):
         h.add(stream("10"))
+
+
+def where(h: Harness, now_s: float = 0.0) -> list[tuple[str, bool]]:
+    """(instance, whether the request may wait there) of what is dispatched now."""
+    return [(a.route.instance_id, a.may_wait) for a in h.router.dispatch("m", now_s=now_s).assignments]
+
+
+def test_an_instance_with_a_free_seat_goes_before_a_full_one_with_less_to_do() -> None:
+    h = contended(route("a", running=4), route("b", running=4, queued_tokens=10_000))
+    h.router.reported(load_report("a", running=4), now_s=0.0)
+    h.add(stream("long", 5_000))
+    assert where(h) == [("b", False)]
+    h.router.started("long")
+    h.add(*(stream(str(i)) for i in range(6)))
+    # Three more seats at "b"; then its share of those at "a", which come free in turn; the others wait here.
+    assert where(h) == [("b", False)] * 3 + [("a", True)] * 2
+
+
+def test_a_seat_that_another_gateway_was_quicker_to_take_costs_no_wait_where_another_instance_has_one() -> None:
+    h = Harness(route("a", running=2), route("b", running=2))
+    h.add(stream("1"))
+    assert where(h) == [("a", False)]
+    h.router.seats_taken("a", now_s=0.0)
+    h.router.requeue(stream("1"), deadline_s=99.0)
+    assert where(h) == [("b", False)]
+    assert h.router.load_of("a").suspended_until_s < 0.0, "it is well"
+    h.router.reported(load_report("a", running=1), now_s=0.1)
+    h.add(stream("2"))
+    assert where(h, 0.1) == [("a", False)]
+
+
+def test_where_no_instance_has_a_seat_requests_line_up_at_one_within_the_gateways_share() -> None:
+    h = contended(route("a", running=4))
+    h.add(*(stream(str(i)) for i in range(4)))
+    assert where(h) == [("a", False)] * 4
+    h.router.seats_taken("a", now_s=0.0)
+    for i in range(4):
+        h.router.requeue(stream(str(i)), deadline_s=99.0)
+    assert where(h) == [("a", True)] * 2
+    assert where(h) == []
+    h.router.reported(load_report("a", running=1, queued=2), now_s=0.1)
+    h.router.accepted("0")
+    h.router.accepted("1")
+    h.router.reported(load_report("a", running=3), now_s=0.2)
+    assert where(h, 0.2) == [("a", False)]
+
+
+def test_an_instance_that_has_no_seat_and_never_reports_is_not_full_for_ever() -> None:
+    h = contended(route("a", running=2))
+    h.router.seats_taken("a", now_s=0.0)
+    h.add(*(stream(str(i)) for i in range(2)))
+    assert where(h) == [("a", True)]
+    h.router.others_reported(queue_report("other", inflight=1), now_s=9.0)
+    h.router.prune(now_s=10.0)
+    assert where(h, 10.0) == [("a", False)]
