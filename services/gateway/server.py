@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import resource
 import socket
@@ -17,6 +18,8 @@ from shared.errors import Unavailable
 SEND_BUFFER_BYTES = 256 * 1024
 """Of a connection, in the kernel. Left alone it grows to megabytes for each client that does not read."""
 FILES_BESIDE_CONNECTIONS = 128
+_TICK_S = 0.1
+"""uvicorn counts on ten in a second."""
 
 
 def room_for_connections(wanted: int) -> int:
@@ -71,12 +74,23 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=max(1, int(drain_timeout_s)),
             )
         )
+        self._stopped = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """None: the process's owner has them."""
         yield
 
+    async def main_loop(self) -> None:
+        """As uvicorn's, but ``stop`` is heard at once."""
+        counter = 0
+        while not await self.on_tick(counter):
+            counter += 1
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await self._stopped.wait()
+
     def stop(self) -> None:
         """Close the listening socket and end."""
         self.should_exit = True
+        self._stopped.set()

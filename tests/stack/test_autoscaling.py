@@ -56,11 +56,11 @@ async def test_one_long_prompt_asks_for_one_instance_and_many_for_more(tmp_path:
             await listening.subscribe(subjects.demand(), Demand, demands.append)
             await subscribe_load(listening, reports.append)
             long = [60] * 3500
-            for _ in range(3):
+            for _ in range(2):
                 await complete(client, "demo", prompt=long, max_tokens=4)
             await asyncio.sleep(1.5)
             assert {d.desired for d in demands} <= {1}
             assert any(r.queued_tokens > 2000 for r in reports), "it was seen to wait"
             assert reports[-1].prefill_tokens_per_s > 0, "and measured"
-            await asyncio.gather(*(complete(client, "demo", prompt=long, max_tokens=4) for _ in range(6)))
-            assert max(d.desired for d in demands) in (2, 3, 4, 5, 6)
+            await asyncio.gather(*(complete(client, "demo", prompt=long, max_tokens=4) for _ in range(3)))
+            assert max(d.desired for d in demands) in (2, 3)

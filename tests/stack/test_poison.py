@@ -41,7 +41,8 @@ async def _beside_others(stack: Stack, token_id: int) -> openai.InternalServerEr
             await complete(client, MODEL, max_tokens=TOKENS, prompt=[1, 2, token_id, 3])
         texts = await asyncio.gather(*others)
         assert texts[:2] == expected
-        assert [await complete(client, MODEL, max_tokens=TOKENS, prompt=p) for p in OTHERS[2:]] == texts[2:]
+        again = (complete(client, MODEL, max_tokens=TOKENS, prompt=prompt) for prompt in OTHERS[2:])
+        assert await asyncio.gather(*again) == texts[2:]
     return caught.value
 
 

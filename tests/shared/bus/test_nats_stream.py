@@ -11,6 +11,7 @@ import pytest
 from nats.js import api
 
 from shared import subjects
+from shared.bus import nats_stream
 from shared.bus.nats import NatsBus
 from shared.bus.nats_stream import StreamLimits
 from shared.errors import Unavailable
@@ -81,12 +82,13 @@ async def test_limits_that_the_server_cannot_keep_are_refused_with_its_reason(bu
         await bus.keep_plan_stream(StreamLimits(num_replicas=3))
 
 
-async def test_a_server_without_jetstream_is_named(tmp_path: Path) -> None:
+async def test_a_server_without_jetstream_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nats_stream, "_KEEP_TIMEOUT_S", 1.0)
     server = nats_server(tmp_path, jetstream=False)
     server.start()
     bus = await NatsBus.connect(server.url, name="planner")
     try:
-        with pytest.raises(Unavailable, match="JetStream did not answer within 10 s"):
+        with pytest.raises(Unavailable, match="JetStream did not answer within 1 s"):
             await bus.keep_plan_stream(StreamLimits())
     finally:
         await bus.close()
