@@ -1,5 +1,23 @@
 """The ``blitzscale`` command."""
 
-from compose.cli.app import main, run
+from __future__ import annotations
 
-__all__ = ["main", "run"]
+import sys
+from collections.abc import Sequence
+
+_INTERRUPTED = 130
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line; its exit status. Failures that were foreseen are one line on stderr."""
+    # Here: what is imported takes a while, in which people press Ctrl-C.
+    try:
+        from compose.cli import app
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return app.run(arguments)
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run())

@@ -49,7 +49,7 @@ def scale(
 ) -> None:
     """Ask for N instances of a model now, wait, and print the scale operation's record."""
     choice: LiveChoice = "auto" if live is None else "always" if live else "never"
-    record = ask(url, lambda client: _scale(client, model, instances, role, hold_s, timeout_s, choice))
+    record, there = ask(url, lambda client: _scale(client, model, instances, role, hold_s, timeout_s, choice))
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(record), indent=2).decode())
     else:
@@ -61,16 +61,23 @@ def scale(
         raise ScaleFailed(f"scaling {model} to {wanted} failed: {why}")
     if record.status == "running":
         raise ScaleFailed(f"scaling {model} to {wanted} did not end within {timeout_s:g} s (plan {record.plan_id})")
+    if there is not None and there < instances:
+        raise ScaleFailed(f"{model} has {there} of {wanted}: {'; '.join(record.left_out)}")
 
 
 async def _scale(
     client: AdminClient, model: str, instances: int, role: Role, hold_s: float, timeout_s: float, live: LiveChoice
-) -> ScaleRecord:
+) -> tuple[ScaleRecord, int | None]:
+    """The record, and how many instances there are where something was left out."""
     deadline_s = time.monotonic() + timeout_s
     record = await client.scale(model, instances, hold_s=hold_s, live=live, role=role)
     while record.status == "running" and (left_s := deadline_s - time.monotonic()) > 0:
         record = await client.scale_record(record.plan_id, wait_s=min(_WAIT_S, left_s))
-    return record
+    if record.status != "done" or record.direction != "out" or not record.left_out:
+        return record, None
+    found = (await client.status()).instances
+    states = ("loading", "live", "serving")
+    return record, sum(i.model == model and i.role == role and i.state in states for i in found)
 
 
 def _print(record: ScaleRecord) -> None:

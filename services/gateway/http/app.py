@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.http.admin import admin_router
-from services.gateway.http.asgi import ClientDisconnected, in_pieces, send_error
+from services.gateway.http.asgi import REQUEST_ID, ClientDisconnected, in_pieces, send_error
 from services.gateway.http.auth import Access, key_of
 from services.gateway.http.errors import MethodNotAllowed, error_body, error_headers
 from services.gateway.http.formats import error_events
@@ -55,6 +55,9 @@ class GatewayApp:
                 key = key_of(scope) if hot is not None else ""
                 if key:
                     message["headers"] = [*message["headers"], *self._api_keys.headers(key)]
+                if request_id := scope.get(REQUEST_ID):
+                    # OpenAI's clients show it with their errors.
+                    message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
         hot = self._hot.get(scope["path"])

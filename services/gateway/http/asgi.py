@@ -14,6 +14,8 @@ from shared.errors import BadRequest, BlitzError, PayloadTooLarge
 
 JSON = b"application/json"
 ABORT = "blitz.abort"
+REQUEST_ID = "blitz.request_id"
+"""In a scope: what logs and traces call the request, once it has a name."""
 MAX_DIGITS = 20
 """Of a length that a client declares."""
 BODY_FACTOR = 4

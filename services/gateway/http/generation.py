@@ -14,7 +14,7 @@ from services.gateway import admission
 from services.gateway.api_keys import Bill
 from services.gateway.byte_budget import Claim
 from services.gateway.core.stream import StreamState
-from services.gateway.http.asgi import abort_of, header, in_pieces, read_body, send_body
+from services.gateway.http.asgi import REQUEST_ID, abort_of, header, in_pieces, read_body, send_body
 from services.gateway.http.auth import key_of
 from services.gateway.http.choice import Choice, StreamedChoice, WholeChoice
 from services.gateway.http.formats import DONE, ChunkFormat, Reply, Usage, error_events
@@ -53,6 +53,7 @@ class Generation:
             spans = request_span(operation, model.record.name, body, header(scope, b"traceparent"))
             with spans as span, gateway.api_keys.bill(key_of(scope)) as bill:
                 job = await preparation.job(body, model)
+                scope[REQUEST_ID] = job.response_id
                 # The text goes, the token ids stay.
                 del preparation, body
                 claim.resize(admission.memory_bytes([prompt.token_ids for prompt in job.prompts]))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -345,3 +347,19 @@ def test_status_shows_what_was_asked_for_by_hand_and_what_is_wanted_in_vain(
     assert "demo 1 7 1 - /models/demo" in lines
     assert "demo prefill 2 100 s" in lines
     assert any(line.startswith("demo colocated 3 12 s 2 of 2 more") for line in lines)
+
+
+def test_ctrl_c_while_the_command_is_imported_ends_it_quietly() -> None:
+    code = """
+import builtins
+real = builtins.__import__
+def interrupted(name, *rest):
+    if name == "typer":
+        raise KeyboardInterrupt
+    return real(name, *rest)
+builtins.__import__ = interrupted
+from compose.cli import main
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "")

@@ -125,3 +125,24 @@ def test_a_role_that_is_none_is_refused_before_anything_is_sent(
     assert gateway.requests == []
     error = capsys.readouterr().err
     assert all(word in error for word in ("--role", "router", "colocated", "prefill", "decode"))
+
+
+def test_fewer_instances_than_asked_for_are_a_failure_that_says_why(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "7 of 8 more instances have no worker: 1 worker is spare"
+    gateway.answers["POST /admin/models/demo/scale"] = (200, DONE | {"desired": 9, "left_out": [why]})
+    instances = [{"id": f"i{n}", "model": "demo", "state": "serving"} for n in range(2)]
+    draining = {"id": "i2", "model": "demo", "state": "draining"}
+    gateway.answers["GET /admin/status"] = (200, {"instances": [*instances, draining]})
+    assert run(["scale", "demo", "9"]) == 1
+    captured = capsys.readouterr()
+    assert "trigger_to_serving_ms" in captured.out, "what was done is told"
+    assert captured.err == f"error: demo has 2 of 9: {why}\n"
+
+
+def test_a_worker_that_was_left_out_is_no_failure_where_others_did(gateway: FakeGateway) -> None:
+    gateway.answers["POST /admin/models/demo/scale"] = (200, DONE | {"left_out": ["worker-3 is left alone"]})
+    instances = [{"id": f"i{n}", "model": "demo", "state": "serving"} for n in range(2)]
+    gateway.answers["GET /admin/status"] = (200, {"instances": instances})
+    assert run(["scale", "demo", "2"]) == 0

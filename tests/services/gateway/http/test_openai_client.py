@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import openai
 import pytest
+from openai import AsyncStream
 
+from shared.errors import BadRequest
 from shared.messages.generation import TokenLogprobs
 from tests.services.gateway.checkpoint import BOS, EOS
 from tests.services.gateway.cluster import say
@@ -179,6 +181,22 @@ async def test_errors_arrive_as_the_clients_own_classes(stack: Stack) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await stack.openai.chat.completions.create(model="tiny", messages=MESSAGES, temperature=3)
     assert caught.value.param == "temperature"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_name_their_request(stack: Stack, stream: bool) -> None:
+    raw = await stack.openai.completions.with_raw_response.create(model="tiny", prompt="a", stream=stream)
+    answer = raw.parse()
+    found = {chunk.id async for chunk in answer} if isinstance(answer, AsyncStream) else {answer.id}
+    assert {raw.headers["x-request-id"]} == found
+
+
+async def test_an_error_names_its_request_once_it_has_a_name(stack: Stack) -> None:
+    [worker] = stack.workers
+    worker.refuse_with = BadRequest("the worker knows better")
+    with pytest.raises(openai.BadRequestError, match="knows better") as caught:
+        await stack.openai.completions.create(model="tiny", prompt="a")
+    assert (caught.value.request_id or "").startswith("cmpl-")
 
 
 async def test_continuous_usage_counts_every_token(stack: Stack) -> None:
