@@ -53,3 +53,4 @@ async def test_a_request_is_not_taken_over_with_an_unknown_first_token(alone: Lo
         await prefill.begin(request, token_id=VOCAB_SIZE)
     assert isinstance(refused.value, BadRequest)
     assert (await alone.stats()).load.running_requests == 0
+    await prefill.release(request)
