@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from shared.checkpoint import inspect_checkpoint
-from shared.errors import BadCheckpoint, BlitzError, DeadlineExceeded, InProgress, Internal, Overloaded
+from shared.errors import BadCheckpoint, BlitzError, DeadlineExceeded, InProgress, Internal, Overloaded, Unavailable
 from shared.messages.common import ErrorInfo
 from shared.model_spec import ModelSpec
 
@@ -65,6 +65,10 @@ class Inspections:
                 return await asyncio.shield(task)
         except TimeoutError as error:
             raise InProgress(f"{path} is still being read: ask again", retry_after_s=1.0) from error
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise
+            raise Unavailable(f"this pool does not lead any more: ask again for {path}", retry_after_s=0.5) from None
 
     def _forget(self, path: Path, done: asyncio.Task[Inspected]) -> None:
         """What was found stays for a moment: who was told to ask again may not have yet. Errors may be mended."""

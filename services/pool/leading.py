@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from services.pool.core.new_model import check_limits, name_of, path_of
 from services.pool.core.registry import Lease, Registry
 from services.pool.inspection import Inspections
 from services.pool.placing import PlacementMetrics, Placing
+from services.pool.refilling import refill_models, refill_workers
 from services.pool.store import Standing, Store
 from shared import subjects
 from shared.bus.base import Bus, Subscription
@@ -104,7 +106,8 @@ class LeadingPool:
         self._lease_s = lease_s
         self._roots = tuple(model_roots)
         self._metrics = metrics
-        self._registry = Registry(f"pool-{standing.term}")
+        # Also of this process nothing else had the name: what leads again with its old term numbers anew.
+        self._registry = Registry(f"pool-{standing.term}-{secrets.token_hex(4)}")
         self._grace = Grace(lease_s, knows_all=knows_all)
         self._placing = Placing(bus, store, self._registry, metrics.placement, loads)
         self._inspections = Inspections()
@@ -119,6 +122,10 @@ class LeadingPool:
         self._terms: dict[str, int] = {}
         self._tidy_at_s = time.monotonic() + TIDY_EVERY_S
         """When to look for removals that need not be remembered."""
+        self._changing_models = asyncio.Lock()
+        """So that what is known here follows the changes in Redis in their order."""
+        self._redis_run = ""
+        """Which Redis process holds all that is known here."""
         self._leads_until_s = leads_until_s
         self._renewed_lead = asyncio.Event()
         """Set once, by the next renewal of the lease."""
@@ -126,6 +133,7 @@ class LeadingPool:
     async def open(self) -> None:
         """Learn what Redis holds, then answer. Raises ``RedisError`` or ``BlitzError``; ``close`` then, too."""
         now_s = time.monotonic()
+        self._redis_run = await self._store.run_id()
         known = await self._store.remember(now_s, time.time())
         for service in ("planner", "monitor"):
             self._terms[service] = await self._store.term(service)
@@ -157,6 +165,7 @@ class LeadingPool:
 
     async def close(self) -> None:
         """Answer no more; what was asked is answered first."""
+        await self._inspections.close()
         for subscription in self._subscriptions:
             await subscription.close()
         if self._publisher is not None:
@@ -201,6 +210,7 @@ class LeadingPool:
         now_s = time.monotonic()
         if self._publisher is not None and self._publisher.done():
             self._publisher.result()
+        await self._keep_redis_whole()
         self._grace.observe(now_s, bus_since_s=self._bus.connected_since_s, store_ok=True)
         renewals = self._registry.renewals()
         renewed, self._renewed = self._renewed, set()
@@ -240,20 +250,22 @@ class LeadingPool:
         """Nothing expires, and nothing is granted, until it has been back for a lease."""
         self._grace.observe(time.monotonic(), bus_since_s=self._bus.connected_since_s, store_ok=False)
 
-    async def refill(self) -> None:
-        """Redis lost its data: give it what is known here. Raises ``RedisError``, ``BlitzError``."""
-        log.warning("Redis lost its data: writing the registry's anew")
+    def redis_lost_data(self) -> None:
+        """What is known here is to be written anew, until Redis has all of it."""
+        self._redis_run = ""
+
+    async def _keep_redis_whole(self) -> None:
+        """Give Redis what is known here if it was started anew: whatever it wrote last before that may be lost.
+        Raises ``RedisError``, ``BlitzError``: then at the next call."""
+        run = await self._store.run_id()
+        if run == self._redis_run:
+            return
+        log.warning("Redis was started anew, or lost its data: writing the registry's")
         self.redis_is_away()
-        for model in self._registry.models():
-            await self._store.add_model(model)
-        for name, at_s in self._registry.removed().items():
-            await self._store.was_removed(name, at_s)
-        for floor in self._registry.floors():
-            await self._store.set_floor(floor)
-        for report in self._registry.reports():
-            await self._store.heartbeat(report, self._lease_s)
-        for lease in self._registry.leases():
-            await self._store.put_lease(lease, lease.until_s - time.monotonic())
+        async with self._changing_models:
+            await refill_models(self._store, self._registry)
+        await refill_workers(self._store, self._registry, self._lease_s, time.monotonic())
+        self._redis_run = run
 
     # --- routes ------------------------------------------------------------------------------
 
@@ -342,10 +354,11 @@ class LeadingPool:
         path_of(record.path, self._roots)
         if self._registry.was_removed(record.name):
             return Ack()
-        stored = await self._store.add_model(record, unless_removed=True)
-        if stored is not None:
-            self._registry.put_model(stored)
-            self._wake_publisher()
+        async with self._changing_models:
+            stored = await self._store.add_model(record, unless_removed=True)
+            if stored is not None:
+                self._registry.put_model(stored)
+                self._wake_publisher()
         if stored is record:
             log.warning("model %s restored from a worker that holds it", record.name)
         return Ack()
@@ -377,10 +390,11 @@ class LeadingPool:
                 slo_ttft_s=request.slo_ttft_s,
                 slo_tbt_s=request.slo_tbt_s,
             )
-            stored = await self._store.add_model(record)
-        if stored is None or stored.model_hash != record.model_hash:
-            raise Conflict(f"another model is registered as {name!r}: remove it first, or choose another name")
-        self._registry.put_model(stored)
+            async with self._changing_models:
+                stored = self._registry.model(name) or await self._store.add_model(record)
+                if stored is None or stored.model_hash != record.model_hash:
+                    raise Conflict(f"another model is registered as {name!r}: remove it first, or choose another name")
+                self._registry.put_model(stored)
         self._wake_publisher()
         if stored is record:
             log.info("model %s added from %s (%d bytes of weights)", name, stored.path, stored.weights_bytes)
@@ -389,9 +403,11 @@ class LeadingPool:
         return stored
 
     async def _on_remove_model(self, request: RemoveModel) -> Ack:
-        if not await self._store.remove_model(request.name):
-            raise ModelNotFound(f"model {request.name!r} is not registered", param="name")
-        self._registry.remove_model(request.name, time.time())
+        async with self._changing_models:
+            # Redis may not know it any more: it did as it was told before, and its answer did not come.
+            if not await self._store.remove_model(request.name) and self._registry.model(request.name) is None:
+                raise ModelNotFound(f"model {request.name!r} is not registered", param="name")
+            self._registry.remove_model(request.name, time.time())
         self._wake_publisher()
         log.info("model %s removed", request.name)
         return Ack()
@@ -402,14 +418,15 @@ class LeadingPool:
             raise ModelNotFound(f"model {request.model!r} is not registered", param="model")
         if request.instances < 0 or request.hold_s < 0:
             raise BadRequest("instances and hold_s must not be negative")
-        if not request.hold_s:
-            await self._store.lift_floor(request.model, request.role)
-            self._registry.lift_floor(request.model, request.role)
-            return Ack()
-        until_s = time.time() + request.hold_s
-        floor = Floor(model=request.model, instances=request.instances, until_s=until_s, role=request.role)
-        await self._store.set_floor(floor)
-        self._registry.set_floor(floor)
+        async with self._changing_models:
+            if not request.hold_s:
+                await self._store.lift_floor(request.model, request.role)
+                self._registry.lift_floor(request.model, request.role)
+                return Ack()
+            until_s = time.time() + request.hold_s
+            floor = Floor(model=request.model, instances=request.instances, until_s=until_s, role=request.role)
+            await self._store.set_floor(floor)
+            self._registry.set_floor(floor)
         return Ack()
 
     # --- readers -----------------------------------------------------------------------------

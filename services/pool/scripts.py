@@ -240,6 +240,24 @@ if ARGV[2] ~= '' then redis.call('DEL', ARGV[2] .. ARGV[1]) end
 return 1
 """
 
+# KEYS: a hash   ARGV: field, value...   It holds these, and nothing else.
+REPLACE = """
+redis.call('DEL', KEYS[1])
+for i = 1, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+return 1
+"""
+
+# KEYS: workers (unused), epoch   ARGV: an epoch that was given out
+RAISE_EPOCH = (
+    NOW
+    + LAST_EPOCH
+    + """
+if epoch < tonumber(ARGV[1]) then epoch = tonumber(ARGV[1]) end
+redis.call('SET', KEYS[2], string.format('%.0f', epoch))
+return 1
+"""
+)
+
 # KEYS: (fence)   ARGV: one command
 CALL = "return redis.call(unpack(ARGV))"
 

@@ -153,7 +153,7 @@ class PoolService:
             self._replaced = standing.same_seat
             return False
         if standing.terms_lost:
-            await leading.refill()
+            leading.redis_lost_data()
         elif standing.term != term:
             return False  # others led meanwhile: what is known here may be wrong
         leading.leads_until(asked_s + self._lead_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
@@ -74,6 +74,8 @@ class Store:
         self._add_model = self._script(scripts.ADD_MODEL)
         self._remove_model = self._script(scripts.REMOVE_MODEL)
         self._next_epoch = self._script(scripts.NEXT_EPOCH)
+        self._replace = self._script(scripts.REPLACE)
+        self._raise_epoch = self._script(scripts.RAISE_EPOCH)
         self._retire = self._script(scripts.RETIRE)
         self._unretire = self._script(scripts.UNRETIRE)
         self._lead = redis.register_script(scripts.LEAD)
@@ -149,7 +151,7 @@ class Store:
 
     async def remember(self, now_s: float, unix_s: float) -> Remembered:
         """Everything, as of now (``now_s`` monotonic, ``unix_s`` unix time)."""
-        worker_ids = tuple(sorted(i.decode() for i in await cast(Any, self._redis.zrange(f"{PREFIX}workers", 0, -1))))
+        worker_ids = await self.worker_ids()
         models = await self._models()
         hashes = sorted({m.model_hash for m in models})
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -299,9 +301,28 @@ class Store:
         records = (_readable(value, ModelRecord, name.decode()) for name, value in sorted(raw.items()))
         return tuple(record for record in records if record is not None)
 
-    async def was_removed(self, name: str, at_s: float) -> None:
-        """A model was removed on purpose at that unix time: Redis is to know it again."""
-        await self._call(args=["HSET", f"{PREFIX}removed", name, str(round(at_s * 1000))])
+    async def replace_models(
+        self, models: Iterable[ModelRecord], removed: Mapping[str, float], floors: Iterable[Floor]
+    ) -> None:
+        """These models are registered, these were removed on purpose at those unix times, these floors are set; and
+        no others."""
+        await self._replace(keys=[f"{PREFIX}models"], args=[a for m in models for a in (m.name, encode(m))])
+        at_ms = [a for name, at_s in removed.items() for a in (name, str(round(at_s * 1000)))]
+        await self._replace(keys=[f"{PREFIX}removed"], args=at_ms)
+        encoded = [a for f in floors for a in (_floor_field(f.model, f.role), msgspec.msgpack.encode(f))]
+        await self._replace(keys=[f"{PREFIX}floors"], args=encoded)
+
+    async def raise_epoch(self, least: int) -> None:
+        """That epoch was given out: no lease gets it again."""
+        await self._raise_epoch(keys=[f"{PREFIX}workers", f"{PREFIX}epoch"], args=[least])
+
+    async def worker_ids(self) -> tuple[str, ...]:
+        """Of all workers that Redis holds, in order."""
+        return tuple(sorted(i.decode() for i in await cast(Any, self._redis.zrange(f"{PREFIX}workers", 0, -1))))
+
+    async def run_id(self) -> str:
+        """Of the Redis process that answers: another after a restart, or when a replica took over."""
+        return str((await cast(Any, self._redis.info("server")))["run_id"])
 
     async def forget_removed(self, names: Sequence[str]) -> None:
         """Nobody needs to know any more that these models were removed."""

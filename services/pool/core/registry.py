@@ -192,6 +192,10 @@ class Registry:
         """One of the worker's copies may go."""
         self._retired[worker_id] = self._retired.get(worker_id, frozenset()) | {copy_id}
 
+    def retired_copies(self, worker_id: str) -> frozenset[str]:
+        """Ids of the worker's copies that may go."""
+        return self._retired.get(worker_id, frozenset())
+
     def load(self, report: WorkerHeartbeat, until_s: float) -> None:
         """A worker as Redis remembers it."""
         self._put(report, until_s, stored=True)

@@ -114,7 +114,8 @@ async def test_a_process_that_leads_no_more_changes_nothing(store: Store, redis_
         lambda: store.set_floor(Floor(model="m", instances=1, until_s=9e9)),
         lambda: store.lift_floor("m", "colocated"),
         lambda: store.set_unplaced(()),
-        lambda: store.was_removed("x", 1.0),
+        lambda: store.replace_models((), {"x": 0.0}, ()),
+        lambda: store.raise_epoch(1),
         lambda: store.forget_removed(("x",)),
     )
     for change in changes:
