@@ -68,14 +68,15 @@ class Orders:
 
     async def _open_public(self) -> None:
         log.info("planners know no terms here: hearing all plans")
+        bus, heard = self._bus, self._public
         try:
-            self._public += [
-                await self._bus.subscribe_events(subjects.scale_plans(), ScalePlan, self._scale),
-                await self._bus.subscribe_events(subjects.drain_plans(), DrainPlan, self._drain),
-                await self._bus.subscribe_events(subjects.zigzag_assignments(), ZigzagAssignment, self._zigzag),
-            ]
+            # One after the other: what is open already must not be lost with one that fails.
+            heard.append(await bus.subscribe_events(subjects.scale_plans(), ScalePlan, self._scale))
+            heard.append(await bus.subscribe_events(subjects.drain_plans(), DrainPlan, self._drain))
+            heard.append(await bus.subscribe_events(subjects.zigzag_assignments(), ZigzagAssignment, self._zigzag))
         except BlitzError as error:
             log.warning("the plans for all workers cannot be heard: %s", error)
+            await self._close_public()
 
     async def _close_public(self) -> None:
         public, self._public = self._public, []

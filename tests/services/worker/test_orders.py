@@ -11,6 +11,7 @@ from services.worker import orders as orders_module
 from services.worker.orders import Orders
 from shared import subjects
 from shared.bus.memory import MemoryBroker
+from shared.errors import Unavailable
 from shared.messages.live import WorkerOrder, ZigzagAssignment
 from shared.messages.scaling import DrainPlan, ScalePlan
 from tests.records import model
@@ -108,3 +109,26 @@ async def test_where_planners_know_no_terms_everybodys_plans_are_heard_until_one
     await eventually(lambda: heard.all == ["everybody's"])
     await heard.orders.planner_term(3)
     assert len(heard.broker.readers) == 1
+
+
+async def test_plans_for_everybody_that_can_be_heard_in_part_only_are_not_heard_and_tried_again(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orders_module, "NO_TERM_S", 0.0)
+    bus = heard.orders._bus
+    real, refused = bus.subscribe_events, True
+
+    async def subscribe_events(subject: str, kind: type, listener: object) -> object:
+        if refused and kind is ZigzagAssignment:
+            raise Unavailable("JetStream does not answer")
+        return await real(subject, kind, listener)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bus, "subscribe_events", subscribe_events)
+    for _ in range(3):
+        await heard.orders.planner_term(0)
+        assert len(heard.broker.readers) == 1, "the worker's own alone"
+    refused = False
+    await heard.orders.planner_term(0)
+    assert len(heard.broker.readers) == 4
+    await heard.planner.publish_event(subjects.scale_plans(), plan("everybody's"), message_id="x")
+    await eventually(lambda: heard.all == ["everybody's"])
