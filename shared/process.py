@@ -36,7 +36,7 @@ class Lifecycle:
         self.stopping = asyncio.Event()
         """Set by the first SIGTERM or SIGINT: drain and return."""
         self.ends_at_s = math.inf
-        """When this process ends at the latest, from the first signal on."""
+        """When this process ends at the latest, once it is to end."""
         self._ready = asyncio.Event()
         self._bus: Bus | None = None
         self._has_bus = asyncio.Event()
@@ -114,7 +114,9 @@ async def _run(name: str, main: Main, health_host: str, health_port: int, ready_
     if health is not None:
         health.start(health_host, health_port)
     code = await _outcome(name, main, lifecycle)
-    end_process_within(min(EXIT_S, max(0.1, lifecycle.ends_at_s - time.monotonic())))
+    now_s = time.monotonic()
+    lifecycle.ends_at_s = min(now_s + EXIT_S, max(now_s + 0.1, lifecycle.ends_at_s))
+    end_process_within(lifecycle.ends_at_s - now_s)
     lifecycle.ready = False
     if telling is not None:
         telling.cancel()
@@ -185,8 +187,9 @@ def _handle_signals(lifecycle: Lifecycle, drain_s: float) -> None:
             os._exit(_EXIT_FORCED)
         _log.info("%s: stopping", number.name)
         lifecycle.stopping.set()
-        lifecycle.ends_at_s = time.monotonic() + drain_s + CLOSING_S
-        end_process_within(drain_s + CLOSING_S)
+        if lifecycle.ends_at_s == math.inf:  # else it is closing already
+            lifecycle.ends_at_s = time.monotonic() + drain_s + CLOSING_S
+            end_process_within(drain_s + CLOSING_S)
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

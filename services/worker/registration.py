@@ -59,6 +59,7 @@ class Registration:
         ``stop_instance`` is called when the registry says that the instance's model was removed, ``planner_term`` with
         the term of the planner that leads."""
         self._planner_term = planner_term
+        self._passing_on: asyncio.Future[None] | None = None
         self._bus = bus
         self._worker = worker
         self._standing = standing
@@ -109,6 +110,8 @@ class Registration:
     async def leave(self) -> None:
         """The last report: the pool forgets this incarnation at once."""
         self._leaving = True
+        if self._passing_on is not None:
+            self._passing_on.cancel()
         await self._report()
 
     async def retire(self, instance: InstanceInfo, undo: bool, *, leaving: bool = False) -> None:
@@ -174,7 +177,7 @@ class Registration:
         async with self._reported:
             self._confirmed = sequence
             self._reported.notify_all()
-        await self._planner_term(ack.planner_term)
+        self._pass_on(ack.planner_term)
         wanted = [*ack.wants_models]
         if ack.wants_model and now.instance is not None:
             wanted.append(now.instance.model_hash)
@@ -183,6 +186,12 @@ class Registration:
         if ack.stop_instance and now.instance is not None and ack.stop_instance == now.instance.instance_id:
             await self._stop_instance(ack.stop_instance)
         return True
+
+    def _pass_on(self, term: int) -> None:
+        """Whoever hears it may have to open and close subscriptions: no report waits for that."""
+        if self._passing_on is None or self._passing_on.done():
+            self._passing_on = asyncio.ensure_future(self._planner_term(term))
+            self._passing_on.add_done_callback(_log_failure)
 
     async def _restore(self, model_hash: str) -> None:
         model = self._model(model_hash)
@@ -194,3 +203,8 @@ class Registration:
             )
         except BlitzError as error:
             log.warning("the pool did not take model %s back: %s", model.name, error)
+
+
+def _log_failure(task: asyncio.Future[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the planner's term was not taken", exc_info=error)

@@ -367,11 +367,13 @@ class WorkerService:
         """The engine computes nothing any more. Gateways hear it of each request, and the pool of the instance, so
         that all of them go on elsewhere at once; then the process ends."""
         instance = self._scaling.instance
-        if instance is not None and instance.state != "failed":
-            instance.fail()
-        with contextlib.suppress(BlitzError, TimeoutError):  # they find out by themselves
-            async with asyncio.timeout(LAST_WORDS_S):
-                await self._serving.flushed()
-                await self._registration.confirmed(LAST_WORDS_S)
-                await self._bus.flush()
-        self._fatal(f"the engine's thread ended: {error}")
+        try:
+            if instance is not None and instance.state != "failed":
+                instance.fail()
+            with contextlib.suppress(BlitzError, TimeoutError):  # they find out by themselves
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await self._serving.flushed()
+                    await self._registration.confirmed(LAST_WORDS_S)
+                    await self._bus.flush()
+        finally:  # whatever breaks here, a process without an engine must not stay
+            self._fatal(f"the engine's thread ended: {error}")

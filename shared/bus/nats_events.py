@@ -150,9 +150,10 @@ class EventSubscription(Generic[M]):
                 await self._attach()
             except nats.js.errors.NotFoundError:
                 pass  # nobody has made the stream (again); while there is none there are no events
-            except (TimeoutError, nats.errors.Error) as error:
+            except Exception as error:  # noqa: BLE001 - whatever the client raises: without a consumer nothing is heard
                 if str(error) != said:
-                    _log.warning("cannot resume events on %s yet: %s", self._subject, error)
+                    expected = isinstance(error, TimeoutError | nats.errors.Error)
+                    _log.warning("cannot resume events on %s yet: %s", self._subject, error, exc_info=not expected)
                 said = str(error)
             else:
                 return

@@ -52,6 +52,16 @@ async def test_a_pool_that_is_away_is_said_once_and_that_it_is_back(
     assert caplog.text.count("the pool did not take our report: Redis is away") == 1
 
 
+async def test_reports_go_on_while_the_planners_plans_cannot_be_subscribed_to(alone: LoneWorker) -> None:
+    async def hangs(_: int) -> None:
+        await asyncio.Event().wait()
+
+    alone.worker.service._registration._planner_term = hangs
+    alone.pool.ack = HeartbeatAck(lease_s=0.1)
+    known = len(alone.pool.heartbeats)
+    await eventually(lambda: len(alone.pool.heartbeats) > known + 5)
+
+
 async def test_a_registry_that_lost_the_model_gets_it_back(alone: LoneWorker) -> None:
     alone.pool.ack = HeartbeatAck(lease_s=0.6, wants_model=True)
     known = len(alone.pool.heartbeats)

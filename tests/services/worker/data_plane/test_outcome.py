@@ -1,4 +1,4 @@
-"""Memory is its owner's again only when nobody writes into it any more, however often the wait for that is cancelled."""
+"""Memory is its owner's again only when nobody writes into it any more, however often the wait for it is cancelled."""
 
 from __future__ import annotations
 
