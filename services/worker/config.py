@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from shared.messages.common import Device
 from shared.settings import Settings, SettingsError
 
 MIB = 1024 * 1024
+MAX_MIB = 1 << 32
+"""Beyond what addresses can name."""
 DEFAULT_LEAF = "leaf-0"
 
 
@@ -74,19 +77,19 @@ class WorkerConfig:
         device = env.choice("BLITZ_WORKER_DEVICE", ("cpu", "cuda"), default="cpu")
         engine = env.choice("BLITZ_WORKER_ENGINE", ("torch", "mock"), default="torch")
         scratch = env.text("BLITZ_WORKER_SCRATCH_DIR", default="")
-        arena_mib = env.integer("BLITZ_WORKER_ARENA_MIB", default=8192, minimum=1)
+        arena_mib = env.integer("BLITZ_WORKER_ARENA_MIB", default=8192, minimum=1, maximum=MAX_MIB)
         max_batch_tokens = env.integer("BLITZ_WORKER_MAX_BATCH_TOKENS", default=2048, minimum=1)
         return cls(
             nats_url=env.text("BLITZ_NATS_URL", default="nats://127.0.0.1:4222"),
             nats=NatsAccess.from_env(env),
-            worker_id=env.text("BLITZ_WORKER_ID", default=f"worker-{_subject_safe(socket.gethostname())}"),
+            worker_id=_worker_id(env),
             host=host,
             device=cast(Device, device),
             engine=cast(Literal["torch", "mock"], engine),
-            num_threads=env.integer("BLITZ_WORKER_THREADS", default=_share_of_cores(env), minimum=1),
+            num_threads=env.integer("BLITZ_WORKER_THREADS", default=_share_of_cores(env), minimum=1, maximum=1024),
             arena_bytes=arena_mib * MIB,
-            prefault_bytes=env.integer("BLITZ_WORKER_PREFAULT_MIB", default=0, minimum=0) * MIB,
-            kv_bytes=env.integer("BLITZ_WORKER_KV_MIB", default=1024, minimum=1) * MIB,
+            prefault_bytes=env.integer("BLITZ_WORKER_PREFAULT_MIB", default=0, minimum=0, maximum=MAX_MIB) * MIB,
+            kv_bytes=env.integer("BLITZ_WORKER_KV_MIB", default=1024, minimum=1, maximum=MAX_MIB) * MIB,
             block_size=env.integer("BLITZ_WORKER_BLOCK_SIZE", default=16, minimum=1),
             max_running_requests=env.integer("BLITZ_WORKER_MAX_RUNNING", default=128, minimum=1),
             max_batch_tokens=max_batch_tokens,
@@ -102,7 +105,8 @@ class WorkerConfig:
             ssd_gbps=_bandwidth(env, "BLITZ_WORKER_SSD_GBPS"),
             scratch_dir=Path(scratch) if scratch else None,
             visible_gpu=env.text("CUDA_VISIBLE_DEVICES", default="").split(",")[0].strip(),
-            host_cache_bytes=env.integer("BLITZ_WORKER_HOST_CACHE_MIB", default=arena_mib, minimum=0) * MIB,
+            host_cache_bytes=env.integer("BLITZ_WORKER_HOST_CACHE_MIB", default=arena_mib, minimum=0, maximum=MAX_MIB)
+            * MIB,
             host_cache_keep_alive_s=env.number("BLITZ_WORKER_HOST_CACHE_KEEP_ALIVE_S", default=600.0, minimum=0.0),
             load_by_host=env.boolean("BLITZ_WORKER_LOAD_BY_HOST", default=True),
             report_interval_s=env.number("BLITZ_WORKER_REPORT_INTERVAL_S", default=0.1, minimum=0.01),
@@ -148,5 +152,14 @@ def _interface_name(env: Settings, key: str) -> str:
     return name
 
 
+def _worker_id(env: Settings) -> str:
+    worker_id = env.text("BLITZ_WORKER_ID", default=f"worker-{_subject_safe(socket.gethostname())}")
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,128}", worker_id):
+        raise SettingsError(
+            f"BLITZ_WORKER_ID={worker_id!r}: use up to 128 letters, digits, '-' and '_'", param="BLITZ_WORKER_ID"
+        )
+    return worker_id
+
+
 def _subject_safe(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
+    return "".join(c if (c.isascii() and c.isalnum()) or c in "-_" else "-" for c in name)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from services.worker.config import WorkerConfig
 from services.worker.core.lifecycle import Lifecycle
@@ -22,7 +23,7 @@ from services.worker.engine.mock import MockEngine
 from services.worker.engine.thread import EngineThread
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.engine.warm_up import warm_up
-from shared.errors import BadCheckpoint, BadRequest, BlitzError, Conflict, Unavailable
+from shared.errors import BadCheckpoint, BadRequest, BlitzError, Conflict, NoCapacity, Unavailable
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.common import InstanceState, Role
 from shared.messages.generation import Submit
@@ -31,6 +32,8 @@ from shared.messages.scaling import ChainMember, ScalePlan
 from shared.model_spec import DTYPE_BYTES
 
 log = logging.getLogger(__name__)
+
+M = TypeVar("M")
 
 MOCK_KV_BYTES = 24
 """Least that the mock's KV takes per token and layer, however small the model is."""
@@ -203,6 +206,16 @@ class Instance:
         return await asyncio.to_thread(self._thread.join, STOP_S)
 
 
+def _reserved(allocate: Callable[[int], M], num_bytes: int, setting: str) -> M:
+    """Raises ``NoCapacity`` naming the setting where the machine has not that much."""
+    try:
+        return allocate(num_bytes)
+    except OSError as error:
+        raise NoCapacity(
+            f"{setting}={num_bytes >> 20}: this machine does not give so much: {error.strerror}"
+        ) from error
+
+
 class InstanceFactory:
     """Owns the worker's memory (one arena, one KV pool, fixed for its life) and builds instances in it."""
 
@@ -218,8 +231,8 @@ class InstanceFactory:
         self._config = config
         self._on_output = on_output
         self._on_failure = on_failure
-        self._arena = HostArena.allocate(config.arena_bytes)
-        self._kv = KvPool.allocate(config.kv_bytes)
+        self._arena = _reserved(HostArena.allocate, config.arena_bytes, "BLITZ_WORKER_ARENA_MIB")
+        self._kv = _reserved(KvPool.allocate, config.kv_bytes, "BLITZ_WORKER_KV_MIB")
 
     async def prefault(self, stopping: asyncio.Event) -> None:
         """Commit as much of the arena as is configured, unless the worker is stopped meanwhile. Before the first

@@ -7,12 +7,13 @@ import threading
 
 import pytest
 
+from services.worker.config import WorkerConfig
 from services.worker.engine.arena import HostMemory
 from services.worker.engine.base import Engine
 from services.worker.engine.kv_pool import KvPool
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.instance import InstanceFactory
-from shared.errors import Conflict
+from shared.errors import Conflict, NoCapacity
 from shared.layout import ArenaLayout
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
@@ -162,3 +163,10 @@ async def test_a_plan_that_comes_while_an_instance_is_built_finds_it_loading(
     # As if the first had been built at once: the newer lease takes its place.
     await alone.reported(second.plan_id, "serving")
     assert alone.events(first.plan_id)[-1] == "failed"
+
+
+@pytest.mark.parametrize("setting", ["BLITZ_WORKER_ARENA_MIB", "BLITZ_WORKER_KV_MIB"])
+def test_more_memory_than_there_are_addresses_is_refused_with_its_setting(setting: str) -> None:
+    config = WorkerConfig.from_env({setting: str(1 << 30)})
+    with pytest.raises(NoCapacity, match=f"{setting}={1 << 30}: this machine does not give so much: Cannot allocate"):
+        InstanceFactory(config, lambda _: None, lambda _: None)
