@@ -82,7 +82,7 @@ class Fleet:
             nic_gbps=100.0,
             host_cache_bytes=256 * _MIB,
         )
-        looker = Looker(bus)
+        looker = Looker(bus, info.leaf)
         worker = SimWorker(bus, info, load_s=spec.load_s, serving=self._on_serving)
         worker.changed = looker.look_soon
         await worker.start()

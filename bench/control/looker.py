@@ -11,6 +11,7 @@ import contextlib
 
 import msgspec
 
+from services.worker.peers import shortest_pause_s
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
@@ -22,19 +23,30 @@ _SOON_S = 0.25
 _TIMEOUT_S = 5.0
 
 
+class _Info(msgspec.Struct, frozen=True):
+    worker_id: str
+    leaf: str = ""
+
+
+class _Record(msgspec.Struct, frozen=True):
+    worker: _Info
+
+
 class _Page(Message, frozen=True, kw_only=True, tag="snapshot.v1"):
-    """A page of which only what leads to the next one is read."""
+    """A page of which only what decides on the next look is read."""
 
     next_cursor: str = ""
     version: str = ""
-    workers: tuple[msgspec.Raw, ...] = ()
+    workers: tuple[_Record, ...] = ()
 
 
 class Looker:
     """``run`` looks until cancelled: often while the cluster forms or this worker changes, then now and then."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, leaf: str) -> None:
         self._bus = bus
+        self._leaf = leaf
+        self._known: set[str] = set()
         self._soon = asyncio.Event()
         self._version = ""
 
@@ -45,7 +57,9 @@ class Looker:
         delay_s = _SOON_S
         while True:
             with contextlib.suppress(BlitzError):
-                await self._look()
+                if await self._look():
+                    delay_s = _SOON_S
+            delay_s = max(delay_s, shortest_pause_s(len(self._known)))
             await asyncio.sleep(min(_SOON_S, delay_s))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, delay_s - _SOON_S)):
@@ -53,12 +67,17 @@ class Looker:
             delay_s = min(_INTERVAL_S, _SOON_S if self._soon.is_set() else delay_s * 1.5)
             self._soon.clear()
 
-    async def _look(self) -> None:
-        request, version = GetSnapshot(paged=True, since=self._version), ""
+    async def _look(self) -> bool:
+        """Whether there is somebody new on the leaf, whom a worker would connect to."""
+        request, version, fresh = GetSnapshot(paged=True, since=self._version), "", False
         while True:
             page = await self._bus.request(subjects.pool("snapshot"), request, _Page, timeout_s=_TIMEOUT_S)
             version = version or page.version
+            for record in page.workers:
+                if record.worker.worker_id not in self._known:
+                    self._known.add(record.worker.worker_id)
+                    fresh |= record.worker.leaf == self._leaf
             if not page.next_cursor:
                 self._version = version
-                return
+                return fresh
             request = GetSnapshot(paged=True, since=self._version, cursor=page.next_cursor)

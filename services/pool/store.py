@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 import msgspec
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from services.pool import scripts
@@ -25,6 +25,10 @@ log = logging.getLogger(__name__)
 PREFIX = "blitz:"
 _BATCH = 1000
 """Workers in one command."""
+MAX_CONNECTIONS = 32
+"""To Redis, which does one thing at a time: more would only wait there."""
+CONNECTION_WAIT_S = 5.0
+"""For one of them, when more is to be done at once: all workers may register in the same moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,15 @@ class Store:
     @classmethod
     def connect(cls, url: str, password: str | None = None) -> Store:
         """A store on the Redis at ``url``, whose own password wins; connects on first use."""
-        return cls(Redis.from_url(url, password=password, socket_timeout=5.0, socket_connect_timeout=2.0))
+        pool = BlockingConnectionPool.from_url(
+            url,
+            password=password,
+            max_connections=MAX_CONNECTIONS,
+            timeout=CONNECTION_WAIT_S,
+            socket_timeout=5.0,
+            socket_connect_timeout=2.0,
+        )
+        return cls(Redis.from_pool(pool))
 
     async def close(self) -> None:
         await self._redis.aclose()

@@ -29,6 +29,9 @@ TENSOR_LANE = 1
 CONNECT_TIMEOUT_S = 10.0
 _READ_TIMEOUT_S = 5.0
 _SOON_S = 0.25
+LOOKS_PER_S = 200
+"""Of all workers together, without those whose part has just changed. Each look is a question to the one pool: a
+thousand workers that found new peers four times a second, while they all start, kept it from taking heartbeats."""
 _DIALS_AT_ONCE = 4
 """A dial to a peer of this host that has just died takes all of its time-out; the others go on meanwhile."""
 
@@ -53,6 +56,8 @@ class Peers:
         self._interval_s = interval_s
         self._gone_after_s = gone_after_s
         self._soon = asyncio.Event()
+        self._num_workers = 0
+        """In the registry, when it was read last."""
         self._ahead: dict[tuple[str, int], Channel] = {}
         """What was connected ahead, by incarnation and lane."""
         self._missing_since_s: dict[bytes, float] = {}
@@ -76,6 +81,7 @@ class Peers:
                     delay_s = min(_SOON_S, self._interval_s)
             except BlitzError as error:
                 log.debug("no peers to connect to yet: %s", error)
+            delay_s = max(delay_s, shortest_pause_s(self._num_workers))
             await asyncio.sleep(min(_SOON_S, delay_s))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._soon.wait(), max(0.0, delay_s - _SOON_S))
@@ -85,6 +91,7 @@ class Peers:
     async def _look(self) -> bool:
         """Look at the registry; whether somebody was to be connected."""
         view = await self._registry.read(timeout_s=_READ_TIMEOUT_S)
+        self._num_workers = len(view.workers)
         self._forget_gone(view)
         living = {w.worker.incarnation for w in view.workers}
         self._ahead = {key: c for key, c in self._ahead.items() if key[0] in living and c.alive}
@@ -116,6 +123,11 @@ class Peers:
         for address, since_s in self._missing_since_s.items():
             if now_s - since_s >= self._gone_after_s:
                 self._transport.forget(address)
+
+
+def shortest_pause_s(num_workers: int) -> float:
+    """Between two looks of one worker for no reason of its own, where there are so many."""
+    return num_workers / LOOKS_PER_S
 
 
 def likely(workers: Sequence[WorkerRecord], me: WorkerInfo) -> list[tuple[WorkerInfo, int]]:

@@ -464,11 +464,7 @@ class Registry:
             if version <= since:
                 break
             (models if kind == "m" else workers).append(name)
-        gone: dict[str, list[str]] = {"m": [], "w": []}
-        for version, kind, name in reversed(self._gone if since else ()):
-            if version <= since:
-                break
-            gone[kind].append(name)
+        gone = self._gone_after(since) if since else {"m": [], "w": []}
         return Changes(
             version=self.version,
             whole=not since,
@@ -477,6 +473,15 @@ class Registry:
             models=tuple(self._models[name].record for name in models),
             reports=tuple(self._workers[worker_id].report for worker_id in workers),
         )
+
+    def _gone_after(self, since: int) -> dict[str, list[str]]:
+        """Names of models and ids of workers that went since that version, as many as did."""
+        gone: dict[str, list[str]] = {"m": [], "w": []}
+        for version, kind, name in reversed(self._gone):
+            if version <= since:
+                break
+            gone[kind].append(name)
+        return gone
 
     def page(self, cursor: str, since: str) -> Snapshot | None:
         """A page of everything, or of what changed ``since``; None for a cursor that is not of this registry."""
@@ -492,8 +497,7 @@ class Registry:
             phase, after = pager.models(after)
         if phase == "w":
             phase, after = pager.workers(after)
-        gone = [(kind, name) for version, kind, name in self._gone if since_version and version > since_version]
-        first = not cursor
+        gone = self._gone_after(since_version) if not cursor and since_version else {"m": [], "w": []}
         return Snapshot(
             publisher="",
             sequence=0,
@@ -505,8 +509,8 @@ class Registry:
             next_cursor=f"{self.publisher}/{began}/{phase}/{after}" if phase else "",
             version=f"{self.publisher}/{began}",
             partial=bool(since_version),
-            gone_models=tuple(name for kind, name in gone if first and kind == "m"),
-            gone_workers=tuple(name for kind, name in gone if first and kind == "w"),
+            gone_models=tuple(gone["m"]),
+            gone_workers=tuple(gone["w"]),
             routes_publisher=self.publisher,
             routes_sequence=self.routes.sequence,
         )

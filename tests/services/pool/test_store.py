@@ -183,3 +183,10 @@ async def test_what_has_no_host_copy_is_kept_for_every_process(store: Store) -> 
     entry = Unplaced(model="m", model_hash="h", reason="no room")
     await store.set_unplaced((entry,))
     assert (await store.remember(0.0, 0.0)).unplaced == (entry,)
+
+
+async def test_more_reports_at_once_than_there_are_connections_wait_for_one(store: Store) -> None:
+    worker_ids = [f"w{index}" for index in range(300)]
+    await asyncio.gather(*(store.heartbeat(heartbeat(worker_id), 5.0) for worker_id in worker_ids))
+    remembered = await store.remember(0.0, 0.0)
+    assert {report.worker.worker_id for report in remembered.reports} == set(worker_ids)

@@ -273,3 +273,18 @@ def test_many_workers_do_not_all_choose_the_same_peers() -> None:
     chosen = Counter(w.worker_id for record in everybody for w, _ in likely(everybody, record.worker))
     assert len(chosen) == 100
     assert max(chosen.values()) < 3 * peers_module.MAX_PRECONNECTED
+
+
+async def test_in_a_large_cluster_only_a_change_of_its_own_makes_a_worker_look_at_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if there were many thousands.
+    monkeypatch.setattr(peers_module, "LOOKS_PER_S", 0.001)
+    cluster.pool.workers = (cluster.record("w0"), cluster.record("w1"))
+    await eventually(lambda: cluster.connected() == ["w1"])
+    cluster.pool.workers += (cluster.record("w2"),)
+    looks = cluster.pool.num_snapshots
+    await asyncio.sleep(0.1)
+    assert cluster.pool.num_snapshots == looks
+    cluster.peers.look_soon()
+    await eventually(lambda: cluster.connected() == ["w1", "w2"])
