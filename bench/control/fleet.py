@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import time
@@ -29,7 +30,11 @@ from shared.messages.registry import WorkerInfo
 from shared.process import configure_logging
 from shared.settings import Settings
 
-_STARTING_AT_ONCE = 16
+log = logging.getLogger(__name__)
+
+_STARTING_AT_ONCE = 8
+_START_TRIES = 5
+_AGAIN_S = 1.0
 _MIB = 1024 * 1024
 _ADDRESS_BYTES = 400
 """Of a UCX worker address with a few interfaces."""
@@ -53,6 +58,12 @@ class Fleet:
 
         async def one(index: int) -> tuple[WatchedBus, SimWorker]:
             async with gate:
+                for _ in range(_START_TRIES - 1):
+                    try:
+                        return await self._start_worker(index)
+                    except BlitzError as error:  # a worker's process ends then, and is started again
+                        log.error("worker-%d starts again: %s", index, error)
+                        await asyncio.sleep(_AGAIN_S)
                 return await self._start_worker(index)
 
         spec = self._spec
@@ -85,7 +96,11 @@ class Fleet:
         looker = Looker(bus, info.leaf)
         worker = SimWorker(bus, info, load_s=spec.load_s, serving=self._on_serving)
         worker.changed = looker.look_soon
-        await worker.start()
+        try:
+            await worker.start()
+        except BaseException:
+            await bus.close()
+            raise
         await worker.registered.wait()
         self._spawn(looker.run())
         return bus, worker
