@@ -15,6 +15,7 @@ from bench.control.plane import ControlPlane
 from bench.control.setting import WORKERS_PER_HOST, Setting
 from compose.admin import AdminClient
 from compose.errors import StackNotReady
+from shared.errors import Conflict, DeadlineExceeded, InProgress, Overloaded, Unavailable
 
 START_S = 300.0
 """For all workers to register, for all models to serve, and for all host copies."""
@@ -99,7 +100,17 @@ class Fleets:
 
         async def add(admin: AdminClient, name: str, path: Path) -> None:
             async with gate:
-                await admin.add_model(str(path), name=name, min_instances=0 if name in probes else 1)
+                least, deadline_s = 0 if name in probes else 1, time.monotonic() + START_S
+                while True:
+                    try:
+                        await admin.add_model(str(path), name=name, min_instances=least)
+                        return
+                    except Conflict:  # it was added before, and the answer was lost
+                        return
+                    except (Overloaded, InProgress, DeadlineExceeded, Unavailable):
+                        if time.monotonic() > deadline_s:
+                            raise
+                        await asyncio.sleep(_POLL_S)
 
         try:
             entries = enumerate(paths.items())

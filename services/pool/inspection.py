@@ -23,6 +23,7 @@ ANSWER_S = 20.0
 """Answers are given within: NATS lets nobody answer much later."""
 KEEP_S = 2.0
 MAX_WAITING = 64
+MAX_KEPT = 4096
 SMALL_BYTES = 64 * 1024 * 1024
 """Starting a process takes longer than reading so much."""
 MAX_ANSWER_BYTES = 1 << 20
@@ -56,8 +57,10 @@ class Inspections:
         asks again; ``DeadlineExceeded`` after ``TIMEOUT_S``; ``Overloaded`` if too many wait."""
         task = self._asked.get(path)
         if task is None:
-            if len(self._asked) >= MAX_WAITING:
-                raise Overloaded(f"{len(self._asked)} checkpoints are being read: ask again later")
+            # Without those that are read and only kept for who asks again.
+            waiting = sum(not asked.done() for asked in self._asked.values())
+            if waiting >= MAX_WAITING or len(self._asked) >= MAX_KEPT:
+                raise Overloaded(f"{waiting} checkpoints are being read: ask again later", retry_after_s=1.0)
             task = self._asked[path] = asyncio.create_task(self._inspect(path))
             task.add_done_callback(lambda done: self._forget(path, done))
         try:

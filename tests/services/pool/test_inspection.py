@@ -69,3 +69,15 @@ async def test_checkpoints_that_wait_are_bounded(inspections: Inspections, monke
         await inspections.inspect(Path("/a"), wait_s=0.01)
     with pytest.raises(Overloaded):
         await inspections.inspect(Path("/b"), wait_s=0.01)
+
+
+async def test_checkpoints_that_were_read_keep_nobody_waiting(
+    inspections: Inspections, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(inspection, "MAX_WAITING", 2)
+    source = tiny_checkpoint("llama")
+    paths = [tmp_path / f"model-{index}" for index in range(5)]
+    for path in paths:
+        path.symlink_to(source)
+        # Each is read before the next one is asked for; what was found of the others is still kept.
+        assert (await inspections.inspect(path)).model_hash
