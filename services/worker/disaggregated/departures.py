@@ -109,8 +109,13 @@ class Departures:
         shipment = self._shipments[sequence.key] = Shipment(sequence, num_tokens, place, instance)
         task = asyncio.create_task(self._run(shipment))
         self._tasks[task] = shipment
-        task.add_done_callback(self._tasks.pop)
+        task.add_done_callback(self._reap)
         return shipment
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        shipment = self._tasks.pop(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("request %s, which was to leave, is lost here", shipment.sequence.request_id, exc_info=error)
 
     # --- from the gateways -------------------------------------------------------------------
 

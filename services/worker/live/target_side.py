@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -30,6 +31,8 @@ from shared.messages.live import (
     ZigzagAssignment,
 )
 from shared.messages.scaling import ChainMember
+
+log = logging.getLogger(__name__)
 
 MAX_PARTED = 8
 
@@ -182,4 +185,9 @@ class TargetSide:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._reap)
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the end of a pair broke at its target", exc_info=error)

@@ -155,3 +155,20 @@ async def test_a_close_frees_everything(alone: LoneWorker, prefill: FakePrefill)
         await prefill.reserve(prefill.request(name))
     await alone.worker.service._arrivals.close()
     assert await used_blocks(alone) == 0
+
+
+async def test_room_that_cannot_be_freed_is_said(
+    alone: LoneWorker, prefill: FakePrefill, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = prefill.request()
+    await prefill.reserve(request)
+    arrival = arrivals_of(alone)["r", 1]
+
+    async def breaks() -> None:
+        raise RuntimeError("a bug of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arrival, "stop", breaks)
+        await alone.gateway.cancel("w0", "r")
+        await eventually(lambda: "a bug of ours" in caplog.text)
+    await alone.worker.service._arrivals._drop(arrival)

@@ -493,7 +493,7 @@ async def test_an_end_at_every_stage(alone: LoneWorker, decode: FakeDecode, stag
         await alone.gateway.cancel("w0", "r")
     elif how == "gateway":
         alone.worker.bus._connected_since_s = 0.0
-        service._serving._gateways[alone.gateway.gateway_id].heard_at_s = float("-inf")
+        service._serving._gateways._lives[alone.gateway.gateway_id][""].heard_at_s = float("-inf")
         service._serving.expire()
     else:
         alone.worker.serving.fail()

@@ -309,7 +309,7 @@ async def test_a_gateway_that_only_the_decode_worker_finds_silent(
         there = pair.decode
         await eventually(lambda: there.service._arrivals._arrivals)
         monkeypatch.setattr(there.bus, "_connected_since_s", 0.0)
-        there.service._serving._gateways["gw"].heard_at_s = float("-inf")
+        there.service._serving._gateways._lives["gw"][""].heard_at_s = float("-inf")
         there.service._serving.expire()
         await whole(pair, "r", PROMPT, 8)
         assert pair.decoded_by("r") == ["w0"]
