@@ -51,6 +51,8 @@ class _Group:
 class _Model:
     record: ModelRecord
     demand: ModelDemand
+    shown: tuple[int, float] | None = None
+    """What the gauges show: desired and needed."""
     groups: dict[Role, _Group] = field(default_factory=lambda: {role: _Group() for role in get_args(Role)})
 
 
@@ -169,12 +171,17 @@ class MonitorService:
         now_s = time.monotonic()
         for name, model in sorted(self._models.items()):
             for role, group in model.groups.items():
+                if role != "colocated" and group.floor is None and group.observed <= model.record.max_instances:
+                    # Nobody asked for another number: what is there stays.
+                    group.sent = group.told = None
+                    continue
                 verdict = self._verdict(model, role, group, now_s, connected_since_s)
                 low = model.record.min_instances if role == "colocated" else 0
                 if group.floor is not None:
                     low = max(low, group.floor.instances)
                 desired = min(max(verdict.desired, low), model.record.max_instances)
-                if role == "colocated":
+                if role == "colocated" and model.shown != (desired, verdict.needed):
+                    model.shown = desired, verdict.needed
                     self._desired_gauge.labels(name).set(desired)
                     self._needed_gauge.labels(name).set(verdict.needed)
                 if desired == group.observed or not self._leader.leads:

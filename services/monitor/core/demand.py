@@ -59,7 +59,25 @@ class Verdict:
     desired: int
     needed: float
     """In instances, before rounding."""
-    reason: str
+    why: str | tuple[Load, Need, float]
+    """In words, or the figures that it rests on: load, need and prompt tokens per second of one instance."""
+
+    @property
+    def reason(self) -> str:
+        """For people. Put into words when somebody asks: hundreds of verdicts are made ten times a second, and nearly
+        all of them are what is there."""
+        if isinstance(self.why, str):
+            return self.why
+        load, need, tokens_per_s = self.why
+        return (
+            f"prefill {need.prefill:.2f} ({load.arrived_tokens_per_s:.0f} tokens/s arriving, "
+            f"{load.waiting_tokens:.0f} waiting, {load.overdue_tokens:.0f} of them overdue, "
+            f"{tokens_per_s:.0f} tokens/s each) + decode {need.decode:.2f}, "
+            f"memory {need.memory:.2f}; {load.requests} requests, {load.running_requests} running"
+        )
+
+
+_NO_LOAD, _NO_NEED = Load(), Need(0.0, 0.0, 0.0, 0.0)
 
 
 class _Gateway:
@@ -92,6 +110,8 @@ class ModelDemand:
         self._tokens_per_s = 0.0
         self._decode_s = (0.0, 0.0)
         """Base and share of a request in a decode step. Both figures are the last that any instance reported."""
+        self._measured: tuple[list[tuple[float, float, float]], float, Capability] | None = None
+        """What instances reported of their speed, the objective, and what followed."""
 
     def on_load(self, report: LoadReport, now_s: float) -> None:
         """An instance reports."""
@@ -131,10 +151,15 @@ class ModelDemand:
         self._forget(now_s)
         reports = [report for _, report in self._instances.values()]
         serving = [r for r in reports if r.state == "serving"]
-        load = self._load(reports, now_s, slack_s)
-        need = need_of(load, self._capability(serving, slo_tbt_s), slack_s=slack_s)
-        self._needed.add(now_s, need.instances)
-        held = self._overdue.hold(load.overdue_tokens, self._needed.largest, len(serving), now_s)
+        capability = self._capability(serving, slo_tbt_s)
+        if self._is_idle(reports):
+            # Of hundreds of models nearly all, nearly always: nothing asks for more instances than requests.
+            load, need, held = _NO_LOAD, _NO_NEED, self._overdue.hold(0.0, 0.0, len(serving), now_s)
+        else:
+            load = self._load(reports, now_s, slack_s)
+            need = need_of(load, capability, slack_s=slack_s)
+            self._needed.add(now_s, need.instances)
+            held = self._overdue.hold(load.overdue_tokens, self._needed.largest, len(serving), now_s)
         needed = min(max(need.instances, held), load.requests)
         self._needed.add(now_s, needed)
         desired = _rounded_up(needed)
@@ -143,7 +168,18 @@ class ModelDemand:
             fits = _rounded_up(self._needed.largest / policy.down_headroom)
             heard = now_s - connected_since_s >= max(policy.down_window_s, policy.report_ttl_s)
             desired = min(observed, max(fits, desired)) if heard and self._needed.full(now_s) else observed
-        return Verdict(desired, needed, self._reason(load, need))
+        return Verdict(desired, needed, (load, need, self.tokens_per_s))
+
+    def _is_idle(self, reports: Sequence[LoadReport]) -> bool:
+        """Whether there is no request anywhere."""
+        for report in reports:
+            if report.queued_requests or report.running_requests or report.queued_tokens:
+                return False
+        for gateway in self._gateways.values():
+            queue = gateway.queue
+            if queue.queued_requests or queue.inflight_requests or queue.queued_tokens:
+                return False
+        return True
 
     def _load(self, reports: Sequence[LoadReport], now_s: float, slack_s: float) -> Load:
         policy, gateways = self._policy, self._gateways.values()
@@ -174,25 +210,22 @@ class ModelDemand:
 
     def _capability(self, serving: Sequence[LoadReport], slo_tbt_s: float) -> Capability:
         """Of one instance; what instances report is remembered for when none does."""
+        speeds = [(r.prefill_tokens_per_s, r.decode_base_s, r.decode_request_s) for r in serving]
+        if self._measured is not None and self._measured[:2] == (speeds, slo_tbt_s):
+            return self._measured[2]
         self._tokens_per_s = max((s for r in serving if _is_measured(s := r.prefill_tokens_per_s)), default=0.0) or (
             self._tokens_per_s
         )
         steps = [(r.decode_base_s, r.decode_request_s) for r in serving if _is_measured(r.decode_request_s)]
         if steps:
             self._decode_s = max(steps, key=lambda step: max_decodes(step[0], step[1], slo_tbt_s))
-        return Capability(
+        capability = Capability(
             self.tokens_per_s * self._policy.utilisation,
             max_decodes(*self._decode_s, slo_tbt_s),
             self._policy.running_limit or inf,
         )
-
-    def _reason(self, load: Load, need: Need) -> str:
-        return (
-            f"prefill {need.prefill:.2f} ({load.arrived_tokens_per_s:.0f} tokens/s arriving, "
-            f"{load.waiting_tokens:.0f} waiting, {load.overdue_tokens:.0f} of them overdue, "
-            f"{self.tokens_per_s:.0f} tokens/s each) + decode {need.decode:.2f}, "
-            f"memory {need.memory:.2f}; {load.requests} requests, {load.running_requests} running"
-        )
+        self._measured = speeds, slo_tbt_s, capability
+        return capability
 
     def _share(self, reports: Sequence[LoadReport]) -> float:
         """Of new requests, that go to colocated instances: all, unless prefill instances take some."""
@@ -200,10 +233,13 @@ class ModelDemand:
         return colocated / (colocated + len(self._prefilling)) if self._prefilling else 1.0
 
     def _forget(self, now_s: float) -> None:
-        ttl = self._policy.report_ttl_s
-        self._instances = {k: v for k, v in self._instances.items() if now_s - v[0] <= ttl}
-        self._prefilling = {k: at_s for k, at_s in self._prefilling.items() if now_s - at_s <= ttl}
-        self._gateways = {k: v for k, v in self._gateways.items() if now_s - v.at_s <= ttl}
+        since_s = now_s - self._policy.report_ttl_s
+        for instance_id in [k for k, (at_s, _) in self._instances.items() if at_s < since_s]:
+            del self._instances[instance_id]
+        for instance_id in [k for k, at_s in self._prefilling.items() if at_s < since_s]:
+            del self._prefilling[instance_id]
+        for gateway_id in [k for k, gateway in self._gateways.items() if gateway.at_s < since_s]:
+            del self._gateways[gateway_id]
 
 
 class _Overdue:
