@@ -41,9 +41,9 @@ class Leader:
     def leads(self) -> bool:
         return time.monotonic() < self._until_s
 
-    def check(self) -> None:
-        """Raises ``Unavailable`` unless this process leads now."""
-        if not self.leads:
+    def check(self, term: int | None = None) -> None:
+        """Raises ``Unavailable`` unless this process leads now, and still with that ``term``."""
+        if not self.leads or term not in (None, self.term):
             raise Unavailable(f"this {self._service} does not lead", retry_after_s=0.5)
 
     async def let_others(self) -> None:

@@ -104,6 +104,8 @@ class MonitorService:
         next_snapshot_s = 0.0
         try:
             while not stopping.is_set():
+                if leading.done():
+                    leading.result()  # a bug of ours: it must not follow for ever
                 # Cut off from the bus, nothing is known of the load, and nobody hears what is said about it.
                 connected = self._bus.connected_since_s is not None
                 if connected and (self._refresh.is_set() or time.monotonic() >= next_snapshot_s):

@@ -137,18 +137,27 @@ class Rounds:
 
     async def _round(self) -> None:
         waiting = self._take()
+        term = self._leader.term
+        leases: list[LeaseWorkers | None] = []
         try:
             with self._round_seconds.time():
                 steps = await self._decide(waiting)
-                verdicts = await self._lease(steps)
-        except BlitzError as error:
+                leases += [step.lease(self._scaler.lease_ttl_s, term) for _, step, _ in steps]
+                verdicts = await self._lease(steps, leases)
+            # Planning and leasing took their time.
+            self._leader.check(term)
+        except BaseException as error:
+            # The pool may have granted them all the same: its answer was lost, or is not waited for.
+            for lease in leases:
+                if lease is not None:
+                    self._scaler.give_back(lease.plan_id, lease.worker_ids)
+            if not isinstance(error, Exception):
+                raise
+            if not isinstance(error, BlitzError):
+                log.exception("a round of decisions failed")
+                error = Internal("the planner failed; its log says more")
             for one in waiting:
                 self._refuse(one, error)
-            return
-        except Exception:
-            log.exception("a round of decisions failed")
-            for one in waiting:
-                self._refuse(one, Internal("the planner failed; its log says more"))
             return
         for (one, step, span), verdict in zip(steps, verdicts, strict=True):
             if verdict is not None and verdict.grant is None:
@@ -156,7 +165,7 @@ class Rounds:
                 self._again(one, verdict)
                 continue
             grant = verdict.grant if verdict is not None else None
-            self._spawn(self._publish(one, self._scaler.begin(step, grant, self._leader.term, span)))
+            self._spawn(self._publish(one, self._scaler.begin(step, grant, term, span)))
 
     def _take(self) -> list[_Waiting]:
         waiting = [*self._by_hand, *self._demands.values()]
@@ -203,9 +212,10 @@ class Rounds:
             self._put_back(one)
         return steps
 
-    async def _lease(self, steps: list[tuple[_Waiting, Step, trace.Span]]) -> list[LeaseVerdict | None]:
-        """One verdict per step; None where nothing has to be leased."""
-        wanted = [step.lease(self._scaler.lease_ttl_s, self._leader.term) for _, step, _ in steps]
+    async def _lease(
+        self, steps: list[tuple[_Waiting, Step, trace.Span]], wanted: list[LeaseWorkers | None]
+    ) -> list[LeaseVerdict | None]:
+        """One verdict per step; None where nothing is ``wanted``."""
         leases = [lease for lease in wanted if lease is not None]
         if not leases:
             return [None] * len(steps)
@@ -216,8 +226,8 @@ class Rounds:
         return [next(verdicts) if lease is not None else None for lease in wanted]
 
     async def _verdicts(self, leases: tuple[LeaseWorkers, ...]) -> tuple[LeaseVerdict, ...]:
-        batch = LeaseBatch(leases=leases, term=self._leader.term)
-        if self._leader.term:
+        batch = LeaseBatch(leases=leases, term=leases[0].term)
+        if batch.term:
             answer = await self._bus.request(
                 subjects.pool("lease_batch"), batch, LeaseVerdicts, timeout_s=RPC_TIMEOUT_S
             )

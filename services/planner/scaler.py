@@ -33,7 +33,7 @@ from services.planner.core.zigzag_pairs import Selection, num_sources
 from services.planner.live import Pairing
 from shared import subjects
 from shared.bus.base import Bus
-from shared.errors import BlitzError, ModelNotFound, NoCapacity
+from shared.errors import BlitzError, ModelNotFound, NoCapacity, StaleTerm
 from shared.messages.common import Ack, LiveChoice, Role
 from shared.messages.live import WorkerOrder
 from shared.messages.registry import LeaseGrant, LeaseWorkers, ModelRecord, ReleaseWorkers, WorkerRecord
@@ -114,6 +114,8 @@ class Scaler:
         self._operations = operations
         self.lease_ttl_s = lease_ttl_s
         self._load_floor_gbps = load_floor_gbps
+        self._unused: dict[tuple[str, tuple[str, ...]], float] = {}
+        """Leases that nothing comes of, by plan and workers, and when (monotonic) they run out by themselves."""
 
     # --- planning ----------------------------------------------------------------------------
 
@@ -244,11 +246,28 @@ class Scaler:
             await self.publish_plan(plan)
         except BlitzError as error:
             operation.fail(f"the plan could not be published: {error}")
-            worker_ids = tuple(m.worker_id for m in plan.targets)
-            release = ReleaseWorkers(plan_id=plan.plan_id, worker_ids=worker_ids, term=term)
-            await self._bus.request(subjects.pool("release"), release, Ack, timeout_s=RPC_TIMEOUT_S)
+            self.give_back(plan.plan_id, tuple(m.worker_id for m in plan.targets))
+            await self.release(term)
             raise
         await self._pairing.publish(operation)
+
+    def give_back(self, plan_id: str, worker_ids: tuple[str, ...]) -> None:
+        """Nothing comes of this lease, if it was granted: to be released. One that is used up stays as it is."""
+        self._unused[plan_id, worker_ids] = time.monotonic() + self.lease_ttl_s
+
+    async def release(self, term: int) -> None:
+        """Tell the pool what was given back. What it does not hear now is left for the next call."""
+        for (plan_id, worker_ids), until_s in list(self._unused.items()):
+            request = ReleaseWorkers(plan_id=plan_id, worker_ids=worker_ids, term=term)
+            try:
+                if time.monotonic() < until_s:
+                    await self._bus.request(subjects.pool("release"), request, Ack, timeout_s=RPC_TIMEOUT_S)
+            except StaleTerm:
+                pass  # who leads now frees what was never published
+            except BlitzError as error:
+                log.info("the lease of %s for %s is released later: %s", ", ".join(worker_ids), plan_id, error)
+                return
+            self._unused.pop((plan_id, worker_ids), None)
 
     async def publish_plan(self, plan: ScalePlan) -> None:
         """First for the record, in parts; then to each target what it has to know. Published again, nothing happens."""

@@ -42,7 +42,7 @@ from shared.messages.codec import M, R
 from shared.messages.common import Ack, Role
 from shared.messages.live import LiveReport, PlanSplit, ZigzagAssignment
 from shared.messages.load import Demand
-from shared.messages.registry import ReleaseWorkers, SetFloor
+from shared.messages.registry import SetFloor
 from shared.messages.scaling import (
     DrainPlan,
     GetScaleRecord,
@@ -321,11 +321,8 @@ class PlannerService:
 
     async def _release(self, plan_id: str, *worker_ids: str) -> None:
         """Workers that refused their plan are free again; those that took it have used the lease up."""
-        request = ReleaseWorkers(plan_id=plan_id, worker_ids=worker_ids, term=self._leader.term)
-        try:
-            await self._bus.request(subjects.pool("release"), request, Ack, timeout_s=RPC_TIMEOUT_S)
-        except BlitzError as error:
-            log.info("the lease of %s runs out by itself: %s", ", ".join(worker_ids), error)
+        self._scaler.give_back(plan_id, worker_ids)
+        await self._scaler.release(self._leader.term)
 
     async def _tell_waiters(self) -> None:
         for operation in self._operations.just_finished():
@@ -348,6 +345,7 @@ class PlannerService:
         while True:
             self._pairing.forget()
             self._refusals.forget(time.monotonic())
+            await self._scaler.release(self._leader.term)
             if self._operations.running():
                 try:
                     self._check(await self._reader.read(timeout_s=RPC_TIMEOUT_S))

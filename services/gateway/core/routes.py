@@ -174,7 +174,9 @@ class RouteBook:
 
     def _catch_up(self, view: RegistryView, changes: RouteChanges) -> None:
         if view.routes_publisher != self._publisher:
-            # Events of either may be on their way; the next one tells.
+            # Events of either may be on their way; and if this view is of the pool that led before, it has just undone
+            # what the other one told. The next reading is of one that leads.
+            changes.gap = bool(self._publisher)
             self._publisher, self._sequence = view.routes_publisher, view.routes_sequence
             self._recent.clear()
             return

@@ -45,10 +45,10 @@ class Rig:
     async def start(self) -> None:
         await self.pool.start()
         await self.client.subscribe(subjects.demand(), Demand, self.demands.append)
-        monitor = MonitorService(
+        self.monitor = MonitorService(
             self.broker.bus("monitor"), POLICY, interval_s=0.01, repeat_s=REPEAT_S, metrics=self.metrics
         )
-        self.task = asyncio.create_task(monitor.run(self.stopping))
+        self.task = asyncio.create_task(self.monitor.run(self.stopping))
 
     async def show(self, record: ModelRecord | None, *, serving: int = 0, floor: int | None = None) -> None:
         """Let the registry show this many serving instances, and wait until the monitor has looked."""
@@ -367,3 +367,16 @@ async def test_instances_on_workers_that_are_about_to_end_do_not_count(rig: Rig)
     rig.pool.workers = tuple(msgspec.structs.replace(w, stopping=w is rig.pool.workers[0]) for w in rig.pool.workers)
     demand = await rig.wanted(2)
     assert demand.observed == 1
+
+
+async def test_a_monitor_that_cannot_lead_any_more_ends_instead_of_following_for_ever(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def breaks() -> bool:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(rig.monitor._leader, "_ask", breaks)
+    async with asyncio.timeout(10.0):
+        with pytest.raises(ZeroDivisionError):
+            await rig.task
+    rig.task = asyncio.create_task(asyncio.sleep(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from services.planner import rounds
 from services.planner.core.round_order import Asked, in_order
 from services.planner.scaler import ScaleRequest
 from shared import subjects
-from shared.errors import Conflict
+from shared.errors import Conflict, DeadlineExceeded
 from shared.messages.load import Demand
 from shared.messages.scaling import DrainPlan, ScalePlan
 from tests.records import model, worker_record
@@ -180,3 +181,32 @@ async def test_what_a_monitor_says_that_leads_no_more_is_not_heard(rig: Rig) -> 
     (plan,) = rig.plans()
     assert isinstance(plan, ScalePlan)
     assert len(plan.targets) == 1
+
+
+async def test_a_lease_whose_answer_was_lost_is_given_back(rig: Rig) -> None:
+    rig.spare("w0")
+    rig.pool.errors["lease_batch"] = [DeadlineExceeded("no answer")]
+    rig.pool.errors["release"] = [DeadlineExceeded("no answer")]
+    with pytest.raises(DeadlineExceeded):
+        await rig.scale(1)
+    await eventually(lambda: rig.pool.releases)
+    assert [(r.worker_ids, r.term) for r in rig.pool.releases] == [(("w0",), rig.pool.term)]
+    assert rig.plans() == []
+
+
+async def test_who_lost_the_lead_while_it_leased_publishes_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.spare("w0")
+    rounds: Any = rig.planner._rounds
+    lease = rounds._lease
+
+    async def late(*args: Any) -> Any:
+        verdicts = await lease(*args)
+        # As if the process had been stopped meanwhile.
+        monkeypatch.setattr(rounds._leader, "_until_s", float("-inf"))
+        return verdicts
+
+    monkeypatch.setattr(rounds, "_lease", late)
+    await rig.demand(1)
+    await eventually(lambda: rig.pool.releases)
+    assert rig.plans() == []
+    assert [r.plan_id for r in rig.pool.releases] == [asked.plan_id for asked in rig.pool.leases]

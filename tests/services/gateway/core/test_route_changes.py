@@ -54,6 +54,18 @@ def test_a_change_touches_what_it_names_and_nothing_else() -> None:
     assert sorted(book.models["m"].routes) == ["i-w1", "new"]
 
 
+def test_a_view_of_the_pool_that_led_before_asks_for_another() -> None:
+    book = RouteBook()
+    book.apply_view(at(4, "w0", publisher="old"))
+    book.apply_view(at(1, "w0", publisher="new"))
+    book.apply_changes(event(2, gone=("i-w0",), publisher="new"))
+    # It had been asked for before, and came late: what it undoes nobody would say again.
+    assert book.apply_view(at(4, "w0", publisher="old")).gap
+    assert book.apply_view(at(2, publisher="new")).gap
+    assert not book.apply_view(at(2, publisher="new")).gap
+    assert book.models["m"].routes == {}
+
+
 def test_a_gap_another_publisher_and_an_unknown_beginning_ask_for_the_registry() -> None:
     book = RouteBook()
     assert book.apply_changes(event(1, "a")).gap
