@@ -17,6 +17,7 @@ Act = Literal["publish", "subscription"]
 JETSTREAM = "$js.api"
 """Watch this to hear of any refusal of JetStream's own subjects."""
 _REFUSED = re.compile(r"permissions violation for (publish|subscription) to \"([^\"]+)\"", re.IGNORECASE)
+_INBOX = "_inbox."
 _MAX_LOGGED = 256
 
 
@@ -30,6 +31,8 @@ class Refused:
     def ends(self, limit: asyncio.Timeout) -> None:
         """A refusal makes this time-out expire at once: nothing else will come."""
         self._limit = limit
+        if self.subject:
+            self.say(self.subject)
 
     def say(self, subject: str) -> None:
         """It was."""
@@ -42,6 +45,9 @@ class Refused:
         """Raise ``NotPermitted`` if it was."""
         if self.subject:
             who = f"user {user!r}" if user else "a client without credentials"
+            if self.subject.startswith(_INBOX):
+                answers = f"NATS does not permit {who} to hear answers on {self.subject}"
+                raise NotPermitted(f"{answers}: these are the credentials of another kind of service")
             raise NotPermitted(f"NATS does not permit {who} to {what} (refused: {self.subject})")
 
 
@@ -52,6 +58,8 @@ class Refusals:
         self.user = user
         self._watching: dict[tuple[str, str], list[Refused]] = {}
         self._logged: set[tuple[str, str]] = set()
+        self._deaf = ""
+        """The inbox on which no answer can arrive, whatever is asked."""
 
     @contextlib.contextmanager
     def watch(self, act: Act, subject: str) -> Iterator[Refused]:
@@ -59,6 +67,8 @@ class Refusals:
         # The client library gives the server's words in lower case.
         key, refused = (act, subject.lower()), Refused()
         self._watching.setdefault(key, []).append(refused)
+        if self._deaf:
+            refused.say(self._deaf)
         try:
             yield refused
         finally:
@@ -74,6 +84,9 @@ class Refusals:
             return False
         act, subject = found[1].lower(), found[2].lower()
         keys = [(act, subject)] + ([(act, JETSTREAM)] if subject.startswith(JETSTREAM) else [])
+        if act == "subscription" and subject.startswith(_INBOX):
+            self._deaf = subject
+            keys = list(self._watching)
         for key in keys:
             for refused in self._watching.get(key, ()):
                 refused.say(subject)

@@ -207,3 +207,20 @@ async def test_credentials_are_not_shown_where_a_server_cannot_be_reached() -> N
     with pytest.raises(Unavailable) as caught:
         await NatsBus.connect(url, name="pool", access=access, connect_timeout_s=0.5)
     assert "secret" not in caught.value.message + repr(access)
+
+
+async def test_credentials_of_another_kind_are_told_at_once_and_by_that_name(server: Server) -> None:
+    # As the planner would with a worker's password: no answer can reach its inbox.
+    access = NatsAccess(user="worker", password=password_of("worker"))
+    bus = await NatsBus.connect(server.url, name="planner", access=access)
+    try:
+        with pytest.raises(
+            NotPermitted, match=r"user 'worker' .*: these are the credentials of another kind of service"
+        ):
+            async with asyncio.timeout(5.0):
+                await bus.keep_plan_stream(StreamLimits())
+        with pytest.raises(NotPermitted, match="another kind of service"):
+            async with asyncio.timeout(5.0):
+                await bus.request(subjects.pool("snapshot"), CANCEL, Ack, timeout_s=60.0)
+    finally:
+        await bus.close()
