@@ -21,23 +21,32 @@ class Operations:
     def __init__(self, keep: int = MAX_RECORDS) -> None:
         self._keep = keep
         self._by_id: OrderedDict[str, Operation] = OrderedDict()
+        # Hundreds are remembered, and a round asks about those that matter for each of its requests.
+        self._open: dict[str, Operation] = {}
+        """Those that had not ended when somebody last asked."""
+        self._settling: dict[str, float] = {}
+        """Those whose transfers may just have ended, and since when (unix time) it is known that they have."""
         self._past: OrderedDict[str, ScaleRecord] = OrderedDict()
         """Records of operations that ended under an earlier planner."""
         self._told: set[str] = set()
         """Operations whose records were handed out as finished."""
 
     def add(self, operation: Operation) -> None:
-        self._by_id[operation.plan_id] = operation
+        self._by_id[operation.plan_id] = self._open[operation.plan_id] = operation
         while len(self._by_id) > self._keep:
             oldest = next((i for i, o in self._by_id.items() if o.finished), next(iter(self._by_id)))
             del self._by_id[oldest]
             self._told.discard(oldest)
+            self._open.pop(oldest, None)
+            self._settling.pop(oldest, None)
         while self._past and len(self._by_id) + len(self._past) > self._keep:
             self._past.popitem(last=False)
 
     def reset(self) -> None:
         """Forget everything: another planner led meanwhile."""
         self._by_id.clear()
+        self._open.clear()
+        self._settling.clear()
         self._past.clear()
         self._told.clear()
 
@@ -77,20 +86,32 @@ class Operations:
 
     def running(self) -> list[Operation]:
         """Operations with targets, or pairs, that have not ended."""
-        return [o for o in self._by_id.values() if not o.finished]
+        ended = [o for o in self._open.values() if o.finished]
+        for operation in ended:
+            # What has ended stays so.
+            del self._open[operation.plan_id]
+            self._settling[operation.plan_id] = float("inf")
+        return list(self._open.values())
 
     def transfers(self, now_s: float) -> Transfers:
         """Weights on their way by the plans that are known."""
         since_s = now_s - SETTLING_S
-        operations = self._by_id.values()
+        running, settled = self.running(), []
+        self._settling = {plan_id: min(ended_s, now_s) for plan_id, ended_s in self._settling.items()}
+        for plan_id, ended_s in list(self._settling.items()):
+            operation = self._by_id[plan_id]
+            if ended_s >= since_s or operation.settled_links(since_s):
+                settled.append(operation)
+            else:
+                del self._settling[plan_id]
         return Transfers(
-            tuple(dict.fromkeys(link for o in operations for link in o.running_links())),
-            tuple(dict.fromkeys(link for o in operations for link in o.settled_links(since_s))),
+            tuple(dict.fromkeys(link for o in running for link in o.running_links())),
+            tuple(dict.fromkeys(link for o in (*settled, *running) for link in o.settled_links(since_s))),
         )
 
     def remaining_s(self, now_s: float) -> dict[tuple[str, str], float]:
         """Predicted seconds until each instance that loads is whole, by (worker_id, instance_id)."""
-        return {key: left_s for o in self._by_id.values() for key, left_s in o.remaining_s(now_s).items()}
+        return {key: left_s for o in self.running() for key, left_s in o.remaining_s(now_s).items()}
 
     def pair(self, pair_id: str) -> LivePair | None:
         """The pair of that id, ended or not."""
