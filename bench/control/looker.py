@@ -11,7 +11,7 @@ import contextlib
 
 import msgspec
 
-from services.worker.peers import shortest_pause_s
+from services.worker.peers import OWN_LOOKS_PER_S, shortest_pause_s
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
@@ -60,9 +60,10 @@ class Looker:
                 if await self._look():
                     delay_s = _SOON_S
             delay_s = max(delay_s, shortest_pause_s(len(self._known)))
-            await asyncio.sleep(min(_SOON_S, delay_s))
+            soon_s = min(max(_SOON_S, len(self._known) / OWN_LOOKS_PER_S), delay_s)
+            await asyncio.sleep(soon_s)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, delay_s - _SOON_S)):
+                async with asyncio.timeout(max(0.0, delay_s - soon_s)):
                     await self._soon.wait()
             delay_s = min(_INTERVAL_S, _SOON_S if self._soon.is_set() else delay_s * 1.5)
             self._soon.clear()

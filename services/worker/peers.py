@@ -29,9 +29,11 @@ TENSOR_LANE = 1
 CONNECT_TIMEOUT_S = 10.0
 _READ_TIMEOUT_S = 5.0
 _SOON_S = 0.25
-LOOKS_PER_S = 200
+LOOKS_PER_S = 100
 """Of all workers together, without those whose part has just changed. Each look is a question to the one pool: a
 thousand workers that found new peers four times a second, while they all start, kept it from taking heartbeats."""
+OWN_LOOKS_PER_S = 400
+"""Of all workers together, if all change at once."""
 _DIALS_AT_ONCE = 4
 """A dial to a peer of this host that has just died takes all of its time-out; the others go on meanwhile."""
 
@@ -82,9 +84,10 @@ class Peers:
             except BlitzError as error:
                 log.debug("no peers to connect to yet: %s", error)
             delay_s = max(delay_s, shortest_pause_s(self._num_workers))
-            await asyncio.sleep(min(_SOON_S, delay_s))
+            soon_s = min(max(_SOON_S, self._num_workers / OWN_LOOKS_PER_S), delay_s)
+            await asyncio.sleep(soon_s)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._soon.wait(), max(0.0, delay_s - _SOON_S))
+                await asyncio.wait_for(self._soon.wait(), max(0.0, delay_s - soon_s))
             delay_s = min(self._interval_s, _SOON_S if self._soon.is_set() else delay_s * 1.5)
             self._soon.clear()
 
