@@ -3,6 +3,8 @@
     BlitzError                       code                    HTTP
     ├── BadRequest                   bad_request             400
     │   ├── BadTopology              bad_topology            400
+    │   ├── BadName                  bad_name                400
+    │   ├── BadAddress               bad_address             400
     │   ├── UnsupportedParameter     unsupported_parameter   400
     │   └── ContextLengthExceeded    context_length_exceeded 400
     ├── Unauthorized                 unauthorized            401
@@ -63,6 +65,18 @@ class BadTopology(BadRequest):
     """Records of workers, sources or flows that contradict each other or name what is not there."""
 
     code = "bad_topology"
+
+
+class BadName(BadRequest, ValueError):
+    """An id that cannot be part of a subject: nobody has it, and nobody could speak to who did."""
+
+    code = "bad_name"
+
+
+class BadAddress(BadRequest):
+    """Bytes that are no worker's transport address: nobody can be reached there."""
+
+    code = "bad_address"
 
 
 class UnsupportedParameter(BadRequest):

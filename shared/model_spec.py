@@ -5,6 +5,7 @@ No weights here, and no tensors: the gateway, the pool and the planner use this 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
@@ -15,6 +16,8 @@ from shared.errors import BadCheckpoint
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_LAYERS = 4096
+MAX_SIZE = 2**31 - 1
+"""Of anything else that is counted: what is beyond is no model, and nothing is made by it."""
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 
 
@@ -28,7 +31,8 @@ class Llama3Rope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape and constants of a decoder-only transformer."""
+    """Shape and constants of a decoder-only transformer. Raises ``ValueError`` for one that cannot be: layouts, KV pools
+    and attention are made by these numbers, also by those that come in a message."""
 
     architecture: str
     dtype: Dtype
@@ -49,6 +53,29 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     tied_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "max_position": self.max_position,
+        }
+        if self.sliding_window is not None:
+            sizes["sliding_window"] = self.sliding_window
+        for name, value in sizes.items():
+            if not 1 <= value <= MAX_SIZE:
+                raise ValueError(f"{name} {value} is outside 1..{MAX_SIZE}")
+        if not 1 <= self.num_layers <= MAX_LAYERS:
+            raise ValueError(f"num_layers {self.num_layers} is outside 1..{MAX_LAYERS}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly")
+        for name, number in (("rms_norm_eps", self.rms_norm_eps), ("rope_theta", self.rope_theta)):
+            if not 0.0 < number < math.inf:
+                raise ValueError(f"{name} {number} is no positive number")
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -161,23 +188,26 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     eos = list(_eos(config))
     eos += [i for i in _eos(generation_config or {}) if i not in eos]
     bos = config.get("bos_token_id")
-    return ModelSpec(
-        architecture=architecture,
-        dtype=cast(Dtype, dtype),
-        vocab_size=_positive_int(config, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=_positive_int(config, "intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_position=_positive_int(config, "max_position_embeddings", 2048),
-        rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        llama3_rope=llama3,
-        sliding_window=_sliding_window(config, architecture),
-        qkv_bias=architecture == "Qwen2ForCausalLM",
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        bos_token_id=bos if isinstance(bos, int) else None,
-        eos_token_ids=tuple(eos),
-    )
+    try:
+        return ModelSpec(
+            architecture=architecture,
+            dtype=cast(Dtype, dtype),
+            vocab_size=_positive_int(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_positive_int(config, "intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_position=_positive_int(config, "max_position_embeddings", 2048),
+            rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            llama3_rope=llama3,
+            sliding_window=_sliding_window(config, architecture),
+            qkv_bias=architecture == "Qwen2ForCausalLM",
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            bos_token_id=bos if isinstance(bos, int) else None,
+            eos_token_ids=tuple(eos),
+        )
+    except ValueError as error:
+        raise BadCheckpoint(f"config.json: {error}") from error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from shared.errors import BadName
+
 PREFIX = "blitz.v1"
 PLAN_STREAM = "BLITZ_PLANS"
 """JetStream stream that keeps every plan."""
@@ -16,12 +18,18 @@ POOL_OPERATIONS = (
 )  # fmt: skip
 PLANNER_OPERATIONS = ("scale", "record", "records", "split")
 
+MAX_NAME = 255
 _TOKEN = re.compile(r"[A-Za-z0-9_\-]+")
+
+
+def is_name(value: str) -> bool:
+    """Whether a process can be spoken to by that id: whether it can be part of a subject."""
+    return len(value) <= MAX_NAME and _TOKEN.fullmatch(value) is not None
 
 
 def _token(value: str) -> str:
     if not _TOKEN.fullmatch(value):
-        raise ValueError(f"{value!r} cannot be part of a subject: use letters, digits, '-' and '_'")
+        raise BadName(f"{value[:80]!r} cannot be part of a subject: use letters, digits, '-' and '_'")
     return value
 
 

@@ -24,6 +24,7 @@ from services.gateway.outbox import Outbox
 from services.gateway.owned_tasks import OwnedTasks
 from services.gateway.silence_watch import SilenceWatch
 from services.gateway.submitter import Submitter
+from shared import subjects
 from shared.bus.base import Bus
 from shared.bus.departures import Departure
 from shared.errors import BlitzError, EngineBroken, ModelNotFound, NotFound, PoisonRequest, Unavailable
@@ -111,7 +112,9 @@ class Dispatcher:
             self._end(request)
 
     def on_batch(self, batch: TokenBatch) -> None:
-        """One engine step's tokens."""
+        """One engine step's tokens. Of a worker that could not be answered nothing is taken."""
+        if not subjects.is_name(batch.worker_id):
+            return
         now_s = self._clock()
         self._watch.spoke(batch.worker_id, batch.instance_id)
         for part in batch.parts:

@@ -25,9 +25,10 @@ from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.ending import closed
 from shared.errors import BlitzError, DuplicateId, ModelNotFound, Unavailable
-from shared.identity import hold, new_incarnation, refuse_if_held
+from shared.identity import ASK_TIMEOUT_S, hold, new_incarnation, refuse_if_held
 from shared.load_feed import subscribe_load
 from shared.messages.generation import GatewayHeartbeat, TokenBatch
+from shared.messages.identity import GetHolder, Holder
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
 from shared.messages.registry import RouteChanges as RegistryChanges
 from shared.messages.registry import RouteTable
@@ -46,6 +47,10 @@ SNAPSHOT_TIMEOUT_S = 2.0
 CLOSE_CONNECTIONS_S = 1.0
 """For clients to read the end of what they asked for."""
 CLOSE_PART_S = 0.5
+ASK_HOLDER_TIMES = 12
+NAMELESS_TIMES = 3
+NAMELESS_WITHIN_S = 5.0
+"""So often, within so long, is a gateway of 0.1 heard that lives."""
 WHOLE_RESPONSES = 4
 """An answer that is sent whole may take that part of the memory for all."""
 
@@ -102,8 +107,11 @@ class Gateway:
             config.api_keys, config.keys_file, gateway_id=config.gateway_id, incarnation=self._incarnation
         )
         self.metrics.read_keys_from(self.api_keys.families)
-        self._duplicated = asyncio.Event()
         self._outage = Outage(log, "the registry answers again")
+        self._rival = ""
+        self._rival_heard = asyncio.Event()
+        self._nameless_heard_s: list[float] = []
+        self._warned = False
 
     @property
     def ready(self) -> bool:
@@ -220,7 +228,8 @@ class Gateway:
 
     async def refresh(self) -> None:
         """Read the registry now. Raises ``BlitzError``."""
-        self._took(self.book.apply_view(await self.registry()))
+        num_heard = self.book.num_heard
+        self._took(self.book.apply_view(await self.registry(), num_heard=num_heard))
 
     def _on_route_changes(self, event: RegistryChanges) -> None:
         self._took(self.book.apply_changes(event))
@@ -242,13 +251,38 @@ class Gateway:
             return
         # Both started without an answer from the other, or were parted: the one that started later ends.
         if heartbeat.incarnation < self._incarnation:
-            self._duplicated.set()
-        else:
-            log.warning("another gateway has started under the id %s; it will end", heartbeat.gateway_id)
+            self._rival = heartbeat.incarnation
+            self._rival_heard.set()
+        elif not self._warned:
+            self._warned = True
+            log.warning("another gateway has started under the id %s; it will end (said once)", heartbeat.gateway_id)
 
     async def _end_if_duplicated(self) -> None:
-        await self._duplicated.wait()
-        raise DuplicateId("another gateway with this id was heard")
+        """Ends only for one that lives: a message alone may be anybody's."""
+        while True:
+            await self._rival_heard.wait()
+            self._rival_heard.clear()
+            if await self._lives(self._rival):
+                raise DuplicateId("another gateway with this id was heard")
+
+    async def _lives(self, incarnation: str) -> bool:
+        """Whether another process answers for this id. One of 0.1 has no name and answers nobody: it is heard again and
+        again."""
+        if not incarnation:
+            now_s = time.monotonic()
+            self._nameless_heard_s = [at_s for at_s in self._nameless_heard_s if now_s - at_s <= NAMELESS_WITHIN_S]
+            self._nameless_heard_s.append(now_s)
+            return len(self._nameless_heard_s) >= NAMELESS_TIMES
+        subject = subjects.gateway_holder(self.config.gateway_id)
+        for _ in range(ASK_HOLDER_TIMES):  # this process answers, too: it is one or the other that is asked
+            try:
+                holder = await self.bus.request(subject, GetHolder(), Holder, timeout_s=ASK_TIMEOUT_S)
+            except BlitzError as error:
+                log.debug("nobody says who holds the id of this gateway: %s", error)
+                continue
+            if holder.incarnation == incarnation:
+                return True
+        return False
 
     def _apply(self, changes: RouteChanges) -> None:
         if changes.models or changes.removed:

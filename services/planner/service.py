@@ -42,7 +42,7 @@ from shared.messages.codec import M, R
 from shared.messages.common import Ack, Role
 from shared.messages.live import LiveReport, PlanSplit, ZigzagAssignment
 from shared.messages.load import Demand
-from shared.messages.registry import SetFloor
+from shared.messages.registry import MAX_HOLD_S, SetFloor
 from shared.messages.scaling import (
     DrainPlan,
     GetScaleRecord,
@@ -62,6 +62,9 @@ E = TypeVar("E", ScalePlan, DrainPlan, ZigzagAssignment)
 RECOVERY_WAIT_S = 4.0
 """How long a manual scale waits for a registry that just started."""
 CHECK_INTERVAL_S = 0.5
+MONITOR_TERM_S = 10.0
+"""A monitor whose demands do not get through says them again each second; a term that nobody speaks with any more, for
+so long, keeps no other monitor from being heard."""
 MAX_WAIT_S = 30.0
 """Longest that one record RPC waits; callers ask again."""
 MAX_LISTED = 100
@@ -98,6 +101,8 @@ class PlannerService:
         leads.set_function(lambda: leader.leads)
         self._led_term: int | None = None
         self._monitor_term = 0
+        self._monitor_heard_s = float("-inf")
+        """When the monitor of that term last said something."""
         """The newest that was heard."""
         self._reader = RegistryReader(bus)
         self._operations = Operations()
@@ -239,9 +244,11 @@ class PlannerService:
     # --- requests ----------------------------------------------------------------------------
 
     def _on_demand(self, demand: Demand) -> None:
-        if 0 < demand.term < self._monitor_term:
+        now_s = time.monotonic()
+        if 0 < demand.term < self._monitor_term and now_s - self._monitor_heard_s < MONITOR_TERM_S:
             return  # of a monitor that leads no more
-        self._monitor_term = max(self._monitor_term, demand.term)
+        if demand.term:
+            self._monitor_term, self._monitor_heard_s = demand.term, now_s
         self._rounds.demand(
             ScaleRequest(demand.model, demand.desired, demand.triggered_at_s, demand.reason, role=demand.role)
         )
@@ -249,8 +256,10 @@ class PlannerService:
     async def _on_start_scale(self, request: StartScale) -> ScaleRecord:
         role, wanted = request.role, instances_of(request.instances, request.role)
         wish = ScaleRequest(request.model, request.instances, time.time(), f"asked for {wanted}", request.live, role)
-        if request.instances < 0 or request.hold_s < 0:
-            raise BadRequest("instances and hold_s must not be negative", param="instances")
+        if request.instances < 0:
+            raise BadRequest("instances must not be negative", param="instances")
+        if not 0 <= request.hold_s <= MAX_HOLD_S:
+            raise BadRequest(f"hold_s must be from 0 to {MAX_HOLD_S:g}, not {request.hold_s:g}", param="hold_s")
         view = await self._reader.read(timeout_s=RPC_TIMEOUT_S)
         model = view.models.get(request.model)
         if model is None:

@@ -32,6 +32,7 @@ from shared.messages.codec import M, R
 from shared.messages.common import Ack, InstanceState
 from shared.messages.copies import RetireCopy
 from shared.messages.registry import (
+    MAX_HOLD_S,
     AddModel,
     Floor,
     GetSnapshot,
@@ -58,6 +59,11 @@ log = logging.getLogger(__name__)
 
 MAX_BATCH = 1000
 """Leases in one batch."""
+EPOCHS_BEGIN_S = 1735689600
+MAX_TERM_AHEAD_MS = 24 * 3600 * 1000
+"""Clocks differ, by less than a day."""
+MAX_TTL_S = 24 * 3600.0
+"""Of a lease: a plan is carried out within minutes, or never."""
 MAX_WANTED = 10_000
 WANTED_S = 30.0
 """How long a worker may take to give a model back that it was asked for."""
@@ -305,6 +311,8 @@ class LeadingPool:
     # --- workers -----------------------------------------------------------------------------
 
     async def _on_heartbeat(self, report: WorkerHeartbeat) -> HeartbeatAck:
+        if not subjects.is_name(report.worker.worker_id):
+            raise BadRequest(f"{report.worker.worker_id[:80]!r} is no id of a worker: nobody could speak to it")
         await self._check_holder(report)
         taken = self._registry.take(report, time.monotonic(), self._lease_s)
         self._wake_publisher()
@@ -351,6 +359,7 @@ class LeadingPool:
         if self._wanted.pop(record.model_hash, 0.0) < time.monotonic():
             raise Conflict(f"nobody asked for model {record.name!r}")
         name_of(AddModel(path=record.path, name=record.name))
+        check_limits(record)
         path_of(record.path, self._roots)
         if self._registry.was_removed(record.name):
             return Ack()
@@ -416,8 +425,8 @@ class LeadingPool:
         self._check_term("planner", request.term)
         if self._registry.model(request.model) is None:
             raise ModelNotFound(f"model {request.model!r} is not registered", param="model")
-        if request.instances < 0 or request.hold_s < 0:
-            raise BadRequest("instances and hold_s must not be negative")
+        if request.instances < 0 or not 0 <= request.hold_s <= MAX_HOLD_S:
+            raise BadRequest(f"instances must not be negative, and hold_s from 0 to {MAX_HOLD_S:g}", param="hold_s")
         async with self._changing_models:
             if not request.hold_s:
                 await self._store.lift_floor(request.model, request.role)
@@ -465,8 +474,8 @@ class LeadingPool:
         return LeaseVerdicts(verdicts=tuple(verdicts))
 
     async def _grant(self, request: LeaseWorkers) -> LeaseGrant:
-        if not request.worker_ids or request.ttl_s <= 0:
-            raise BadRequest("a lease needs at least one worker and a positive ttl_s")
+        if not request.worker_ids or not 0 < request.ttl_s <= MAX_TTL_S:
+            raise BadRequest(f"a lease needs at least one worker and a ttl_s of up to {MAX_TTL_S:g}", param="ttl_s")
         with tracer().start_as_current_span(
             "pool.lease", attributes={"blitz.plan_id": request.plan_id, "blitz.model": request.model}
         ):
@@ -497,6 +506,10 @@ class LeadingPool:
     async def _on_lead(self, request: Lead) -> Leadership:
         if not request.owner or request.term < 0 or not 0.1 <= request.ttl_s <= 60.0:
             raise BadRequest("a leader has a name, and leads for 0.1 to 60 seconds at a time", param="ttl_s")
+        # Terms begin at the milliseconds since 2025 (``services.pool.scripts``), and grow with each leader.
+        newest = max(self._terms.get(request.service, 0), round((time.time() - EPOCHS_BEGIN_S) * 1000))
+        if request.term > newest + MAX_TERM_AHEAD_MS:
+            raise BadRequest(f"no {request.service} can have led with term {request.term} yet", param="term")
         if request.give_up:
             await self._store.abdicate(request.service, request.owner)
         else:

@@ -12,7 +12,13 @@ from typing import TypeVar
 from services.worker.config import WorkerConfig
 from services.worker.core.lifecycle import Lifecycle
 from services.worker.core.scheduler import SchedulerConfig
-from services.worker.core.sequence import Sequence, check_vocabulary, sequence_of
+from services.worker.core.sequence import (
+    Sequence,
+    check_addresses,
+    check_sampling,
+    check_vocabulary,
+    sequence_of,
+)
 from services.worker.data_plane.outcome import in_thread
 from services.worker.data_plane.weight_copy import WeightCopy
 from services.worker.engine.arena import HostArena
@@ -166,9 +172,12 @@ class Instance:
             raise Conflict(f"instance {instance_id} takes no requests here ({self.instance_id} is {self.state})")
 
     def sequence_of(self, request: Submit) -> Sequence:
-        """A request as this instance's scheduler takes it. Raises ``BadRequest`` for tokens that the model lacks."""
+        """A request as this instance's scheduler takes it. Raises ``BadRequest`` for tokens that the model lacks, for
+        sampling that is out of range, and for names that nobody has."""
         spec = self.record.spec
         check_vocabulary(request, spec.vocab_size)
+        check_sampling(request, spec.vocab_size)
+        check_addresses(request)
         return sequence_of(request, spec.eos_token_ids)
 
     def check_token(self, token_id: int) -> None:

@@ -36,6 +36,10 @@ class Orders:
         self._on_drain = on_drain
         self._on_zigzag = on_zigzag
         self._term = 0
+        """As the pool has named it."""
+        self._claimed_term = 0
+        """Beyond that, as an order has named it. The pool confirms it with its next words, or there is no such term."""
+        self._doubted = False
         self._no_term_since_s: float | None = None
         self._own: Subscription | None = None
         self._public: list[Subscription] = []
@@ -56,6 +60,12 @@ class Orders:
     async def planner_term(self, term: int) -> None:
         """The pool names the term of the planner that leads; 0: it knows of none."""
         self._term = max(self._term, term)
+        if self._claimed_term > self._term:
+            if self._doubted:
+                log.warning("an order named term %d, and the pool knows of %d only", self._claimed_term, self._term)
+                self._claimed_term = 0
+            # The first word may still be an answer from before that planner led.
+            self._doubted = True
         async with self._changing:
             if self._term:
                 await self._close_public()
@@ -105,8 +115,10 @@ class Orders:
 
     def _is_valid(self, term: int, what: str) -> bool:
         """Planners of 0.1 have no terms: the leases alone tell whether what they say still holds."""
-        if 0 < term < self._term:
-            log.warning("%s is void: its planner led with term %d, and one with %d does now", what, term, self._term)
+        newest = max(self._term, self._claimed_term)
+        if 0 < term < newest:
+            log.warning("%s is void: its planner led with term %d, and one with %d does now", what, term, newest)
             return False
-        self._term = max(self._term, term)
+        if term > newest:
+            self._claimed_term, self._doubted = term, False
         return True

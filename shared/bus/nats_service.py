@@ -58,6 +58,8 @@ class RpcEndpoint(Generic[M, R]):
         self._malformed = malformed
         self._stats = stats
         self._tasks: set[asyncio.Task[None]] = set()
+        self._told = False
+        """Whether the log has it that somebody wants no reply."""
 
     async def handle(self, request: Request) -> None:
         """Start answering and return, so that the next request is looked at."""
@@ -89,7 +91,9 @@ class RpcEndpoint(Generic[M, R]):
         try:
             await request.respond(payload, headers=headers)
         except ValueError:
-            _log.warning("a message on %s asked for no reply; answers need a request", self._subject)
+            if not self._told:
+                self._told = True
+                _log.warning("a message on %s asked for no reply: answers need a request (said once)", self._subject)
         except nats.errors.Error as error:
             _log.warning("could not send a reply on %s, its caller will time out: %s", self._subject, error)
 

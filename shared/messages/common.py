@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from shared.errors import BlitzError, error_from_code
 from shared.messages.codec import Message
+from shared.model_spec import MAX_LAYERS
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+"""What is counted. Bounded, as all that follows: sums of what was reported stay numbers, and no message makes anybody
+believe in a figure that nobody could have measured."""
+Figure = Annotated[float, Meta(ge=0.0, le=1e18)]
+"""A measured figure, or a time; nothing that is not a number."""
+SignedCount = Annotated[int, Meta(ge=-(2**53), le=2**53)]
+SignedFigure = Annotated[float, Meta(ge=-1e18, le=1e18)]
+LayerIndex = Annotated[int, Meta(ge=-1, lt=MAX_LAYERS)]
+"""-1: of no layer."""
+LeaseSeconds = Annotated[float, Meta(gt=0.0, le=3600.0)]
 
 Role = Literal["colocated", "prefill", "decode"]
 InstanceState = Literal["spare", "loading", "live", "serving", "draining", "failed"]

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from shared.messages.codec import Message
-from shared.messages.common import ErrorInfo
+from shared.messages.common import ErrorInfo, LeaseSeconds
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -132,6 +132,6 @@ class GatewayHeartbeat(Message, frozen=True, kw_only=True, tag="gateway_heartbea
     """A gateway lives. Workers free its requests when this lapses for ``lease_s``."""
 
     gateway_id: str
-    lease_s: float
+    lease_s: LeaseSeconds
     incarnation: str = ""
     """New at every process start, later ones greater: two of one id are two processes. Empty: a gateway of 0.1."""

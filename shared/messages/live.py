@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from shared.messages.codec import Message
-from shared.messages.common import LivePolicy
+from shared.messages.common import Count, Figure, LivePolicy
 from shared.messages.generation import Submit
 from shared.messages.scaling import ChainMember, DrainPlan, ScalePlan
 
@@ -185,9 +185,9 @@ class Given(msgspec.Struct, frozen=True, kw_only=True):
 class LayerRuns(msgspec.Struct, frozen=True, kw_only=True):
     """Layers of prompt batches that one side ran, per bucket of ``bucket_s`` from ``start_at_s`` on."""
 
-    start_at_s: float
-    bucket_s: float
-    counts: tuple[int, ...] = ()
+    start_at_s: Figure
+    bucket_s: Figure
+    counts: tuple[Count, ...] = ()
 
 
 class Dissolved(Message, frozen=True, kw_only=True, tag="dissolved.v1"):
@@ -224,11 +224,11 @@ class LiveBatch(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a batch: layers run by each side."""
 
     batch_id: str
-    num_requests: int
-    num_tokens: int
-    target_layers: int
-    source_layers: int
-    first_token_at_s: float
+    num_requests: Count
+    num_tokens: Count
+    target_layers: Count
+    source_layers: Count
+    first_token_at_s: Figure
 
 
 class LiveReport(Message, frozen=True, kw_only=True, tag="live_report.v1"):
@@ -242,9 +242,9 @@ class LiveReport(Message, frozen=True, kw_only=True, tag="live_report.v1"):
     policy: LivePolicy
     outcome: Literal["dissolved", "failed"]
     reason: str
-    started_at_s: float
-    ended_at_s: float
-    first_cooperative_token_at_s: float | None = None
+    started_at_s: Figure
+    ended_at_s: Figure
+    first_cooperative_token_at_s: Figure | None = None
     """First token of a batch of which both sides ran layers."""
     batches: tuple[LiveBatch, ...] = ()
     source_runs: LayerRuns | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shared.messages.codec import Message
-from shared.messages.common import InstanceState, Role
+from shared.messages.common import Count, Figure, InstanceState, Role, SignedCount, SignedFigure
 
 
 class LoadReport(Message, frozen=True, kw_only=True, tag="load.v1"):
@@ -16,32 +16,32 @@ class LoadReport(Message, frozen=True, kw_only=True, tag="load.v1"):
     model: str
     state: InstanceState
     role: Role
-    published_at_s: float
-    queued_requests: int
-    queued_tokens: int
+    published_at_s: Figure
+    queued_requests: Count
+    queued_tokens: Count
     """Prompt tokens accepted and not yet computed."""
-    running_requests: int
-    running_tokens: int
+    running_requests: Count
+    running_tokens: Count
     """Tokens whose KV is held by running requests."""
-    prefill_tokens_total: int
-    decode_tokens_total: int
-    busy_s_total: float
+    prefill_tokens_total: Count
+    decode_tokens_total: Count
+    busy_s_total: Figure
     """Seconds spent inside engine steps."""
-    kv_blocks_total: int
-    kv_blocks_used: int
-    preemptions_total: int = 0
-    oldest_queued_s: float = 0.0
+    kv_blocks_total: Count
+    kv_blocks_used: Count
+    preemptions_total: Count = 0
+    oldest_queued_s: Figure = 0.0
     """How long the earliest request has waited that is not begun; 0 when none waits."""
-    prefilling_requests: int = 0
+    prefilling_requests: Count = 0
     """Of the running ones, those whose prompt is not computed to its end."""
-    prefill_tokens_per_s: float = 0.0
+    prefill_tokens_per_s: Figure = 0.0
     """Prompt tokens per second, decodes apart, as the worker measured it. This and the next three are 0 until it has,
     and from a worker of 0.1."""
-    decode_tokens_per_s: float = 0.0
+    decode_tokens_per_s: Figure = 0.0
     """Output tokens per second of decode steps, at the largest batch measured."""
-    decode_base_s: float = 0.0
+    decode_base_s: Figure = 0.0
     """A decode step of n requests takes ``decode_base_s + n * decode_request_s``."""
-    decode_request_s: float = 0.0
+    decode_request_s: Figure = 0.0
     """0 with a base: not known yet, because no step had two requests."""
 
 
@@ -57,12 +57,12 @@ class ModelQueue(msgspec.Struct, frozen=True, kw_only=True):
     """What one gateway holds for one model and has not sent to an instance."""
 
     model: str
-    queued_requests: int
-    queued_tokens: int
-    arrived_requests_total: int
-    arrived_prompt_tokens_total: int
-    inflight_requests: int
-    head_tokens: int = 0
+    queued_requests: Count
+    queued_tokens: Count
+    arrived_requests_total: Count
+    arrived_prompt_tokens_total: Count
+    inflight_requests: Count
+    head_tokens: Count = 0
     """Prompt tokens of the request that is next; 0 when none waits."""
 
 
@@ -70,7 +70,7 @@ class QueueReport(Message, frozen=True, kw_only=True, tag="queue.v1"):
     """One gateway's queues."""
 
     gateway_id: str
-    published_at_s: float
+    published_at_s: Figure
     models: tuple[ModelQueue, ...]
 
 
@@ -78,12 +78,12 @@ class KeyUsage(msgspec.Struct, frozen=True, kw_only=True):
     """What one gateway has admitted for one API key. Totals are of its life; what was not used comes off them again."""
 
     name: str
-    requests_total: int
-    tokens_total: int
-    open_requests: int
-    requests_left: float | None = None
+    requests_total: SignedCount
+    tokens_total: SignedCount
+    open_requests: Count
+    requests_left: SignedFigure | None = None
     """In the gateway's bucket, all gateways' usage taken off; None: not limited."""
-    tokens_left: float | None = None
+    tokens_left: SignedFigure | None = None
 
 
 class KeyUsageReport(Message, frozen=True, kw_only=True, tag="key_usage.v1"):
@@ -91,7 +91,7 @@ class KeyUsageReport(Message, frozen=True, kw_only=True, tag="key_usage.v1"):
 
     gateway_id: str
     incarnation: str
-    published_at_s: float
+    published_at_s: Figure
     keys: tuple[KeyUsage, ...]
 
 
@@ -99,15 +99,15 @@ class Demand(Message, frozen=True, kw_only=True, tag="demand.v1"):
     """The monitor's verdict: how many instances of a role a model needs now, and why."""
 
     publisher: str
-    sequence: int
-    published_at_s: float
+    sequence: Count
+    published_at_s: Figure
     model: str
     role: Role
-    desired: int
-    observed: int
+    desired: Count
+    observed: Count
     """Serving instances the verdict is based on."""
-    triggered_at_s: float
+    triggered_at_s: Figure
     """When the load first called for this number."""
     reason: str
-    term: int = 0
+    term: Count = 0
     """Of the monitor that says so (``shared.messages.registry.Lead``). 0: one of 0.1, which knows no terms."""

@@ -8,8 +8,12 @@ import msgspec
 
 from shared.errors import BlitzError
 from shared.messages.codec import Message
-from shared.messages.common import Device, ErrorInfo, InstanceState, Role
+from shared.messages.common import Count, Device, ErrorInfo, Figure, InstanceState, Role
 from shared.model_spec import ModelSpec
+
+
+MAX_HOLD_S = 1e9
+"""Of a floor: some thirty years."""
 
 
 class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
@@ -21,8 +25,8 @@ class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     model_hash: str
     layout_hash: str
     spec: ModelSpec
-    weights_bytes: int
-    added_at_s: float
+    weights_bytes: Count
+    added_at_s: Figure
     min_instances: int = 1
     """Of colocated instances."""
     max_instances: int = 1_000_000
@@ -44,20 +48,20 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     engine: Literal["torch", "mock"]
     transport_address: bytes
     """UCX worker address; peers connect to it."""
-    arena_bytes: int
-    kv_bytes: int
+    arena_bytes: Count
+    kv_bytes: Count
     leaf: str = "leaf-0"
-    nic_gbps: float = 10.0
-    pid: int = 0
+    nic_gbps: Figure = 10.0
+    pid: Count = 0
     nic: str = ""
     """The NIC that this worker uses; workers of one host may share one. Empty: the host's only NIC."""
     scale_up_domain: str = ""
     """Workers joined by NVLink. Empty: the worker stands alone."""
-    scale_up_gbps: float | None = None
-    host_link_gbps: float | None = None
+    scale_up_gbps: Figure | None = None
+    host_link_gbps: Figure | None = None
     """Between this worker and its host's memory, per direction. None: a typical value of the device."""
-    ssd_gbps: float | None = None
-    host_cache_bytes: int = 0
+    ssd_gbps: Figure | None = None
+    host_cache_bytes: Count = 0
     """Host memory that this worker offers for host copies."""
 
 
@@ -70,13 +74,13 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     layout_hash: str
     state: InstanceState
     role: Role
-    epoch: int
-    layers_ready: int = 0
+    epoch: Count
+    layers_ready: Count = 0
     weights_digest: str = ""
     """xxh3-128 of the whole arena's unit checksums, once every unit is ready."""
-    max_running_requests: int = 0
-    max_queued_tokens: int = 0
-    context_tokens: int = 0
+    max_running_requests: Count = 0
+    max_queued_tokens: Count = 0
+    context_tokens: Count = 0
     """Longest prompt plus output this instance can hold (model and KV pool)."""
     plan_id: str = ""
 
@@ -87,12 +91,12 @@ class HostCopy(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     model_hash: str
     layout_hash: str
-    num_bytes: int
+    num_bytes: Count
     state: Literal["loading", "ready", "retired"]
     """``retired``: it waits for the pool's word that it may go, and is no source any more."""
     cached: bool = False
     """Kept by the ``host-cache`` baseline, not placed by the pool."""
-    serial: int = 0
+    serial: Count = 0
     """Of this copy within its worker's process: the same model, held again later, has another."""
 
 
@@ -102,12 +106,12 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker_heartbeat.
     worker: WorkerInfo
     state: InstanceState
     instance: InstanceInfo | None
-    sequence: int
+    sequence: Count
     leaving: bool = False
     host_copies: tuple[HostCopy, ...] = ()
-    nic_egress_gbps: float = 0.0
+    nic_egress_gbps: Figure = 0.0
     """Traffic of the worker's NIC now, whoever causes it, averaged since the last report."""
-    nic_ingress_gbps: float = 0.0
+    nic_ingress_gbps: Figure = 0.0
     stopping: bool = False
     """The process is about to end: it takes nothing new, and what drains here is not to be revived."""
 
@@ -123,7 +127,7 @@ class HeartbeatAck(Message, frozen=True, kw_only=True, tag="heartbeat_ack.v1"):
     wants_models: tuple[str, ...] = ()
     """Hashes of models of which the worker reports host copies and that the registry does not know: send a
     ``RestoreModel`` for each."""
-    planner_term: int = 0
+    planner_term: Count = 0
     """Of the planner that leads: plans of older ones are void. 0: planners know no terms."""
 
 
@@ -179,8 +183,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     lease_role: Role = "colocated"
     """Of the instance that the plan makes there."""
     host_copies: tuple[HostCopy, ...] = ()
-    nic_egress_gbps: float = 0.0
-    nic_ingress_gbps: float = 0.0
+    nic_egress_gbps: Figure = 0.0
+    nic_ingress_gbps: Figure = 0.0
     stopping: bool = False
     """As in ``WorkerHeartbeat``."""
 
@@ -189,7 +193,7 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
     """A manual number of instances of one role below which the monitor does not go until ``until_s``."""
 
     model: str
-    instances: int
+    instances: Count
     until_s: float
     role: Role = "colocated"
 
@@ -206,8 +210,8 @@ class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot.v1"):
     """One page of the pool's state. ``next_worker_id`` is empty on the last page."""
 
     publisher: str
-    sequence: int
-    taken_at_s: float
+    sequence: Count
+    taken_at_s: Figure
     models: tuple[ModelRecord, ...]
     workers: tuple[WorkerRecord, ...]
     floors: tuple[Floor, ...] = ()
@@ -224,7 +228,7 @@ class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot.v1"):
     gone_models: tuple[str, ...] = ()
     gone_workers: tuple[str, ...] = ()
     routes_publisher: str = ""
-    routes_sequence: int = 0
+    routes_sequence: Count = 0
     """Of the last ``RouteChanges`` before this page was made."""
 
 
@@ -237,7 +241,7 @@ class LeaseWorkers(Message, frozen=True, kw_only=True, tag="lease_workers.v1"):
     ttl_s: float
     role: Role = "colocated"
     """Of the instances that the plan makes."""
-    term: int = 0
+    term: Count = 0
     """Of the planner that asks (``Lead``). 0: one of 0.1, which knows no terms."""
 
 
@@ -253,7 +257,7 @@ class LeaseBatch(Message, frozen=True, kw_only=True, tag="lease_batch.v1"):
     """The leases of one round of decisions. Each is granted or refused as a whole, in this order."""
 
     leases: tuple[LeaseWorkers, ...]
-    term: int = 0
+    term: Count = 0
 
 
 class LeaseVerdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -279,7 +283,7 @@ class ReleaseWorkers(Message, frozen=True, kw_only=True, tag="release_workers.v1
 
     plan_id: str
     worker_ids: tuple[str, ...]
-    term: int = 0
+    term: Count = 0
     """As in ``LeaseWorkers``."""
 
 
@@ -290,7 +294,7 @@ class Lead(Message, frozen=True, kw_only=True, tag="lead.v1"):
     owner: str
     """This process; no other has the same."""
     ttl_s: float
-    term: int = 0
+    term: Count = 0
     """The last that this process led with: it keeps that, if nobody else led since."""
     give_up: bool = False
     """Lead no longer: the next that asks may."""
@@ -301,7 +305,7 @@ class Leadership(Message, frozen=True, kw_only=True, tag="leadership.v1"):
 
     leads: bool
     """Whether the one that asked does."""
-    term: int
+    term: Count
     leader: str
     expires_in_s: float
 
@@ -310,10 +314,10 @@ class SetFloor(Message, frozen=True, kw_only=True, tag="set_floor.v1"):
     """Hold a model at no fewer than ``instances`` of a role for ``hold_s`` (0 lifts the role's floor)."""
 
     model: str
-    instances: int
+    instances: Count
     hold_s: float
     role: Role = "colocated"
-    term: int = 0
+    term: Count = 0
     """As in ``LeaseWorkers``."""
 
 
@@ -324,10 +328,10 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: str
     state: InstanceState
     role: Role
-    max_running_requests: int
-    max_queued_tokens: int
-    context_tokens: int
-    epoch: int = 0
+    max_running_requests: Count
+    max_queued_tokens: Count
+    context_tokens: Count
+    epoch: Count = 0
     stopping: bool = False
     """Its worker is about to end: what drains here does not come back."""
 
@@ -339,8 +343,8 @@ class RouteTable(Message, frozen=True, kw_only=True, tag="routes.v1"):
     """
 
     publisher: str
-    sequence: int
-    published_at_s: float
+    sequence: Count
+    published_at_s: Figure
     name: str
     model: ModelRecord | None
     routes: tuple[Route, ...]
@@ -367,8 +371,8 @@ class RouteChanges(Message, frozen=True, kw_only=True, tag="route_changes.v1"):
     """
 
     publisher: str
-    sequence: int
-    published_at_s: float
+    sequence: Count
+    published_at_s: Figure
     removed_models: tuple[str, ...] = ()
     """Their routes are gone with them."""
     models: tuple[ModelRecord, ...] = ()

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from shared.messages.codec import Message
-from shared.messages.common import LiveChoice, LivePolicy, Role
+from shared.messages.common import Count, Figure, LayerIndex, LiveChoice, LivePolicy, Role
 from shared.messages.registry import ModelRecord
 
 SourceKind = Literal["gpu", "host", "disk"]
@@ -237,10 +237,10 @@ class ScaleProgress(Message, frozen=True, kw_only=True, tag="scale_progress.v1")
     worker_id: str
     instance_id: str
     event: ProgressEvent
-    at_s: float
-    layer: int = -1
+    at_s: Figure
+    layer: LayerIndex = -1
     """With ``layer_ready``: the decoder layer's index."""
-    received_bytes: int = 0
+    received_bytes: Count = 0
     detail: str = ""
 
 

@@ -106,7 +106,8 @@ class UcxTransport:
         return self._peers.addresses
 
     async def connect(self, address: bytes, *, same_host: bool, timeout_s: float = 10.0, lane: int = 0) -> UcxChannel:
-        """Connect to a peer and wait for its answer. Raises ``DeadlineExceeded``, ``PeerLost``, ``TransportError``.
+        """Connect to a peer and wait for its answer. Raises ``BadAddress``, ``DeadlineExceeded``, ``PeerLost``,
+        ``TransportError``.
 
         Inside a host shared memory is used, which UCX offers only without error handling (11 GB/s;
         with it UCX falls back to TCP, 1 GB/s). So such a channel never notices a dead peer (see ``forget``);

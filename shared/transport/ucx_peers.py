@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shared.errors import PeerLost, TransportError
+from shared.errors import BadAddress, PeerLost, TransportError
+from shared.transport.address import check
 from shared.transport.base import Channel
 from shared.transport.control import CLOSES, CONTROL_TAG, Control, Kind
 from shared.transport.transfer import PostedTransfer
@@ -104,8 +105,9 @@ class Peers:
         if waiter.cancelled():
             return
         try:
+            check(address)
             peer = self._at(address, lane, same_host)
-        except TransportError as error:
+        except (TransportError, BadAddress) as error:
             _settle(waiter, error)
             return
         if peer.channel is not None and peer.channel.alive:

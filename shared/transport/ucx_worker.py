@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shared.errors import PeerLost, TransportError
+from shared.transport.address import seal
 from shared.transport.base import Buffer
 from shared.transport.ucx_failure import survive_failure
 
@@ -49,7 +50,7 @@ class UcxWorker:
         # UCX request -> its buffer, which UCX does not keep alive, and what to do when it completes.
         self._active: dict[Any, _Posted] = {}
         self._given_up: dict[Any, _Posted] = {}
-        self.address: bytes = self._worker.address.tobytes()
+        self.address: bytes = seal(self._worker.address.tobytes())
         self.event_fd: int = self._worker.epoll_file_descriptor
 
     @property
@@ -73,7 +74,7 @@ class UcxWorker:
             endpoint = self._worker.create_endpoint_from_worker_address(
                 self._ucx.UCXAddress.create_from_buffer(address), not same_host
             )
-        except (self._ucx.UCXError, ValueError) as error:
+        except (self._ucx.UCXError, ValueError, IndexError) as error:  # also of an empty address
             raise TransportError(f"cannot connect: {error}") from error
         if same_host:
             survive_failure(endpoint.handle)

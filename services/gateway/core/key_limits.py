@@ -26,6 +26,8 @@ FRESH_S = 2.0
 FORGET_S = 120.0
 MAX_GATEWAYS = 1000
 MAX_WAIT_S = 60.0
+MAX_DEBT_MINUTES = 60.0
+"""What all gateways together can have admitted too much is far below, and no message shuts a key out for longer."""
 DURATION_WEIGHT = 0.2
 """Of the newest request in the average duration."""
 
@@ -71,7 +73,7 @@ class Bucket:
 
     def spend(self, amount: float, now_s: float) -> None:
         """Take out, or with a negative amount put back."""
-        self.level = min(self.capacity, self.left(now_s) - amount)
+        self.level = max(-MAX_DEBT_MINUTES * self.capacity, min(self.capacity, self.left(now_s) - amount))
 
     def wait_s(self, amount: float, now_s: float) -> float:
         """Until ``amount`` is there; 0 if it is."""

@@ -3,7 +3,9 @@
 Rules
 - Each publisher numbers its events. A missing number, or an unknown publisher, asks for a snapshot.
 - An event older than the snapshot that was applied (same publisher) is stale and dropped.
-- A snapshot does not undo newer events that came while its pages were fetched.
+- A snapshot does not undo newer events that came while its pages were fetched. An event that was heard before the
+  snapshot was asked for, and is beyond it all the same, is not of this registry: whatever it said is undone.
+- A worker that cannot be spoken to is no route.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from shared import subjects
 from shared.messages.common import InstanceState
 from shared.messages.registry import ModelRecord, Route, RouteTable
 from shared.messages.registry import RouteChanges as RegistryChanges
@@ -69,7 +72,7 @@ def routes_of(view: RegistryView) -> dict[str, dict[str, Route]]:
     routes: dict[str, dict[str, Route]] = {}
     for record in view.workers:
         instance = record.instance
-        if instance is None or instance.state not in KNOWN_STATES:
+        if instance is None or instance.state not in KNOWN_STATES or not subjects.is_name(record.worker.worker_id):
             continue
         model = view.models.get(instance.model)
         if model is None or model.model_hash != instance.model_hash:
@@ -98,8 +101,10 @@ class RouteBook:
         self._publisher = ""
         self._sequence = 0
         """Of the last change that was applied. Those of ``_publisher`` up to it are all in."""
-        self._recent: deque[RegistryChanges] = deque(maxlen=MAX_RECENT)
-        """The newest changes: a view may be of before them."""
+        self._recent: deque[tuple[int, RegistryChanges]] = deque(maxlen=MAX_RECENT)
+        """The newest changes, each with how many were heard by then: a view may be of before them."""
+        self.num_heard = 0
+        """Changes. ``apply_view`` is told what this was when the view was asked for."""
         self._sequences: dict[str, int] = {}
         self._last_table: dict[str, tuple[str, int]] = {}
 
@@ -115,7 +120,8 @@ class RouteBook:
         if event.publisher != self._publisher:
             self._recent.clear()
         self._publisher, self._sequence = event.publisher, event.sequence
-        self._recent.append(event)
+        self.num_heard += 1
+        self._recent.append((self.num_heard, event))
         changes = RouteChanges(gap=gap)
         self._apply(event, changes)
         return changes
@@ -138,7 +144,7 @@ class RouteBook:
         for gone in event.gone:
             routes(gone.model).pop(gone.instance_id, None)
         for found in event.routes:
-            if found.route.state in KNOWN_STATES:
+            if found.route.state in KNOWN_STATES and subjects.is_name(found.route.worker_id):
                 routes(found.model)[found.route.instance_id] = found.route
             else:
                 routes(found.model).pop(found.route.instance_id, None)
@@ -149,8 +155,9 @@ class RouteBook:
             if record is not None:
                 self._set(name, ModelRoutes(record, made), changes)
 
-    def apply_view(self, view: RegistryView) -> RouteChanges:
-        """Replace everything by what the registry holds, and what is known to have changed since."""
+    def apply_view(self, view: RegistryView, *, num_heard: int = 0) -> RouteChanges:
+        """Replace everything by what the registry holds, and what is known to have changed since. ``num_heard``: the
+        changes heard when it was asked for, which it knows all."""
         changes = RouteChanges()
         follows = bool(view.routes_publisher)
         routes = routes_of(view)
@@ -164,7 +171,7 @@ class RouteBook:
             else:
                 self._set(name, ModelRoutes(record, routes.get(name, {})), changes)
         if follows:
-            self._catch_up(view, changes)
+            self._catch_up(view, changes, num_heard)
         self._last_table = {name: last for name, last in self._last_table.items() if name in self.models}
         # Only this publisher's numbers are known to be whole; another's next event asks again.
         known = self._sequences.get(view.publisher, view.sequence)
@@ -172,7 +179,7 @@ class RouteBook:
         self.ready = True
         return changes
 
-    def _catch_up(self, view: RegistryView, changes: RouteChanges) -> None:
+    def _catch_up(self, view: RegistryView, changes: RouteChanges, num_heard: int) -> None:
         if view.routes_publisher != self._publisher:
             # Events of either may be on their way; and if this view is of the pool that led before, it has just undone
             # what the other one told. The next reading is of one that leads.
@@ -180,13 +187,14 @@ class RouteBook:
             self._publisher, self._sequence = view.routes_publisher, view.routes_sequence
             self._recent.clear()
             return
-        missed = view.routes_sequence + 1
-        for event in self._recent:
-            if event.sequence >= missed:
-                changes.gap = changes.gap or event.sequence != missed
-                missed = event.sequence + 1
+        newer = [(number, event) for number, event in self._recent if event.sequence > view.routes_sequence]
+        self._recent = deque((entry for entry in newer if entry[0] > num_heard), maxlen=MAX_RECENT)
+        self._sequence = view.routes_sequence
+        for _, event in self._recent:
+            if event.sequence > self._sequence:
+                changes.gap = changes.gap or event.sequence != self._sequence + 1
+                self._sequence = event.sequence
                 self._apply(event, changes)
-        self._sequence = max(self._sequence, view.routes_sequence)
 
     @property
     def follows_changes(self) -> bool:
@@ -204,7 +212,8 @@ class RouteBook:
         if table.model is None:
             self._remove(table.name, changes)
         else:
-            routes = {r.instance_id: r for r in table.routes if r.state in KNOWN_STATES}
+            known = (r for r in table.routes if r.state in KNOWN_STATES and subjects.is_name(r.worker_id))
+            routes = {r.instance_id: r for r in known}
             self._set(table.name, ModelRoutes(table.model, routes), changes)
         return changes
 

@@ -26,6 +26,8 @@ from shared.messages.load import LoadReport, ModelQueue
 
 MIN_SLACK_S = 0.001
 """No backlog can be drained faster; it keeps a senseless objective from asking for endlessly many instances."""
+MIN_FIGURE = 1e-9
+"""A token in thirty years, or a step in a nanosecond: nobody measures that, and dividing by less has no end."""
 MAX_SLACK_S = 60.0
 """Arrivals are remembered for so long at most."""
 
@@ -272,7 +274,7 @@ def _waiting_requests(report: LoadReport) -> int:
 
 
 def _is_measured(figure: float) -> bool:
-    return isfinite(figure) and figure > 0
+    return isfinite(figure) and figure > MIN_FIGURE
 
 
 def _rounded_up(instances: float) -> int:

@@ -10,6 +10,8 @@ from shared.messages.load import LoadReport, ModelQueue, QueueReport
 
 REPORT_TTL_S = 2.0
 """Reports older than this are of something dead."""
+MIN_TOKENS_PER_S = 1e-9
+"""Nobody measures less, and dividing by it has no end."""
 ASSUMED_TOKENS_PER_S = 2000.0
 """Prompt tokens per second of an instance, until one reports what it measured."""
 
@@ -30,7 +32,7 @@ class LoadBook:
     def on_load(self, report: LoadReport, now_s: float) -> None:
         """An instance reports."""
         self._instances[report.instance_id] = (now_s, report)
-        if 0 < report.prefill_tokens_per_s < inf:
+        if MIN_TOKENS_PER_S < report.prefill_tokens_per_s < inf:
             self._model_tokens_per_s[report.model] = report.prefill_tokens_per_s
 
     def on_queue(self, report: QueueReport, now_s: float) -> None:
@@ -47,7 +49,11 @@ class LoadBook:
         """Prefill speed as that instance reports it, else as the model's latest report has it, else as is assumed."""
         known = self._instances.get(instance_id)
         own = known[1].prefill_tokens_per_s if known is not None else 0.0
-        return own if 0 < own < inf else self._model_tokens_per_s.get(model, 0.0) or self._assumed_tokens_per_s
+        return (
+            own
+            if MIN_TOKENS_PER_S < own < inf
+            else self._model_tokens_per_s.get(model, 0.0) or self._assumed_tokens_per_s
+        )
 
     def overloaded(
         self,

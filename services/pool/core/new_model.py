@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shared.errors import BadRequest
-from shared.messages.registry import AddModel
+from shared.messages.registry import AddModel, ModelRecord
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,199}")
 MIN_SLO_S = 0.001
@@ -38,7 +38,7 @@ def path_of(path: str, roots: Sequence[Path]) -> Path:
     return found
 
 
-def check_limits(request: AddModel) -> None:
+def check_limits(request: AddModel | ModelRecord) -> None:
     """Raises ``BadRequest`` naming the parameter if instances or objectives are out of range."""
     if not 0 <= request.min_instances <= request.max_instances:
         raise BadRequest(

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 FIRST_LEASE_S = 30.0
 """Of a gateway that has sent a request and no heartbeat yet."""
+MAX_PROCESSES = 10_000
+"""Beyond that, those that have been silent for longest are not watched: what they sent stays until they speak again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,9 @@ class Gateways:
     def spoke(self, gateway_id: str, incarnation: str, now_s: float) -> Gone | None:
         """A request came. Gives the processes that this one has replaced, if there are."""
         self._lives.setdefault(gateway_id, {}).setdefault(incarnation, _Life(now_s, FIRST_LEASE_S))
-        return self._replaced(gateway_id, incarnation)
+        replaced = self._replaced(gateway_id, incarnation)
+        self._bound()
+        return replaced
 
     def beat(self, gateway_id: str, incarnation: str, lease_s: float, now_s: float) -> Gone | None:
         """A heartbeat came. Gives the processes that this one has replaced, if there are."""
@@ -58,7 +62,9 @@ class Gateways:
         lives[incarnation] = _Life(now_s, lease_s)
         if "" in lives:
             lives[""] = _Life(now_s, lease_s)
-        return self._replaced(gateway_id, incarnation)
+        replaced = self._replaced(gateway_id, incarnation)
+        self._bound()
+        return replaced
 
     def silent(self, now_s: float, connected_s: float) -> list[tuple[Gone, float]]:
         """Those that were silent for their lease, which they had; they are forgotten. ``connected_s``: silence counts
@@ -79,3 +85,13 @@ class Gateways:
         for other in earlier:
             del lives[other]
         return Gone(gateway_id, incarnation, earlier=True) if earlier else None
+
+    def _bound(self) -> None:
+        """Half of too many go at once, so that it is seldom looked for them."""
+        if sum(map(len, self._lives.values())) <= MAX_PROCESSES:
+            return
+        heard = [(life.heard_at_s, g, i) for g, lives in self._lives.items() for i, life in lives.items()]
+        for _, gateway_id, incarnation in sorted(heard)[: len(heard) // 2]:
+            del self._lives[gateway_id][incarnation]
+            if not self._lives[gateway_id]:
+                del self._lives[gateway_id]

@@ -13,6 +13,7 @@ from services.gateway.service import Gateway
 from shared import subjects
 from shared.bus.memory import MemoryBroker
 from shared.errors import DuplicateId
+from shared.identity import hold
 from shared.messages.generation import GatewayHeartbeat
 from shared.process import Lifecycle
 from tests.services.gateway.conftest import CONFIG, Stack
@@ -42,20 +43,40 @@ async def test_a_gateway_whose_id_is_held_ends_and_the_other_ones_streams_go_on(
     assert worker.cancels == []
 
 
-@pytest.mark.parametrize("incarnation", ["0000000000001-abc", ""])
-async def test_a_gateway_that_hears_an_older_one_of_its_id_ends(incarnation: str) -> None:
-    broker = MemoryBroker()
+OLDER = "0000000000001-abc"
+
+
+async def heard(broker: MemoryBroker, incarnation: str, times: int = 1, *, lives: bool = False) -> asyncio.Task[None]:
+    """A gateway that serves under an id, and heard another one of that id, which answers for it if it lives."""
     serving = asyncio.create_task(serve(broker, "gw-a"))
     await asyncio.sleep(0.1)
-    assert not serving.done()
     other = broker.bus("other")
-    await other.publish(subjects.gateway_heartbeat(), GatewayHeartbeat(gateway_id="gw-b", lease_s=5.0))
+    if lives:
+        await hold(other, incarnation, subjects.gateway_holder("gw-a"))
+    for gateway_id in ("gw-b", *["gw-a"] * times):
+        heartbeat = GatewayHeartbeat(gateway_id=gateway_id, lease_s=5.0, incarnation=incarnation)
+        await other.publish(subjects.gateway_heartbeat(), heartbeat)
+        await asyncio.sleep(0.05)
+    return serving
+
+
+async def test_a_gateway_that_hears_an_older_one_of_its_id_ends() -> None:
+    with pytest.raises(DuplicateId, match="BLITZ_GATEWAY_ID"):
+        await (await heard(MemoryBroker(), OLDER, lives=True))
+
+
+async def test_a_gateway_that_hears_one_of_0_1_of_its_id_again_and_again_ends() -> None:
+    with pytest.raises(DuplicateId, match="BLITZ_GATEWAY_ID"):
+        await (await heard(MemoryBroker(), "", 3))
+
+
+@pytest.mark.parametrize("incarnation", [OLDER, ""])
+async def test_a_gateway_does_not_end_for_a_heartbeat_of_nobody(incarnation: str) -> None:
+    serving = await heard(MemoryBroker(), incarnation)
     await asyncio.sleep(0.1)
     assert not serving.done()
-    heartbeat = GatewayHeartbeat(gateway_id="gw-a", lease_s=5.0, incarnation=incarnation)
-    await other.publish(subjects.gateway_heartbeat(), heartbeat)
-    with pytest.raises(DuplicateId, match="BLITZ_GATEWAY_ID"):
-        await serving
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
 
 
 async def test_a_gateway_that_hears_a_newer_one_of_its_id_stays(stack: Stack) -> None:

@@ -97,6 +97,21 @@ async def test_orders_of_an_older_term_are_void_whoever_told_of_the_newer(heard:
     assert heard.all == ["of 5", "of 7"]
 
 
+async def test_a_term_that_the_pool_does_not_confirm_voids_nothing_for_long(heard: Heard) -> None:
+    await heard.orders.planner_term(5)
+    await heard.tell(WorkerOrder(drain=DrainPlan(plan_id="forged", model="m", targets=(), term=2**53)))
+    await eventually(lambda: heard.all == ["forged"])
+    await heard.orders.planner_term(5)
+    await heard.tell(WorkerOrder(scale=plan("of 5, too early", term=5)))
+    await heard.tell(WorkerOrder(scale=plan("of a planner that just won", term=2**53)))
+    await eventually(lambda: len(heard.all) == 2)
+    await heard.orders.planner_term(5)
+    await heard.orders.planner_term(5)
+    await heard.tell(WorkerOrder(scale=plan("of 4", term=4)))
+    await heard.tell(WorkerOrder(scale=plan("of 5", term=5)))
+    await eventually(lambda: heard.all == ["forged", "of a planner that just won", "of 5"])
+
+
 async def test_where_planners_know_no_terms_everybodys_plans_are_heard_until_one_does(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:

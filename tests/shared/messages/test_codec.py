@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import pkgutil
 
 import msgspec
@@ -13,6 +14,8 @@ import shared.messages
 from shared.messages.codec import MalformedMessage, Message, decode, encode
 from shared.messages.common import Ack, ErrorInfo
 from shared.messages.generation import Cancel, SamplingParams, Submit
+from shared.messages.load import LoadReport
+from tests.shared.messages.examples import example
 
 for module in pkgutil.iter_modules(shared.messages.__path__):
     importlib.import_module(f"shared.messages.{module.name}")
@@ -78,6 +81,14 @@ def test_a_field_from_a_newer_sender_is_ignored() -> None:
 def test_arbitrary_bytes_decode_or_are_malformed(kind: type[Message], payload: bytes) -> None:
     with contextlib.suppress(MalformedMessage):
         assert isinstance(decode(payload, kind), kind)
+
+
+@pytest.mark.parametrize("value", [-1, 2**62, math.nan, math.inf])
+@pytest.mark.parametrize("field", ["queued_tokens", "kv_blocks_total", "oldest_queued_s", "prefill_tokens_per_s"])
+def test_a_report_of_what_nobody_can_have_counted_is_malformed(field: str, value: float) -> None:
+    body = msgspec.to_builtins(example(LoadReport)) | {field: value}
+    with pytest.raises(MalformedMessage, match=field):
+        decode(msgspec.msgpack.encode(body), LoadReport)
 
 
 def test_an_error_travels_inside_a_message_by_code() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from services.gateway.core.key_limits import FRESH_S, KeyLimits, Limits, pages
 from shared.errors import BadRequest, RateLimitExceeded
-from shared.messages.load import KeyUsageReport
+from shared.messages.load import KeyUsage, KeyUsageReport
 
 
 def limited(gateway_id: str = "gw", **limits: int) -> KeyLimits:
@@ -232,3 +232,12 @@ def test_in_the_long_run_gateways_together_admit_no_more_than_the_limit(
         both[number].settle(charge, min(used, tokens), now_s)
         tell(both[number], both[1 - number], now_s, name=f"gw-{number}")
         assert spent <= 100 + now_s * 100 / 60 + 1e-6
+
+
+def test_no_report_shuts_a_key_out_for_longer_than_an_hour() -> None:
+    keys = limited(requests_per_minute=60)
+    for total in (0, 2**53):
+        row = KeyUsage(name="a", requests_total=total, tokens_total=0, open_requests=0)
+        keys.take(KeyUsageReport(gateway_id="odd", incarnation="1", published_at_s=0.0, keys=(row,)), 0.0)
+    assert not admitted(keys, 60.0)
+    assert admitted(keys, 62 * 60.0)

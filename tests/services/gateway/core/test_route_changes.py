@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from services.gateway.core.routes import RouteBook, RouteChanges
 from services.pool.core.registry import Registry
@@ -82,6 +83,37 @@ def test_what_was_heard_twice_or_late_changes_nothing() -> None:
     assert not book.apply_changes(event(5, gone=("a",))).models
     assert not book.apply_changes(event(3, gone=("a",))).models
     assert list(book.models["m"].routes) == ["a"]
+
+
+def test_a_number_that_the_registry_never_gave_out_hides_nothing_after_the_next_view() -> None:
+    book = RouteBook()
+    book.apply_view(at(4, "w0"))
+    assert book.apply_changes(event(2**53, "nobody", gone=("i-w0",))).gap
+    num_heard = book.num_heard
+    book.apply_changes(event(5, "late"))
+    book.apply_view(at(5, "w0", "late"), num_heard=num_heard)
+    assert sorted(book.models["m"].routes) == ["i-late", "i-w0"]
+    changes = book.apply_changes(event(6, "new"))
+    assert (changes.gap, sorted(book.models["m"].routes)) == (False, ["i-late", "i-w0", "new"])
+
+
+def test_what_comes_while_a_view_is_read_stays_also_when_something_was_heard_before() -> None:
+    book = RouteBook()
+    book.apply_view(at(4))
+    book.apply_changes(event(5, "a"))
+    num_heard = book.num_heard
+    book.apply_changes(event(6, "b"))
+    assert not book.apply_view(at(5, "w0"), num_heard=num_heard).gap
+    assert sorted(book.models["m"].routes) == ["b", "i-w0"]
+    assert not book.apply_changes(event(7, "c")).gap
+
+
+def test_a_worker_that_cannot_be_spoken_to_is_no_route() -> None:
+    book = RouteBook()
+    book.apply_view(at(4, "w0", "a.b"))
+    odd = structs.replace(route("odd"), worker_id="not a name")
+    book.apply_changes(structs.replace(event(5, "new"), routes=(ModelRoute(model="m", route=odd),)))
+    assert sorted(book.models["m"].routes) == ["i-w0"]
 
 
 def test_a_view_does_not_undo_what_changed_while_it_was_read() -> None:

@@ -340,3 +340,13 @@ def test_never_more_instances_than_requests_and_one_for_any(what: list[tuple[int
 @given(prompts, st.integers(1, 20_000), st.booleans())
 def test_one_more_prompt_never_asks_for_less(what: list[tuple[int, bool]], tokens: int, sent: bool) -> None:
     assert told([*what, (tokens, sent)]).needed >= told(what).needed
+
+
+def test_a_speed_that_nobody_can_have_measured_is_none() -> None:
+    demand = ModelDemand(MEASURED)
+    demand.on_load(
+        report(prefill_tokens_per_s=5e-324, decode_request_s=5e-324, queued_tokens=9, queued_requests=1), 0.0
+    )
+    demand.on_queue("g", queue(1000, 1000), 0.0)
+    assert demand.evaluate(5.0, 1).desired <= 11
+    assert demand.tokens_per_s == MEASURED.assumed_tokens_per_s

@@ -1,0 +1,133 @@
+"""Whatever a service's credentials let somebody send, on whatever subject: no process ends, hangs or grows, clients get
+their right tokens all the while, and scaling works afterwards.
+
+A few messages per subject and user by default; with ``BLITZ_TEST_HOSTILE_CASES=10000`` 200 for each, some 14,000 in all
+(a fiftieth of the number).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from compose.stack import Stack
+from shared import subjects
+from shared.messages.load import QueueReport
+from shared.registry import read_registry
+from tests.stack.client import bus, scale, until
+from tests.stack.conftest import MODEL, READY_S, mock_config
+from tests.stack.hostile.attack import Attack, Probe, connections, held_bytes, services, tracebacks
+from tests.stack.hostile.drawn import Facts, Shot, shots
+from tests.stack.hostile.excluded import takes_away
+from tests.stack.hostile.targets import TAKES, targets
+
+pytestmark = [pytest.mark.stack, pytest.mark.ucx]
+
+log = logging.getLogger(__name__)
+
+CASES = int(os.environ.get("BLITZ_TEST_HOSTILE_CASES", "0"))
+SHORT_CASES_PER_TARGET = 4
+MAX_ANSWER_S = 1.0 if CASES else 5.0
+"""The short form also runs where other tests take the machine's time."""
+MAX_GROWTH_BYTES = 64 * 1024 * 1024
+HEAL_S = 10.0
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    config = mock_config(tmp_path_factory.mktemp("hostile"), workers=2)
+    async with Stack(config) as running:
+        await running.wait_ready(READY_S)
+        yield running
+
+
+async def facts_of(stack: Stack) -> Facts:
+    """True names and values."""
+    heard: asyncio.Queue[QueueReport] = asyncio.Queue()
+    async with bus(stack) as planner:
+        await planner.subscribe(subjects.queue(), QueueReport, heard.put_nowait)
+        view = await read_registry(planner, timeout_s=5)
+        async with asyncio.timeout(5):
+            gateways = ((await heard.get()).gateway_id,)
+    workers = tuple(w.worker for w in view.workers)
+    instance = next(w.instance for w in view.workers if w.instance is not None)
+    serving = next(w.worker for w in view.workers if w.instance is instance)
+    ids = tuple(w.worker_id for w in workers)
+    model = view.models[MODEL]
+    names = {
+        "worker_id": ids, "worker_ids": ids, "source": ids, "target": ids, "targets": ids, "after_worker_id": ids,
+        "gateway_id": (*gateways, "gw-9"), "instance_id": (instance.instance_id, ""),
+        "incarnation": (serving.incarnation, "", "0"), "host": (serving.host,),
+        "transport_address": tuple(w.transport_address for w in workers),
+        "model": (MODEL, "other"), "name": (MODEL, "other"), "path": (model.path, "/nowhere"),
+        "model_hash": (model.model_hash,), "layout_hash": (model.layout_hash,), "plan_id": (instance.plan_id, "other"),
+        "epoch": (instance.epoch,), "publisher": (view.routes_publisher, view.publisher),
+        "sequence": (view.routes_sequence + 1,), "version": (f"{view.publisher}/1",), "pieces": (b"\xff",),
+    }  # fmt: skip
+    return Facts(ids, gateways, tuple(w.incarnation for w in workers), model, serving, instance, names)
+
+
+def cases(facts: Facts) -> list[Shot]:
+    """For all targets, in an order of their own."""
+    found = targets()
+    count = CASES // 50 or SHORT_CASES_PER_TARGET
+    drawn = [shot for target in found for shot in shots(target, count, facts)]
+    random.Random(0).shuffle(drawn)
+    return [shot for shot in drawn if not takes_away(shot, facts)]
+
+
+def test_every_subject_that_somebody_may_send_on_is_attacked() -> None:
+    found = {target.subject.removeprefix("blitz.v1.") for target in targets()}
+    assert found >= TAKES.keys()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.timeout(3600 if CASES else 120)
+async def test_no_message_ends_holds_up_or_grows_anything(stack: Stack) -> None:
+    facts = await facts_of(stack)
+    drawn = cases(facts)
+    before = services(stack)
+    began_s = time.monotonic()
+    async with connections(stack) as clients, Probe(stack, MODEL) as probe:
+        attack = Attack(clients, answer_s=MAX_ANSWER_S)
+        warm_up = len(drawn) // 10
+        await attack.send_all(drawn[:warm_up])
+        held_before = held_bytes(stack)
+        await attack.send_all(drawn[warm_up:])
+        took_s = time.monotonic() - began_s
+        await asyncio.sleep(HEAL_S if CASES else 2.0)
+        held_after = held_bytes(stack)
+    grown = {name: held_after[name] - size for name, size in held_before.items()}
+    out = attack.outcome
+    log.info(
+        "%d messages in %.0f s, %d targets, at least %d each; slowest answer %.2f s; %d probes, slowest %.2f s; MiB %s",
+        out.sent.total(),
+        took_s,
+        len(out.sent),
+        min(out.sent.values()),
+        out.slowest_s,
+        len(probe.took_s),
+        max(probe.took_s),
+        {name: round(size / 2**20, 1) for name, size in grown.items()},
+    )
+    log.info("answers: %s", dict(sorted(out.answers.items())))
+    assert out.faults == []
+    assert tracebacks(stack.state_dir.logs) == []
+    assert services(stack) == before
+    assert probe.wrong == []
+    assert max(grown.values()) <= MAX_GROWTH_BYTES
+    for model in (await stack.admin.status()).models:
+        if model.name != MODEL:
+            await stack.admin.remove_model(model.name)
+    await until(stack, lambda s: len(s.workers) == 2 and s.serving(MODEL) >= 1)
+    for instances in (2, 1):
+        record = await scale(stack, MODEL, instances)
+        assert record.status == "done", record
+        await until(stack, lambda s, n=instances: s.serving(MODEL) == n)  # type: ignore[misc]
