@@ -31,8 +31,8 @@ class Llama3Rope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape and constants of a decoder-only transformer. Raises ``ValueError`` for one that cannot be: layouts, KV pools
-    and attention are made by these numbers, also by those that come in a message."""
+    """Shape and constants of a decoder-only transformer. Raises ``ValueError`` for one that cannot be: layouts, KV
+    pools and attention are made by these numbers, also by those that come in a message."""
 
     architecture: str
     dtype: Dtype

@@ -11,7 +11,6 @@ from shared.messages.codec import Message
 from shared.messages.common import Count, Device, ErrorInfo, Figure, InstanceState, Role
 from shared.model_spec import ModelSpec
 
-
 MAX_HOLD_S = 1e9
 """Of a floor: some thirty years."""
 

@@ -225,8 +225,8 @@ RAW = st.one_of(
     WRONG.map(msgspec.msgpack.encode),
     WRONG.filter(lambda v: v != b"bytes").map(lambda v: json.dumps(v, default=str).encode()),
     st.sampled_from(
-        [b"", b"\x91" * 5000, b"\x81\xa1a" * 5000, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff",
-         b"\xdb\x7f\xff\xff\xff", b"\xc1", b"\xa4\xff\xfe\xfd\xfc", b"\x00" * MAX_BYTES, b"{" * 5000, b"null"]
+        [b"", b"\x91" * 5000, b"\x81\xa1a" * 5000, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff",
+         b"\xc6\xff\xff\xff\xff", b"\xdb\x7f\xff\xff\xff", b"\xc1", b"\xa4\xff\xfe\xfd\xfc", b"\x00" * MAX_BYTES, b"{" * 5000, b"null"]
     ),
 )  # fmt: skip
 
