@@ -205,7 +205,9 @@ class PlannerService:
             return  # nobody else led since
         self._operations.reset()
         past = self._bus.past_events
-        records = await past(subjects.scale_records(), ScaleRecord, limit=MAX_RECORDS)
+        stored = await past(subjects.scale_records(), ScaleRecord, limit=MAX_RECORDS)
+        # Only those of what has ended say that it has: no other belongs there.
+        records = [record for record in stored if record.status != "running"]
         for record in records:
             self._operations.remember(record)
         # What was said before, this leader says: of an earlier one workers hear nothing any more.

@@ -127,6 +127,16 @@ async def test_no_message_ends_holds_up_or_grows_anything(stack: Stack) -> None:
         if model.name != MODEL:
             await stack.admin.remove_model(model.name)
     await until(stack, lambda s: len(s.workers) == 2 and s.serving(MODEL) >= 1)
+    await scales(stack)
+    # What was kept of it, in JetStream and Redis, is no obstacle to whoever begins anew.
+    for name in ("planner", "pool", "monitor", "gateway"):
+        stack.kill(name)
+    await until(stack, lambda s: len(s.workers) == 2 and s.serving(MODEL) >= 1)
+    await scales(stack)
+
+
+async def scales(stack: Stack) -> None:
+    """Out and in again."""
     for instances in (2, 1):
         record = await scale(stack, MODEL, instances)
         assert record.status == "done", record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from math import isfinite, isnan
 
 import msgspec
 
@@ -15,16 +16,32 @@ from shared.messages.scaling import DrainPlan, ScalePlan, ScaleRecord
 MAX_RECORD_BYTES = 200 * 1024
 HEED_S = 15.0
 """Who was told to drain, maybe by an earlier planner, shows it by then, or never will."""
+MAX_PART_DIGITS = 9
 
 
 def plans_from(events: Iterable[ScalePlan]) -> dict[str, ScalePlan]:
     """Whole plans by id, oldest first. One of which a part is missing was never published to its end, and is left out:
-    who published it gave its leases back, or did not live to."""
+    who published it gave its leases back, or did not live to. So is one that no planner can have made."""
     parts: dict[str, list[ScalePlan]] = {}
-    for event in events:
+    for event in filter(_is_sound, events):
         parts.setdefault(base_id(event.plan_id), []).append(event)
     whole = {i: p for i, p in parts.items() if len({e.plan_id for e in p}) == p[0].num_parts}
     return {i: whole_plan(sorted(p, key=_number)) for i, p in whole.items()}
+
+
+def _is_sound(plan: ScalePlan) -> bool:
+    """Whether it fits together: the stream is kept, and what is in there once is read at every start."""
+    _, dot, number = plan.plan_id.partition(".")
+    hops = [hop for chain in plan.chains for hop in chain.hops]
+    targets = {target for hop in hops for target in hop.targets}
+    times = (plan.triggered_at_s, plan.planned_at_s, *(hop.predicted_finish_s for hop in hops))
+    return (
+        (not dot or (number.isascii() and number.isdecimal() and len(number) <= MAX_PART_DIGITS))
+        and targets <= {member.worker_id for member in plan.members}
+        and {stripe.target for hop in hops for stripe in hop.stripes} <= targets
+        and all(map(isfinite, times))
+        and not (isnan(plan.expires_at_s) or isnan(plan.give_up_at_s))
+    )
 
 
 def _number(part: ScalePlan) -> int:
@@ -32,9 +49,11 @@ def _number(part: ScalePlan) -> int:
 
 
 def drains_from(events: Iterable[DrainPlan]) -> dict[str, DrainPlan]:
-    """Drains and revivals by id, oldest first, as far as they were published."""
+    """Drains and revivals by id, oldest first, as far as they were published, and somebody can have meant them."""
     parts: dict[str, list[DrainPlan]] = {}
     for event in events:
+        if not isfinite(event.triggered_at_s):
+            continue
         parts.setdefault(base_id(event.plan_id), []).append(event)
     return {
         plan_id: msgspec.structs.replace(
@@ -60,7 +79,9 @@ def operations_under_way(
     found: list[Operation] = []
     for plan in plans:
         if plan.plan_id not in ended:
-            pairs = [a for a in newest.values() if base_id(a.plan_id) == plan.plan_id]
+            targets = {target.worker_id for target in plan.targets}
+            of_plan = (a for a in newest.values() if base_id(a.plan_id) == plan.plan_id)
+            pairs = [a for a in of_plan if a.target.worker_id in targets]
             operation = Operation.of_plan(plan, pairs, recalled=True)
             operation.planned(plan.planned_at_s)
             found.append(operation)

@@ -212,6 +212,23 @@ async def test_the_newest_records_are_kept_whatever_their_age(rig: Rig) -> None:
     await heir.stop()
 
 
+async def test_a_record_of_what_has_not_ended_ends_nothing(rig: Rig) -> None:
+    running = ScaleRecord(
+        plan_id="plan-x",
+        model="m",
+        status="running",
+        direction="out",
+        desired=1,
+        reason="an answer that was sent where it does not belong",
+        triggered_at_s=1.0,
+    )
+    await rig.client.publish_event(subjects.scale_records(), running, message_id="x")
+    heir = await succeed(rig)
+    with pytest.raises(PlanNotFound):
+        await heir.record("plan-x")
+    await heir.stop()
+
+
 async def test_nobody_answers_while_nobody_leads() -> None:
     broker = MemoryBroker()
     pool = FakePool(broker)

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import msgspec
 import pytest
 
 from services.planner.core.cluster import Cluster
@@ -18,7 +22,7 @@ from services.worker.core.upstreams import part_of
 from shared.messages.codec import decode, encode
 from shared.messages.common import Role
 from shared.messages.registry import LeaseGrant
-from shared.messages.scaling import DrainPlan, DrainTarget, ScalePlan
+from shared.messages.scaling import Chain, DrainPlan, DrainTarget, Hop, ScalePlan, Stripe
 from tests.services.planner.core.clusters import MODEL, MODEL_BYTES, cluster, record
 
 
@@ -160,3 +164,29 @@ def test_drains_of_many_go_out_in_bounded_parts() -> None:
     assert [p.plan_id for p in parts] == ["p.0", "p.1", "p.2"]
     assert tuple(t for p in parts for t in p.targets) == targets
     assert max(len(encode(p)) for p in parts) < 256 * 1024
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"plan_id": "plan-1.b"},
+        {"plan_id": "plan-1." + "9" * 5000},
+        {"members": ()},
+        {"planned_at_s": math.nan},
+        {"triggered_at_s": math.inf},
+        {"give_up_at_s": math.nan},
+        {"chains": (Chain(hops=(Hop(targets=("nobody",), stripes=()),), chunk_bytes=1),)},
+        {
+            "chains": (
+                Chain(
+                    hops=(Hop(targets=(), stripes=(Stripe(source="a", source_kind="gpu", target="nobody"),)),),
+                    chunk_bytes=1,
+                ),
+            )
+        },
+    ],
+)
+def test_a_plan_that_no_planner_can_have_made_is_left_out_of_what_is_read_back(changes: dict[str, Any]) -> None:
+    sound = chain_of(3)
+    odd = msgspec.structs.replace(sound, **({"plan_id": "odd"} | changes))
+    assert list(plans_from([odd, sound])) == [sound.plan_id]
