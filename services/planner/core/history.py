@@ -79,9 +79,9 @@ def operations_under_way(
     found: list[Operation] = []
     for plan in plans:
         if plan.plan_id not in ended:
-            targets = {target.worker_id for target in plan.targets}
+            named = {target.worker_id for target in plan.targets}
             of_plan = (a for a in newest.values() if base_id(a.plan_id) == plan.plan_id)
-            pairs = [a for a in of_plan if a.target.worker_id in targets]
+            pairs = [a for a in of_plan if a.target.worker_id in named]
             operation = Operation.of_plan(plan, pairs, recalled=True)
             operation.planned(plan.planned_at_s)
             found.append(operation)

@@ -7,12 +7,12 @@ import copy
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
@@ -25,6 +25,7 @@ from tests.stack.hostile.targets import Target
 MAX_BYTES = 900_000
 """Of a message: well below the server's 1 MiB, with headers."""
 MANY = 100_000
+MAX_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,8 @@ RAW = st.one_of(
     WRONG.filter(lambda v: v != b"bytes").map(lambda v: json.dumps(v, default=str).encode()),
     st.sampled_from(
         [b"", b"\x91" * 5000, b"\x81\xa1a" * 5000, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff",
-         b"\xc6\xff\xff\xff\xff", b"\xdb\x7f\xff\xff\xff", b"\xc1", b"\xa4\xff\xfe\xfd\xfc", b"\x00" * MAX_BYTES, b"{" * 5000, b"null"]
+         b"\xc6\xff\xff\xff\xff", b"\xdb\x7f\xff\xff\xff", b"\xc1",
+         b"\xa4\xff\xfe\xfd\xfc", b"\x00" * MAX_BYTES, b"{" * 5000, b"null"]
     ),
 )  # fmt: skip
 
@@ -265,24 +267,25 @@ def addressed(target: Target, facts: Facts, dice: random.Random) -> str:
     return subject.replace("*", facts.workers[0])
 
 
-def shots(target: Target, count: int, facts: Facts) -> list[Shot]:
-    """``count`` messages for a target, as hypothesis draws them."""
+def shots(target: Target, count: int, facts: Facts, *, without: Callable[[Shot, Facts], bool]) -> list[Shot]:
+    """``count`` messages for a target, as hypothesis draws them, but those of which ``without`` says so."""
     true = bodies(target.takes, facts)
     payloads = weighted((8, true), (1, _broken(true)), (1, RAW))
     drawn: dict[tuple[bytes, str], Shot] = {}
     dice = random.Random(target.name)
 
-    @settings(
-        max_examples=2 * count, database=None, derandomize=True, phases=[Phase.generate], deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    @given(payloads, HEADERS, replies(facts))
-    def draw(payload: bytes, headers: dict[str, str] | None, reply: str | None) -> None:
-        if len(payload) <= MAX_BYTES and len(drawn) < count:
-            shot = Shot(target, addressed(target, facts, dice), payload, headers, reply)
+    def keep(payload: bytes, headers: dict[str, str] | None, reply: str | None) -> None:
+        shot = Shot(target, addressed(target, facts, dice), payload, headers, reply)
+        if len(payload) <= MAX_BYTES and len(drawn) < count and not without(shot, facts):
             drawn.setdefault((payload, str((headers, reply))), shot)
 
-    draw()
+    for round_number in range(MAX_ROUNDS):
+        if len(drawn) < count:
+            draw = settings(
+                max_examples=count + count // 4, database=None, phases=[Phase.generate], deadline=None,
+                suppress_health_check=list(HealthCheck),
+            )(given(payloads, HEADERS, replies(facts))(keep))  # fmt: skip
+            seed(round_number)(draw)()
     found = list(drawn.values())
     while len(found) < count:
         # Of a message without fields there are no more.
