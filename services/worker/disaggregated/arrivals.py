@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 0.5
 """How long a question waits here for KV before it is to be asked again."""
+MAX_LEASE_S = 3600.0
 MAX_BEGUN = 4096
 ENGINE_WAIT_S = 2.0
 """Longer than any step but one that is stuck."""
@@ -109,7 +110,7 @@ class Arrivals:
         instance.check_admits(request.instance_id)
         if key in self._begun:
             raise Conflict(f"attempt {request.attempt} of request {request.request_id} was decoded here already")
-        if not 0 < message.lease_s < float("inf"):
+        if not 0 < message.lease_s <= MAX_LEASE_S:
             raise BadRequest(f"lease_s {message.lease_s!r} is not a time", param="lease_s")
         sequence = instance.sequence_of(request)
         sequence.decode_at = None
