@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import pytest
+
+from services.worker.core import gateways as gateways_module
 from services.worker.core.gateways import FIRST_LEASE_S, Gateways, Gone
 
 ALWAYS_S = 1e9
@@ -59,3 +62,16 @@ def test_a_gateway_that_was_never_heard_has_time_to_beat() -> None:
     gateways.spoke("gw", "1", 0.0)
     assert gateways.silent(FIRST_LEASE_S, ALWAYS_S) == []
     assert gateways.silent(FIRST_LEASE_S + 1, ALWAYS_S) == [(Gone("gw", "1"), FIRST_LEASE_S)]
+
+
+def test_of_too_many_processes_those_are_forgotten_that_were_silent_for_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateways_module, "MAX_PROCESSES", 10)
+    gateways = Gateways()
+    for second in range(1000):
+        gateways.beat(f"odd-{second}", "", 3600.0, float(second))
+        gateways.beat("gw", f"{1000 - second}", 3600.0, float(second))
+        gateways.spoke("gw-1", "1", float(second))
+        gateways.beat("gw-1", "1", 5.0, float(second))
+    # Whoever speaks is watched.
+    assert (Gone("gw-1", "1"), 5.0) in gateways.silent(1010.0, ALWAYS_S)
+    assert len(gateways.silent(1e6, ALWAYS_S)) <= 10
