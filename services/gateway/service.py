@@ -48,9 +48,6 @@ CLOSE_CONNECTIONS_S = 1.0
 """For clients to read the end of what they asked for."""
 CLOSE_PART_S = 0.5
 ASK_HOLDER_TIMES = 12
-NAMELESS_TIMES = 3
-NAMELESS_WITHIN_S = 5.0
-"""So often, within so long, is a gateway of 0.1 heard that lives."""
 WHOLE_RESPONSES = 4
 """An answer that is sent whole may take that part of the memory for all."""
 
@@ -110,7 +107,6 @@ class Gateway:
         self._outage = Outage(log, "the registry answers again")
         self._rival = ""
         self._rival_heard = asyncio.Event()
-        self._nameless_heard_s: list[float] = []
         self._warned = False
 
     @property
@@ -250,6 +246,8 @@ class Gateway:
         if heartbeat.gateway_id != self.config.gateway_id or heartbeat.incarnation == self._incarnation:
             return
         # Both started without an answer from the other, or were parted: the one that started later ends.
+        if not heartbeat.incarnation:
+            return  # a gateway of 0.1 has no name, and answers nobody who asks whether it lives
         if heartbeat.incarnation < self._incarnation:
             self._rival = heartbeat.incarnation
             self._rival_heard.set()
@@ -266,13 +264,7 @@ class Gateway:
                 raise DuplicateId("another gateway with this id was heard")
 
     async def _lives(self, incarnation: str) -> bool:
-        """Whether another process answers for this id. One of 0.1 has no name and answers nobody: it is heard again and
-        again."""
-        if not incarnation:
-            now_s = time.monotonic()
-            self._nameless_heard_s = [at_s for at_s in self._nameless_heard_s if now_s - at_s <= NAMELESS_WITHIN_S]
-            self._nameless_heard_s.append(now_s)
-            return len(self._nameless_heard_s) >= NAMELESS_TIMES
+        """Whether another process answers for this id."""
         subject = subjects.gateway_holder(self.config.gateway_id)
         for _ in range(ASK_HOLDER_TIMES):  # this process answers, too: it is one or the other that is asked
             try:

@@ -64,7 +64,9 @@ def test_a_gateway_that_was_never_heard_has_time_to_beat() -> None:
     assert gateways.silent(FIRST_LEASE_S + 1, ALWAYS_S) == [(Gone("gw", "1"), FIRST_LEASE_S)]
 
 
-def test_of_too_many_processes_those_are_forgotten_that_were_silent_for_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_processes_those_are_forgotten_that_were_silent_for_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gateways_module, "MAX_PROCESSES", 10)
     gateways = Gateways()
     for second in range(1000):
