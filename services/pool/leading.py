@@ -117,6 +117,7 @@ class LeadingPool:
         self._grace = Grace(lease_s, knows_all=knows_all)
         self._placing = Placing(bus, store, self._registry, metrics.placement, loads)
         self._inspections = Inspections()
+        self._pages = asyncio.Lock()
         self._holders = Holders()
         self._subscriptions: list[Subscription] = []
         self._publisher: asyncio.Task[None] | None = None
@@ -441,6 +442,13 @@ class LeadingPool:
     # --- readers -----------------------------------------------------------------------------
 
     async def _on_snapshot(self, request: GetSnapshot) -> Snapshot:
+        async with self._pages:
+            # A page per turn of the loop: a thousand readers at once must not hold up a thousand heartbeats, of which
+            # each is a hundredth of the work.
+            await asyncio.sleep(0)
+            return self._page(request)
+
+    def _page(self, request: GetSnapshot) -> Snapshot:
         if request.paged:
             page = self._registry.page(request.cursor, request.since)
             if page is None:

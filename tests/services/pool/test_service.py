@@ -433,3 +433,13 @@ async def test_an_unreadable_entry_in_redis_hides_nothing_else(redis_url: str) -
         assert [m.name for m in snapshot.models] == ["m"]
         assert [w.worker.worker_id for w in snapshot.workers] == ["w0"]
         await eventually(lambda: pool.tables and pool.tables[-1].routes)
+
+
+async def test_a_heartbeat_waits_for_no_crowd_of_readers(pool: Pool) -> None:
+    await pool.beat(heartbeat("w0"))
+    readers = [asyncio.create_task(pool.snapshot(paged=True)) for _ in range(200)]
+    await asyncio.sleep(0)
+    assert (await pool.beat(heartbeat("w0", sequence=2))).lease_s > 0
+    assert sum(reader.done() for reader in readers) < 100
+    for page in await asyncio.gather(*readers):
+        assert [record.worker.worker_id for record in page.workers] == ["w0"]
