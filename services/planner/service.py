@@ -125,6 +125,7 @@ class PlannerService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._unheard: dict[str, ScaleRecord] = {}
         """Records that the stream has not taken yet."""
+        self._storing = False
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Lead, or wait to, until ``stopping``."""
@@ -344,13 +345,20 @@ class PlannerService:
 
     async def _store_records(self) -> None:
         """Append the records of what ended to the stream; those that it does not take now are appended later."""
-        for plan_id, record in list(self._unheard.items()):
-            try:
-                await self._bus.publish_event(subjects.scale_records(), record, message_id=f"record-{plan_id}")
-            except BlitzError as error:
-                log.info("the record of %s is stored later: %s", plan_id, error)
-                return
-            self._unheard.pop(plan_id, None)
+        if self._storing:
+            return  # whoever does it goes on until nothing is left
+        self._storing = True
+        try:
+            while self._unheard:
+                plan_id, record = next(iter(self._unheard.items()))
+                try:
+                    await self._bus.publish_event(subjects.scale_records(), record, message_id=f"record-{plan_id}")
+                except BlitzError as error:
+                    log.info("the record of %s is stored later: %s", plan_id, error)
+                    return
+                self._unheard.pop(plan_id, None)
+        finally:
+            self._storing = False
 
     async def _check_regularly(self) -> None:
         while True:
