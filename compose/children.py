@@ -182,7 +182,7 @@ def worker_spec(
 def worker_forks(config: StackConfig, state: StateDir) -> ForkServer:
     """What all workers import, once: it is most of the work of their start, and most of their memory."""
     env = inherited_environment() | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(config.worker_threads)}
-    engine = ("torch",) if config.engine == "torch" else ()
+    engine = ("torch", "services.worker.engine.warm_up") if config.engine == "torch" else ()
     modules = (*engine, "services.worker.service", "services.worker.node.facts", *_SHARED_MODULES)
     return ForkServer(modules, env | dict(config.env), state.path, state.logs / "fork-server.log")
 

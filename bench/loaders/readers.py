@@ -17,7 +17,8 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from services.worker.engine.arena import TORCH_DTYPES, HostArena
+from services.worker.engine.arena import HostArena
+from services.worker.engine.dtypes import TORCH_DTYPES
 from services.worker.engine.loader import load_unit
 from shared.checkpoint import WEIGHT_DTYPES, Checkpoint
 

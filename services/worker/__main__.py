@@ -42,6 +42,8 @@ def main() -> int:
         if config.engine == "torch":
             import torch
 
+            import services.worker.engine.warm_up  # noqa: F401 - not in the middle of the first load
+
             torch.set_num_threads(config.num_threads)
             if config.device == "cuda":
                 raise BlitzError("BLITZ_WORKER_DEVICE=cuda: this build serves on the CPU only")

@@ -27,8 +27,6 @@ from services.worker.engine.kv_pool import KvPool
 from services.worker.engine.loop import Departures, EngineLoop, StepOutput, Witness
 from services.worker.engine.mock import MockEngine
 from services.worker.engine.thread import EngineThread
-from services.worker.engine.torch_engine import TorchEngine
-from services.worker.engine.warm_up import warm_up
 from shared.errors import BadCheckpoint, BadRequest, BlitzError, Conflict, NoCapacity, Unavailable
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.common import InstanceState, Role
@@ -255,6 +253,8 @@ class InstanceFactory:
     async def warm_up(self) -> None:
         """What this process does once, before the first request could wait for it."""
         if self._config.engine == "torch":
+            from services.worker.engine.warm_up import warm_up
+
             await in_thread(warm_up)
 
     async def create(self, plan: ScalePlan, member: ChainMember) -> Instance:
@@ -314,6 +314,9 @@ class InstanceFactory:
                 hidden_bytes_per_token=layout.spec.hidden_size * DTYPE_BYTES[layout.spec.dtype],
                 kv_bytes_per_token_layer=max(MOCK_KV_BYTES, layout.spec.kv_bytes_per_token // layout.num_layers),
             )
+        # Imported here, and by the process that has this engine at its start: PyTorch takes seconds.
+        from services.worker.engine.torch_engine import TorchEngine
+
         return TorchEngine(layout, self._arena, self._kv, num_blocks=num_blocks, block_size=config.block_size)
 
     async def release(self) -> None:

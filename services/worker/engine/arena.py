@@ -2,7 +2,8 @@
 
 Transport receives land in it, tensors are views of it, and nothing in it is ever moved. The
 layout (``shared.layout``) says what lies where. ``HostArena`` is the one in host memory; a device
-arena differs in this file alone.
+arena differs in this file alone. PyTorch is imported where a tensor is made: an engine that computes
+nothing needs none, and it takes seconds.
 """
 
 from __future__ import annotations
@@ -11,21 +12,18 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 import xxhash
 
 from shared.errors import BadRequest
 from shared.layout import CHECK_BYTES, Slot, Unit
 from shared.transport.base import Buffer
 
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+if TYPE_CHECKING:
+    import torch
+
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MADV_POPULATE_WRITE = 23
@@ -105,6 +103,8 @@ class HostMemory:
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A view as a contiguous tensor. ``offset`` must be a multiple of the item's size."""
+        import torch
+
         count = int(np.prod(shape, dtype=np.int64))
         self.check_range(offset, count * dtype.itemsize)
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._begin + offset).view(*shape)
@@ -155,6 +155,8 @@ class HostArena:
         return self._host.memory(offset, num_bytes)
 
     def tensor(self, slot: Slot, dtype: str) -> torch.Tensor:
+        from services.worker.engine.dtypes import TORCH_DTYPES
+
         return self._host.tensor(slot.offset, slot.shape, TORCH_DTYPES[dtype])
 
     def unit_checksums(self, unit: Unit) -> tuple[int, ...]:

@@ -7,13 +7,15 @@ Per layer K, then V, each ``[num_blocks, block_size, num_kv_heads, head_dim]`` (
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
-from services.worker.engine.arena import TORCH_DTYPES, HostMemory
+from services.worker.engine.arena import HostMemory
 from shared.errors import BadRequest
 from shared.model_spec import ModelSpec
 from shared.transport.base import Buffer
+
+if TYPE_CHECKING:
+    import torch
 
 _ALIGN_BYTES = 4096
 
@@ -34,6 +36,8 @@ class KvCache:
         ``out``: ``[num_layers, 2 (K, V), n, num_kv_heads, head_dim]``. Reads no other slots and no other layers:
         other threads may be writing those.
         """
+        import torch
+
         for layer, (keys, values) in enumerate(out, start=first_layer):
             torch.index_select(self.k[layer].flatten(0, 1), 0, slots, out=keys)
             torch.index_select(self.v[layer].flatten(0, 1), 0, slots, out=values)
@@ -95,6 +99,8 @@ class KvPool:
             raise BadRequest(
                 f"KV pool of {self.capacity_bytes} bytes holds {fitting} blocks of {block_size}, not {num_blocks}"
             )
+        from services.worker.engine.dtypes import TORCH_DTYPES
+
         self._host.release()
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         dtype = TORCH_DTYPES[spec.dtype]

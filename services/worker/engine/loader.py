@@ -12,15 +12,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from services.worker.engine.arena import TORCH_DTYPES, Arena
+from services.worker.engine.arena import Arena
 from shared.checkpoint import WEIGHT_DTYPES, Checkpoint, TensorEntry
 from shared.errors import BadCheckpoint, BadRequest
 from shared.layout import ArenaLayout, Part, Slot, Unit
+from shared.model_spec import DTYPE_BYTES
 from shared.transport.base import Buffer
+
+if TYPE_CHECKING:
+    import torch
 
 _NUM_READERS = 4
 """One stream of reads does not fill a disk: four took half the time of one on a cold page cache."""
@@ -57,6 +61,10 @@ def _read_into(descriptor: int, name: str, entry: TensorEntry, begin: int, targe
 
 def _read_cast(descriptor: int, name: str, entry: TensorEntry, target: torch.Tensor) -> None:
     """Read in pieces, cast and copy into ``target``, flat."""
+    import torch
+
+    from services.worker.engine.dtypes import TORCH_DTYPES
+
     dtype = TORCH_DTYPES[WEIGHT_DTYPES[entry.dtype]]
     num_items = _CAST_BYTES // dtype.itemsize
     staging = np.empty(_CAST_BYTES, dtype=np.uint8)
@@ -72,7 +80,7 @@ def _load_part(checkpoint: Checkpoint, part: Part, slot: Slot, arena: Arena) -> 
     dtype = checkpoint.spec.dtype
     with _opened(entry.file) as descriptor:
         if WEIGHT_DTYPES[entry.dtype] == dtype and arena.on_host:
-            row_bytes = prod(slot.shape[1:]) * TORCH_DTYPES[dtype].itemsize
+            row_bytes = prod(slot.shape[1:]) * DTYPE_BYTES[dtype]
             target = arena.memory(slot.offset + part.row * row_bytes, part.shape[0] * row_bytes)
             _read_into(descriptor, part.checkpoint_name, entry, entry.begin, target)
         else:

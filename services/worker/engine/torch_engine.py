@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from services.worker.engine.arena import TORCH_DTYPES, Arena
+from services.worker.engine.arena import Arena
 from services.worker.engine.attention.base import AttentionBackend
 from services.worker.engine.attention.torch_cpu import TorchAttention
 from services.worker.engine.base import Batch, Sampled, SamplingRow
+from services.worker.engine.dtypes import TORCH_DTYPES
 from services.worker.engine.handoff import (
     Bytes,
     check_batch,

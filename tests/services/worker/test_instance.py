@@ -113,7 +113,7 @@ async def test_a_worker_warms_up_once_before_it_registers_as_spare(monkeypatch: 
         assert threading.current_thread() is not threading.main_thread()
         reports_before.append(len(alone.pool.heartbeats))
 
-    monkeypatch.setattr("services.worker.instance.warm_up", warmed)
+    monkeypatch.setattr("services.worker.engine.warm_up.warm_up", warmed)
     await alone.start()
     try:
         await alone.serve()

@@ -12,7 +12,8 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
-from services.worker.engine.arena import TORCH_DTYPES, HostArena, weights_digest
+from services.worker.engine.arena import HostArena, weights_digest
+from services.worker.engine.dtypes import TORCH_DTYPES
 from services.worker.engine.loader import load_unit
 from shared.checkpoint import Checkpoint, inspect_checkpoint
 from shared.errors import BadCheckpoint, BadRequest
