@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +36,10 @@ def name_of(call: ast.Call) -> str:
 def builds_subject(node: ast.expr) -> bool:
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
         return False
-    return isinstance(node.func.value, ast.Name) and node.func.value.id == "subjects"
+    if not (isinstance(node.func.value, ast.Name) and node.func.value.id == "subjects"):
+        return False
+    # Not what only looks at a name.
+    return bool(inspect.signature(getattr(subjects, node.func.attr)).return_annotation == "str")
 
 
 def given(act: str, kind: str, build: ast.Call) -> bool:

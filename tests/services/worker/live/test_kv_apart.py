@@ -294,7 +294,7 @@ async def test_long_prompts_of_a_real_model_give_the_same_tokens_as_alone(
     run_part = TorchEngine.run_part
 
     def slowly(engine: TorchEngine, activation: Activation, layer: int, begin: int, end: int) -> None:
-        time.sleep(8 * LAYER_S * (end - begin) / NUM_TOKENS)
+        time.sleep(16 * LAYER_S * (end - begin) / NUM_TOKENS)
         run_part(engine, activation, layer, begin, end)
 
     monkeypatch.setattr(TorchEngine, "run_part", slowly)
@@ -309,7 +309,7 @@ async def test_long_prompts_of_a_real_model_give_the_same_tokens_as_alone(
                 await gateway.end_of(name)
                 alone[request_id] = gateway.tokens(name)
 
-        await burst.start(delay_s=0.3, max_tokens=5, before=ask_alone)
+        await burst.start(delay_s=0.5, max_tokens=5, before=ask_alone)
         for request_id in PROMPTS:
             await gateway.end_of(request_id)
         assert {r: gateway.tokens(r) for r in PROMPTS} == alone
