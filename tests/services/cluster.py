@@ -18,8 +18,8 @@ from services.pool.service import PoolService
 from services.pool.store import Store
 from shared import subjects
 from shared.bus.memory import MemoryBroker
-from shared.errors import NoResponder
-from shared.messages.codec import decode
+from shared.errors import NoResponder, Unavailable
+from shared.messages.codec import Message, decode
 from shared.messages.common import Ack, LiveChoice, Role
 from shared.messages.live import LiveReport
 from shared.messages.registry import AddModel, GetSnapshot, ModelRecord, RemoveModel, Snapshot, WorkerRecord
@@ -101,19 +101,25 @@ class Cluster:
     ) -> ScaleRecord:
         """Ask for instances; the record as of the plan. Raises the planner's refusal."""
         message = StartScale(model=model, instances=instances, hold_s=HOLD_S, live=live, role=role)
-        async with asyncio.timeout(TIMEOUT_S):
-            while True:
-                # All share one event loop: who was kept from it for too long does not lead for a moment.
-                with contextlib.suppress(NoResponder):
-                    return await self.client.request(
-                        subjects.planner("scale"), message, ScaleRecord, timeout_s=TIMEOUT_S
-                    )
-                await asyncio.sleep(0.02)
+        return await self._of_the_leader("scale", message)
 
     async def record(self, plan_id: str) -> ScaleRecord:
         """The record of an operation that has ended, or 20 s later."""
-        message = GetScaleRecord(plan_id=plan_id, wait_s=TIMEOUT_S)
-        return await self.client.request(subjects.planner("record"), message, ScaleRecord, timeout_s=TIMEOUT_S + 5)
+        return await self._of_the_leader("record", GetScaleRecord(plan_id=plan_id, wait_s=TIMEOUT_S))
+
+    async def _of_the_leader(self, operation: str, message: Message) -> ScaleRecord:
+        """As a gateway asks: all share one event loop, and who was kept from it for too long does not lead for a
+        moment."""
+        async with asyncio.timeout(TIMEOUT_S + 5):
+            while True:
+                try:
+                    return await self.client.request(
+                        subjects.planner(operation), message, ScaleRecord, timeout_s=TIMEOUT_S + 5
+                    )
+                except Unavailable as error:
+                    if type(error) not in (Unavailable, NoResponder):
+                        raise
+                await asyncio.sleep(0.02)
 
     async def scale(self, instances: int, model: str = "m") -> ScaleRecord:
         """Ask for instances, and wait for the operation's end and for the registry to show it."""
