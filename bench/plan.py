@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.stats import Summary
-from services.planner.core.flows import Flow, Source
-from services.planner.core.multicast import plan
-from services.planner.core.topology import Gpu, Host, Nic, Topology, build_topology
+from services.planner.core.multicast.flows import Flow, Source
+from services.planner.core.multicast.plan import plan
+from services.planner.core.multicast.topology import Gpu, Host, Nic, Topology, build_topology
 
 MODEL_BYTES = 16 << 30
 HOSTS_PER_LEAF = 16

@@ -30,7 +30,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from services.worker.data_plane.flow import MIN_WINDOW, RECEIVE_WINDOW_BYTES, SEND_WINDOW_BYTES
+from services.worker.weights.flow import MIN_WINDOW, RECEIVE_WINDOW_BYTES, SEND_WINDOW_BYTES
 from shared.transport.base import Channel, TensorTransport, Transfer
 from shared.transport.tags import tag_of
 from shared.transport.ucx import UcxTransport

@@ -20,7 +20,7 @@ from bench.control.looker import Looker
 from bench.control.orders import Counts, FleetResult, FleetSpec, Order, Served
 from bench.control.setting import WORKERS_PER_HOST
 from bench.control.worker import SimWorker
-from services.worker.host_group import HostGroup, group_name
+from services.worker.instance.host_group import HostGroup, group_name
 from shared import subjects
 from shared.bus.access import NatsAccess
 from shared.errors import BlitzError
@@ -111,7 +111,7 @@ class Fleet:
         task.add_done_callback(self._tasks.discard)
 
     async def _report_host(self, members: Sequence[tuple[WatchedBus, SimWorker]], phase: float) -> None:
-        """The load of one host's workers, as each of them reports it (``services.worker.load_reporter``)."""
+        """The load of one host's workers, as each of them reports it (``services.worker.instance.load_reporter``)."""
         interval_s = self._spec.report_interval_s
         groups = []
         for _, worker in members:

@@ -1,4 +1,4 @@
-"""A worker's regular look at the registry (``services.worker.peers``): what it asks, and how often.
+"""A worker's regular look at the registry (``services.worker.weights.peers``): what it asks, and how often.
 
 What comes is not kept. A thousand workers in two processes would otherwise spend more on sorting peers than everything
 that is measured.
@@ -11,7 +11,7 @@ import contextlib
 
 import msgspec
 
-from services.worker.peers import OWN_LOOKS_PER_S, shortest_pause_s
+from services.worker.weights.peers import OWN_LOOKS_PER_S, shortest_pause_s
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from bench.engine.run import BLOCK_SIZE, EngineBenchSettings, prompts_of, run_engine
-from services.worker.engine.arena import HostArena
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
-from services.worker.engine.loader import load_unit
 from services.worker.engine.torch_engine import TorchEngine
+from services.worker.memory.arena import HostArena
+from services.worker.memory.loader import load_unit
 from shared.checkpoint import Checkpoint
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from bench.loaders.readers import ArenaReader, DiskUnsealed
 from bench.transport import windowed
-from services.planner.core.timing import chunk_bytes
-from services.worker.data_plane.flow import MIN_WINDOW
-from services.worker.engine.arena import Arena
+from services.planner.core.multicast.timing import chunk_bytes
+from services.worker.memory.arena import Arena
+from services.worker.weights.flow import MIN_WINDOW
 from shared.checkpoint import Checkpoint, inspect_checkpoint
 from shared.errors import TransportError
 from shared.layout import ArenaLayout

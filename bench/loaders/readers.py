@@ -17,9 +17,9 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from services.worker.engine.arena import HostArena
-from services.worker.engine.dtypes import TORCH_DTYPES
-from services.worker.engine.loader import load_unit
+from services.worker.memory.arena import HostArena
+from services.worker.memory.dtypes import TORCH_DTYPES
+from services.worker.memory.loader import load_unit
 from shared.checkpoint import WEIGHT_DTYPES, Checkpoint
 
 _DIRECT_BYTES = 8 << 20

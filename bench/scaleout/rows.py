@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bench.lab.errors import LabFailed
-from services.planner.core.strategies import Strategy
+from services.planner.core.multicast.baselines import Strategy
 
 PageCache = Literal["", "warm", "cold"]
 _ALL, _NONE = 0.9, 0.1

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from bench.stats import Summary
 from bench.zigzag.optimum import best_gates, can_enumerate, equal_optimum
-from services.planner.core.zigzag import Assignment, assign
-from services.planner.core.zigzag_bound import Problem
-from services.planner.core.zigzag_ilp import TIME_LIMIT_S, improve
-from services.planner.core.zigzag_shapes import good_splits
-from services.planner.core.zigzag_split import best_first_come_split
+from services.planner.core.live.bound import Problem
+from services.planner.core.live.first_come import best_first_come_split
+from services.planner.core.live.ilp import TIME_LIMIT_S, improve
+from services.planner.core.live.search import good_splits
+from services.planner.core.live.split import Assignment, assign
 from shared.zigzag.playback import Job, play
 from shared.zigzag.queue import Policy
 

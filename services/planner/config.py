@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.planner.core.load_book import ASSUMED_TOKENS_PER_S
-from services.planner.core.strategies import STRATEGIES, Strategy
-from services.planner.core.traffic import BUSY_NIC_SHARE
+from services.planner.core.live.load import ASSUMED_TOKENS_PER_S
+from services.planner.core.multicast.baselines import STRATEGIES, Strategy
+from services.planner.core.multicast.traffic import BUSY_NIC_SHARE
 from services.planner.live import LIVE_CHOICES, LIVE_POLICIES, LiveSettings
 from shared.bus.access import NatsAccess
 from shared.bus.nats_stream import StreamLimits

@@ -11,13 +11,13 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter
 
-from services.planner.core.assignments import zigzag_assignments
-from services.planner.core.live_pair import LivePair
-from services.planner.core.load_book import ASSUMED_TOKENS_PER_S, REPORT_TTL_S, LoadBook
-from services.planner.core.operation import Operation
-from services.planner.core.operations import Operations
-from services.planner.core.worker_chains import WorkerChains
-from services.planner.core.zigzag_pairs import Overloaded, Selection, select_pairs
+from services.planner.core.live.assignments import zigzag_assignments
+from services.planner.core.live.load import ASSUMED_TOKENS_PER_S, REPORT_TTL_S, LoadBook
+from services.planner.core.live.pairs import Overloaded, Selection, select_pairs
+from services.planner.core.multicast.chains import WorkerChains
+from services.planner.core.operations.operation import Operation
+from services.planner.core.operations.operations import Operations
+from services.planner.core.operations.pair_record import LivePair
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BlitzError

@@ -18,9 +18,9 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from services.planner.core.explain import instances_of
-from services.planner.core.operation import Operation
-from services.planner.core.round_order import Asked, in_order
+from services.planner.core.multicast.explain import instances_of
+from services.planner.core.operations.operation import Operation
+from services.planner.core.operations.round_order import Asked, in_order
 from services.planner.scaler import RPC_TIMEOUT_S, Scaler, ScaleRequest, Step
 from shared import subjects
 from shared.bus.base import Bus

@@ -13,11 +13,15 @@ from typing import Any
 
 from opentelemetry import trace
 
-from services.planner.core.cluster import Cluster, Clusters
-from services.planner.core.decision import Decision, decide
-from services.planner.core.operation import Direction, Operation, give_up_s
-from services.planner.core.operations import Operations
-from services.planner.core.plan_events import (
+from services.planner.core.live.pairs import Selection, num_sources
+from services.planner.core.multicast.baselines import Strategy, plan_by
+from services.planner.core.multicast.chains import WorkerChains
+from services.planner.core.multicast.cluster import Cluster, Clusters
+from services.planner.core.multicast.traffic import BUSY_NIC_SHARE
+from services.planner.core.operations.decision import Decision, decide
+from services.planner.core.operations.operation import Direction, Operation, give_up_s
+from services.planner.core.operations.operations import Operations
+from services.planner.core.operations.plan_events import (
     drain_parts,
     drain_plan,
     own_drain,
@@ -25,11 +29,7 @@ from services.planner.core.plan_events import (
     parts_of,
     scale_plan,
 )
-from services.planner.core.refusals import Refusals
-from services.planner.core.strategies import Strategy, plan_by
-from services.planner.core.traffic import BUSY_NIC_SHARE
-from services.planner.core.worker_chains import WorkerChains
-from services.planner.core.zigzag_pairs import Selection, num_sources
+from services.planner.core.operations.refusals import Refusals
 from services.planner.live import Pairing
 from shared import subjects
 from shared.bus.base import Bus

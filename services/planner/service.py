@@ -16,8 +16,10 @@ from typing import Any, TypeVar
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
-from services.planner.core.explain import instances_of
-from services.planner.core.history import (
+from services.planner.core.multicast.baselines import Strategy
+from services.planner.core.multicast.explain import instances_of
+from services.planner.core.multicast.traffic import BUSY_NIC_SHARE
+from services.planner.core.operations.history import (
     bounded_record,
     drains_from,
     operations_under_way,
@@ -25,11 +27,9 @@ from services.planner.core.history import (
     unheeded,
     unpublished_leases,
 )
-from services.planner.core.operation import Operation
-from services.planner.core.operations import MAX_RECORDS, Operations
-from services.planner.core.refusals import Refusals
-from services.planner.core.strategies import Strategy
-from services.planner.core.traffic import BUSY_NIC_SHARE
+from services.planner.core.operations.operation import Operation
+from services.planner.core.operations.operations import MAX_RECORDS, Operations
+from services.planner.core.operations.refusals import Refusals
 from services.planner.live import LiveSettings, Pairing
 from services.planner.rounds import Rounds
 from services.planner.scaler import RPC_TIMEOUT_S, Scaler, ScaleRequest

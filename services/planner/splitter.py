@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from services.planner.core.live_pair import LivePair
-from services.planner.core.operations import Operations
-from services.planner.core.split_request import SplitRequest, gates_in_time, split_request
-from services.planner.core.zigzag import assign
+from services.planner.core.live.request import SplitRequest, gates_in_time, split_request
+from services.planner.core.live.split import assign
+from services.planner.core.operations.operations import Operations
+from services.planner.core.operations.pair_record import LivePair
 from services.planner.live import publish_revision
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict, NotFound

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from services.worker.engine.mock import MockFaults, MockTiming
+from services.worker.engine.mock.engine import MockFaults, MockTiming
 from shared.bus.access import ANYBODY, NatsAccess
 from shared.messages.common import Device
 from shared.settings import Settings, SettingsError

@@ -16,11 +16,11 @@ from typing import Any
 
 from opentelemetry.trace import Span
 
-from services.worker.core.upstreams import Part, part_of
-from services.worker.data_plane.outcome import BuffersStuck
-from services.worker.instance import Instance, InstanceFactory
-from services.worker.progress import ProgressReporter
-from services.worker.weight_mover import WeightMover
+from services.worker.instance.instance import Instance, InstanceFactory
+from services.worker.instance.progress import ProgressReporter
+from services.worker.weights.mover import WeightMover
+from services.worker.weights.outcome import BuffersStuck
+from services.worker.weights.upstreams import Part, part_of
 from shared.errors import BadRequest, BlitzError, Conflict, DeadlineExceeded
 from shared.messages.scaling import DrainPlan, ScalePlan
 from shared.telemetry import tracer

@@ -11,26 +11,26 @@ from collections.abc import Callable
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from services.worker.config import WorkerConfig
-from services.worker.disaggregated.arrivals import Arrivals
-from services.worker.disaggregated.departures import Departures
 from services.worker.engine.loop import EngineLoop, StepOutput
-from services.worker.host_copies import HostCopies
-from services.worker.host_group import HostGroup, group_name
-from services.worker.host_store import HostStore
-from services.worker.instance import Instance, InstanceFactory
-from services.worker.leaving import until_allowed
+from services.worker.instance.host_group import HostGroup, group_name
+from services.worker.instance.instance import Instance, InstanceFactory
+from services.worker.instance.load_reporter import LoadReporter
+from services.worker.instance.progress import ProgressReporter
+from services.worker.instance.registration import Registration, Standing
+from services.worker.instance.retirement import until_allowed
+from services.worker.kv_transfer.receiver import Arrivals
+from services.worker.kv_transfer.sender import Departures
 from services.worker.live.pairing import Pairing
-from services.worker.load_reporter import LoadReporter
 from services.worker.node.facts import NodeFacts
 from services.worker.node.nic_meter import NicMeter
 from services.worker.orders import Orders
-from services.worker.peers import Peers
-from services.worker.progress import ProgressReporter
-from services.worker.registration import Registration, Standing
+from services.worker.requests.inbox import Serving
+from services.worker.requests.witness import StepWitness
 from services.worker.scaling import Scaling
-from services.worker.serving import Serving
-from services.worker.weight_mover import WeightMover
-from services.worker.witness import StepWitness
+from services.worker.weights.host_copies import HostCopies
+from services.worker.weights.host_store import HostStore
+from services.worker.weights.mover import WeightMover
+from services.worker.weights.peers import Peers
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.ending import closed

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from services.planner.core import operation
-from services.worker.data_plane import outcome
-from services.worker.data_plane.pieces import REFETCH_INDEX
+from services.planner.core.operations.operations import operation
+from services.worker.memory.pieces import REFETCH_INDEX
+from services.worker.weights import outcome
 from shared.errors import Conflict, NoCapacity
 from shared.messages.scaling import ScalePlan, ScaleRecord
 from tests.checkpoints import tiny_checkpoint

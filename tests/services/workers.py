@@ -10,8 +10,8 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from services.worker.config import WorkerConfig
-from services.worker.engine.mock import MockFaults, MockTiming
-from services.worker.instance import Instance
+from services.worker.engine.mock.engine import MockFaults, MockTiming
+from services.worker.instance.instance import Instance
 from services.worker.node.facts import Probes, discover
 from services.worker.node.nic import Roots
 from services.worker.service import WorkerService

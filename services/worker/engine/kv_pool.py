@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.worker.engine.arena import HostMemory
+from services.worker.memory.arena import HostMemory
 from shared.errors import BadRequest
 from shared.model_spec import ModelSpec
 from shared.transport.base import Buffer
@@ -99,7 +99,7 @@ class KvPool:
             raise BadRequest(
                 f"KV pool of {self.capacity_bytes} bytes holds {fitting} blocks of {block_size}, not {num_blocks}"
             )
-        from services.worker.engine.dtypes import TORCH_DTYPES
+        from services.worker.memory.dtypes import TORCH_DTYPES
 
         self._host.release()
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)

@@ -12,19 +12,19 @@ from collections.abc import Sequence as Slices
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from services.worker.core.gateways import Gone
-from services.worker.core.lending import LendingScheduler
-from services.worker.core.output import TokenOutput
-from services.worker.core.scheduler import (
+from services.worker.engine.base import Activation, Batch, Engine, Sampled, SamplingRow, Slice, sampling_row
+from services.worker.engine.parts import compute
+from services.worker.scheduling.gateways import Gone
+from services.worker.scheduling.lending import LendingScheduler
+from services.worker.scheduling.output import TokenOutput
+from services.worker.scheduling.scheduler import (
     SampledToken,
     ScheduledSlice,
     SchedulerConfig,
     SchedulerLoad,
 )
-from services.worker.core.sequence import Sequence
-from services.worker.core.speed import Speed, SpeedEstimator
-from services.worker.engine.base import Activation, Batch, Engine, Sampled, SamplingRow, Slice, sampling_row
-from services.worker.engine.parts import compute
+from services.worker.scheduling.sequence import Sequence
+from services.worker.scheduling.speed import Speed, SpeedEstimator
 from shared.errors import BlitzError, Internal
 from shared.messages.common import ErrorInfo
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from services.worker.engine.arena import Arena
 from services.worker.engine.attention.base import AttentionBackend, AttentionPlan
 from services.worker.engine.kernels import linear, rms_norm, silu_and_mul
 from services.worker.engine.kv_pool import KvCache
 from services.worker.engine.rope import rotate_
+from services.worker.memory.arena import Arena
 from shared.layout import ArenaLayout
 
 

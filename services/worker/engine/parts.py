@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.worker.core.schedule import ScheduledSlice
 from services.worker.engine.base import Batch, Engine, Sampled, SamplingRow, Slice
+from services.worker.scheduling.schedule import ScheduledSlice
 from shared.errors import BlitzError, EngineBroken, RequestFailed
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import SamplingParams

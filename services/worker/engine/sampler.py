@@ -20,9 +20,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from services.worker.core.token_counts import TokenCounts
 from services.worker.engine.base import Sampled, SamplingRow
 from services.worker.engine.draw import DrawRow, Floats, Ids, draw, uniform
+from services.worker.scheduling.token_counts import TokenCounts
 from shared.errors import BadRequest, Internal
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import TokenLogprobs

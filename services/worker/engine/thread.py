@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
-from services.worker.core.gateways import Gone
-from services.worker.core.sequence import Sequence
 from services.worker.engine.loop import EngineLoop, LoopStats, StepOutput
+from services.worker.scheduling.gateways import Gone
+from services.worker.scheduling.sequence import Sequence
 from shared.errors import BlitzError, EngineBroken, Unavailable
 
 _log = logging.getLogger(__name__)

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from services.worker.engine.arena import Arena
 from services.worker.engine.attention.base import AttentionBackend
 from services.worker.engine.attention.torch_cpu import TorchAttention
 from services.worker.engine.base import Batch, Sampled, SamplingRow
-from services.worker.engine.dtypes import TORCH_DTYPES
 from services.worker.engine.handoff import (
     Bytes,
     check_batch,
@@ -28,6 +26,8 @@ from services.worker.engine.kv_pool import KvPool
 from services.worker.engine.model import DecoderModel, Placement
 from services.worker.engine.rope import inverse_frequencies, rotation
 from services.worker.engine.sampler import sample_rows
+from services.worker.memory.arena import Arena
+from services.worker.memory.dtypes import TORCH_DTYPES
 from shared.errors import BadRequest
 from shared.layout import ArenaLayout
 from shared.transport.base import Buffer

@@ -8,11 +8,11 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from services.worker.instance import Instance
+from services.worker.instance.instance import Instance
 from services.worker.live.target_batches import TargetBatches
 from services.worker.live.target_work import Held, TargetWork
 from services.worker.live.tensors import Kind, Tensors
-from services.worker.signal import Signal
+from services.worker.wakeup import Signal
 from shared.errors import BadRequest, Conflict
 from shared.messages.live import Pull, Pulled, PullKv
 from shared.zigzag.queue import Claim, Policy, Queue, Wait

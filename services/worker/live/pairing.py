@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.worker.core.gateways import Gone
-from services.worker.instance import Instance
+from services.worker.instance.instance import Instance
+from services.worker.instance.progress import ProgressReporter
 from services.worker.live.source import LiveSource
 from services.worker.live.source_side import SourceSide
 from services.worker.live.target import LiveTarget
 from services.worker.live.target_side import TargetSide
 from services.worker.live.tensors import Tensors
-from services.worker.peers import TENSOR_LANE, Peers
-from services.worker.progress import ProgressReporter
-from services.worker.serving import Serving
+from services.worker.requests.inbox import Serving
+from services.worker.scheduling.gateways import Gone
+from services.worker.weights.peers import TENSOR_LANE, Peers
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.messages.common import Ack

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable
 
 from services.worker.engine.loop import EngineLoop, StepOutput
-from services.worker.instance import Instance
+from services.worker.instance.instance import Instance
 from services.worker.live.giving import Giving
 from services.worker.live.target_batches import TargetBatches
 from services.worker.live.target_work import TargetWork
-from services.worker.serving import Serving
-from services.worker.signal import Signal
+from services.worker.requests.inbox import Serving
+from services.worker.wakeup import Signal
 from shared.errors import BlitzError
 from shared.messages.common import ErrorInfo
 from shared.messages.live import Dissolve, Dissolved, Given

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 
-from services.worker.instance import Instance
+from services.worker.instance.instance import Instance
 from services.worker.live.batch import PromptBatch
 from services.worker.live.handing import Handing
 from services.worker.live.kv_fetching import Coming, KvFetching

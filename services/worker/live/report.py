@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from services.worker.core.pair import PairState
 from services.worker.live.batch import PromptBatch
+from services.worker.live.pair import PairState
 from services.worker.live.source_work import SourceWork
 from shared.messages.live import LayerRuns, LiveBatch, LiveReport, ZigzagAssignment
 

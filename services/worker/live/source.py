@@ -14,17 +14,17 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from opentelemetry import trace
 
-from services.worker.core.pair import PairLife, PairState
 from services.worker.engine.loop import StepOutput
-from services.worker.instance import Instance
+from services.worker.instance.instance import Instance
 from services.worker.live.handing import Handing
 from services.worker.live.kv_fetching import KvFetching
+from services.worker.live.pair import PairLife, PairState
 from services.worker.live.peer import PairLost, Peer
 from services.worker.live.pulling import Puller
 from services.worker.live.report import PairRecord
 from services.worker.live.source_work import Pulled, SourceWork
 from services.worker.live.tensors import Tensors
-from services.worker.serving import Serving
+from services.worker.requests.inbox import Serving
 from shared.errors import BlitzError, Conflict, Unavailable
 from shared.messages.common import Ack, ErrorInfo
 from shared.messages.live import (

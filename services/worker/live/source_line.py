@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 
-from services.worker.core.pair import PairLife
+from services.worker.live.pair import PairLife
 from services.worker.live.tensors import Tensors
 from shared import subjects
 from shared.bus.base import Bus

@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable
 
 from opentelemetry.trace import Span
 
-from services.worker.instance import Instance
+from services.worker.instance.instance import Instance
 from services.worker.live.peer import Peer
 from services.worker.live.report import declined
 from services.worker.live.source import LiveSource
 from services.worker.live.tensors import Tensors
-from services.worker.serving import Serving
+from services.worker.requests.inbox import Serving
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, NotFound

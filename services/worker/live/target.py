@@ -13,20 +13,20 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from services.worker.core.gateways import Gone
-from services.worker.core.pair import PairLife, PairState
 from services.worker.engine.loop import EngineLoop
-from services.worker.instance import Instance
+from services.worker.instance.instance import Instance
 from services.worker.live.batch import PromptBatch
 from services.worker.live.gates import Gates
 from services.worker.live.giving import Giving
+from services.worker.live.pair import PairLife, PairState
 from services.worker.live.parting import Parting
 from services.worker.live.source_line import RPC_TIMEOUT_S, SourceLine
 from services.worker.live.target_batches import TargetBatches
 from services.worker.live.target_work import TargetWork
 from services.worker.live.tensors import Tensors
-from services.worker.serving import Serving
-from services.worker.signal import Signal
+from services.worker.requests.inbox import Serving
+from services.worker.scheduling.gateways import Gone
+from services.worker.wakeup import Signal
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict, Unavailable
 from shared.messages.common import Ack

@@ -12,15 +12,15 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 
-from services.worker.core.sequence import Sequence
 from services.worker.engine.loop import EngineLoop
-from services.worker.instance import Instance
+from services.worker.instance.instance import Instance
 from services.worker.live.batch import PromptBatch
 from services.worker.live.gates import Gates
 from services.worker.live.target_work import Held, TargetWork
 from services.worker.live.tensors import Kind, Tensors
-from services.worker.serving import Serving
-from services.worker.signal import Signal
+from services.worker.requests.inbox import Serving
+from services.worker.scheduling.sequence import Sequence
+from services.worker.wakeup import Signal
 from shared.errors import BadRequest, BlitzError, Conflict, Overloaded
 from shared.messages.live import Gate, HandOver
 from shared.zigzag.queue import Queue

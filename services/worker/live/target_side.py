@@ -8,12 +8,12 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from services.worker.core.gateways import Gone
-from services.worker.instance import Instance
+from services.worker.instance.instance import Instance
+from services.worker.instance.progress import ProgressReporter
 from services.worker.live.target import LiveTarget
 from services.worker.live.tensors import Tensors
-from services.worker.progress import ProgressReporter
-from services.worker.serving import Serving
+from services.worker.requests.inbox import Serving
+from services.worker.scheduling.gateways import Gone
 from shared.bus.base import Bus
 from shared.errors import Conflict, NotFound
 from shared.messages.common import Ack

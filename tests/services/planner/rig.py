@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from services.planner.core.strategies import Strategy
+from services.planner.core.multicast.baselines import Strategy
 from services.planner.live import LiveSettings
 from services.planner.service import PlannerService
 from shared import subjects

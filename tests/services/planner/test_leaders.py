@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.planner.core.history import bounded_record, unpublished_leases
-from services.planner.core.operation import Operation
-from services.planner.core.operations import MAX_RECORDS
+from services.planner.core.operations.history import bounded_record, unpublished_leases
+from services.planner.core.operations.operation import Operation
+from services.planner.core.operations.operations import MAX_RECORDS
 from shared import subjects
 from shared.bus.memory import MemoryBroker
 from shared.errors import NoResponder, PlanNotFound

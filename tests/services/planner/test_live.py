@@ -13,8 +13,9 @@ import pytest
 
 from services.planner import splitter
 from services.planner.config import PlannerConfig
-from services.planner.core import live_pair, operation
-from services.planner.core.zigzag import Assignment, assign
+from services.planner.core.live.split import Assignment, assign
+from services.planner.core.operations.operations import operation
+from services.planner.core.operations.operations import pair_record as live_pair
 from services.planner.live import LIVE_CHOICES, LIVE_POLICIES, LiveSettings
 from shared import subjects
 from shared.errors import BadRequest, Conflict, NotFound, Unavailable
@@ -27,7 +28,7 @@ from shared.messages.scaling import DrainPlan, ProgressEvent, ScalePlan, ScaleRe
 from shared.settings import SettingsError
 from shared.zigzag.playback import Job
 from tests.records import model, worker_record
-from tests.services.planner.core.pairs import report
+from tests.services.planner.core.live.some_pairs import report
 from tests.services.planner.rig import Rig, running
 from tests.services.waiting import TIMEOUT_S, eventually
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.planner import rounds
-from services.planner.core.round_order import Asked, in_order
+from services.planner.core.operations.round_order import Asked, in_order
 from services.planner.scaler import ScaleRequest
 from shared import subjects
 from shared.errors import Conflict, DeadlineExceeded

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from services.worker.registration import Registration, Standing
+from services.worker.instance.registration import Registration, Standing
 from shared import subjects
 from shared.bus.nats import NatsBus
 from shared.errors import BlitzError

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.worker.instance import InstanceFactory
-from services.worker.weight_mover import WeightMover
+from services.worker.instance.instance import InstanceFactory
+from services.worker.weights.mover import WeightMover
 from shared import subjects
 from shared.bus.memory import MemoryBroker
 from shared.errors import Conflict, NotFound

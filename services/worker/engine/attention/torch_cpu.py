@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.worker.engine.dtypes import TORCH_DTYPES
+from services.worker.memory.dtypes import TORCH_DTYPES
 from shared.model_spec import ModelSpec
 
 QUERY_TILE_TOKENS = 256

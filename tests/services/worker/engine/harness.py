@@ -10,11 +10,11 @@ from itertools import pairwise
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.worker.engine.arena import HostArena
 from services.worker.engine.base import Batch, Slice
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
-from services.worker.engine.loader import load_unit
 from services.worker.engine.torch_engine import TorchEngine
+from services.worker.memory.arena import HostArena
+from services.worker.memory.loader import load_unit
 from shared.checkpoint import inspect_checkpoint
 from tests.checkpoints import VOCAB_SIZE, tiny_checkpoint
 

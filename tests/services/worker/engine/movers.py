@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.worker.engine.base import Activation, Batch, Engine, SamplingRow
-from services.worker.engine.mock import MockEngine
+from services.worker.engine.mock.engine import MockEngine
 from shared.messages.generation import SamplingParams
 from tests.services.worker.engine.harness import DrivenSequence, loaded_engine, prompt_of
 

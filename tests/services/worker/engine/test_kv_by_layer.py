@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from services.worker.engine.base import Engine
-from services.worker.engine.mock import MockEngine
+from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.torch_engine import TorchEngine
 from shared.errors import BadRequest
 from tests.checkpoints import KINDS

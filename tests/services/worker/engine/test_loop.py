@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from services.worker.core.scheduler import SchedulerConfig
-from services.worker.core.sequence import Sequence
 from services.worker.engine.loop import EngineLoop, StepOutput
-from services.worker.engine.mock import MockEngine, MockTiming, next_token
+from services.worker.engine.mock.engine import MockEngine, MockTiming, next_token
 from services.worker.engine.thread import EngineThread
+from services.worker.scheduling.scheduler import SchedulerConfig
+from services.worker.scheduling.sequence import Sequence
 from shared.errors import Overloaded, Unavailable
 from shared.messages.generation import SamplingParams
 from tests.services.worker.pausing import pause

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from services.worker.core.scheduler import SampledToken, SchedulerConfig
-from services.worker.core.sequence import Sequence
 from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop, StepOutput
-from services.worker.engine.mock import MockEngine, next_token
+from services.worker.engine.mock.engine import MockEngine, next_token
+from services.worker.scheduling.scheduler import SampledToken, SchedulerConfig
+from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import DecodePlace, SamplingParams
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_LAYERS = 32, 4, 3

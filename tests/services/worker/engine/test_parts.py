@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.worker.core.output import TokenOutput
-from services.worker.core.scheduler import SchedulerConfig
-from services.worker.core.sequence import Sequence as Request
 from services.worker.engine.base import Activation, Batch, Engine, Logits, Sampled, SamplingRow
 from services.worker.engine.loop import EngineLoop, StepOutput
-from services.worker.engine.mock import MockEngine, MockFaults, next_token
+from services.worker.engine.mock.engine import MockEngine, MockFaults, next_token
 from services.worker.engine.thread import EngineThread
 from services.worker.engine.torch_engine import TorchEngine
+from services.worker.scheduling.output import TokenOutput
+from services.worker.scheduling.scheduler import SchedulerConfig
+from services.worker.scheduling.sequence import Sequence as Request
 from shared.errors import BlitzError, EngineBroken, PeerLost
 from shared.messages.generation import SamplingParams
 from tests.services.worker.engine.harness import loaded_engine
@@ -285,7 +285,7 @@ def test_a_real_model_gives_the_same_tokens_beside_a_request_that_fails(
 
 def test_the_mocks_faults_strike_batches_with_their_token(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[tuple[int, int]] = []
-    monkeypatch.setattr("services.worker.engine.mock.os.kill", lambda pid, number: killed.append((pid, number)))
+    monkeypatch.setattr("services.worker.engine.mock.engine.os.kill", lambda pid, number: killed.append((pid, number)))
     faults = MockFaults(raise_token=BAD, kill_token=BAD + 1)
     engine = MockEngine(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, faults=faults)
     loop = loop_of(engine)

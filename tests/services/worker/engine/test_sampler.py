@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 import torch
 
-from services.worker.core.token_counts import TokenCounts
 from services.worker.engine.base import SamplingRow
 from services.worker.engine.sampler import sample_rows
+from services.worker.scheduling.token_counts import TokenCounts
 from shared.messages.generation import SamplingParams
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.worker.engine.arena import HostArena
 from services.worker.engine.base import Batch, Slice
 from services.worker.engine.kv_pool import KvPool
-from services.worker.engine.loader import load_unit
 from services.worker.engine.torch_engine import TorchEngine
+from services.worker.memory.arena import HostArena
+from services.worker.memory.loader import load_unit
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BadRequest
 from tests.checkpoints import KINDS, tiny_checkpoint

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from services.worker.core.output import TokenOutput
-from services.worker.core.scheduler import SchedulerConfig
-from services.worker.core.sequence import Sequence as Request
 from services.worker.engine.loop import EngineLoop
-from services.worker.engine.mock import MockActivation, MockEngine, next_token
+from services.worker.engine.mock.engine import MockActivation, MockEngine, next_token
 from services.worker.live.batch import PromptBatch
+from services.worker.scheduling.output import TokenOutput
+from services.worker.scheduling.scheduler import SchedulerConfig
+from services.worker.scheduling.sequence import Sequence as Request
 from shared.messages.generation import SamplingParams
 from shared.messages.live import ZigzagAssignment
 from shared.messages.scaling import ChainMember

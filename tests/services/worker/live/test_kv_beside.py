@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.core.output import TokenOutput
-from services.worker.core.schedule import SampledToken
-from services.worker.core.sequence import Sequence
 from services.worker.live.source_work import Pulled
+from services.worker.scheduling.output import TokenOutput
+from services.worker.scheduling.schedule import SampledToken
+from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import DecodePlace
 from tests.services.worker.live.members import NUM_LAYERS, batch_of, engine_of, expected, request, run_all, tokens_of
 from tests.services.worker.live.test_source_work import Source

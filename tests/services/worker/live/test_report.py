@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.core.pair import PairState
+from services.worker.live.pair import PairState
 from services.worker.live.report import PairRecord
 from services.worker.live.source_work import SourceWork
 from shared.messages.codec import decode, encode

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.worker.core.pair import PairLife
 from services.worker.live import source_line as source_line_module
+from services.worker.live.pair import PairLife
 from services.worker.live.source_line import SourceLine
 from services.worker.live.tensors import Tensors
 from shared import subjects

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.core.output import TokenOutput
-from services.worker.core.sequence import Sequence
 from services.worker.live.batch import PromptBatch
 from services.worker.live.target_work import Held, TargetWork
+from services.worker.scheduling.output import TokenOutput
+from services.worker.scheduling.sequence import Sequence
 from shared.zigzag.batch import State
 from shared.zigzag.queue import Claim, Queue
 from tests.services.worker.live.members import (

@@ -1,0 +1,96 @@
+"""What instances and gateways reported last, and what it means for live scaling: how long each queue takes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from math import inf
+
+from services.planner.core.live.pairs import Overloaded
+from shared.messages.load import LoadReport, ModelQueue, QueueReport
+
+REPORT_TTL_S = 2.0
+"""Reports older than this are of something dead."""
+MIN_TOKENS_PER_S = 1e-9
+"""Nobody measures less, and dividing by it has no end."""
+ASSUMED_TOKENS_PER_S = 2000.0
+"""Prompt tokens per second of an instance, until one reports what it measured."""
+
+
+class LoadBook:
+    """The latest report of each instance and gateway. Times are of any one clock, in seconds."""
+
+    def __init__(
+        self, *, assumed_tokens_per_s: float = ASSUMED_TOKENS_PER_S, report_ttl_s: float = REPORT_TTL_S
+    ) -> None:
+        self._assumed_tokens_per_s = assumed_tokens_per_s
+        self._report_ttl_s = report_ttl_s
+        self._instances: dict[str, tuple[float, LoadReport]] = {}
+        self._gateways: dict[str, tuple[float, tuple[ModelQueue, ...]]] = {}
+        self._model_tokens_per_s: dict[str, float] = {}
+        """The latest figure of any of a model's instances."""
+
+    def on_load(self, report: LoadReport, now_s: float) -> None:
+        """An instance reports."""
+        self._instances[report.instance_id] = (now_s, report)
+        if MIN_TOKENS_PER_S < report.prefill_tokens_per_s < inf:
+            self._model_tokens_per_s[report.model] = report.prefill_tokens_per_s
+
+    def on_queue(self, report: QueueReport, now_s: float) -> None:
+        """A gateway reports."""
+        self._gateways[report.gateway_id] = (now_s, report.models)
+
+    def forget(self, now_s: float) -> None:
+        """Forget who has been silent for too long."""
+        ttl_s = self._report_ttl_s
+        self._instances = {k: v for k, v in self._instances.items() if now_s - v[0] <= ttl_s}
+        self._gateways = {k: v for k, v in self._gateways.items() if now_s - v[0] <= ttl_s}
+
+    def tokens_per_s(self, model: str, instance_id: str = "") -> float:
+        """Prefill speed as that instance reports it, else as the model's latest report has it, else as is assumed."""
+        known = self._instances.get(instance_id)
+        own = known[1].prefill_tokens_per_s if known is not None else 0.0
+        return (
+            own
+            if MIN_TOKENS_PER_S < own < inf
+            else self._model_tokens_per_s.get(model, 0.0) or self._assumed_tokens_per_s
+        )
+
+    def overloaded(
+        self,
+        model: str,
+        instance_ids: Collection[str],
+        *,
+        slo_ttft_s: float,
+        now_s: float,
+        in_pairs: Collection[str] = (),
+    ) -> tuple[Overloaded, ...]:
+        """The queue and the slack of each of ``instance_ids``, which are all that serve ``model``.
+
+        What gateways hold is shared evenly. An instance that reports nothing has only that share. ``in_pairs``:
+        instances that scale live already.
+        """
+        self.forget(now_s)
+        queues = [q for _, models in self._gateways.values() for q in models if q.model == model]
+        share_tokens = sum(q.queued_tokens for q in queues) / max(1, len(instance_ids))
+        reports = {i: self._instances[i][1] for i in instance_ids if i in self._instances}
+        prompt_tokens = _mean_prompt_tokens(queues, reports.values())
+        made = []
+        for instance_id in sorted(instance_ids):
+            report = reports.get(instance_id)
+            speed = self.tokens_per_s(model, instance_id)
+            queued_tokens = share_tokens + (report.queued_tokens if report is not None else 0)
+            waited_s = report.oldest_queued_s if report is not None else 0.0
+            slack_s = slo_ttft_s - waited_s - prompt_tokens / speed
+            made.append(Overloaded(instance_id, queued_tokens / speed, slack_s, instance_id in in_pairs))
+        return tuple(made)
+
+
+def _mean_prompt_tokens(queues: Iterable[ModelQueue], reports: Iterable[LoadReport]) -> float:
+    """Of what waits at gateways; else of all that arrived there; else of what waits at instances. 0: nobody knows."""
+    queues, reports = list(queues), list(reports)
+    sums = (
+        (sum(q.queued_tokens for q in queues), sum(q.queued_requests for q in queues)),
+        (sum(q.arrived_prompt_tokens_total for q in queues), sum(q.arrived_requests_total for q in queues)),
+        (sum(r.queued_tokens for r in reports), sum(r.queued_requests for r in reports)),
+    )
+    return next((tokens / requests for tokens, requests in sums if requests), 0.0)

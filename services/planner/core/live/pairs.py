@@ -1,0 +1,142 @@
+"""Which instances scale live, and with whom (paper, section 5.2, "Selecting instances for live scaling").
+
+By default a pair is made only where both hold: loading first and serving then would break the SLO, and an overloaded
+instance is there to cooperate with. Each overloaded instance gets one loading instance: a tail of the chains, which
+feeds nobody, so that its activations and KV compete with no weights. The slowest tail goes to the instance with the
+longest queue: it is the one that would stand idle longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from services.planner.core.multicast.explain import MAX_EDGES, MAX_NAMES
+from shared.messages.common import LiveChoice
+
+
+@dataclass(frozen=True, slots=True)
+class Overloaded:
+    """An instance whose queue is too long for its SLO, or may be."""
+
+    instance_id: str
+    queue_s: float
+    """Time that it needs alone for what waits."""
+    slack_s: float
+    """Time that the earliest waiting request has left of its TTFT, its own prefill subtracted; negative: too late."""
+    live: bool = False
+    """It is in a pair already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A source (instance id) and a target (worker id) that scale live together, and why."""
+
+    source: str
+    target: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The pairs, and per instance that got none the reason."""
+
+    pairs: tuple[Pair, ...]
+    declined: tuple[str, ...]
+
+    @property
+    def explain(self) -> tuple[str, ...]:
+        """Both in words, long lists cut."""
+        lines = [f"live: {pair.why}" for pair in self.pairs[:MAX_EDGES]]
+        lines += [f"not live: {line}" for line in self.declined[:MAX_NAMES]]
+        left = max(0, len(self.pairs) - MAX_EDGES)
+        if left:
+            lines.append(f"live: and {left} more pairs in the same way")
+        left = max(0, len(self.declined) - MAX_NAMES)
+        if left:
+            lines.append(f"not live: and {left} more instances")
+        return tuple(lines)
+
+
+def num_sources(overloaded: Sequence[Overloaded], choice: LiveChoice = "auto") -> int:
+    """How many instances would take a partner: so many tails are of use."""
+    return len(_sources(overloaded, choice)[0])
+
+
+def select_pairs(
+    overloaded: Sequence[Overloaded],
+    tails: Mapping[str, float],
+    *,
+    choice: LiveChoice = "auto",
+    margin_s: float = 0.0,
+) -> Selection:
+    """Pair ``tails`` with overloaded instances; see the top.
+
+    ``tails``: predicted seconds until each worker that feeds nobody has everything; 0: nobody knows, taken for late.
+    Only those that may go live (a decode instance never does: weights and KV would both come in). ``choice``:
+    ``always`` asks neither for overload nor for lateness, ``never`` makes no pairs. ``margin_s``: predictions this
+    close to the slack count as late.
+    """
+    if choice == "never":
+        return Selection((), ())
+    finish_s = {t: at_s or float("inf") for t, at_s in tails.items()}
+    free = sorted(finish_s, key=lambda t: (-finish_s[t], t))
+    sources, declined = _sources(overloaded, choice)
+    if choice == "always" and not overloaded:
+        declined.append("no instance serves that could be a source")
+    pairs: list[Pair] = []
+    for source in sources:
+        name = source.instance_id
+        if not free:
+            declined.append(f"{name}: no tail is left to go live")
+            continue
+        late = [t for t in free if choice == "always" or finish_s[t] + margin_s > source.slack_s]
+        if not late:
+            declined.append(
+                f"{name}: stop-the-world meets the SLO; the slowest tail, {free[0]}, has all layers in "
+                f"{finish_s[free[0]]:.3f} s, the slack is {source.slack_s:.3f} s"
+            )
+            continue
+        target = late[0]
+        free.remove(target)
+        pairs.append(Pair(name, target, (_asked if choice == "always" else _needed)(source, target, tails[target])))
+    return Selection(tuple(pairs), tuple(declined))
+
+
+def _needed(source: Overloaded, target: str, finish_s: float) -> str:
+    when = f"in {finish_s:.3f} s" if finish_s else "nobody knows when"
+    return f"{target} is a tail that has all layers {when}; {source.instance_id} has {_queue(source)}"
+
+
+def _asked(source: Overloaded, target: str, finish_s: float) -> str:
+    name = source.instance_id
+    queue = f"; {name} has {_queue(source)}" if source.queue_s else ""
+    when = f"{target} is expected to have all layers in {finish_s:.3f} s"
+    if not finish_s:
+        when = f"nobody knows when {target} has all layers"
+    return f"{target} helps {name} (asked for); {when}{queue}"
+
+
+def _queue(source: Overloaded) -> str:
+    return f"{source.queue_s:.3f} s of queue and {source.slack_s:.3f} s of slack"
+
+
+def _sources(overloaded: Sequence[Overloaded], choice: LiveChoice) -> tuple[list[Overloaded], list[str]]:
+    """Those that want a partner, the longest queue first, and why the others do not."""
+    sources: list[Overloaded] = []
+    declined: list[str] = []
+    if choice == "never":
+        return sources, declined
+    for one in sorted(overloaded, key=lambda o: (-o.queue_s, o.instance_id)):
+        if one.live:
+            declined.append(f"{one.instance_id}: it is in a pair already")
+        elif choice == "auto" and not one.queue_s:
+            # Even if one prompt alone would take longer than the SLO allows.
+            declined.append(f"{one.instance_id}: nothing waits")
+        elif choice == "auto" and one.queue_s <= one.slack_s:
+            declined.append(
+                f"{one.instance_id}: not overloaded; {one.queue_s:.3f} s of queue within {one.slack_s:.3f} s of slack"
+            )
+        else:
+            sources.append(one)
+    return sources, declined

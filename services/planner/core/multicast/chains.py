@@ -1,0 +1,183 @@
+"""From the multicast planner's edges to the hops and stripes that workers carry out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from services.planner.core.multicast.cluster import Cluster, WorkerCopy
+from services.planner.core.multicast.edges import Edge
+from services.planner.core.multicast.explain import names
+from services.planner.core.multicast.flows import Load, Source
+from services.planner.core.multicast import plan as multicast
+from services.planner.core.multicast.topology import Topology
+from shared.messages.scaling import Chain, Copy, Hop, Stripe
+
+MAX_FALLBACKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChains:
+    """The chains, where to turn to when they break, and why they are as they are."""
+
+    chains: tuple[Chain, ...]
+    explain: tuple[str, ...]
+    left_out: tuple[str, ...]
+    fallbacks: tuple[Copy, ...] = ()
+    keep_on_host: bool = False
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Worker ids, in the order of chains and hops."""
+        return tuple(t for chain in self.chains for hop in chain.hops for t in hop.targets)
+
+    @property
+    def links(self) -> tuple[tuple[str, str], ...]:
+        """Who sends to whom: the source and target workers of all stripes between two workers."""
+        stripes = (s for chain in self.chains for hop in chain.hops for s in hop.stripes)
+        return tuple(dict.fromkeys((s.source, s.target) for s in stripes if s.source not in ("", s.target)))
+
+    @property
+    def tails(self) -> tuple[str, ...]:
+        """Targets at the end of a chain that send no stripe to another: candidates for live scaling. What the members
+        of a hop send each other inside their scale-up domain does not count."""
+        senders = {source for source, _ in self.links}
+        return tuple(t for chain in self.chains for t in chain.hops[-1].targets if t not in senders)
+
+    @property
+    def predicted_s(self) -> dict[str, float]:
+        """Predicted finish of each target; 0: nobody knows."""
+        return {t: hop.predicted_finish_s for chain in self.chains for hop in chain.hops for t in hop.targets}
+
+
+def plan_worker_chains(cluster: Cluster, num_targets: int, model_bytes: int, *, tails: int = 1) -> WorkerChains:
+    """Plan ``num_targets`` new copies on the spare workers, in ``tails`` chains at least, where copies allow.
+
+    Without any source the first group reads the checkpoint from its disk and forwards it. Fewer spare workers than
+    targets give a smaller plan that says so. Raises what ``multicast.plan`` raises.
+    """
+    flows = [*cluster.transfers, *cluster.serving]
+    copies, notes = _sources(cluster, Load.of(cluster.topology, flows))
+    planned = multicast.plan(
+        cluster.topology,
+        _as_sources(copies),
+        [w.worker_id for w in cluster.spare],
+        num_targets,
+        flows,
+        model_bytes,
+        tails=tails,
+    )
+    hops = _Hops(cluster, model_bytes)
+    chains = tuple(
+        Chain(hops=tuple(hops.of(edge) for edge in chain.edges), chunk_bytes=chain.chunk_bytes)
+        for chain in planned.chains
+    )
+    left_out = left_out_of(cluster, sum(len(edge.targets) for edge in planned.edges), num_targets)
+    if not chains:
+        return WorkerChains((), (), left_out)
+    return WorkerChains(chains, (*notes, *planned.explain), left_out, fallbacks_of(cluster, chains))
+
+
+def spare_workers(num: int) -> str:
+    """``no worker is spare``, ``1 worker is spare``, ..."""
+    return "no worker is spare" if num == 0 else "1 worker is spare" if num == 1 else f"{num} workers are spare"
+
+
+def left_out_of(cluster: Cluster, num_planned: int, num_targets: int) -> tuple[str, ...]:
+    """What was asked for and not planned, and why."""
+    if num_planned >= num_targets:
+        return cluster.refused
+    free = len(cluster.spare)
+    lines = [f"{num_targets - num_planned} of {num_targets} more instances have no worker: {spare_workers(free)}"]
+    if cluster.too_small:
+        lines.append(cluster.too_small)
+    return (*lines, *cluster.refused)
+
+
+def fallbacks_of(cluster: Cluster, chains: Iterable[Chain]) -> tuple[Copy, ...]:
+    """Complete copies for a target that lost its upstreams: GPU copies that the plan does not use, those that stay
+    and do not send first; then the plan's own sources; then host copies."""
+    stripes = [s for chain in chains for hop in chain.hops for s in hop.stripes]
+    used = dict.fromkeys((s.source_kind, s.source) for s in stripes)
+    complete = {(c.kind, c.worker_id): c for c in cluster.copies}
+    unused = [c for key, c in complete.items() if key not in used]
+    gpus = sorted((c for c in unused if c.kind == "gpu"), key=lambda c: (c.draining, c.sending, c.worker_id))
+    hosts = sorted((c for c in unused if c.kind == "host"), key=lambda c: (c.sending, c.worker_id))
+    own = [complete[kind, name] for kind, name in used if kind != "disk" and (kind, name) in complete]
+    return tuple(Copy(worker_id=c.worker_id, kind=c.kind) for c in (*gpus, *own, *hosts)[:MAX_FALLBACKS])
+
+
+def _sources(cluster: Cluster, load: Load) -> tuple[list[WorkerCopy], tuple[str, ...]]:
+    """Complete copies; where all of them send already, also those that still load: they forward as they receive."""
+    copies = list(cluster.copies)
+    # Those that send through a NIC are in the multicast's own explanation.
+    inside = [c.worker_id for c in copies if c.sending and not load.egress.get(_nic_id(c, cluster.topology))]
+    notes = (f"sending inside their host, read only after the others: {names(inside)}",) if inside else ()
+    if not cluster.loading or any(not _spent(c, cluster.topology, load) for c in copies):
+        return copies, notes
+    loading = [f"{c.worker_id} (whole in {c.ready_s:.3g} s)" for c in cluster.loading]
+    return [*copies, *cluster.loading], (*notes, f"sources that still load, no whole copy is idle: {names(loading)}")
+
+
+def _spent(copy: WorkerCopy, topology: Topology, load: Load) -> bool:
+    # Inside a host weights use no NIC, so being a sender counts by itself.
+    return copy.sending or bool(load.egress.get(_nic_id(copy, topology)))
+
+
+def _nic_id(copy: WorkerCopy, topology: Topology) -> str:
+    return topology.gpus[copy.worker_id].nic.nic_id
+
+
+def _as_sources(copies: Sequence[WorkerCopy]) -> list[Source]:
+    """Each GPU copy, and one host copy per host."""
+    sources = [
+        Source(c.worker_id, "gpu", leaving=c.draining or c.sending, ready_s=c.ready_s)
+        for c in copies
+        if c.kind == "gpu"
+    ]
+    by_host: dict[str, list[WorkerCopy]] = {}
+    for c in copies:
+        if c.kind == "host":
+            by_host.setdefault(c.worker.host, []).append(c)
+    return sources + [Source(host, "host", leaving=all(c.sending for c in held)) for host, held in by_host.items()]
+
+
+class _Hops:
+    """Edges name hosts and byte ranges; hops name workers and shares."""
+
+    def __init__(self, cluster: Cluster, model_bytes: int) -> None:
+        self._gpus = cluster.topology.gpus
+        self._holders = cluster.host_holders()
+        self._serving = Load.of(cluster.topology, cluster.serving)
+        self._model_bytes = model_bytes
+
+    def of(self, edge: Edge) -> Hop:
+        stripes = []
+        for s in edge.stripes:
+            source = self._worker(s.source, s.source_kind, s.target)
+            share = (s.end_byte - s.first_byte) / self._model_bytes
+            capped = edge.via == "network" and self._serves(source, s.target)
+            stripes.append(
+                Stripe(
+                    source=source,
+                    source_kind=s.source_kind,
+                    target=s.target,
+                    share=share,
+                    cap_gbps=share * edge.gbps if capped else 0.0,
+                )
+            )
+        return Hop(targets=edge.targets, stripes=tuple(stripes), predicted_finish_s=edge.finish_s)
+
+    def _worker(self, holder: str, kind: str, target: str) -> str:
+        if kind == "disk":
+            return ""
+        if kind == "gpu":
+            return holder
+        # A target that holds the host copy itself reads its own memory; nobody has to send.
+        workers = self._holders[holder]
+        return target if target in workers else workers[0]
+
+    def _serves(self, source: str, target: str) -> bool:
+        """Whether serving has a share of a direction that the stripe takes: it must keep it."""
+        out, into = self._gpus[source].nic.nic_id, self._gpus[target].nic.nic_id
+        return bool(self._serving.egress.get(out) or self._serving.ingress.get(into))

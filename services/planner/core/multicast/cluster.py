@@ -1,0 +1,205 @@
+"""What a plan is made from: the registry's facts and our transfers in flight, for one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from services.planner.core.multicast.explain import MAX_NAMES
+from services.planner.core.multicast.flows import Flow
+from services.planner.core.multicast.topology import Topology, topology_of, with_copy_holders
+from services.planner.core.multicast.traffic import BUSY_NIC_SHARE, Transfers, serving_flows, transfer_flows
+from shared.messages.registry import ModelRecord, WorkerInfo, WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCopy:
+    """A copy of the model that a worker holds: in its GPU, or in its host's memory."""
+
+    worker: WorkerInfo
+    kind: Literal["gpu", "host"] = "gpu"
+    instance_id: str = ""
+    """Of a GPU copy."""
+    draining: bool = False
+    sending: bool = False
+    """It sends weights of another plan now."""
+    ready_s: float = 0.0
+    """When a copy that still loads will be whole, from now."""
+
+    @property
+    def worker_id(self) -> str:
+        return self.worker.worker_id
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Everything that planning one model's scale operation looks at. Sequences are in the order of worker ids."""
+
+    topology: Topology
+    workers: Mapping[str, WorkerInfo]
+    """All that the topology knows."""
+    copies: tuple[WorkerCopy, ...] = ()
+    """Complete ones."""
+    loading: tuple[WorkerCopy, ...] = ()
+    """Copies that will be complete: sources where every complete one sends already."""
+    spare: tuple[WorkerInfo, ...] = ()
+    """Workers that are free and can hold the model."""
+    transfers: tuple[Flow, ...] = ()
+    """Weights in flight."""
+    serving: tuple[Flow, ...] = ()
+    """Traffic that is not ours."""
+    refused: tuple[str, ...] = ()
+    """Workers that could take part if their facts did not contradict others', and the contradictions."""
+    too_small: str = ""
+    """Spare workers that cannot hold the model, in words."""
+
+    def host_holders(self) -> dict[str, list[str]]:
+        """Workers with a complete host copy, by host."""
+        holders: dict[str, list[str]] = {}
+        for copy in self.copies:
+            if copy.kind == "host":
+                holders.setdefault(copy.worker.host, []).append(copy.worker_id)
+        return holders
+
+
+class Clusters:
+    """The registry's facts and our transfers at one moment, from which each model's view of them is made.
+
+    What is the same for all models is looked at once, so that a round for many of them costs little more than for one.
+    """
+
+    def __init__(
+        self,
+        records: Iterable[WorkerRecord],
+        *,
+        transfers: Transfers | None = None,
+        busy_nic_share: float = BUSY_NIC_SHARE,
+    ) -> None:
+        """``transfers`` None plans as if no NIC carried anything."""
+        self.records = sorted(records, key=lambda r: r.worker.worker_id)
+        self._by_model: dict[str, list[WorkerRecord]] = {}
+        self._by_hash: dict[str, list[WorkerRecord]] = {}
+        self._spare: dict[str, WorkerRecord] = {}
+        for record in self.records:
+            for name in {record.instance.model} if record.instance is not None else {record.lease_model} - {""}:
+                self._by_model.setdefault(name, []).append(record)
+            hashes = {c.model_hash for c in record.host_copies}
+            for model_hash in hashes | ({record.instance.model_hash} if record.instance is not None else set()):
+                self._by_hash.setdefault(model_hash, []).append(record)
+            if record.state == "spare" and not record.lease_plan_id and not record.stopping:
+                self._spare[record.worker.worker_id] = record
+        self._registered = topology_of(r.worker for r in self.records)
+        topology = self._registered.topology
+        known = [r for r in self.records if r.worker.worker_id in topology.gpus]
+        self._workers = {r.worker.worker_id: r.worker for r in known}
+        running = transfers.running if transfers is not None else ()
+        self._senders = {source for source, _ in running}
+        self._transfers = tuple(transfer_flows(topology, running))
+        self._serving = (
+            tuple(serving_flows(topology, known, transfers, busy_nic_share)) if transfers is not None else ()
+        )
+
+    def of_model(self, name: str) -> Sequence[WorkerRecord]:
+        """Workers with an instance of a model, or leased for one."""
+        return self._by_model.get(name, ())
+
+    def take(self, worker_ids: Iterable[str]) -> None:
+        """These workers are spare no more: a plan of this round has them."""
+        for worker_id in worker_ids:
+            self._spare.pop(worker_id, None)
+
+    @property
+    def num_spare(self) -> int:
+        """Workers that are left."""
+        return len(self._spare)
+
+    def of(
+        self,
+        model: ModelRecord,
+        *,
+        remaining_s: Mapping[tuple[str, str], float] | None = None,
+        avoided: Mapping[str, str] | None = None,
+        at_least: int = 0,
+    ) -> Cluster:
+        """The cluster as ``model`` sees it.
+
+        ``remaining_s``: how long instances that load by running plans will take, by (worker id, instance id); only
+        those can be sources before they are whole. ``avoided``: workers that are not to load the model now, and why;
+        unless fewer than ``at_least`` others are spare.
+        """
+        mine = self._by_hash.get(model.model_hash, ())
+        holders = {r.worker.worker_id for r in mine if _holds_on_host(r, model)}
+        topology = with_copy_holders(self._registered.topology, (r.worker for r in mine), holders)
+        copies: list[WorkerCopy] = []
+        loading: list[WorkerCopy] = []
+        for r in mine:
+            name = r.worker.worker_id
+            if name not in topology.gpus:
+                continue
+            sending = name in self._senders
+            if r.instance is not None and _is_copy_of(r, model):
+                instance_id = r.instance.instance_id
+                remaining = (remaining_s or {}).get((name, instance_id))
+                if r.state in ("serving", "draining"):
+                    leaves = r.state == "draining" or r.stopping
+                    copies.append(WorkerCopy(r.worker, "gpu", instance_id, leaves, sending))
+                elif r.state in ("loading", "live") and remaining is not None:
+                    loading.append(WorkerCopy(r.worker, "gpu", instance_id, False, sending, remaining))
+            if name in holders:
+                copies.append(WorkerCopy(r.worker, "host", sending=sending))
+        free = [r.worker for r in self._spare.values()]
+        small = sum(1 for w in free if w.arena_bytes < model.weights_bytes)
+        fitting = [w for w in free if w.arena_bytes >= model.weights_bytes]
+        could = {w.worker_id for w in fitting} | holders
+        could.update(r.worker.worker_id for r in mine if _is_copy_of(r, model))
+        shunned = {w.worker_id: (avoided or {})[w.worker_id] for w in fitting if w.worker_id in (avoided or {})}
+        for worker_id in list(shunned)[: max(0, at_least - (len(fitting) - len(shunned)))]:
+            del shunned[worker_id]
+        return Cluster(
+            topology=topology,
+            workers=self._workers,
+            copies=tuple(copies),
+            loading=tuple(loading),
+            spare=tuple(w for w in fitting if w.worker_id in topology.gpus and w.worker_id not in shunned),
+            transfers=self._transfers,
+            serving=self._serving,
+            refused=(
+                *_lines(
+                    f"worker {name} is left out: {why}"
+                    for name, why in self._registered.refused.items()
+                    if name in could
+                ),
+                *_lines(f"worker {name} is avoided: {why}" for name, why in shunned.items()),
+            ),
+            too_small=f"{small} spare workers' arenas hold less than {model.weights_bytes} bytes" if small else "",
+        )
+
+
+def cluster_of(
+    records: Iterable[WorkerRecord],
+    model: ModelRecord,
+    *,
+    transfers: Transfers | None = None,
+    remaining_s: Mapping[tuple[str, str], float] | None = None,
+    busy_nic_share: float = BUSY_NIC_SHARE,
+) -> Cluster:
+    """The cluster as one model sees it (``Clusters.of``)."""
+    return Clusters(records, transfers=transfers, busy_nic_share=busy_nic_share).of(model, remaining_s=remaining_s)
+
+
+def _is_copy_of(record: WorkerRecord, model: ModelRecord) -> bool:
+    held = record.instance
+    return held is not None and (held.model_hash, held.layout_hash) == (model.model_hash, model.layout_hash)
+
+
+def _holds_on_host(record: WorkerRecord, model: ModelRecord) -> bool:
+    wanted = (model.model_hash, model.layout_hash, "ready")
+    return any((c.model_hash, c.layout_hash, c.state) == wanted for c in record.host_copies)
+
+
+def _lines(lines: Iterable[str]) -> tuple[str, ...]:
+    every = tuple(lines)
+    if len(every) <= MAX_NAMES:
+        return every
+    return (*every[:MAX_NAMES], f"and {len(every) - MAX_NAMES} more")

@@ -1,0 +1,329 @@
+"""Step 3 of Figure 11: the loop that gives every target group its sources."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from services.planner.core.multicast.edges import Draft, Lane
+from services.planner.core.multicast.egress import TOLERANCE_GBPS, Egress, Outlet
+from services.planner.core.multicast.flows import Load, Source
+from services.planner.core.multicast.stripes import match_gbps
+from services.planner.core.multicast.targets import Port, TargetGroup, make_group
+from services.planner.core.multicast.topology import Nic, Topology
+from shared.messages.scaling import SourceKind
+
+
+class Greedy:
+    """State of one planning run: which directions are spent, and who holds a copy by now."""
+
+    def __init__(
+        self, topology: Topology, sources: Sequence[Source], load: Load, *, sharded: bool, chains: int
+    ) -> None:
+        """``sources`` in order of preference. ``chains``: how many to start while unspent copies last."""
+        self._topology = topology
+        self._load = load
+        self._sharded = sharded
+        self._chains = chains
+        self._started = 0
+        self.egress = Egress()
+        self._borrowed: list[str] = []
+        """NICs that are listed although serving sends through them: there was nothing else yet."""
+        self._reusable: list[tuple[float, int, str]] = []
+        self._senders: dict[str, tuple[int, Nic, str, bool]] = {}
+        self._unseen: list[TargetGroup] = []
+        self.overbooked = False
+        """Some direction is promised more than it has: rates need a second look."""
+        self._sent_gbps: dict[str, float] = {}
+        self._taken_in: dict[str, float] = {}
+        self._draft_of: dict[str, Draft] = {}
+        self._in_domain: dict[str, list[str]] = {}
+        self._host_copies: dict[str, str] = {}
+        self._at_host: dict[str, list[tuple[str, ...]]] = {}
+        self._add_sources(sources)
+
+    def _add_sources(self, sources: Sequence[Source]) -> None:
+        """Step 1: prune NICs whose outgoing direction is in use, unless nothing is left; sort leaves by bandwidth."""
+        topology, load = self._topology, self._load
+        outlets: dict[str, Outlet] = {}
+        for source in sources:
+            if source.kind == "host":
+                host = topology.hosts[source.holder]
+                nic, gbps, is_host = host.nic, min(host.nic.gbps, host.host_link_gbps), True
+                self._host_copies.setdefault(host.host_id, source.holder)
+            else:
+                gpu = topology.gpus[source.holder]
+                nic, gbps, is_host = gpu.nic, gpu.nic.gbps, False
+                self._in_domain.setdefault(gpu.domain, []).append(gpu.gpu_id)
+                self._at_host.setdefault(gpu.host, []).append((gpu.gpu_id,))
+            self._remember(nic, source.holder, is_host)
+            outlets.setdefault(nic.nic_id, Outlet(nic, source.holder, is_host, gbps))
+        # The preferred copy of a host feeds its neighbours first; chain ends are put behind and found before it.
+        for copies in self._at_host.values():
+            copies.reverse()
+        free = [o for o in outlets.values() if not load.egress.get(o.nic.nic_id)]
+        if not free:
+            free = list(outlets.values())
+            for outlet in free:
+                outlet.gbps = min(outlet.gbps, load.egress_gbps(outlet.nic))
+            free.sort(key=lambda o: (-o.gbps, o.is_host, o.nic.nic_id))
+            self._borrowed = list(outlets)
+        by_leaf: dict[str, list[Outlet]] = {}
+        for outlet in free:
+            by_leaf.setdefault(outlet.nic.leaf, []).append(outlet)
+        for leaf in sorted(by_leaf, key=lambda name: (-sum([o.gbps for o in by_leaf[name]]), name)):
+            for outlet in by_leaf[leaf]:
+                self.egress.add(outlet, fresh=True)
+        self.leaf_order = {leaf: i for i, leaf in enumerate(self.egress.leaves)}
+        self.source_domains = frozenset(self._in_domain)
+        self.source_hosts = frozenset(self._at_host) | frozenset(self._host_copies)
+
+    def plan(self, group: TargetGroup, cap_gbps: float) -> Draft:
+        """Spend sources for this group and list it as a source. There must be at least one source."""
+        crowded = group.host in self._topology.crowded_hosts
+        ported = 0.0 if group.disturbs else group.ingress_gbps
+        if crowded:
+            group = self._without_taken_ports(group)
+            ported = min(ported, group.ingress_gbps)
+        draft = self._scale_up(group)
+        if draft is None and (crowded or group.host in self.source_hosts):
+            draft = self._inside_host(group, min(ported, cap_gbps))
+        if draft is None:
+            draft = self._network(group, cap_gbps) or self._shared(group, cap_gbps)
+        self.joined(draft)
+        return draft
+
+    def joined(self, draft: Draft) -> None:
+        """The group's targets hold a copy (or will, as fast as they forward): their egress joins the list."""
+        group, busy, sent, draft_of = draft.group, self._load.egress, self._sent_gbps, self._draft_of
+        front = self._chains <= 1
+        outlets: dict[str, Outlet] = {}
+        for gpu in group.gpus:
+            draft_of[gpu.gpu_id] = draft
+            nic = gpu.nic
+            nic_id = nic.nic_id
+            if nic_id not in busy and nic_id not in sent and nic_id not in outlets:
+                outlets[nic_id] = Outlet(nic, gpu.gpu_id, False, nic.gbps)
+        self.egress.grow(reversed(outlets.values()) if front else outlets.values(), front=front)
+        if outlets and self._borrowed:
+            # Now something is left beside them.
+            for nic_id in self._borrowed:
+                self.egress.withdraw(nic_id)
+            self._borrowed = []
+        if group.host in self._topology.crowded_hosts:
+            self._at_host.setdefault(group.host, []).append(tuple([g.gpu_id for g in group.gpus]))
+        self.egress.to_front(group.leaf)
+        if self._sharded or draft.via == "disk":
+            # Without stripes a chain is a path: only original copies start another one.
+            self._unseen.append(group)
+
+    def _remember(self, nic: Nic, holder: str, is_host: bool) -> None:
+        if nic.nic_id not in self._senders:
+            order = len(self._senders)
+            self._senders[nic.nic_id] = (order, nic, holder, is_host)
+            heapq.heappush(self._reusable, (self._use(nic), order, nic.nic_id))
+
+    def _use(self, nic: Nic) -> float:
+        """Planned share of a NIC's outgoing direction; serving flows count as much as they take."""
+        return self._load.egress.get(nic.nic_id, 0) + self._sent_gbps.get(nic.nic_id, 0.0) / nic.gbps
+
+    def _without_taken_ports(self, group: TargetGroup) -> TargetGroup:
+        taken = [p for p in group.ports if p.nic.nic_id in self._taken_in]
+        if not taken:
+            return group
+        self.overbooked = True
+        load = Load(self._load.egress, dict(self._load.ingress))
+        for port in taken:
+            load.ingress[port.nic.nic_id] = load.ingress.get(port.nic.nic_id, 0) + 1
+        rest = make_group(self._topology, group.gpus, load)
+        rest.disturbs = group.disturbs
+        return rest
+
+    def _scale_up(self, group: TargetGroup) -> Draft | None:
+        """A copy in the group's own domain: it reaches every member over NVLink, and no NIC is used."""
+        copies = self._in_domain.get(group.domain)
+        if copies is None:
+            return None
+        gbps = self._topology.scale_up_gbps[group.domain]
+        lanes: list[Lane] = [(copies[0], "gpu", g.gpu_id, gbps / len(group.gpus), "", "") for g in group.gpus]
+        return Draft(group, "scale_up", lanes, self._parents(lanes))
+
+    def _inside_host(self, group: TargetGroup, ported_gbps: float) -> Draft | None:
+        """A copy on the same host, if that is as fast as what the network could still give through the group's NICs,
+        ``ported_gbps`` at most."""
+        receivers = [g for g in group.gpus if g.host == group.host]
+        inward = [g.host_link_gbps for g in receivers]
+        copy = self._host_copies.get(group.host)
+        lanes: list[Lane] = []
+        neighbour = self._neighbour(group)
+        if neighbour is not None:
+            outward = [self._topology.gpus[name].host_link_gbps for name in neighbour]
+            lanes = [
+                (neighbour[i], "gpu", receivers[j].gpu_id, gbps, "", "") for i, j, gbps in match_gbps(outward, inward)
+            ]
+        elif copy is not None:
+            lanes = [(copy, "host", g.gpu_id, g.host_link_gbps, "", "") for g in receivers]
+        if not lanes:
+            return None
+        listed = self.egress.listed
+        # A NIC that only loops back to itself is no way in.
+        own = sum([listed[p.nic.nic_id].gbps for p in group.ports if p.nic.nic_id in listed])
+        elsewhere = self.egress.gbps - own
+        if sum([lane[3] for lane in lanes]) < min(ported_gbps, elsewhere) - TOLERANCE_GBPS:
+            return None
+        if neighbour is not None:
+            # Its way out (PCIe) is in use now, so its NIC is no source any more; the end of the chain is.
+            for name in neighbour:
+                outlet = self.egress.listed.get(self._topology.gpus[name].nic.nic_id)
+                if outlet is not None and outlet.holder == name:
+                    heir = next((g for g in receivers if g.nic.nic_id == outlet.nic.nic_id), None)
+                    if heir is None:
+                        self.egress.withdraw(outlet.nic.nic_id)
+                    else:
+                        outlet.holder = heir.gpu_id
+            self._at_host[group.host].remove(neighbour)
+        return Draft(group, "host", lanes, self._parents(lanes))
+
+    def _neighbour(self, group: TargetGroup) -> tuple[str, ...] | None:
+        """Who forwards inside the host: the latest holder there that has not forwarded yet."""
+        gpus, sent = self._topology.gpus, self._sent_gbps
+        waiting = self._at_host.get(group.host, ())
+        busy: tuple[str, ...] | None = None
+        for names in reversed(waiting):
+            nic_ids = [gpus[name].nic.nic_id for name in names]
+            if not any(self._load.egress.get(nic_id) or nic_id in sent for nic_id in nic_ids):
+                return names
+            busy = busy or names
+        return busy
+
+    def _network(self, group: TargetGroup, cap_gbps: float) -> Draft | None:
+        """Unspent outlets for every port of the group; they leave the list."""
+        ports = group.ports
+        scale = min(1.0, cap_gbps / group.ingress_gbps) * group.ingress_gbps / sum([p.gbps for p in ports])
+        by_leaf: dict[str, list[Port]] = {}
+        # A NIC does not feed itself (a host copy's may be a target's): its outlet waits until the group is fed.
+        own: list[Outlet] = []
+        listed = self.egress.listed
+        for port in ports:
+            nic = port.nic
+            members = by_leaf.get(nic.leaf)
+            if members is None:
+                by_leaf[nic.leaf] = [port]
+            else:
+                members.append(port)
+            if nic.nic_id in listed:
+                own.append(listed[nic.nic_id])
+                self.egress.withdraw(nic.nic_id)
+        lanes: list[Lane] = []
+        crosses = shares = False
+        busy = self._load.egress
+        several = len(by_leaf) > 1
+        fresh_first = self._started < self._chains
+        surplus: list[Outlet] = []
+        own_leaf: dict[str, list[Outlet]] = {}
+        leaves = list(by_leaf)
+        if self._sharded and several:
+            # Every leaf first gets what it has itself: none takes from others what they will miss.
+            missing: dict[str, float] = {}
+            for leaf, part in by_leaf.items():
+                wanted = scale * sum([p.gbps for p in part])
+                own_leaf[leaf] = self.egress.take_own(leaf, wanted, fresh_first=fresh_first)
+                missing[leaf] = max(0.0, wanted - sum([o.gbps for o in own_leaf[leaf]]) - TOLERANCE_GBPS)
+            leaves.sort(key=missing.__getitem__)
+        for leaf in leaves:
+            part = by_leaf[leaf]
+            inward = [p.gbps * scale for p in part] if scale < 1.0 else [p.gbps for p in part]
+            outlets = own_leaf.get(leaf, [])
+            wanted = sum(inward)
+            if outlets:
+                wanted -= sum([o.gbps for o in outlets])
+            if surplus and wanted > TOLERANCE_GBPS and self.egress.leaf_gbps(leaf) < wanted - TOLERANCE_GBPS:
+                # What a wide source has left after the group's other leaves, before anything new is spent.
+                outlets, surplus = outlets + surplus, []
+                wanted = sum(inward) - sum([o.gbps for o in outlets])
+            if wanted > TOLERANCE_GBPS:
+                outlets = outlets + self._take(leaf, wanted, fresh_first=fresh_first)
+            left = [o.gbps for o in outlets]
+            if left == inward:
+                # The usual case, in a fraction of the time: each sends to one, and nothing is left.
+                lanes += [
+                    (o.holder, "host" if o.is_host else "gpu", p.gpu_id, gbps, o.nic.nic_id, p.nic.nic_id)
+                    for o, p, gbps in zip(outlets, part, left, strict=True)
+                ]
+                crosses = crosses or any(o.nic.leaf != leaf for o in outlets)
+                shares = shares or (bool(busy) and any(busy.get(o.nic.nic_id) for o in outlets))
+                continue
+            for i, j, gbps in match_gbps(left, inward):
+                outlet, port = outlets[i], part[j]
+                nic = outlet.nic
+                kind: SourceKind = "host" if outlet.is_host else "gpu"
+                lanes.append((outlet.holder, kind, port.gpu_id, gbps, nic.nic_id, port.nic.nic_id))
+                if nic.leaf != leaf:
+                    crosses = True
+                if busy and busy.get(nic.nic_id):
+                    shares = True
+                left[i] -= gbps
+            if several:
+                surplus += [
+                    Outlet(o.nic, o.holder, o.is_host, gbps)
+                    for o, gbps in zip(outlets, left, strict=True)
+                    if gbps > TOLERANCE_GBPS
+                ]
+        for outlet in own:
+            self.egress.add(outlet)
+        if not lanes:
+            return None
+        draft = Draft(group, "network", lanes, self._parents(lanes))
+        shares = shares or group.disturbs or (self.overbooked and any(lane[5] in self._taken_in for lane in lanes))
+        draft.crosses_leaf, draft.shares = crosses, shares
+        self._book(lanes)
+        self._started += not draft.parents
+        return draft
+
+    def _take(self, leaf: str, gbps: float, *, fresh_first: bool) -> list[Outlet]:
+        if self._sharded:
+            return self.egress.take(leaf, gbps, fresh_first=fresh_first)
+        outlet = self.egress.take_one(leaf, gbps, fresh_first=fresh_first)
+        return [] if outlet is None else [outlet]
+
+    def _shared(self, group: TargetGroup, cap_gbps: float) -> Draft:
+        """Every outgoing direction is spent: use the least used one of all copies once more."""
+        self.overbooked = True
+        for known in self._unseen:
+            for gpu in known.gpus:
+                self._remember(gpu.nic, gpu.gpu_id, False)
+        self._unseen.clear()
+        while True:
+            use, order, nic_id = heapq.heappop(self._reusable)
+            _, nic, holder, is_host = self._senders[nic_id]
+            now = self._use(nic)
+            if now <= use + TOLERANCE_GBPS:
+                break
+            heapq.heappush(self._reusable, (now, order, nic_id))
+        port = group.ports[0]
+        rate = min(nic.gbps, port.gbps, cap_gbps)
+        lanes: list[Lane] = [(holder, "host" if is_host else "gpu", port.gpu_id, rate, nic_id, port.nic.nic_id)]
+        self._book(lanes)
+        heapq.heappush(self._reusable, (self._use(nic), order, nic_id))
+        draft = Draft(group, "network", lanes, self._parents(lanes))
+        draft.crosses_leaf, draft.shares = nic.leaf != port.nic.leaf, True
+        return draft
+
+    def _book(self, lanes: list[Lane]) -> None:
+        sent, taken_in = self._sent_gbps, self._taken_in
+        for _, _, _, gbps, leaves, enters in lanes:
+            sent[leaves] = sent.get(leaves, 0.0) + gbps
+            taken_in[enters] = taken_in.get(enters, 0.0) + gbps
+
+    def _parents(self, lanes: list[Lane]) -> list[Draft]:
+        drafts = self._draft_of
+        found: list[Draft] = []
+        last: Draft | None = None
+        for lane in lanes:
+            draft = drafts.get(lane[0])
+            # Lanes of one sender mostly follow each other.
+            if draft is not None and draft is not last and lane[1] == "gpu":
+                last = draft
+                if draft not in found:
+                    found.append(draft)
+        return found

@@ -1,0 +1,215 @@
+"""From sources and targets to forwarding chains: the paper's Figure 11 (section 5.1), completed.
+
+``plan`` is pure and deterministic (ties go by id; the order of its inputs does not matter). Its four steps live in
+``greedy`` (pruning, the source list, the loop), ``targets`` (grouping and order) and ``stripes`` (sharded transfer).
+What the figure leaves open is decided where it is done; docs/decisions/0010 gives the reasons.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from services.planner.core.multicast.edges import Draft, Edge
+from services.planner.core.multicast.explain import explain
+from services.planner.core.multicast.flows import Flow, Load, Source
+from services.planner.core.multicast.greedy import Greedy
+from services.planner.core.multicast.sharing import FairShares
+from services.planner.core.multicast.targets import TargetGroup, fair_cap_gbps, first_gpus, group_targets, in_order
+from services.planner.core.multicast.timing import longest_chain, settle
+from services.planner.core.multicast.topology import Topology
+from shared.errors import BadRequest, BadTopology
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeChain:
+    """Edges one behind the other: the targets of each are the (first) sources of the next."""
+
+    edges: tuple[Edge, ...]
+    chunk_bytes: int
+
+    @property
+    def predicted_finish_s(self) -> float:
+        return max(edge.finish_s for edge in self.edges)
+
+
+@dataclass(frozen=True, slots=True)
+class Multicast:
+    """The plan. ``edges`` are in the order in which they were planned: whoever sends has received in an earlier one."""
+
+    edges: tuple[Edge, ...]
+    chains: tuple[EdgeChain, ...]
+    tails: tuple[str, ...]
+    """Targets that feed nobody, the slowest first: candidates for live scaling."""
+    left_out: tuple[str, ...]
+    """What was asked for and not planned, and why."""
+    pruned: tuple[str, ...]
+    """Sources whose outgoing direction is in use."""
+
+    @property
+    def finish_s(self) -> Mapping[str, float]:
+        """Predicted seconds until each target has all bytes."""
+        return {target: edge.finish_s for edge in self.edges for target in edge.targets}
+
+    @property
+    def predicted_finish_s(self) -> float:
+        return max((edge.finish_s for edge in self.edges), default=0.0)
+
+    @property
+    def explain(self) -> tuple[str, ...]:
+        """Why each source and this order, one line per decision."""
+        return explain(self.edges, self.pruned, self.tails)
+
+
+def plan(
+    topology: Topology,
+    sources: Iterable[Source],
+    targets: Iterable[str],
+    n: int,
+    flows: Iterable[Flow],
+    model_bytes: int,
+    *,
+    sharded: bool = True,
+    tails: int = 1,
+) -> Multicast:
+    """Bring ``model_bytes`` to ``n`` of the target GPUs, at most.
+
+    ``sharded=False`` feeds every group from a single copy. ``tails``: chains to start at least, where copies with
+    unspent egress allow (one per overloaded instance to be paired).
+    Raises ``BadRequest`` for a negative ``n`` or no bytes, ``BadTopology`` for unknown, repeated or contradicting ids.
+    """
+    if n < 0 or tails < 1:
+        raise BadRequest(f"cannot plan {n} GPUs in {tails} chains", param="n")
+    if model_bytes <= 0:
+        raise BadRequest(f"a model of {model_bytes} bytes cannot be sent", param="model_bytes")
+    with _no_collections():
+        return _plan(topology, sources, targets, n, flows, model_bytes, sharded=sharded, tails=tails)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """A plan is tens of thousands of objects and no cycle: the collections that they set off took up to a fifth of
+    the time, and found nothing."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _plan(
+    topology: Topology,
+    sources: Iterable[Source],
+    targets: Iterable[str],
+    n: int,
+    flows: Iterable[Flow],
+    model_bytes: int,
+    *,
+    sharded: bool,
+    tails: int,
+) -> Multicast:
+    wanted = list(targets)
+    copies = sorted(sources, key=_preference)
+    _check(topology, copies, wanted)
+    load = Load.of(topology, flows)
+    left_out = []
+    if n > len(wanted):
+        left_out.append(f"{n - len(wanted)} of {n} instances: only {len(wanted)} workers are spare")
+    pruned = tuple([s.holder for s in copies if load.egress.get(_nic_id(topology, s))])
+
+    groups = group_targets(topology, wanted, load)
+    # The smallest chunk bounds the length of a chain; beyond it more chains fill faster.
+    width = max([len(g.ports) for g in groups], default=1) if sharded else 1
+    chains = max(tails, math.ceil(min(len(groups), n) / longest_chain(model_bytes, width)))
+    greedy = Greedy(topology, copies, load, sharded=sharded, chains=chains)
+    ordered = in_order(groups, greedy.leaf_order, greedy.source_domains, greedy.source_hosts)
+    chosen = _first(topology, ordered, n, load)
+    drafts: list[Draft] = []
+    if not copies and chosen:
+        head = max(range(len(chosen)), key=lambda i: (topology.hosts[chosen[i].host].ssd_gbps, -i))
+        group = chosen.pop(head)
+        host = topology.hosts[group.host]
+        drafts.append(Draft(group, "disk", [(host.host_id, "disk", group.gpus[0].gpu_id, host.ssd_gbps, "", "")], []))
+        greedy.joined(drafts[0])
+    by_network = [g for g in chosen if g.domain not in greedy.source_domains]
+    cap_gbps = fair_cap_gbps(by_network, greedy.egress.gbps)
+    drafts += [greedy.plan(group, cap_gbps) for group in chosen]
+    ready_s = {s.holder: s.ready_s for s in copies if s.ready_s}
+    shares = FairShares(drafts, topology, load) if greedy.overbooked else None
+    chunk = settle(drafts, shares, topology, ready_s, model_bytes)
+    return _multicast(drafts, model_bytes, chunk, tuple(left_out), pruned)
+
+
+def _preference(source: Source) -> tuple[bool, bool, float, str]:
+    """GPU before host, whole before loading, staying before leaving; then by id."""
+    return source.kind == "host", source.leaving, source.ready_s, source.holder
+
+
+def _nic_id(topology: Topology, source: Source) -> str:
+    end = topology.hosts[source.holder] if source.kind == "host" else topology.gpus[source.holder]
+    return end.nic.nic_id
+
+
+def _check(topology: Topology, sources: list[Source], targets: list[str]) -> None:
+    seen: set[tuple[str, str]] = set()
+    gpus = topology.gpus
+    for source in sources:
+        known = topology.hosts if source.kind == "host" else gpus if source.kind == "gpu" else {}
+        if source.holder not in known:
+            raise BadTopology(f"source {source.holder!r} ({source.kind}) is on no known leaf", param="sources")
+        if (source.kind, source.holder) in seen:
+            raise BadTopology(f"source {source.holder!r} is given twice", param="sources")
+        if not (0 <= source.ready_s < math.inf):
+            raise BadTopology(f"source {source.holder!r} is ready in {source.ready_s!r} s", param="sources")
+        seen.add((source.kind, source.holder))
+    if len(set(targets)) != len(targets):
+        raise BadTopology("a target is given twice", param="targets")
+    held = {holder for kind, holder in seen if kind == "gpu"}
+    for target in targets:
+        if target not in gpus:
+            raise BadTopology(f"target {target!r} is not in the topology", param="targets")
+        if target in held:
+            raise BadTopology(f"{target!r} is a source and a target", param="targets")
+
+
+def _first(topology: Topology, ordered: list[TargetGroup], n: int, load: Load) -> list[TargetGroup]:
+    """The first groups with ``n`` GPUs together. The last one is cut: a GPU that was not asked for stays spare."""
+    chosen: list[TargetGroup] = []
+    for group in ordered:
+        if n <= 0:
+            break
+        chosen.append(group if len(group.gpus) <= n else first_gpus(topology, group, n, load))
+        n -= len(group.gpus)
+    return chosen
+
+
+def _multicast(
+    drafts: list[Draft], model_bytes: int, chunk: int, left_out: tuple[str, ...], pruned: tuple[str, ...]
+) -> Multicast:
+    edges = tuple([draft.edge(model_bytes) for draft in drafts])
+    feeding: set[int] = set()
+    chain_ending_in: dict[int, list[Edge]] = {}
+    chains: list[list[Edge]] = []
+    for draft, edge in zip(drafts, edges, strict=True):
+        feeding.update([id(p) for p in draft.parents])
+        chain = chain_ending_in.pop(id(draft.parents[0]), None) if draft.parents else None
+        if chain is None:
+            chain = []
+            chains.append(chain)
+        chain.append(edge)
+        chain_ending_in[id(draft)] = chain
+    ends = [d for d in drafts if id(d) not in feeding]
+    ends.sort(key=lambda d: (-d.finish_s, d.group.gpus[0].gpu_id))
+    return Multicast(
+        edges=edges,
+        chains=tuple([EdgeChain(tuple(c), chunk) for c in chains]),
+        tails=tuple([g.gpu_id for d in ends for g in d.group.gpus]),
+        left_out=left_out,
+        pruned=pruned,
+    )

@@ -1,0 +1,91 @@
+"""Which directions of NICs are in use: by weights that we sent on their way, and by what serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.planner.core.multicast.flows import Flow
+from services.planner.core.multicast.topology import Topology
+from shared.messages.registry import HostCopy, WorkerRecord
+
+BUSY_NIC_SHARE = 0.1
+"""Serving traffic above this share of a NIC's bandwidth counts as a flow."""
+SETTLING_S = 2.0
+"""Workers average what their NICs carry between two reports: for so long a reading may show a transfer that ended."""
+
+Link = tuple[str, str]
+"""The workers that send and receive the weights of one stripe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """Weights on their way by plans of ours."""
+
+    running: tuple[Link, ...] = ()
+    settling: tuple[Link, ...] = ()
+    """Ended less than ``SETTLING_S`` ago."""
+
+
+def transfer_flows(topology: Topology, links: Iterable[Link]) -> list[Flow]:
+    """One flow per link; a worker that the topology does not know (it died) is left away."""
+    gpus = topology.gpus
+    flows = [Flow(source if source in gpus else "", target if target in gpus else "") for source, target in links]
+    return [f for f in flows if f.source or f.target]
+
+
+def serving_flows(
+    topology: Topology, workers: Iterable[WorkerRecord], transfers: Transfers, busy_share: float = BUSY_NIC_SHARE
+) -> list[Flow]:
+    """What the NICs carry that is not ours, as one flow per NIC and direction in use.
+
+    A reading says how much passes, not whose it is. So a direction that a transfer of ours uses is not looked at: the
+    transfer is a flow already. Nor is one that the pool's transfers may use: weights on their way into host memory,
+    from whichever holder. Any other that carries more than ``busy_share`` of the NIC's bandwidth serves (KV that
+    is shipped, or anything else that should not be disturbed). Workers that share a NIC all report its traffic; it
+    counts once, at the first of them.
+    """
+    gpus = topology.gpus
+    records = sorted(workers, key=lambda w: w.worker.worker_id)
+    ours_out: set[str] = set()
+    ours_in: set[str] = set()
+    for source, target in (*transfers.running, *transfers.settling, *_host_loads(records)):
+        sender, receiver = gpus.get(source), gpus.get(target)
+        if sender is not None and receiver is not None and sender.host == receiver.host:
+            continue  # no NIC carries it
+        if sender is not None:
+            ours_out.add(sender.nic.nic_id)
+        if receiver is not None:
+            ours_in.add(receiver.nic.nic_id)
+    leaving: dict[str, str] = {}
+    coming: dict[str, str] = {}
+    for worker in records:
+        gpu = gpus.get(worker.worker.worker_id)
+        if gpu is None:
+            continue
+        nic, limit_gbps = gpu.nic, busy_share * gpu.nic.gbps
+        if worker.nic_egress_gbps > limit_gbps and nic.nic_id not in ours_out:
+            leaving.setdefault(nic.nic_id, gpu.gpu_id)
+        if worker.nic_ingress_gbps > limit_gbps and nic.nic_id not in ours_in:
+            coming.setdefault(nic.nic_id, gpu.gpu_id)
+    return [Flow(source=name) for name in leaving.values()] + [Flow(target=name) for name in coming.values()]
+
+
+def _host_loads(records: Iterable[WorkerRecord]) -> list[Link]:
+    """Every link by which a placed host copy that loads may get its weights. A cached one is copied in its process."""
+    records = tuple(records)
+    loads = [(r.worker.worker_id, c.model_hash) for r in records for c in r.host_copies if _comes(c)]
+    return [(source.worker.worker_id, target) for target, h in loads for source in records if _holds(source, h)] + [
+        ("", target) for target, _ in loads
+    ]
+
+
+def _comes(copy: HostCopy) -> bool:
+    return copy.state == "loading" and not copy.cached
+
+
+def _holds(record: WorkerRecord, model_hash: str) -> bool:
+    held = record.instance
+    if held is not None and held.model_hash == model_hash and held.state in ("serving", "draining"):
+        return True
+    return any(c.model_hash == model_hash and c.state == "ready" for c in record.host_copies)

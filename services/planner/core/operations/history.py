@@ -1,0 +1,141 @@
+"""What a planner that begins to lead learns from the plan stream: operations under way, and leases of nothing. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from math import isfinite, isnan
+
+import msgspec
+
+from services.planner.core.operations.operation import Direction, Operation
+from services.planner.core.operations.plan_events import base_id, whole_plan
+from shared.messages.live import ZigzagAssignment
+from shared.messages.registry import WorkerRecord
+from shared.messages.scaling import DrainPlan, ScalePlan, ScaleRecord
+
+MAX_RECORD_BYTES = 200 * 1024
+HEED_S = 15.0
+"""Who was told to drain, maybe by an earlier planner, shows it by then, or never will."""
+MAX_PART_DIGITS = 9
+
+
+def plans_from(events: Iterable[ScalePlan]) -> dict[str, ScalePlan]:
+    """Whole plans by id, oldest first. One of which a part is missing was never published to its end, and is left out:
+    who published it gave its leases back, or did not live to. So is one that no planner can have made."""
+    parts: dict[str, list[ScalePlan]] = {}
+    for event in filter(_is_sound, events):
+        parts.setdefault(base_id(event.plan_id), []).append(event)
+    whole = {i: p for i, p in parts.items() if len({e.plan_id for e in p}) == p[0].num_parts}
+    return {i: whole_plan(sorted(p, key=_number)) for i, p in whole.items()}
+
+
+def _is_sound(plan: ScalePlan) -> bool:
+    """Whether it fits together: the stream is kept, and what is in there once is read at every start."""
+    _, dot, number = plan.plan_id.partition(".")
+    hops = [hop for chain in plan.chains for hop in chain.hops]
+    targets = {target for hop in hops for target in hop.targets}
+    times = (plan.triggered_at_s, plan.planned_at_s, *(hop.predicted_finish_s for hop in hops))
+    return (
+        (not dot or (number.isascii() and number.isdecimal() and len(number) <= MAX_PART_DIGITS))
+        and targets <= {member.worker_id for member in plan.members}
+        and {stripe.target for hop in hops for stripe in hop.stripes} <= targets
+        and all(map(isfinite, times))
+        and not (isnan(plan.expires_at_s) or isnan(plan.give_up_at_s))
+    )
+
+
+def _number(part: ScalePlan) -> int:
+    return int(part.plan_id.partition(".")[2] or 0)
+
+
+def drains_from(events: Iterable[DrainPlan]) -> dict[str, DrainPlan]:
+    """Drains and revivals by id, oldest first, as far as they were published, and somebody can have meant them."""
+    parts: dict[str, list[DrainPlan]] = {}
+    for event in events:
+        if not isfinite(event.triggered_at_s):
+            continue
+        parts.setdefault(base_id(event.plan_id), []).append(event)
+    return {
+        plan_id: msgspec.structs.replace(
+            found[0], plan_id=plan_id, targets=tuple(dict.fromkeys(t for p in found for t in p.targets)), num_parts=1
+        )
+        for plan_id, found in parts.items()
+    }
+
+
+def operations_under_way(
+    plans: Iterable[ScalePlan],
+    drains: Iterable[DrainPlan],
+    assignments: Iterable[ZigzagAssignment],
+    ended: Collection[str],
+    now_s: float,
+) -> list[Operation]:
+    """Operations of plans that have no record yet. ``drains``: oldest first. ``ended``: plan ids of records."""
+    newest: dict[str, ZigzagAssignment] = {}
+    for assignment in assignments:
+        known = newest.get(assignment.pair_id)
+        if known is None or assignment.revision >= known.revision:
+            newest[assignment.pair_id] = assignment
+    found: list[Operation] = []
+    for plan in plans:
+        if plan.plan_id not in ended:
+            named = {target.worker_id for target in plan.targets}
+            of_plan = (a for a in newest.values() if base_id(a.plan_id) == plan.plan_id)
+            pairs = [a for a in of_plan if a.target.worker_id in named]
+            operation = Operation.of_plan(plan, pairs, recalled=True)
+            operation.planned(plan.planned_at_s)
+            found.append(operation)
+    draining: list[Operation] = []
+    for drain in drains:
+        if drain.revive:
+            revived = {(t.worker_id, t.instance_id) for t in drain.targets}
+            for operation in draining:
+                for worker_id, _ in revived.intersection(operation.open_targets):
+                    operation.fail_target(worker_id, f"revived by {drain.plan_id}")
+        # What was revived beside a load belongs to the load's operation.
+        if drain.plan_id in ended or drain.plan_id.endswith("-revive"):
+            continue
+        direction: Direction = "out" if drain.revive else "in"
+        end_by_s = now_s if drain.revive else float("inf")
+        operation = Operation.of_drain(drain, direction, end_by_s, heed_by_s=now_s + HEED_S, recalled=True)
+        operation.planned(drain.triggered_at_s or now_s)
+        found.append(operation)
+        if not drain.revive:
+            draining.append(operation)
+    return found
+
+
+def unheeded(plan: DrainPlan, operation: Operation, workers: Sequence[WorkerRecord]) -> DrainPlan | None:
+    """What to say again of a drain: to the targets that serve as if they had never heard of it."""
+    serving = {w.worker.worker_id for w in workers if w.state == "serving"}
+    still_open = {worker_id for worker_id, _ in operation.open_targets}
+    targets = tuple(t for t in plan.targets if t.worker_id in still_open & serving)
+    return msgspec.structs.replace(plan, targets=targets) if targets and not plan.revive else None
+
+
+def unpublished_leases(
+    workers: Sequence[WorkerRecord], published: Collection[str]
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(plan id, worker ids) of leases whose plan no worker will ever hear of."""
+    found: dict[str, list[str]] = {}
+    for worker in workers:
+        if worker.lease_plan_id and worker.lease_plan_id not in published:
+            found.setdefault(worker.lease_plan_id, []).append(worker.worker.worker_id)
+    return tuple((plan_id, tuple(ids)) for plan_id, ids in found.items())
+
+
+def bounded_record(operation: Operation) -> ScaleRecord:
+    """The record of an operation that has ended, as small as a message has to be."""
+    record = operation.record()
+    if len(msgspec.msgpack.encode(record)) <= MAX_RECORD_BYTES:
+        return record
+    record = operation.record(details=False)
+    if len(msgspec.msgpack.encode(record)) <= MAX_RECORD_BYTES:
+        return record
+    targets = tuple(msgspec.structs.replace(t, layer_ready_ms=()) for t in record.targets)
+    record = msgspec.structs.replace(record, targets=targets)
+    if len(msgspec.msgpack.encode(record)) <= MAX_RECORD_BYTES:
+        return record
+    kept = [t for t in targets if t.failure] or targets
+    note = f"the record leaves out {len(targets) - len(kept[:500])} of {len(targets)} targets"
+    return msgspec.structs.replace(record, targets=tuple(kept[:500]), left_out=(*record.left_out[:50], note))

@@ -1,0 +1,392 @@
+"""One scale operation and its record, built from progress events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from services.planner.core.multicast.traffic import Link
+from services.planner.core.operations.pair_record import LivePair
+from services.planner.core.operations.plan_events import links_of, predicted_of, targets_of
+from shared.messages.common import Role
+from shared.messages.live import LiveReport, ZigzagAssignment
+from shared.messages.registry import WorkerRecord
+from shared.messages.scaling import DrainPlan, ScalePlan, ScaleProgress, ScaleRecord, TargetRecord
+
+Direction = Literal["out", "in", "none"]
+
+DEADLINE_FINISHES = 3.0
+"""A target may take this many times its predicted finish, where that is longer than what its bytes alone allow."""
+LOST_WORD_S = 5.0
+"""A target that is late by this, and takes ``DEADLINE_FINISHES`` times as long as predicted, has everything: it said
+so, and was not heard."""
+MISSING_S = 2.0
+"""A worker that the registry has not known for this long is dead."""
+LEAST_LOAD_S = 15.0
+"""A target has at least so long, whatever is predicted: predictions do not know what else hosts have to do."""
+LOAD_FACTOR = 10.0
+"""Of its predicted finish, in which a target must have everything."""
+
+
+def give_up_s(num_bytes: int, floor_gbps: float, predicted_s: Iterable[float]) -> float:
+    """How long targets may take: a multiple of what is predicted, and where nothing is, ``num_bytes`` at
+    ``floor_gbps``. The plan carries it: targets that take longer give up by themselves."""
+    slowest_s = num_bytes * 8 / (floor_gbps * 1e9)
+    known = list(predicted_s)
+    if not known or not all(known):
+        return max(slowest_s, LEAST_LOAD_S)
+    expected_s = LOAD_FACTOR * max(known)
+    return max(LEAST_LOAD_S, min(expected_s, slowest_s), DEADLINE_FINISHES * max(known))
+
+
+@dataclass(slots=True)
+class _Target:
+    worker_id: str
+    instance_id: str
+    accepted_s: float | None = None
+    first_byte_s: float | None = None
+    layers_s: dict[int, float] = field(default_factory=dict)
+    live_s: float | None = None
+    loaded_s: float | None = None
+    serving_s: float | None = None
+    spare_s: float | None = None
+    received_bytes: int = 0
+    failure: str = ""
+
+
+class Operation:
+    """One scale operation. ``apply`` takes events in any order; times are unix seconds."""
+
+    def __init__(
+        self,
+        *,
+        plan_id: str,
+        model: str,
+        direction: Direction,
+        desired: int,
+        reason: str,
+        triggered_at_s: float,
+        targets: tuple[tuple[str, str], ...],
+        explain: tuple[str, ...] = (),
+        left_out: tuple[str, ...] = (),
+        trace_id: str = "",
+        accept_by_s: float = float("inf"),
+        deadline_s: float = float("inf"),
+        links: tuple[Link, ...] = (),
+        predicted_s: Mapping[str, float] | None = None,
+        pairs: Iterable[ZigzagAssignment] = (),
+        role: Role = "colocated",
+        revives: bool = False,
+        recalled: bool = False,
+    ) -> None:
+        """``targets`` are (worker_id, instance_id). A target that has not accepted by ``accept_by_s``, or
+        not ended by ``deadline_s``, has failed. ``links``: who sends weights to whom. ``predicted_s``: the seconds
+        that each target should take once the plan is out; one that should take long has a later deadline. ``pairs``:
+        who of them scales live with whom. ``revives``: the targets drain, and are to serve again.
+        ``recalled``: it was begun under an earlier planner, and nobody may have seen how it ended."""
+        self.recalled = recalled
+        self._revives = revives
+        self.plan_id, self.model, self._role = plan_id, model, role
+        self._accept_by_s = accept_by_s
+        self._deadline_s = deadline_s
+        self._links = links
+        self._predicted_s = dict(predicted_s or {})
+        self.direction = direction
+        self._desired = desired
+        self._reason = reason
+        self._triggered_s = triggered_at_s
+        self._planned_s: float | None = None
+        self._explain, self._left_out, self._trace_id = explain, left_out, trace_id
+        self._targets = {worker: _Target(worker, instance) for worker, instance in targets}
+        self.pairs = {assignment.pair_id: LivePair(assignment) for assignment in pairs}
+        self._missing_since_s: dict[str, float] = {}
+        self._failure = ""
+
+    @classmethod
+    def of_plan(cls, plan: ScalePlan, pairs: Iterable[ZigzagAssignment] = (), *, recalled: bool = False) -> Operation:
+        """The operation that a plan is of. What its targets did since then, their reports and the registry tell."""
+        return cls(
+            plan_id=plan.plan_id,
+            model=plan.model.name,
+            direction="out",
+            desired=plan.desired,
+            reason=plan.reason,
+            triggered_at_s=plan.triggered_at_s,
+            targets=targets_of(plan),
+            explain=plan.explain,
+            left_out=plan.left_out,
+            trace_id=plan.trace_id,
+            accept_by_s=plan.expires_at_s,
+            deadline_s=plan.give_up_at_s or float("inf"),
+            links=links_of(plan),
+            predicted_s=predicted_of(plan),
+            pairs=pairs,
+            role=plan.role,
+            recalled=recalled,
+        )
+
+    @classmethod
+    def of_drain(
+        cls, plan: DrainPlan, direction: Direction, end_by_s: float, *, heed_by_s: float = 0.0, recalled: bool = False
+    ) -> Operation:
+        """The operation that a drain, or a revival (``direction`` "out"), is of. ``heed_by_s``: until when a target
+        that is to drain may still serve; the drain itself ends when its requests do. 0: as long as it may take."""
+        targets = tuple((t.worker_id, t.instance_id) for t in plan.targets)
+        return cls(
+            plan_id=plan.plan_id,
+            model=plan.model,
+            direction=direction,
+            desired=plan.desired,
+            reason=plan.reason,
+            triggered_at_s=plan.triggered_at_s,
+            targets=targets,
+            explain=(("revive: " if plan.revive else "drain: ") + ", ".join(w for w, _ in targets),),
+            trace_id=plan.trace_id,
+            accept_by_s=heed_by_s or end_by_s,
+            deadline_s=end_by_s,
+            role=plan.role,
+            revives=plan.revive,
+            recalled=recalled,
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether every target has ended, well or not, and every pair has reported or is not waited for any more."""
+        if self._failure:
+            return True
+        return not self.open_targets and not any(pair.running for pair in self.pairs.values())
+
+    @property
+    def untold_targets(self) -> tuple[str, ...]:
+        """Worker ids of targets that have shown no sign of knowing the plan."""
+        known = (t.accepted_s or t.first_byte_s or t.layers_s or t.loaded_s for t in self._targets.values())
+        return tuple(
+            t.worker_id
+            for t, seen in zip(self._targets.values(), known, strict=True)
+            if not seen and not self._ended(t)
+        )
+
+    @property
+    def open_targets(self) -> tuple[tuple[str, str], ...]:
+        """(worker_id, instance_id) of targets that have not ended."""
+        return tuple((t.worker_id, t.instance_id) for t in self._targets.values() if not self._ended(t))
+
+    def _ended(self, target: _Target) -> bool:
+        return bool(target.failure) or (target.spare_s if self.direction == "in" else target.serving_s) is not None
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Why targets failed, by worker id."""
+        return {t.worker_id: t.failure for t in self._targets.values() if t.failure}
+
+    def running_links(self) -> list[Link]:
+        """Transfers that go on: their target is open and has not reported ``loaded``."""
+        return [link for link in self._links if self._loads(link[1])]
+
+    def settled_links(self, since_s: float) -> list[Link]:
+        """Transfers whose target reported ``loaded`` at or after ``since_s``."""
+        return [link for link in self._links if (self._targets[link[1]].loaded_s or 0.0) >= since_s]
+
+    def remaining_s(self, now_s: float) -> dict[tuple[str, str], float]:
+        """Predicted seconds until each target that loads is whole, by (worker_id, instance_id)."""
+        start_s = self._planned_s or now_s
+        return {
+            (t.worker_id, t.instance_id): max(0.0, start_s + self._predicted_s[t.worker_id] - now_s)
+            for t in self._targets.values()
+            if self._predicted_s.get(t.worker_id) and self._loads(t.worker_id)
+        }
+
+    def still_loads(self, worker_id: str, now_s: float) -> bool:
+        """Whether a target may lack something: it has not said that it has everything, and is not so late that its
+        word must have been lost."""
+        predicted_s = self._predicted_s.get(worker_id, 0.0)
+        latest_s = max(DEADLINE_FINISHES * predicted_s, predicted_s + LOST_WORD_S) if predicted_s else float("inf")
+        return self._loads(worker_id) and now_s <= (self._planned_s or now_s) + latest_s
+
+    def layers_ready_at_s(self, worker_id: str) -> tuple[float, ...]:
+        """When a target had each layer, as far as it has told without a gap."""
+        target = self._targets.get(worker_id)
+        times: list[float] = []
+        while target is not None and (at_s := target.layers_s.get(len(times))) is not None:
+            times.append(at_s)
+        return tuple(times)
+
+    def _loads(self, worker_id: str) -> bool:
+        target = self._targets[worker_id]
+        ended = self._failure or target.failure or target.loaded_s or target.serving_s
+        return self.direction == "out" and not ended
+
+    def planned(self, at_s: float) -> None:
+        """The plan was made and published."""
+        self._planned_s = at_s
+
+    def fail(self, why: str) -> None:
+        """The operation as a whole failed (no plan, no publisher)."""
+        self._failure = self._failure or why
+        for pair in self.pairs.values():
+            pair.fail(why)
+
+    def fail_target(self, worker_id: str, why: str) -> None:
+        """A target will not end by itself."""
+        target = self._targets.get(worker_id)
+        if target is not None and not target.failure:
+            target.failure = why
+
+    def apply(self, event: ScaleProgress) -> None:
+        """Take one progress event; unknown workers are ignored (sources report too)."""
+        target = self._targets.get(event.worker_id)
+        if target is None or target.instance_id != event.instance_id:
+            return
+        target.received_bytes = max(target.received_bytes, event.received_bytes)
+        match event.event:
+            case "first_byte":
+                target.first_byte_s = target.first_byte_s or event.at_s
+            case "layer_ready":
+                target.layers_s.setdefault(event.layer, event.at_s)
+            case "live":
+                target.live_s = target.live_s or event.at_s
+            case "loaded":
+                # The registry may have told before, later than it was.
+                target.loaded_s = min(target.loaded_s or event.at_s, event.at_s)
+            case "serving":
+                target.serving_s = min(target.serving_s or event.at_s, event.at_s)
+            case "spare":
+                target.spare_s = target.spare_s or event.at_s
+                if self.direction == "out" and target.serving_s is None and not target.failure:
+                    target.failure = event.detail or "the worker went back to spare"
+            case "failed":
+                target.failure = target.failure or event.detail or "failed"
+            case "accepted":
+                target.accepted_s = target.accepted_s or event.at_s
+
+    def apply_live(self, report: LiveReport) -> None:
+        """Take the report of a pair; one of an unknown pair is ignored."""
+        pair = self.pairs.get(report.pair_id)
+        if pair is not None:
+            pair.apply(report)
+
+    def check(self, workers: Mapping[str, WorkerRecord], now_s: float) -> None:
+        """Fail the open targets that will not end by themselves, given all living workers by id, and stop waiting for
+        pairs that do not report."""
+        self._check_targets(workers, now_s)
+        for pair in self.pairs.values():
+            ended = self._ended(self._targets[pair.assignment.target.worker_id])
+            pair.check(ended, now_s, source_gone=self._source_gone(pair, workers, now_s))
+
+    def _source_gone(self, pair: LivePair, workers: Mapping[str, WorkerRecord], now_s: float) -> str:
+        source = pair.assignment.source
+        if self._is_dead(source.worker_id, workers, now_s):
+            return "the source's worker died"
+        worker = workers.get(source.worker_id)
+        gone = worker is not None and not _holds(worker, source.instance_id)
+        return "the source's worker does not hold its instance any more" if gone else ""
+
+    def _is_dead(self, worker_id: str, workers: Mapping[str, WorkerRecord], now_s: float) -> bool:
+        """Whether it has been missing for long. A registry that was emptied knows nobody for a moment."""
+        if worker_id in workers:
+            self._missing_since_s.pop(worker_id, None)
+            return False
+        return now_s - self._missing_since_s.setdefault(worker_id, now_s) >= MISSING_S
+
+    def _check_targets(self, workers: Mapping[str, WorkerRecord], now_s: float) -> None:
+        for worker_id, instance_id in self.open_targets:
+            worker = workers.get(worker_id)
+            target = self._targets[worker_id]
+            if self._is_dead(worker_id, workers, now_s):
+                self.fail_target(worker_id, "the worker died")
+            if worker is None:
+                continue
+            if self.direction == "in":
+                if not _holds(worker, instance_id):
+                    target.spare_s = now_s  # its own report was lost
+                elif worker.state == "serving" and now_s > self._accept_by_s:
+                    # It counts again: whoever wants it gone has to say so anew.
+                    self.fail_target(worker_id, "it serves on: it never heard that it is to drain")
+            elif self._came_up(worker, instance_id):
+                # Its own reports were lost, or came before this planner led. When it was, nobody knows.
+                target.loaded_s = target.loaded_s or now_s
+                target.serving_s = now_s
+            elif now_s > self._deadline_s:
+                self.fail_target(worker_id, "it did not end within the deadline")
+            elif not _works_on(worker, self.plan_id, instance_id):
+                if target.accepted_s is not None:
+                    # Back before the registry missed it: a new process under the old id.
+                    self.fail_target(worker_id, "the worker died and started again")
+                elif now_s > self._accept_by_s:
+                    why = "how it ended is not known" if self.recalled else "the plan was never accepted"
+                    self.fail_target(worker_id, why)
+
+    def _came_up(self, worker: WorkerRecord, instance_id: str) -> bool:
+        """Whether the registry shows that the target serves, or has served."""
+        shown = worker.state == "serving" or (worker.state == "draining" and not self._revives)
+        return shown and _holds(worker, instance_id)
+
+    def record(self, *, details: bool = True) -> ScaleRecord:
+        """The record as of now. ``details``: pairs with their batches and timelines."""
+        targets = list(self._targets.values())
+        layers = sorted({layer for t in targets for layer in t.layers_s})
+        complete = [i for i in layers if all(i in t.layers_s for t in targets if not t.failure)]
+        ready = tuple(self._ms(max(t.layers_s[i] for t in targets if i in t.layers_s)) or 0.0 for i in complete)
+        failures = [f"{t.worker_id}: {t.failure}" for t in targets if t.failure]
+        failed = bool(self._failure) or (self.finished and bool(failures))
+        status: Literal["running", "done", "failed"] = "failed" if failed else "done" if self.finished else "running"
+        first = min((t.first_byte_s for t in targets if t.first_byte_s), default=None)
+        return ScaleRecord(
+            plan_id=self.plan_id,
+            model=self.model,
+            role=self._role,
+            status=status,
+            direction=self.direction,
+            desired=self._desired,
+            reason=self._failure or self._reason,
+            triggered_at_s=self._triggered_s,
+            trigger_to_plan_ms=self._ms(self._planned_s),
+            trigger_to_first_byte_ms=self._ms(first),
+            layer_ready_ms=ready,
+            trigger_to_loaded_ms=self._last_ms([t.loaded_s for t in targets]),
+            trigger_to_serving_ms=self._last_ms([t.serving_s for t in targets]),
+            trigger_to_spare_ms=self._last_ms([t.spare_s for t in targets]),
+            bytes=sum(t.received_bytes for t in targets),
+            gbps=min((g for g in map(_gbps, targets) if g is not None), default=0.0),
+            targets=tuple(
+                TargetRecord(
+                    worker_id=t.worker_id,
+                    instance_id=t.instance_id,
+                    first_byte_ms=self._ms(t.first_byte_s),
+                    layer_ready_ms=tuple(self._ms(t.layers_s[i]) or 0.0 for i in sorted(t.layers_s)),
+                    live_ms=self._ms(t.live_s),
+                    loaded_ms=self._ms(t.loaded_s),
+                    serving_ms=self._ms(t.serving_s),
+                    spare_ms=self._ms(t.spare_s),
+                    received_bytes=t.received_bytes,
+                    failure=t.failure,
+                )
+                for t in targets
+            ),
+            explain=self._explain,
+            left_out=self._left_out,
+            trace_id=self._trace_id,
+            live=tuple(pair.record(self._triggered_s, details=details) for pair in self.pairs.values()),
+        )
+
+    def _ms(self, at_s: float | None) -> float | None:
+        return None if at_s is None else round((at_s - self._triggered_s) * 1000, 3)
+
+    def _last_ms(self, times: list[float | None]) -> float | None:
+        known = [t for t in times if t is not None]
+        return self._ms(max(known)) if known and len(known) == len(times) else None
+
+
+def _works_on(worker: WorkerRecord, plan_id: str, instance_id: str) -> bool:
+    return worker.lease_plan_id == plan_id or _holds(worker, instance_id)
+
+
+def _holds(worker: WorkerRecord, instance_id: str) -> bool:
+    return worker.instance is not None and worker.instance.instance_id == instance_id
+
+
+def _gbps(target: _Target) -> float | None:
+    if target.accepted_s is None or target.loaded_s is None or target.loaded_s <= target.accepted_s:
+        return None
+    return target.received_bytes * 8 / (target.loaded_s - target.accepted_s) / 1e9

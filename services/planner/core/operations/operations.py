@@ -1,0 +1,131 @@
+"""All scale operations that the planner remembers, and what they mean for the next one."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from services.planner.core.multicast.traffic import SETTLING_S, Transfers
+from services.planner.core.operations.operation import Operation
+from services.planner.core.operations.pair_record import LivePair
+from services.planner.core.operations.plan_events import base_id
+from shared.messages.scaling import ScaleRecord
+
+MAX_RECORDS = 500
+
+
+class Operations:
+    """The newest operations by plan id; the oldest finished ones are forgotten beyond ``keep``."""
+
+    def __init__(self, keep: int = MAX_RECORDS) -> None:
+        self._keep = keep
+        self._by_id: OrderedDict[str, Operation] = OrderedDict()
+        # Hundreds are remembered, and a round asks about those that matter for each of its requests.
+        self._open: dict[str, Operation] = {}
+        """Those that had not ended when somebody last asked."""
+        self._settling: dict[str, float] = {}
+        """Those whose transfers may just have ended, and since when (unix time) it is known that they have."""
+        self._past: OrderedDict[str, ScaleRecord] = OrderedDict()
+        """Records of operations that ended under an earlier planner."""
+        self._told: set[str] = set()
+        """Operations whose records were handed out as finished."""
+
+    def add(self, operation: Operation) -> None:
+        self._by_id[operation.plan_id] = self._open[operation.plan_id] = operation
+        while len(self._by_id) > self._keep:
+            oldest = next((i for i, o in self._by_id.items() if o.finished), next(iter(self._by_id)))
+            del self._by_id[oldest]
+            self._told.discard(oldest)
+            self._open.pop(oldest, None)
+            self._settling.pop(oldest, None)
+        while self._past and len(self._by_id) + len(self._past) > self._keep:
+            self._past.popitem(last=False)
+
+    def reset(self) -> None:
+        """Forget everything: another planner led meanwhile."""
+        self._by_id.clear()
+        self._open.clear()
+        self._settling.clear()
+        self._past.clear()
+        self._told.clear()
+
+    def remember(self, record: ScaleRecord) -> None:
+        """An operation that ended under an earlier planner."""
+        if record.plan_id not in self._by_id:
+            self._past[record.plan_id] = record
+            while len(self._past) > self._keep:
+                self._past.popitem(last=False)
+
+    def get(self, plan_id: str) -> Operation | None:
+        """The operation of a plan, or of a part of one."""
+        return self._by_id.get(base_id(plan_id))
+
+    def past(self, plan_id: str) -> ScaleRecord | None:
+        """The record of an operation that ended under an earlier planner."""
+        return self._past.get(plan_id)
+
+    def newest(self, limit: int) -> list[ScaleRecord]:
+        """At most ``limit`` records, newest first; pairs without their batches and timelines."""
+        mine = [o.record(details=False) for o in itertools.islice(reversed(self._by_id.values()), max(0, limit))]
+        return [*mine, *reversed(self._past.values())][: max(0, limit)]
+
+    def just_finished(self) -> list[Operation]:
+        """Operations that ended since this was last asked."""
+        found = [o for i, o in self._by_id.items() if i not in self._told and o.finished]
+        self._told.update(o.plan_id for o in found)
+        return found
+
+    def overrule_drains(self, targets: Iterable[tuple[str, str]], plan_id: str) -> None:
+        """These (worker_id, instance_id) were revived by a newer plan: older drains of them end there."""
+        revived = set(targets)
+        for operation in self.running():
+            if operation.direction == "in":
+                for worker_id, _ in revived.intersection(operation.open_targets):
+                    operation.fail_target(worker_id, f"revived by {plan_id}")
+
+    def running(self) -> list[Operation]:
+        """Operations with targets, or pairs, that have not ended."""
+        ended = [o for o in self._open.values() if o.finished]
+        for operation in ended:
+            # What has ended stays so.
+            del self._open[operation.plan_id]
+            self._settling[operation.plan_id] = float("inf")
+        return list(self._open.values())
+
+    def transfers(self, now_s: float) -> Transfers:
+        """Weights on their way by the plans that are known."""
+        since_s = now_s - SETTLING_S
+        running, settled = self.running(), []
+        self._settling = {plan_id: min(ended_s, now_s) for plan_id, ended_s in self._settling.items()}
+        for plan_id, ended_s in list(self._settling.items()):
+            operation = self._by_id[plan_id]
+            if ended_s >= since_s or operation.settled_links(since_s):
+                settled.append(operation)
+            else:
+                del self._settling[plan_id]
+        return Transfers(
+            tuple(dict.fromkeys(link for o in running for link in o.running_links())),
+            tuple(dict.fromkeys(link for o in (*settled, *running) for link in o.settled_links(since_s))),
+        )
+
+    def remaining_s(self, now_s: float) -> dict[tuple[str, str], float]:
+        """Predicted seconds until each instance that loads is whole, by (worker_id, instance_id)."""
+        return {key: left_s for o in self.running() for key, left_s in o.remaining_s(now_s).items()}
+
+    def pair(self, pair_id: str) -> LivePair | None:
+        """The pair of that id, ended or not."""
+        for operation in reversed(self._by_id.values()):
+            pair = operation.pairs.get(pair_id)
+            if pair is not None:
+                return pair
+        return None
+
+    def instances_in_pairs(self) -> frozenset[str]:
+        """Sources and targets of the pairs that run."""
+        running = [p for o in self.running() for p in o.pairs.values() if p.running]
+        return frozenset([instance_id for pair in running for instance_id in pair.instance_ids])
+
+    def instances_to_drain(self) -> frozenset[str]:
+        """What drains, or was told to and may not show it yet."""
+        return frozenset([i for o in self.running() if o.direction == "in" for _, i in o.open_targets])

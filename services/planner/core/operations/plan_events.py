@@ -1,0 +1,224 @@
+"""From a planned multicast and its leases to the messages that workers carry out. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from services.planner.core.multicast.chains import WorkerChains
+from services.planner.core.multicast.cluster import Cluster
+from services.planner.core.multicast.traffic import Link
+from shared.messages.common import Role
+from shared.messages.registry import LeaseGrant, ModelRecord, WorkerRecord
+from shared.messages.scaling import Chain, ChainMember, DrainPlan, DrainTarget, ScalePlan
+
+PART_TARGETS = 100
+"""Of one part of a plan: some 700 bytes each."""
+PART_DRAINS = 1000
+MAX_CLIMB = 8
+"""Hops above its own that a target is told of; after them it has the plan's fallbacks, and its disk."""
+
+
+def scale_plan(
+    plan_id: str,
+    model: ModelRecord,
+    planned: WorkerChains,
+    cluster: Cluster,
+    grant: LeaseGrant,
+    *,
+    triggered_at_s: float,
+    planned_at_s: float,
+    give_up_at_s: float,
+    reason: str,
+    role: Role = "colocated",
+    term: int = 0,
+    desired: int = 0,
+    trace_id: str = "",
+) -> ScalePlan:
+    """The plan as an event. Each target works under the epoch of its lease; its instance, of this role, is named after
+    the plan."""
+    return ScalePlan(
+        plan_id=plan_id,
+        model=model,
+        role=role,
+        members=_members(plan_id, planned, cluster, dict(grant.epochs)),
+        chains=planned.chains,
+        fallbacks=planned.fallbacks,
+        keep_on_host=planned.keep_on_host,
+        triggered_at_s=triggered_at_s,
+        planned_at_s=planned_at_s,
+        expires_at_s=grant.expires_at_s,
+        give_up_at_s=give_up_at_s,
+        reason=reason,
+        explain=planned.explain,
+        left_out=planned.left_out,
+        term=term,
+        desired=desired,
+        trace_id=trace_id,
+    )
+
+
+def _members(plan_id: str, planned: WorkerChains, cluster: Cluster, epochs: dict[str, int]) -> tuple[ChainMember, ...]:
+    instances = {c.worker_id: c.instance_id for c in (*cluster.copies, *cluster.loading) if c.kind == "gpu"}
+    gpu_sources = {
+        s.source for chain in planned.chains for hop in chain.hops for s in hop.stripes if s.source_kind == "gpu"
+    } | {c.worker_id for c in planned.fallbacks if c.kind == "gpu"}
+    targets = frozenset(planned.targets)
+    involved = targets | gpu_sources
+    involved |= {source for source, _ in planned.links} | {c.worker_id for c in planned.fallbacks}
+
+    def member(name: str) -> ChainMember:
+        worker = cluster.workers[name]
+        if name in targets:
+            instance_id = f"{plan_id.removeprefix('plan-')}-{name}"
+        else:
+            instance_id = instances.get(name, "") if name in gpu_sources else ""
+        return ChainMember(
+            worker_id=name,
+            instance_id=instance_id,
+            host=worker.host,
+            transport_address=worker.transport_address,
+            epoch=epochs[name] if name in targets else 0,
+        )
+
+    return tuple(member(name) for name in sorted(involved))
+
+
+def targets_of(plan: ScalePlan) -> tuple[tuple[str, str], ...]:
+    """(worker id, instance id) of every target."""
+    return tuple((m.worker_id, m.instance_id) for m in plan.targets)
+
+
+def links_of(plan: ScalePlan) -> tuple[Link, ...]:
+    """Who sends to whom: the source and target workers of all stripes between two workers."""
+    stripes = (s for chain in plan.chains for hop in chain.hops for s in hop.stripes)
+    return tuple(dict.fromkeys((s.source, s.target) for s in stripes if s.source not in ("", s.target)))
+
+
+def predicted_of(plan: ScalePlan) -> dict[str, float]:
+    """Seconds that each target should take once the plan is out; without those of which nobody knows."""
+    hops = (hop for chain in plan.chains for hop in chain.hops)
+    return {t: hop.predicted_finish_s for hop in hops if hop.predicted_finish_s for t in hop.targets}
+
+
+def drain_plan(
+    plan_id: str,
+    model: str,
+    records: Sequence[WorkerRecord],
+    *,
+    revive: bool,
+    reason: str,
+    role: Role = "colocated",
+    term: int = 0,
+    desired: int = 0,
+    triggered_at_s: float = 0.0,
+    trace_id: str = "",
+) -> DrainPlan:
+    """Drain these workers' instances, or take their drain back."""
+    return DrainPlan(
+        plan_id=plan_id,
+        model=model,
+        targets=tuple(
+            DrainTarget(worker_id=w.worker.worker_id, instance_id=w.instance.instance_id)
+            for w in records
+            if w.instance is not None
+        ),
+        revive=revive,
+        reason=reason,
+        role=role,
+        term=term,
+        desired=desired,
+        triggered_at_s=triggered_at_s,
+        trace_id=trace_id,
+    )
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def base_id(plan_id: str) -> str:
+    """Of the plan that a part belongs to."""
+    return plan_id.partition(".")[0]
+
+
+def parts_of(plan: ScalePlan) -> tuple[ScalePlan, ...]:
+    """The plan in messages of bounded size, each of them a plan for some of its targets."""
+    pieces: list[list[Chain]] = [[]]
+    left = PART_TARGETS
+    for chain in plan.chains:
+        first = 0
+        for position, hop in enumerate(chain.hops):
+            if left < len(hop.targets) and (pieces[-1] or position > first):
+                if position > first:
+                    pieces[-1].append(Chain(hops=chain.hops[first:position], chunk_bytes=chain.chunk_bytes))
+                pieces.append([])
+                first, left = position, PART_TARGETS
+            left -= len(hop.targets)
+        pieces[-1].append(Chain(hops=chain.hops[first:], chunk_bytes=chain.chunk_bytes))
+    if len(pieces) == 1:
+        return (plan,)
+    members = {m.worker_id: m for m in plan.members}
+    return tuple(
+        msgspec.structs.replace(
+            _with_chains(plan, tuple(chains), members),
+            plan_id=f"{plan.plan_id}.{number}",
+            num_parts=len(pieces),
+            explain=plan.explain if number == 0 else (),
+            left_out=plan.left_out if number == 0 else (),
+        )
+        for number, chains in enumerate(pieces)
+    )
+
+
+def whole_plan(parts: Sequence[ScalePlan]) -> ScalePlan:
+    """The plan that these parts, in order, were cut from."""
+    if len(parts) == 1 and parts[0].num_parts == 1:
+        return parts[0]
+    members = {m.worker_id: m for part in parts for m in part.members}
+    return msgspec.structs.replace(
+        parts[0],
+        plan_id=base_id(parts[0].plan_id),
+        chains=tuple(chain for part in parts for chain in part.chains),
+        members=tuple(members[name] for name in sorted(members)),
+        num_parts=1,
+    )
+
+
+def own_plans(plan: ScalePlan) -> Iterator[tuple[str, ScalePlan]]:
+    """(worker id, what that target has to know): its hop, the hops that it climbs to if that one breaks, and the plan's
+    fallbacks."""
+    members = {m.worker_id: m for m in plan.members}
+    for chain in plan.chains:
+        for position, hop in enumerate(chain.hops):
+            above = chain.hops[max(0, position - MAX_CLIMB) : position + 1]
+            seen = Chain(hops=above, chunk_bytes=chain.chunk_bytes)
+            own = msgspec.structs.replace(_with_chains(plan, (seen,), members), explain=(), left_out=())
+            for target in hop.targets:
+                yield target, own
+
+
+def _with_chains(plan: ScalePlan, chains: tuple[Chain, ...], members: Mapping[str, ChainMember]) -> ScalePlan:
+    """The plan with these chains alone, and the members that they and the fallbacks name."""
+    named = {copy.worker_id for copy in plan.fallbacks}
+    for chain in chains:
+        for hop in chain.hops:
+            named.update(hop.targets)
+            named.update(s.source for s in hop.stripes if s.source)
+    return msgspec.structs.replace(plan, chains=chains, members=tuple(members[name] for name in sorted(named)))
+
+
+def drain_parts(plan: DrainPlan) -> tuple[DrainPlan, ...]:
+    """The plan in messages of bounded size."""
+    if len(plan.targets) <= PART_DRAINS:
+        return (plan,)
+    cuts = [plan.targets[i : i + PART_DRAINS] for i in range(0, len(plan.targets), PART_DRAINS)]
+    return tuple(
+        msgspec.structs.replace(plan, plan_id=f"{plan.plan_id}.{number}", targets=targets, num_parts=len(cuts))
+        for number, targets in enumerate(cuts)
+    )
+
+
+def own_drain(plan: DrainPlan, target: DrainTarget) -> DrainPlan:
+    """What one of its workers has to know."""
+    return msgspec.structs.replace(plan, targets=(target,))

@@ -1,0 +1,356 @@
+"""An engine without a model: the same interface, deterministic tokens and a timing model.
+
+The token behind a prefix is a function of all its tokens (``next_token``), so a request gives
+the same text however it is chunked, batched, preempted or moved. The prefix is read from a
+fake KV pool (``mock_kv``) through the block table, as a real engine reads it: a scheduler that mixes up
+blocks, positions or ends of slices gets an error or other tokens, not luck. So do two engines that hand a
+batch over: hidden states and KV have a real model's sizes, and say whose they are and how far.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.worker.engine.base import Batch, Sampled, SamplingRow
+from services.worker.engine.handoff import (
+    check_batch,
+    check_layers,
+    check_next_layer,
+    check_part,
+    check_tokens,
+    check_whole,
+)
+from services.worker.engine.mock.hidden import HIDDEN_MIN_BYTES, check_hidden, hidden_of
+from services.worker.engine.mock.kv import MockKv, Slots, extend_hash, hash_tokens
+from shared.messages.generation import TokenLogprobs
+from shared.transport.base import Buffer
+
+BYTE_TOKENS = 256
+"""Tokens 0..255 are bytes; special tokens follow."""
+
+_PRINTABLE_FIRST, _PRINTABLE_COUNT = 32, 95
+_SPIN_S = 50e-6
+_SLEEP_SLACK_S = 80e-6
+_MAX_LATE_S = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class MockTiming:
+    """Seconds that a batch takes. All zero: as fast as Python."""
+
+    step_overhead_s: float = 0.0
+    """Per batch, where it is embedded or resumed."""
+    layer_base_s: float = 0.0
+    """Per layer and batch: reading the weights."""
+    layer_per_token_s: float = 0.0
+    """Per layer and token of the batch."""
+    layer_per_context_token_s: float = 0.0
+    """Per layer and token of KV that the batch's slices attend to."""
+    head_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MockFaults:
+    """What a batch with one of these tokens does to the mock, for tests of faults. None: nothing."""
+
+    raise_token: int | None = None
+    """Its layers raise."""
+    kill_token: int | None = None
+    """The process dies in its layers, as of a fault in native code."""
+
+    def strike(self, token_ids: Sequence[int]) -> None:
+        """Do it."""
+        if self.kill_token in token_ids:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.raise_token in token_ids:
+            raise RuntimeError(f"the mock fails on token {self.raise_token}, as it was told to")
+
+
+@dataclass(slots=True)
+class MockActivation:
+    """A batch inside the mock: how far it is, and the prefix hash of each slice that samples."""
+
+    batch: Batch
+    num_tokens: int
+    context_tokens: int
+    layers_done: int = 0
+    next_token: int = 0
+    """Of the next layer: those before it have run."""
+    hashes: list[int] = field(default_factory=list)
+    slots: Slots | None = None
+    """KV slots of the batch's tokens, from its first layer here on."""
+    resumed: bool = False
+    """Its first layers ran elsewhere: their KV comes by import."""
+
+
+def _context_tokens(batch: Batch) -> int:
+    return sum(piece.start + len(piece.token_ids) for piece in batch.slices)
+
+
+def _tokens_of(batch: Batch) -> list[int]:
+    return [token_id for piece in batch.slices for token_id in piece.token_ids]
+
+
+def token_of(prefix_hash: int) -> int:
+    """The printable ASCII byte that follows a prefix of this hash."""
+    return _PRINTABLE_FIRST + (prefix_hash >> 32) % _PRINTABLE_COUNT
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """The token that follows this prefix when no end-of-sequence is drawn."""
+    return token_of(hash_tokens(token_ids))
+
+
+class PreciseSleep:
+    """Sleeps without the timer's overshoot: the GIL is released for all but the last tens of microseconds.
+
+    What one sleep is late by, the next makes up for: many short ones take as long as one of their sum.
+    """
+
+    def __init__(self) -> None:
+        self._late_s = 0.0
+
+    def __call__(self, seconds: float, since: float | None = None) -> None:
+        """``since``: ``perf_counter`` that the time counts from, by default now."""
+        if seconds <= 0:
+            return
+        now = time.perf_counter()
+        deadline = (now if since is None else since) + seconds - self._late_s
+        coarse = deadline - now - _SLEEP_SLACK_S
+        if coarse > 0:
+            time.sleep(coarse)
+        while (left := deadline - time.perf_counter()) > 0:
+            if left > _SPIN_S:
+                time.sleep(left - _SPIN_S)
+        # A stall of the machine is nobody's to make up for.
+        self._late_s = min(time.perf_counter() - deadline, _MAX_LATE_S)
+
+
+class MockEngine:
+    """``services.worker.engine.base.Engine`` without compute.
+
+    ``eos_every`` > 0 ends about one in so many tokens with the row's first end-of-sequence
+    token, where ``min_tokens`` and ``ignore_eos`` allow it. ``verify`` reads the whole prefix
+    back at every slice (O(context) a step) instead of only the hash before the slice (O(1)).
+    Sampling parameters other than those are accepted and change nothing; logprobs are made up
+    and well formed. ``hidden_bytes_per_token`` (8 or more) and ``kv_bytes_per_token_layer`` (even, 24 or
+    more; ``ValueError`` below) are the sizes of what moves between two engines.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int = 4,
+        num_blocks: int = 1024,
+        block_size: int = 16,
+        vocab_size: int = BYTE_TOKENS + 4,
+        timing: MockTiming | None = None,
+        eos_every: int = 0,
+        verify: bool = False,
+        faults: MockFaults | None = None,
+        hidden_bytes_per_token: int = 64,
+        kv_bytes_per_token_layer: int = 64,
+        sleep: Callable[[float], None] | None = None,
+    ) -> None:
+        if hidden_bytes_per_token < HIDDEN_MIN_BYTES:
+            raise ValueError(
+                f"hidden states of {hidden_bytes_per_token} bytes per token: the mock needs {HIDDEN_MIN_BYTES}"
+            )
+        self._num_layers = num_layers
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self.vocab_size = vocab_size
+        self._timing = timing or MockTiming()
+        self._eos_every = eos_every
+        self._faults = faults if faults != MockFaults() else None
+        self._hidden_bytes_per_token = hidden_bytes_per_token
+        self._kv_bytes_per_token_layer = kv_bytes_per_token_layer
+        precise = PreciseSleep()
+        self._sleep = sleep or precise
+        self._sleep_since = precise if sleep is None else lambda seconds, _since: sleep(seconds)
+        self._kv = MockKv(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_layers=num_layers,
+            bytes_per_token_layer=kv_bytes_per_token_layer,
+            verify=verify,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return self._num_layers
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    @property
+    def hidden_bytes_per_token(self) -> int:
+        return self._hidden_bytes_per_token
+
+    @property
+    def kv_bytes_per_token_layer(self) -> int:
+        return self._kv_bytes_per_token_layer
+
+    def prepare(self) -> None:
+        """Nothing to do."""
+
+    def embed(self, batch: Batch) -> MockActivation:
+        """Start a batch."""
+        return self._begin(batch, 0)
+
+    def embed_tokens(self, token_ids: Sequence[int]) -> Buffer:
+        """See ``Engine``. Takes no time: the table is read, nothing is computed."""
+        check_tokens(np.asarray(token_ids, dtype=np.int64), self.vocab_size)
+        return hidden_of(token_ids, 0, self._hidden_bytes_per_token)
+
+    def resume(self, batch: Batch, hidden: Buffer, *, next_layer: int) -> MockActivation:
+        """See ``Engine``. Raises ``RuntimeError`` for hidden states of other tokens or of another layer."""
+        check_next_layer(next_layer, self._num_layers)
+        check_batch(batch, self._block_size)
+        check_hidden(hidden, _tokens_of(batch), next_layer, self._hidden_bytes_per_token)
+        activation = self._begin(batch, next_layer)
+        if next_layer > 0:
+            activation.resumed = True
+            self._kv.resume(self._place(activation), next_layer)
+        return activation
+
+    def _begin(self, batch: Batch, layers_done: int) -> MockActivation:
+        self._sleep(self._timing.step_overhead_s)
+        return MockActivation(batch, batch.num_tokens, _context_tokens(batch), layers_done)
+
+    def hidden_states(self, activation: MockActivation) -> Buffer:
+        """See ``Engine``."""
+        check_whole(activation.layers_done, activation.next_token, self._num_layers)
+        return hidden_of(_tokens_of(activation.batch), activation.layers_done, self._hidden_bytes_per_token)
+
+    def export_kv(
+        self,
+        block_tables: Sequence[Sequence[int]],
+        num_tokens: Sequence[int],
+        last_layer: int,
+        *,
+        first_layer: int = 0,
+    ) -> Buffer:
+        """See ``Engine``. Raises ``RuntimeError`` for layers that have not been run."""
+        check_layers(first_layer, last_layer, self._num_layers)
+        return self._kv.export(self._kv.slots_of(block_tables, num_tokens), first_layer, last_layer)
+
+    def import_kv(
+        self,
+        block_tables: Sequence[Sequence[int]],
+        num_tokens: Sequence[int],
+        last_layer: int,
+        kv: Buffer,
+        *,
+        first_layer: int = 0,
+    ) -> None:
+        """See ``Engine``. Raises ``RuntimeError`` for bytes that are not the KV of these positions and layers, or
+        where exactly the layers before are not there already."""
+        check_layers(first_layer, last_layer, self._num_layers)
+        self._kv.load(self._kv.slots_of(block_tables, num_tokens), num_tokens, first_layer, last_layer, kv)
+
+    def run_layers(self, activation: MockActivation, first: int, last: int) -> None:
+        """Take the layers' time; the first one of a batch that was not resumed writes the KV.
+
+        Raises ``ValueError`` for layers out of order, ``RuntimeError`` for a block table that
+        does not hold the prefix, or for blocks that another batch has written.
+        """
+        if first != activation.layers_done or activation.next_token or not first <= last <= self._num_layers:
+            raise ValueError(f"layers {first}..{last} of {self._num_layers}, but {activation.layers_done} are done")
+        if first == last:
+            return
+        started = time.perf_counter()
+        layer_s = self._layer_s(activation.num_tokens, activation.context_tokens)
+        slots = self._place(activation)
+        self._run(activation, slots, first, last, layer_s, started)
+        activation.layers_done = last
+
+    def run_part(self, activation: MockActivation, layer: int, begin: int, end: int) -> None:
+        """See ``Engine``. A part reads the weights as a whole batch does."""
+        num_tokens = activation.num_tokens
+        at = {"next_layer": activation.layers_done, "next_token": activation.next_token}
+        check_part(layer, begin, end, **at, num_layers=self._num_layers, num_tokens=num_tokens)
+        started = time.perf_counter()
+        layer_s = self._layer_s(end - begin, _context_tokens(activation.batch.part(begin, end)))
+        self._run(activation, self._place(activation)[begin:end], layer, layer + 1, layer_s, started)
+        activation.next_token = end
+        if end == num_tokens:
+            activation.layers_done, activation.next_token = layer + 1, 0
+
+    def _layer_s(self, num_tokens: int, context_tokens: int) -> float:
+        timing = self._timing
+        return (
+            timing.layer_base_s
+            + timing.layer_per_token_s * num_tokens
+            + timing.layer_per_context_token_s * context_tokens
+        )
+
+    def _run(
+        self, activation: MockActivation, slots: Slots, first: int, last: int, layer_s: float, started: float
+    ) -> None:
+        if self._faults is not None:
+            self._faults.strike(_tokens_of(activation.batch))
+        self._kv.begin(slots, first, resumed=activation.resumed)
+        # What the books take is part of the time: just after a sleep it is a fraction of a millisecond.
+        self._sleep_since(layer_s * (last - first), started)
+        # Only now: nobody may export a layer that still runs.
+        self._kv.advance(slots, last, resumed=activation.resumed)
+
+    def _place(self, activation: MockActivation) -> Slots:
+        """Write the batch's KV, the first time."""
+        if activation.slots is None:
+            slots: list[int] = []
+            hashes = []
+            for piece in activation.batch.slices:
+                prefix_hash = self._kv.write(piece, slots)
+                if piece.sample:
+                    hashes.append(prefix_hash)
+            activation.hashes = hashes
+            activation.slots = np.array(slots, dtype=np.int64)
+        return activation.slots
+
+    def head(self, activation: MockActivation) -> list[int]:
+        """The prefix hash of each slice that samples. Raises ``ValueError`` before the last layer."""
+        if activation.layers_done != self._num_layers:
+            raise ValueError(f"head after {activation.layers_done} of {self._num_layers} layers")
+        self._sleep(self._timing.head_s)
+        return activation.hashes
+
+    def sample(self, logits: list[int], rows: Sequence[SamplingRow]) -> list[Sampled]:
+        """The token behind each prefix."""
+        sampled: list[Sampled] = []
+        for prefix_hash, row in zip(logits, rows, strict=True):
+            params = row.params
+            token_id = token_of(prefix_hash)
+            if (
+                self._eos_every
+                and prefix_hash % self._eos_every == 0
+                and row.eos_token_ids
+                and not params.ignore_eos
+                and len(row.output) >= params.min_tokens
+            ):
+                token_id = row.eos_token_ids[0]
+            elif params.stop_token_ids and len(row.output) < params.min_tokens:
+                while token_id in params.stop_token_ids:
+                    prefix_hash = extend_hash(prefix_hash, token_id)  # noqa: PLW2901 - redraws this row's token
+                    token_id = token_of(prefix_hash)
+            logprobs = None if params.logprobs is None else self._logprobs(token_id, prefix_hash, params.logprobs)
+            sampled.append(Sampled(token_id, logprobs))
+        return sampled
+
+    def _logprobs(self, token_id: int, prefix_hash: int, count: int) -> TokenLogprobs:
+        best = -0.05 - (prefix_hash & 0xFF) / 4096
+        others = (t for t in range(self.vocab_size) if t != token_id)
+        alternatives = [(t, best - 3.0 - rank) for rank, t in zip(range(count - 1), others, strict=False)]
+        return TokenLogprobs(logprob=best, top=((token_id, best), *alternatives) if count else ())

@@ -1,0 +1,328 @@
+"""The worker's instance: one model copy, its engine, and its place in the life cycle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from services.worker.config import WorkerConfig
+from services.worker.engine.base import Engine
+from services.worker.engine.kv_pool import KvPool
+from services.worker.engine.loop import Departures, EngineLoop, StepOutput, Witness
+from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.thread import EngineThread
+from services.worker.instance.lifecycle import Lifecycle
+from services.worker.memory.arena import HostArena
+from services.worker.memory.weight_copy import WeightCopy
+from services.worker.scheduling.scheduler import SchedulerConfig
+from services.worker.scheduling.sequence import (
+    Sequence,
+    check_addresses,
+    check_sampling,
+    check_vocabulary,
+    sequence_of,
+)
+from services.worker.weights.outcome import in_thread
+from shared.errors import BadCheckpoint, BadRequest, BlitzError, Conflict, NoCapacity, Unavailable
+from shared.layout import ArenaLayout, layout_of
+from shared.messages.common import InstanceState, Role
+from shared.messages.generation import Submit
+from shared.messages.registry import InstanceInfo, ModelRecord
+from shared.messages.scaling import ChainMember, ScalePlan
+from shared.model_spec import DTYPE_BYTES
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M")
+
+MOCK_KV_BYTES = 24
+"""Least that the mock's KV takes per token and layer, however small the model is."""
+STOP_S = 30.0
+"""Longest that one engine step may take when an instance is stopped."""
+PREFAULT_STEP_BYTES = 1 << 30
+"""About a second's worth: how late a stop may be noticed."""
+
+OnOutput = Callable[[StepOutput], None]
+"""Called on the engine thread."""
+
+
+class Instance:
+    """From ``loading`` to its end. All methods on the event loop; the engine has a thread of its own."""
+
+    def __init__(
+        self,
+        record: ModelRecord,
+        plan_id: str,
+        member: ChainMember,
+        copy: WeightCopy,
+        engine: Engine,
+        scheduler: SchedulerConfig,
+        on_output: OnOutput,
+        on_failure: Callable[[BlitzError], None],
+        *,
+        role: Role = "colocated",
+        departures: Departures | None = None,
+        witness: Witness | None = None,
+    ) -> None:
+        self.record = record
+        self.role = role
+        self.plan_id = plan_id
+        self.instance_id = member.instance_id
+        self.epoch = member.epoch
+        self.copy = copy
+        self.scheduler = scheduler
+        self.received_bytes = 0
+        self._digest = ""
+        self._lifecycle = Lifecycle()
+        self._lifecycle.move_to("loading")
+        loop = EngineLoop(engine, scheduler, time.monotonic)
+        loop.departures = departures
+        loop.witness = witness
+        self._thread = EngineThread(loop, on_output, on_failure)
+        # While the weights come. Nobody waits for it but whoever gives the memory back.
+        self._preparing = asyncio.create_task(in_thread(engine.prepare))
+        self._pins = 0
+        self._retired = False
+        self._started = False
+        self.on_layer_ready: Callable[[], None] = lambda: None
+        """Called when a layer, or at last the whole copy, is ready."""
+        self.queue_factor = 1
+        """How many instances' queues the requests sent here fill: a live pair's requests all come to its source."""
+
+    @property
+    def layout(self) -> ArenaLayout:
+        return self.copy.layout
+
+    @property
+    def state(self) -> InstanceState:
+        return self._lifecycle.state
+
+    @property
+    def engine(self) -> EngineThread:
+        return self._thread
+
+    def info(self) -> InstanceInfo:
+        """What the registry should know."""
+        return InstanceInfo(
+            instance_id=self.instance_id,
+            model=self.record.name,
+            model_hash=self.record.model_hash,
+            layout_hash=self.record.layout_hash,
+            state=self.state,
+            role=self.role,
+            epoch=self.epoch,
+            layers_ready=self.copy.layers_ready,
+            weights_digest=self._digest,
+            max_running_requests=self.scheduler.max_num_sequences,
+            max_queued_tokens=self.queue_factor * self.scheduler.max_queued_tokens,
+            context_tokens=self.scheduler.limit_tokens,
+            plan_id=self.plan_id,
+        )
+
+    async def serve(self) -> None:
+        """All units are ready: start the engine and take requests."""
+        self._digest = self.copy.digest()
+        self._start()
+        self._lifecycle.move_to("serving")
+
+    def go_live(self) -> None:
+        """Compute with the layers that are there, for another instance's requests. Raises the life cycle's error unless
+        loading."""
+        self._lifecycle.move_to("live")
+        self._start()
+
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            self._thread.start()
+
+    def drain(self) -> None:
+        """Take no new requests. Raises the life cycle's error unless serving."""
+        self._lifecycle.move_to("draining")
+
+    def revive(self) -> bool:
+        """Serve again if it still drains; False once it was found idle and is on its way out."""
+        if self.state != "draining" or self._retired:
+            return False
+        self._lifecycle.move_to("serving")
+        return True
+
+    def fail(self) -> None:
+        """Something broke; the instance can only go."""
+        self._lifecycle.move_to("failed")
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Others read the copy, or have room here for a request that comes: it must not go."""
+        self._pins += 1
+        try:
+            yield
+        finally:
+            self._pins -= 1
+
+    def check_admits(self, instance_id: str) -> None:
+        """Raises ``Conflict`` unless this very instance takes requests now."""
+        if instance_id != self.instance_id or self.state != "serving":
+            raise Conflict(f"instance {instance_id} takes no requests here ({self.instance_id} is {self.state})")
+
+    def sequence_of(self, request: Submit) -> Sequence:
+        """A request as this instance's scheduler takes it. Raises ``BadRequest`` for tokens that the model lacks, for
+        sampling that is out of range, and for names that nobody has."""
+        spec = self.record.spec
+        check_vocabulary(request, spec.vocab_size)
+        check_sampling(request, spec.vocab_size)
+        check_addresses(request)
+        return sequence_of(request, spec.eos_token_ids)
+
+    def check_token(self, token_id: int) -> None:
+        """Raises ``BadRequest`` for a token that the model lacks."""
+        if not 0 <= token_id < self.record.spec.vocab_size:
+            raise BadRequest(f"token id {token_id} is outside 0..{self.record.spec.vocab_size - 1}", param="token_id")
+
+    @property
+    def num_requests(self) -> int:
+        load = self._thread.stats().load
+        return load.queued_requests + load.running_requests
+
+    async def idle(self) -> bool:
+        """Wait until nothing runs here and nobody reads the copy; False if it was revived meanwhile."""
+        while self.state == "draining":
+            # The thread's own figures may lag behind a request it was just handed.
+            try:
+                queued = await asyncio.wrap_future(self._thread.call(lambda loop: loop.num_requests))
+            except Unavailable:
+                return True  # another waiter found it idle first, and stopped the engine
+            if queued == 0 and self._pins == 0 and self.state == "draining":
+                return True
+            await asyncio.sleep(0.01)
+        return False
+
+    def retire(self) -> bool:
+        """It is on its way out and cannot be revived any more; False if it was revived, or is read, after all."""
+        self._retired = self.state == "draining" and self._pins == 0
+        return self._retired
+
+    async def stop(self) -> bool:
+        """End what still runs, and the engine's thread; False if a step did not end within ``STOP_S``."""
+        self._thread.stop()
+        await asyncio.wait({self._preparing})
+        return await asyncio.to_thread(self._thread.join, STOP_S)
+
+
+def _reserved(allocate: Callable[[int], M], num_bytes: int, setting: str) -> M:
+    """Raises ``NoCapacity`` naming the setting where the machine has not that much."""
+    try:
+        return allocate(num_bytes)
+    except OSError as error:
+        raise NoCapacity(
+            f"{setting}={num_bytes >> 20}: this machine does not give so much: {error.strerror}"
+        ) from error
+
+
+class InstanceFactory:
+    """Owns the worker's memory (one arena, one KV pool, fixed for its life) and builds instances in it."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        on_output: OnOutput,
+        on_failure: Callable[[BlitzError], None],
+    ) -> None:
+        self.departures: Departures | None = None
+        self.witness: Witness | None = None
+        """Both of the instances that are created from now on."""
+        self._config = config
+        self._on_output = on_output
+        self._on_failure = on_failure
+        self._arena = _reserved(HostArena.allocate, config.arena_bytes, "BLITZ_WORKER_ARENA_MIB")
+        self._kv = _reserved(KvPool.allocate, config.kv_bytes, "BLITZ_WORKER_KV_MIB")
+
+    async def prefault(self, stopping: asyncio.Event) -> None:
+        """Commit as much of the arena as is configured, unless the worker is stopped meanwhile. Before the first
+        instance."""
+        num_bytes = min(self._config.prefault_bytes, self._config.arena_bytes)
+        for offset in range(0, num_bytes, PREFAULT_STEP_BYTES):
+            if stopping.is_set():
+                return
+            await in_thread(self._arena.prefault, min(PREFAULT_STEP_BYTES, num_bytes - offset), offset)
+
+    async def warm_up(self) -> None:
+        """What this process does once, before the first request could wait for it."""
+        if self._config.engine == "torch":
+            from services.worker.engine.warm_up import warm_up
+
+            await in_thread(warm_up)
+
+    async def create(self, plan: ScalePlan, member: ChainMember) -> Instance:
+        """An instance in state ``loading``, its engine bound to the places where the weights will be.
+
+        One at a time. Raises ``Conflict`` when this worker derives another layout than the planner's record,
+        ``TransportError`` when the model does not fit the arena, ``BadRequest`` when the KV pool is too small.
+        """
+        record, config = plan.model, self._config
+        layout = layout_of(record.spec)
+        if layout.hash != record.layout_hash:
+            raise Conflict(f"layout {layout.hash} here, {record.layout_hash} in the plan: different versions?")
+        copy = WeightCopy(layout, self._arena)
+        engine = await in_thread(self._engine, layout)
+        scheduler = SchedulerConfig(
+            num_blocks=engine.num_blocks,
+            block_size=engine.block_size,
+            context_tokens=record.spec.max_position,
+            max_num_sequences=config.max_running_requests,
+            max_batch_tokens=config.max_batch_tokens,
+            prefill_chunk_tokens=config.prefill_chunk_tokens,
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+        )
+        return Instance(
+            record,
+            plan.plan_id,
+            member,
+            copy,
+            engine,
+            scheduler,
+            self._on_output,
+            self._on_failure,
+            role=plan.role,
+            departures=self.departures,
+            witness=self.witness,
+        )
+
+    def _engine(self, layout: ArenaLayout) -> Engine:
+        config = self._config
+        num_blocks = self._kv.num_blocks(layout.spec, config.block_size)
+        if num_blocks < 1:
+            raise BadCheckpoint(
+                f"a KV block of this model does not fit {config.kv_bytes} bytes: raise BLITZ_WORKER_KV_MIB"
+            )
+        # More blocks than every running request at full context could use would only cost lookups.
+        most = config.max_running_requests * -(-layout.spec.max_position // config.block_size)
+        num_blocks = min(num_blocks, most)
+        if config.engine == "mock":
+            return MockEngine(
+                num_layers=layout.num_layers,
+                num_blocks=num_blocks,
+                block_size=config.block_size,
+                vocab_size=layout.spec.vocab_size,
+                timing=config.mock,
+                faults=config.mock_faults,
+                hidden_bytes_per_token=layout.spec.hidden_size * DTYPE_BYTES[layout.spec.dtype],
+                kv_bytes_per_token_layer=max(MOCK_KV_BYTES, layout.spec.kv_bytes_per_token // layout.num_layers),
+            )
+        # Imported here, and by the process that has this engine at its start: PyTorch takes seconds.
+        from services.worker.engine.torch_engine import TorchEngine
+
+        return TorchEngine(layout, self._arena, self._kv, num_blocks=num_blocks, block_size=config.block_size)
+
+    async def release(self) -> None:
+        """The instance is gone: the KV pool's pages may go back to the system.
+
+        The arena keeps its own: it may be registered with a NIC, and the next model arrives
+        faster in pages that exist.
+        """
+        await in_thread(self._kv.release)

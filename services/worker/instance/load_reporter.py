@@ -1,0 +1,113 @@
+"""What a worker says of its instance's load: reports to everybody who asks, and its gauges.
+
+Workers of one host put their reports together (``host_group``), so that who reads them gets a message per host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from services.worker.instance.host_group import HostGroup
+from services.worker.instance.instance import Instance
+from shared import subjects
+from shared.bus.base import Bus
+from shared.errors import BlitzError
+from shared.messages.load import LoadReport
+
+log = logging.getLogger(__name__)
+
+
+class LoadReporter:
+    """Event loop only."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        worker_id: str,
+        instance: Callable[[], Instance | None],
+        expire: Callable[[], None],
+        group: HostGroup,
+        *,
+        interval_s: float,
+        metrics: CollectorRegistry,
+    ) -> None:
+        """``expire()`` is called at every interval: for what is due now and then."""
+        self._bus = bus
+        self._worker_id = worker_id
+        self._instance = instance
+        self._expire = expire
+        self._group = group
+        self._interval_s = interval_s
+        self._running_gauge = Gauge("blitz_worker_running_requests", "Running requests", registry=metrics)
+        self._queued_gauge = Gauge("blitz_worker_queued_requests", "Waiting requests", registry=metrics)
+        self._kv_gauge = Gauge("blitz_worker_kv_usage_ratio", "Used share of the KV blocks", registry=metrics)
+
+    async def run(self) -> None:
+        """Report until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(self._interval_s)
+                self._expire()
+                report = self._report()
+                if report is None:
+                    self._show(0, 0, 0.0)
+                    self._group.leave()
+                    continue
+                kv_usage = report.kv_blocks_used / report.kv_blocks_total
+                self._show(report.running_requests, report.queued_requests, kv_usage)
+                await self._say(report)
+        finally:
+            self._group.leave()
+
+    async def _say(self, report: LoadReport) -> None:
+        if self._bus.connected_since_s is None:
+            self._group.leave()  # others may be connected
+            return
+        try:
+            for message in self._group.exchange(report, time.monotonic()):
+                subject = subjects.load() if isinstance(message, LoadReport) else subjects.host_load()
+                # Load is of now: none of an outage is told after it.
+                await self._bus.publish(subject, message, buffer=False)
+        except BlitzError as error:
+            log.debug("load not published: %s", error)
+
+    def _show(self, running: int, queued: int, kv_usage: float) -> None:
+        self._running_gauge.set(running)
+        self._queued_gauge.set(queued)
+        self._kv_gauge.set(kv_usage)
+
+    def _report(self) -> LoadReport | None:
+        instance = self._instance()
+        if instance is None or instance.state not in ("live", "serving", "draining"):
+            return None
+        stats = instance.engine.stats()
+        load, speed, now_s = stats.load, stats.speed, time.monotonic()
+        return LoadReport(
+            worker_id=self._worker_id,
+            instance_id=instance.instance_id,
+            model=instance.record.name,
+            state=instance.state,
+            role=instance.role,
+            published_at_s=time.time(),
+            queued_requests=load.queued_requests,
+            queued_tokens=load.queued_tokens,
+            running_requests=load.running_requests,
+            running_tokens=load.running_tokens,
+            prefill_tokens_total=load.prefill_tokens_total,
+            decode_tokens_total=load.decode_tokens_total,
+            busy_s_total=stats.busy_s_total,
+            kv_blocks_total=load.blocks_total,
+            kv_blocks_used=load.blocks_used,
+            preemptions_total=load.preemptions_total,
+            oldest_queued_s=max(0.0, now_s - (load.oldest_arrived_s or now_s)),
+            prefilling_requests=load.prefilling_requests,
+            prefill_tokens_per_s=speed.prefill_tokens_per_s,
+            decode_tokens_per_s=speed.decode_tokens_per_s,
+            decode_base_s=speed.decode_base_s,
+            decode_request_s=speed.decode_request_s,
+        )

@@ -1,0 +1,168 @@
+"""The prefill side's line to the worker that is to decode a request: asked until it answers, or is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import AsyncIterator
+
+from services.worker.kv_transfer.transfer import NotTaken, Shipment
+from services.worker.scheduling.schedule import SampledToken
+from shared import subjects
+from shared.bus.base import Bus
+from shared.errors import BlitzError, DeadlineExceeded, NoResponder, Overloaded, Unavailable
+from shared.messages.common import Ack
+from shared.messages.disaggregated import (
+    BeginDecode,
+    DecodeReserved,
+    DecodeRoom,
+    ReleaseDecode,
+    RenewDecode,
+    ReserveDecode,
+)
+from shared.messages.registry import WorkerInfo
+
+log = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 1.5
+RETRY_S = 0.02
+MAX_RETRY_S = 0.3
+GONE_S = 1.0
+"""Nobody answers to the decode worker's name, and a reconnection would have come by now."""
+ROOM_PATIENCE_S = 1.0
+"""How long a request that is ready waits for room before it is decoded here."""
+LEASE_S = 10.0
+RENEW_S = 3.0
+
+
+class Unknown(Exception):
+    """The decode instance may, or may not, have the request: it cannot be asked."""
+
+
+class Line:
+    """One request's. Event loop only. All but ``release`` raise ``Over`` and ``NotTaken``."""
+
+    def __init__(self, bus: Bus, me: WorkerInfo, shipment: Shipment, *, silence_s: float) -> None:
+        """``silence_s``: a worker that answers nothing, or takes no KV, for so long is gone."""
+        self._bus = bus
+        self._me = me
+        self._shipment = shipment
+        self._worker_id = shipment.place.worker_id
+        self._key = (shipment.request.request_id, shipment.request.attempt)
+        self._silence_s = silence_s
+
+    async def reserve(self) -> DecodeReserved:
+        """Ask until there is room."""
+        shipment = self._shipment
+        message = ReserveDecode(
+            request=shipment.request,
+            worker_id=self._me.worker_id,
+            host=self._me.host,
+            transport_address=self._me.transport_address,
+            lease_s=LEASE_S,
+        )
+        asked_since_s, pause_s = time.monotonic(), RETRY_S
+        while True:
+            asking = self._bus.request(self._subject("reserve"), message, DecodeReserved, timeout_s=ASK_TIMEOUT_S)
+            try:
+                return await shipment.unless_over(asking)
+            except Overloaded as error:
+                asked_since_s = time.monotonic()  # it lives
+                if shipment.token is not None and asked_since_s - shipment.computed_at_s > ROOM_PATIENCE_S:
+                    raise NotTaken(str(error)) from error
+            except (Unavailable, DeadlineExceeded) as error:
+                self._judge(error, asked_since_s)
+            except BlitzError as error:
+                raise NotTaken(str(error)) from error
+            # The message is as long as the prompt, and others may wait as well.
+            await shipment.pause(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(MAX_RETRY_S, 1.5 * pause_s)
+
+    @contextlib.asynccontextmanager
+    async def kept(self, reserved: DecodeReserved) -> AsyncIterator[None]:
+        """Renew the room meanwhile."""
+        renewing = asyncio.create_task(self._renew(reserved.ticket))
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            await asyncio.wait({renewing})
+
+    async def _renew(self, ticket: int) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            try:
+                await self._ask_room(ticket, 0)
+            except (Unavailable, DeadlineExceeded) as error:
+                log.debug("room at %s was not renewed: %s", self._worker_id, error)
+            except BlitzError as error:
+                self._shipment.lose(str(error))
+                return
+
+    async def until_here(self, ticket: int, num_layers: int) -> int:
+        """Ask until so many layers of KV are there; how many there are."""
+        here, moved_at_s = -1, time.monotonic()
+        while True:
+            try:
+                room = await self._shipment.unless_over(self._ask_room(ticket, num_layers))
+            except (Unavailable, DeadlineExceeded) as error:
+                self._judge(error, moved_at_s)
+                await self._shipment.pause(RETRY_S)
+                continue
+            except BlitzError as error:
+                raise NotTaken(str(error)) from error
+            if room.layers_here >= num_layers:
+                return room.layers_here
+            if room.layers_here > here:
+                here, moved_at_s = room.layers_here, time.monotonic()
+            if time.monotonic() - moved_at_s > self._silence_s:
+                raise NotTaken(f"its KV does not arrive: {here} layers in {self._silence_s:g} s")
+
+    async def _ask_room(self, ticket: int, num_layers: int) -> DecodeRoom:
+        message = RenewDecode(request_id=self._key[0], attempt=self._key[1], ticket=ticket, wait_layers=num_layers)
+        return await self._bus.request(self._subject("renew"), message, DecodeRoom, timeout_s=ASK_TIMEOUT_S)
+
+    async def begin(self, token: SampledToken) -> None:
+        """The decode instance, which has all KV, takes the request over. Raises ``Unknown`` if it may have done so."""
+        self._shipment.check()  # nothing is asked for that is not wanted
+        message = BeginDecode(
+            request_id=self._key[0], attempt=self._key[1], token_id=token.token_id, logprobs=token.logprobs
+        )
+        asked_since_s, was_heard = time.monotonic(), False
+        while True:
+            asking = self._bus.request(self._subject("begin"), message, Ack, timeout_s=ASK_TIMEOUT_S)
+            try:
+                await self._shipment.unless_over(asking)
+                return
+            except (Unavailable, DeadlineExceeded) as error:
+                was_heard = was_heard or not isinstance(error, NoResponder)
+                try:
+                    self._judge(error, asked_since_s)
+                except NotTaken as why:
+                    if was_heard:
+                        raise Unknown(str(why)) from why
+                    raise
+            except BlitzError as error:
+                raise NotTaken(str(error)) from error
+            await self._shipment.pause(RETRY_S)
+
+    async def release(self) -> None:
+        """The request will not come, or has ended after all."""
+        message = ReleaseDecode(request_id=self._key[0], attempt=self._key[1])
+        with contextlib.suppress(BlitzError):  # room lapses by itself
+            await self._bus.request(self._subject("release"), message, Ack, timeout_s=ASK_TIMEOUT_S)
+
+    def _subject(self, operation: str) -> str:
+        return subjects.worker_decode(self._worker_id, operation)
+
+    def _judge(self, error: BlitzError, asked_since_s: float) -> None:
+        """Raises ``NotTaken`` if the decode worker is gone by all that is known."""
+        connected_since_s = self._bus.connected_since_s
+        if connected_since_s is None:
+            return  # it is our own bus that is away
+        asked_s = time.monotonic() - max(asked_since_s, connected_since_s)
+        if asked_s > (GONE_S if isinstance(error, NoResponder) else self._silence_s):
+            raise NotTaken(f"nobody answers for {asked_s:.1f} s: {error}") from error

@@ -1,0 +1,289 @@
+"""The decode side of disaggregated serving: room is kept for requests, their KV comes in, and they are decoded here."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+from weakref import WeakValueDictionary
+
+from services.worker.engine.base import Sampled
+from services.worker.engine.loop import EngineLoop, StepOutput
+from services.worker.instance.instance import Instance
+from services.worker.kv_transfer.reservation import Arrival
+from services.worker.kv_transfer.staging import Staging
+from services.worker.requests.inbox import Serving
+from services.worker.scheduling.gateways import Gone
+from services.worker.weights.peers import Peers
+from shared import subjects
+from shared.bus.base import Bus, Subscription
+from shared.errors import BadRequest, BlitzError, Conflict, Overloaded
+from shared.messages.common import Ack
+from shared.messages.disaggregated import (
+    BeginDecode,
+    DecodeReserved,
+    DecodeRoom,
+    ReleaseDecode,
+    RenewDecode,
+    ReserveDecode,
+)
+from shared.messages.generation import Cancel, Submit
+from shared.messages.registry import WorkerInfo
+from shared.transport.base import TensorTransport
+
+log = logging.getLogger(__name__)
+
+MAX_WAIT_S = 0.5
+"""How long a question waits here for KV before it is to be asked again."""
+MAX_LEASE_S = 3600.0
+MAX_BEGUN = 4096
+ENGINE_WAIT_S = 2.0
+"""Longer than any step but one that is stuck."""
+
+Key = tuple[str, int]
+"""(request id, attempt)."""
+
+
+class Arrivals:
+    """Event loop only. What is said about one request is done in the order in which it was said."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        transport: TensorTransport,
+        me: WorkerInfo,
+        peers: Peers,
+        serving: Serving,
+        instance: Callable[[], Instance | None],
+    ) -> None:
+        self._bus = bus
+        self._transport = transport
+        self._me = me
+        self._peers = peers
+        self._serving = serving
+        self._instance = instance
+        self._arrivals: dict[Key, Arrival] = {}
+        self._begun: OrderedDict[Key, None] = OrderedDict()
+        """Those that are, or were, decoded here: the answer may have been lost."""
+        self._tickets = itertools.count()
+        self._staging = Staging()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By request id."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def subscribe(self) -> list[Subscription]:
+        """Listen; the caller closes what is returned."""
+        bus, me = self._bus, self._me.worker_id
+        return [
+            await bus.respond(subjects.worker_decode(me, "reserve"), ReserveDecode, self.on_reserve),
+            await bus.respond(subjects.worker_decode(me, "renew"), RenewDecode, self.on_renew),
+            await bus.respond(subjects.worker_decode(me, "begin"), BeginDecode, self.on_begin),
+            await bus.respond(subjects.worker_decode(me, "release"), ReleaseDecode, self.on_release),
+        ]
+
+    # --- room --------------------------------------------------------------------------------
+
+    async def on_reserve(self, message: ReserveDecode) -> DecodeReserved:
+        """Keep room. Raises ``Conflict`` (not this instance, not serving, a newer attempt is here), ``Overloaded`` (no
+        room now), ``BadRequest`` (there will never be)."""
+        request = message.request
+        async with self._lock(request.request_id):
+            arrival = self._arrivals.get((request.request_id, request.attempt))
+            if arrival is None:
+                arrival = await self._reserve(message)
+        return DecodeReserved(
+            ticket=arrival.ticket,
+            host=self._me.host,
+            transport_address=self._me.transport_address,
+            window_layers=arrival.window_layers,
+        )
+
+    async def _reserve(self, message: ReserveDecode) -> Arrival:
+        request, instance = message.request, self._instance()
+        key = (request.request_id, request.attempt)
+        if instance is None or not self._serving.admitting:
+            raise Conflict(f"worker {self._me.worker_id} has no instance that takes requests")
+        instance.check_admits(request.instance_id)
+        if key in self._begun:
+            raise Conflict(f"attempt {request.attempt} of request {request.request_id} was decoded here already")
+        if not 0 < message.lease_s <= MAX_LEASE_S:
+            raise BadRequest(f"lease_s {message.lease_s!r} is not a time", param="lease_s")
+        sequence = instance.sequence_of(request)
+        sequence.decode_at = None
+        limit = instance.scheduler.limit_tokens
+        if not 0 < sequence.num_tokens < limit:
+            raise BadRequest(f"{sequence.num_tokens} tokens: this instance takes up to {limit - 1}", param="request")
+        await self._give_up_older(request, instance)
+        engine = instance.engine.loop.engine
+        window = self._staging.window(sequence.num_tokens * engine.kv_bytes_per_token_layer, engine.num_layers)
+        if window is None:
+            raise Overloaded(f"{self._staging.used_bytes} bytes of KV are on their way here already")
+        call = instance.engine.call(lambda loop: loop.scheduler.reserve([sequence]), between_layers=True)
+        reserved = False
+        try:
+            reserved = await asyncio.wrap_future(call)
+        finally:
+            if not reserved:
+                window.close()
+        if not reserved:
+            raise Overloaded(f"no room for {sequence.num_tokens} tokens of KV now")
+        arrival = Arrival(message, sequence, instance, next(self._tickets), window)
+        self._serving.host((request,))
+        try:
+            await arrival.connect(self._transport, self._peers)
+            if self._instance() is not instance or instance.state not in ("serving", "draining"):
+                raise Conflict(f"instance {request.instance_id} goes")
+        except BlitzError as error:
+            await self._drop(arrival)
+            raise Conflict(f"the KV cannot come: {error}") from error
+        self._arrivals[key] = arrival
+        arrival.receive(failed=lambda: self._spawn(self._failed(key, arrival)))
+        return arrival
+
+    async def _give_up_older(self, request: Submit, instance: Instance) -> None:
+        """Earlier attempts at a request, whose prefill instance may be dead. Raises ``Conflict`` for a newer one."""
+        self._serving.supersede(request, instance)
+        for key in [k for k in self._arrivals if k[0] == request.request_id]:
+            await self._drop(self._arrivals.pop(key))
+
+    async def on_renew(self, message: RenewDecode) -> DecodeRoom:
+        """Keep room for longer; wait a moment for so many layers. Raises ``Conflict`` if no room is kept."""
+        arrival = self._arrivals.get((message.request_id, message.attempt))
+        if arrival is None or arrival.ticket != message.ticket:
+            raise Conflict(f"no room is kept for attempt {message.attempt} of request {message.request_id}")
+        arrival.renewed_at_s = time.monotonic()
+        await arrival.until_here(message.wait_layers, MAX_WAIT_S)
+        return DecodeRoom(layers_here=arrival.layers_here)
+
+    # --- decoding ----------------------------------------------------------------------------
+
+    async def on_begin(self, message: BeginDecode) -> Ack:
+        """The request is decoded here from now on. Raises ``Conflict`` if no room is kept, or its KV is not here, and
+        ``BadRequest`` for a token that the model lacks."""
+        key = (message.request_id, message.attempt)
+        async with self._lock(message.request_id):
+            arrival = self._arrivals.get(key)
+            if arrival is not None:
+                if not arrival.is_whole:
+                    raise Conflict(f"only {arrival.layers_here} of {arrival.num_layers} layers of KV are here")
+                arrival.instance.check_token(message.token_id)
+                await self._begin(arrival, message)
+            elif key not in self._begun:
+                raise Conflict(f"no room is kept for attempt {message.attempt} of request {message.request_id}")
+        return Ack()
+
+    async def _begin(self, arrival: Arrival, message: BeginDecode) -> None:
+        sequence = arrival.sequence
+        token = Sampled(message.token_id, message.logprobs)
+        self._serving.spans.open(arrival.message.request, "worker.decode")
+
+        def adopt(loop: EngineLoop) -> None:
+            output = loop.scheduler.adopt(sequence, token, time.monotonic(), computed_here=False)
+            # Said on this thread, for the next step's tokens come after it. The gateway has the token already, most
+            # likely; here it is kept in case it asks.
+            if output is not None:
+                self._serving.on_output(StepOutput((output,)))
+            if not sequence.finished:
+                self._serving.announce([sequence])
+
+        try:
+            await asyncio.wrap_future(arrival.instance.engine.call(adopt, between_layers=True))
+        except BlitzError as error:
+            self._serving.spans.refused(sequence.key, error)
+            raise
+        self._begun[sequence.key] = None
+        if len(self._begun) > MAX_BEGUN:
+            self._begun.popitem(last=False)
+        self._arrivals.pop(sequence.key, None)
+        arrival.unpin()
+
+    # --- the end -----------------------------------------------------------------------------
+
+    async def on_release(self, message: ReleaseDecode) -> Ack:
+        """The request ends, or is decoded elsewhere. Its room is free when this is answered."""
+        key = (message.request_id, message.attempt)
+        async with self._lock(message.request_id):
+            if (arrival := self._arrivals.pop(key, None)) is not None:
+                await self._drop(arrival)
+            elif key in self._begun:
+                # The other side has not heard that it is decoded here.
+                self._serving.on_cancel(Cancel(request_id=message.request_id, attempt=message.attempt))
+        return Ack()
+
+    def arrived(self) -> None:
+        """A request was accepted here: nothing to do with those that come from elsewhere."""
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """Nobody waits for a request any more."""
+        self._let_go([(request_id, attempt)])
+
+    def cancel_gateway(self, gone: Gone) -> None:
+        """Nor for any of those gateways'."""
+        theirs = ((key, arrival.sequence) for key, arrival in self._arrivals.items())
+        self._let_go(key for key, s in theirs if gone.had(s.gateway_id, s.gateway_incarnation))
+
+    def expire(self) -> None:
+        """Drop room that was not renewed. Silence counts only while our own connection has been up."""
+        connected_since_s = self._bus.connected_since_s
+        if connected_since_s is None:
+            return
+        now_s = time.monotonic()
+
+        def has_lapsed(arrival: Arrival) -> bool:
+            return now_s - max(arrival.renewed_at_s, connected_since_s) > arrival.message.lease_s
+
+        late = [key for key, arrival in self._arrivals.items() if has_lapsed(arrival)]
+        if late:
+            log.warning("nothing was heard of %d requests that were to be decoded here: their room is freed", len(late))
+        self._let_go(late)
+
+    def _let_go(self, keys: Iterable[Key]) -> None:
+        for key in list(keys):
+            if (arrival := self._arrivals.get(key)) is not None:
+                self._spawn(self._failed(key, arrival))
+
+    async def _failed(self, key: Key, arrival: Arrival) -> None:
+        async with self._lock(key[0]):
+            if self._arrivals.get(key) is arrival:
+                del self._arrivals[key]
+                await self._drop(arrival)
+
+    async def _drop(self, arrival: Arrival) -> None:
+        """Free the room of one that is in ``_arrivals`` no more."""
+        await arrival.stop()  # nothing is written into its blocks any more
+        self._serving.unhost([arrival.sequence])
+        call = arrival.instance.engine.call(
+            lambda loop: loop.scheduler.release([arrival.sequence]), between_layers=True
+        )
+        arrival.unpin()
+        freed = asyncio.wrap_future(call)
+        await asyncio.wait({freed}, timeout=ENGINE_WAIT_S)
+        if freed.done() and (error := freed.exception()) is not None:
+            log.debug("the engine freed it: %s", error)
+
+    async def instance_gone(self, instance: Instance, _reason: str) -> None:
+        """The instance's engine is about to stop, and its memory to be another model's."""
+        gone = [(key, arrival) for key, arrival in self._arrivals.items() if arrival.instance is instance]
+        await asyncio.gather(*(self._failed(key, arrival) for key, arrival in gone))
+
+    async def close(self) -> None:
+        """Drop all room."""
+        await asyncio.gather(*(self._failed(key, arrival) for key, arrival in list(self._arrivals.items())))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _lock(self, request_id: str) -> asyncio.Lock:
+        return self._locks.setdefault(request_id, asyncio.Lock())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("room for a request that is not to be decoded here was not freed", exc_info=error)

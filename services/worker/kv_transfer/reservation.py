@@ -1,0 +1,134 @@
+"""Room that is kept for one request at the instance that is to decode it, and the KV that comes in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from services.worker.instance.instance import Instance
+from services.worker.kv_transfer.staging import Window
+from services.worker.kv_transfer.tags import kv_tag
+from services.worker.scheduling.sequence import Sequence
+from services.worker.wakeup import Signal
+from services.worker.weights.peers import TENSOR_LANE, Peers
+from shared.errors import BlitzError
+from shared.messages.disaggregated import ReserveDecode
+from shared.transport.base import Buffer, Channel, TensorTransport, Transfer
+
+log = logging.getLogger(__name__)
+
+
+class Arrival:
+    """Event loop only. Its sequence has its seat and blocks; the instance is pinned until ``unpin``."""
+
+    def __init__(
+        self, message: ReserveDecode, sequence: Sequence, instance: Instance, ticket: int, window: Window
+    ) -> None:
+        """``window``: its share of the memory for KV that is on its way; it is given back here."""
+        self.message = message
+        self.sequence = sequence
+        self.instance = instance
+        self.ticket = ticket
+        self.renewed_at_s = time.monotonic()
+        self.layers_here = 0
+        self.num_tokens = sequence.num_tokens
+        engine = instance.engine.loop.engine
+        self.num_layers = engine.num_layers
+        self._layer_bytes = self.num_tokens * engine.kv_bytes_per_token_layer
+        self._window = window
+        self._transport: TensorTransport
+        self._channel: Channel
+        self._posted: deque[tuple[Buffer, Transfer]] = deque()
+        """Receives of the layers after those that are here."""
+        self._over = False
+        self._changed = Signal()
+        self._receiving: asyncio.Task[None] | None = None
+        self._importing: asyncio.Future[None] | None = None
+        self._pin = contextlib.ExitStack()
+        self._pin.enter_context(instance.pinned())
+
+    @property
+    def window_layers(self) -> int:
+        """So many layers more than are here may be on their way."""
+        return self._window.num_layers
+
+    @property
+    def is_whole(self) -> bool:
+        """All KV is here."""
+        return self.layers_here == self.num_layers
+
+    def unpin(self) -> None:
+        """The instance is idle as far as this one is concerned."""
+        self._pin.close()
+
+    async def connect(self, transport: TensorTransport, peers: Peers) -> None:
+        """Post the first receives. Raises ``TransportError``, ``DeadlineExceeded``."""
+        self._transport = transport
+        self._channel = await peers.channel(self.message.transport_address, self.message.host, lane=TENSOR_LANE)
+        self._post()
+
+    def _post(self) -> None:
+        """Receives for the whole window."""
+        transport, first = self._transport, self.layers_here + len(self._posted)
+        for layer in range(first, min(self.num_layers, self.layers_here + self.window_layers)):
+            buffer = np.empty(self._layer_bytes, dtype=np.uint8)
+            self._posted.append((buffer, transport.recv(buffer, kv_tag(self.ticket, layer), source=self._channel)))
+
+    def receive(self, failed: Callable[[], None]) -> None:
+        """Begin to bring the KV in. ``failed()``: it does not come."""
+        self._receiving = asyncio.create_task(self._receive(failed))
+
+    async def until_here(self, num_layers: int, timeout_s: float) -> None:
+        """Until so many layers are here, or none will come, at most so long."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.layers_here < num_layers and not self._over and (left_s := deadline_s - time.monotonic()) > 0:
+            await self._changed.wait(left_s)
+
+    async def stop(self) -> None:
+        """Receive no more. When this returns nothing is written into the blocks any more."""
+        if self._receiving is not None:
+            self._receiving.cancel()
+            await asyncio.wait({self._receiving})
+        self._abort()
+        if self._importing is not None:
+            await asyncio.wait({self._importing})
+
+    def _abort(self) -> None:
+        for _, transfer in self._posted:
+            transfer.abort()
+        self._window.close()
+
+    async def _receive(self, failed: Callable[[], None]) -> None:
+        """All layers, in order."""
+        try:
+            while not self.is_whole:
+                kv, transfer = self._posted[0]
+                await transfer.wait()
+                self._posted.popleft()
+                await self._import(kv)
+                self._post()
+        except BlitzError as error:
+            log.info("the KV of request %s does not come: %s", self.sequence.request_id, error)
+            failed()
+        except Exception:  # an engine may raise anything about KV that is not right; the request is decoded elsewhere
+            log.exception("the KV of request %s", self.sequence.request_id)
+            failed()
+        finally:
+            self._over = True
+            self._abort()
+            self._changed.fire()
+
+    async def _import(self, kv: Buffer) -> None:
+        engine, layer = self.instance.engine.loop.engine, self.layers_here
+        tables, lengths = [self.sequence.block_table], [self.num_tokens]
+        work = asyncio.to_thread(engine.import_kv, tables, lengths, layer + 1, kv, first_layer=layer)
+        self._importing = asyncio.ensure_future(work)
+        await asyncio.shield(self._importing)
+        self.layers_here += 1
+        self._changed.fire()

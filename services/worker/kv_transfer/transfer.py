@@ -1,0 +1,124 @@
+"""One request on its way from the instance that computes its prompt to the one that decodes it: what is known of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as Ordered
+from typing import Any, TypeVar
+
+import msgspec
+
+from services.worker.instance.instance import Instance
+from services.worker.scheduling.schedule import SampledToken
+from services.worker.scheduling.sequence import Sequence, submit_of
+from services.worker.wakeup import Signal
+from shared.messages.generation import DecodePlace, Submit
+
+LOOK_S = 0.25
+"""The engine's word that a request has ended is seen at the latest by then."""
+
+T = TypeVar("T")
+
+
+class Over(Exception):
+    """The request has ended, or nobody waits for it any more."""
+
+
+class NotTaken(Exception):
+    """The decode instance will not have this request."""
+
+
+class Shipment:
+    """Event loop only."""
+
+    def __init__(self, sequence: Sequence, num_tokens: int, place: DecodePlace, instance: Instance) -> None:
+        """``num_tokens``: of its prefix; the sequence may have its first token already."""
+        self.sequence = sequence
+        self.place = place
+        self.instance = instance
+        request = submit_of(sequence, place.instance_id, instance.record.name)
+        output = request.output_token_ids[: num_tokens - len(sequence.prompt)]
+        self.request: Submit = msgspec.structs.replace(request, output_token_ids=output, decode_at=None)
+        self.num_tokens = num_tokens
+        self.block_table: Ordered[int] = ()
+        self.layers_done = 0
+        self.token: SampledToken | None = None
+        self.computed_at_s = 0.0
+        """In monotonic time, once there is a token."""
+        self._wanted = True
+        self._lost = ""
+        self._stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done as soon as there is a reason to stop that the event loop knows."""
+        self._changed = Signal()
+
+    def ran_layers(self, block_table: Ordered[int], num_layers: int) -> None:
+        """The KV of so many layers lies in these blocks."""
+        if num_layers > self.layers_done:
+            self.block_table, self.layers_done = block_table, num_layers
+            self._changed.fire()
+
+    def computed(self, block_table: Ordered[int], num_layers: int, token: SampledToken) -> None:
+        """The prompt is computed; the request is parked, or has ended."""
+        self.token, self.computed_at_s = token, time.monotonic()
+        self.ran_layers(block_table, num_layers)
+        self._changed.fire()
+
+    def unwanted(self) -> None:
+        """Nobody waits for it any more."""
+        self._wanted = False
+        self._halt()
+
+    def lose(self, reason: str) -> None:
+        """The decode instance has no room for it any more."""
+        self._lost = reason
+        self._halt()
+
+    def _halt(self) -> None:
+        if not self._stop.done():
+            self._stop.set_result(None)
+        self._changed.fire()
+
+    @property
+    def is_over(self) -> bool:
+        return self.sequence.finished or not self._wanted
+
+    def check(self) -> None:
+        """Raises ``Over`` or ``NotTaken``."""
+        if self.is_over:
+            raise Over
+        if self._lost:
+            raise NotTaken(self._lost)
+
+    async def unless_over(self, work: Awaitable[T]) -> T:
+        """The result of ``work``. Raises ``Over`` or ``NotTaken`` as soon as that is known, and cancels ``work``."""
+        task = asyncio.ensure_future(work)
+        either: set[asyncio.Future[Any]] = {task, self._stop}
+        try:
+            while True:
+                await asyncio.wait(either, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                self.check()
+                if task.done():
+                    return task.result()
+        finally:
+            task.cancel()
+
+    async def pause(self, seconds: float) -> None:
+        """Raises ``Over`` or ``NotTaken``."""
+        await self.unless_over(asyncio.sleep(seconds))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Raises ``Over`` or ``NotTaken``."""
+        self.check()
+        while not condition():
+            await self._changed.wait(LOOK_S)
+            self.check()
+
+    async def until_computed(self) -> SampledToken:
+        """The first token. Raises ``Over``, whatever the decode instance does."""
+        while self.token is None and not self.is_over:
+            await self._changed.wait(LOOK_S)
+        if self.token is None or self.is_over:
+            raise Over
+        return self.token

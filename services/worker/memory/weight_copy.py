@@ -1,0 +1,175 @@
+"""One copy of a model's weights: bytes in an arena, checksums, what has arrived, and which units are ready.
+
+Bytes *arrive* (unverified) in any order and may be sent on from then; units become *ready* one by one, once they are
+read from disk or verified, and stay ready until the copy is dropped. Checksums travel with the weights: whoever read
+the checkpoint computed them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.memory.arena import Arena, weights_digest
+from services.worker.memory.pieces import Piece, check_blocks
+from shared.errors import TransportError
+from shared.layout import CHECK_BYTES, ArenaLayout
+from shared.transport.base import Buffer
+
+Listener = Callable[[], None]
+
+
+class WeightCopy:
+    """Buffers and arrivals are touched from the transport's and loader's threads; readiness is the event loop's."""
+
+    def __init__(self, layout: ArenaLayout, arena: Arena) -> None:
+        """Raises ``TransportError`` if the arena is too small."""
+        if layout.num_bytes > arena.capacity_bytes:
+            raise TransportError(
+                f"the model needs {layout.num_bytes} bytes and the arena has {arena.capacity_bytes}: "
+                "raise BLITZ_WORKER_ARENA_MIB"
+            )
+        self.layout = layout
+        self.arena = arena
+        self._starts: list[int] = []
+        total = 0
+        for unit in layout.units:
+            self._starts.append(total)
+            total += check_blocks(unit.num_bytes)
+        self._starts.append(total)
+        self._checksums: npt.NDArray[np.uint64] = np.zeros(total, dtype=np.uint64)
+        self._blocks = bytearray(total)
+        """1 for each arrived block of ``CHECK_BYTES``; chunks are whole blocks, whoever cut them."""
+        self._missing = [self._starts[i + 1] - self._starts[i] + 1 for i in range(len(layout.units))]
+        """Blocks and checksum tables (one each) that a unit still lacks."""
+        self._tables = bytearray(len(layout.units))
+        self._lock = threading.Lock()
+        self._listeners: tuple[Listener, ...] = ()
+        self._ready = [False] * len(layout.units)
+
+    def buffer(self, piece: Piece) -> Buffer:
+        """The memory a piece comes from or goes to."""
+        if piece.is_checksums:
+            return self._checksums.view(np.uint8)[piece.offset : piece.offset + piece.num_bytes]
+        return self.arena.memory(piece.offset, piece.num_bytes)
+
+    # --- arrival: any thread ---------------------------------------------------------------
+
+    def has(self, piece: Piece) -> bool:
+        """Whether the piece's bytes are here, verified or not."""
+        if piece.is_checksums:
+            return bool(self._tables[piece.unit])
+        first, end = self._block_range(piece)
+        return self._blocks.find(0, first, end) < 0
+
+    def arrived(self, piece: Piece) -> bool:
+        """The piece's bytes are here; True if its unit is whole now, and was not before."""
+        with self._lock:
+            if piece.is_checksums:
+                fresh = 1 - self._tables[piece.unit]
+                self._tables[piece.unit] = 1
+            else:
+                first, end = self._block_range(piece)
+                fresh = self._blocks.count(0, first, end)
+                self._blocks[first:end] = b"\1" * (end - first)
+            self._missing[piece.unit] -= fresh
+            whole = fresh > 0 and self._missing[piece.unit] == 0
+        for listener in self._listeners:
+            listener()
+        return whole
+
+    def unit_arrived(self, unit: int) -> bool:
+        """Whether all bytes of the unit are here, verified or not."""
+        return self._missing[unit] == 0
+
+    def listen(self, listener: Listener) -> None:
+        """Call ``listener`` at every arrival, on the thread that it happens on."""
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+
+    def unlisten(self, listener: Listener) -> None:
+        """Undo ``listen``; a call may still be under way."""
+        with self._lock:
+            self._listeners = tuple(known for known in self._listeners if known != listener)
+
+    def _block_range(self, piece: Piece) -> tuple[int, int]:
+        start = self._starts[piece.unit] + (piece.offset - self.layout.units[piece.unit].offset) // CHECK_BYTES
+        return start, start + check_blocks(piece.num_bytes)
+
+    # --- whole units: slow, not on the event loop --------------------------------------------
+
+    def seal(self, unit: int) -> None:
+        """Compute and declare the checksums of a unit read from the checkpoint: it has arrived."""
+        computed = self.arena.unit_checksums(self.layout.units[unit])
+        self._checksums[self._starts[unit] : self._starts[unit + 1]] = computed
+        self._whole_unit_arrived(unit)
+
+    def copy_piece(self, piece: Piece, source: WeightCopy) -> None:
+        """Copy a piece from a copy in this process's memory. It has arrived once ``arrived`` says so."""
+        self.buffer(piece)[:] = source.buffer(piece)
+
+    def copy_unit(self, unit: int, source: WeightCopy) -> None:
+        """Copy a unit and its checksums from a copy in this process's memory: it has arrived."""
+        target = self.layout.units[unit]
+        self.arena.memory(target.offset, target.num_bytes)[:] = source.arena.memory(target.offset, target.num_bytes)
+        first, end = self._starts[unit], self._starts[unit + 1]
+        self._checksums[first:end] = source._checksums[first:end]
+        self._whole_unit_arrived(unit)
+
+    def _whole_unit_arrived(self, unit: int) -> None:
+        with self._lock:
+            first, end = self._starts[unit], self._starts[unit + 1]
+            self._blocks[first:end] = b"\1" * (end - first)
+            self._tables[unit] = 1
+            self._missing[unit] = 0
+        for listener in self._listeners:
+            listener()
+
+    def bad_ranges(self, unit: int) -> tuple[tuple[int, int], ...]:
+        """(arena offset, bytes) of the unit's blocks that differ from their checksum."""
+        declared = self.checksums(unit)
+        target = self.layout.units[unit]
+        return tuple(
+            (target.offset + i * CHECK_BYTES, min(CHECK_BYTES, target.num_bytes - i * CHECK_BYTES))
+            for i, computed in enumerate(self.arena.unit_checksums(target))
+            if computed != declared[i]
+        )
+
+    # --- readiness: the event loop -----------------------------------------------------------
+
+    def checksums(self, unit: int) -> tuple[int, ...]:
+        """The unit's declared checksums, one per ``CHECK_BYTES``."""
+        return tuple(int(c) for c in self._checksums[self._starts[unit] : self._starts[unit + 1]])
+
+    def declare(self, unit: int, checksums: tuple[int, ...]) -> None:
+        """Take a unit's checksums from a holder that verified it. Raises ``TransportError`` for another number."""
+        first, end = self._starts[unit], self._starts[unit + 1]
+        if len(checksums) != end - first:
+            raise TransportError(f"{len(checksums)} checksums for the {end - first} blocks of unit {unit}")
+        self._checksums[first:end] = np.array(checksums, dtype=np.uint64)
+
+    def mark_ready(self, unit: int) -> None:
+        """The unit's bytes are verified."""
+        self._ready[unit] = True
+
+    def is_ready(self, unit: int) -> bool:
+        return self._ready[unit]
+
+    @property
+    def layers_ready(self) -> int:
+        """Leading decoder layers that are ready."""
+        count = 0
+        while count < self.layout.num_layers and self._ready[count]:
+            count += 1
+        return count
+
+    @property
+    def complete(self) -> bool:
+        return all(self._ready)
+
+    def digest(self) -> str:
+        """xxh3-128 over all checksums: equal digests mean equal weights. Only of a complete copy."""
+        return weights_digest([self.checksums(i) for i in range(len(self.layout.units))])

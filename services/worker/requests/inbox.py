@@ -1,0 +1,294 @@
+"""Requests in, tokens out: the worker's side of the conversation with the gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+from services.worker.engine.loop import StepOutput
+from services.worker.instance.instance import Instance
+from services.worker.requests.moved import Moved
+from services.worker.requests.spans import RequestSpans
+from services.worker.requests.streams import Streams
+from services.worker.scheduling.gateways import Gateways, Gone
+from services.worker.scheduling.output import TokenOutput
+from services.worker.scheduling.sequence import Sequence
+from shared import subjects
+from shared.bus.base import Bus
+from shared.errors import BlitzError, Conflict, NoResponder, NotFound, Overloaded
+from shared.messages.common import Ack
+from shared.messages.generation import (
+    AckTerminal,
+    Cancel,
+    GatewayHeartbeat,
+    Resend,
+    StreamPart,
+    Submit,
+    TokenBatch,
+)
+
+log = logging.getLogger(__name__)
+
+
+RESEND_TOKENS = 50_000
+"""Tokens in one message that sends a stream again: well under 1 MB."""
+OWNER_TIMEOUT_S = 0.5
+"""Well within a gateway's patience with a question."""
+RESEND_LOGPROBS = 500
+"""The same with 20 alternatives each."""
+
+
+class Cooperation(Protocol):
+    """What those who share requests with other instances want to know of them."""
+
+    def arrived(self) -> None:
+        """A request was accepted."""
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """Nobody waits for a request any more."""
+
+    def cancel_gateway(self, gone: Gone) -> None:
+        """Nor for any of those gateways'."""
+
+
+class Serving:
+    """Event loop only, except ``on_output``, which the engine thread calls."""
+
+    def __init__(self, bus: Bus, worker_id: str, instance: Callable[[], Instance | None]) -> None:
+        self._bus = bus
+        self._worker_id = worker_id
+        self._instance = instance
+        self._loop = asyncio.get_running_loop()
+        self._streams = Streams()
+        self.spans = RequestSpans(worker_id)
+        self._gateways = Gateways()
+        self._steps: deque[StepOutput] = deque()
+        self._stepped = asyncio.Event()
+        self._publishing = False
+        self._moved = Moved()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.admitting = True
+        self.cooperations: tuple[Cooperation, ...] = ()
+
+    # --- from the engine ---------------------------------------------------------------------
+
+    def on_output(self, output: StepOutput) -> None:
+        """A step's tokens. Called on the engine thread; order is kept."""
+        if not output.outputs:
+            return
+        self._steps.append(output)
+        self._loop.call_soon_threadsafe(self._stepped.set)
+
+    async def publish_forever(self) -> None:
+        """Send every step's tokens, one message per gateway, until cancelled."""
+        while True:
+            await self._stepped.wait()
+            self._stepped.clear()
+            self._publishing = True
+            while self._steps:
+                await self._publish(self._steps.popleft())
+                # A fast engine must not keep the bus from being flushed, nor requests from being heard.
+                await asyncio.sleep(0)
+            self._publishing = False
+
+    async def flushed(self) -> None:
+        """Wait until everything that the engine produced was sent."""
+        while self._steps or self._publishing:
+            await asyncio.sleep(0.005)
+
+    async def _publish(self, step: StepOutput) -> None:
+        instance = self._instance()
+        instance_id = instance.instance_id if instance else ""
+        for gateway_id, parts in self._streams.take(step.outputs, time.monotonic()).items():
+            await self._send(gateway_id, instance_id, parts)
+        for output in step.outputs:
+            if output.finish_reason is not None:
+                self.spans.ended(output)
+
+    async def _send(self, gateway_id: str, instance_id: str, parts: list[StreamPart]) -> None:
+        batch = TokenBatch(worker_id=self._worker_id, instance_id=instance_id, parts=tuple(parts))
+        try:
+            await self._bus.publish(subjects.tokens(gateway_id), batch)
+        except BlitzError as error:
+            # Kept in the streams: the gateway sees the gap and asks again.
+            log.warning("tokens for gateway %s not sent: %s", gateway_id, error)
+
+    # --- from the gateways -------------------------------------------------------------------
+
+    async def on_submit(self, request: Submit) -> Ack:
+        """Take a request. Raises ``Conflict`` (not this instance, not serving), ``Overloaded``,
+        ``ContextLengthExceeded``, ``BadRequest`` (a token that the model lacks); then nothing was taken."""
+        instance = self._instance()
+        if instance is None or not self.admitting:
+            raise Conflict(f"worker {self._worker_id} has no instance that takes requests")
+        instance.check_admits(request.instance_id)
+        sequence = instance.sequence_of(request)
+        offset, key = len(request.output_token_ids), (request.request_id, request.attempt)
+        if self._moved.owner_of(key) is not None:
+            return Ack()  # the submit was repeated: it runs elsewhere by now
+        older = self._streams.attempt_of(request.request_id)
+        if older is None and not request.may_wait:
+            self._check_seat(instance)
+        if not self._streams.open(*key, request.gateway_id, offset, incarnation=request.gateway_incarnation):
+            return Ack()  # the submit was repeated: it runs already
+        if older is not None:
+            self._give_up(instance, request.request_id, older)
+        self._free(self._gateways.spoke(request.gateway_id, request.gateway_incarnation, time.monotonic()))
+        self.spans.open(request, "worker.request")
+        try:
+            await asyncio.wrap_future(instance.engine.submit(sequence))
+        except BlitzError as error:
+            self._streams.forget(*key)
+            self.spans.refused(key, error)
+            raise
+        for cooperation in self.cooperations:
+            cooperation.arrived()
+        return Ack()
+
+    def _check_seat(self, instance: Instance) -> None:
+        """Raises ``Overloaded`` if as many requests are here as may run."""
+        seats = instance.scheduler.max_num_sequences
+        if (taken := self._streams.num_open) >= seats:
+            raise Overloaded(f"all {seats} seats of {instance.instance_id} are taken ({taken} requests)")
+
+    def _give_up(self, instance: Instance, request_id: str, attempt: int) -> None:
+        """A newer attempt is here. The older one's cancel may be lost on the way, and nobody reads it any more."""
+        instance.engine.cancel(request_id, attempt)
+        for cooperation in self.cooperations:
+            cooperation.cancel(request_id, attempt)
+
+    def on_cancel(self, request: Cancel) -> None:
+        """The gateway wants no more of a request."""
+        instance = self._instance()
+        self._streams.forget(request.request_id, request.attempt)
+        if instance is not None:
+            instance.engine.cancel(request.request_id, request.attempt)
+        for cooperation in self.cooperations:
+            cooperation.cancel(request.request_id, request.attempt)
+        owner = self._moved.owner_of((request.request_id, request.attempt))
+        if owner is not None:
+            task = asyncio.create_task(self._tell(owner, request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def on_ack(self, message: AckTerminal) -> None:
+        """The gateway has these streams' ends."""
+        for stream in message.streams:
+            self._streams.forget(stream.request_id, stream.attempt)
+
+    async def on_resend(self, request: Resend) -> Ack:
+        """Send a stream's tokens again. Raises ``NotFound`` when they are not here, nor where they went."""
+        owner = self._moved.owner_of((request.request_id, request.attempt))
+        if owner is not None:
+            return await self._ask_owner(owner, request)
+        gateway_id, part = self._streams.resend(request.request_id, request.attempt, request.offset)
+        instance = self._instance()
+        for page in _pages(part):
+            await self._send(gateway_id, instance.instance_id if instance else "", [page])
+        return Ack()
+
+    async def _ask_owner(self, owner: str, request: Resend) -> Ack:
+        try:
+            return await self._bus.request(subjects.worker_resend(owner), request, Ack, timeout_s=OWNER_TIMEOUT_S)
+        except NoResponder as error:
+            # Of the owner, not of this worker, which the caller must not think dead.
+            raise NotFound(f"request {request.request_id} went to {owner}, who does not answer") from error
+
+    async def _tell(self, worker_id: str, request: Cancel) -> None:
+        try:
+            await self._bus.publish(subjects.worker_cancel(worker_id), request)
+        except BlitzError as error:
+            log.debug("%s was not told of a cancel: %s", worker_id, error)
+
+    # --- requests that move between instances ------------------------------------------------
+
+    def host(self, requests: Iterable[Submit]) -> None:
+        """Another worker's requests, of which this one computes layers; they may become its own."""
+        now_s = time.monotonic()
+        for request in requests:
+            gateway = request.gateway_id, request.gateway_incarnation
+            key, offset = (request.request_id, request.attempt), len(request.output_token_ids)
+            self._streams.open(*key, gateway[0], offset, incarnation=gateway[1])
+            self._free(self._gateways.spoke(*gateway, now_s))
+
+    def supersede(self, request: Submit, instance: Instance) -> None:
+        """Another worker's request is about to be hosted: earlier attempts at it are given up. Raises ``Conflict`` for
+        one that is newer."""
+        known = self._streams.attempt_of(request.request_id)
+        if known is not None and known > request.attempt:
+            raise Conflict(
+                f"attempt {known} of request {request.request_id} is here already, {request.attempt} is over"
+            )
+        if known is not None and known < request.attempt:
+            self._give_up(instance, request.request_id, known)
+
+    def unhost(self, sequences: Iterable[Sequence]) -> None:
+        """They are the other worker's alone."""
+        for sequence in sequences:
+            self._streams.forget(*sequence.key)
+
+    def announce(self, sequences: Iterable[Sequence]) -> None:
+        """Tell the gateways that these requests are this worker's now, before their first tokens do."""
+        outputs = (TokenOutput(s.request_id, s.attempt, s.gateway_id, len(s.output)) for s in sequences)
+        self.on_output(StepOutput(tuple(outputs)))
+
+    def moved(self, sequences: Iterable[Sequence], worker_id: str) -> None:
+        """These requests are another worker's now: what gateways still say here about them goes there."""
+        gone = [s for s in sequences if not s.finished]
+        self._moved.add([s.key for s in gone], worker_id, time.monotonic())
+        for sequence in gone:
+            self._streams.forget(*sequence.key)
+            self.spans.moved(sequence.key, worker_id)
+
+    def on_gateway(self, heartbeat: GatewayHeartbeat) -> None:
+        """A gateway lives; the processes that it replaced do not."""
+        process = heartbeat.gateway_id, heartbeat.incarnation
+        self._free(self._gateways.beat(*process, heartbeat.lease_s, time.monotonic()))
+
+    def expire(self) -> None:
+        """Free the requests of gateways that are silent for a lease. Their silence counts only
+        while our own connection has been up as long."""
+        now_s = time.monotonic()
+        self._streams.expire(now_s)
+        self._moved.expire(now_s)
+        connected_since_s = self._bus.connected_since_s
+        if connected_since_s is None:
+            return
+        for gone, lease_s in self._gateways.silent(now_s, now_s - connected_since_s):
+            log.warning("gateway %s is silent for %.1f s: its requests are freed", gone.gateway_id, lease_s)
+            self._free(gone)
+
+    def _free(self, gone: Gone | None) -> None:
+        """End the requests of gateways that are gone."""
+        if gone is None:
+            return
+        if gone.earlier:
+            log.info("gateway %s was started again: what it had asked for before is freed", gone.gateway_id)
+        self._streams.forget_gateway(gone)
+        instance = self._instance()
+        if instance is not None:
+            instance.engine.cancel_gateway(gone)
+        for cooperation in self.cooperations:
+            cooperation.cancel_gateway(gone)
+
+
+def _pages(part: StreamPart) -> Iterator[StreamPart]:
+    """A long stream in parts that the bus takes; only the last one is terminal."""
+    step = RESEND_TOKENS if part.logprobs is None else RESEND_LOGPROBS
+    starts = range(0, max(1, len(part.token_ids)), step)
+    for start in starts:
+        is_last = start == starts[-1]
+        yield StreamPart(
+            request_id=part.request_id,
+            attempt=part.attempt,
+            offset=part.offset + start,
+            token_ids=part.token_ids[start : start + step],
+            logprobs=None if part.logprobs is None else part.logprobs[start : start + step],
+            finish_reason=part.finish_reason if is_last else None,
+            error=part.error if is_last else None,
+            queued_s=part.queued_s,
+        )

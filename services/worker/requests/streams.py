@@ -1,0 +1,131 @@
+"""Tokens on their way to gateways, kept until the gateway has the end of the stream.
+
+The bus delivers at most once, so a stream's tokens stay here until its terminal part is
+acknowledged: a gateway that sees a gap asks for them again from an offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.worker.scheduling.gateways import Gone
+from services.worker.scheduling.output import TokenOutput
+from shared.errors import NotFound
+from shared.messages.common import ErrorInfo
+from shared.messages.generation import FinishReason, StreamPart, TokenLogprobs
+
+TERMINAL_TTL_S = 60.0
+"""An unacknowledged stream that ended is forgotten after this long: its gateway is gone."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    gateway_id: str
+    gateway_incarnation: str
+    attempt: int
+    start: int
+    """Offset of the first kept token."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    queued_s: float | None = None
+    finish_reason: FinishReason | None = None
+    error: ErrorInfo | None = None
+    ended_at_s: float = 0.0
+
+
+class Streams:
+    """One entry per request; a newer attempt replaces an older one. Event loop only."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, _Stream] = {}
+
+    def open(self, request_id: str, attempt: int, gateway_id: str, offset: int, *, incarnation: str = "") -> bool:
+        """A request was accepted; False if this very attempt is known already (a repeated submit). ``incarnation``: of
+        the gateway."""
+        known = self._streams.get(request_id)
+        if known is not None and known.attempt >= attempt:
+            return False
+        self._streams[request_id] = _Stream(gateway_id, incarnation, attempt, offset)
+        return True
+
+    def attempt_of(self, request_id: str) -> int | None:
+        """The attempt that is open here, if any is."""
+        known = self._streams.get(request_id)
+        return None if known is None else known.attempt
+
+    @property
+    def num_open(self) -> int:
+        """Those that have not ended."""
+        return sum(stream.finish_reason is None for stream in self._streams.values())
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._streams
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def take(self, outputs: Iterable[TokenOutput], now_s: float) -> dict[str, list[StreamPart]]:
+        """Keep a step's outputs; the parts to send, by gateway."""
+        parts: dict[str, list[StreamPart]] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None or stream.attempt != output.attempt:
+                continue  # cancelled or superseded meanwhile: nobody listens
+            stream.token_ids.extend(output.token_ids)
+            if output.logprobs:
+                stream.logprobs.extend(output.logprobs)
+            if output.queued_s is not None:
+                stream.queued_s = output.queued_s
+            if output.finish_reason is not None:
+                stream.finish_reason, stream.error, stream.ended_at_s = output.finish_reason, output.error, now_s
+            parts.setdefault(stream.gateway_id, []).append(
+                StreamPart(
+                    request_id=output.request_id,
+                    attempt=output.attempt,
+                    offset=output.offset,
+                    token_ids=output.token_ids,
+                    logprobs=output.logprobs,
+                    finish_reason=output.finish_reason,
+                    error=output.error,
+                    queued_s=output.queued_s,
+                    computing=output.computing,
+                )
+            )
+        return parts
+
+    def resend(self, request_id: str, attempt: int, offset: int) -> tuple[str, StreamPart]:
+        """(gateway, everything from ``offset`` on). Raises ``NotFound`` for an unknown or older stream."""
+        stream = self._streams.get(request_id)
+        if stream is None or stream.attempt != attempt or offset < stream.start:
+            raise NotFound(f"no tokens of request {request_id} attempt {attempt} from offset {offset} here")
+        skip = offset - stream.start
+        part = StreamPart(
+            request_id=request_id,
+            attempt=attempt,
+            offset=offset,
+            token_ids=tuple(stream.token_ids[skip:]),
+            logprobs=tuple(stream.logprobs[skip:]) if stream.logprobs else None,
+            finish_reason=stream.finish_reason,
+            error=stream.error,
+            queued_s=stream.queued_s,
+        )
+        return stream.gateway_id, part
+
+    def forget(self, request_id: str, attempt: int) -> None:
+        """The gateway has it all, or wants no more."""
+        stream = self._streams.get(request_id)
+        if stream is not None and stream.attempt <= attempt:
+            del self._streams[request_id]
+
+    def forget_gateway(self, gone: Gone) -> None:
+        """Gateways died."""
+        self._streams = {
+            key: s for key, s in self._streams.items() if not gone.had(s.gateway_id, s.gateway_incarnation)
+        }
+
+    def expire(self, now_s: float) -> None:
+        """Forget streams that ended long ago without an acknowledgement."""
+        self._streams = {
+            k: v for k, v in self._streams.items() if v.finish_reason is None or now_s - v.ended_at_s <= TERMINAL_TTL_S
+        }

@@ -1,0 +1,63 @@
+"""What gateways are told of the steps of requests that are computed alone: before each, and after it.
+
+Should the process die in such a step, the request's gateway knows that it was in it, and no other was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from concurrent.futures import CancelledError
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+from services.worker.engine.loop import StepOutput
+from services.worker.requests.inbox import Serving
+from services.worker.scheduling.sequence import Sequence
+from shared.bus.base import Bus
+
+log = logging.getLogger(__name__)
+
+SAY_S = 1.0
+"""Longest that the engine waits for a word to be sent; without it the request has no witness in this step."""
+
+
+class StepWitness:
+    """See ``services.worker.engine.loop.Witness``. Made on the event loop, called on the engine's thread."""
+
+    def __init__(self, bus: Bus, serving: Serving) -> None:
+        self._bus = bus
+        self._serving = serving
+        self._loop = asyncio.get_running_loop()
+
+    def begins(self, sequence: Sequence) -> None:
+        self._say(sequence, begins=True)
+
+    def ended(self, sequence: Sequence) -> None:
+        if not sequence.finished:
+            self._say(sequence, begins=False)
+
+    def _say(self, sequence: Sequence, *, begins: bool) -> None:
+        self._serving.on_output(StepOutput((sequence.computing(begins),)))
+        sent = self._sent()
+        try:
+            future = asyncio.run_coroutine_threadsafe(sent, self._loop)
+        except RuntimeError:  # the event loop has ended, and the process with it
+            sent.close()
+            return
+        try:
+            future.result(SAY_S)
+        except FutureTimeoutError:
+            future.cancel()
+            log.warning("request %s is computed alone, and its gateway could not be told", sequence.request_id)
+        except CancelledError:
+            return
+
+    async def _sent(self) -> None:
+        """Until the server has all that was said so far. At once while the bus is away."""
+        if self._bus.connected_since_s is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SAY_S):
+                await self._serving.flushed()
+                await self._bus.flush()

@@ -1,0 +1,243 @@
+"""One request inside a worker: its tokens, its KV, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
+
+from services.worker.scheduling.output import TokenOutput
+from services.worker.scheduling.token_counts import TokenCounts
+from shared import subjects
+from shared.errors import BadRequest
+from shared.messages.common import ErrorInfo
+from shared.messages.generation import DecodePlace, FinishReason, SamplingParams, Submit, TokenLogprobs
+
+MAX_NUMBER = 2**31
+"""Of tokens, and of what is counted in them."""
+MAX_LOGPROBS = 1000
+MAX_FIGURE = 1e6
+"""Far beyond what gateways take from their clients."""
+
+
+class Sequence:
+    """The state of one attempt of one request.
+
+    ``output`` starts with the tokens that earlier attempts streamed: they are computed again
+    as part of the prefix, but positions, penalties, ``min_tokens`` and ``max_tokens`` count
+    them as output. ``arrived_s`` is in the scheduler's clock; None takes the time of ``add``.
+
+    Scheduler state, changed by the scheduler only: ``id`` (arrival order), ``num_computed``
+    (tokens whose KV is in ``block_table``), ``first_scheduled_s``, ``held`` (computed or decoded
+    elsewhere: its blocks stay until it is released), ``finished``. ``decode_at``: who decodes it once
+    its prefix is computed; None: whoever computes it. ``alone_tokens``: it is computed alone until so many tokens
+    were emitted. ``counts``: the sampler's, which fills it if the request has penalties.
+    """
+
+    __slots__ = (
+        "alone_tokens",
+        "arrived_s",
+        "attempt",
+        "block_table",
+        "counts",
+        "decode_at",
+        "eos_token_ids",
+        "finished",
+        "first_scheduled_s",
+        "gateway_id",
+        "gateway_incarnation",
+        "held",
+        "id",
+        "num_computed",
+        "num_emitted",
+        "output",
+        "params",
+        "prompt",
+        "request_id",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        attempt: int,
+        gateway_id: str,
+        prompt: Tokens[int],
+        params: SamplingParams,
+        eos_token_ids: Iterable[int] = (),
+        output: Tokens[int] = (),
+        arrived_s: float | None = None,
+        decode_at: DecodePlace | None = None,
+        alone_tokens: int = 0,
+        gateway_incarnation: str = "",
+    ) -> None:
+        self.request_id = request_id
+        self.attempt = attempt
+        self.gateway_id = gateway_id
+        self.gateway_incarnation = gateway_incarnation
+        self.prompt = tuple(prompt)
+        self.params = params
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.output = list(output)
+        self.arrived_s = arrived_s
+        self.decode_at = decode_at
+        self.alone_tokens = alone_tokens
+        self.tokens = [*self.prompt, *self.output]
+        self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
+        self.counts = TokenCounts()
+        self.id = -1
+        self.num_computed = 0
+        self.num_emitted = 0
+        self.block_table: list[int] = []
+        self.first_scheduled_s: float | None = None
+        self.held = False
+        self.finished = False
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request_id, self.attempt
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is in no step with others."""
+        return self.num_emitted < self.alone_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output."""
+        return len(self.tokens)
+
+    def append(self, token_id: int) -> None:
+        """Add a sampled token."""
+        self.output.append(token_id)
+        self.tokens.append(token_id)
+
+    def finish_reason(self, context_tokens: int) -> FinishReason | None:
+        """Whether the known tokens end the request.
+
+        An end-of-sequence or stop token ends it only after ``min_tokens`` others; before, the
+        sampler does not draw one. A stop wins over a limit reached with the same token.
+        """
+        count = len(self.output)
+        if count > self.params.min_tokens and self.output[-1] in self.stop_ids:
+            return "stop"
+        if count >= self.params.max_tokens or len(self.tokens) >= context_tokens:
+            return "length"
+        return None
+
+    def emit(self, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None) -> TokenOutput:
+        """The output of the token just appended."""
+        first = self.num_emitted == 0
+        self.num_emitted += 1
+        return TokenOutput(
+            self.request_id,
+            self.attempt,
+            self.gateway_id,
+            len(self.output) - 1,
+            (token_id,),
+            None if logprobs is None else (logprobs,),
+            finish_reason,
+            self._queued_s() if first else None,
+        )
+
+    def computing(self, begins: bool) -> TokenOutput:
+        """Says that a step of its own begins, or has ended."""
+        return TokenOutput(self.request_id, self.attempt, self.gateway_id, len(self.output), computing=begins)
+
+    def end(self, finish_reason: FinishReason, error: ErrorInfo | None = None) -> TokenOutput:
+        """A terminal output without tokens."""
+        return TokenOutput(
+            self.request_id,
+            self.attempt,
+            self.gateway_id,
+            len(self.output),
+            finish_reason=finish_reason,
+            error=error,
+        )
+
+    def _queued_s(self) -> float | None:
+        if self.first_scheduled_s is None or self.arrived_s is None:
+            return None
+        return max(0.0, self.first_scheduled_s - self.arrived_s)
+
+
+def check_vocabulary(request: Submit, vocab_size: int) -> None:
+    """Raises ``BadRequest`` for a token that the model does not have: an engine would fail with its batch."""
+    for param, token_ids in (("prompt", request.prompt_token_ids), ("output_token_ids", request.output_token_ids)):
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
+            raise BadRequest(f"{param}: token id {wrong} is outside 0..{vocab_size - 1}", param=param)
+
+
+def check_sampling(request: Submit, vocab_size: int) -> None:
+    """Raises ``BadRequest`` for what no gateway asks for: a sampler would fail with its batch, or draw nothing."""
+    params = request.sampling
+    ranges = (
+        ("attempt", request.attempt, 0, MAX_NUMBER),
+        ("alone_tokens", request.alone_tokens, 0, MAX_NUMBER),
+        ("max_tokens", params.max_tokens, 0, MAX_NUMBER),
+        ("min_tokens", params.min_tokens, 0, MAX_NUMBER),
+        ("seed", params.seed, -(2**63), 2**63 - 1),
+        ("top_k", params.top_k, 0, MAX_NUMBER),
+        ("logprobs", params.logprobs or 0, 0, MAX_LOGPROBS),
+        ("temperature", params.temperature, 0.0, MAX_FIGURE),
+        ("top_p", params.top_p, 0.0, 1.0),
+        ("repetition_penalty", params.repetition_penalty, 0.0, MAX_FIGURE),
+        ("frequency_penalty", params.frequency_penalty, -MAX_FIGURE, MAX_FIGURE),
+        ("presence_penalty", params.presence_penalty, -MAX_FIGURE, MAX_FIGURE),
+    )
+    for param, value, low, high in ranges:
+        # What is not a number is in no range.
+        if not low <= value <= high:
+            raise BadRequest(f"{param} {value} is outside {low}..{high}", param=param)
+    if not params.repetition_penalty:
+        raise BadRequest("repetition_penalty must not be 0", param="repetition_penalty")
+    for token_id, bias in params.logit_bias:
+        if not (0 <= token_id < vocab_size and -MAX_FIGURE <= bias <= MAX_FIGURE):
+            raise BadRequest(f"logit_bias: no bias of {bias} for token id {token_id}", param="logit_bias")
+    for token_id in params.stop_token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise BadRequest(
+                f"stop_token_ids: token id {token_id} is outside 0..{vocab_size - 1}", param="stop_token_ids"
+            )
+
+
+def check_addresses(request: Submit) -> None:
+    """Raises ``BadRequest`` for a gateway or a decode instance that cannot be spoken to."""
+    subjects.tokens(request.gateway_id)
+    if request.decode_at is not None:
+        subjects.worker_submit(request.decode_at.worker_id)
+
+
+def sequence_of(request: Submit, eos_token_ids: Iterable[int], arrived_s: float | None = None) -> Sequence:
+    """A request as the scheduler takes it."""
+    return Sequence(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        gateway_id=request.gateway_id,
+        prompt=request.prompt_token_ids,
+        params=request.sampling,
+        eos_token_ids=eos_token_ids,
+        output=request.output_token_ids,
+        arrived_s=arrived_s,
+        decode_at=request.decode_at,
+        alone_tokens=request.alone_tokens,
+        gateway_incarnation=request.gateway_incarnation,
+    )
+
+
+def submit_of(sequence: Sequence, instance_id: str, model: str) -> Submit:
+    """A request as another instance has to know it."""
+    return Submit(
+        request_id=sequence.request_id,
+        attempt=sequence.attempt,
+        gateway_id=sequence.gateway_id,
+        instance_id=instance_id,
+        model=model,
+        prompt_token_ids=sequence.prompt,
+        sampling=sequence.params,
+        output_token_ids=tuple(sequence.output),
+        decode_at=sequence.decode_at,
+        gateway_incarnation=sequence.gateway_incarnation,
+    )

@@ -1,0 +1,75 @@
+"""The copies that this worker can send from: its instance's, and those in its host memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal
+
+from services.worker.memory.weight_copy import WeightCopy
+from shared.errors import NotFound
+
+CopyKind = Literal["gpu", "host"]
+
+ARRIVAL_WAIT_S = 2.0
+"""A plan reaches its members within milliseconds of each other; a receiver may ask its source before that one knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A copy that others may read, complete or still filling."""
+
+    kind: CopyKind
+    model_hash: str
+    copy: WeightCopy
+    pinned: Callable[[], AbstractContextManager[None]]
+    """While the context is open, the copy stays."""
+
+
+class Copies:
+    """All methods on the event loop. At most one GPU copy; host copies by model hash."""
+
+    def __init__(self) -> None:
+        self._offers: dict[tuple[CopyKind, str], Offer] = {}
+        self._changed = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def offer(self, offer: Offer) -> None:
+        """Others may read this copy from now on."""
+        self._offers[offer.kind, offer.model_hash] = offer
+        task = asyncio.create_task(self._notify())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def withdraw(self, kind: CopyKind, copy: WeightCopy) -> None:
+        """No new reader gets this copy. Those that have it keep their pins."""
+        self._offers = {k: o for k, o in self._offers.items() if not (o.kind == kind and o.copy is copy)}
+
+    def find(self, kind: CopyKind, model_hash: str, layout_hash: str) -> Offer | None:
+        """A copy of exactly this model and layout."""
+        offer = self._offers.get((kind, model_hash))
+        return offer if offer is not None and offer.copy.layout.hash == layout_hash else None
+
+    async def wanted(self, kind: CopyKind, model_hash: str, layout_hash: str) -> Offer:
+        """The copy that somebody asks for. A worker without any GPU copy may be about to get it, and is waited for.
+
+        Raises ``NotFound``.
+        """
+        if kind == "gpu" and not any(k == "gpu" for k, _ in self._offers):
+            try:
+                async with asyncio.timeout(ARRIVAL_WAIT_S), self._changed:
+                    await self._changed.wait_for(lambda: any(k == "gpu" for k, _ in self._offers))
+            except TimeoutError:
+                raise NotFound(f"this worker holds no GPU copy, {ARRIVAL_WAIT_S:g} s after it was asked") from None
+        offer = self.find(kind, model_hash, layout_hash)
+        if offer is None:
+            raise NotFound(
+                f"this worker holds no {kind} copy of model {model_hash[:12]} with layout {layout_hash[:12]}"
+            )
+        return offer
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

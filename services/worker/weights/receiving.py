@@ -1,0 +1,299 @@
+"""The receiving side: fill one copy, stripe by stripe, from the upstreams that the plan names.
+
+Each stripe asks its upstream for the pieces that are still missing, and climbs to the next one when that is lost:
+pieces that arrived are kept. Every unit is verified before it counts as ready; bad blocks are fetched again. A fill
+ends with the copy complete or with an error, and with no buffer posted either way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from services.worker.memory.pieces import MAX_ATTEMPTS, REFETCH_INDEX, Piece, cut, deal, wanted_bits
+from services.worker.memory.weight_copy import WeightCopy
+from services.worker.weights.checkpoint_reader import CheckpointReader
+from services.worker.weights.flow import Inflow
+from services.worker.weights.outcome import SETTLE_S, BuffersStuck, Outcome, ends_soon, in_thread
+from services.worker.weights.upstreams import StripeSources, Upstream
+from shared.errors import BlitzError, DeadlineExceeded, NoResponder, NotFound, TransportError
+from shared.messages.scaling import FeedEnded
+from shared.transport.base import Channel, TensorTransport
+from shared.transport.tags import tag_of
+
+log = logging.getLogger(__name__)
+
+OnReady = Callable[[int], Awaitable[None]]
+"""A unit is verified and ready."""
+
+_WATCH_S = 0.2
+"""A feed that is silent for this long is asked after."""
+MAX_FETCHES = 3
+RECONNECT_S = 5.0
+"""After a bus outage others may take this long to be back: until then nobody is dead for not being there."""
+
+
+class Upstreams(Protocol):
+    """How a fill talks to those that it receives from."""
+
+    async def connect(self, upstream: Upstream) -> Channel:
+        """Raises ``TransportError`` or ``DeadlineExceeded``."""
+
+    async def ask(self, upstream: Upstream, attempt: int, wanted: bytes, cap_gbps: float) -> None:
+        """Let it send these pieces. Raises what the sender answers, or the bus."""
+
+    async def stop(self, upstream: Upstream, attempt: int) -> None:
+        """Tell it that nothing more of this feed is taken; the word may be lost. Raises nothing."""
+
+    @property
+    def bus_up_s(self) -> float:
+        """For how long this worker's own bus connection is up now; 0 while it is down."""
+
+    async def is_starved(self, upstream: Upstream, attempt: int) -> bool:
+        """Whether the living feed waits for its own upstream. Raises ``NotFound`` or ``NoResponder`` if it is dead."""
+
+    async def checksums(self, upstream: Upstream, unit: int) -> tuple[int, ...]:
+        """The unit's checksums, as it verified them. Raises what the sender answers, or the bus."""
+
+    async def fetch_again(self, upstream: Upstream, index: int, unit: int, offset: int, num_bytes: int) -> None:
+        """Let it send a bad block again. Raises what the sender answers, or the bus."""
+
+    def local_copy(self) -> AbstractContextManager[WeightCopy]:
+        """A complete copy in this process's memory, pinned. Raises ``NotFound``."""
+
+
+class Fill:
+    """One copy on its way in. ``run`` once; the other methods on the event loop, meanwhile."""
+
+    def __init__(
+        self,
+        copy: WeightCopy,
+        checkpoint_path: str,
+        transport: TensorTransport,
+        upstreams: Upstreams,
+        epoch: int,
+        chunk_bytes: int,
+        stripes: Sequence[StripeSources],
+        on_first_byte: Callable[[], Awaitable[None]],
+        on_ready: OnReady,
+        *,
+        stall_s: float,
+    ) -> None:
+        """``stall_s``: an upstream that is alive and sends no byte for this long, without waiting itself, is given up.
+
+        Raises ``BadRequest`` for chunks or shares that make no sense.
+        """
+        self._copy = copy
+        self._transport = transport
+        self._upstreams = upstreams
+        self._epoch = epoch
+        self._stripes = stripes
+        self._pieces = cut(copy.layout, chunk_bytes)
+        self._dealt = deal(self._pieces, [s.share for s in stripes])
+        self._on_first_byte = on_first_byte
+        self._on_ready = on_ready
+        self._stall_s = stall_s
+        self._loop = asyncio.get_running_loop()
+        self._attempts = itertools.count()
+        self._refetches = itertools.count()
+        self._units: asyncio.Queue[int] = asyncio.Queue()
+        self._first = asyncio.Event()
+        self._feeds: dict[int, tuple[Outcome, Upstream]] = {}
+        self._disk = CheckpointReader(copy, checkpoint_path, self._units.put_nowait, alone=len(stripes) == 1)
+        self.received_bytes = 0
+        """From other workers."""
+
+    async def run(self) -> None:
+        """Returns when every unit is ready.
+
+        Raises ``TransportError``, ``BadCheckpoint`` and the like when a stripe has no upstream left;
+        ``BuffersStuck`` when the copy's memory cannot be used again by this process.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                announcing = tasks.create_task(self._announce())
+                for sources, pieces in zip(self._stripes, self._dealt, strict=True):
+                    if pieces:
+                        tasks.create_task(self._receive_stripe(sources, pieces))
+                for unit in range(len(self._copy.layout.units)):
+                    if self._copy.unit_arrived(unit):
+                        self._units.put_nowait(unit)
+                await self._verify_all()
+                announcing.cancel()
+        except BaseExceptionGroup as group:
+            # The first is the cause; the others were cancelled. Stuck buffers outrank everything.
+            raise next((e for e in group.exceptions if isinstance(e, BuffersStuck)), group.exceptions[0]) from group
+
+    def on_feed_ended(self, notice: FeedEnded) -> None:
+        """A sender gave a feed of ours up."""
+        known = self._feeds.get(notice.attempt)
+        if known is not None and notice.epoch == self._epoch:
+            known[0].fail(TransportError(f"{known[1].worker_id} ended its feed: {notice.reason}"))
+
+    async def _announce(self) -> None:
+        await self._first.wait()
+        await self._on_first_byte()
+
+    # --- a stripe ----------------------------------------------------------------------------
+
+    async def _receive_stripe(self, sources: StripeSources, pieces: tuple[Piece, ...]) -> None:
+        failures: list[str] = []
+        for number, upstream in enumerate(sources.upstreams):
+            missing = tuple(p for p in pieces if not self._copy.has(p))
+            if not missing:
+                return
+            try:
+                if upstream.kind == "disk":
+                    await self._disk.read(missing, self._first.set)
+                elif upstream.kind == "local":
+                    await self._copy_from_host(missing)
+                else:
+                    await self._receive(upstream, missing, sources.cap_gbps if number == 0 else 0.0)
+                return
+            except BuffersStuck:
+                raise
+            except BlitzError as error:
+                name = f"{upstream.kind} {upstream.worker_id}".strip()
+                failures.append(f"{name}: {error}")
+                left = sum(not self._copy.has(p) for p in missing)
+                log.warning("%d of %d pieces are missing after %s failed: %s", left, len(missing), name, error)
+        raise TransportError("no upstream is left: " + "; ".join(failures))
+
+    async def _receive(self, upstream: Upstream, missing: tuple[Piece, ...], cap_gbps: float) -> None:
+        attempt = next(self._attempts)
+        if attempt >= MAX_ATTEMPTS:
+            raise TransportError(f"{attempt} feeds broke under one lease")
+        channel = await self._upstreams.connect(upstream)
+        outcome = Outcome()
+        flow = Inflow(
+            self._transport,
+            channel,
+            self._copy,
+            missing,
+            self._epoch,
+            attempt,
+            lambda: self._call(self._first.set),
+            lambda unit: self._call(self._units.put_nowait, unit),
+            outcome.succeed,
+            outcome.fail,
+        )
+        self._feeds[attempt] = (outcome, upstream)
+        whole = False
+        try:
+            flow.start()  # receives are posted before anybody may send
+            await self._upstreams.ask(upstream, attempt, wanted_bits(missing, len(self._pieces)), cap_gbps)
+            await self._watch(flow, outcome, upstream, attempt)
+            whole = True
+        finally:
+            del self._feeds[attempt]
+            self.received_bytes += flow.moved_bytes
+            outcome.discard()
+            flow.abort()  # before anything that may be cancelled in its turn
+            try:
+                if not whole:
+                    # What it still sends would pile up here: nobody will ever post a receive for it.
+                    await self._upstreams.stop(upstream, attempt)
+            finally:
+                if not await ends_soon(lambda: flow.quiet):
+                    # Late bytes could still land in the arena.
+                    raise BuffersStuck(f"buffers of an aborted transfer are still posted after {SETTLE_S:g} s")
+
+    async def _watch(self, flow: Inflow, outcome: Outcome, upstream: Upstream, attempt: int) -> None:
+        moved, since_s = flow.moved_bytes, self._loop.time()
+        while not await outcome.within(min(_WATCH_S, self._stall_s / 4)):
+            now_s = self._loop.time()
+            if flow.moved_bytes != moved:
+                moved, since_s = flow.moved_bytes, now_s
+                continue
+            try:
+                if await self._upstreams.is_starved(upstream, attempt):
+                    since_s = self._loop.time()
+                    continue
+            except (NotFound, NoResponder) as error:
+                if isinstance(error, NoResponder) and self._upstreams.bus_up_s < RECONNECT_S:
+                    since_s = self._loop.time()  # the bus was away for both; it may still be for the other
+                    continue
+                if outcome.done.done() or flow.moved_bytes != moved:
+                    continue  # the last bytes came while it was asked
+                raise TransportError(f"{upstream.worker_id} is gone: {error}") from error
+            except BlitzError as error:
+                log.debug("no news of %s over the bus: %s", upstream.worker_id, error)
+                if self._upstreams.bus_up_s == 0:
+                    since_s = self._loop.time()  # it may wait for its own upstream, and cannot say so
+                    continue
+            if self._loop.time() - since_s > self._stall_s:
+                raise DeadlineExceeded(f"no byte came from {upstream.worker_id} for {self._stall_s:g} s")
+
+    def _call(self, callback: Callable[..., object], *args: object) -> None:
+        self._loop.call_soon_threadsafe(callback, *args)
+
+    # --- from this process -------------------------------------------------------------------
+
+    async def _copy_from_host(self, missing: tuple[Piece, ...]) -> None:
+        with self._upstreams.local_copy() as local:
+            self._first.set()
+            for piece in missing:
+                await in_thread(self._copy.copy_piece, piece, local)
+                if self._copy.arrived(piece):
+                    self._units.put_nowait(piece.unit)
+
+    # --- verification ------------------------------------------------------------------------
+
+    async def _verify_all(self) -> None:
+        missing = set(range(len(self._copy.layout.units)))
+        while missing:
+            unit = await self._units.get()
+            if unit in missing:
+                await self._verify(unit)
+                missing.discard(unit)
+                self._copy.mark_ready(unit)
+                await self._on_ready(unit)
+
+    async def _verify(self, unit: int) -> None:
+        """Verify a unit, fetching bad blocks again. Raises ``TransportError`` if they stay bad."""
+        if unit in self._disk.sealed:
+            return
+        candidates = list(dict.fromkeys(u for s in self._stripes for u in s.upstreams if u.kind in ("gpu", "host")))
+        bad = await in_thread(self._copy.bad_ranges, unit)
+        failure: BlitzError | None = None
+        for attempt in range(MAX_FETCHES if candidates else 0):
+            if not bad:
+                return
+            upstream = candidates[attempt % len(candidates)]
+            log.warning("unit %d: %d blocks do not match; asking %s again", unit, len(bad), upstream.worker_id)
+            try:
+                # Either may have suffered on the way, the checksums or the blocks.
+                self._copy.declare(unit, await self._upstreams.checksums(upstream, unit))
+                for offset, num_bytes in await in_thread(self._copy.bad_ranges, unit):
+                    await self._fetch_again(upstream, unit, offset, num_bytes)
+            except BuffersStuck:
+                raise
+            except BlitzError as error:
+                failure = error
+            bad = await in_thread(self._copy.bad_ranges, unit)
+        if not bad:
+            return
+        log.warning("unit %d still does not match: reading it from the checkpoint", unit)
+        try:
+            await self._disk.read_unit(unit)
+        except BlitzError as error:
+            tries = f"unit {unit} does not match its checksums after {MAX_FETCHES} tries"
+            raise TransportError(f"{tries}, nor can it be read from disk: {error}") from failure
+
+    async def _fetch_again(self, upstream: Upstream, unit: int, offset: int, num_bytes: int) -> None:
+        index = REFETCH_INDEX + next(self._refetches)
+        channel = await self._upstreams.connect(upstream)
+        memory = self._copy.arena.memory(offset, num_bytes)
+        receive = self._transport.recv(memory, tag_of(self._epoch, index), source=channel)
+        try:
+            await self._upstreams.fetch_again(upstream, index, unit, offset, num_bytes)
+            await receive.wait(timeout_s=SETTLE_S)
+        finally:
+            # It may be matched already, and its bytes on their way into the arena.
+            receive.abort()
+            if not await ends_soon(lambda: receive.done):
+                raise BuffersStuck(f"a block fetched again is still posted after {SETTLE_S:g} s")

@@ -1,0 +1,153 @@
+"""From load reports to how long each queue takes."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from services.planner.core.live.load import ASSUMED_TOKENS_PER_S, REPORT_TTL_S, LoadBook
+from services.planner.core.live.pairs import Overloaded
+from shared.messages.load import LoadReport, ModelQueue, QueueReport
+
+
+def load(instance_id: str = "i0", **changes: object) -> LoadReport:
+    report = LoadReport(
+        worker_id=f"w-{instance_id}",
+        instance_id=instance_id,
+        model="m",
+        state="serving",
+        role="colocated",
+        published_at_s=0.0,
+        queued_requests=0,
+        queued_tokens=0,
+        running_requests=0,
+        running_tokens=0,
+        prefill_tokens_total=0,
+        decode_tokens_total=0,
+        busy_s_total=0.0,
+        kv_blocks_total=10,
+        kv_blocks_used=0,
+    )
+    return msgspec.structs.replace(report, **changes)
+
+
+def queue(
+    gateway_id: str = "g0", *, model: str = "m", requests: int = 0, tokens: int = 0, **totals: int
+) -> QueueReport:
+    held = ModelQueue(
+        model=model,
+        queued_requests=requests,
+        queued_tokens=tokens,
+        arrived_requests_total=totals.get("arrived", 0),
+        arrived_prompt_tokens_total=totals.get("arrived_tokens", 0),
+        inflight_requests=0,
+    )
+    return QueueReport(gateway_id=gateway_id, published_at_s=0.0, models=(held,))
+
+
+def overloaded(book: LoadBook, *instance_ids: str, now_s: float = 0.0, slo_ttft_s: float = 1.0) -> list[Overloaded]:
+    return list(book.overloaded("m", instance_ids, slo_ttft_s=slo_ttft_s, now_s=now_s))
+
+
+# --- speed -----------------------------------------------------------------------------------------
+
+
+def test_speed_is_assumed_until_an_instance_reports_it() -> None:
+    assert LoadBook().tokens_per_s("m", "i0") == ASSUMED_TOKENS_PER_S
+    book = LoadBook(assumed_tokens_per_s=50.0)
+    book.on_load(load(queued_tokens=9, prefill_tokens_total=400, busy_s_total=0.1), 0.0)
+    assert book.tokens_per_s("m", "i0") == 50.0, "one that measures nothing, or a worker of an earlier version"
+
+
+def test_speed_is_the_instances_own() -> None:
+    book = LoadBook()
+    book.on_load(load("i0", prefill_tokens_per_s=4000.0), 0.0)
+    book.on_load(load("i1", prefill_tokens_per_s=1000.0), 0.0)
+    assert book.tokens_per_s("m", "i0") == 4000.0
+    assert book.tokens_per_s("m", "i1") == 1000.0
+    book.on_load(load("i0", prefill_tokens_per_s=3000.0), 0.1)
+    assert book.tokens_per_s("m", "i0") == 3000.0
+
+
+def test_an_instance_that_measured_nothing_is_as_fast_as_the_models_others() -> None:
+    book = LoadBook()
+    book.on_load(load("i0", prefill_tokens_per_s=4000.0), 0.0)
+    book.on_load(load("i1"), 0.0)
+    assert book.tokens_per_s("m", "i1") == book.tokens_per_s("m", "unheard") == 4000.0
+    assert book.tokens_per_s("other", "i1") == ASSUMED_TOKENS_PER_S
+
+
+@pytest.mark.parametrize("speed", [float("nan"), float("inf"), -1.0])
+def test_a_speed_that_is_none_is_not_taken(speed: float) -> None:
+    book = LoadBook()
+    book.on_load(load("i0", prefill_tokens_per_s=speed), 0.0)
+    assert book.tokens_per_s("m", "i0") == ASSUMED_TOKENS_PER_S
+
+
+def test_a_models_speed_outlives_its_instances() -> None:
+    book = LoadBook()
+    book.on_load(load("i0", prefill_tokens_per_s=4000.0), 0.0)
+    book.forget(REPORT_TTL_S + 1)
+    assert book.tokens_per_s("m", "i0") == 4000.0
+
+
+# --- queue and slack -------------------------------------------------------------------------------
+
+
+def test_the_queue_is_its_own_and_an_even_share_of_the_gateways() -> None:
+    book = LoadBook(assumed_tokens_per_s=1000.0)
+    book.on_load(load("i0", queued_tokens=500), 0.0)
+    book.on_load(load("i1", queued_tokens=100), 0.0)
+    book.on_queue(queue("g0", requests=1, tokens=300), 0.0)
+    book.on_queue(queue("g1", requests=1, tokens=100), 0.0)
+    book.on_queue(queue("g2", model="other", requests=9, tokens=9000), 0.0)
+    assert [(o.instance_id, o.queue_s) for o in overloaded(book, "i1", "i0")] == [("i0", 0.7), ("i1", 0.3)]
+
+
+def test_the_slack_is_what_the_earliest_has_left_after_its_own_prefill() -> None:
+    book = LoadBook(assumed_tokens_per_s=1000.0)
+    book.on_load(load(queued_requests=2, queued_tokens=800, oldest_queued_s=0.25), 0.0)
+    (one,) = overloaded(book, "i0", slo_ttft_s=2.0)
+    assert one.slack_s == pytest.approx(2.0 - 0.25 - 0.4)
+
+
+def test_the_mean_prompt_is_of_what_waits_at_gateways_else_of_what_arrived_there() -> None:
+    book = LoadBook(assumed_tokens_per_s=1000.0)
+    book.on_load(load(queued_requests=1, queued_tokens=900), 0.0)
+    book.on_queue(queue(arrived=10, arrived_tokens=1000), 0.0)
+    assert overloaded(book, "i0")[0].slack_s == pytest.approx(0.9)
+    book.on_queue(queue(requests=2, tokens=400, arrived=12, arrived_tokens=1400), 0.0)
+    assert overloaded(book, "i0")[0].slack_s == pytest.approx(0.8)
+
+
+def test_nothing_known_is_no_queue_and_all_the_slack() -> None:
+    assert overloaded(LoadBook(), "i0", slo_ttft_s=1.5) == [Overloaded("i0", 0.0, 1.5)]
+    assert overloaded(LoadBook()) == []
+
+
+def test_an_instance_that_reports_nothing_has_its_share_of_the_gateways() -> None:
+    book = LoadBook(assumed_tokens_per_s=1000.0)
+    book.on_load(load("i0", queued_tokens=500), 0.0)
+    book.on_queue(queue(requests=1, tokens=400), 0.0)
+    assert [o.queue_s for o in overloaded(book, "i0", "i1")] == [0.7, 0.2]
+
+
+def test_members_of_pairs_are_marked() -> None:
+    found = LoadBook().overloaded("m", ("i0", "i1"), slo_ttft_s=1.0, now_s=0.0, in_pairs={"i1"})
+    assert [(o.instance_id, o.live) for o in found] == [("i0", False), ("i1", True)]
+
+
+def test_only_the_latest_report_counts() -> None:
+    book = LoadBook(assumed_tokens_per_s=1000.0)
+    for tokens in (900, 100):
+        book.on_load(load(queued_tokens=tokens), 0.0)
+        book.on_queue(queue(requests=1, tokens=tokens), 0.0)
+    assert overloaded(book, "i0")[0].queue_s == pytest.approx(0.2)
+
+
+def test_the_silent_are_forgotten() -> None:
+    book = LoadBook(assumed_tokens_per_s=1000.0)
+    book.on_load(load(queued_tokens=500), 0.0)
+    book.on_queue(queue(requests=1, tokens=500), 0.0)
+    assert overloaded(book, "i0", now_s=REPORT_TTL_S)[0].queue_s == pytest.approx(1.0)
+    assert overloaded(book, "i0", now_s=REPORT_TTL_S + 0.01)[0].queue_s == 0.0

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+
+from services.planner.core.multicast.cluster import cluster_of
+from services.planner.core.multicast.flows import Flow
+from shared.messages.common import InstanceState
+from tests.records import model, worker_record
+from tests.services.planner.core.multicast.clusters import MODEL, MODEL_BYTES, cluster, record
+
+
+def test_serving_and_draining_instances_and_ready_host_copies_are_complete_copies() -> None:
+    found = cluster(
+        record("w0", "serving"),
+        record("w1", "draining"),
+        record("w2", "loading"),
+        record("w3", host_copy="ready"),
+        record("w4", host_copy="ready", cached=True),
+        record("w5", host_copy="loading"),
+        record("w6", host_copy="retired"),
+    )
+    assert [(c.kind, c.worker_id, c.instance_id, c.draining) for c in found.copies] == [
+        ("gpu", "w0", "i-w0", False),
+        ("gpu", "w1", "i-w1", True),
+        ("host", "w3", "", False),
+        ("host", "w4", "", False),
+    ]
+
+
+def test_other_weights_and_other_layouts_are_no_copies() -> None:
+    others = (model("m", model_hash="other"), model("m", layout_hash="other"))
+    records = [worker_record(f"w{i}", other, "serving") for i, other in enumerate(others)]
+    records += [record(f"w{2 + i}", host_copy="ready", copy_of=other) for i, other in enumerate(others)]
+    assert cluster_of(records, MODEL).copies == ()
+
+
+@pytest.mark.parametrize("state", ["loading", "live"])
+def test_an_instance_that_loads_is_known_with_the_time_that_it_still_needs(state: InstanceState) -> None:
+    found = cluster(record("w0", state), record("w1", state), remaining_s={"w1": 1.5})
+    assert [(c.worker_id, c.ready_s) for c in found.loading] == [("w1", 1.5)], "w0's plan is not known"
+
+
+def test_spare_workers_are_free_and_large_enough() -> None:
+    found = cluster(
+        record("w0"),
+        record("w1", arena_bytes=MODEL_BYTES - 1),
+        record("w2", arena_bytes=MODEL_BYTES),
+        worker_record("w3", lease_plan_id="p", lease_model="m", arena_bytes=1 << 40),
+        record("w4", "serving"),
+    )
+    assert [w.worker_id for w in found.spare] == ["w0", "w2"]
+    assert "1 spare workers' arenas" in found.too_small
+
+
+def test_transfers_make_their_senders_busy_and_are_flows() -> None:
+    found = cluster(record("w0", "serving"), record("w1", "serving"), record("w2", "loading"), links=(("w0", "w2"),))
+    assert [c.sending for c in found.copies] == [True, False]
+    assert found.transfers == (Flow("w0", "w2"),)
+
+
+def test_a_planner_that_is_not_to_know_flows_sees_none() -> None:
+    found = cluster(record("w0", "serving", egress_gbps=9.0), record("w1"), links=(("w0", "w1"),), knows_flows=False)
+    assert not found.copies[0].sending
+    assert found.transfers == found.serving == ()
+
+
+def test_only_workers_that_could_take_part_are_named_when_their_facts_are_wrong() -> None:
+    found = cluster(
+        record("w0", "serving"),
+        record("w1", "serving", nic_gbps=0.0),
+        record("w2", ssd_gbps=0.0),
+        record("w3", host_copy="ready", leaf=""),
+        worker_record("w4", model("other"), "serving", nic_gbps=0.0),
+        record("w5"),
+    )
+    assert [line.split()[1] for line in found.refused] == ["w1", "w2", "w3"]
+    assert "nic_gbps=0.0" in found.refused[0]
+    assert [c.worker_id for c in found.copies] == ["w0"]
+    assert [w.worker_id for w in found.spare] == ["w5"]
+
+
+def test_a_thousand_wrong_workers_are_not_all_named() -> None:
+    found = cluster(*(record(f"w{i:04}", nic_gbps=0.0) for i in range(1000)))
+    assert len(found.refused) == 9
+    assert "992 more" in found.refused[-1]

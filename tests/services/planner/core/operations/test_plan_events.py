@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.planner.core.multicast.baselines import Strategy, plan_by
+from services.planner.core.multicast.cluster import Cluster
+from services.planner.core.operations.history import plans_from
+from services.planner.core.operations.plan_events import (
+    drain_parts,
+    links_of,
+    own_plans,
+    parts_of,
+    predicted_of,
+    scale_plan,
+    targets_of,
+)
+from services.worker.weights.upstreams import part_of
+from shared.messages.codec import decode, encode
+from shared.messages.common import Role
+from shared.messages.registry import LeaseGrant
+from shared.messages.scaling import Chain, DrainPlan, DrainTarget, Hop, ScalePlan, Stripe
+from tests.services.planner.core.multicast.clusters import MODEL, MODEL_BYTES, cluster, record
+
+
+def event(found: Cluster, n: int, strategy: Strategy = "chain", role: Role = "colocated") -> ScalePlan:
+    planned = plan_by(strategy, found, n, MODEL_BYTES)
+    epochs = tuple((name, 100 + i) for i, name in enumerate(planned.targets))
+    grant = LeaseGrant(plan_id="plan-p", epochs=epochs, expires_at_s=9.0)
+    return scale_plan(
+        "plan-p",
+        MODEL,
+        planned,
+        found,
+        grant,
+        triggered_at_s=1.0,
+        planned_at_s=2.0,
+        give_up_at_s=9.0,
+        reason="load",
+        role=role,
+    )
+
+
+EVERYTHING = cluster(
+    record("w0", "serving", egress_gbps=9.0),
+    record("w1", "serving"),
+    record("w2", "loading"),
+    record("w3", host_copy="ready"),
+    record("w4"),
+    record("w5", "draining", host_copy="ready"),
+    links=(("w1", "w2"),),
+    remaining_s={"w2": 1.0},
+)
+
+
+def test_targets_have_the_epochs_of_their_leases_and_sources_have_none() -> None:
+    plan = event(EVERYTHING, 2)
+    targets = targets_of(plan)
+    assert sorted(targets) == [("w3", "p-w3"), ("w4", "p-w4")]
+    assert sorted(plan.member(name).epoch for name, _ in targets) == [100, 101]
+    assert {m.epoch for m in plan.members if m.worker_id not in ("w3", "w4")} == {0}
+
+
+@pytest.mark.parametrize("strategy", ["chain", "star", "disk", "host-cache"])
+def test_everyone_who_is_named_is_a_member_once(strategy: Strategy) -> None:
+    plan = event(EVERYTHING, 2, strategy)
+    stripes = [s for chain in plan.chains for hop in chain.hops for s in hop.stripes]
+    named = {s.source for s in stripes if s.source} | {s.target for s in stripes}
+    named |= {c.worker_id for c in plan.fallbacks}
+    assert [m.worker_id for m in plan.members] == sorted(named)
+    assert plan.keep_on_host == (strategy == "host-cache")
+
+
+def test_a_source_is_named_with_its_instance_unless_only_its_host_copy_is_used() -> None:
+    found = cluster(record("w0", host_copy="ready", arena_bytes=0), record("w1", "serving"), record("w2"))
+    members = {m.worker_id: m.instance_id for m in event(found, 1).members}
+    assert members == {"w0": "", "w1": "i-w1", "w2": "p-w2"}
+
+
+def test_an_instance_whose_host_copy_alone_is_used_is_not_named() -> None:
+    found = cluster(record("w0", "serving", host="a", host_copy="ready"), record("w1", host="a"))
+    assert event(found, 1, "host-cache").member("w0").instance_id == ""
+    assert event(found, 1, "chain").member("w0").instance_id == "i-w0"
+
+
+def test_a_copy_that_loads_is_named_with_its_instance() -> None:
+    found = cluster(
+        record("w0", "serving"), record("w1", "loading"), record("w2"), links=(("w0", "w1"),), remaining_s={"w1": 1.0}
+    )
+    assert event(found, 1).member("w1").instance_id == "i-w1"
+
+
+@pytest.mark.parametrize("role", ["colocated", "prefill", "decode"])
+def test_a_plan_survives_the_wire_with_its_role(role: Role) -> None:
+    plan = event(EVERYTHING, 2, role=role)
+    assert plan.role == role
+    assert decode(encode(plan), ScalePlan) == plan
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def chain_of(num_targets: int) -> ScalePlan:
+    """One chain from one source through as many workers."""
+    return event(cluster(record("a0", "serving"), *(record(f"w{i:04}") for i in range(num_targets))), num_targets)
+
+
+def test_a_plan_of_a_thousand_targets_goes_out_in_bounded_parts_with_ids_of_their_own() -> None:
+    plan = chain_of(1000)
+    parts = parts_of(plan)
+    assert max(len(encode(part)) for part in parts) < 256 * 1024
+    assert [part.plan_id for part in parts] == [f"plan-p.{i}" for i in range(len(parts))]
+    assert [t for part in parts for t in targets_of(part)] == list(targets_of(plan))
+    for part in parts:
+        for member in part.targets:
+            assert part_of(part, member.worker_id) is not None
+
+
+def test_a_small_plan_is_its_own_part() -> None:
+    plan = chain_of(3)
+    assert parts_of(plan) == (plan,)
+
+
+def test_a_plan_is_whole_again_from_its_parts_in_any_order_and_not_without_one() -> None:
+    plan = chain_of(450)
+    parts = parts_of(plan)
+    (again,) = plans_from(reversed(parts)).values()
+    assert (again.plan_id, targets_of(again), links_of(again)) == ("plan-p", targets_of(plan), links_of(plan))
+    assert predicted_of(again) == predicted_of(plan)
+    assert (again.explain, again.members) == (plan.explain, plan.members)
+    assert plans_from(parts[1:]) == {}
+
+
+def test_each_target_is_told_what_concerns_it() -> None:
+    plan = chain_of(1000)
+    told = dict(own_plans(plan))
+    assert set(told) == {worker_id for worker_id, _ in targets_of(plan)}
+    assert max(len(encode(own)) for own in told.values()) < 8 * 1024
+    order = [worker_id for worker_id, _ in targets_of(plan)]
+    whole, own = part_of(plan, order[500]), part_of(told[order[500]], order[500])
+    assert whole is not None
+    assert own is not None
+    assert (own.member, own.stripes[0].share) == (whole.member, whole.stripes[0].share)
+    # First the hops right above, nearest first, as in the whole plan; then what the plan falls back on.
+    above = [u.worker_id for u in own.stripes[0].upstreams][:8]
+    assert above == [u.worker_id for u in whole.stripes[0].upstreams][:8] == order[499:491:-1]
+    assert own.stripes[0].upstreams[-2:] == whole.stripes[0].upstreams[-2:]
+
+
+@pytest.mark.parametrize("strategy", ["chain", "star", "disk", "host-cache"])
+def test_what_a_target_is_told_makes_sense_by_itself(strategy: Strategy) -> None:
+    plan = event(EVERYTHING, 2, strategy)
+    for worker_id, own in own_plans(plan):
+        assert part_of(own, worker_id) == part_of(decode(encode(own), ScalePlan), worker_id)
+        assert part_of(own, worker_id) is not None
+
+
+def test_drains_of_many_go_out_in_bounded_parts() -> None:
+    targets = tuple(DrainTarget(worker_id=f"worker-{i}", instance_id=f"instance-{i}") for i in range(2500))
+    parts = drain_parts(DrainPlan(plan_id="p", model="m", targets=targets))
+    assert [p.plan_id for p in parts] == ["p.0", "p.1", "p.2"]
+    assert tuple(t for p in parts for t in p.targets) == targets
+    assert max(len(encode(p)) for p in parts) < 256 * 1024
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"plan_id": "plan-1.b"},
+        {"plan_id": "plan-1." + "9" * 5000},
+        {"members": ()},
+        {"planned_at_s": math.nan},
+        {"triggered_at_s": math.inf},
+        {"give_up_at_s": math.nan},
+        {"chains": (Chain(hops=(Hop(targets=("nobody",), stripes=()),), chunk_bytes=1),)},
+        {
+            "chains": (
+                Chain(
+                    hops=(Hop(targets=(), stripes=(Stripe(source="a", source_kind="gpu", target="nobody"),)),),
+                    chunk_bytes=1,
+                ),
+            )
+        },
+    ],
+)
+def test_a_plan_that_no_planner_can_have_made_is_left_out_of_what_is_read_back(changes: dict[str, Any]) -> None:
+    sound = chain_of(3)
+    odd = msgspec.structs.replace(sound, **({"plan_id": "odd"} | changes))
+    assert list(plans_from([odd, sound])) == [sound.plan_id]

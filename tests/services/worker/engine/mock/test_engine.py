@@ -1,0 +1,129 @@
+"""The mock engine: honest KV, deterministic tokens, a timing model."""
+
+import pytest
+
+from services.worker.engine.base import Batch, SamplingRow, Slice
+from services.worker.engine.mock.engine import MockEngine, MockTiming, PreciseSleep, next_token
+from services.worker.engine.mock.engine import engine as mock
+from services.worker.engine.mock.kv import hash_tokens
+from shared.messages.generation import SamplingParams
+
+
+def sampling(output=(), eos=(256,), **params):
+    return SamplingRow(SamplingParams(**{"max_tokens": 9, "seed": 1, **params}), eos, (1,), output)
+
+
+def run(engine, *slices, rows=None):
+    activation = engine.embed(Batch(slices))
+    engine.run_layers(activation, 0, engine.num_layers)
+    return engine.sample(engine.head(activation), rows or [sampling() for s in slices if s.sample])
+
+
+def test_the_token_is_that_of_the_whole_prefix_however_it_is_chunked():
+    engine = MockEngine(num_blocks=8, block_size=2, verify=True)
+    prompt, table = [5, 6, 7, 8, 9], [6, 1, 4]
+    run(engine, Slice(0, prompt[:3], 0, table, False))
+    (token,) = run(engine, Slice(0, prompt[3:], 3, table, True))
+    assert token.token_id == next_token(prompt)
+    (again,) = run(engine, Slice(0, [token.token_id], 5, table, True))
+    assert again.token_id == next_token([*prompt, token.token_id])
+    assert 32 <= again.token_id <= 126
+
+
+def test_a_wrong_block_table_is_caught():
+    engine = MockEngine(num_blocks=8, block_size=2)
+    run(engine, Slice(0, [1, 2, 3], 0, [0, 1], False))
+    with pytest.raises(RuntimeError, match="no KV at position 2"):
+        run(engine, Slice(0, [4], 3, [0, 5], True))
+    with pytest.raises(RuntimeError, match="do not hold"):
+        run(engine, Slice(0, [4, 5], 3, [0, 1], True))
+
+
+def test_kv_overwritten_by_another_sequence_is_caught_when_verifying():
+    engine = MockEngine(num_blocks=8, block_size=2, verify=True)
+    run(engine, Slice(0, [1, 2, 3], 0, [0, 1], False))
+    run(engine, Slice(1, [8, 9], 0, [0], False))
+    with pytest.raises(RuntimeError, match="overwritten"):
+        run(engine, Slice(0, [4], 3, [0, 1], True))
+
+
+def test_layers_must_run_in_order_and_to_the_end():
+    engine = MockEngine(num_layers=4)
+    activation = engine.embed(Batch((Slice(0, [1], 0, [0], True),)))
+    engine.run_layers(activation, 0, 2)
+    with pytest.raises(ValueError, match="2 are done"):
+        engine.run_layers(activation, 3, 4)
+    with pytest.raises(ValueError, match="head after 2"):
+        engine.head(activation)
+    engine.run_layers(activation, 2, 4)
+    assert engine.head(activation) == [hash_tokens([1])]
+
+
+def test_time_is_proportional_to_layers_and_tokens():
+    slept = []
+    timing = MockTiming(step_overhead_s=1.0, layer_base_s=0.1, layer_per_token_s=0.01, head_s=2.0)
+    engine = MockEngine(num_layers=4, timing=timing, sleep=slept.append)
+    run(engine, Slice(0, [1, 2, 3], 0, [0], True))
+    assert slept == pytest.approx([1.0, 4 * 0.13, 2.0])
+
+
+def test_eos_comes_only_when_asked_and_allowed():
+    engine = MockEngine(eos_every=1)
+    piece = Slice(0, [1], 0, [0], True)
+    assert run(engine, piece)[0].token_id == 256
+    assert run(engine, piece, rows=[sampling(min_tokens=1)])[0].token_id == next_token([1])
+    assert run(engine, piece, rows=[sampling(ignore_eos=True)])[0].token_id == next_token([1])
+    assert run(MockEngine(), piece)[0].token_id == next_token([1])
+
+
+def test_stop_tokens_are_not_drawn_before_min_tokens():
+    stop = next_token([1])
+    piece = Slice(0, [1], 0, [0], True)
+    early = sampling(stop_token_ids=(stop,), min_tokens=1)
+    assert run(MockEngine(), piece, rows=[early])[0].token_id != stop
+    assert run(MockEngine(), piece, rows=[sampling(stop_token_ids=(stop,))])[0].token_id == stop
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_logprobs_are_well_formed(count):
+    (token,) = run(MockEngine(), Slice(0, [1], 0, [0], True), rows=[sampling(logprobs=count)])
+    top = token.logprobs.top
+    assert len(top) == count == len({t for t, _ in top})
+    assert [v for _, v in top] == sorted((v for _, v in top), reverse=True)
+    assert all(v < 0 for _, v in top)
+    assert count == 0 or top[0] == (token.token_id, token.logprobs.logprob)
+
+
+class LateClock:
+    """Stands in for ``time``: every sleep ends ``late_s`` late, reading the time takes a microsecond."""
+
+    def __init__(self, late_s):
+        self.late_s = late_s
+        self.now = 0.0
+
+    def perf_counter(self):
+        self.now += 1e-6
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds + self.late_s
+
+
+@pytest.mark.parametrize("late_s", [0.0, 60e-6, 300e-6])
+def test_many_short_sleeps_take_as_long_as_one_of_their_sum(late_s, monkeypatch):
+    clock = LateClock(late_s)
+    monkeypatch.setattr(mock, "time", clock)
+    sleep = PreciseSleep()
+    for _ in range(50):
+        sleep(1e-3)
+    assert 0.05 - 1e-5 <= clock.now <= 0.05 + late_s + 5e-4
+
+
+def test_a_stall_of_the_machine_is_not_made_up_for(monkeypatch):
+    clock = LateClock(2.0)
+    monkeypatch.setattr(mock, "time", clock)
+    sleep = PreciseSleep()
+    sleep(1.0)
+    clock.late_s = 0.0
+    sleep(1.0)
+    assert clock.now == pytest.approx(4.0, abs=2e-3)

@@ -1,0 +1,172 @@
+"""One instance's way through its life, inside a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from services.worker.config import WorkerConfig
+from services.worker.engine.base import Engine
+from services.worker.engine.kv_pool import KvPool
+from services.worker.engine.torch_engine import TorchEngine
+from services.worker.instance.instance import InstanceFactory
+from services.worker.memory.arena import HostMemory
+from shared.errors import Conflict, NoCapacity
+from shared.layout import ArenaLayout
+from tests.services.fake_gateway import expected_tokens
+from tests.services.waiting import eventually
+from tests.services.worker.lone_worker import LoneWorker, lone_worker
+
+
+async def test_only_the_very_instance_that_serves_admits(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    instance = alone.worker.serving
+    instance.check_admits(instance_id)
+    with pytest.raises(Conflict):
+        instance.check_admits("another")
+    instance.drain()
+    with pytest.raises(Conflict):
+        instance.check_admits(instance_id)
+    assert instance.revive()
+    instance.check_admits(instance_id)
+
+
+async def test_a_retired_instance_cannot_be_revived_any_more(alone: LoneWorker) -> None:
+    await alone.serve()
+    instance = alone.worker.serving
+    instance.drain()
+    assert await instance.idle()
+    with instance.pinned():
+        assert not instance.retire(), "somebody reads the copy"
+    assert instance.retire()
+    assert not instance.revive()
+    assert instance.state == "draining"
+
+
+async def test_idle_tells_a_revival(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    await alone.pause()
+    await alone.submit(instance_id, "r")
+    instance = alone.worker.serving
+    instance.drain()
+    waiting = asyncio.create_task(instance.idle())
+    await asyncio.sleep(0)
+    instance.revive()
+    assert await waiting is False
+    alone.resume()
+
+
+async def test_a_stop_during_a_planned_drain_lets_the_request_finish(alone: LoneWorker) -> None:
+    instance_id = await alone.serve()
+    await alone.pause()
+    await alone.submit(instance_id, "r")
+    await alone.drain(instance_id)
+    await eventually(lambda: alone.worker.serving.state == "draining")
+    stopping = asyncio.create_task(alone.worker.stop())
+    await asyncio.sleep(0.05)
+    alone.resume()
+    await stopping
+    await alone.gateway.end_of("r")
+    assert alone.gateway.tokens("r") == expected_tokens(8)
+    assert alone.pool.heartbeats[-1].leaving
+
+
+async def test_what_the_registry_hears_is_what_the_instance_can_take(alone: LoneWorker) -> None:
+    await alone.serve()
+    info, config = alone.worker.serving.info(), alone.worker.config
+    assert info.max_running_requests == config.max_running_requests
+    assert info.max_queued_tokens == config.max_queued_tokens
+    assert 0 < info.context_tokens <= alone.model.spec.max_position
+    assert info.weights_digest == alone.worker.serving.copy.digest()
+
+
+async def test_memory_is_taken_and_given_back_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these takes seconds where the memory is large."""
+    on_the_loop: dict[str, bool] = {}
+
+    def watch(owner: type, name: str) -> None:
+        work = getattr(owner, name)
+
+        def watched(*args: object, **kwargs: object) -> object:
+            on_the_loop[name] = on_the_loop.get(name, False) or threading.current_thread() is threading.main_thread()
+            return work(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(HostMemory, "prefault")
+    watch(HostMemory, "release")
+    watch(KvPool, "view")
+    async with lone_worker(engine="torch", prefault_bytes=1 << 20) as alone:
+        instance_id = await alone.serve()
+        await alone.drain(instance_id)
+        await alone.reported("drain-1", "spare")
+    assert on_the_loop == {"prefault": False, "release": False, "view": False}
+
+
+async def test_a_worker_warms_up_once_before_it_registers_as_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = LoneWorker(engine="torch")
+    reports_before: list[int] = []
+
+    def warmed() -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        reports_before.append(len(alone.pool.heartbeats))
+
+    monkeypatch.setattr("services.worker.engine.warm_up.warm_up", warmed)
+    await alone.start()
+    try:
+        await alone.serve()
+    finally:
+        await alone.worker.stop()
+    assert reports_before == [0]
+    assert alone.pool.heartbeats[0].state == "spare"
+
+
+async def test_an_engine_is_prepared_while_its_weights_load_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepared: list[bool] = []
+    prepare = TorchEngine.prepare
+
+    def watched(self: TorchEngine) -> None:
+        prepared.append(threading.current_thread() is threading.main_thread())
+        prepare(self)
+
+    monkeypatch.setattr(TorchEngine, "prepare", watched)
+    async with lone_worker(engine="torch") as alone:
+        instance_id = await alone.serve()
+        await alone.drain(instance_id)
+        await alone.reported("drain-1", "spare")
+    assert prepared == [False]
+
+
+async def test_a_plan_that_comes_while_an_instance_is_built_finds_it_loading(
+    alone: LoneWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, go_on = threading.Event(), threading.Event()
+    engine = InstanceFactory._engine
+
+    def slowly(factory: InstanceFactory, layout: ArenaLayout) -> Engine:
+        built.set()
+        assert go_on.wait(20.0)
+        return engine(factory, layout)
+
+    monkeypatch.setattr(InstanceFactory, "_engine", slowly)
+    first, second = alone.plan(epoch=10), alone.plan(epoch=11)
+    scaling = alone.worker.service._scaling
+    accepting = [asyncio.create_task(scaling.on_scale_plan(first))]
+    await eventually(built.is_set)
+    accepting.append(asyncio.create_task(scaling.on_scale_plan(second)))
+    go_on.set()
+    await asyncio.gather(*accepting)
+    # As if the first had been built at once: the newer lease takes its place.
+    await alone.reported(second.plan_id, "serving")
+    assert alone.events(first.plan_id)[-1] == "failed"
+
+
+@pytest.mark.parametrize("setting", ["BLITZ_WORKER_ARENA_MIB", "BLITZ_WORKER_KV_MIB"])
+def test_more_memory_than_there_are_addresses_is_refused_with_its_setting(setting: str) -> None:
+    config = WorkerConfig.from_env({setting: str(1 << 30)})
+    with pytest.raises(NoCapacity, match=f"{setting}={1 << 30}: this machine does not give so much: Cannot allocate"):
+        InstanceFactory(config, lambda _: None, lambda _: None)

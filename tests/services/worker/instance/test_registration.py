@@ -1,0 +1,103 @@
+"""A worker's standing with the registry."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.worker import service
+from shared.errors import Unavailable
+from shared.messages.registry import HeartbeatAck
+from tests.services.waiting import eventually
+from tests.services.worker.lone_worker import LoneWorker, lone_worker
+
+
+async def test_reports_carry_growing_sequences_of_one_incarnation(alone: LoneWorker) -> None:
+    alone.pool.ack = HeartbeatAck(lease_s=0.1)
+    await alone.serve()
+    await eventually(lambda: len(alone.pool.heartbeats) >= 6)
+    sequences = [h.sequence for h in alone.pool.heartbeats]
+    assert sequences == sorted(set(sequences))
+    assert len({h.worker.incarnation for h in alone.pool.heartbeats}) == 1
+
+
+async def test_every_change_of_state_is_reported_at_once(alone: LoneWorker) -> None:
+    alone.pool.ack = HeartbeatAck(lease_s=3600.0)
+    known = len(alone.pool.heartbeats)
+    await eventually(lambda: len(alone.pool.heartbeats) > known)  # the one that brings the long lease
+    instance_id = await alone.serve()
+    await eventually(lambda: alone.pool.heartbeats[-1].state == "serving")
+    await alone.drain(instance_id)
+    await eventually(lambda: alone.pool.heartbeats[-1].state == "spare")
+    states = [h.state for h in alone.pool.heartbeats]
+    assert "loading" in states
+    assert alone.pool.heartbeats[-1].instance is None
+
+
+async def test_refused_reports_are_repeated_soon(alone: LoneWorker) -> None:
+    alone.pool.errors["heartbeat"] = [Unavailable("Redis is away")] * 3
+    known = len(alone.pool.heartbeats)
+    await eventually(lambda: len(alone.pool.heartbeats) > known, timeout_s=5.0)
+    assert alone.pool.errors["heartbeat"] == []
+
+
+async def test_a_pool_that_is_away_is_said_once_and_that_it_is_back(
+    alone: LoneWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="services.worker.instance.registration")
+    alone.pool.ack = HeartbeatAck(lease_s=0.1)
+    alone.pool.errors["heartbeat"] = [Unavailable("Redis is away")] * 5
+    await eventually(lambda: "the pool takes our reports again" in caplog.text, timeout_s=10.0)
+    assert caplog.text.count("the pool did not take our report: Redis is away") == 1
+
+
+async def test_reports_go_on_while_the_planners_plans_cannot_be_subscribed_to(alone: LoneWorker) -> None:
+    async def hangs(_: int) -> None:
+        await asyncio.Event().wait()
+
+    alone.worker.service._registration._planner_term = hangs
+    alone.pool.ack = HeartbeatAck(lease_s=0.1)
+    known = len(alone.pool.heartbeats)
+    await eventually(lambda: len(alone.pool.heartbeats) > known + 5)
+
+
+async def test_a_registry_that_lost_the_model_gets_it_back(alone: LoneWorker) -> None:
+    alone.pool.ack = HeartbeatAck(lease_s=0.6, wants_model=True)
+    known = len(alone.pool.heartbeats)
+    await eventually(lambda: len(alone.pool.heartbeats) > known)
+    assert alone.pool.restored == [], "a spare worker has none to give"
+    await alone.serve()
+    await eventually(lambda: alone.pool.restored)
+    assert alone.pool.restored[0] == alone.model
+
+
+@pytest.mark.parametrize("ticks", range(6))
+async def test_it_ends_when_it_is_stopped_just_as_something_changes(alone: LoneWorker, ticks: int) -> None:
+    alone.pool.ack = HeartbeatAck(lease_s=3600.0)
+    registration = alone.worker.service._registration
+    known = len(alone.pool.heartbeats)
+    reporting = asyncio.create_task(registration.run())
+    await eventually(lambda: len(alone.pool.heartbeats) > known)
+    await asyncio.sleep(0.01)  # it waits again
+    registration.changed()
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    reporting.cancel()
+    ended, _ = await asyncio.wait({reporting}, timeout=5.0)
+    assert ended
+
+
+async def test_the_last_report_says_goodbye() -> None:
+    async with lone_worker() as alone:
+        await alone.worker.stop()
+        assert [h.leaving for h in alone.pool.heartbeats][-2:] == [False, True]
+
+
+async def test_a_worker_can_leave_without_a_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "JOIN_TIMEOUT_S", 0.2)
+    async with lone_worker() as alone:
+        await alone.serve()
+        await alone.pool.bus.close()
+        await alone.worker.stop()
+        assert not alone.pool.heartbeats[-1].leaving

@@ -1,0 +1,81 @@
+"""What tests of the decode side look at, and how they stop it at a moment of their choice."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from services.worker.engine.mock.engine import MockEngine
+from services.worker.kv_transfer.reservation import Arrival
+from shared.messages.generation import Submit
+from shared.transport.base import Buffer
+from tests.services.fake_gateway import expected_tokens
+from tests.services.waiting import eventually
+from tests.services.worker.lone_worker import LoneWorker
+
+
+def arrivals_of(alone: LoneWorker) -> dict[tuple[str, int], Arrival]:
+    return alone.worker.service._arrivals._arrivals
+
+
+async def used_blocks(alone: LoneWorker) -> int:
+    return (await alone.stats()).load.blocks_used
+
+
+async def decoded(alone: LoneWorker, request: Submit, *, max_tokens: int = 8) -> None:
+    """Wait for its end; its tokens follow those that it came with."""
+    end = await alone.gateway.end_of(request.request_id, attempt=request.attempt)
+    assert end.finish_reason == "length", end
+    start = len(request.output_token_ids)
+    tokens = alone.gateway.tokens(request.request_id, attempt=request.attempt, start=start)
+    assert tokens == expected_tokens(max_tokens, request.prompt_token_ids)[start:]
+
+
+async def held(alone: LoneWorker) -> threading.Event:
+    """The engine's thread does nothing until this is set."""
+    inside, go = threading.Event(), threading.Event()
+
+    def hold(_: object) -> None:
+        inside.set()
+        assert go.wait(20)
+
+    alone.worker.serving.engine.call(hold)
+    await eventually(inside.is_set)
+    return go
+
+
+class Gate:
+    """Holds the engine's imports until it is opened."""
+
+    def __init__(self, engine: MockEngine, monkeypatch: pytest.MonkeyPatch, *, layer: int = 0) -> None:
+        self.inside = threading.Event()
+        self._open = threading.Event()
+        real = engine.import_kv
+
+        def import_kv(
+            tables: Sequence[Sequence[int]], lengths: Sequence[int], last: int, kv: Buffer, *, first_layer: int = 0
+        ) -> None:
+            if first_layer == layer:
+                self.inside.set()
+                assert self._open.wait(20)
+            real(tables, lengths, last, kv, first_layer=first_layer)
+
+        monkeypatch.setattr(engine, "import_kv", import_kv)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def expire(alone: LoneWorker, arrival: Arrival, monkeypatch: pytest.MonkeyPatch) -> asyncio.Task[object]:
+    """Its lease lapses; the task that drops it."""
+    keeper, renewed_at_s = alone.worker.service._arrivals, arrival.renewed_at_s
+    before = set(keeper._tasks)
+    with monkeypatch.context() as patch:
+        patch.setattr(arrival, "renewed_at_s", float("-inf"))
+        patch.setattr(alone.worker.bus, "_connected_since_s", renewed_at_s - 3600.0)
+        keeper.expire()
+    (task,) = keeper._tasks - before
+    return asyncio.create_task(asyncio.wait({task}))

@@ -1,0 +1,181 @@
+"""Prompts computed by one worker, decoded by another."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.worker.engine.mock.engine import MockTiming
+from services.worker.kv_transfer import decode_client as line
+from tests.services.fake_gateway import expected_tokens
+from tests.services.waiting import eventually
+from tests.services.worker.kv_transfer.rig import PROMPT, disaggregated
+
+SLOW = MockTiming(layer_base_s=0.01)
+
+
+def _full_soon(worker_id: str) -> dict[str, object]:
+    """The decode worker has one seat, and takes its time."""
+    return {"max_running_requests": 1, "mock": SLOW} if worker_id == "w1" else {}
+
+
+async def test_a_prompt_computed_here_is_decoded_there(redis_url: str) -> None:
+    async with disaggregated(redis_url) as pair:
+        await pair.submit("r")
+        await pair.ends("r")
+        assert pair.decoded_by("r") == ["w0", "w1"]
+        (first,) = [p for b in pair.gateway.batches if b.worker_id == "w0" for p in b.parts if p.token_ids]
+        assert first.offset == 0
+        assert len(first.token_ids) == 1
+        await pair.clean()
+        assert pair.outcomes() == {"moved": 1}
+
+
+async def test_many_at_once(redis_url: str) -> None:
+    async with disaggregated(redis_url) as pair:
+        prompts = {f"r{i}": tuple(32 + (i * 7 + j) % 90 for j in range(10 + 17 * i)) for i in range(8)}
+        for request_id, prompt in prompts.items():
+            await pair.submit(request_id, prompt=prompt, max_tokens=20)
+        for request_id in prompts:
+            await pair.ends(request_id, max_tokens=20)
+        await pair.clean()
+        assert pair.outcomes() == {"moved": len(prompts)}
+
+
+async def test_kv_leaves_while_later_layers_are_computed(redis_url: str) -> None:
+    async with disaggregated(redis_url, mock=MockTiming(layer_base_s=0.05)) as pair:
+        await pair.submit("r", prompt=PROMPT[:20])
+        await eventually(lambda: pair.decode.service._arrivals._arrivals)
+        (arrival,) = pair.decode.service._arrivals._arrivals.values()
+        await eventually(lambda: arrival.layers_here > 0)
+        assert pair.gateway.tokens("r") == ()
+        await pair.ends("r")
+        await pair.clean()
+
+
+async def test_a_request_of_one_token_goes_nowhere(redis_url: str) -> None:
+    async with disaggregated(redis_url, mock=SLOW) as pair:
+        await pair.submit("r", max_tokens=1)
+        await pair.ends("r", max_tokens=1)
+        assert pair.decoded_by("r") == ["w0"]
+        await pair.clean()
+        assert pair.outcomes() == {"ended": 1}
+
+
+async def test_without_the_decode_worker_it_is_decoded_here(redis_url: str) -> None:
+    async with disaggregated(redis_url) as pair:
+        await pair.decode.kill()
+        await pair.submit("r")
+        await pair.ends("r")
+        assert pair.decoded_by("r") == ["w0"]
+        await pair.clean()
+        assert pair.outcomes() == {"kept": 1}
+
+
+async def test_the_decode_worker_dies_while_kv_comes(redis_url: str) -> None:
+    async with disaggregated(redis_url, mock=SLOW) as pair:
+        await pair.submit("r")
+        await eventually(lambda: any(a.layers_here for a in pair.decode.service._arrivals._arrivals.values()))
+        await pair.decode.kill()
+        await pair.ends("r")
+        await pair.clean()
+        assert pair.outcomes() == {"kept": 1}
+
+
+async def test_without_room_there_it_is_decoded_here(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "ROOM_PATIENCE_S", 0.2)
+    async with disaggregated(redis_url, each=_full_soon) as pair:
+        await pair.gateway.submit("w1", pair.place.instance_id, "other", max_tokens=5000)
+        await pair.submit("r")
+        await pair.ends("r")
+        assert pair.decoded_by("r") == ["w0"]
+        await pair.gateway.cancel("w1", "other")
+        await pair.clean()
+
+
+async def test_it_waits_a_moment_for_room(redis_url: str) -> None:
+    async with disaggregated(redis_url, each=_full_soon) as pair:
+        await pair.gateway.submit("w1", pair.place.instance_id, "other", max_tokens=5000)
+        await pair.submit("r")
+        await pair.gateway.tokens_arrived("r", 1)
+        await pair.gateway.cancel("w1", "other")
+        await pair.ends("r")
+        assert pair.decoded_by("r") == ["w0", "w1"]
+        await pair.clean()
+
+
+async def test_a_cancel_frees_both_sides(redis_url: str) -> None:
+    async with disaggregated(redis_url, mock=SLOW) as pair:
+        await pair.submit("r")
+        await eventually(lambda: pair.decode.service._arrivals._arrivals)
+        await pair.gateway.cancel("w0", "r")
+        await pair.clean()
+        assert pair.outcomes() == {"ended": 1}
+
+
+async def test_a_cancel_follows_the_request(redis_url: str) -> None:
+    async with disaggregated(redis_url) as pair:
+        await pair.submit("r", max_tokens=5000)
+        await eventually(lambda: "w1" in pair.decoded_by("r"))
+        await pair.gateway.cancel("w0", "r")
+        await pair.clean()
+
+
+async def test_a_question_follows_the_request(redis_url: str) -> None:
+    async with disaggregated(redis_url) as pair:
+        await pair.submit("r", max_tokens=30)
+        await pair.ends("r", max_tokens=30)
+        await eventually(lambda: pair.outcomes())
+        pair.gateway.parts.clear()
+        await pair.gateway.resend("w0", "r")
+        await pair.gateway.end_of("r")
+        assert pair.gateway.tokens("r") == expected_tokens(30, PROMPT)
+        await pair.clean()
+
+
+async def test_the_prefill_worker_dies(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "LEASE_S", 0.5)
+    monkeypatch.setattr(line, "RENEW_S", 0.1)
+    async with disaggregated(redis_url, mock=SLOW) as pair:
+        await pair.submit("gone")
+        await eventually(lambda: any(a.layers_here for a in pair.decode.service._arrivals._arrivals.values()))
+        await pair.prefill.kill()
+        # Nobody renews its room. Another attempt is computed and decoded where it was to be decoded.
+        await pair.gateway.submit("w1", pair.place.instance_id, "gone", attempt=2, prompt=PROMPT)
+        await pair.gateway.end_of("gone", attempt=2)
+        assert pair.gateway.tokens("gone", attempt=2) == expected_tokens(8, PROMPT)
+        await pair.clean()
+
+
+async def test_a_drained_decode_instance_finishes_what_it_has_and_takes_no_more(redis_url: str) -> None:
+    async with disaggregated(redis_url, mock=SLOW) as pair:
+        await pair.submit("there", max_tokens=20)
+        await eventually(lambda: "w1" in pair.decoded_by("there"))
+        pair.decode.serving.drain()
+        await pair.submit("here")
+        await pair.ends("there", max_tokens=20)
+        await pair.ends("here")
+        assert pair.decoded_by("here") == ["w0"]
+        await pair.clean()
+
+
+async def test_a_stopped_prefill_worker_finishes_its_requests(redis_url: str) -> None:
+    async with disaggregated(redis_url, mock=SLOW) as pair:
+        await pair.submit("r", max_tokens=20)
+        await pair.gateway.tokens_arrived("r", 1)
+        stopping = asyncio.create_task(pair.prefill.stop())
+        await pair.ends("r", max_tokens=20)
+        await stopping
+        await pair.clean()
+
+
+async def test_the_bus_goes_away_for_a_moment(redis_url: str) -> None:
+    async with disaggregated(redis_url, mock=SLOW) as pair:
+        await pair.submit("r", max_tokens=20)
+        await eventually(lambda: any(a.layers_here for a in pair.decode.service._arrivals._arrivals.values()))
+        pair.prefill.bus.go_down()
+        await asyncio.sleep(0.3)
+        pair.prefill.bus.go_up()
+        await pair.gateway.end_of("r")
+        await pair.clean()

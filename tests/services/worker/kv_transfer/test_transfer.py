@@ -1,0 +1,164 @@
+"""What is known of a request on its way, and who waits for what."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from services.worker.engine.base import Sampled
+from services.worker.kv_transfer import transfer as module
+from services.worker.kv_transfer.tags import kv_tag
+from services.worker.kv_transfer.transfer import NotTaken, Over, Shipment
+from services.worker.scheduling.sequence import Sequence
+from shared.messages.generation import DecodePlace, SamplingParams
+from shared.transport.tags import MAX_NUMBER, tag_of
+
+PLACE = DecodePlace(worker_id="w1", instance_id="i1")
+
+
+class _Instance:
+    class record:  # noqa: N801 - an attribute
+        name = "m"
+
+
+def sequence_of(*, output: tuple[int, ...] = ()) -> Sequence:
+    params = SamplingParams(max_tokens=9, seed=1)
+    return Sequence(
+        request_id="r", attempt=3, gateway_id="g", prompt=(1, 2, 3), params=params, output=output, decode_at=PLACE
+    )
+
+
+def shipment_of(sequence: Sequence, num_tokens: int) -> Shipment:
+    return Shipment(sequence, num_tokens, PLACE, cast(Any, _Instance()))
+
+
+@pytest.fixture
+async def shipment() -> Shipment:
+    return shipment_of(sequence_of(), 3)
+
+
+async def started(work: Any) -> asyncio.Task[Any]:
+    task = asyncio.create_task(work)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
+async def test_the_request_is_the_prefix_without_the_tokens_sampled_since() -> None:
+    sequence = sequence_of(output=(7, 8))
+    sequence.append(9)
+    request = shipment_of(sequence, 5).request
+    assert (request.request_id, request.attempt, request.gateway_id) == ("r", 3, "g")
+    assert (request.instance_id, request.model) == ("i1", "m")
+    assert (request.prompt_token_ids, request.output_token_ids) == ((1, 2, 3), (7, 8))
+    assert request.decode_at is None, "it is decoded where it goes"
+    fresh = sequence_of()
+    fresh.append(9)
+    assert shipment_of(fresh, 3).request.output_token_ids == ()
+
+
+async def test_layers_only_become_more(shipment: Shipment) -> None:
+    shipment.ran_layers([], 0)
+    assert (shipment.layers_done, shipment.block_table) == (0, ())
+    shipment.ran_layers([4, 5], 2)
+    shipment.ran_layers([9], 1)
+    shipment.ran_layers([9], 2)
+    assert (shipment.layers_done, shipment.block_table) == (2, [4, 5])
+
+
+async def test_who_waits_hears_of_every_change(shipment: Shipment) -> None:
+    waits = await started(shipment.until(lambda: shipment.layers_done > 1))
+    shipment.ran_layers([1], 1)
+    await asyncio.sleep(0)
+    assert not waits.done()
+    shipment.ran_layers([1], 2)
+    await waits
+    first = await started(shipment.until_computed())
+    shipment.computed([1], 4, Sampled(42))
+    assert (await first).token_id == 42
+    assert shipment.layers_done == 4
+
+
+@pytest.fixture
+def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is not told hears nothing for a minute."""
+    monkeypatch.setattr(module, "LOOK_S", 60.0)
+
+
+@pytest.mark.usefixtures("no_looks")
+@pytest.mark.parametrize("why", ["unwanted", "lost"])
+async def test_nobody_waits_for_what_will_not_be(shipment: Shipment, why: str) -> None:
+    work: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiting = [
+        await started(waits)
+        for waits in (shipment.until(lambda: False), shipment.pause(60.0), shipment.unless_over(work))
+    ]
+    if why == "lost":
+        shipment.lose("no room")
+        expected: type[Exception] = NotTaken
+    else:
+        shipment.unwanted()
+        expected = Over
+    waiting += [asyncio.create_task(shipment.until(lambda: True)), asyncio.create_task(shipment.pause(0.0))]
+    for task in waiting:
+        with pytest.raises(expected):
+            await task
+    assert work.cancelled()
+    assert shipment.is_over == (why == "unwanted")
+
+
+@pytest.mark.usefixtures("no_looks")
+async def test_who_waits_for_the_token_waits_on_though_the_decode_instance_is_lost(shipment: Shipment) -> None:
+    token = await started(shipment.until_computed())
+    shipment.lose("no room")
+    await asyncio.sleep(0)
+    shipment.computed([1], 4, Sampled(42))
+    assert (await token).token_id == 42
+    shipment.unwanted()
+    with pytest.raises(Over):
+        await shipment.until_computed()
+
+
+async def test_an_end_that_comes_with_an_answer_is_an_end(shipment: Shipment) -> None:
+    async def answer() -> int:
+        shipment.sequence.finished = True
+        return 3
+
+    with pytest.raises(Over):
+        await shipment.unless_over(answer())
+
+
+async def test_an_answer_and_an_error_are_passed_on(shipment: Shipment) -> None:
+    async def fails() -> int:
+        raise KeyError("x")
+
+    assert await shipment.unless_over(asyncio.sleep(0, 3)) == 3
+    with pytest.raises(KeyError):
+        await shipment.unless_over(fails())
+
+
+async def test_an_end_that_nobody_tells_is_seen(shipment: Shipment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    work: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiting = [await started(waits) for waits in (shipment.until_computed(), shipment.unless_over(work))]
+    shipment.sequence.finished = True  # on the engine's thread
+    for task in waiting:
+        with pytest.raises(Over):
+            await task
+
+
+async def test_a_pause_ends_by_itself(shipment: Shipment) -> None:
+    await shipment.pause(0.001)
+    assert not shipment.is_over
+
+
+def test_tags_of_kv_are_nobody_elses() -> None:
+    tags = {kv_tag(ticket, layer) for ticket in range(50) for layer in range(50)}
+    assert len(tags) == 2500
+    assert all(0 <= tag < 1 << 64 for tag in tags)
+    weights = {tag_of(transfer, chunk) for transfer in range(50) for chunk in range(50)}
+    assert not tags & weights
+    assert {tag & MAX_NUMBER for tag in tags} == set(range(50))
