@@ -21,10 +21,10 @@ from services.gateway.core.routes import RouteBook, RouteChanges
 from services.gateway.core.stream import Phase, StreamState, Verdict
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.outbox import Outbox
-from services.gateway.owned_tasks import OwnedTasks
 from services.gateway.silence_watch import SilenceWatch
 from services.gateway.submitter import Submitter
 from shared import subjects
+from shared.aio import OwnedTasks
 from shared.bus.base import Bus
 from shared.bus.departures import Departure
 from shared.errors import BlitzError, EngineBroken, ModelNotFound, NotFound, PoisonRequest, Unavailable

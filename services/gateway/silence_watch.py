@@ -28,8 +28,8 @@ from services.gateway.core.own_time import OwnTime
 from services.gateway.core.patience import CLOSED, DEPARTED_TIMEOUTS_S, Patience, Reaction
 from services.gateway.core.stream import Phase
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.owned_tasks import OwnedTasks
 from shared import subjects
+from shared.aio import OwnedTasks
 from shared.bus.base import Bus
 from shared.errors import BlitzError, DeadlineExceeded, NoResponder, NotFound
 from shared.messages.common import Ack

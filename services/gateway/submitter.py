@@ -7,9 +7,9 @@ from collections.abc import Callable
 from services.gateway.active_requests import ActiveRequest
 from services.gateway.core.router import Assignment
 from services.gateway.core.stream import Phase
-from services.gateway.owned_tasks import OwnedTasks
 from services.gateway.silence_watch import SilenceWatch
 from shared import subjects
+from shared.aio import OwnedTasks
 from shared.bus.base import Bus
 from shared.errors import BlitzError, DeadlineExceeded
 from shared.messages.common import Ack

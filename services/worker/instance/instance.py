@@ -26,7 +26,7 @@ from services.worker.scheduling.sequence import (
     check_vocabulary,
     sequence_of,
 )
-from services.worker.weights.outcome import in_thread
+from shared.aio import in_thread
 from shared.errors import BadCheckpoint, BadRequest, BlitzError, Conflict, NoCapacity, Unavailable
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.common import InstanceState, Role

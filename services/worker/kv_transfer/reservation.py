@@ -15,8 +15,8 @@ from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.staging import Window
 from services.worker.kv_transfer.tags import kv_tag
 from services.worker.scheduling.sequence import Sequence
-from services.worker.wakeup import Signal
 from services.worker.weights.peers import TENSOR_LANE, Peers
+from shared.aio import Wakeup
 from shared.errors import BlitzError
 from shared.messages.disaggregated import ReserveDecode
 from shared.transport.base import Buffer, Channel, TensorTransport, Transfer
@@ -47,7 +47,7 @@ class Arrival:
         self._posted: deque[tuple[Buffer, Transfer]] = deque()
         """Receives of the layers after those that are here."""
         self._over = False
-        self._changed = Signal()
+        self._changed = Wakeup()
         self._receiving: asyncio.Task[None] | None = None
         self._importing: asyncio.Future[None] | None = None
         self._pin = contextlib.ExitStack()

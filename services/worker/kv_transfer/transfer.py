@@ -13,7 +13,7 @@ import msgspec
 from services.worker.instance.instance import Instance
 from services.worker.scheduling.schedule import SampledToken
 from services.worker.scheduling.sequence import Sequence, submit_of
-from services.worker.wakeup import Signal
+from shared.aio import Wakeup
 from shared.messages.generation import DecodePlace, Submit
 
 LOOK_S = 0.25
@@ -51,7 +51,7 @@ class Shipment:
         self._lost = ""
         self._stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done as soon as there is a reason to stop that the event loop knows."""
-        self._changed = Signal()
+        self._changed = Wakeup()
 
     def ran_layers(self, block_table: Ordered[int], num_layers: int) -> None:
         """The KV of so many layers lies in these blocks."""

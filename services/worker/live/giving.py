@@ -12,7 +12,7 @@ from services.worker.instance.instance import Instance
 from services.worker.live.target_batches import TargetBatches
 from services.worker.live.target_work import Held, TargetWork
 from services.worker.live.tensors import Kind, Tensors
-from services.worker.wakeup import Signal
+from shared.aio import Wakeup
 from shared.errors import BadRequest, Conflict
 from shared.messages.live import Pull, Pulled, PullKv
 from shared.zigzag.queue import Claim, Policy, Queue, Wait
@@ -30,7 +30,7 @@ class Giving:
         work: TargetWork,
         batches: TargetBatches,
         tensors: Tensors,
-        changed: Signal,
+        changed: Wakeup,
     ) -> None:
         """``changed`` fires when the queue did."""
         self._instance = instance

@@ -17,7 +17,7 @@ from services.worker.instance.instance import Instance
 from services.worker.live.peer import PairLost, Peer
 from services.worker.live.source_work import Pulled, SourceWork
 from services.worker.live.tensors import Tensors
-from services.worker.weights.outcome import in_thread
+from shared.aio import in_thread
 from shared.errors import BlitzError, TransferAborted
 from shared.messages.common import Ack
 from shared.messages.live import PullKv

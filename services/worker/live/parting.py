@@ -12,7 +12,7 @@ from services.worker.live.giving import Giving
 from services.worker.live.target_batches import TargetBatches
 from services.worker.live.target_work import TargetWork
 from services.worker.requests.inbox import Serving
-from services.worker.wakeup import Signal
+from shared.aio import Wakeup
 from shared.errors import BlitzError
 from shared.messages.common import ErrorInfo
 from shared.messages.live import Dissolve, Dissolved, Given
@@ -34,7 +34,7 @@ class Parting:
         batches: TargetBatches,
         giving: Giving,
         serving: Serving,
-        changed: Signal,
+        changed: Wakeup,
     ) -> None:
         """``changed`` fires when the queue did."""
         self._instance = instance

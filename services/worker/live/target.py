@@ -26,7 +26,7 @@ from services.worker.live.target_work import TargetWork
 from services.worker.live.tensors import Tensors
 from services.worker.requests.inbox import Serving
 from services.worker.scheduling.gateways import Gone
-from services.worker.wakeup import Signal
+from shared.aio import Wakeup
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict, Unavailable
 from shared.messages.common import Ack
@@ -70,7 +70,7 @@ class LiveTarget:
         self._tensors = tensors
         self._line = SourceLine(assignment, bus, tensors, self.life, silence_s=silence_s)
         self._event_loop = asyncio.get_running_loop()
-        self._changed = Signal()
+        self._changed = Wakeup()
         self._has_parted = False
         self._source_knows = asyncio.Event()
         """That this one is loaded, or the pair has ended."""

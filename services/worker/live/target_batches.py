@@ -20,7 +20,7 @@ from services.worker.live.target_work import Held, TargetWork
 from services.worker.live.tensors import Kind, Tensors
 from services.worker.requests.inbox import Serving
 from services.worker.scheduling.sequence import Sequence
-from services.worker.wakeup import Signal
+from shared.aio import Wakeup
 from shared.errors import BadRequest, BlitzError, Conflict, Overloaded
 from shared.messages.live import Gate, HandOver
 from shared.zigzag.queue import Queue
@@ -39,7 +39,7 @@ class TargetBatches:
         gates: Gates,
         tensors: Tensors,
         serving: Serving,
-        changed: Signal,
+        changed: Wakeup,
     ) -> None:
         """``changed`` fires when the queue did."""
         self._instance = instance

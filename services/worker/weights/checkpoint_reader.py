@@ -11,7 +11,7 @@ from services.worker.memory.arena import Arena, HostArena
 from services.worker.memory.loader import load_unit
 from services.worker.memory.pieces import Piece
 from services.worker.memory.weight_copy import WeightCopy
-from services.worker.weights.outcome import in_thread
+from shared.aio import in_thread
 from shared.checkpoint import Checkpoint, inspect_checkpoint
 
 

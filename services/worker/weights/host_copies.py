@@ -16,8 +16,9 @@ from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.copies import Offer
 from services.worker.weights.host_store import DROP_TIMEOUT_S, HostStore
 from services.worker.weights.mover import WeightMover
-from services.worker.weights.outcome import BuffersStuck, in_thread
+from services.worker.weights.outcome import BuffersStuck
 from services.worker.weights.upstreams import DISK, StripeSources, Upstream
+from shared.aio import in_thread
 from shared.errors import BlitzError, Conflict, DeadlineExceeded, NotFound
 from shared.messages.common import Ack
 from shared.messages.copies import CopySource, DropCopy, HoldCopy

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any, TypeVar
 
+from shared.aio import outlast
 from shared.errors import TransportError
-
-T = TypeVar("T")
 
 SETTLE_S = 5.0
 """How long aborted buffers may stay posted before the worker must restart."""
@@ -59,14 +57,6 @@ class Outcome:
         self.done.cancel()
 
 
-async def in_thread(work: Callable[..., T], *args: object) -> T:
-    """Run ``work`` in a thread, to its end also if the caller is cancelled meanwhile: a thread cannot be stopped, and
-    must not write into memory that belongs to somebody else by then."""
-    running = asyncio.ensure_future(asyncio.to_thread(work, *args))
-    await _outlast(running)
-    return running.result()
-
-
 async def ends_soon(is_quiet: Callable[[], bool]) -> bool:
     """Wait up to ``SETTLE_S`` until aborted transfers are over; False if some are not.
 
@@ -74,26 +64,11 @@ async def ends_soon(is_quiet: Callable[[], bool]) -> bool:
     """
     waiting = asyncio.ensure_future(_ends_soon(is_quiet))
     try:
-        await _outlast(waiting)
+        await outlast(waiting)
     except asyncio.CancelledError:
         if waiting.result():
             raise
     return waiting.result()
-
-
-async def _outlast(running: asyncio.Future[Any]) -> None:
-    """Return when it has ended. A cancellation goes on only then, and so do those that follow it: a load that is given
-    up may be superseded while it waits."""
-    cancelled: asyncio.CancelledError | None = None
-    while not running.done():
-        try:
-            await asyncio.wait({running})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        if not running.cancelled():
-            running.exception()  # retrieved: nobody will ask
-        raise cancelled
 
 
 async def _ends_soon(is_quiet: Callable[[], bool]) -> bool:

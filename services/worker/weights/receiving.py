@@ -18,8 +18,9 @@ from services.worker.memory.pieces import MAX_ATTEMPTS, REFETCH_INDEX, Piece, cu
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.checkpoint_reader import CheckpointReader
 from services.worker.weights.flow import Inflow
-from services.worker.weights.outcome import SETTLE_S, BuffersStuck, Outcome, ends_soon, in_thread
+from services.worker.weights.outcome import SETTLE_S, BuffersStuck, Outcome, ends_soon
 from services.worker.weights.upstreams import StripeSources, Upstream
+from shared.aio import in_thread
 from shared.errors import BlitzError, DeadlineExceeded, NoResponder, NotFound, TransportError
 from shared.messages.scaling import FeedEnded
 from shared.transport.base import Channel, TensorTransport

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from services.planner.core.multicast import plan as multicast
 from services.planner.core.multicast.cluster import Cluster, WorkerCopy
 from services.planner.core.multicast.edges import Edge
 from services.planner.core.multicast.explain import names
 from services.planner.core.multicast.flows import Load, Source
-from services.planner.core.multicast import plan as multicast
 from services.planner.core.multicast.topology import Topology
 from shared.messages.scaling import Chain, Copy, Hop, Stripe
 

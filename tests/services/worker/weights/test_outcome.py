@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from services.worker.weights.outcome import ends_soon, in_thread
+from services.worker.weights.outcome import ends_soon
+from shared.aio import in_thread
 
 
 async def test_work_in_a_thread_is_waited_for_however_often_the_caller_is_cancelled() -> None:
