@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.planner.core.operations.operations import operation
+from services.planner.core.operations import operation
 from services.worker.memory.pieces import REFETCH_INDEX
 from services.worker.weights import outcome
 from shared.errors import Conflict, NoCapacity

@@ -14,8 +14,7 @@ import pytest
 from services.planner import splitter
 from services.planner.config import PlannerConfig
 from services.planner.core.live.split import Assignment, assign
-from services.planner.core.operations.operations import operation
-from services.planner.core.operations.operations import pair_record as live_pair
+from services.planner.core.operations import operation, pair_record
 from services.planner.live import LIVE_CHOICES, LIVE_POLICIES, LiveSettings
 from shared import subjects
 from shared.errors import BadRequest, Conflict, NotFound, Unavailable
@@ -583,7 +582,7 @@ async def eventually_serving(rig: LiveRig, plan_id: str) -> None:
 
 
 async def test_a_pair_that_does_not_report_becomes_unknown(rig: LiveRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_pair, "LIVE_REPORT_WAIT_S", 0.0)
+    monkeypatch.setattr(pair_record, "LIVE_REPORT_WAIT_S", 0.0)
     first = await rig.paired()
     record = await rig.record(first.plan_id)
     assert record.live[0].outcome == "running"
@@ -593,7 +592,7 @@ async def test_a_pair_that_does_not_report_becomes_unknown(rig: LiveRig, monkeyp
 
 
 async def test_a_pair_whose_target_died_becomes_unknown(rig: LiveRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_pair, "LIVE_REPORT_WAIT_S", 0.0)
+    monkeypatch.setattr(pair_record, "LIVE_REPORT_WAIT_S", 0.0)
     monkeypatch.setattr(operation, "MISSING_S", 0.0)
     first = await rig.paired()
     rig.pool.workers = rig.serving

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from services.planner import service as planner_service
-from services.planner.core.operations.operations import operation
+from services.planner.core.operations import operation
 from services.planner.rounds import LEASE_TRIES
 from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, NoCapacity, PlanNotFound, Unavailable
 from shared.messages.codec import Message

@@ -16,8 +16,8 @@ from itertools import pairwise
 
 import pytest
 
+from services.worker.instance import host_group
 from services.worker.instance.host_group import HostGroup, group_name
-from services.worker.instance.instance import host_group
 from shared.messages.codec import encode
 from shared.messages.load import HostLoad, LoadReport
 from tests.services.monitor.core.reports import report

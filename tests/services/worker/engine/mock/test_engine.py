@@ -3,8 +3,8 @@
 import pytest
 
 from services.worker.engine.base import Batch, SamplingRow, Slice
+from services.worker.engine.mock import engine as mock
 from services.worker.engine.mock.engine import MockEngine, MockTiming, PreciseSleep, next_token
-from services.worker.engine.mock.engine import engine as mock
 from services.worker.engine.mock.kv import hash_tokens
 from shared.messages.generation import SamplingParams
 
