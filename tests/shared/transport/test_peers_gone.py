@@ -139,8 +139,7 @@ async def test_a_dead_peer_of_memory_is_forgotten() -> None:
     survivor.forget(dead.address)
     with pytest.raises(PeerLost):
         await named.wait(5)
-    assert not any(channel.alive for channel in channels)
-    assert not survivor.peers
+    await eventually(lambda: not any(channel.alive for channel in channels) and not survivor.peers)
     await survivor.close()
     assert sent.done
     await dead.close()
