@@ -17,18 +17,18 @@ from services.planner.service import PlannerService
 from services.pool.service import PoolService
 from services.pool.store import Store
 from shared import subjects
-from shared.bus.memory import MemoryBroker
 from shared.errors import NoResponder, Unavailable
 from shared.messages.codec import Message, decode
 from shared.messages.common import Ack, LiveChoice, Role
 from shared.messages.live import LiveReport
 from shared.messages.registry import AddModel, GetSnapshot, ModelRecord, RemoveModel, Snapshot, WorkerRecord
 from shared.messages.scaling import GetScaleRecord, ScalePlan, ScaleProgress, ScaleRecord, StartScale
-from shared.transport.memory import MemoryFabric
 from tests.checkpoints import tiny_checkpoint
 from tests.services.fake_gateway import FakeGateway
 from tests.services.waiting import TIMEOUT_S, eventually
 from tests.services.workers import RunningWorker, worker_config
+from tests.shared.bus.memory import MemoryBroker
+from tests.shared.transport.memory import MemoryFabric
 
 LEASE_S = 0.5
 POLICY = DemandPolicy(rate_window_s=0.2, down_window_s=0.3)

@@ -6,7 +6,6 @@ import asyncio
 
 from services.worker.engine.mock.engine import next_token
 from shared import subjects
-from shared.bus.memory import MemoryBroker
 from shared.messages.common import Ack
 from shared.messages.generation import (
     AckTerminal,
@@ -21,6 +20,7 @@ from shared.messages.generation import (
     TokenBatch,
 )
 from tests.services.waiting import TIMEOUT_S
+from tests.shared.bus.memory import MemoryBroker
 
 PROMPT = tuple(b"a prompt of some length")
 RPC_TIMEOUT_S = 5.0

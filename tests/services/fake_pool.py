@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from shared import subjects
-from shared.bus.memory import MemoryBroker
 from shared.errors import BlitzError
 from shared.messages.codec import M, R
 from shared.messages.common import Ack
@@ -32,6 +31,7 @@ from shared.messages.registry import (
     WorkerHeartbeat,
     WorkerRecord,
 )
+from tests.shared.bus.memory import MemoryBroker
 
 FAR_FUTURE_S = 4e9
 """Unix time at which leases end unless a test says otherwise."""

@@ -12,8 +12,8 @@ from services.monitor.service import MonitorService
 from services.planner.service import PlannerService
 from services.pool.service import PoolService
 from services.pool.store import Store
-from shared.bus.memory import MemoryBroker
 from tests.services.fake_pool import FakePool
+from tests.shared.bus.memory import MemoryBroker
 
 
 @pytest.mark.parametrize("name", ["pool", "planner", "monitor"])

@@ -15,9 +15,9 @@ from services.worker.instance.instance import Instance
 from services.worker.node.facts import Probes, discover
 from services.worker.node.nic import Roots
 from services.worker.service import WorkerService
-from shared.bus.memory import MemoryBroker
-from shared.transport.memory import MemoryFabric
 from tests.services.tampering import TamperingTransport
+from tests.shared.bus.memory import MemoryBroker
+from tests.shared.transport.memory import MemoryFabric
 
 MIB = 1 << 20
 NO_MACHINE = Path("/nonexistent")

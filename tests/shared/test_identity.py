@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from shared import identity, subjects
-from shared.bus.memory import MemoryBroker
 from shared.errors import DuplicateId
 from shared.messages.identity import GetHolder, Holder
+from tests.shared.bus.memory import MemoryBroker
 
 SUBJECT = subjects.worker_holder("w0")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from shared import subjects
-from shared.bus.memory import MemoryBroker
 from shared.load_feed import subscribe_load
 from shared.messages.load import HostLoad, LoadReport
 from tests.services.monitor.core.reports import report
+from tests.shared.bus.memory import MemoryBroker
 
 
 async def test_reports_come_one_by_one_and_together_in_their_order() -> None:

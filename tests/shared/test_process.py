@@ -155,7 +155,7 @@ def test_a_stuck_event_loop_is_not_live(start: Start) -> None:
 
 
 BUS = """
-from shared.bus.memory import MemoryBroker
+from tests.shared.bus.memory import MemoryBroker
 import shared.process
 async def with_bus(lifecycle, then):
     broker = MemoryBroker()

@@ -10,7 +10,6 @@ import msgspec
 
 from shared import subjects
 from shared.bus.base import Subscription
-from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.errors import BlitzError, NoResponder, NotFound, Overloaded
 from shared.messages.common import Ack, ErrorInfo, InstanceState, Role
 from shared.messages.generation import (
@@ -37,6 +36,7 @@ from shared.messages.registry import (
     WorkerRecord,
 )
 from tests.services.gateway.checkpoint import CONTEXT_TOKENS
+from tests.shared.bus.memory import MemoryBroker, MemoryBus
 
 Script = Callable[[Submit], list[int]]
 """The whole output of a request, as token ids; its terminal part follows."""

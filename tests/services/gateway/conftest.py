@@ -15,10 +15,10 @@ from services.gateway.config import GatewayConfig
 from services.gateway.http.app import GatewayApp
 from services.gateway.server import Server, listen
 from services.gateway.service import Gateway
-from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.messages.registry import ModelRecord
 from tests.services.gateway.checkpoint import model_record, write_checkpoint
 from tests.services.gateway.cluster import FakePool, FakeWorker
+from tests.shared.bus.memory import MemoryBroker, MemoryBus
 
 CONFIG = GatewayConfig(
     gateway_id="gw-test",

@@ -14,13 +14,13 @@ from services.gateway.core.routes import RouteBook
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.metrics import GatewayMetrics
 from shared.bus.access import NatsAccess
-from shared.bus.memory import MemoryBroker
 from shared.bus.nats import NatsBus
 from shared.messages.registry import RouteTable
 from tests.servers import Server, guarded_nats_server, password_of
 from tests.services.gateway.checkpoint import model_record
 from tests.services.gateway.cluster import FakeWorker
 from tests.services.gateway.test_dispatcher import Ends, request
+from tests.shared.bus.memory import MemoryBroker
 
 WORKER = """
 import asyncio, sys

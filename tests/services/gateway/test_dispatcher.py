@@ -10,10 +10,10 @@ from services.gateway.core.routes import RouteBook, RouteChanges
 from services.gateway.core.stream import StreamState
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.metrics import GatewayMetrics
-from shared.bus.memory import MemoryBroker
 from shared.errors import BlitzError
 from shared.messages.generation import FinishReason, SamplingParams, StreamPart, TokenBatch, TokenLogprobs
 from tests.services.gateway.cluster import FakeWorker
+from tests.shared.bus.memory import MemoryBroker
 
 
 class Ends:

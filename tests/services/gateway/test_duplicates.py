@@ -11,13 +11,13 @@ from services.gateway.http.app import GatewayApp
 from services.gateway.server import Server, listen
 from services.gateway.service import Gateway
 from shared import subjects
-from shared.bus.memory import MemoryBroker
 from shared.errors import DuplicateId
 from shared.identity import hold
 from shared.messages.generation import GatewayHeartbeat
 from shared.process import Lifecycle
 from tests.services.gateway.conftest import CONFIG, Stack
 from tests.services.gateway.test_failover import collect
+from tests.shared.bus.memory import MemoryBroker
 
 
 async def serve(broker: MemoryBroker, gateway_id: str) -> None:

@@ -11,12 +11,12 @@ import httpx
 from services.gateway.http.app import GatewayApp
 from services.gateway.server import Server, listen
 from services.gateway.service import Gateway
-from shared.bus.memory import MemoryBroker
 from shared.process import Lifecycle
 from tests.services.gateway.checkpoint import model_record
 from tests.services.gateway.cluster import FakePool, FakeWorker, say
 from tests.services.gateway.conftest import CONFIG
 from tests.services.waiting import eventually
+from tests.shared.bus.memory import MemoryBroker
 
 
 async def test_what_does_not_finish_within_the_drain_ends_with_an_error_and_the_gateway_with_it(

@@ -16,7 +16,6 @@ from services.monitor import service as monitor_service
 from services.monitor.core.demand import DemandPolicy
 from services.monitor.service import MonitorService
 from shared import subjects
-from shared.bus.memory import MemoryBroker
 from shared.errors import Unavailable
 from shared.messages.common import Role
 from shared.messages.load import Demand, ModelQueue, QueueReport
@@ -24,6 +23,7 @@ from shared.messages.registry import Floor, ModelRecord, RouteTable
 from tests.records import model, worker_record
 from tests.services.fake_pool import FAR_FUTURE_S, FakePool
 from tests.services.waiting import eventually
+from tests.shared.bus.memory import MemoryBroker
 
 POLICY = DemandPolicy(rate_window_s=0.2, down_window_s=0.1, report_ttl_s=0.3, prefill_tokens_per_s=1000.0, slack_s=1.0)
 REPEAT_S = 0.1

@@ -14,7 +14,6 @@ from services.planner.core.multicast.baselines import Strategy
 from services.planner.live import LiveSettings
 from services.planner.service import PlannerService
 from shared import subjects
-from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.messages.codec import Message, decode
 from shared.messages.common import LiveChoice, Role
 from shared.messages.live import ZigzagAssignment
@@ -36,6 +35,7 @@ from shared.messages.scaling import (
 from tests.records import model, worker_record
 from tests.services.fake_pool import FakePool
 from tests.services.waiting import TIMEOUT_S, eventually
+from tests.shared.bus.memory import MemoryBroker, MemoryBus
 
 
 class Rig:

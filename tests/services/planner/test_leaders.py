@@ -11,7 +11,6 @@ from services.planner.core.operations.history import bounded_record, unpublished
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import MAX_RECORDS
 from shared import subjects
-from shared.bus.memory import MemoryBroker
 from shared.errors import NoResponder, PlanNotFound
 from shared.leading import Leader
 from shared.messages.codec import encode
@@ -21,6 +20,7 @@ from tests.records import worker_record
 from tests.services.fake_pool import FakePool
 from tests.services.planner.rig import Rig, running
 from tests.services.waiting import eventually
+from tests.shared.bus.memory import MemoryBroker
 
 
 @pytest.fixture

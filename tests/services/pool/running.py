@@ -16,7 +16,6 @@ from services.pool.core.loads import LoadLimits
 from services.pool.service import PoolService
 from services.pool.store import Store
 from shared import subjects
-from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.errors import BlitzError, Conflict
 from shared.messages.common import Ack, InstanceState
 from shared.messages.copies import DropCopy, HoldCopy, RetireCopy
@@ -31,6 +30,7 @@ from shared.messages.registry import (
 )
 from tests.services.pool.giving import give
 from tests.services.pool.host_copies import copy_of, holding
+from tests.shared.bus.memory import MemoryBroker, MemoryBus
 
 LEASE_S = 0.6
 

@@ -18,7 +18,6 @@ from services.pool.leading import LeadingPool, PoolMetrics
 from services.pool.service import PoolService
 from services.pool.store import Standing, Store
 from shared import subjects
-from shared.bus.memory import MemoryBroker
 from shared.errors import Unavailable
 from shared.messages.common import Ack
 from shared.messages.registry import (
@@ -34,6 +33,7 @@ from tests.records import heartbeat, model
 from tests.servers import Server, redis_server
 from tests.services.pool.giving import give
 from tests.services.waiting import eventually
+from tests.shared.bus.memory import MemoryBroker
 
 LEASE_S = 0.5
 

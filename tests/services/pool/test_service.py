@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from services.pool.service import PoolService
 from services.pool.store import Store
 from shared import subjects
-from shared.bus.memory import MemoryBroker
 from shared.errors import BadCheckpoint, BadRequest, BlitzError, Conflict, ModelNotFound, NoCapacity, Unavailable
 from shared.messages.common import Ack, Role
 from shared.messages.registry import (
@@ -39,6 +38,7 @@ from shared.messages.registry import (
 from tests.checkpoints import tiny_checkpoint, write_checkpoint
 from tests.records import heartbeat, model
 from tests.services.pool.giving import give
+from tests.shared.bus.memory import MemoryBroker
 
 LEASE_S = 0.6
 

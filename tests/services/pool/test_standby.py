@@ -14,7 +14,6 @@ from redis.asyncio import Redis
 from services.pool.service import PoolService
 from services.pool.store import Store
 from shared import subjects
-from shared.bus.memory import MemoryBroker
 from shared.errors import Conflict, NoResponder, StaleTerm, Unavailable
 from shared.messages.common import Ack
 from shared.messages.registry import (
@@ -32,6 +31,7 @@ from shared.messages.registry import (
 )
 from tests.records import heartbeat, model
 from tests.services.pool.giving import give
+from tests.shared.bus.memory import MemoryBroker
 
 LEASE_S = 0.5
 

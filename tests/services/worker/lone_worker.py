@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 
 from services.worker.engine.loop import LoopStats
 from shared import subjects
-from shared.bus.memory import MemoryBroker
 from shared.checkpoint import inspect_checkpoint
 from shared.messages.live import WorkerOrder
 from shared.messages.registry import ModelRecord
@@ -24,13 +23,14 @@ from shared.messages.scaling import (
     ScaleProgress,
     Stripe,
 )
-from shared.transport.memory import MemoryFabric
 from tests.checkpoints import tiny_checkpoint
 from tests.services.fake_gateway import FakeGateway
 from tests.services.fake_pool import FakePool
 from tests.services.waiting import eventually
 from tests.services.worker.pausing import pause, resume
 from tests.services.workers import RunningWorker, worker_config
+from tests.shared.bus.memory import MemoryBroker
+from tests.shared.transport.memory import MemoryFabric
 
 CHUNK_BYTES = 256 * 1024
 FROM_DISK = Stripe(source="", source_kind="disk", target="w0")

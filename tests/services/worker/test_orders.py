@@ -10,12 +10,12 @@ import pytest
 from services.worker import orders as orders_module
 from services.worker.orders import Orders
 from shared import subjects
-from shared.bus.memory import MemoryBroker
 from shared.errors import Unavailable
 from shared.messages.live import WorkerOrder, ZigzagAssignment
 from shared.messages.scaling import DrainPlan, ScalePlan
 from tests.records import model
 from tests.services.waiting import eventually
+from tests.shared.bus.memory import MemoryBroker
 
 
 def plan(plan_id: str, term: int = 0) -> ScalePlan:

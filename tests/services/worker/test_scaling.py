@@ -13,7 +13,6 @@ import pytest
 from services.worker.instance.instance import InstanceFactory
 from services.worker.weights.mover import WeightMover
 from shared import subjects
-from shared.bus.memory import MemoryBroker
 from shared.errors import Conflict, NotFound
 from shared.messages.common import Ack
 from shared.messages.registry import HeartbeatAck
@@ -21,6 +20,7 @@ from shared.messages.scaling import FetchRange, Stripe
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import FROM_DISK, LoneWorker, lone_worker
+from tests.shared.bus.memory import MemoryBroker
 
 
 async def test_a_plan_is_reported_step_by_step_and_its_instance_registered(alone: LoneWorker) -> None:

@@ -12,9 +12,9 @@ import nats
 import pytest
 
 from shared.bus.base import Bus
-from shared.bus.memory import MemoryBroker
 from shared.bus.nats import NatsBus
 from tests.servers import Server, nats_server
+from tests.shared.bus.memory import MemoryBroker
 
 
 async def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None:

@@ -9,11 +9,11 @@ import uuid
 import pytest
 
 from shared.bus.base import Bus
-from shared.bus.memory import MemoryBroker
 from shared.errors import DeadlineExceeded, Unavailable
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
 from tests.shared.bus.conftest import NatsPlace, Place, eventually
+from tests.shared.bus.memory import MemoryBroker
 from tests.shared.bus.test_contract import acknowledge, cancel, event_subject, subject
 
 

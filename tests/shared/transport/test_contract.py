@@ -13,9 +13,9 @@ import pytest
 
 from shared.errors import DeadlineExceeded, PeerLost, TransferAborted, TransportError
 from shared.transport.base import Channel, TensorTransport, Transfer
-from shared.transport.memory import MemoryFabric
 from shared.transport.tags import tag_of
 from shared.transport.ucx import UcxTransport
+from tests.shared.transport.memory import MemoryFabric
 from tests.shared.transport.ucx_process import spawn
 from tests.shared.transport.ucx_process import victim as killed_peer
 

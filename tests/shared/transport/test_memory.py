@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from shared.errors import DeadlineExceeded, PeerLost, TransferAborted
-from shared.transport.memory import MemoryFabric
-from shared.transport.memory_transport import MemoryTransport
 from shared.transport.tags import tag_of
+from tests.shared.transport.memory import MemoryFabric
+from tests.shared.transport.memory_transport import MemoryTransport
 
 
 @pytest.fixture

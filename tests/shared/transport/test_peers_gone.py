@@ -12,10 +12,10 @@ import pytest
 from shared.errors import PeerLost, TransferAborted
 from shared.transport.base import Channel, TensorTransport
 from shared.transport.mailbox import Mailbox
-from shared.transport.memory import MemoryFabric
 from shared.transport.tags import tag_of
 from shared.transport.ucx import UcxTransport
 from tests.services.waiting import eventually
+from tests.shared.transport.memory import MemoryFabric
 from tests.shared.transport.ucx_process import spawn, victim
 
 Start = Callable[[str], Any]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from services.gateway.tokenizer import ModelTokenizer
-from shared.bus.memory import MemoryBroker
 from tests.services.gateway.conftest import StackFactory
 from tests.services.gateway.http.test_refusals import CHAT, TEXT, check
+from tests.shared.bus.memory import MemoryBroker
 
 
 async def test_a_prompt_over_the_buss_payload_is_413(make_stack: StackFactory) -> None:

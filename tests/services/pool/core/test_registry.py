@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from services.pool.core import registry as registry_module
 from services.pool.core.registry import Lease, Registry
 from shared import subjects
-from shared.bus.memory import MemoryBroker
 from shared.errors import Conflict
 from shared.messages.codec import encode
 from shared.messages.common import InstanceState
@@ -21,6 +20,7 @@ from shared.messages.registry import Floor, GetSnapshot, Route, RouteChanges, Sn
 from shared.registry import RegistryReader, RegistryView
 from tests.records import heartbeat, model
 from tests.services.pool.host_copies import copy_of, holding
+from tests.shared.bus.memory import MemoryBroker
 
 LEASE_S = 2.0
 M, N = model("m"), model("n")

@@ -15,7 +15,6 @@ from services.worker.kv_transfer.decode_client import Line, Unknown
 from services.worker.kv_transfer.transfer import NotTaken, Over, Shipment
 from services.worker.scheduling.sequence import Sequence
 from shared import subjects
-from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.errors import (
     BadRequest,
     BlitzError,
@@ -38,6 +37,7 @@ from shared.messages.disaggregated import (
 )
 from shared.messages.generation import DecodePlace, SamplingParams, TokenLogprobs
 from tests.services.waiting import eventually
+from tests.shared.bus.memory import MemoryBroker, MemoryBus
 
 TOKEN = Sampled(42, TokenLogprobs(logprob=-1.0))
 RESERVED = DecodeReserved(ticket=5, host="h", transport_address=b"there", window_layers=8)

@@ -22,14 +22,11 @@ from services.worker.kv_transfer import staging
 from services.worker.kv_transfer.reservation import Arrival
 from services.worker.kv_transfer.tags import kv_tag
 from shared import subjects
-from shared.bus.memory import MemoryBroker
-from shared.bus.memory_subscriptions import Reply
 from shared.bus.wire import Headers
 from shared.errors import BlitzError
 from shared.messages.common import Ack
 from shared.messages.disaggregated import BeginDecode
 from shared.transport.base import Buffer
-from shared.transport.memory_transport import MemoryTransport
 from tests.services.fake_gateway import expected_tokens
 from tests.services.tampering import corrupt, index_of, lose_from
 from tests.services.waiting import eventually
@@ -37,6 +34,9 @@ from tests.services.worker.kv_transfer.fakes import FakeDecode, clean, outcomes
 from tests.services.worker.kv_transfer.rig import PROMPT, Disaggregated, disaggregated
 from tests.services.worker.lone_worker import LoneWorker
 from tests.services.workers import RunningWorker
+from tests.shared.bus.memory import MemoryBroker
+from tests.shared.bus.memory_subscriptions import Reply
+from tests.shared.transport.memory_transport import MemoryTransport
 
 SLOW = MockTiming(layer_base_s=0.01)
 

@@ -12,11 +12,11 @@ from services.worker.kv_transfer import staging
 from services.worker.weights.peers import Peers
 from shared.errors import Conflict, Overloaded, Unavailable
 from shared.transport.base import Channel
-from shared.transport.memory_transport import MemoryTransport
 from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.decode_side import Gate, arrivals_of, decoded, expire, held, used_blocks
 from tests.services.worker.kv_transfer.fakes import PROMPT, FakePrefill, clean
 from tests.services.worker.lone_worker import LoneWorker
+from tests.shared.transport.memory_transport import MemoryTransport
 
 
 async def test_room_is_refused_to_whom_there_is_no_connection(

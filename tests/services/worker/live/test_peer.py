@@ -13,15 +13,15 @@ from services.worker.live import peer as peer_module
 from services.worker.live.peer import PairLost, Peer
 from services.worker.live.tensors import Tensors
 from shared import subjects
-from shared.bus.memory import MemoryBroker
 from shared.errors import BlitzError, Conflict, Internal, NotFound, Overloaded
 from shared.messages.codec import Message
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
 from shared.messages.live import LiveOffer, PairEnded, Seal, Settle
-from shared.transport.memory import MemoryFabric
 from tests.services.waiting import eventually
 from tests.services.worker.live.members import assignment
+from tests.shared.bus.memory import MemoryBroker
+from tests.shared.transport.memory import MemoryFabric
 
 SEAL = Seal(pair_id="pair", count=3)
 SHORT_S, NEVER_S = 0.05, 1e6

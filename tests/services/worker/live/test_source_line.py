@@ -13,13 +13,13 @@ from services.worker.live.pair import PairLife
 from services.worker.live.source_line import SourceLine
 from services.worker.live.tensors import Tensors
 from shared import subjects
-from shared.bus.memory import MemoryBroker
 from shared.errors import Internal
 from shared.messages.common import Ack
 from shared.messages.live import PairEnded, Taken
-from shared.transport.memory import MemoryFabric
 from tests.services.waiting import eventually
 from tests.services.worker.live.members import assignment
+from tests.shared.bus.memory import MemoryBroker
+from tests.shared.transport.memory import MemoryFabric
 
 NEVER_S = 1e6
 

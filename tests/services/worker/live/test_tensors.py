@@ -11,10 +11,10 @@ import pytest
 
 from services.worker.live.tensors import Kind, Tensors, live_tag
 from shared.errors import DeadlineExceeded, TransferAborted, TransportError
-from shared.transport.memory import MemoryFabric
-from shared.transport.memory_transport import MemoryTransport
 from shared.transport.tags import tag_of
 from tests.services.waiting import eventually
+from tests.shared.transport.memory import MemoryFabric
+from tests.shared.transport.memory_transport import MemoryTransport
 
 EPOCH = 5
 

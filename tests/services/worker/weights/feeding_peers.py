@@ -18,8 +18,8 @@ from shared.errors import NoResponder, NotFound
 from shared.layout import CHECK_BYTES, ArenaLayout, layout_of
 from shared.messages.scaling import Feed, FeedEnded, FetchRange, GetChecksums, GetFeedState, StopFeed
 from shared.transport.base import Channel, TensorTransport
-from shared.transport.memory import MemoryFabric
 from tests.records import spec
+from tests.shared.transport.memory import MemoryFabric
 
 LAYOUT = layout_of(spec(hidden_size=256, intermediate_size=1024, vocab_size=2000))
 MODEL_HASH = "model"

@@ -12,16 +12,16 @@ import pytest
 
 from services.worker.weights import peers as peers_module
 from services.worker.weights.peers import TENSOR_LANE, WEIGHT_LANE, Peers, likely
-from shared.bus.memory import MemoryBroker
 from shared.errors import PeerLost, Unavailable
 from shared.messages.common import InstanceState, Role
 from shared.messages.registry import WorkerRecord
 from shared.transport.base import Channel
-from shared.transport.memory import MemoryFabric
-from shared.transport.memory_transport import MemoryTransport
 from tests.records import model, worker, worker_record
 from tests.services.fake_pool import FakePool
 from tests.services.waiting import eventually
+from tests.shared.bus.memory import MemoryBroker
+from tests.shared.transport.memory import MemoryFabric
+from tests.shared.transport.memory_transport import MemoryTransport
 
 
 class Recording:

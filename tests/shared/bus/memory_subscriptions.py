@@ -18,7 +18,7 @@ from shared.errors import PayloadTooLarge, Unavailable
 from shared.messages.codec import MalformedMessage, decode
 
 if TYPE_CHECKING:
-    from shared.bus.memory import MemoryBus
+    from tests.shared.bus.memory import MemoryBus
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,10 @@ from collections.abc import Callable
 
 from shared.bus.base import AsyncListener, Bus, Listener, M, R, Responder, Subscription
 from shared.bus.departures import Departure, DepartureListener
-from shared.bus.memory_subscriptions import (
+from shared.bus.wire import Headers, MalformedLog, check_size, reply_of, trace_headers
+from shared.errors import DeadlineExceeded, NoResponder, Unavailable
+from shared.messages.codec import MalformedMessage, Message, decode, encode
+from tests.shared.bus.memory_subscriptions import (
     MemoryDepartures,
     MemoryEvent,
     MemoryListening,
@@ -23,9 +26,6 @@ from shared.bus.memory_subscriptions import (
     Reply,
     matches,
 )
-from shared.bus.wire import Headers, MalformedLog, check_size, reply_of, trace_headers
-from shared.errors import DeadlineExceeded, NoResponder, Unavailable
-from shared.messages.codec import MalformedMessage, Message, decode, encode
 
 DEFAULT_MAX_PAYLOAD_BYTES = 1 << 20
 DEFAULT_BUFFER_BYTES = 2 << 20

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shared.transport.memory_transport import MemoryTransport
 from shared.transport.tags import MAX_UNCLAIMED
+from tests.shared.transport.memory_transport import MemoryTransport
 
 
 class MemoryFabric:
