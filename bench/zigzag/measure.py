@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from bench.stats import Summary
 from bench.zigzag.optimum import best_gates, can_enumerate, equal_optimum
 from services.planner.core.live.bound import Problem
-from services.planner.core.live.first_come import best_first_come_split
 from services.planner.core.live.ilp import TIME_LIMIT_S, improve
-from services.planner.core.live.search import good_splits
-from services.planner.core.live.split import Assignment, assign
+from services.planner.core.live.search import best_first_come_split, good_splits
+from services.planner.core.live.split import SplitResult, assign
 from shared.zigzag.playback import Job, play
 from shared.zigzag.queue import Policy
 
@@ -143,7 +142,7 @@ def unequal_cases(rng: random.Random, count: int, small: int) -> dict[str, objec
     }
 
 
-def _missed(assigned: Assignment) -> int:
+def _missed(assigned: SplitResult) -> int:
     if assigned.split is None:
         return 0
     pairs = zip(assigned.split.played.completions, assigned.split.predicted, strict=True)

@@ -12,8 +12,8 @@ from typing import get_args
 from prometheus_client import CollectorRegistry, Counter
 
 from services.planner.core.live.assignments import zigzag_assignments
-from services.planner.core.live.load import ASSUMED_TOKENS_PER_S, REPORT_TTL_S, LoadBook
-from services.planner.core.live.pairs import Overloaded, Selection, select_pairs
+from services.planner.core.live.load import ASSUMED_TOKENS_PER_S, REPORT_TTL_S, ReportedLoad
+from services.planner.core.live.pairs import Selection, SourceCandidate, select_pairs
 from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import Operations
@@ -51,14 +51,16 @@ class LiveSettings:
     """Load reports older than this are forgotten."""
 
 
-class Pairing:
+class PairPlanner:
     """Chooses the pairs of a plan by the load that was reported last, and publishes their assignments."""
 
     def __init__(self, bus: Bus, operations: Operations, settings: LiveSettings, metrics: CollectorRegistry) -> None:
         self._bus = bus
         self._operations = operations
         self._settings = settings
-        self._book = LoadBook(assumed_tokens_per_s=settings.assumed_tokens_per_s, report_ttl_s=settings.report_ttl_s)
+        self._load = ReportedLoad(
+            assumed_tokens_per_s=settings.assumed_tokens_per_s, report_ttl_s=settings.report_ttl_s
+        )
         self._startup_s = 0.0
         """From a plan to the first byte of its weights, as pairs have seen it."""
         self._published = Counter("blitz_planner_pairs_total", "Pairs published", ["policy"], registry=metrics)
@@ -71,14 +73,14 @@ class Pairing:
         ]
 
     def _on_load(self, report: LoadReport) -> None:
-        self._book.on_load(report, time.monotonic())
+        self._load.on_load(report, time.monotonic())
 
     def _on_queue(self, report: QueueReport) -> None:
-        self._book.on_queue(report, time.monotonic())
+        self._load.on_queue(report, time.monotonic())
 
     def forget(self) -> None:
         """Forget who has been silent for too long."""
-        self._book.forget(time.monotonic())
+        self._load.forget(time.monotonic())
 
     def choice(self, asked: LiveChoice, role: Role) -> LiveChoice:
         """What a wish for instances of ``role`` comes to. A decode instance never loads live: weights and KV would
@@ -87,12 +89,14 @@ class Pairing:
             return "never"
         return self._settings.choice if asked == "auto" else asked
 
-    def overloaded(self, model: ModelRecord, workers: Iterable[WorkerRecord], role: Role) -> tuple[Overloaded, ...]:
+    def overloaded(
+        self, model: ModelRecord, workers: Iterable[WorkerRecord], role: Role
+    ) -> tuple[SourceCandidate, ...]:
         """The queue of each instance that could be a source for new instances of ``role``. ``workers``: all that have
         an instance of the model."""
         sources = self._sources(model, workers)
         # Of all of them: what gateways hold goes to instances of either role.
-        queues = self._book.overloaded(
+        queues = self._load.overloaded(
             model.name,
             tuple(sources),
             slo_ttft_s=model.slo_ttft_s or self._settings.slo_ttft_s,
@@ -117,7 +121,7 @@ class Pairing:
         }
 
     def select(
-        self, overloaded: tuple[Overloaded, ...], planned: WorkerChains, asked: LiveChoice, role: Role
+        self, overloaded: tuple[SourceCandidate, ...], planned: WorkerChains, asked: LiveChoice, role: Role
     ) -> Selection:
         """The pairs between them and the tails of a plan for ``role``, as a wish asks for them."""
         choice = self.choice(asked, role)

@@ -30,7 +30,7 @@ from services.planner.core.operations.plan_events import (
     scale_plan,
 )
 from services.planner.core.operations.refusals import Refusals
-from services.planner.live import Pairing
+from services.planner.live import PairPlanner
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, ModelNotFound, NoCapacity, StaleTerm
@@ -95,7 +95,7 @@ class Scaler:
         self,
         bus: Bus,
         operations: Operations,
-        pairing: Pairing,
+        pairing: PairPlanner,
         refusals: Refusals,
         *,
         lease_ttl_s: float,

@@ -30,7 +30,7 @@ from services.planner.core.operations.history import (
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import MAX_RECORDS, Operations
 from services.planner.core.operations.refusals import Refusals
-from services.planner.live import LiveSettings, Pairing
+from services.planner.live import LiveSettings, PairPlanner
 from services.planner.rounds import Rounds
 from services.planner.scaler import RPC_TIMEOUT_S, Scaler, ScaleRequest
 from services.planner.splitter import Splitter
@@ -107,7 +107,7 @@ class PlannerService:
         self._reader = RegistryReader(bus)
         self._operations = Operations()
         self._refusals = Refusals()
-        self._pairing = Pairing(bus, self._operations, live or LiveSettings(), metrics)
+        self._pairing = PairPlanner(bus, self._operations, live or LiveSettings(), metrics)
         self._splitter = Splitter(bus, self._operations, metrics)
         self._scaler = Scaler(
             bus,

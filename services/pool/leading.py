@@ -15,13 +15,13 @@ import msgspec
 from prometheus_client import Counter, Gauge
 from redis.exceptions import RedisError
 
+from services.pool.copy_placer import CopyPlacer, PlacementMetrics
 from services.pool.core.grace import Grace
 from services.pool.core.holders import Holders
 from services.pool.core.loads import LoadLimits
 from services.pool.core.new_model import check_limits, name_of, path_of
 from services.pool.core.registry import Lease, Registry
 from services.pool.inspection import Inspections
-from services.pool.placing import PlacementMetrics, Placing
 from services.pool.refilling import refill_models, refill_workers
 from services.pool.store import Standing, Store
 from shared import subjects
@@ -115,7 +115,7 @@ class LeadingPool:
         # Also of this process nothing else had the name: what leads again with its old term numbers anew.
         self._registry = Registry(f"pool-{standing.term}-{secrets.token_hex(4)}")
         self._grace = Grace(lease_s, knows_all=knows_all)
-        self._placing = Placing(bus, store, self._registry, metrics.placement, loads)
+        self._placing = CopyPlacer(bus, store, self._registry, metrics.placement, loads)
         self._inspections = Inspections()
         self._pages = asyncio.Lock()
         self._holders = Holders()

@@ -10,9 +10,9 @@ from heapq import nsmallest
 
 from services.pool.core.copies import Held, Key, ModelCopies
 from services.pool.core.copy_index import CopyIndex
+from services.pool.core.host_memory import HostMemory
 from services.pool.core.loads import LoadLimits, Loads
 from services.pool.core.outstanding import OutstandingSteps
-from services.pool.core.room import Room
 from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat
 
 
@@ -24,10 +24,10 @@ class Cluster:
         self.copies = CopyIndex()
         self.loads = Loads(limits)
         self.outstanding = OutstandingSteps(self.loads)
-        self.room = Room()
+        self.memory = HostMemory()
         self.version = 0
         """Goes up when anything changed that placement may follow from."""
-        self.room_version = 0
+        self.memory_version = 0
         """The same, without what only changes which instances serve what."""
         self.needy: set[str] = set()
         """Hashes of registered models without a placed host copy that counts, and without one on its way."""
@@ -70,7 +70,7 @@ class Cluster:
         if not (asked or models or workers):
             return
         self.version += 1
-        self.room_version += bool(asked or workers)
+        self.memory_version += bool(asked or workers)
         workers.update(worker_id for worker_id, _ in asked)
         models.update(model_hash for _, model_hash in asked if model_hash)
         for worker_id in workers:
@@ -81,7 +81,7 @@ class Cluster:
     def _refresh_worker(self, worker_id: str) -> None:
         report = self.copies.report(worker_id)
         if report is None:
-            self.room.remove(worker_id)
+            self.memory.remove(worker_id)
             self.strangers.pop(worker_id, None)
             self._unsure.discard(worker_id)
             self._evictable.pop(worker_id, None)
@@ -103,7 +103,7 @@ class Cluster:
             taken += num_bytes if held is None else 0
             # One that the worker has for itself becomes the placed one.
             placed += num_bytes if held is None or (held.cached and held.state != "retired") else 0
-        self.room.put(report.worker, offers=offers, taken_bytes=taken, leaving_bytes=leaving, placed_bytes=placed)
+        self.memory.put(report.worker, offers=offers, taken_bytes=taken, leaving_bytes=leaving, placed_bytes=placed)
         self._unsure.add(worker_id)
         if strangers:
             self.strangers[worker_id] = tuple(strangers)
@@ -164,12 +164,12 @@ class Cluster:
         return len(self._unsure)
 
     def find_evictable(self, most: int | None = None) -> int:
-        """Brings ``evictable`` and ``room.by_reach`` up to date, for ``most`` workers; for how many."""
+        """Brings ``evictable`` and the ranking that follows from it up to date, for ``most`` workers; for how many."""
         unsure = sorted(self._unsure) if most is None else nsmallest(most, self._unsure)
         self._unsure.difference_update(unsure)
         for worker_id in unsure:
             self._evictable[worker_id] = found = self._find_evictable(worker_id)
-            self.room.set_evictable(worker_id, sum(h.copy.num_bytes for h, _ in found))
+            self.memory.set_evictable(worker_id, sum(h.copy.num_bytes for h, _ in found))
         return len(unsure)
 
     def evictable(self, worker_id: str) -> list[tuple[Held, ModelCopies]]:

@@ -25,20 +25,20 @@ class Evening:
     def find(self, visits: int) -> Move | None:
         """Move one copy if that makes the fuller of two hosts less full than it was. Of ``visits`` looks at most,
         about; None also when these are used up: then it goes on with the next call."""
-        if self._version != self._cluster.room_version:
-            self._version, self._begin, self.is_over = self._cluster.room_version, 0, False
+        if self._version != self._cluster.memory_version:
+            self._version, self._begin, self.is_over = self._cluster.memory_version, 0, False
         if self.is_over:
             return None
         movable = self._movable()
-        room = self._cluster.room
-        hosts = [(num_bytes, host, self._most_free(host)) for num_bytes, host in room.by_bytes]
-        full = sorted(movable, key=lambda h: (-room.host_bytes(h), h))
+        memory = self._cluster.memory
+        hosts = [(num_bytes, host, self._most_free(host)) for num_bytes, host in memory.by_bytes]
+        full = sorted(movable, key=lambda h: (-memory.host_bytes(h), h))
         while self._begin < len(full):
             host = full[self._begin]
             smallest = min(held.copy.num_bytes for held, _ in movable[host])
             for num_bytes, empty, free_bytes in hosts:
                 visits -= 1
-                gap = room.host_bytes(host) - num_bytes
+                gap = memory.host_bytes(host) - num_bytes
                 if gap <= smallest:
                     break
                 if free_bytes < smallest:
@@ -62,26 +62,26 @@ class Evening:
                 if held.copy.state == "loading" and not out.is_overdue(held.key):
                     return {}
                 stays = held.copy.state == "ready" and not out.is_going(held.key)
-                if stays and held.worker.host in self._cluster.room.hosts:
+                if stays and held.worker.host in self._cluster.memory.hosts:
                     found.setdefault(held.worker.host, []).append((held, copies))
         return found
 
     def _most_free(self, host: str) -> float:
         """Bytes that the host's emptiest worker has for one more copy."""
-        room, copies = self._cluster.room, self._cluster.copies
-        workers = room.hosts[host]
+        memory, copies = self._cluster.memory, self._cluster.copies
+        workers = memory.hosts[host]
         if any(copy.cached for worker_id in workers for copy in copies.host_copies(worker_id).values()):
             return float("inf")  # what a worker has for itself can become the placed one without more room
-        return max(room.now(worker_id) for worker_id in workers)
+        return max(memory.free_bytes(worker_id) for worker_id in workers)
 
     def _move(self, movable: list[tuple[Held, ModelCopies]], host: str, gap: int) -> Move | None:
-        room = self._cluster.room
-        workers = sorted(room.hosts[host], key=room.rank)
+        memory = self._cluster.memory
+        workers = sorted(memory.hosts[host], key=memory.rank)
         fair = [(h, c) for h, c in movable if h.copy.num_bytes < gap]
         fair.sort(key=lambda o: (abs(gap - 2 * o[0].copy.num_bytes), o[0].copy.num_bytes, o[0].copy.model_hash))
         for held, copies in fair:
             for worker_id in workers:
                 wanted = self._cluster.wanted_bytes(copies, worker_id)
-                if copies.record is not None and wanted is not None and wanted <= room.now(worker_id):
+                if copies.record is not None and wanted is not None and wanted <= memory.free_bytes(worker_id):
                     return copies, copies.record, worker_id, f"{held.worker.host} holds {gap} bytes more than {host}"
         return None

@@ -125,13 +125,15 @@ class Placer:
             self._drop_all_but_one(copies)
 
     def _drop_all_but_one(self, copies: ModelCopies) -> None:
-        out, room = self._cluster.outstanding, self._cluster.room
+        out, memory = self._cluster.outstanding, self._cluster.memory
         ready = [h for h in copies.placed.values() if h.copy.state == "ready" and not out.is_dropped(h.key)]
         keep = min(
             ready,
             key=lambda h: (
                 out.is_going(h.key),
-                room.host_bytes(h.worker.host) - h.copy.num_bytes if h.worker.host in room.hosts else -h.copy.num_bytes,
+                memory.host_bytes(h.worker.host) - h.copy.num_bytes
+                if h.worker.host in memory.hosts
+                else -h.copy.num_bytes,
                 h.worker.worker_id,
             ),
         )
@@ -153,7 +155,7 @@ class Placer:
             if self._round_version == cluster.version:
                 return
             self._round_version = cluster.version
-            cluster.room.drop_claims()
+            cluster.memory.drop_claims()
             self._found = {}
             self._waiting = set()
             needy = [cluster.copies.by_hash[model_hash] for model_hash in cluster.needy]
@@ -191,7 +193,7 @@ class Placer:
         busy = self._places.fitting(copies, record, in_turn=False)
         if busy is not None:
             self._claim(copies, busy)
-            self._wait(record, f"waits its turn: host {self._cluster.room.workers[busy].host} loads other copies")
+            self._wait(record, f"waits its turn: host {self._cluster.memory.workers[busy].host} loads other copies")
             return True
         reason = self._wait_for_room(copies, record)
         if not reason and self._may_evict(copies):
@@ -203,14 +205,14 @@ class Placer:
         return True
 
     def _hold_or_wait(self, copies: ModelCopies, record: ModelRecord, worker_id: str) -> None:
-        room = self._cluster.room
-        worker = room.workers[worker_id]
+        memory = self._cluster.memory
+        worker = memory.workers[worker_id]
         sources = self._places.sources(copies, worker)
         if sources.busy:
             self._claim(copies, worker_id)
             self._wait(record, "waits its turn: all that could send it send other copies")
         else:
-            reason = f"no host copy; {worker.host} holds {room.host_bytes(worker.host)} bytes of them"
+            reason = f"no host copy; {worker.host} holds {memory.host_bytes(worker.host)} bytes of them"
             self._hold(record, worker_id, sources, reason)
 
     def _wait(self, record: ModelRecord, reason: str) -> None:
@@ -218,10 +220,10 @@ class Placer:
         self._found[record.model_hash] = Unplaced(model=record.name, model_hash=record.model_hash, reason=reason)
 
     def _claim(self, copies: ModelCopies, worker_id: str) -> None:
-        self._cluster.room.claim(worker_id, self._cluster.wanted_bytes(copies, worker_id) or 0)
+        self._cluster.memory.claim(worker_id, self._cluster.wanted_bytes(copies, worker_id) or 0)
 
     def _hold(self, record: ModelRecord, worker_id: str, sources: Sources, reason: str) -> None:
-        worker = self._cluster.room.workers[worker_id]
+        worker = self._cluster.memory.workers[worker_id]
         nic = nic_between(sources.first, worker) if sources.first is not None else None
         step = Hold(worker_id, record, sources.found, reason)
         self._steps.append(step)
@@ -261,7 +263,7 @@ class Placer:
         if move is None:
             return not self._evening.is_over
         copies, record, worker_id, reason = move
-        self._hold(record, worker_id, self._places.sources(copies, self._cluster.room.workers[worker_id]), reason)
+        self._hold(record, worker_id, self._places.sources(copies, self._cluster.memory.workers[worker_id]), reason)
         return False
 
 

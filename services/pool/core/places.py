@@ -37,18 +37,18 @@ class Places:
         self.visits = 0
         """Workers and hosts that were looked at."""
         self._cluster = cluster
-        self._room = cluster.room
+        self._memory = cluster.memory
 
     # --- where to ----------------------------------------------------------------------------
 
     def fitting(self, copies: ModelCopies, record: ModelRecord, *, in_turn: bool) -> str | None:
         """The best worker with room now; with ``in_turn`` on a host that may load one more copy now."""
         busy = self._cluster.loads.host_is_full if in_turn else _never
-        return self._best(copies, record, self._room.by_now, self._room.now, copies.serving, busy)
+        return self._best(copies, record, self._memory.by_free_bytes, self._memory.free_bytes, copies.serving, busy)
 
     def waiting(self, copies: ModelCopies, record: ModelRecord) -> str | None:
         """The best worker that will have room once everything that is dropped there is gone."""
-        return self._best(copies, record, self._room.by_later, self._room.later, {}, _never)
+        return self._best(copies, record, self._memory.by_free_after_drops, self._memory.free_after_drops, {}, _never)
 
     def _best(
         self,
@@ -59,22 +59,22 @@ class Places:
         serving: dict[str, WorkerInfo],
         busy: Callable[[str], bool],
     ) -> str | None:
-        room, hosts = self._room, {w.host for w in serving.values()}
+        memory, hosts = self._memory, {w.host for w in serving.values()}
 
         def best_of(workers: Iterable[str]) -> str | None:
-            fits = [w for w in workers if self._fits(copies, w, bytes_of) and not busy(room.workers[w].host)]
-            return min(fits, key=lambda w: room.rank(w, serving, hosts), default=None)
+            fits = [w for w in workers if self._fits(copies, w, bytes_of) and not busy(memory.workers[w].host)]
+            return min(fits, key=lambda w: memory.rank(w, serving, hosts), default=None)
 
-        own = best_of(w for w in copies.cached if w in room.workers)
+        own = best_of(w for w in copies.cached if w in memory.workers)
         if ranking.num_from(record.weights_bytes) <= FEW:
             found = best_of(ranking.names_from(record.weights_bytes))
         else:
-            found = next(filter(None, (best_of(room.hosts[h]) for h in self._hosts(hosts) if not busy(h))), None)
+            found = next(filter(None, (best_of(memory.hosts[h]) for h in self._hosts(hosts) if not busy(h))), None)
         return best_of(w for w in (own, found) if w is not None)
 
     def _hosts(self, serving: Collection[str]) -> Iterator[str]:
         """By rank: the emptiest first, among equals those where the model is not served, in the order of names."""
-        for _, equal in groupby(self._room.by_bytes, key=lambda entry: entry[0]):
+        for _, equal in groupby(self._memory.by_bytes, key=lambda entry: entry[0]):
             late = []
             for _, host in equal:
                 self.visits += 1
@@ -90,7 +90,7 @@ class Places:
         return (
             wanted is not None
             and wanted <= bytes_of(worker_id)
-            and wanted <= self._room.workers[worker_id].host_cache_bytes
+            and wanted <= self._memory.workers[worker_id].host_cache_bytes
         )
 
     # --- making room -------------------------------------------------------------------------
@@ -100,15 +100,15 @@ class Places:
         a model that can do without it."""
         self.visits += self._cluster.find_evictable()
         options = []
-        reach = self._room.by_reach.names_from(record.weights_bytes)
-        for worker_id in {*reach, *(w for w in copies.cached if w in self._room.workers)}:
+        reach = self._memory.by_free_after_evictions.names_from(record.weights_bytes)
+        for worker_id in {*reach, *(w for w in copies.cached if w in self._memory.workers)}:
             self.visits += 1
             wanted = self._cluster.wanted_bytes(copies, worker_id)
-            if wanted is not None and wanted <= self._room.workers[worker_id].host_cache_bytes:
+            if wanted is not None and wanted <= self._memory.workers[worker_id].host_cache_bytes:
                 victims = self._victims(worker_id, wanted)
                 if victims:
                     num_bytes = sum(held.copy.num_bytes for held in victims)
-                    options.append(((len(victims), num_bytes, self._room.rank(worker_id)), worker_id, victims))
+                    options.append(((len(victims), num_bytes, self._memory.rank(worker_id)), worker_id, victims))
         if not options:
             return None
         _, worker_id, victims = min(options, key=lambda option: option[0])
@@ -118,7 +118,7 @@ class Places:
         """The copies on a worker that can make so much room: cached ones first, then the most served, the largest."""
         found = sorted(self._cluster.evictable(worker_id), key=_least_missed)
         self.visits += len(found)
-        missing = num_bytes - self._room.later(worker_id)
+        missing = num_bytes - self._memory.free_after_drops(worker_id)
         taken: list[Held] = []
         for held, _ in found:
             if missing <= 0:
@@ -135,7 +135,7 @@ class Places:
 
     def why_not(self, copies: ModelCopies, record: ModelRecord) -> str:
         """Why no worker can hold the model as things are."""
-        most = self._room.by_now.last()
+        most = self._memory.by_free_bytes.last()
         if most is None:
             return "no worker offers host memory"
         tried = self._cluster.outstanding.avoided(copies.model_hash)
@@ -151,9 +151,11 @@ class Places:
             self.visits += 1
             if capacity < record.weights_bytes:
                 break
-            if worker_id in self._room.workers and self._cluster.wanted_bytes(copies, worker_id) is not None:
+            if worker_id in self._memory.workers and self._cluster.wanted_bytes(copies, worker_id) is not None:
                 return True
-        return any(self._cluster.wanted_bytes(copies, w) is not None for w in copies.cached if w in self._room.workers)
+        return any(
+            self._cluster.wanted_bytes(copies, w) is not None for w in copies.cached if w in self._memory.workers
+        )
 
     # --- where from --------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import pytest
 
 from services.planner import splitter
 from services.planner.config import PlannerConfig
-from services.planner.core.live.split import Assignment, assign
+from services.planner.core.live.split import SplitResult, assign
 from services.planner.core.operations import operation, pair_record
 from services.planner.live import LIVE_CHOICES, LIVE_POLICIES, LiveSettings
 from shared import subjects
@@ -379,7 +379,7 @@ async def test_a_split_counts_on_the_layers_that_are_there(rig: LiveRig, monkeyp
     first = await rig.paired()
     seen: list[Sequence[float]] = []
 
-    def remember(jobs: Sequence[Job], loaded_at: Sequence[float], **times: float) -> Assignment:
+    def remember(jobs: Sequence[Job], loaded_at: Sequence[float], **times: float) -> SplitResult:
         seen.append(loaded_at)
         return assign(jobs, loaded_at, time_limit_s=0)
 
@@ -438,7 +438,7 @@ class HeldAssign:
         self.seen: list[int] = []
         monkeypatch.setattr(splitter, "assign", self)
 
-    def __call__(self, jobs: Sequence[Job], loaded_at: Sequence[float], **times: float) -> Assignment:
+    def __call__(self, jobs: Sequence[Job], loaded_at: Sequence[float], **times: float) -> SplitResult:
         self.seen.append(len(jobs))
         self.begun.release()
         assert self.go_on.acquire(timeout=TIMEOUT_S)
@@ -513,7 +513,7 @@ async def test_gates_that_gain_less_than_was_lost_meanwhile_are_not_published(
 ) -> None:
     first = await rig.paired()
 
-    def slow(jobs: Sequence[Job], loaded_at: Sequence[float], **times: float) -> Assignment:
+    def slow(jobs: Sequence[Job], loaded_at: Sequence[float], **times: float) -> SplitResult:
         # As long as it takes to find it, so little is gained.
         found = assign([Job(job.batch_id, job.cost * 1e-9) for job in jobs], [at * 1e-9 for at in loaded_at])
         assert found.gates
@@ -531,7 +531,7 @@ async def test_a_split_that_goes_wrong_harms_nobody(
 ) -> None:
     first = await rig.paired()
 
-    def breaks(*args: object, **times: float) -> Assignment:
+    def breaks(*args: object, **times: float) -> SplitResult:
         raise error
 
     with monkeypatch.context() as patch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from math import inf
 
-from services.planner.core.live.pairs import Overloaded
+from services.planner.core.live.pairs import SourceCandidate
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
 
 REPORT_TTL_S = 2.0
@@ -16,7 +16,7 @@ ASSUMED_TOKENS_PER_S = 2000.0
 """Prompt tokens per second of an instance, until one reports what it measured."""
 
 
-class LoadBook:
+class ReportedLoad:
     """The latest report of each instance and gateway. Times are of any one clock, in seconds."""
 
     def __init__(
@@ -63,7 +63,7 @@ class LoadBook:
         slo_ttft_s: float,
         now_s: float,
         in_pairs: Collection[str] = (),
-    ) -> tuple[Overloaded, ...]:
+    ) -> tuple[SourceCandidate, ...]:
         """The queue and the slack of each of ``instance_ids``, which are all that serve ``model``.
 
         What gateways hold is shared evenly. An instance that reports nothing has only that share. ``in_pairs``:
@@ -81,7 +81,7 @@ class LoadBook:
             queued_tokens = share_tokens + (report.queued_tokens if report is not None else 0)
             waited_s = report.oldest_queued_s if report is not None else 0.0
             slack_s = slo_ttft_s - waited_s - prompt_tokens / speed
-            made.append(Overloaded(instance_id, queued_tokens / speed, slack_s, instance_id in in_pairs))
+            made.append(SourceCandidate(instance_id, queued_tokens / speed, slack_s, instance_id in in_pairs))
         return tuple(made)
 
 

@@ -16,7 +16,7 @@ from shared.messages.common import LiveChoice
 
 
 @dataclass(frozen=True, slots=True)
-class Overloaded:
+class SourceCandidate:
     """An instance whose queue is too long for its SLO, or may be."""
 
     instance_id: str
@@ -58,13 +58,13 @@ class Selection:
         return tuple(lines)
 
 
-def num_sources(overloaded: Sequence[Overloaded], choice: LiveChoice = "auto") -> int:
+def num_sources(overloaded: Sequence[SourceCandidate], choice: LiveChoice = "auto") -> int:
     """How many instances would take a partner: so many tails are of use."""
     return len(_sources(overloaded, choice)[0])
 
 
 def select_pairs(
-    overloaded: Sequence[Overloaded],
+    overloaded: Sequence[SourceCandidate],
     tails: Mapping[str, float],
     *,
     choice: LiveChoice = "auto",
@@ -103,12 +103,12 @@ def select_pairs(
     return Selection(tuple(pairs), tuple(declined))
 
 
-def _needed(source: Overloaded, target: str, finish_s: float) -> str:
+def _needed(source: SourceCandidate, target: str, finish_s: float) -> str:
     when = f"in {finish_s:.3f} s" if finish_s else "nobody knows when"
     return f"{target} is a tail that has all layers {when}; {source.instance_id} has {_queue(source)}"
 
 
-def _asked(source: Overloaded, target: str, finish_s: float) -> str:
+def _asked(source: SourceCandidate, target: str, finish_s: float) -> str:
     name = source.instance_id
     queue = f"; {name} has {_queue(source)}" if source.queue_s else ""
     when = f"{target} is expected to have all layers in {finish_s:.3f} s"
@@ -117,13 +117,13 @@ def _asked(source: Overloaded, target: str, finish_s: float) -> str:
     return f"{target} helps {name} (asked for); {when}{queue}"
 
 
-def _queue(source: Overloaded) -> str:
+def _queue(source: SourceCandidate) -> str:
     return f"{source.queue_s:.3f} s of queue and {source.slack_s:.3f} s of slack"
 
 
-def _sources(overloaded: Sequence[Overloaded], choice: LiveChoice) -> tuple[list[Overloaded], list[str]]:
+def _sources(overloaded: Sequence[SourceCandidate], choice: LiveChoice) -> tuple[list[SourceCandidate], list[str]]:
     """Those that want a partner, the longest queue first, and why the others do not."""
-    sources: list[Overloaded] = []
+    sources: list[SourceCandidate] = []
     declined: list[str] = []
     if choice == "never":
         return sources, declined

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.planner.core.live.split import Assignment
+from services.planner.core.live.split import SplitResult
 from shared.errors import BadRequest
 from shared.messages.live import Gate, PlanSplit, ZigzagAssignment
 from shared.zigzag.playback import Job
@@ -69,7 +69,7 @@ def split_request(
     )
 
 
-def gates_in_time(found: Assignment, elapsed_s: float) -> tuple[Gate, ...]:
+def gates_in_time(found: SplitResult, elapsed_s: float) -> tuple[Gate, ...]:
     """The gates to publish ``elapsed_s`` after they were asked for; none unless they still gain something.
 
     The pair has worked without gates meanwhile. Were that time lost altogether, every batch would be complete so much

@@ -36,7 +36,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class SplitResult:
     """What the pair shall do. Without gates the queue's rules decide alone."""
 
     free: Played
@@ -60,7 +60,7 @@ def assign(
     pull_time: float = 0.0,
     time_limit_s: float = TIME_LIMIT_S,
     open_shapes: bool = False,
-) -> Assignment:
+) -> SplitResult:
     """Split ``jobs``, which all wait now (their arrivals are ignored), so that their mean completion is low.
 
     ``time_limit_s`` bounds the solver alone; 0 leaves it out. ``open_shapes``: the solver also chooses what is whole at
@@ -70,7 +70,7 @@ def assign(
     free = play(waiting, loaded_at, source_free_at=source_free_at, pull_time=pull_time)
     # Equal batches: without gates it is optimal already (exhaustive search agrees wherever it is possible).
     if len({job.cost for job in waiting}) < 2:
-        return Assignment(free, None)
+        return SplitResult(free, None)
     problem = Problem(tuple([job.cost for job in waiting]), tuple(loaded_at), source_free_at, pull_time)
     candidates = [(split, False) for split in good_splits(problem)]
     if time_limit_s > 0:
@@ -84,5 +84,5 @@ def assign(
         if best is None or played.mean < best.played.mean:
             best = Split(target_layers, predict(problem, target_layers), played, by_ilp)
     if best is None or best.played.mean >= free.mean:
-        return Assignment(free, best)
-    return Assignment(free, best, {j.batch_id: t for j, t in zip(waiting, best.target_layers, strict=True)})
+        return SplitResult(free, best)
+    return SplitResult(free, best, {j.batch_id: t for j, t in zip(waiting, best.target_layers, strict=True)})

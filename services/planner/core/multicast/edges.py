@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from services.planner.core.multicast.stripes import Stripe, cut
+from services.planner.core.multicast.stripes import ByteRangeStripe, cut
 from services.planner.core.multicast.targets import TargetGroup
 from shared.messages.scaling import SourceKind
 
@@ -24,7 +24,7 @@ class Edge(msgspec.Struct, frozen=True, gc=False):
 
     via: Via
     targets: tuple[str, ...]
-    stripes: tuple[Stripe, ...]
+    stripes: tuple[ByteRangeStripe, ...]
     gbps: float
     """Bytes of the model per second, as bits: what the stripes carry together."""
     finish_s: float
@@ -62,7 +62,7 @@ class Draft:
         lanes = self.lanes
         ends = cut([lane[3] for lane in lanes], model_bytes)
         stripes = [
-            Stripe(source, kind, target, first, end, gbps)
+            ByteRangeStripe(source, kind, target, first, end, gbps)
             for (source, kind, target, gbps, _, _), first, end in zip(lanes, [0, *ends[:-1]], ends, strict=True)
         ]
         group = self.group

@@ -14,7 +14,7 @@ TOLERANCE_GBPS = 1e-6
 """Sums of bandwidths are compared with this slack."""
 
 
-class Outlet(msgspec.Struct, gc=False):
+class FreeEgress(msgspec.Struct, gc=False):
     """An unspent outgoing direction, and the copy that sends through it."""
 
     nic: Nic
@@ -25,9 +25,9 @@ class Outlet(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class _Leaf:
-    grown: deque[Outlet] = field(default_factory=deque)
+    grown: deque[FreeEgress] = field(default_factory=deque)
     """Planned targets, the latest in front: chains grow."""
-    fresh: deque[Outlet] = field(default_factory=deque)
+    fresh: deque[FreeEgress] = field(default_factory=deque)
     """Original sources."""
     gbps: float = 0.0
 
@@ -41,7 +41,7 @@ class Egress:
     def __init__(self) -> None:
         self._leaves: dict[str, _Leaf] = {}
         self._ring: deque[str] = deque()
-        self.listed: dict[str, Outlet] = {}
+        self.listed: dict[str, FreeEgress] = {}
         self.gbps = 0.0
 
     @property
@@ -53,7 +53,7 @@ class Egress:
         entry = self._leaves.get(leaf)
         return entry.gbps if entry else 0.0
 
-    def add(self, outlet: Outlet, *, fresh: bool = False, front: bool = True) -> None:
+    def add(self, outlet: FreeEgress, *, fresh: bool = False, front: bool = True) -> None:
         """List an unspent NIC. One listed already keeps its place and changes its holder."""
         nic_id = outlet.nic.nic_id
         known = self.listed.get(nic_id)
@@ -78,7 +78,7 @@ class Egress:
         else:
             entry.grown.append(outlet)
 
-    def grow(self, outlets: Iterable[Outlet], *, front: bool) -> None:
+    def grow(self, outlets: Iterable[FreeEgress], *, front: bool) -> None:
         """``add`` for many."""
         listed = self.listed
         for outlet in outlets:
@@ -108,9 +108,9 @@ class Egress:
         if ring and ring[0] != leaf and leaf in self._leaves:
             ring.rotate(-ring.index(leaf))
 
-    def take(self, leaf: str, gbps: float, *, fresh_first: bool = False) -> list[Outlet]:
+    def take(self, leaf: str, gbps: float, *, fresh_first: bool = False) -> list[FreeEgress]:
         """Spend outlets worth ``gbps``: those of the leaf, and the list's front where they do not suffice."""
-        taken: list[Outlet] = []
+        taken: list[FreeEgress] = []
         missing = gbps
         if leaf in self._leaves:
             if self.leaf_gbps(leaf) >= gbps - TOLERANCE_GBPS:
@@ -124,16 +124,16 @@ class Egress:
                 self._ring.rotate(-1)
         return taken
 
-    def take_own(self, leaf: str, gbps: float, *, fresh_first: bool = False) -> list[Outlet]:
+    def take_own(self, leaf: str, gbps: float, *, fresh_first: bool = False) -> list[FreeEgress]:
         """Spend outlets of this leaf only, worth ``gbps`` or all it has."""
-        taken: list[Outlet] = []
+        taken: list[FreeEgress] = []
         if leaf in self._leaves:
             if self.leaf_gbps(leaf) >= gbps - TOLERANCE_GBPS:
                 self.to_front(leaf)
             self._take_from(leaf, gbps, taken, fresh_first=fresh_first)
         return taken
 
-    def take_one(self, leaf: str, gbps: float, *, fresh_first: bool = False) -> Outlet | None:
+    def take_one(self, leaf: str, gbps: float, *, fresh_first: bool = False) -> FreeEgress | None:
         """Spend a single outlet: one of the leaf if it has any, of the list's front otherwise."""
         if not self.listed:
             return None
@@ -148,7 +148,7 @@ class Egress:
         self.withdraw(best.nic.nic_id)
         return best
 
-    def _heads(self, leaf: str) -> list[Outlet]:
+    def _heads(self, leaf: str) -> list[FreeEgress]:
         entry = self._leaves.get(leaf)
         if entry is None:
             return []
@@ -160,7 +160,7 @@ class Egress:
                 heads.append(queue[0])
         return heads
 
-    def _take_from(self, leaf: str, missing: float, taken: list[Outlet], *, fresh_first: bool) -> float:
+    def _take_from(self, leaf: str, missing: float, taken: list[FreeEgress], *, fresh_first: bool) -> float:
         entry = self._leaves[leaf]
         queues = (entry.fresh, entry.grown) if fresh_first else (entry.grown, entry.fresh)
         listed = self.listed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.planner.core.multicast.edges import Edge
-from services.planner.core.multicast.stripes import Stripe
+from services.planner.core.multicast.stripes import ByteRangeStripe
 from shared.messages.common import Role
 
 MAX_NAMES = 8
@@ -51,7 +51,7 @@ def _line(edge: Edge) -> str:
     return f"{names(sources)} -> {names(edge.targets)} at {edge.gbps:.3g} Gbps: {why}{_sharding(edge)}"
 
 
-def _source(stripe: Stripe) -> str:
+def _source(stripe: ByteRangeStripe) -> str:
     return stripe.source if stripe.source_kind == "gpu" else f"{stripe.source}'s {_MEMORY[stripe.source_kind]}"
 
 

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 from services.planner.core.multicast.edges import Draft, Lane
-from services.planner.core.multicast.egress import TOLERANCE_GBPS, Egress, Outlet
+from services.planner.core.multicast.egress import TOLERANCE_GBPS, Egress, FreeEgress
 from services.planner.core.multicast.flows import Load, Source
 from services.planner.core.multicast.stripes import match_gbps
 from services.planner.core.multicast.targets import Port, TargetGroup, make_group
@@ -45,7 +45,7 @@ class Greedy:
     def _add_sources(self, sources: Sequence[Source]) -> None:
         """Step 1: prune NICs whose outgoing direction is in use, unless nothing is left; sort leaves by bandwidth."""
         topology, load = self._topology, self._load
-        outlets: dict[str, Outlet] = {}
+        outlets: dict[str, FreeEgress] = {}
         for source in sources:
             if source.kind == "host":
                 host = topology.hosts[source.holder]
@@ -57,7 +57,7 @@ class Greedy:
                 self._in_domain.setdefault(gpu.domain, []).append(gpu.gpu_id)
                 self._at_host.setdefault(gpu.host, []).append((gpu.gpu_id,))
             self._remember(nic, source.holder, is_host)
-            outlets.setdefault(nic.nic_id, Outlet(nic, source.holder, is_host, gbps))
+            outlets.setdefault(nic.nic_id, FreeEgress(nic, source.holder, is_host, gbps))
         # The preferred copy of a host feeds its neighbours first; chain ends are put behind and found before it.
         for copies in self._at_host.values():
             copies.reverse()
@@ -68,7 +68,7 @@ class Greedy:
                 outlet.gbps = min(outlet.gbps, load.egress_gbps(outlet.nic))
             free.sort(key=lambda o: (-o.gbps, o.is_host, o.nic.nic_id))
             self._borrowed = list(outlets)
-        by_leaf: dict[str, list[Outlet]] = {}
+        by_leaf: dict[str, list[FreeEgress]] = {}
         for outlet in free:
             by_leaf.setdefault(outlet.nic.leaf, []).append(outlet)
         for leaf in sorted(by_leaf, key=lambda name: (-sum([o.gbps for o in by_leaf[name]]), name)):
@@ -97,13 +97,13 @@ class Greedy:
         """The group's targets hold a copy (or will, as fast as they forward): their egress joins the list."""
         group, busy, sent, draft_of = draft.group, self._load.egress, self._sent_gbps, self._draft_of
         front = self._chains <= 1
-        outlets: dict[str, Outlet] = {}
+        outlets: dict[str, FreeEgress] = {}
         for gpu in group.gpus:
             draft_of[gpu.gpu_id] = draft
             nic = gpu.nic
             nic_id = nic.nic_id
             if nic_id not in busy and nic_id not in sent and nic_id not in outlets:
-                outlets[nic_id] = Outlet(nic, gpu.gpu_id, False, nic.gbps)
+                outlets[nic_id] = FreeEgress(nic, gpu.gpu_id, False, nic.gbps)
         self.egress.grow(reversed(outlets.values()) if front else outlets.values(), front=front)
         if outlets and self._borrowed:
             # Now something is left beside them.
@@ -202,7 +202,7 @@ class Greedy:
         scale = min(1.0, cap_gbps / group.ingress_gbps) * group.ingress_gbps / sum([p.gbps for p in ports])
         by_leaf: dict[str, list[Port]] = {}
         # A NIC does not feed itself (a host copy's may be a target's): its outlet waits until the group is fed.
-        own: list[Outlet] = []
+        own: list[FreeEgress] = []
         listed = self.egress.listed
         for port in ports:
             nic = port.nic
@@ -219,8 +219,8 @@ class Greedy:
         busy = self._load.egress
         several = len(by_leaf) > 1
         fresh_first = self._started < self._chains
-        surplus: list[Outlet] = []
-        own_leaf: dict[str, list[Outlet]] = {}
+        surplus: list[FreeEgress] = []
+        own_leaf: dict[str, list[FreeEgress]] = {}
         leaves = list(by_leaf)
         if self._sharded and several:
             # Every leaf first gets what it has itself: none takes from others what they will miss.
@@ -265,7 +265,7 @@ class Greedy:
                 left[i] -= gbps
             if several:
                 surplus += [
-                    Outlet(o.nic, o.holder, o.is_host, gbps)
+                    FreeEgress(o.nic, o.holder, o.is_host, gbps)
                     for o, gbps in zip(outlets, left, strict=True)
                     if gbps > TOLERANCE_GBPS
                 ]
@@ -280,7 +280,7 @@ class Greedy:
         self._started += not draft.parents
         return draft
 
-    def _take(self, leaf: str, gbps: float, *, fresh_first: bool) -> list[Outlet]:
+    def _take(self, leaf: str, gbps: float, *, fresh_first: bool) -> list[FreeEgress]:
         if self._sharded:
             return self.egress.take(leaf, gbps, fresh_first=fresh_first)
         outlet = self.egress.take_one(leaf, gbps, fresh_first=fresh_first)

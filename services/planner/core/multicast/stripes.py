@@ -10,7 +10,7 @@ from services.planner.core.multicast.egress import TOLERANCE_GBPS
 from shared.messages.scaling import SourceKind
 
 
-class Stripe(msgspec.Struct, frozen=True, gc=False):
+class ByteRangeStripe(msgspec.Struct, frozen=True, gc=False):
     """Bytes [first_byte, end_byte) of the model, from one copy to one target.
 
     An executor cuts every layer in the same proportions (``cut``), so that layers still become ready in order.

@@ -86,17 +86,26 @@ class Twice:
 def derived(cluster: Cluster) -> dict[str, Any]:
     cluster.refresh()
     cluster.find_evictable()
-    room, index = cluster.room, cluster.copies
+    memory, index = cluster.memory, cluster.copies
     return {
         "needy": cluster.needy,
         "surplus": cluster.surplus,
         "strangers": {w: {(h.key, why) for h, why in found} for w, found in cluster.strangers.items()},
         "without": (cluster.without_copy, cluster.without_host_copy),
         "evictable": {w: {h.key for h, _ in cluster.evictable(w)} for w in index.workers()},
-        "rankings": [list(r) for r in (room.by_bytes, room.by_now, room.by_later, room.by_reach, index.capacities)],
-        "hosts": room.hosts,
+        "rankings": [
+            list(r)
+            for r in (
+                memory.by_bytes,
+                memory.by_free_bytes,
+                memory.by_free_after_drops,
+                memory.by_free_after_evictions,
+                index.capacities,
+            )
+        ],
+        "hosts": memory.hosts,
         "host bytes": dict(index.host_bytes.items()),
-        "placed": {host: room.host_bytes(host) for host in index.host_bytes},
+        "placed": {host: memory.host_bytes(host) for host in index.host_bytes},
         "copies": {
             h: (c.record, c.serving, c.draining, c.present, c.placed, c.cached, c.num_complete)
             for h, c in index.by_hash.items()
@@ -172,15 +181,15 @@ def test_claims_and_changes_do_not_disturb_each_other() -> None:
     cluster.put_report(holding("w0", capacity=100), 0.0)
     cluster.put_report(holding("w1", capacity=100), 0.0)
     cluster.refresh()
-    room = cluster.room
-    room.claim("w0", 30)
-    room.claim("w1", 40)
+    memory = cluster.memory
+    memory.claim("w0", 30)
+    memory.claim("w1", 40)
     cluster.put_report(holding("w0", [copy_of(MODELS[0])], capacity=100), 0.0)
     cluster.forget("w1")
     cluster.refresh()
-    assert list(room.by_now) == [(60, "w0")]
-    room.drop_claims()
-    assert list(room.by_now) == [(90, "w0")]
+    assert list(memory.by_free_bytes) == [(60, "w0")]
+    memory.drop_claims()
+    assert list(memory.by_free_bytes) == [(90, "w0")]
 
 
 def test_traffic_on_a_nic_is_no_change() -> None:

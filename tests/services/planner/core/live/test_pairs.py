@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.planner.core.live.pairs import Overloaded, Selection, num_sources, select_pairs
+from services.planner.core.live.pairs import Selection, SourceCandidate, num_sources, select_pairs
 from services.planner.core.multicast.chains import plan_worker_chains
 from services.planner.core.multicast.explain import MAX_NAMES
 from shared.messages.common import LiveChoice
@@ -19,46 +19,50 @@ def ends(selection: Selection) -> list[tuple[str, str]]:
 
 
 def test_the_slowest_tail_goes_to_the_longest_queue() -> None:
-    selection = select_pairs([Overloaded("x", 2.0, 0.01), Overloaded("y", 3.0, 0.01)], TAILS)
+    selection = select_pairs([SourceCandidate("x", 2.0, 0.01), SourceCandidate("y", 3.0, 0.01)], TAILS)
     assert ends(selection) == [("y", "d"), ("x", "c")]
     assert "d is a tail" in selection.pairs[0].why
     assert selection.declined == ()
 
 
 def test_only_a_tail_that_would_be_late_goes_live() -> None:
-    selection = select_pairs([Overloaded("x", 9.0, 2.5), Overloaded("y", 8.0, 2.5)], TAILS)
+    selection = select_pairs([SourceCandidate("x", 9.0, 2.5), SourceCandidate("y", 8.0, 2.5)], TAILS)
     assert ends(selection) == [("x", "d")]
     assert "stop-the-world meets the SLO" in selection.declined[0]
-    with_margin = select_pairs([Overloaded("y", 8.0, 2.5)], {"c": 1.0}, margin_s=2.5)
+    with_margin = select_pairs([SourceCandidate("y", 8.0, 2.5)], {"c": 1.0}, margin_s=2.5)
     assert ends(with_margin) == [("y", "c")]
 
 
 def test_an_instance_that_is_not_overloaded_needs_no_partner() -> None:
-    selection = select_pairs([Overloaded("x", 0.5, 0.6)], TAILS)
+    selection = select_pairs([SourceCandidate("x", 0.5, 0.6)], TAILS)
     assert selection.pairs == ()
     assert "not overloaded" in selection.declined[0]
 
 
 def test_an_instance_where_nothing_waits_needs_no_partner_however_long_a_prompt_takes() -> None:
-    selection = select_pairs([Overloaded("x", 0.0, -1.0)], TAILS)
+    selection = select_pairs([SourceCandidate("x", 0.0, -1.0)], TAILS)
     assert selection == Selection((), ("x: nothing waits",))
 
 
 def test_an_instance_is_in_one_pair_and_a_tail_too() -> None:
-    sources = [Overloaded("x", 3.0, 0.0, live=True), Overloaded("y", 2.0, 0.0), Overloaded("z", 1.0, 0.0)]
+    sources = [
+        SourceCandidate("x", 3.0, 0.0, live=True),
+        SourceCandidate("y", 2.0, 0.0),
+        SourceCandidate("z", 1.0, 0.0),
+    ]
     selection = select_pairs(sources, {"c": 1.0})
     assert ends(selection) == [("y", "c")]
     assert [reason.split(":")[0] for reason in selection.declined] == ["x", "z"]
 
 
 def test_a_tail_of_which_nobody_knows_when_it_is_done_counts_as_the_slowest() -> None:
-    selection = select_pairs([Overloaded("x", 9.0, 8.0)], {"c": 1.0, "e": 0.0})
+    selection = select_pairs([SourceCandidate("x", 9.0, 8.0)], {"c": 1.0, "e": 0.0})
     assert ends(selection) == [("x", "e")]
     assert "nobody knows when" in selection.pairs[0].why
 
 
 def test_always_asks_neither_for_overload_nor_for_lateness() -> None:
-    idle = [Overloaded("x", 0.0, 9.0), Overloaded("y", 0.1, 9.0), Overloaded("z", 5.0, 0.0, live=True)]
+    idle = [SourceCandidate("x", 0.0, 9.0), SourceCandidate("y", 0.1, 9.0), SourceCandidate("z", 5.0, 0.0, live=True)]
     selection = select_pairs(idle, TAILS, choice="always")
     assert ends(selection) == [("y", "d"), ("x", "c")]
     assert [pair.why for pair in selection.pairs] == [
@@ -70,7 +74,7 @@ def test_always_asks_neither_for_overload_nor_for_lateness() -> None:
 
 
 def test_what_was_asked_for_and_cannot_be_is_said() -> None:
-    (pair,) = select_pairs([Overloaded("x", 0.0, 1.0)], {"c": 0.0}, choice="always").pairs
+    (pair,) = select_pairs([SourceCandidate("x", 0.0, 1.0)], {"c": 0.0}, choice="always").pairs
     assert pair.why == "c helps x (asked for); nobody knows when c has all layers"
     nobody = select_pairs([], TAILS, choice="always")
     assert nobody.explain == ("not live: no instance serves that could be a source",)
@@ -78,22 +82,28 @@ def test_what_was_asked_for_and_cannot_be_is_said() -> None:
 
 
 def test_never_makes_no_pairs_and_gives_no_reasons() -> None:
-    assert select_pairs([Overloaded("x", 9.0, 0.0)], TAILS, choice="never") == Selection((), ())
+    assert select_pairs([SourceCandidate("x", 9.0, 0.0)], TAILS, choice="never") == Selection((), ())
 
 
 @pytest.mark.parametrize(("choice", "wanted"), [("auto", 1), ("always", 2), ("never", 0)])
 def test_so_many_tails_are_of_use(choice: LiveChoice, wanted: int) -> None:
-    sources = [Overloaded("x", 9.0, 0.0), Overloaded("y", 0.0, 1.0), Overloaded("z", 9.0, 0.0, live=True)]
+    sources = [
+        SourceCandidate("x", 9.0, 0.0),
+        SourceCandidate("y", 0.0, 1.0),
+        SourceCandidate("z", 9.0, 0.0, live=True),
+    ]
     assert num_sources(sources, choice) == wanted
 
 
 def test_the_explanation_of_many_instances_is_cut() -> None:
-    selection = select_pairs([Overloaded(f"i{i:03}", 9.0, 0.0) for i in range(100)], TAILS)
+    selection = select_pairs([SourceCandidate(f"i{i:03}", 9.0, 0.0) for i in range(100)], TAILS)
     lines = selection.explain
     assert [line.startswith("live: ") for line in lines[:3]] == [True, True, False]
     assert lines[-1] == f"not live: and {98 - MAX_NAMES} more instances"
     assert len(lines) == 2 + MAX_NAMES + 1
-    pairs = select_pairs([Overloaded(f"i{i:03}", 9.0, 0.0) for i in range(60)], {f"t{i:03}": 1.0 for i in range(60)})
+    pairs = select_pairs(
+        [SourceCandidate(f"i{i:03}", 9.0, 0.0) for i in range(60)], {f"t{i:03}": 1.0 for i in range(60)}
+    )
     assert pairs.explain[-1] == "live: and 10 more pairs in the same way"
 
 
@@ -103,6 +113,6 @@ def test_the_tails_of_planned_chains_are_paired() -> None:
     planned = plan_worker_chains(found, 2, MODEL_BYTES, tails=2)
     finish_s = planned.predicted_s
     selection = select_pairs(
-        [Overloaded("i-a", 9.0, 0.0), Overloaded("i-b", 8.0, 0.0)], {t: finish_s[t] for t in planned.tails}
+        [SourceCandidate("i-a", 9.0, 0.0), SourceCandidate("i-b", 8.0, 0.0)], {t: finish_s[t] for t in planned.tails}
     )
     assert sorted(pair.target for pair in selection.pairs) == ["c", "d"]

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.planner.core.live.bound import Problem, predict
-from services.planner.core.live.first_come import best_first_come_split
 from services.planner.core.live.ilp import improve
-from services.planner.core.live.search import good_splits
+from services.planner.core.live.search import best_first_come_split, good_splits
 from services.planner.core.live.split import assign
 from shared.zigzag.playback import Job, play
 

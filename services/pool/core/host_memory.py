@@ -10,7 +10,7 @@ from shared.messages.registry import WorkerInfo
 
 
 @dataclass(slots=True)
-class _Memory:
+class _WorkerMemory:
     """Of one worker."""
 
     worker: WorkerInfo
@@ -26,7 +26,7 @@ class _Memory:
     """Of copies that could be dropped."""
 
 
-class Room:
+class HostMemory:
     """Follows what happens to each worker. Workers that offer nothing only count for the bytes of their hosts."""
 
     def __init__(self) -> None:
@@ -36,13 +36,13 @@ class Room:
         """The ids of those, by host."""
         self.by_bytes = Ranking()
         """Their hosts, by the bytes of placed copies."""
-        self.by_now = Ranking()
+        self.by_free_bytes = Ranking()
         """Workers by free bytes that nobody waits for."""
-        self.by_later = Ranking()
+        self.by_free_after_drops = Ranking()
         """By free bytes once everything that is dropped is gone."""
-        self.by_reach = Ranking()
+        self.by_free_after_evictions = Ranking()
         """By free bytes once everything that can be dropped is gone."""
-        self._memory: dict[str, _Memory] = {}
+        self._workers_memory: dict[str, _WorkerMemory] = {}
         self._host_bytes: dict[str, int] = {}
         self._host_workers: dict[str, int] = {}
         self._claims: set[str] = set()
@@ -50,9 +50,9 @@ class Room:
     def put(self, worker: WorkerInfo, *, offers: bool, taken_bytes: int, leaving_bytes: int, placed_bytes: int) -> None:
         """How a worker's memory is used. What is claimed of it stays claimed."""
         worker_id = worker.worker_id
-        before = self._memory.get(worker_id)
+        before = self._workers_memory.get(worker_id)
         free = worker.host_cache_bytes - taken_bytes
-        after = _Memory(worker, offers, free, leaving_bytes, placed_bytes)
+        after = _WorkerMemory(worker, offers, free, leaving_bytes, placed_bytes)
         if before is not None:
             after.claimed_bytes, after.evictable_bytes = before.claimed_bytes, before.evictable_bytes
             if before == after:
@@ -60,7 +60,7 @@ class Room:
             self._take_out(before)
             if before.offers and not (offers and before.worker.host == worker.host):
                 self._offers_no_more(before.worker)
-        self._memory[worker_id] = after
+        self._workers_memory[worker_id] = after
         host = worker.host
         self._host_bytes[host] = self._host_bytes.get(host, 0) + placed_bytes
         self._host_workers[host] = self._host_workers.get(host, 0) + 1
@@ -73,7 +73,7 @@ class Room:
 
     def remove(self, worker_id: str) -> None:
         """The worker is gone."""
-        memory = self._memory.pop(worker_id, None)
+        memory = self._workers_memory.pop(worker_id, None)
         if memory is None:
             return
         self._take_out(memory)
@@ -81,7 +81,7 @@ class Room:
             self._offers_no_more(memory.worker)
         self._claims.discard(worker_id)
 
-    def _take_out(self, memory: _Memory) -> None:
+    def _take_out(self, memory: _WorkerMemory) -> None:
         host = memory.worker.host
         self._host_bytes[host] -= memory.placed_bytes
         self._host_workers[host] -= 1
@@ -97,35 +97,35 @@ class Room:
         if not self.hosts[host]:
             del self.hosts[host]
             self.by_bytes.discard(host)
-        for ranking in (self.by_now, self.by_later, self.by_reach):
+        for ranking in (self.by_free_bytes, self.by_free_after_drops, self.by_free_after_evictions):
             ranking.discard(worker_id)
 
     def _rank(self, worker_id: str) -> None:
-        later = self.later(worker_id)
-        self.by_now.put(worker_id, min(self._memory[worker_id].free_bytes, later))
-        self.by_later.put(worker_id, later)
-        self.by_reach.put(worker_id, later + self._memory[worker_id].evictable_bytes)
+        after_drops = self.free_after_drops(worker_id)
+        self.by_free_bytes.put(worker_id, min(self._workers_memory[worker_id].free_bytes, after_drops))
+        self.by_free_after_drops.put(worker_id, after_drops)
+        self.by_free_after_evictions.put(worker_id, after_drops + self._workers_memory[worker_id].evictable_bytes)
 
     # --- claims ------------------------------------------------------------------------------
 
     def claim(self, worker_id: str, num_bytes: int) -> None:
         """A model waits for so much of the worker's room."""
-        self._memory[worker_id].claimed_bytes += num_bytes
+        self._workers_memory[worker_id].claimed_bytes += num_bytes
         self._claims.add(worker_id)
         self._rank(worker_id)
 
     def drop_claims(self) -> None:
         """Nobody waits."""
         for worker_id in sorted(self._claims):
-            self._memory[worker_id].claimed_bytes = 0
+            self._workers_memory[worker_id].claimed_bytes = 0
             if worker_id in self.workers:
                 self._rank(worker_id)
         self._claims.clear()
 
     def set_evictable(self, worker_id: str, num_bytes: int) -> None:
         """Bytes of the worker's copies that could be dropped."""
-        if worker_id in self.workers and self._memory[worker_id].evictable_bytes != num_bytes:
-            self._memory[worker_id].evictable_bytes = num_bytes
+        if worker_id in self.workers and self._workers_memory[worker_id].evictable_bytes != num_bytes:
+            self._workers_memory[worker_id].evictable_bytes = num_bytes
             self._rank(worker_id)
 
     # --- questions ---------------------------------------------------------------------------
@@ -134,13 +134,13 @@ class Room:
         """Of placed copies on the host, also those that still come."""
         return self._host_bytes.get(host, 0)
 
-    def now(self, worker_id: str) -> int:
+    def free_bytes(self, worker_id: str) -> int:
         """Free bytes that nobody waits for."""
-        return min(self._memory[worker_id].free_bytes, self.later(worker_id))
+        return min(self._workers_memory[worker_id].free_bytes, self.free_after_drops(worker_id))
 
-    def later(self, worker_id: str) -> int:
+    def free_after_drops(self, worker_id: str) -> int:
         """Free bytes once everything that is dropped is gone."""
-        memory = self._memory[worker_id]
+        memory = self._workers_memory[worker_id]
         return memory.free_bytes + memory.leaving_bytes - memory.claimed_bytes
 
     def rank(
@@ -156,6 +156,6 @@ class Room:
             host in serving_hosts,
             host,
             serving is not None and worker_id in serving,
-            self._memory[worker_id].placed_bytes,
+            self._workers_memory[worker_id].placed_bytes,
             worker_id,
         )

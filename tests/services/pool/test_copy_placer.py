@@ -106,7 +106,7 @@ async def test_a_pool_that_knows_many_workers_answers_between_learning_of_them(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it learns, and decides, is cut into pieces; copies are placed all the same."""
-    monkeypatch.setattr("services.pool.placing.AT_ONCE", 2)
+    monkeypatch.setattr("services.pool.copy_placer.AT_ONCE", 2)
     async with running_copy_pool(redis_url) as pool:
         for index in range(15):
             await pool.worker(f"w{index:02}")

@@ -58,7 +58,7 @@ class PlacementMetrics:
         )
 
 
-class Placing:
+class CopyPlacer:
     """Decides (``core.placement``) from what changes in the registry, and carries the steps out.
 
     It runs in the registry's event loop, a millisecond or two at a time: a thread would hold the interpreter as long.
@@ -187,7 +187,7 @@ class Placing:
         if decided.unplaced == self._unplaced:
             return
         known = {entry.model: entry for entry in self._unplaced}
-        level = logging.WARNING if self._cluster.room.workers else logging.INFO
+        level = logging.WARNING if self._cluster.memory.workers else logging.INFO
         for entry in decided.unplaced:
             if known.get(entry.model) != entry:
                 in_turn = entry.model in decided.waiting
