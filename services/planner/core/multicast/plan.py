@@ -2,7 +2,7 @@
 
 ``plan`` is pure and deterministic (ties go by id; the order of its inputs does not matter). Its four steps live in
 ``greedy`` (pruning, the source list, the loop), ``targets`` (grouping and order) and ``stripes`` (sharded transfer).
-What the figure leaves open is decided where it is done; docs/decisions/0010 gives the reasons.
+What the figure leaves open is decided where it is done; docs/multicast.md lists it.
 """
 
 from __future__ import annotations
