@@ -15,11 +15,11 @@ from typing import Protocol
 from services.worker.engine.base import Activation, Batch, Engine, Sampled, SamplingRow, Slice, sampling_row
 from services.worker.engine.parts import compute
 from services.worker.scheduling.gateways import Gone
-from services.worker.scheduling.lending import LendingScheduler
 from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.scheduler import (
     SampledToken,
     ScheduledSlice,
+    Scheduler,
     SchedulerConfig,
     SchedulerLoad,
 )
@@ -89,7 +89,7 @@ class Departures(Protocol):
         """So many layers of the request's prefix have KV here; 0: its prefix was begun."""
 
     def computed(self, sequence: Sequence, token: SampledToken) -> None:
-        """Its first token was sampled. It is parked, unless that was the end."""
+        """Its first token was sampled. It is held, unless that was the end."""
 
 
 class Witness(Protocol):
@@ -112,7 +112,7 @@ class EngineLoop:
                 f"the scheduler counts on {config.num_blocks} KV blocks of {config.block_size} tokens, "
                 f"the engine has {engine.num_blocks} of {engine.block_size}"
             )
-        self.scheduler = LendingScheduler(config)
+        self.scheduler = Scheduler(config)
         self._engine = engine
         self._clock = clock
         self._busy_s_total = 0.0
@@ -170,9 +170,9 @@ class EngineLoop:
         output = self._step_batch() if due or partial is None else partial.step()
         if output is None and partial is not None:
             output = partial.step() if due else self._step_batch()
-        for sequence, token in self.scheduler.take_departing():
+        for sequence, token in self.scheduler.reservations.take_prefilled():
             if self.departures is None:
-                self.scheduler.unpark(sequence)
+                self.scheduler.reservations.decode_here(sequence)
             else:
                 self.departures.computed(sequence, token)
         # Asked again: a pair may have begun between two layers.

@@ -122,7 +122,7 @@ class Arrivals:
         window = self._staging.window(sequence.num_tokens * engine.kv_bytes_per_token_layer, engine.num_layers)
         if window is None:
             raise Overloaded(f"{self._staging.used_bytes} bytes of KV are on their way here already")
-        call = instance.engine.call(lambda loop: loop.scheduler.reserve([sequence]), between_layers=True)
+        call = instance.engine.call(lambda loop: loop.scheduler.reservations.reserve([sequence]), between_layers=True)
         reserved = False
         try:
             reserved = await asyncio.wrap_future(call)
@@ -182,7 +182,7 @@ class Arrivals:
         self._serving.spans.open(arrival.message.request, "worker.decode")
 
         def adopt(loop: EngineLoop) -> None:
-            output = loop.scheduler.adopt(sequence, token, time.monotonic(), computed_here=False)
+            output = loop.scheduler.reservations.adopt(sequence, token, time.monotonic(), computed_here=False)
             # Said on this thread, for the next step's tokens come after it. The gateway has the token already, most
             # likely; here it is kept in case it asks.
             if output is not None:
@@ -257,7 +257,7 @@ class Arrivals:
         await arrival.stop()  # nothing is written into its blocks any more
         self._serving.unhost([arrival.sequence])
         call = arrival.instance.engine.call(
-            lambda loop: loop.scheduler.release([arrival.sequence]), between_layers=True
+            lambda loop: loop.scheduler.reservations.release([arrival.sequence]), between_layers=True
         )
         arrival.unpin()
         freed = asyncio.wrap_future(call)

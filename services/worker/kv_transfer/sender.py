@@ -95,8 +95,8 @@ class Departures:
         if shipment is not None:
             shipment.computed(block_table, shipment.instance.engine.loop.engine.num_layers, token)
         elif instance is not None:
-            # It ended before anybody here had heard of it, parked as it may be.
-            instance.engine.call(lambda loop: loop.scheduler.unpark(sequence))
+            # It ended before the event loop had heard of it, held as it may be.
+            instance.engine.call(lambda loop: loop.scheduler.reservations.decode_here(sequence))
 
     def _shipment(self, sequence: Sequence, num_tokens: int) -> Shipment | None:
         """None if there is nothing to ship any more."""
@@ -154,7 +154,7 @@ class Departures:
                 outcome = "unknown"
                 await self._end(shipment, Unavailable(f"the decode instance does not answer: {why}"))
                 await line.release()
-            except Exception:  # whatever it is, the request must not stay parked
+            except Exception:  # whatever it is, the request must not stay held
                 log.exception("request %s on its way to %s", sequence.request_id, worker_id)
                 _, outcome = await asyncio.gather(line.release(), self._keep(shipment))
             finally:
@@ -172,7 +172,7 @@ class Departures:
         await line.begin(token)
         shipment.check()  # a cancel from now on is passed on
         self._serving.moved([sequence], shipment.place.worker_id)
-        shipment.instance.engine.call(lambda loop: loop.scheduler.part_with(sequence))
+        shipment.instance.engine.call(lambda loop: loop.scheduler.reservations.release_to_decoder(sequence))
         return "moved"
 
     async def _send(self, shipment: Shipment, line: Line, reserved: DecodeReserved) -> None:
@@ -220,16 +220,16 @@ class Departures:
         except Over:
             await self._free(shipment)
             return "ended"
-        shipment.instance.engine.call(lambda loop: loop.scheduler.unpark(sequence))
+        shipment.instance.engine.call(lambda loop: loop.scheduler.reservations.decode_here(sequence))
         return "kept"
 
     async def _free(self, shipment: Shipment) -> None:
-        """By what the engine was told before, the request has ended: if it is parked, its blocks are free now."""
+        """By what the engine was told before, the request has ended: if it is held, its blocks are free now."""
         sequence = shipment.sequence
 
         def free(loop: EngineLoop) -> None:
             if sequence.finished:
-                loop.scheduler.release([sequence])
+                loop.scheduler.reservations.release([sequence])
 
         with contextlib.suppress(BlitzError):  # the engine has stopped, and freed everything
             await asyncio.wrap_future(shipment.instance.engine.call(free))
@@ -240,7 +240,7 @@ class Departures:
 
         def end(loop: EngineLoop) -> None:
             loop.scheduler.abort([sequence], info)
-            loop.scheduler.release([sequence])
+            loop.scheduler.reservations.release([sequence])
 
         with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
             await asyncio.wrap_future(shipment.instance.engine.call(end))

@@ -60,7 +60,7 @@ class Shipment:
             self._changed.fire()
 
     def computed(self, block_table: Ordered[int], num_layers: int, token: SampledToken) -> None:
-        """The prompt is computed; the request is parked, or has ended."""
+        """The prompt is computed; the request is held, or has ended."""
         self.token, self.computed_at_s = token, time.monotonic()
         self.ran_layers(block_table, num_layers)
         self._changed.fire()

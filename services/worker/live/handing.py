@@ -120,7 +120,7 @@ class Handing:
     def has_room(self) -> bool:
         """Whether the batch that probably comes next fits. On the engine's thread."""
         expected = next(iter([*self.handed.values(), *self.backlog]), None)
-        return expected is None or self._instance.engine.loop.scheduler.fits(expected.lengths)
+        return expected is None or self._instance.engine.loop.scheduler.reservations.fits(expected.lengths)
 
     def holds(self, request_id: str, attempt: int) -> bool:
         """Whether a request is at the target."""
@@ -140,10 +140,10 @@ class Handing:
             scheduler = self._instance.engine.loop.scheduler
             scheduler.lending = False
             # Looked at here, not before: a batch may just have been begun.
-            scheduler.return_lent([s for batch in batches if not batch.begun for s in batch.sequences])
+            scheduler.take_back([s for batch in batches if not batch.begun for s in batch.sequences])
             if doubt is not None:
                 scheduler.abort([s for batch in doubtful for s in batch.sequences], doubt)
-            scheduler.return_lent([self._lent.popleft() for _ in range(len(self._lent))])
+            scheduler.take_back([self._lent.popleft() for _ in range(len(self._lent))])
 
         await self.call(end)
 

@@ -117,7 +117,7 @@ class Parting:
             kept = [s for b in batches if b.batch_id not in self._batches.borrowed for s in b.sequences]
             outputs = []
             if self._batches.loaded:
-                loop.scheduler.readmit(kept)
+                loop.scheduler.reservations.compute_here(kept)
             else:
                 for sequence in kept:
                     if not sequence.finished:

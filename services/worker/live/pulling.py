@@ -119,7 +119,7 @@ class Puller:
         batch, scheduler = pulled.batch, self._instance.engine.loop.scheduler
 
         def start() -> bool:
-            if not batch.ended and not scheduler.reserve(batch.sequences):
+            if not batch.ended and not scheduler.reservations.reserve(batch.sequences):
                 return False
             batch.begun = True
             self._work.start(pulled)

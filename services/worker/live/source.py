@@ -303,7 +303,7 @@ class LiveSource:
             self._record.done(batch, first_layer=self._num_layers, num_layers=self._num_layers, at_s=time.time())
         sequences = [s for batch in batches for s in batch.sequences]
         self._serving.moved(sequences, self.assignment.target.worker_id)
-        self.instance.engine.call(lambda loop: loop.scheduler.disown(sequences), between_layers=True)
+        self.instance.engine.call(lambda loop: loop.scheduler.release_to_target(sequences), between_layers=True)
 
     def _batch_done(self, pulled: Pulled, at_s: float) -> None:
         self._record.done(pulled.batch, first_layer=pulled.first_layer, num_layers=self._num_layers, at_s=at_s)

@@ -135,11 +135,11 @@ class SourceWork:
         """Both are over, its layers here and its KV."""
         scheduler, sequences = self._loop.scheduler, pulled.batch.sequences
         if pulled.has_failed:
-            scheduler.readmit(sequences)
+            scheduler.reservations.compute_here(sequences)
         elif pulled.kv is Kv.HERE:
-            scheduler.kv_arrived(sequences)
+            scheduler.reservations.kv_arrived(sequences)
         else:
-            scheduler.kv_lost(sequences)
+            scheduler.reservations.kv_lost(sequences)
 
     def step(self) -> StepOutput | None:
         """One layer of the first batch, or a part of one; after the last one its first tokens."""
@@ -200,7 +200,7 @@ class SourceWork:
         self._runs.popleft()
         scheduler, pulled = self._loop.scheduler, run.pulled
         if pulled.kv is Kv.HERE and not pulled.has_failed:
-            scheduler.release([s for s in pulled.batch.sequences if s.finished])
+            scheduler.reservations.release([s for s in pulled.batch.sequences if s.finished])
         elif pulled.kv is not Kv.COMING:
             self._join(pulled)
         self._on_done(pulled)
@@ -220,6 +220,6 @@ def finish(loop: EngineLoop, batch: PromptBatch, activation: Activation, *, kv_h
     engine = loop.engine
     sampled = engine.sample(engine.head(activation), batch.sampling_rows())
     now_s = time.monotonic()
-    adopt = functools.partial(loop.scheduler.adopt, now_s=now_s, kv_here=kv_here)
+    adopt = functools.partial(loop.scheduler.reservations.adopt, now_s=now_s, kv_here=kv_here)
     outputs = [adopt(s, token) for s, token in zip(batch.sequences, sampled, strict=True)]
     return StepOutput(tuple(o for o in outputs if o is not None), num_prefill_tokens=batch.num_tokens)

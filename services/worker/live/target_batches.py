@@ -92,14 +92,14 @@ class TargetBatches:
         batch = PromptBatch(message.batch_id, message.serial, sequences, message.layer_s)
         self._known.add(batch.batch_id)
         engine = self._instance.engine
-        reserve = engine.call(lambda loop: loop.scheduler.reserve(sequences), between_layers=True)
+        reserve = engine.call(lambda loop: loop.scheduler.reservations.reserve(sequences), between_layers=True)
         if not await asyncio.wrap_future(reserve):
             self._known.discard(batch.batch_id)
             raise Overloaded(f"no room for {batch.num_tokens} tokens of KV now")
         held = Held(batch, None)
         with self._work.lock:
             if self.closed or self._queue.dissolved:
-                engine.call(lambda loop: loop.scheduler.release(sequences), between_layers=True)
+                engine.call(lambda loop: loop.scheduler.reservations.release(sequences), between_layers=True)
                 raise Conflict(f"pair {message.pair_id} is over")
             self._work.held[batch.batch_id] = held
             self._queue.add(batch.batch_id, message.layer_s, behind_seal=message.behind_seal, absent=True)
@@ -151,7 +151,7 @@ class TargetBatches:
         def end(loop: EngineLoop) -> None:
             # On the engine's thread: the request may just be about to decode here.
             for _, sequence in gone:
-                if sequence.held or sequence.id < 0:
+                if sequence.reserved or sequence.id < 0:
                     sequence.finished = True
                 elif not sequence.finished:
                     loop.scheduler.cancel(*sequence.key)

@@ -107,7 +107,7 @@ class TargetWork:
             batches = [held.batch for held in self.held.values()]
             self.held.clear()
         for batch in batches:
-            self._loop.scheduler.release(batch.sequences)
+            self._loop.scheduler.reservations.release(batch.sequences)
         return batches
 
     def drop(self, batch_ids: tuple[str, ...]) -> list[PromptBatch]:
@@ -115,7 +115,7 @@ class TargetWork:
         with self.lock:
             batches = [self.held.pop(i).batch for i in batch_ids if i in self.held]
         for batch in batches:
-            self._loop.scheduler.release(batch.sequences)
+            self._loop.scheduler.reservations.release(batch.sequences)
         return batches
 
     def step(self) -> StepOutput | None:
@@ -170,7 +170,7 @@ class TargetWork:
             if self.wanted and isinstance(self.queue.pull(self.wanted), Claim):
                 self.wanted = ""  # whoever asked asks again, and gets the same answer
         if ended and not adopts:  # cancelled meanwhile
-            self._loop.scheduler.release(held.batch.sequences)
+            self._loop.scheduler.reservations.release(held.batch.sequences)
         if finished:
             self._on_finished(held.batch)
         self._on_layer()

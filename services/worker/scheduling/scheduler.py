@@ -12,21 +12,25 @@ Rules, in order:
    latest arrival itself just waits. So the oldest request always advances, and nothing starves.
 5. A request that is to be computed alone is in no step with others. It is admitted like any other; then those that are
    alone and all others together take turns: every second step, while there is one, is one of those, in rotation.
+6. While ``lending`` (live scaling), requests that have not begun are not admitted: ``lend`` takes them out, for another
+   instance to run layers of. Those that have begun (and were preempted) stay, and go on here; so do those that are
+   computed alone. A lent request ends here like any other, unless it is taken back, adopted, or the target's for good.
+
+Requests that have a slot and blocks here and are in no step are ``reservations``.
 
 Pure: no clock, no engine. One batch is in flight at a time.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Rows
 from types import MappingProxyType
 
-from services.worker.scheduling.blocks import BlockPool
 from services.worker.scheduling.gateways import Gone
 from services.worker.scheduling.output import TokenOutput
+from services.worker.scheduling.request_table import RequestTable
+from services.worker.scheduling.reservations import Reservations
 from services.worker.scheduling.schedule import (
     Queued,
     SampledToken,
@@ -40,6 +44,8 @@ from shared.errors import Conflict, ContextLengthExceeded, Overloaded
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import FinishReason
 
+LENT_QUEUE_FACTOR = 2
+"""Two instances work on a queue that is lent: it may be twice as long."""
 NO_FAILURES: Mapping[int, ErrorInfo] = MappingProxyType({})
 
 __all__ = ["SampledToken", "ScheduledBatch", "ScheduledSlice", "Scheduler", "SchedulerConfig", "SchedulerLoad"]
@@ -50,33 +56,30 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.table = RequestTable(config)
+        self.pool = self.table.pool
+        self.reservations = Reservations(self.table)
+        self.lending = False
+        """Requests that have not begun wait for ``lend`` instead of being admitted."""
         # Kept free at admission so that a new prefill is not the next decode's victim.
         self._spare_blocks = config.num_blocks // 100
-        self._waiting: deque[Sequence] = deque()
-        self._waiting_tokens = 0
-        self._running: list[Sequence] = []
-        self._by_key: dict[tuple[str, int], Sequence] = {}
-        self._next_id = 0
         self._some_alone = False
         """Perhaps: a request that is to be computed alone may be here."""
         self._alone_next = False
         self._last_alone = -1
         self._in_flight: ScheduledBatch | None = None
         self._ended: list[TokenOutput] = []
-        self._prefill_tokens_total = 0
         self._decode_tokens_total = 0
-        self._preemptions_total = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether ``schedule`` or ``take_ended`` has something to give."""
-        return bool(self._running or self._ended or self._may_admit())
+        """Whether ``schedule``, ``take_ended`` or ``reservations.take_prefilled`` has something to give."""
+        return bool(self.table.running or self._ended or self.reservations.has_prefilled or self._may_admit())
 
     @property
     def num_requests(self) -> int:
         """Requests accepted and not ended."""
-        return len(self._by_key)
+        return len(self.table.accepted)
 
     def add(self, sequence: Sequence, now_s: float = 0.0) -> None:
         """Accept a request at the tail of the queue.
@@ -85,8 +88,8 @@ class Scheduler:
         ``Conflict`` for an attempt that is here already, ``ContextLengthExceeded`` when not even
         one token fits behind the prompt, and ``Overloaded`` when the queue is full.
         """
-        config = self.config
-        if sequence.key in self._by_key:
+        config, table = self.config, self.table
+        if sequence.key in table.accepted:
             raise Conflict(f"attempt {sequence.attempt} of request {sequence.request_id} is here already")
         if not sequence.prompt or len(sequence.prompt) >= config.limit_tokens:
             raise ContextLengthExceeded(
@@ -98,49 +101,68 @@ class Scheduler:
             sequence.finished = True
             self._ended.append(sequence.end(reason))
             return
-        queued = self._queued()
-        if queued.requests >= self._queue_factor * config.max_queued_requests:
+        queued, factor = self._queued(), LENT_QUEUE_FACTOR if self.lending else 1
+        if queued.requests >= factor * config.max_queued_requests:
             raise Overloaded(f"{queued.requests} requests are queued, the limit is {config.max_queued_requests}")
         # A queue that is empty takes any prompt that fits the pool, else a long one could never run.
-        if queued.requests and queued.tokens + sequence.num_tokens > self._queue_factor * config.max_queued_tokens:
+        if queued.requests and queued.tokens + sequence.num_tokens > factor * config.max_queued_tokens:
             raise Overloaded(f"{queued.tokens} tokens are queued, the limit is {config.max_queued_tokens}")
         if sequence.arrived_s is None:
             sequence.arrived_s = now_s
-        sequence.id = self._next_id
-        self._next_id += 1
-        self._by_key[sequence.key] = sequence
+        table.number(sequence)
+        table.accepted[sequence.key] = sequence
+        table.wait(sequence)
         self._some_alone = self._some_alone or sequence.alone
-        self._waiting.append(sequence)
-        self._waiting_tokens += sequence.num_tokens
 
     def cancel(self, request_id: str, attempt: int) -> Sequence | None:
         """End a request as cancelled. Its blocks are free at once, or when the batch in flight completes."""
-        sequence = self._by_key.get((request_id, attempt))
+        sequence = self.table.accepted.get((request_id, attempt))
         if sequence is not None:
             self._end([sequence], "cancelled")
         return sequence
 
     def cancel_gateway(self, gone: Gone) -> list[Sequence]:
         """Cancel every request of gateways that are gone."""
-        theirs = [s for s in self._by_key.values() if gone.had(s.gateway_id, s.gateway_incarnation)]
+        theirs = [s for s in self.table.accepted.values() if gone.had(s.gateway_id, s.gateway_incarnation)]
         self._end(theirs, "cancelled")
         return theirs
 
     def abort_all(self, error: ErrorInfo) -> list[Sequence]:
         """End every request with an error."""
-        every = list(self._by_key.values())
+        every = list(self.table.accepted.values())
         self._end(every, "error", error)
         return every
+
+    def abort(self, sequences: Iterable[Sequence], error: ErrorInfo) -> None:
+        """End these requests with an error, those that have not ended."""
+        self._end([s for s in sequences if not s.finished], "error", error)
+
+    def lend(self) -> list[Sequence]:
+        """Take the requests that have not begun out of the queue, in order. They stay accepted: ``take_back``,
+        ``release_to_target`` or a reservation must follow for each that is not cancelled meanwhile."""
+        return self.table.stop_waiting(lambda s: not _stays(s))
+
+    def take_back(self, sequences: Iterable[Sequence]) -> None:
+        """Lent requests wait here again, at their old places; ended ones are left out."""
+        for sequence in sequences:
+            if not sequence.finished:
+                self.table.wait(sequence)
+
+    def release_to_target(self, sequences: Iterable[Sequence]) -> None:
+        """Lent requests are another instance's for good: they leave without a word."""
+        for sequence in sequences:
+            if not sequence.finished:
+                self.table.forget(sequence)
 
     def schedule(self, now_s: float = 0.0) -> ScheduledBatch | None:
         """The next batch, or None if there is nothing to compute. ``complete`` or ``fail`` must follow."""
         if self._in_flight is not None:
             raise RuntimeError("a batch is in flight")
-        if not self._running and not self._may_admit():
+        if not self.table.running and not self._may_admit():
             return None
         batch = self._schedule_in_turn(now_s) if self._some_alone else self._schedule_together(now_s)
         if batch is not None:
-            self._prefill_tokens_total += batch.num_prefill_tokens
+            self.table.prefill_tokens_total += batch.num_prefill_tokens
             self._decode_tokens_total += batch.num_decode_tokens
             self._in_flight = batch
         return batch
@@ -154,12 +176,13 @@ class Scheduler:
         if batch is None:
             return self._schedule_alone()
         self._alone_next = True
-        self._some_alone = any(s.alone for s in (*self._running, *self._waiting))
+        self._some_alone = any(s.alone for s in (*self.table.running, *self.table.waiting))
         return batch
 
     def _schedule_alone(self) -> ScheduledBatch | None:
         """A step of one request that is computed alone: the next in order of arrival behind the last that had one."""
-        candidates = [(s.id <= self._last_alone, s.id, s) for s in self._running if s.alone]
+        running = self.table.running
+        candidates = [(s.id <= self._last_alone, s.id, s) for s in running if s.alone]
         for _, _, sequence in sorted(candidates, key=lambda c: c[:2]):
             slices: list[ScheduledSlice] = []
             preempted: list[Sequence] = []
@@ -169,7 +192,7 @@ class Scheduler:
                 num_prefill_tokens = self._prefill(sequence, self.config.max_batch_tokens, slices)
             else:
                 full = start >= len(sequence.block_table) * self.pool.block_size
-                if full and not self._grow(sequence, self._running.index(sequence) + 1, preempted):
+                if full and not self._grow(sequence, running.index(sequence) + 1, preempted):
                     continue
                 slices.append(ScheduledSlice(sequence, start, 1, True))
             self._last_alone = sequence.id
@@ -182,7 +205,7 @@ class Scheduler:
         slices: list[ScheduledSlice] = []
         preempted: list[Sequence] = []
         block_size = self.pool.block_size
-        running = self._running
+        running = self.table.running
         prefills: list[Sequence] = []
         index = 0
         while index < len(running) and budget > 0:
@@ -221,29 +244,34 @@ class Scheduler:
         requests end with that. Returns the new outputs. Requests that ended meanwhile get none: their blocks are freed
         here.
         """
-        self._land(batch)
+        if batch is not self._in_flight:
+            raise RuntimeError("this batch is not in flight")
+        self._in_flight = None
+        table = self.table
         outputs: list[TokenOutput] = []
         tokens = iter(sampled)
-        ended = False
+        leave = False
         for place, piece in enumerate(batch.slices):
             sequence = piece.sequence
             failure = failures.get(place)
             token = next(tokens) if piece.sample and failure is None else None
             if sequence.finished:
-                self._free(sequence)
+                table.free(sequence)
                 continue
             if failure is not None:
                 outputs.append(sequence.end("error", failure))
-                self._forget(sequence)
-                ended = True
+                table.forget(sequence)
+                leave = True
                 continue
             sequence.num_computed = piece.start + piece.num_tokens
             if token is None:
                 continue
-            outputs.append(self._take_token(sequence, token))
-            ended = ended or sequence.finished
-        if ended:
-            self._running = [s for s in self._running if not s.finished]
+            outputs.append(table.take_token(sequence, token))
+            if sequence.decode_at is not None:
+                self.reservations.hold_for_decode(sequence, token)
+            leave = leave or sequence.finished or sequence.reserved
+        if leave:
+            table.running = [s for s in table.running if not (s.finished or s.reserved)]
         return outputs
 
     def fail(self, batch: ScheduledBatch, error: ErrorInfo) -> list[TokenOutput]:
@@ -258,60 +286,65 @@ class Scheduler:
     @property
     def has_prefill(self) -> bool:
         """Whether a running request's prefix is not computed yet."""
-        return any(len(s.tokens) - s.num_computed > 1 for s in self._running)
+        return any(len(s.tokens) - s.num_computed > 1 for s in self.table.running)
 
     @property
     def has_decodes(self) -> bool:
         """Whether a running request waits for its next token."""
-        return any(len(s.tokens) - s.num_computed == 1 for s in self._running)
+        return any(len(s.tokens) - s.num_computed == 1 for s in self.table.running)
 
     def load(self) -> SchedulerLoad:
         """The load now. O(running)."""
         running_tokens = known_tokens = num_prefilling = 0
-        for sequence in self._running:
+        for sequence in self.table.running:
             running_tokens += sequence.num_computed
             remaining = len(sequence.tokens) - sequence.num_computed
             if remaining > 1:
                 known_tokens += remaining
                 num_prefilling += 1
+        # What is held for decode counts as running.
+        held = self.reservations.for_decode
+        running_tokens += sum(s.num_computed for s in held)
         queued = self._queued()
         return SchedulerLoad(
             queued.requests,
             queued.tokens + known_tokens,
-            len(self._running),
+            len(self.table.running) + len(held),
             running_tokens,
             self.pool.num_used,
             self.pool.num_blocks,
-            self._prefill_tokens_total,
+            self.table.prefill_tokens_total,
             self._decode_tokens_total,
-            self._preemptions_total,
+            self.table.preemptions_total,
             queued.oldest_arrived_s,
             num_prefilling,
         )
 
     def check(self) -> None:
         """Assert the invariants that hold between calls. For tests."""
+        table, reservations = self.table, self.reservations
         in_flight = [p.sequence for p in self._in_flight.slices] if self._in_flight else []
-        owners = {id(s): s.block_table for s in [*self._running, *self._waiting, *in_flight, *self._elsewhere()]}
-        self.pool.check(owners.values())
-        for name, sequences in (("running", self._running), ("waiting", self._waiting)):
+        lent = [s for s in table.accepted.values() if not s.block_table]
+        here = [*table.running, *table.waiting, *reservations.for_prefill, *reservations.for_decode, *lent]
+        self.pool.check({id(s): s.block_table for s in [*here, *in_flight]}.values())
+        for name, sequences in (("running", table.running), ("waiting", table.waiting)):
             order = [s.id for s in sequences]
             assert order == sorted(order), f"{name} is not in order of arrival"
-        assert self._num_seats >= 0
-        assert self._waiting_tokens == sum(s.num_tokens for s in self._waiting)
-        known = {s.key for s in [*self._running, *self._waiting, *self._elsewhere()] if not s.finished}
-        assert set(self._by_key) <= known
+        assert reservations.free_slots >= 0
+        assert table.waiting_tokens == sum(s.num_tokens for s in table.waiting)
+        assert set(table.accepted) <= {s.key for s in here if not s.finished}
 
     def _grow(self, sequence: Sequence, index: int, preempted: list[Sequence]) -> bool:
         """Give a decode its next block; ``running[index:]`` may be preempted for it."""
+        table = self.table
         while not self.pool.can_allocate(1):
-            if len(self._running) <= index:
+            if len(table.running) <= index:
                 return False
-            victim = self._running.pop()
-            self._free(victim)
+            victim = table.running.pop()
+            table.free(victim)
             victim.num_computed = 0
-            self._put_back(victim)
-            self._preemptions_total += 1
+            table.wait(victim)
+            table.preemptions_total += 1
             preempted.append(victim)
         self.pool.append(sequence.block_table)
         return True
@@ -323,91 +356,49 @@ class Scheduler:
         return count
 
     def _admit(self, now_s: float) -> Sequence | None:
-        """Move the head of ``waiting`` to ``running`` if a seat and the blocks of its prefix are free."""
-        if not self._may_admit() or self._num_seats < 1:
+        """Move the head of ``waiting`` to ``running`` if a slot and the blocks of its context are free."""
+        table = self.table
+        if not self._may_admit() or self.reservations.free_slots < 1:
             return None
-        sequence = self._waiting[0]
+        sequence = table.waiting[0]
         need = self.pool.blocks_for(sequence.num_tokens)
-        if not self.pool.can_allocate(need + (self._spare_blocks if self._running else 0)):
+        if not self.pool.can_allocate(need + (self._spare_blocks if table.running else 0)):
             return None
-        self._waiting.popleft()
-        self._waiting_tokens -= sequence.num_tokens
+        table.waiting.popleft()
+        table.waiting_tokens -= sequence.num_tokens
         sequence.block_table = self.pool.allocate(need)
         if sequence.first_scheduled_s is None:
             sequence.first_scheduled_s = now_s
-        bisect.insort(self._running, sequence, key=arrival)
+        table.run(sequence)
         return sequence
 
     def _may_admit(self) -> bool:
         """Whether the head of ``waiting`` may run here."""
-        return bool(self._waiting)
-
-    @property
-    def _num_seats(self) -> int:
-        return self.config.max_num_sequences - len(self._running)
-
-    @property
-    def _queue_factor(self) -> int:
-        """How many instances work on this queue."""
-        return 1
+        waiting = self.table.waiting
+        return bool(waiting) and (not self.lending or _stays(waiting[0]))
 
     def _queued(self) -> Queued:
-        oldest_s = self._waiting[0].arrived_s if self._waiting else None
-        return Queued(len(self._waiting), self._waiting_tokens, oldest_s)
-
-    def _elsewhere(self) -> Iterable[Sequence]:
-        """Requests that are neither running nor waiting here."""
-        return ()
-
-    def _put_back(self, sequence: Sequence) -> None:
-        bisect.insort(self._waiting, sequence, key=arrival)
-        self._waiting_tokens += sequence.num_tokens
-
-    def _take_token(self, sequence: Sequence, token: SampledToken) -> TokenOutput:
-        """The output of a token just sampled; an end forgets the sequence."""
-        if token.error is not None:
-            output = sequence.end("error", token.error)
-            self._forget(sequence)
-            return output
-        sequence.append(token.token_id)
-        reason = sequence.finish_reason(self.config.limit_tokens)
-        output = sequence.emit(token.token_id, token.logprobs, reason)
-        if reason is not None:
-            self._forget(sequence)
-        return output
-
-    def _land(self, batch: ScheduledBatch) -> None:
-        if batch is not self._in_flight:
-            raise RuntimeError("this batch is not in flight")
-        self._in_flight = None
+        """Those that wait, are lent, or are computed outside of steps."""
+        table, reservations = self.table, self.reservations
+        num_held = sum(not s.finished for s in reservations.for_decode)
+        if len(table.accepted) == len(table.running) + len(table.waiting) + num_held:
+            oldest_s = table.waiting[0].arrived_s if table.waiting else None
+            return Queued(len(table.waiting), table.waiting_tokens, oldest_s)
+        for_prefill = {id(s) for s in reservations.for_prefill}
+        queued = [s for s in table.accepted.values() if id(s) in for_prefill or not s.block_table]
+        oldest_s = min((s.arrived_s for s in queued if s.arrived_s is not None), default=None)
+        return Queued(len(queued), sum(s.num_tokens for s in queued), oldest_s)
 
     def _end(self, sequences: Iterable[Sequence], reason: FinishReason, error: ErrorInfo | None = None) -> None:
         """End requests outside a step; those of the batch in flight keep their blocks until it lands."""
         flying = {id(p.sequence) for p in self._in_flight.slices} if self._in_flight else set()
         for sequence in sequences:
             self._ended.append(sequence.end(reason, error))
-            if id(sequence) in flying or sequence.held:
-                sequence.finished = True
-                del self._by_key[sequence.key]
-            else:
-                self._forget(sequence)
-        self._running = [s for s in self._running if not s.finished]
-        if any(s.finished for s in self._waiting):
-            self._waiting = deque(s for s in self._waiting if not s.finished)
-            self._waiting_tokens = sum(s.num_tokens for s in self._waiting)
-
-    def _forget(self, sequence: Sequence) -> None:
-        sequence.finished = True
-        del self._by_key[sequence.key]
-        if not sequence.held:  # else they are freed by who holds it
-            self._free(sequence)
-
-    def _free(self, sequence: Sequence) -> None:
-        # A new list, not a cleared one: an engine may still hold the old table.
-        blocks, sequence.block_table = sequence.block_table, []
-        self.pool.free(blocks)
+            self.table.forget(sequence, free=id(sequence) not in flying)
+        self.table.running = [s for s in self.table.running if not s.finished]
+        self.table.stop_waiting(lambda s: s.finished)
 
 
-def arrival(sequence: Sequence) -> int:
-    """For sorting."""
-    return sequence.id
+def _stays(sequence: Sequence) -> bool:
+    """Whether it is not lent."""
+    return sequence.alone or sequence.has_begun

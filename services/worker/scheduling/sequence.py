@@ -27,9 +27,9 @@ class Sequence:
     them as output. ``arrived_s`` is in the scheduler's clock; None takes the time of ``add``.
 
     Scheduler state, changed by the scheduler only: ``id`` (arrival order), ``num_computed``
-    (tokens whose KV is in ``block_table``), ``first_scheduled_s``, ``held`` (computed or decoded
-    elsewhere: its blocks stay until it is released), ``finished``. ``decode_at``: who decodes it once
-    its prefix is computed; None: whoever computes it. ``alone_tokens``: it is computed alone until so many tokens
+    (tokens whose KV is in ``block_table``), ``first_scheduled_s``, ``reserved`` (it has blocks and is in no
+    step: they stay until it is released), ``finished``. ``decode_at``: who decodes it once
+    its context is computed; None: whoever computes it. ``alone_tokens``: it is computed alone until so many tokens
     were emitted. ``counts``: the sampler's, which fills it if the request has penalties.
     """
 
@@ -45,7 +45,6 @@ class Sequence:
         "first_scheduled_s",
         "gateway_id",
         "gateway_incarnation",
-        "held",
         "id",
         "num_computed",
         "num_emitted",
@@ -53,6 +52,7 @@ class Sequence:
         "params",
         "prompt",
         "request_id",
+        "reserved",
         "stop_ids",
         "tokens",
     )
@@ -91,7 +91,7 @@ class Sequence:
         self.num_emitted = 0
         self.block_table: list[int] = []
         self.first_scheduled_s: float | None = None
-        self.held = False
+        self.reserved = False
         self.finished = False
 
     @property
@@ -102,6 +102,10 @@ class Sequence:
     def alone(self) -> bool:
         """Whether it is in no step with others."""
         return self.num_emitted < self.alone_tokens
+
+    @property
+    def has_begun(self) -> bool:
+        return self.first_scheduled_s is not None
 
     @property
     def num_tokens(self) -> int:

@@ -256,14 +256,14 @@ def test_requests_are_added_lent_and_reserved_between_two_layers():
         loop.add(request("b"))
         scheduler.lending = True
         found.extend(scheduler.lend())
-        assert scheduler.reserve(found)
+        assert scheduler.reservations.reserve(found)
 
     loop.between_layers = between
     outputs = list(loop.step().outputs)
     assert [s.request_id for s in found] == ["b"]
-    scheduler.release(found)
+    scheduler.reservations.release(found)
     scheduler.lending = False
-    scheduler.return_lent(found)
+    scheduler.take_back(found)
     while loop.has_work:
         outputs += loop.step().outputs
     for name in "ab":

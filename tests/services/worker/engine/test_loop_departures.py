@@ -46,7 +46,7 @@ class Told:
 
     def computed(self, sequence: Sequence, token: SampledToken) -> None:
         assert token.error is not None or sequence.output == [token.token_id]
-        assert sequence.held != sequence.finished, "parked, or over"
+        assert sequence.reserved != sequence.finished, "held, or over"
         self.computed_at.append(len(self.said))
         self.sequences[sequence.request_id] = sequence
 
@@ -89,7 +89,7 @@ def test_every_layer_is_told_as_soon_as_it_was_run_and_the_token_after_them() ->
     assert told.said == [("a", 1), ("a", 2), ("a", 3)]
     assert told.computed_at == [3]
     assert [(o.request_id, len(o.token_ids), o.finish_reason) for o in only.outputs] == [("a", 1, None)]
-    assert loop.num_requests == 1, "it is parked"
+    assert loop.num_requests == 1, "it is held"
 
 
 def test_before_the_last_chunk_only_its_beginning_is_told_once_a_chunk() -> None:
@@ -164,7 +164,7 @@ def test_a_step_that_is_run_again_is_told_again_and_its_prompts_are_computed() -
     assert list(told.sequences) == ["a", "bb"]
     for sequence in told.sequences.values():
         assert sequence.output == tokens_after(sequence, 1)
-        loop.scheduler.unpark(sequence)
+        loop.scheduler.reservations.decode_here(sequence)
     run(loop)
     for sequence in told.sequences.values():
         assert sequence.output == tokens_after(sequence, 6)
@@ -180,28 +180,28 @@ def test_nobody_to_tell_means_it_is_decoded_here() -> None:
     assert loop.num_requests == loop.scheduler.pool.num_used == 0
 
 
-def test_what_is_unparked_goes_on_and_what_is_parted_with_does_not() -> None:
+def test_what_is_decoded_here_goes_on_and_what_its_decoder_has_does_not() -> None:
     loop, told, _ = loop_of()
     for name in ("a", "bb"):
         loop.add(request(name))
     run(loop)
     kept, moved = told.sequences.values()
-    loop.scheduler.unpark(kept)
-    loop.scheduler.part_with(moved)
+    loop.scheduler.reservations.decode_here(kept)
+    loop.scheduler.reservations.release_to_decoder(moved)
     steps = run(loop)
     assert {o.request_id for step in steps for o in step.outputs} == {"a"}
     assert kept.output == tokens_after(kept, 6)
     assert len(moved.output) == 1
-    assert told.computed_at == [6, 6], "an unparked request does not leave again"
+    assert told.computed_at == [6, 6], "a request that is decoded here does not leave again"
     assert loop.num_requests == loop.scheduler.pool.num_used == 0
 
 
-def test_a_cancelled_parked_request_is_reported_though_nothing_else_is_to_do() -> None:
+def test_a_cancelled_held_request_is_reported_though_nothing_else_is_to_do() -> None:
     loop, told, _ = loop_of()
     loop.add(request("a"))
     run(loop)
     assert loop.cancel("a", 0)
     (step,) = run(loop)
     assert [(o.request_id, o.token_ids, o.finish_reason) for o in step.outputs] == [("a", (), "cancelled")]
-    loop.scheduler.release(told.sequences.values())
+    loop.scheduler.reservations.release(told.sequences.values())
     assert loop.scheduler.pool.num_used == 0

@@ -147,8 +147,8 @@ async def clean(alone: LoneWorker) -> None:
     async def empty() -> bool:
         def state(loop) -> tuple[int, int, int, int]:  # type: ignore[no-untyped-def]
             loop.scheduler.check()
-            scheduler = loop.scheduler
-            return loop.num_requests, scheduler.pool.num_used, len(scheduler._held), len(scheduler._parked)
+            scheduler, held = loop.scheduler, loop.scheduler.reservations
+            return loop.num_requests, scheduler.pool.num_used, len(held.for_prefill), len(held.for_decode)
 
         return await asyncio.wrap_future(engine.call(state)) == (0, 0, 0, 0)
 

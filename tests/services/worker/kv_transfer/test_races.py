@@ -251,7 +251,7 @@ async def test_a_second_attempt_ends_the_first_ones_departure(alone: LoneWorker)
 
 def keys(worker: RunningWorker) -> set[tuple[str, int]]:
     """The requests that its scheduler has."""
-    return set(worker.serving.engine.loop.scheduler._by_key)
+    return set(worker.serving.engine.loop.scheduler.table.accepted)
 
 
 @pytest.mark.parametrize("then", ["cancel", "attempt"])

@@ -519,7 +519,9 @@ async def test_an_end_at_every_stage(alone: LoneWorker, decode: FakeDecode, stag
 async def _release_all(alone: LoneWorker) -> None:
     """What an engine that stops does not have to do."""
     engine = alone.worker.serving.engine
-    await asyncio.wrap_future(engine.call(lambda loop: loop.scheduler.release(list(loop.scheduler._parked.values()))))
+    await asyncio.wrap_future(
+        engine.call(lambda loop: loop.scheduler.reservations.release(list(loop.scheduler.reservations.for_decode)))
+    )
 
 
 @pytest.mark.parametrize("stage", ["reserving", "connecting", "sending", "beginning"])
@@ -563,7 +565,7 @@ def _wait_without_the_event_loop(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("how", ["engine", "gateway"])
-async def test_a_cancel_of_what_is_parked_before_the_event_loop_has_heard_of_it(
+async def test_a_cancel_of_what_is_held_before_the_event_loop_has_heard_of_it(
     alone: LoneWorker, decode: FakeDecode, how: str
 ) -> None:
     """A prompt of one chunk takes less time than the event loop is busy with other things."""
@@ -571,7 +573,7 @@ async def test_a_cancel_of_what_is_parked_before_the_event_loop_has_heard_of_it(
     await submit(alone, decode, prompt=PROMPT[:20])
     engine = alone.worker.serving.engine
     alone.resume()
-    _wait_without_the_event_loop(lambda: bool(engine.loop.scheduler._parked))
+    _wait_without_the_event_loop(lambda: bool(engine.loop.scheduler.reservations.for_decode))
     assert not alone.worker.service._departures._shipments
     if how == "engine":
         engine.cancel("r", 1).result(10.0)

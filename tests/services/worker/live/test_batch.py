@@ -36,7 +36,7 @@ def test_a_batch_has_ended_when_nobody_waits_for_any_of_it() -> None:
 def test_the_engine_gets_whole_prefixes_in_the_blocks_that_were_reserved() -> None:
     a, b = request("a", 5), request("b", 3, output=(7, 8))
     loop, batch = make_loop(), batch_of("x", a, b)
-    loop.scheduler.reserve(batch.sequences)
+    loop.scheduler.reservations.reserve(batch.sequences)
     slices = batch.as_engine_batch().slices
     assert [(s.sequence_id, s.token_ids, s.start, s.sample) for s in slices] == [
         (0, tuple(a.prompt), 0, True),

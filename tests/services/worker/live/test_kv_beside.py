@@ -144,9 +144,9 @@ def test_what_is_decoded_elsewhere_leaves_once_its_kv_is_whole(after_steps: int)
     source.bring_kv(pulled)
     run_all(source.loop)
     assert departures.told == ["leaves"]
-    assert leaves.held, "parked until the other instance has it"
+    assert leaves.reserved, "held until the other instance has it"
     assert leaves.num_emitted == 1
-    source.loop.scheduler.part_with(leaves)
+    source.loop.scheduler.reservations.release_to_decoder(leaves)
     assert source.loop.scheduler.pool.num_used == source.loop.num_requests == 0
 
 
@@ -161,7 +161,7 @@ def test_what_is_decoded_elsewhere_and_whose_kv_is_lost_leaves_with_what_is_comp
     outputs += run_all(source.loop)
     assert departures.told == ["leaves"]
     assert tokens_of(outputs) == {"leaves": expected(leaves)[:2]}
-    source.loop.scheduler.unpark(leaves)
+    source.loop.scheduler.reservations.decode_here(leaves)
     assert tokens_of([*outputs, *run_all(source.loop)]) == {"leaves": expected(leaves)}
 
 

@@ -94,7 +94,7 @@ def test_hidden_states_and_kv_of_a_batch_run_in_parts_can_be_given_away() -> Non
     held = target.work.held["a"]
     pulled.hidden = target.loop.engine.hidden_states(held.activation)
     source.kv["a"] = target.loop.engine.export_kv(batch.block_tables, batch.lengths, 2)
-    assert source.loop.scheduler.reserve(there.sequences)
+    assert source.loop.scheduler.reservations.reserve(there.sequences)
     source.work.start(pulled)
     source.bring_kv(pulled)
     assert tokens_of(run_all(source.loop)) == {"a": expected(source.lent[0])}

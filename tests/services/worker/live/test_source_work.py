@@ -56,7 +56,7 @@ class Source:
         if first_layer:
             target = make_loop()
             there = batch_of(batch.batch_id, *(request(s.request_id, len(s.prompt)) for s in batch.sequences))
-            assert target.scheduler.reserve(there.sequences)
+            assert target.scheduler.reservations.reserve(there.sequences)
             activation = target.engine.embed(there.as_engine_batch())
             target.engine.run_layers(activation, 0, first_layer)
             hidden = target.engine.hidden_states(activation)
@@ -66,7 +66,7 @@ class Source:
     def start(self, batch: PromptBatch, first_layer: int = 0, *, with_kv: bool = True) -> Pulled:
         """Pull it and begin it."""
         pulled = self.pull(batch, first_layer)
-        assert self.loop.scheduler.reserve(batch.sequences)
+        assert self.loop.scheduler.reservations.reserve(batch.sequences)
         self.work.start(pulled)
         if first_layer and with_kv:
             self.bring_kv(pulled)
@@ -204,7 +204,7 @@ def test_a_batch_of_an_engine_that_is_broken_ends_with_it() -> None:
 def test_hidden_states_that_are_not_the_batchs_are_computed_again_and_give_no_other_tokens() -> None:
     source = Source(request("a", 9))
     wrong = source.pull(batch_of("x", request("z", 9)), 2)
-    assert source.loop.scheduler.reserve(source.lent)
+    assert source.loop.scheduler.reservations.reserve(source.lent)
     pulled = Pulled(batch_of("x", *source.lent), 2, wrong.hidden)
     source.work.start(pulled)
     assert run_all(source.loop) == []

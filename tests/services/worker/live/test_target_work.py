@@ -48,7 +48,7 @@ class Target:
     def take(self, batch_id: str, *sequences: Sequence) -> PromptBatch:
         """A batch is handed over."""
         batch = batch_of(batch_id, *sequences)
-        assert self.loop.scheduler.reserve(sequences)
+        assert self.loop.scheduler.reservations.reserve(sequences)
         with self.work.lock:
             self.work.held[batch_id] = Held(batch, self.loop.engine.embed_tokens(batch.token_ids()))
             self.queue.add(batch_id, batch.layer_s)
@@ -155,7 +155,7 @@ def test_hidden_states_and_kv_of_what_was_run_can_be_given_away() -> None:
     hidden = target.loop.engine.hidden_states(held.activation)
     kv = target.loop.engine.export_kv(batch.block_tables, batch.lengths, 2)
     there = batch_of("a", request("a", 5))
-    source.scheduler.reserve(there.sequences)
+    source.scheduler.reservations.reserve(there.sequences)
     source.engine.import_kv(there.block_tables, there.lengths, 2, kv)
     activation = source.engine.resume(there.as_engine_batch(), hidden, next_layer=2)
     source.engine.run_layers(activation, 2, NUM_LAYERS)

@@ -371,7 +371,7 @@ async def give_away(alone: LoneWorker, *request_ids: str) -> list[Sequence]:
     engine = alone.worker.serving.engine
     lent = await asyncio.wrap_future(engine.call(lambda loop: loop.scheduler.lend()))
     serving_of(alone).moved(lent, "w9")
-    await asyncio.wrap_future(engine.call(lambda loop: loop.scheduler.disown(lent)))
+    await asyncio.wrap_future(engine.call(lambda loop: loop.scheduler.release_to_target(lent)))
     alone.resume()
     return lent
 

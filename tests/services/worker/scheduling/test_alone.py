@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from services.worker.engine.base import Sampled
 from services.worker.engine.mock.engine import next_token
-from services.worker.scheduling.lending import LendingScheduler
 from services.worker.scheduling.schedule import ScheduledBatch, SchedulerConfig
+from services.worker.scheduling.scheduler import Scheduler
 from services.worker.scheduling.sequence import Sequence, sequence_of
 from shared.errors import RequestFailed
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import SamplingParams, Submit
 
 
-def scheduler_of(**changes: int) -> LendingScheduler:
-    return LendingScheduler(SchedulerConfig(**{"num_blocks": 64, "block_size": 4, **changes}))
+def scheduler_of(**changes: int) -> Scheduler:
+    return Scheduler(SchedulerConfig(**{"num_blocks": 64, "block_size": 4, **changes}))
 
 
 def request(name: str, num_tokens: int = 5, *, max_tokens: int = 6, alone: int = 0) -> Sequence:
@@ -35,7 +35,7 @@ def said(sequence: Sequence) -> list[int]:
     return tokens[len(sequence.prompt) :]
 
 
-def finish(scheduler: LendingScheduler, batch: ScheduledBatch) -> None:
+def finish(scheduler: Scheduler, batch: ScheduledBatch) -> None:
     scheduler.complete(batch, [Sampled(next_token(p.sequence.tokens)) for p in batch.slices if p.sample])
     scheduler.check()
 
@@ -45,7 +45,7 @@ def names(batch: ScheduledBatch | None) -> list[str]:
     return [p.sequence.request_id for p in batch.slices]
 
 
-def run(scheduler: LendingScheduler, steps: int = 1000) -> list[list[str]]:
+def run(scheduler: Scheduler, steps: int = 1000) -> list[list[str]]:
     ran = []
     while len(ran) < steps and (batch := scheduler.schedule()) is not None:
         is_alone = [p.sequence.alone for p in batch.slices]
@@ -121,7 +121,7 @@ def test_it_is_not_lent_and_its_queue_goes_on_while_others_are() -> None:
     assert [s.request_id for s in lent] == ["a", "b"]
     assert run(scheduler)[0] == ["x"]
     scheduler.lending = False
-    scheduler.return_lent(lent)
+    scheduler.take_back(lent)
     run(scheduler)
     assert [s.output for s in lent] == [said(s) for s in lent]
 
@@ -191,12 +191,12 @@ def test_prefixes_that_could_not_be_computed_outside_of_steps_are_computed_in_st
     theirs = request("b")
     adopted = request("c")
     batch = [*lent, theirs, adopted]
-    assert scheduler.reserve(batch)
+    assert scheduler.reservations.reserve(batch)
     for sequence in batch:
         sequence.first_scheduled_s = 1.0
     scheduler.cancel("gone", 1)
-    scheduler.adopt(adopted, Sampled(next_token(adopted.tokens)))
-    scheduler.readmit(batch)
+    scheduler.reservations.adopt(adopted, Sampled(next_token(adopted.tokens)))
+    scheduler.reservations.compute_here(batch)
     scheduler.check()
     run(scheduler)
     for sequence in (mine, theirs, adopted):
