@@ -1,0 +1,366 @@
+"""Both members of a pair in one process, over the memory bus and transport: engines on threads of their own, and no
+service around them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from types import SimpleNamespace
+from typing import TypeVar, cast
+
+import msgspec
+
+from services.worker.engine.loop import EngineLoop, StepOutput
+from services.worker.engine.thread import EngineThread
+from services.worker.instance.instance import Instance
+from services.worker.live.handing import Handing
+from services.worker.live.kv_fetching import KvFetching
+from services.worker.live.peer import Peer
+from services.worker.live.pulling import Puller
+from services.worker.live.source_work import SourceWork
+from services.worker.live.target import LiveTarget
+from services.worker.live.tensors import Kind, Tensors
+from services.worker.requests.inbox import Serving
+from services.worker.scheduling.output import TokenOutput
+from services.worker.scheduling.sequence import Sequence, sequence_of, submit_of
+from shared import subjects
+from shared.bus.memory import MemoryBroker
+from shared.errors import BlitzError
+from shared.messages.codec import Message
+from shared.messages.common import Ack
+from shared.messages.generation import Cancel, Submit
+from shared.messages.live import (
+    Dissolve,
+    Dissolved,
+    HandOver,
+    PairEnded,
+    Pull,
+    Pulled,
+    PullKv,
+    Seal,
+    Settle,
+    Taken,
+    ZigzagAssignment,
+)
+from shared.transport.memory import MemoryFabric
+from tests.services.tampering import TamperingTransport
+from tests.services.waiting import TIMEOUT_S, eventually
+from tests.services.worker.live.members import NUM_LAYERS, WatchedEngine, assignment, engine_of, make_loop, request
+
+T = TypeVar("T")
+LONG_S = 3600.0
+
+
+class Member:
+    """An instance, as far as a pair needs one. Its engine's thread runs from ``start`` on."""
+
+    def __init__(self, worker_id: str, **scheduler: int) -> None:
+        self.instance_id = f"instance-of-{worker_id}"
+        self.layout = SimpleNamespace(num_layers=NUM_LAYERS)
+        self.copy = SimpleNamespace(layers_ready=0, complete=False)
+        self.state = "serving"
+        loop = make_loop(**scheduler)
+        self.scheduler = loop.scheduler.config
+        self.outputs: list[TokenOutput] = []
+        self.engine = EngineThread(loop, self._collect)
+
+    def _collect(self, output: StepOutput) -> None:
+        self.outputs += output.outputs
+
+    def sequence_of(self, submit: Submit) -> Sequence:
+        return sequence_of(submit, ())
+
+    @property
+    def loop(self) -> EngineLoop:
+        return self.engine.loop
+
+    @property
+    def watched(self) -> WatchedEngine:
+        return engine_of(self.loop)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks."""
+        return self.loop.scheduler.pool.num_used
+
+    async def on_engine(self, function: Callable[[EngineLoop], T]) -> T:
+        """Between two steps."""
+        return await asyncio.wrap_future(self.engine.call(function))
+
+    async def idle(self) -> None:
+        """Until nothing is left of any request, and every block is free once and for all."""
+        await eventually(lambda: self.loop.num_requests == 0 and self.num_used == 0)
+        await self.on_engine(lambda loop: loop.scheduler.check())
+
+    def tokens(self) -> dict[str, tuple[int, ...]]:
+        """By request."""
+        found: dict[str, tuple[int, ...]] = {}
+        for out in self.outputs:
+            found[out.request_id] = found.get(out.request_id, ()) + out.token_ids
+        return found
+
+    def finish_reasons(self) -> dict[str, str]:
+        return {o.request_id: o.finish_reason for o in self.outputs if o.finish_reason is not None}
+
+
+class Held:
+    """Holds an engine inside a layer until it is let go."""
+
+    def __init__(self, member: Member) -> None:
+        self.entered, self._go_on = threading.Event(), threading.Event()
+
+        def inside(_: int) -> None:
+            self.entered.set()
+            assert self._go_on.wait(TIMEOUT_S)
+
+        member.watched.inside = inside
+
+    async def __aenter__(self) -> Held:
+        return self
+
+    async def until_inside(self) -> None:
+        await eventually(self.entered.is_set)
+
+    def let_go(self) -> None:
+        self._go_on.set()
+
+    async def __aexit__(self, *_: object) -> None:
+        self.let_go()
+
+
+class Requests:
+    """``Serving``, which writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.hosted: list[str] = []
+        self.unhosted: list[str] = []
+        self.announced: list[str] = []
+        self.moves: list[tuple[str, str]] = []
+        self.outputs: list[TokenOutput] = []
+
+    def host(self, requests: Iterable[Submit]) -> None:
+        self.hosted += [r.request_id for r in requests]
+
+    def unhost(self, sequences: Iterable[Sequence]) -> None:
+        self.unhosted += [s.request_id for s in sequences]
+
+    def announce(self, sequences: Iterable[Sequence]) -> None:
+        self.announced += [s.request_id for s in sequences]
+
+    def moved(self, sequences: Iterable[Sequence], worker_id: str) -> None:
+        self.moves += [(s.request_id, worker_id) for s in sequences]
+
+    def on_output(self, output: StepOutput) -> None:
+        self.outputs += output.outputs
+
+
+async def _nothing(_: Message) -> None:
+    """Until a test has something to do."""
+
+
+class Ends:
+    """w0 is the source, w1 the target. Nothing is begun."""
+
+    def __init__(
+        self,
+        *,
+        silence_s: float = LONG_S,
+        tensors_s: float = LONG_S,
+        policy: str = "zigzag",
+        batch_tokens: int = 2048,
+        **target: int,
+    ) -> None:
+        """``tensors_s``: how long either waits for tensors; ``batch_tokens``: what the source packs into one batch;
+        ``target``: settings of its scheduler."""
+        self.tensors_s = tensors_s
+        self.assignment: ZigzagAssignment = assignment(policy=policy)
+        self.broker = MemoryBroker()
+        self.buses = [self.broker.bus("w0"), self.broker.bus("w1")]
+        self.fabric = MemoryFabric()
+        self.transports = [TamperingTransport(self.fabric.start(name=name)) for name in ("w0", "w1")]
+        self.source, self.target = Member("w0", prefill_chunk_tokens=batch_tokens), Member("w1", **target)
+        self.requests = Requests()
+        self.silence_s = silence_s
+        self.taken: list[Taken] = []
+        self.ended: list[PairEnded] = []
+        self.asked: list[Message] = []
+        """What the source asked the target, in order."""
+        self.refusals: list[BlitzError] = []
+        """What the next questions get instead of an answer."""
+        self.before: Callable[[Message], Awaitable[object]] = _nothing
+        """Done before a question is answered."""
+        self.cancelled: list[Cancel] = []
+        """What the source told the target."""
+        self.hears_taken = True
+
+    async def start(self) -> None:
+        source, target = self.transports
+        there = await source.connect(target.address, same_host=False, lane=1)
+        here = await target.connect(source.address, same_host=False, lane=1)
+        self.source_tensors = Tensors(source, there, 2, timeout_s=self.tensors_s)
+        self.target_tensors = Tensors(target, here, 2, timeout_s=self.tensors_s)
+        await self.buses[0].respond(subjects.worker_live("w0", "taken"), Taken, self._on_taken)
+        await self.buses[0].subscribe(subjects.worker_pair_ended("w0"), PairEnded, self.ended.append)
+        await self.buses[1].subscribe(subjects.worker_cancel("w1"), Cancel, self.cancelled.append)
+        self.pair = LiveTarget(
+            self.assignment,
+            cast(Instance, self.target),
+            self.buses[1],
+            self.target_tensors,
+            cast(Serving, self.requests),
+            silence_s=self.silence_s,
+        )
+        for member in (self.source, self.target):
+            member.engine.start()
+        self.pair.begin()
+
+    async def _on_taken(self, message: Taken) -> Ack:
+        if not self.hears_taken:
+            await asyncio.sleep(LONG_S)
+        self.taken.append(message)
+        return Ack()
+
+    async def close(self) -> None:
+        await self.pair.close()
+        for member in (self.source, self.target):
+            member.watched.inside = lambda _: None
+            member.engine.stop()
+            assert await asyncio.to_thread(member.engine.join, TIMEOUT_S)
+        for transport in self.transports:
+            await transport.close()
+
+    # --- what the target is told -------------------------------------------------------------
+
+    async def load(self, num_layers: int) -> None:
+        """So many layers are there."""
+        self.target.copy.layers_ready = num_layers
+        self.target.copy.complete = num_layers == NUM_LAYERS
+        self.pair.layers_ready()
+
+    def hand_over(self, batch_id: str, *sequences: Sequence, serial: int = 0, **changes: object) -> HandOver:
+        """The message."""
+        message = HandOver(
+            pair_id="pair",
+            batch_id=batch_id,
+            serial=serial,
+            layer_s=1.0,
+            requests=tuple(submit_of(s, self.target.instance_id, "m") for s in sequences),
+        )
+        return msgspec.structs.replace(message, **changes)
+
+    async def give(self, batch_id: str, *sequences: Sequence, serial: int = 0) -> None:
+        """Hand a batch over, with its hidden states."""
+        await self.pair.on_hand_over(self.hand_over(batch_id, *sequences, serial=serial))
+        tokens = [token for s in sequences for token in s.tokens]
+        self.source_tensors.send(self.source.loop.engine.embed_tokens(tokens), serial, Kind.HANDED_HIDDEN)
+
+    async def pull(self, number: int = 0, *, wait_s: float = 0.0, kv_apart: bool = True) -> Pulled:
+        """The source's ``number``-th claim."""
+        return await self.pair.on_pull(
+            Pull(pair_id="pair", claim_id=f"claim-{number}", serial=number, wait_s=wait_s, kv_apart=kv_apart)
+        )
+
+    async def settle(self, *numbers: int) -> None:
+        await self.pair.on_settle(Settle(pair_id="pair", claim_ids=tuple(f"claim-{n}" for n in numbers)))
+
+    async def dissolve(self, *, source_busy_s: float = 0.0, first_serial: int = 100) -> Dissolved:
+        """The queue was sealed at some time before."""
+        await self.pair.on_seal(Seal(pair_id="pair", count=0))
+        return await self.pair.on_dissolve(
+            Dissolve(
+                pair_id="pair", claim_id="end", first_serial=first_serial, source_busy_s=source_busy_s, kv_apart=True
+            )
+        )
+
+    async def ran(self, num_layers: int) -> None:
+        """Until the target ran so many layers, of all batches together."""
+        await eventually(lambda: len(self.target.watched.ran) >= num_layers)
+
+    # --- the source --------------------------------------------------------------------------
+
+    async def answer(self) -> None:
+        """From now on the target answers over the bus."""
+        pair = self.pair
+        operations: list[tuple[str, type[Message], Callable[..., object]]] = [
+            ("hand_over", HandOver, pair.on_hand_over),
+            ("pull", Pull, pair.on_pull),
+            ("pull_kv", PullKv, pair.on_pull_kv),
+            ("settle", Settle, pair.on_settle),
+        ]
+        for operation, kind, handler in operations:
+
+            async def respond(message: Message, handler: Callable[..., object] = handler) -> object:
+                self.asked.append(message)
+                await self.before(message)
+                if self.refusals:
+                    raise self.refusals.pop(0)
+                return await handler(message)  # type: ignore[misc]
+
+            await self.buses[1].respond(subjects.worker_live("w1", operation), kind, respond)  # type: ignore[arg-type]
+
+
+class SourceEnd:
+    """The source's parts. Its scheduler lends from the beginning."""
+
+    def __init__(self, ends: Ends) -> None:
+        self.ends = ends
+        self.member = ends.source
+        instance = cast(Instance, self.member)
+        self.link = Peer(ends.buses[0], "w1", "pair", silence_s=ends.silence_s)
+        self.handed = Handing(ends.assignment, instance, self.link)
+        loop = asyncio.get_running_loop()
+        self.done: list[str] = []
+        self.work = SourceWork(
+            self.member.loop,
+            decode_interval_s=1.0,
+            start_at_s=0.0,
+            on_done=lambda pulled: self.done.append(pulled.batch.batch_id),
+            on_free=lambda: loop.call_soon_threadsafe(self.puller.free.set),
+            has_room=self.handed.has_room,
+        )
+        self.kv = KvFetching("pair", instance, self.link, self.work, ends.source_tensors)
+        self.puller = Puller(
+            "pair", instance, self.handed, self.link, self.work, ends.source_tensors, self.kv, pull_s=0.0
+        )
+        self.link.watch(ends.source_tensors)
+
+    async def begin(self, *sequences: Sequence) -> None:
+        """These requests wait here, and the queue is lent."""
+
+        def begin(loop: EngineLoop) -> None:
+            for sequence in sequences:
+                loop.add(sequence)
+            loop.scheduler.lending = True
+            loop.partial = self.work
+
+        await self.member.on_engine(begin)
+        await self.handed.lend()
+
+    async def hand_over(self) -> None:
+        await self.handed.hand_over(self.ends.source_tensors, behind_seal=False)
+
+    async def end(self) -> None:
+        """As at the end of a pair: what was not taken by the target is computed here."""
+        await self.kv.idle()
+        await self.handed.end()
+        await eventually(lambda: not self.work.ready)
+        await self.member.on_engine(lambda loop: setattr(loop, "partial", None))
+
+
+@contextlib.asynccontextmanager
+async def running_ends(**settings: object) -> AsyncIterator[Ends]:
+    """Both, and at the end every block of both is free."""
+    ends = Ends(**settings)  # type: ignore[arg-type]
+    await ends.start()
+    try:
+        yield ends
+        await ends.pair.fail("the test ends")
+        await ends.target.idle()
+        await ends.source.idle()
+    finally:
+        await ends.close()
+
+
+__all__ = ["LONG_S", "Ends", "Held", "Member", "SourceEnd", "request", "running_ends"]

@@ -1,0 +1,318 @@
+"""How a pair's target gives batches back: pulls, KV on request, settlement, and the shares at the end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.worker.live.tensors import Kind
+from shared.errors import BadRequest, Conflict, DeadlineExceeded
+from shared.messages.live import PullKv, Settle
+from tests.services.waiting import eventually
+from tests.services.worker.live.ends import Ends, Held, running_ends
+from tests.services.worker.live.members import NUM_LAYERS, expected, request
+
+ROUNDS = 3
+
+
+async def _receives(ends: Ends, serial: int, num_tokens: int) -> bool:
+    """Whether hidden states of this claim are on the wire."""
+    num_bytes = num_tokens * ends.source.loop.engine.hidden_bytes_per_token
+    receiving = asyncio.ensure_future(ends.source_tensors.receive(num_bytes, serial, Kind.PULLED_HIDDEN))
+    done, _ = await asyncio.wait({receiving}, timeout=0.2)
+    receiving.cancel()
+    return bool(done)
+
+
+# --- pulls ---------------------------------------------------------------------------------------
+
+
+async def test_the_earliest_batch_is_pulled_with_the_layers_that_were_run() -> None:
+    async with running_ends() as ends:
+        await ends.give("a", request("a", 9))
+        await ends.give("b", request("b", 5), serial=1)
+        await ends.load(2)
+        await ends.ran(4)
+        first, second = await ends.pull(0), await ends.pull(1)
+        assert (first.batch_id, first.first_layer, first.layers_ready) == ("a", 2, 2)
+        assert (second.batch_id, second.first_layer, second.loaded) == ("b", 2, False)
+        await ends.settle(0, 1)
+
+
+async def test_a_pull_that_is_repeated_gives_the_same_batch_and_sends_it_once() -> None:
+    async with running_ends() as ends:
+        await ends.give("a", request("a", 9))
+        await ends.give("b", request("b", 5), serial=1)
+        await ends.load(2)
+        await ends.ran(4)
+        answers = [await ends.pull() for _ in range(ROUNDS)]
+        assert {(a.batch_id, a.first_layer) for a in answers} == {("a", 2)}
+        assert await _receives(ends, 0, 9)
+        assert not await _receives(ends, 0, 9), "once"
+        await ends.settle(0)
+        assert ends.target.num_used == 2
+
+
+async def test_a_pull_repeated_after_its_batch_was_settled_takes_no_other() -> None:
+    async with running_ends() as ends:
+        await ends.give("a", request("a", 9))
+        await ends.give("b", request("b", 5), serial=1)
+        await ends.pull()
+        await ends.settle(0)
+        assert (await ends.pull()).batch_id in ("", "a")
+        assert (await ends.pull(1)).batch_id == "b"
+
+
+async def test_a_pull_waits_for_the_end_of_a_layer() -> None:
+    async with running_ends() as ends, Held(ends.target) as held:
+        await ends.give("a", request("a", 9))
+        await ends.load(2)
+        await held.until_inside()
+        pulling = asyncio.create_task(ends.pull(wait_s=10.0))
+        await asyncio.sleep(0.02)
+        assert not pulling.done()
+        held.let_go()
+        answer = await pulling
+        assert (answer.batch_id, answer.first_layer) == ("a", 1), "before the next layer is begun"
+        await ends.settle(0)
+
+
+async def test_a_pull_that_waited_in_vain_claims_nothing_later() -> None:
+    async with running_ends() as ends, Held(ends.target) as held:
+        await ends.give("a", request("a", 9))
+        await ends.load(2)
+        await held.until_inside()
+        assert (await ends.pull(wait_s=0.02)).batch_id == ""
+        held.let_go()
+        await ends.ran(2)
+        answer = await ends.pull(1)
+        assert (answer.batch_id, answer.first_layer) == ("a", 2)
+
+
+async def test_nothing_to_pull_says_whether_the_pair_may_part() -> None:
+    async with running_ends() as ends:
+        assert not (await ends.pull()).can_dissolve
+        await ends.load(NUM_LAYERS)
+        await eventually(lambda: ends.taken)
+        answer = await ends.pull(1)
+        assert (answer.batch_id, answer.loaded, answer.can_dissolve) == ("", True, True)
+
+
+async def test_a_pull_ends_with_the_pair() -> None:
+    async with running_ends() as ends:
+        pulling = asyncio.create_task(ends.pull(wait_s=10.0))
+        await asyncio.sleep(0.02)
+        await ends.pair.fail("the source is lost")
+        with pytest.raises(Conflict, match="the source is lost"):
+            await pulling
+
+
+async def test_settling_frees_a_batch_once_and_knows_no_other() -> None:
+    async with running_ends() as ends:
+        await ends.give("a", request("a", 9))
+        await ends.give("b", request("b", 5), serial=1)
+        await ends.pull()
+        for _ in range(ROUNDS):
+            await ends.pair.on_settle(Settle(pair_id="pair", claim_ids=("claim-0", "claim-7", "nonsense")))
+            assert ends.target.num_used == 2
+        assert ends.requests.unhosted == ["a"]
+
+
+async def test_without_claims_a_settlement_is_a_sign_of_life() -> None:
+    async with running_ends(silence_s=0.3) as ends:
+        await ends.give("a", request("a", 9))
+        for _ in range(5):
+            await asyncio.sleep(0.1)
+            await ends.settle()
+        assert ends.target.num_used == 3
+        assert not ends.pair.ended.is_set()
+
+
+# --- KV ------------------------------------------------------------------------------------------
+
+
+def _kv(batch_id: str = "a", first_layer: int = 0, last_layer: int = 2) -> PullKv:
+    return PullKv(pair_id="pair", batch_id=batch_id, serial=0, first_layer=first_layer, last_layer=last_layer)
+
+
+async def _receives_kv(ends: Ends, first_layer: int, num_layers: int) -> bool:
+    num_bytes = num_layers * 9 * ends.source.loop.engine.kv_bytes_per_token_layer
+    receiving = asyncio.ensure_future(ends.source_tensors.receive_kv(num_bytes, 0, first_layer))
+    done, _ = await asyncio.wait({receiving}, timeout=0.2)
+    receiving.cancel()
+    return bool(done)
+
+
+async def test_kv_comes_when_it_is_asked_for_and_once() -> None:
+    async with running_ends() as ends:
+        await ends.give("a", request("a", 9))
+        await ends.load(2)
+        await ends.ran(2)
+        await ends.pull()
+        for _ in range(ROUNDS):
+            await ends.pair.on_pull_kv(_kv(last_layer=1))
+        await ends.pair.on_pull_kv(_kv(first_layer=1))
+        assert await _receives_kv(ends, 0, 1)
+        assert await _receives_kv(ends, 1, 1)
+        assert not await _receives_kv(ends, 0, 1)
+        await ends.settle(0)
+
+
+@pytest.mark.parametrize("layers", [(0, 3), (1, 1), (2, 1), (-1, 1)])
+async def test_kv_of_layers_that_were_not_run_is_refused(layers: tuple[int, int]) -> None:
+    async with running_ends() as ends:
+        await ends.give("a", request("a", 9))
+        await ends.load(2)
+        await ends.ran(2)
+        await ends.pull()
+        with pytest.raises(BadRequest, match="that were run"):
+            await ends.pair.on_pull_kv(_kv("a", *layers))
+        await ends.pair.on_pull_kv(_kv())
+        assert await _receives_kv(ends, 0, 2)
+
+
+async def test_kv_of_what_the_source_has_not_pulled_or_settled_is_refused() -> None:
+    async with running_ends() as ends:
+        await ends.give("a", request("a", 9))
+        await ends.load(2)
+        await ends.ran(2)
+        for batch_id in ("a", "b"):
+            with pytest.raises(Conflict, match="not the source's to pull"):
+                await ends.pair.on_pull_kv(_kv(batch_id))
+        await ends.pull()
+        await ends.settle(0)
+        with pytest.raises(Conflict, match="or settled"):
+            await ends.pair.on_pull_kv(_kv())
+
+
+async def test_to_a_source_that_knows_no_better_kv_comes_unasked() -> None:
+    async with running_ends() as ends:
+        await ends.give("a", request("a", 9))
+        await ends.load(2)
+        await ends.ran(2)
+        await ends.pull(kv_apart=False)
+        num_bytes = 2 * 9 * ends.source.loop.engine.kv_bytes_per_token_layer
+        await asyncio.wait_for(ends.source_tensors.receive(num_bytes, 0, Kind.PULLED_KV), 10)
+        await ends.settle(0)
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+async def _four(ends: Ends) -> None:
+    for number, name in enumerate("abcd"):
+        await ends.give(name, request(name, 9), serial=number)
+
+
+async def test_shares_are_given_again_as_they_were_and_what_is_kept_is_finished_here() -> None:
+    async with running_ends(policy="stop_the_world") as ends, Held(ends.target) as held:
+        await _four(ends)
+        await ends.load(NUM_LAYERS)
+        shares = await ends.dissolve()
+        assert shares.kept
+        assert [g.first_layer for g in shares.given] == [0] * len(shares.given)
+        assert sorted([*shares.kept, *(g.batch_id for g in shares.given)]) == list("abcd")
+        assert await ends.dissolve(source_busy_s=1000.0, first_serial=7) == shares
+        assert ends.requests.announced == list(shares.kept)
+        held.let_go()
+        await asyncio.wait_for(ends.pair.ended.wait(), 10)
+        await ends.target.idle()
+        assert ends.target.tokens() == {name: expected(request(name, 9)) for name in shares.kept}
+        assert ends.requests.unhosted == [g.batch_id for g in shares.given], "no more than these"
+
+
+async def test_a_source_that_leaves_early_gets_everything_and_what_was_begun_waits_for_its_settlement() -> None:
+    async with running_ends() as ends:
+        await ends.give("a", request("a", 9))
+        await ends.load(2)
+        await ends.ran(2)
+        await ends.give("b", request("b", 5), serial=1)
+        await ends.ran(4)
+        shares = await ends.dissolve()
+        assert shares.kept == shares.finished == ()
+        assert [(g.batch_id, g.first_layer, g.serial) for g in shares.given] == [("a", 2, 100), ("b", 2, 101)]
+        assert await _receives(ends, 100, 9)
+        assert await _receives(ends, 101, 5)
+        assert ends.target.num_used == 5, "its KV may be asked for"
+        for _ in range(ROUNDS):
+            await ends.pair.on_settle(Settle(pair_id="pair", claim_ids=("end/a",)))
+        assert ends.target.num_used == 2
+        await ends.pair.on_settle(Settle(pair_id="pair", claim_ids=("end/b",)))
+        await asyncio.wait_for(ends.pair.ended.wait(), 10)
+        assert ends.requests.unhosted == ["a", "b"]
+
+
+async def test_a_source_that_is_lost_after_parting_settles_nothing_and_all_is_freed() -> None:
+    async with running_ends(silence_s=0.3, tensors_s=0.3) as ends:
+        await ends.give("a", request("a", 9))
+        await ends.load(2)
+        await ends.ran(2)
+        await ends.dissolve()
+        assert ends.target.num_used == 3
+        await asyncio.wait_for(ends.pair.ended.wait(), 10)
+        assert ends.target.num_used == 0
+
+
+async def test_parting_waits_for_the_end_of_a_layer_and_ends_with_the_pair() -> None:
+    async with running_ends() as ends, Held(ends.target) as held:
+        await ends.give("a", request("a", 9))
+        await ends.load(2)
+        await held.until_inside()
+        parting = asyncio.create_task(ends.dissolve())
+        await asyncio.sleep(0.02)
+        assert not parting.done()
+        held.let_go()
+        (given,) = (await parting).given
+        assert given.batch_id == "a"
+        await ends.pair.on_settle(Settle(pair_id="pair", claim_ids=("end/a",)))
+
+
+async def test_what_was_finished_before_is_named_at_the_end() -> None:
+    async with running_ends() as ends:
+        await ends.load(NUM_LAYERS)
+        await ends.give("a", request("a", 9))
+        await eventually(lambda: "a" in ends.target.finish_reasons())
+        assert (await ends.dissolve()).finished == ("a",)
+
+
+async def test_batches_cancelled_after_parting_are_freed_wherever_they_are() -> None:
+    async with running_ends(policy="stop_the_world") as ends, Held(ends.target) as held:
+        await _four(ends)
+        await ends.load(NUM_LAYERS)
+        shares = await ends.dissolve()
+        for name in "abcd":
+            ends.pair.cancel(name, 1)
+        await asyncio.sleep(0.02)
+        held.let_go()
+        await asyncio.wait_for(ends.pair.ended.wait(), 10)
+        await ends.target.idle()
+        assert ends.target.tokens() == {}
+        assert sorted(ends.requests.unhosted) == sorted(g.batch_id for g in shares.given)
+
+
+async def test_kept_batches_that_the_engine_cannot_compute_together_are_computed_in_steps() -> None:
+    async with running_ends(policy="stop_the_world") as ends, Held(ends.target) as held:
+        await _four(ends)
+        await ends.load(NUM_LAYERS)
+        shares = await ends.dissolve()
+        await held.until_inside()
+        bad = next(name for name in reversed("abcd") if name in shares.kept)
+        ends.target.watched.fails_on = request(bad, 9).prompt[0]
+        held.let_go()
+        await asyncio.wait_for(ends.pair.ended.wait(), 10)
+        await ends.target.idle()
+        reasons = {name: "error" if name == bad else "length" for name in shares.kept}
+        assert ends.target.finish_reasons() == reasons
+        for name in shares.kept:
+            if name != bad:
+                assert ends.target.tokens()[name] == expected(request(name, 9))
+
+
+async def test_hidden_states_of_a_claim_never_come_when_it_has_none() -> None:
+    async with running_ends() as ends:
+        await ends.give("a", request("a", 9))
+        assert (await ends.pull()).first_layer == 0
+        num_bytes = 9 * ends.source.loop.engine.hidden_bytes_per_token
+        with pytest.raises((TimeoutError, DeadlineExceeded)):
+            await asyncio.wait_for(ends.source_tensors.receive(num_bytes, 0, Kind.PULLED_HIDDEN), 0.1)
