@@ -1,0 +1,1 @@
+"""The planner's decisions, pure: ``operations`` use ``live``, both use ``multicast``."""

@@ -11,6 +11,7 @@ from services.planner.core.multicast.edges import Edge
 from services.planner.core.multicast.explain import names
 from services.planner.core.multicast.flows import Load, Source
 from services.planner.core.multicast.topology import Topology
+from services.planner.core.multicast.traffic import Link
 from shared.messages.scaling import Chain, Copy, Hop, Stripe
 
 MAX_FALLBACKS = 8
@@ -32,10 +33,9 @@ class WorkerChains:
         return tuple(t for chain in self.chains for hop in chain.hops for t in hop.targets)
 
     @property
-    def links(self) -> tuple[tuple[str, str], ...]:
-        """Who sends to whom: the source and target workers of all stripes between two workers."""
-        stripes = (s for chain in self.chains for hop in chain.hops for s in hop.stripes)
-        return tuple(dict.fromkeys((s.source, s.target) for s in stripes if s.source not in ("", s.target)))
+    def links(self) -> tuple[Link, ...]:
+        """As ``links_of``."""
+        return links_of(self.chains)
 
     @property
     def tails(self) -> tuple[str, ...]:
@@ -46,8 +46,19 @@ class WorkerChains:
 
     @property
     def predicted_s(self) -> dict[str, float]:
-        """Predicted finish of each target; 0: nobody knows."""
-        return {t: hop.predicted_finish_s for chain in self.chains for hop in chain.hops for t in hop.targets}
+        """As ``predicted_s_of``."""
+        return predicted_s_of(self.chains)
+
+
+def links_of(chains: Iterable[Chain]) -> tuple[Link, ...]:
+    """Who sends to whom: the source and target workers of all stripes between two workers."""
+    stripes = (s for chain in chains for hop in chain.hops for s in hop.stripes)
+    return tuple(dict.fromkeys((s.source, s.target) for s in stripes if s.source not in ("", s.target)))
+
+
+def predicted_s_of(chains: Iterable[Chain]) -> dict[str, float]:
+    """Seconds that each target should take once the plan is out; 0 where nothing is predicted."""
+    return {t: hop.predicted_finish_s for chain in chains for hop in chain.hops for t in hop.targets}
 
 
 def plan_worker_chains(cluster: Cluster, num_targets: int, model_bytes: int, *, tails: int = 1) -> WorkerChains:
@@ -69,8 +80,7 @@ def plan_worker_chains(cluster: Cluster, num_targets: int, model_bytes: int, *, 
     )
     hops = _Hops(cluster, model_bytes)
     chains = tuple(
-        Chain(hops=tuple(hops.of(edge) for edge in chain.edges), chunk_bytes=chain.chunk_bytes)
-        for chain in planned.chains
+        Chain(hops=tuple(hops.of(edge) for edge in edges), chunk_bytes=planned.chunk_bytes) for edges in planned.chains
     )
     left_out = left_out_of(cluster, sum(len(edge.targets) for edge in planned.edges), num_targets)
     if not chains:

@@ -15,8 +15,17 @@ Via = Literal["scale_up", "host", "network", "disk"]
 Late = Literal["", "sends_less", "disturbs"]
 """Why a group comes after the others: it sends out less than it takes in, or serving has all its NICs."""
 
-Lane = tuple[str, SourceKind, str, float, str, str]
-"""Source, its kind, target, Gbps, and the NICs that it leaves and enters ("" inside a host or domain)."""
+
+class StripeRate(msgspec.Struct, gc=False):
+    """Who is to send to whom, and how fast, before the bytes are cut into stripes."""
+
+    source: str
+    kind: SourceKind
+    target: str
+    gbps: float
+    from_nic: str = ""
+    """With ``to_nic``: empty inside a host or a scale-up domain."""
+    to_nic: str = ""
 
 
 class Edge(msgspec.Struct, frozen=True, gc=False):
@@ -43,12 +52,12 @@ class Edge(msgspec.Struct, frozen=True, gc=False):
 class Draft:
     """An edge before rates and times are settled."""
 
-    __slots__ = ("crosses_leaf", "finish_s", "first_s", "gbps", "group", "lanes", "parents", "shares", "via")
+    __slots__ = ("crosses_leaf", "finish_s", "first_s", "gbps", "group", "parents", "rates", "shares", "via")
 
-    def __init__(self, group: TargetGroup, via: Via, lanes: list[Lane], parents: list[Draft]) -> None:
+    def __init__(self, group: TargetGroup, via: Via, rates: list[StripeRate], parents: list[Draft]) -> None:
         self.group = group
         self.via = via
-        self.lanes = lanes
+        self.rates = rates
         self.parents = parents
         """Drafts whose targets send here; the first one is the chain that this edge continues."""
         self.crosses_leaf = False
@@ -58,12 +67,12 @@ class Draft:
         self.finish_s = 0.0
 
     def edge(self, model_bytes: int) -> Edge:
-        """The settled edge. Stripes are in proportion to the planned rates of their lanes."""
-        lanes = self.lanes
-        ends = cut([lane[3] for lane in lanes], model_bytes)
+        """The settled edge. Stripes are in proportion to their planned rates."""
+        rates = self.rates
+        ends = cut([rate.gbps for rate in rates], model_bytes)
         stripes = [
-            ByteRangeStripe(source, kind, target, first, end, gbps)
-            for (source, kind, target, gbps, _, _), first, end in zip(lanes, [0, *ends[:-1]], ends, strict=True)
+            ByteRangeStripe(rate.source, rate.kind, rate.target, first, end, rate.gbps)
+            for rate, first, end in zip(rates, [0, *ends[:-1]], ends, strict=True)
         ]
         group = self.group
         return Edge(

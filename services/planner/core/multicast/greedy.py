@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from services.planner.core.multicast.edges import Draft, Lane
+from services.planner.core.multicast.edges import Draft, StripeRate
 from services.planner.core.multicast.egress import TOLERANCE_GBPS, Egress, FreeEgress
 from services.planner.core.multicast.flows import Load, Source
 from services.planner.core.multicast.stripes import match_gbps
@@ -145,8 +145,8 @@ class Greedy:
         if copies is None:
             return None
         gbps = self._topology.scale_up_gbps[group.domain]
-        lanes: list[Lane] = [(copies[0], "gpu", g.gpu_id, gbps / len(group.gpus), "", "") for g in group.gpus]
-        return Draft(group, "scale_up", lanes, self._parents(lanes))
+        rates = [StripeRate(copies[0], "gpu", g.gpu_id, gbps / len(group.gpus)) for g in group.gpus]
+        return Draft(group, "scale_up", rates, self._parents(rates))
 
     def _inside_host(self, group: TargetGroup, ported_gbps: float) -> Draft | None:
         """A copy on the same host, if that is as fast as what the network could still give through the group's NICs,
@@ -154,22 +154,22 @@ class Greedy:
         receivers = [g for g in group.gpus if g.host == group.host]
         inward = [g.host_link_gbps for g in receivers]
         copy = self._host_copies.get(group.host)
-        lanes: list[Lane] = []
+        rates: list[StripeRate] = []
         neighbour = self._neighbour(group)
         if neighbour is not None:
             outward = [self._topology.gpus[name].host_link_gbps for name in neighbour]
-            lanes = [
-                (neighbour[i], "gpu", receivers[j].gpu_id, gbps, "", "") for i, j, gbps in match_gbps(outward, inward)
+            rates = [
+                StripeRate(neighbour[i], "gpu", receivers[j].gpu_id, gbps) for i, j, gbps in match_gbps(outward, inward)
             ]
         elif copy is not None:
-            lanes = [(copy, "host", g.gpu_id, g.host_link_gbps, "", "") for g in receivers]
-        if not lanes:
+            rates = [StripeRate(copy, "host", g.gpu_id, g.host_link_gbps) for g in receivers]
+        if not rates:
             return None
         listed = self.egress.listed
         # A NIC that only loops back to itself is no way in.
         own = sum([listed[p.nic.nic_id].gbps for p in group.ports if p.nic.nic_id in listed])
         elsewhere = self.egress.gbps - own
-        if sum([lane[3] for lane in lanes]) < min(ported_gbps, elsewhere) - TOLERANCE_GBPS:
+        if sum([rate.gbps for rate in rates]) < min(ported_gbps, elsewhere) - TOLERANCE_GBPS:
             return None
         if neighbour is not None:
             # Its way out (PCIe) is in use now, so its NIC is no source any more; the end of the chain is.
@@ -182,7 +182,7 @@ class Greedy:
                     else:
                         outlet.holder = heir.gpu_id
             self._at_host[group.host].remove(neighbour)
-        return Draft(group, "host", lanes, self._parents(lanes))
+        return Draft(group, "host", rates, self._parents(rates))
 
     def _neighbour(self, group: TargetGroup) -> tuple[str, ...] | None:
         """Who forwards inside the host: the latest holder there that has not forwarded yet."""
@@ -214,7 +214,7 @@ class Greedy:
             if nic.nic_id in listed:
                 own.append(listed[nic.nic_id])
                 self.egress.withdraw(nic.nic_id)
-        lanes: list[Lane] = []
+        rates: list[StripeRate] = []
         crosses = shares = False
         busy = self._load.egress
         several = len(by_leaf) > 1
@@ -246,8 +246,8 @@ class Greedy:
             left = [o.gbps for o in outlets]
             if left == inward:
                 # The usual case, in a fraction of the time: each sends to one, and nothing is left.
-                lanes += [
-                    (o.holder, "host" if o.is_host else "gpu", p.gpu_id, gbps, o.nic.nic_id, p.nic.nic_id)
+                rates += [
+                    StripeRate(o.holder, "host" if o.is_host else "gpu", p.gpu_id, gbps, o.nic.nic_id, p.nic.nic_id)
                     for o, p, gbps in zip(outlets, part, left, strict=True)
                 ]
                 crosses = crosses or any(o.nic.leaf != leaf for o in outlets)
@@ -257,7 +257,7 @@ class Greedy:
                 outlet, port = outlets[i], part[j]
                 nic = outlet.nic
                 kind: SourceKind = "host" if outlet.is_host else "gpu"
-                lanes.append((outlet.holder, kind, port.gpu_id, gbps, nic.nic_id, port.nic.nic_id))
+                rates.append(StripeRate(outlet.holder, kind, port.gpu_id, gbps, nic.nic_id, port.nic.nic_id))
                 if nic.leaf != leaf:
                     crosses = True
                 if busy and busy.get(nic.nic_id):
@@ -271,12 +271,12 @@ class Greedy:
                 ]
         for outlet in own:
             self.egress.add(outlet)
-        if not lanes:
+        if not rates:
             return None
-        draft = Draft(group, "network", lanes, self._parents(lanes))
-        shares = shares or group.disturbs or (self.overbooked and any(lane[5] in self._taken_in for lane in lanes))
+        draft = Draft(group, "network", rates, self._parents(rates))
+        shares = shares or group.disturbs or (self.overbooked and any(rate.to_nic in self._taken_in for rate in rates))
         draft.crosses_leaf, draft.shares = crosses, shares
-        self._book(lanes)
+        self._book(rates)
         self._started += not draft.parents
         return draft
 
@@ -301,28 +301,29 @@ class Greedy:
                 break
             heapq.heappush(self._reusable, (now, order, nic_id))
         port = group.ports[0]
-        rate = min(nic.gbps, port.gbps, cap_gbps)
-        lanes: list[Lane] = [(holder, "host" if is_host else "gpu", port.gpu_id, rate, nic_id, port.nic.nic_id)]
-        self._book(lanes)
+        gbps = min(nic.gbps, port.gbps, cap_gbps)
+        kind: SourceKind = "host" if is_host else "gpu"
+        rates = [StripeRate(holder, kind, port.gpu_id, gbps, nic_id, port.nic.nic_id)]
+        self._book(rates)
         heapq.heappush(self._reusable, (self._use(nic), order, nic_id))
-        draft = Draft(group, "network", lanes, self._parents(lanes))
+        draft = Draft(group, "network", rates, self._parents(rates))
         draft.crosses_leaf, draft.shares = nic.leaf != port.nic.leaf, True
         return draft
 
-    def _book(self, lanes: list[Lane]) -> None:
+    def _book(self, rates: list[StripeRate]) -> None:
         sent, taken_in = self._sent_gbps, self._taken_in
-        for _, _, _, gbps, leaves, enters in lanes:
-            sent[leaves] = sent.get(leaves, 0.0) + gbps
-            taken_in[enters] = taken_in.get(enters, 0.0) + gbps
+        for rate in rates:
+            sent[rate.from_nic] = sent.get(rate.from_nic, 0.0) + rate.gbps
+            taken_in[rate.to_nic] = taken_in.get(rate.to_nic, 0.0) + rate.gbps
 
-    def _parents(self, lanes: list[Lane]) -> list[Draft]:
+    def _parents(self, rates: list[StripeRate]) -> list[Draft]:
         drafts = self._draft_of
         found: list[Draft] = []
         last: Draft | None = None
-        for lane in lanes:
-            draft = drafts.get(lane[0])
-            # Lanes of one sender mostly follow each other.
-            if draft is not None and draft is not last and lane[1] == "gpu":
+        for rate in rates:
+            draft = drafts.get(rate.source)
+            # Stripes of one sender mostly follow each other.
+            if draft is not None and draft is not last and rate.kind == "gpu":
                 last = draft
                 if draft not in found:
                     found.append(draft)

@@ -13,27 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from services.planner.core.multicast.edges import Draft, Edge
+from services.planner.core.multicast.edges import Draft, Edge, StripeRate
 from services.planner.core.multicast.explain import explain
 from services.planner.core.multicast.flows import Flow, Load, Source
 from services.planner.core.multicast.greedy import Greedy
-from services.planner.core.multicast.sharing import FairShares
 from services.planner.core.multicast.targets import TargetGroup, fair_cap_gbps, first_gpus, group_targets, in_order
-from services.planner.core.multicast.timing import longest_chain, settle
+from services.planner.core.multicast.timing import FairShares, longest_chain, settle
 from services.planner.core.multicast.topology import Topology
 from shared.errors import BadRequest, BadTopology
-
-
-@dataclass(frozen=True, slots=True)
-class EdgeChain:
-    """Edges one behind the other: the targets of each are the (first) sources of the next."""
-
-    edges: tuple[Edge, ...]
-    chunk_bytes: int
-
-    @property
-    def predicted_finish_s(self) -> float:
-        return max(edge.finish_s for edge in self.edges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +28,9 @@ class Multicast:
     """The plan. ``edges`` are in the order in which they were planned: whoever sends has received in an earlier one."""
 
     edges: tuple[Edge, ...]
-    chains: tuple[EdgeChain, ...]
+    chains: tuple[tuple[Edge, ...], ...]
+    """Edges one behind the other: the targets of each are the (first) sources of the next."""
+    chunk_bytes: int
     tails: tuple[str, ...]
     """Targets that feed nobody, the slowest first: candidates for live scaling."""
     left_out: tuple[str, ...]
@@ -135,7 +124,7 @@ def _plan(
         head = max(range(len(chosen)), key=lambda i: (topology.hosts[chosen[i].host].ssd_gbps, -i))
         group = chosen.pop(head)
         host = topology.hosts[group.host]
-        drafts.append(Draft(group, "disk", [(host.host_id, "disk", group.gpus[0].gpu_id, host.ssd_gbps, "", "")], []))
+        drafts.append(Draft(group, "disk", [StripeRate(host.host_id, "disk", group.gpus[0].gpu_id, host.ssd_gbps)], []))
         greedy.joined(drafts[0])
     by_network = [g for g in chosen if g.domain not in greedy.source_domains]
     cap_gbps = fair_cap_gbps(by_network, greedy.egress.gbps)
@@ -208,7 +197,8 @@ def _multicast(
     ends.sort(key=lambda d: (-d.finish_s, d.group.gpus[0].gpu_id))
     return Multicast(
         edges=edges,
-        chains=tuple([EdgeChain(tuple(c), chunk) for c in chains]),
+        chains=tuple([tuple(c) for c in chains]),
+        chunk_bytes=chunk,
         tails=tuple([g.gpu_id for d in ends for g in d.group.gpus]),
         left_out=left_out,
         pruned=pruned,

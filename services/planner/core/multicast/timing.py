@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from services.planner.core.multicast.edges import Draft
-from services.planner.core.multicast.sharing import FairShares
+from services.planner.core.multicast.edges import Draft, StripeRate
+from services.planner.core.multicast.flows import Load
+from services.planner.core.multicast.targets import fair_rate
 from services.planner.core.multicast.topology import Topology
 
 MIN_CHUNK_BYTES = 512 * 1024
@@ -31,6 +32,30 @@ def longest_chain(model_bytes: int, num_stripes: int) -> int:
     return 1 + max(1, int(FILL_SHARE * model_bytes / (num_stripes * MIN_CHUNK_BYTES)))
 
 
+class FairShares:
+    """What a stripe gets of its planned rate where more is planned through a NIC than a direction has.
+
+    Networks share max-min fairly: stripes that want least get all of it, the others the same. Serving flows
+    count as much as they take."""
+
+    def __init__(self, drafts: Iterable[Draft], topology: Topology, load: Load) -> None:
+        leaving: dict[str, list[float]] = {}
+        coming: dict[str, list[float]] = {}
+        for draft in drafts:
+            if draft.via == "network":
+                for rate in draft.rates:
+                    leaving.setdefault(rate.from_nic, []).append(rate.gbps)
+                    coming.setdefault(rate.to_nic, []).append(rate.gbps)
+        nics = topology.nics
+        self._leaving_gbps = {n: fair_rate(gbps, load.egress_gbps(nics[n])) for n, gbps in leaving.items()}
+        self._coming_gbps = {n: fair_rate(gbps, load.ingress_gbps(nics[n])) for n, gbps in coming.items()}
+
+    def of(self, rate: StripeRate) -> float:
+        """The share, at most 1."""
+        leaving, coming = self._leaving_gbps[rate.from_nic], self._coming_gbps[rate.to_nic]
+        return min(1.0, leaving / rate.gbps, coming / rate.gbps)
+
+
 def settle(
     drafts: Sequence[Draft],
     shares: FairShares | None,
@@ -51,15 +76,15 @@ def settle(
         own = 1 + max([depth[id(p)] for p in draft.parents], default=0)
         depth[id(draft)] = own
         hops = max(hops, own)
-        width = max(width, len(draft.lanes))
+        width = max(width, len(draft.rates))
     chunk = chunk_bytes(model_bytes // width, hops)
     gigabits = model_bytes * 8e-9
     for draft in drafts:
-        lanes = draft.lanes
+        rates = draft.rates
         share = 1.0
         if shares is not None and draft.via == "network":
-            share = min([shares.of(lane) for lane in lanes])
-        gbps = sum([lane[3] for lane in lanes]) * share
+            share = min([shares.of(rate) for rate in rates])
+        gbps = sum([rate.gbps for rate in rates]) * share
         if len(draft.group.gpus) > 1:
             gbps = min(gbps, topology.scale_up_gbps[draft.group.domain])
         draft.gbps = gbps
@@ -68,8 +93,8 @@ def settle(
             start = max(start, parent.first_s)
             done = max(done, parent.finish_s)
         if ready_s:
-            done = max([done, *[ready_s.get(lane[0], 0.0) for lane in lanes]])
-        fill = min(len(lanes) * chunk, model_bytes) * 8e-9 / gbps
+            done = max([done, *[ready_s.get(rate.source, 0.0) for rate in rates]])
+        fill = min(len(rates) * chunk, model_bytes) * 8e-9 / gbps
         draft.first_s = start + fill
         draft.finish_s = max(done + fill if done else 0.0, start + gigabits / gbps)
     return chunk

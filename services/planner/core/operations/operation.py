@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from services.planner.core.multicast.chains import links_of, predicted_s_of
 from services.planner.core.multicast.traffic import Link
 from services.planner.core.operations.pair_record import LivePair
-from services.planner.core.operations.plan_events import links_of, predicted_of, targets_of
+from services.planner.core.operations.plan_events import targets_of
 from shared.messages.common import Role
 from shared.messages.live import LiveReport, ZigzagAssignment
 from shared.messages.registry import WorkerRecord
@@ -119,8 +120,8 @@ class Operation:
             trace_id=plan.trace_id,
             accept_by_s=plan.expires_at_s,
             deadline_s=plan.give_up_at_s or float("inf"),
-            links=links_of(plan),
-            predicted_s=predicted_of(plan),
+            links=links_of(plan.chains),
+            predicted_s=predicted_s_of(plan.chains),
             pairs=pairs,
             role=plan.role,
             recalled=recalled,

@@ -8,7 +8,6 @@ import msgspec
 
 from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.multicast.cluster import Cluster
-from services.planner.core.multicast.traffic import Link
 from shared.messages.common import Role
 from shared.messages.registry import LeaseGrant, ModelRecord, WorkerRecord
 from shared.messages.scaling import Chain, ChainMember, DrainPlan, DrainTarget, ScalePlan
@@ -88,18 +87,6 @@ def _members(plan_id: str, planned: WorkerChains, cluster: Cluster, epochs: dict
 def targets_of(plan: ScalePlan) -> tuple[tuple[str, str], ...]:
     """(worker id, instance id) of every target."""
     return tuple((m.worker_id, m.instance_id) for m in plan.targets)
-
-
-def links_of(plan: ScalePlan) -> tuple[Link, ...]:
-    """Who sends to whom: the source and target workers of all stripes between two workers."""
-    stripes = (s for chain in plan.chains for hop in chain.hops for s in hop.stripes)
-    return tuple(dict.fromkeys((s.source, s.target) for s in stripes if s.source not in ("", s.target)))
-
-
-def predicted_of(plan: ScalePlan) -> dict[str, float]:
-    """Seconds that each target should take once the plan is out; without those of which nobody knows."""
-    hops = (hop for chain in plan.chains for hop in chain.hops)
-    return {t: hop.predicted_finish_s for hop in hops if hop.predicted_finish_s for t in hop.targets}
 
 
 def drain_plan(

@@ -95,7 +95,7 @@ def check_bytes(plan: Multicast, model_bytes: int) -> None:
             assert stripe.target in edge.targets
             at = stripe.end_byte
         assert at == model_bytes
-    chained = [t for c in plan.chains for e in c.edges for t in e.targets]
+    chained = [t for edges in plan.chains for e in edges for t in e.targets]
     assert sorted(chained) == sorted(reached)
 
 

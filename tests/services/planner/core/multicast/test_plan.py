@@ -189,7 +189,7 @@ def test_chains_start_from_further_copies_when_more_tails_are_wanted() -> None:
     sources, targets = [Source("h0-0"), Source("h1-0")], [f"h{i}-0" for i in range(2, 6)]
     assert len(plan(topology, sources, targets, 4, [], 1 << 30).tails) == 1
     result = plan(topology, sources, targets, 4, [], 1 << 30, tails=2)
-    assert [len(c.edges) for c in result.chains] == [2, 2]
+    assert [len(edges) for edges in result.chains] == [2, 2]
     assert len(result.tails) == 2
 
 

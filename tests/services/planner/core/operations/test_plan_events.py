@@ -7,14 +7,13 @@ import msgspec
 import pytest
 
 from services.planner.core.multicast.baselines import Strategy, plan_by
+from services.planner.core.multicast.chains import links_of, predicted_s_of
 from services.planner.core.multicast.cluster import Cluster
 from services.planner.core.operations.history import plans_from
 from services.planner.core.operations.plan_events import (
     drain_parts,
-    links_of,
     own_plans,
     parts_of,
-    predicted_of,
     scale_plan,
     targets_of,
 )
@@ -128,8 +127,12 @@ def test_a_plan_is_whole_again_from_its_parts_in_any_order_and_not_without_one()
     plan = chain_of(450)
     parts = parts_of(plan)
     (again,) = plans_from(reversed(parts)).values()
-    assert (again.plan_id, targets_of(again), links_of(again)) == ("plan-p", targets_of(plan), links_of(plan))
-    assert predicted_of(again) == predicted_of(plan)
+    assert (again.plan_id, targets_of(again), links_of(again.chains)) == (
+        "plan-p",
+        targets_of(plan),
+        links_of(plan.chains),
+    )
+    assert predicted_s_of(again.chains) == predicted_s_of(plan.chains)
     assert (again.explain, again.members) == (plan.explain, plan.members)
     assert plans_from(parts[1:]) == {}
 
