@@ -8,7 +8,6 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -22,9 +21,10 @@ from shared.leading import Leader
 from shared.load_feed import subscribe_load
 from shared.messages.common import Role
 from shared.messages.load import Demand, LoadReport, QueueReport
-from shared.messages.registry import Floor, ModelRecord, RouteChanges, RouteTable, WorkerRecord
+from shared.messages.registry import Floor, ModelRecord, RouteChanges, RouteTable
 from shared.outage import Outage
 from shared.registry import RegistryReader
+from shared.registry_view import bounded, counted_as
 from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class MonitorService:
             del self._models[name]
             self._desired_gauge.remove(name)
             self._needed_gauge.remove(name)
-        observed = _observed(models, view.workers)
+        observed = Counter(counted_as(worker, models) for worker in view.workers)
         for name, record in models.items():
             known = self._models.get(name)
             if known is None or known.record.model_hash != record.model_hash:
@@ -178,10 +178,7 @@ class MonitorService:
                     group.sent = group.told = None
                     continue
                 verdict = self._verdict(model, role, group, now_s, connected_since_s)
-                low = model.record.min_instances if role == "colocated" else 0
-                if group.floor is not None:
-                    low = max(low, group.floor.instances)
-                desired = min(max(verdict.desired, low), model.record.max_instances)
+                desired = bounded(verdict.desired, model.record, group.floor, role)
                 if role == "colocated" and model.shown != (desired, verdict.needed):
                     model.shown = desired, verdict.needed
                     self._desired_gauge.labels(name).set(desired)
@@ -240,20 +237,3 @@ class MonitorService:
             group.told = direction
             what = "instances" if role == "colocated" else f"{role} instances"
             log.info("%s: %d %s wanted, %d there: %s", name, desired, what, group.observed, verdict.reason)
-
-
-def _observed(models: Mapping[str, ModelRecord], workers: Iterable[WorkerRecord]) -> Counter[tuple[str, Role]]:
-    """Instances by model and role that serve or are on their way, and stay. Those of other weights under the same name
-    are none."""
-    observed: Counter[tuple[str, Role]] = Counter()
-    for worker in workers:
-        instance = worker.instance
-        if worker.stopping:
-            continue
-        if instance is None:
-            observed[worker.lease_model, worker.lease_role] += 1
-        elif worker.state in ("loading", "live", "serving"):
-            model = models.get(instance.model)
-            if model is not None and model.model_hash == instance.model_hash:
-                observed[model.name, instance.role] += 1
-    return observed

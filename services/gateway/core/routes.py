@@ -17,14 +17,12 @@ from shared import subjects
 from shared.messages.common import InstanceState
 from shared.messages.registry import ModelRecord, Route, RouteTable
 from shared.messages.registry import RouteChanges as RegistryChanges
-from shared.registry_view import RegistryView
+from shared.registry_view import ROUTABLE, RegistryView, route_of
 
 TAKES_REQUESTS: frozenset[InstanceState] = frozenset({"serving"})
 """Not ``live``: what a live instance computes comes to it through the instance that it cooperates with."""
 MAX_RECENT = 1000
 """Changes that are remembered while a view of before them is read."""
-KNOWN_STATES: frozenset[InstanceState] = frozenset({"live", "serving", "draining"})
-"""States in which an instance may hold requests of ours."""
 
 
 def takes_new(route: Route) -> bool:
@@ -72,22 +70,11 @@ def routes_of(view: RegistryView) -> dict[str, dict[str, Route]]:
     routes: dict[str, dict[str, Route]] = {}
     for record in view.workers:
         instance = record.instance
-        if instance is None or instance.state not in KNOWN_STATES or not subjects.is_name(record.worker.worker_id):
+        if instance is None or not subjects.is_name(record.worker.worker_id):
             continue
-        model = view.models.get(instance.model)
-        if model is None or model.model_hash != instance.model_hash:
-            continue
-        routes.setdefault(instance.model, {})[instance.instance_id] = Route(
-            instance_id=instance.instance_id,
-            worker_id=record.worker.worker_id,
-            state=instance.state,
-            role=instance.role,
-            max_running_requests=instance.max_running_requests,
-            max_queued_tokens=instance.max_queued_tokens,
-            context_tokens=instance.context_tokens,
-            epoch=instance.epoch,
-            stopping=record.stopping,
-        )
+        route = route_of(record, view.models.get(instance.model))
+        if route is not None:
+            routes.setdefault(instance.model, {})[instance.instance_id] = route
     return routes
 
 
@@ -144,7 +131,7 @@ class RouteBook:
         for gone in event.gone:
             routes(gone.model).pop(gone.instance_id, None)
         for found in event.routes:
-            if found.route.state in KNOWN_STATES and subjects.is_name(found.route.worker_id):
+            if found.route.state in ROUTABLE and subjects.is_name(found.route.worker_id):
                 routes(found.model)[found.route.instance_id] = found.route
             else:
                 routes(found.model).pop(found.route.instance_id, None)
@@ -212,7 +199,7 @@ class RouteBook:
         if table.model is None:
             self._remove(table.name, changes)
         else:
-            known = (r for r in table.routes if r.state in KNOWN_STATES and subjects.is_name(r.worker_id))
+            known = (r for r in table.routes if r.state in ROUTABLE and subjects.is_name(r.worker_id))
             routes = {r.instance_id: r for r in known}
             self._set(table.name, ModelRoutes(table.model, routes), changes)
         return changes

@@ -19,7 +19,6 @@ import msgspec
 
 from services.pool.core.copies import complete_copies, unknown_hashes
 from services.pool.core.route_log import RouteLog
-from services.pool.core.routes import route_of
 from shared.messages.common import InstanceState, Role
 from shared.messages.registry import (
     Floor,
@@ -31,6 +30,7 @@ from shared.messages.registry import (
     WorkerHeartbeat,
     WorkerRecord,
 )
+from shared.registry_view import route_of
 
 MAX_GONE = 4096
 """Models and workers that went lately, for readers that ask for changes; who asks for older ones reads everything."""
@@ -243,12 +243,9 @@ class Registry:
 
     def _reroute(self, entry: _Worker) -> None:
         """Compare a worker's route with what was published."""
-        route, instance = route_of(entry.report), entry.report.instance
-        made = None
-        if route is not None and instance is not None:
-            model = self._models.get(instance.model)
-            if model is not None and model.record.model_hash == instance.model_hash:
-                made = ModelRoute(model=instance.model, route=route)
+        instance = entry.report.instance
+        route = route_of(entry.report, self.model(instance.model)) if instance is not None else None
+        made = ModelRoute(model=instance.model, route=route) if instance is not None and route is not None else None
         before, entry.route = entry.route, made
         if before == made:
             return

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from shared.messages.common import Role
 from shared.messages.registry import Floor, ModelRecord, WorkerRecord
-
-COUNTED = ("loading", "live", "serving")
-"""States that count towards the wanted number: what serves or is on its way to."""
+from shared.registry_view import bounded, counted_as
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +24,6 @@ class Decision:
     @property
     def nothing(self) -> bool:
         return not (self.load or self.revive or self.drain)
-
-
-def bounded(desired: int, model: ModelRecord, floor: Floor | None, role: Role = "colocated") -> int:
-    """The wanted number within the model's limits, and not below the role's manual floor.
-
-    ``max_instances`` bounds each role by itself; ``min_instances`` speaks of colocated instances only.
-    """
-    low = max(model.min_instances if role == "colocated" else 0, floor.instances if floor else 0)
-    return max(min(desired, model.max_instances), min(low, model.max_instances))
 
 
 def decide(
@@ -64,14 +53,9 @@ def decide(
         if w.instance is not None
         and (w.instance.model, w.instance.model_hash, w.instance.role) == (model.name, model.model_hash, role)
     ]
-    leased = sum(
-        1
-        for w in workers
-        if w.state == "spare" and not w.stopping and (w.lease_model, w.lease_role) == (model.name, role)
-    )
-    counted = [w for w in mine if w.state in COUNTED and not _leaves(w, leaving)]
-    current = len(counted) + leased
-    missing = wanted - current
+    registered = {model.name: model}
+    counted = [w for w in workers if counted_as(w, registered) == (model.name, role) and not _leaves(w, leaving)]
+    missing = wanted - len(counted)
     draining = [w for w in mine if (w.state == "draining" or _leaves(w, leaving)) and not w.stopping]
     revive = tuple(draining[:missing]) if missing > 0 else ()
     load = max(0, missing - len(revive))
@@ -79,7 +63,7 @@ def decide(
     if missing < 0:
         serving = [w for w in counted if w.state == "serving"]
         drain = tuple(sorted(serving, key=lambda w: _staying(w, in_pairs))[:-missing])
-    return Decision(wanted, current, load, revive, drain)
+    return Decision(wanted, len(counted), load, revive, drain)
 
 
 def _leaves(record: WorkerRecord, leaving: Collection[str]) -> bool:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.planner.core.operations.decision import bounded, decide
+from services.planner.core.operations.decision import decide
 from shared.messages.common import Role
 from shared.messages.registry import Floor
 from tests.records import model, worker_record
@@ -65,13 +65,6 @@ def test_instances_of_other_models_do_not_count() -> None:
     assert decide(M, [worker_record("w0", model("other"), "serving")], 1, None).load == 1
 
 
-def test_the_number_is_kept_within_the_models_limits_and_above_the_floor() -> None:
-    assert bounded(9, M, None) == 4
-    assert bounded(0, M, None) == 1
-    assert bounded(1, M, Floor(model="m", instances=3, until_s=1.0)) == 3
-    assert bounded(1, M, Floor(model="m", instances=9, until_s=1.0)) == 4
-
-
 def test_instances_of_other_weights_under_the_same_name_are_neither_counted_nor_revived() -> None:
     old = model("m", model_hash="old")
     workers = [worker_record("w0", old, "serving"), worker_record("w1", old, "draining")]
@@ -105,14 +98,6 @@ def test_only_instances_of_the_role_are_revived_and_drained(role: Role) -> None:
     workers += [worker_record("w3", M, "draining", role=role)]
     decision = decide(M, workers, 4, None, role=role)
     assert ([w.worker.worker_id for w in decision.revive], decision.load) == (["w3"], 1)
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_the_least_number_is_of_colocated_instances_and_the_most_of_each_role(role: Role) -> None:
-    assert bounded(0, M, None) == 1
-    assert bounded(0, M, None, role) == 0
-    assert bounded(9, M, None, role) == 4
-    assert bounded(0, M, Floor(model="m", instances=2, until_s=1.0, role=role), role) == 2
 
 
 def test_what_drains_on_a_worker_that_is_about_to_end_is_not_revived_and_nothing_there_counts() -> None:
