@@ -18,8 +18,8 @@ from services.worker.instance.load_reporter import LoadReporter
 from services.worker.instance.progress import ProgressReporter
 from services.worker.instance.registration import Registration, Standing
 from services.worker.instance.retirement import until_allowed
-from services.worker.kv_transfer.receiver import Arrivals
-from services.worker.kv_transfer.sender import Departures
+from services.worker.kv_transfer.receiver import KvReceiver
+from services.worker.kv_transfer.sender import KvSender
 from services.worker.live.pairing import Pairing
 from services.worker.node.facts import NodeFacts
 from services.worker.node.nic_meter import NicMeter
@@ -143,8 +143,10 @@ class WorkerService:
             self._report_state,
             silence_s=config.stall_s,
         )
-        self._arrivals = Arrivals(bus, transport, self.info, self._peers, self._serving, lambda: self._scaling.instance)
-        self._departures = factory.departures = Departures(
+        self._kv_receiver = KvReceiver(
+            bus, transport, self.info, self._peers, self._serving, lambda: self._scaling.instance
+        )
+        self._kv_sender = factory.prefill_listener = KvSender(
             bus,
             self.info,
             self._peers,
@@ -153,7 +155,7 @@ class WorkerService:
             silence_s=config.stall_s,
             metrics=metrics,
         )
-        self._serving.cooperations = (self._pairing, self._departures, self._arrivals)
+        self._serving.cooperations = (self._pairing, self._kv_sender, self._kv_receiver)
         self._scaling.on_loaded = self._pairing.loaded
         self._scaling.on_gone = self._instance_gone
         self._orders = Orders(
@@ -221,7 +223,7 @@ class WorkerService:
             await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, serving.on_gateway),
             self._orders,
             *await self._pairing.subscribe(),
-            *await self._arrivals.subscribe(),
+            *await self._kv_receiver.subscribe(),
         ]
         tasks = [
             asyncio.create_task(work)
@@ -249,7 +251,7 @@ class WorkerService:
         than that, and nothing of this process is used after it."""
         for task in tasks:
             task.cancel()
-        parts = (self._host_copies, self._pairing, self._departures, self._arrivals)
+        parts = (self._host_copies, self._pairing, self._kv_sender, self._kv_receiver)
         await asyncio.gather(
             closed("the tasks", asyncio.wait(tasks), LISTENING_S),
             closed("the subscriptions", asyncio.gather(*(s.close() for s in subscriptions)), LISTENING_S),
@@ -326,12 +328,12 @@ class WorkerService:
         await instance.idle()
 
     async def _instance_gone(self, instance: Instance, reason: str) -> None:
-        for part in (self._pairing, self._departures, self._arrivals):
+        for part in (self._pairing, self._kv_sender, self._kv_receiver):
             await part.instance_gone(instance, reason)
 
     def _expire(self) -> None:
         self._serving.expire()
-        self._arrivals.expire()
+        self._kv_receiver.expire()
 
     def _report_state(self) -> None:
         self._registration.changed()

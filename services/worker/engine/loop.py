@@ -82,7 +82,7 @@ class PartialWork(Protocol):
         """Any step has ended."""
 
 
-class Departures(Protocol):
+class PrefillListener(Protocol):
     """Requests that another instance is to decode (disaggregated serving). Called on the engine's thread."""
 
     def ran_layers(self, sequence: Sequence, num_layers: int) -> None:
@@ -119,7 +119,7 @@ class EngineLoop:
         self._estimator = SpeedEstimator()
         self._stepped_s = float("-inf")
         self.partial: PartialWork | None = None
-        self.departures: Departures | None = None
+        self.prefill_listener: PrefillListener | None = None
         self.witness: Witness | None = None
         self.between_layers: Callable[[], None] = lambda: None
         """Called between two layers of a step with prompt tokens. It must not step."""
@@ -171,10 +171,10 @@ class EngineLoop:
         if output is None and partial is not None:
             output = partial.step() if due else self._step_batch()
         for sequence, token in self.scheduler.reservations.take_prefilled():
-            if self.departures is None:
+            if self.prefill_listener is None:
                 self.scheduler.reservations.decode_here(sequence)
             else:
-                self.departures.computed(sequence, token)
+                self.prefill_listener.computed(sequence, token)
         # Asked again: a pair may have begun between two layers.
         if output is not None and self.partial is not None:
             self.partial.stepped(output)
@@ -247,14 +247,14 @@ class EngineLoop:
         return sampled
 
     def _run_prompts(self, activation: Activation, pieces: Slices[ScheduledSlice]) -> None:
-        engine, departures = self._engine, self.departures
+        engine, prefill_listener = self._engine, self.prefill_listener
         leaving = [p for p in pieces if p.sequence.decode_at is not None]
         for layer in range(engine.num_layers):
             engine.run_layers(activation, layer, layer + 1)
             if self.partial is not None:
                 self.partial.ran_layer()
-            if leaving and departures is not None:
-                _tell(departures, leaving, layer + 1)
+            if leaving and prefill_listener is not None:
+                _tell(prefill_listener, leaving, layer + 1)
             self.between_layers()
 
 
@@ -262,10 +262,10 @@ def _is_prefill(piece: ScheduledSlice) -> bool:
     return piece.num_tokens > 1 or not piece.sample
 
 
-def _tell(departures: Departures, pieces: list[ScheduledSlice], num_layers: int) -> None:
+def _tell(prefill_listener: PrefillListener, pieces: list[ScheduledSlice], num_layers: int) -> None:
     for piece in pieces:
         if piece.sample:
-            departures.ran_layers(piece.sequence, num_layers)
+            prefill_listener.ran_layers(piece.sequence, num_layers)
         elif num_layers == 1:
             # Before the last part of a prefix no layer has its KV whole: this is only to say that it has begun.
-            departures.ran_layers(piece.sequence, 0)
+            prefill_listener.ran_layers(piece.sequence, 0)

@@ -12,7 +12,7 @@ from typing import TypeVar
 from services.worker.config import WorkerConfig
 from services.worker.engine.base import Engine
 from services.worker.engine.kv_pool import KvPool
-from services.worker.engine.loop import Departures, EngineLoop, StepOutput, Witness
+from services.worker.engine.loop import EngineLoop, PrefillListener, StepOutput, Witness
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.lifecycle import Lifecycle
@@ -65,7 +65,7 @@ class Instance:
         on_failure: Callable[[BlitzError], None],
         *,
         role: Role = "colocated",
-        departures: Departures | None = None,
+        prefill_listener: PrefillListener | None = None,
         witness: Witness | None = None,
     ) -> None:
         self.record = record
@@ -80,7 +80,7 @@ class Instance:
         self._lifecycle = Lifecycle()
         self._lifecycle.move_to("loading")
         loop = EngineLoop(engine, scheduler, time.monotonic)
-        loop.departures = departures
+        loop.prefill_listener = prefill_listener
         loop.witness = witness
         self._thread = EngineThread(loop, on_output, on_failure)
         # While the weights come. Nobody waits for it but whoever gives the memory back.
@@ -232,7 +232,7 @@ class InstanceFactory:
         on_output: OnOutput,
         on_failure: Callable[[BlitzError], None],
     ) -> None:
-        self.departures: Departures | None = None
+        self.prefill_listener: PrefillListener | None = None
         self.witness: Witness | None = None
         """Both of the instances that are created from now on."""
         self._config = config
@@ -289,7 +289,7 @@ class InstanceFactory:
             self._on_output,
             self._on_failure,
             role=plan.role,
-            departures=self.departures,
+            prefill_listener=self.prefill_listener,
             witness=self.witness,
         )
 

@@ -1,4 +1,4 @@
-"""The prefill side's line to the worker that is to decode a request: asked until it answers, or is given up."""
+"""The prefill side's client to the worker that is to decode a request: asked until it answers, or is given up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import AsyncIterator
 
-from services.worker.kv_transfer.transfer import NotTaken, Shipment
+from services.worker.kv_transfer.transfer import KvTransfer, NotTaken
 from services.worker.scheduling.schedule import SampledToken
 from shared import subjects
 from shared.bus.base import Bus
@@ -42,23 +42,23 @@ class Unknown(Exception):
     """The decode instance may, or may not, have the request: it cannot be asked."""
 
 
-class Line:
+class DecodeClient:
     """One request's. Event loop only. All but ``release`` raise ``Over`` and ``NotTaken``."""
 
-    def __init__(self, bus: Bus, me: WorkerInfo, shipment: Shipment, *, silence_s: float) -> None:
+    def __init__(self, bus: Bus, me: WorkerInfo, transfer: KvTransfer, *, silence_s: float) -> None:
         """``silence_s``: a worker that answers nothing, or takes no KV, for so long is gone."""
         self._bus = bus
         self._me = me
-        self._shipment = shipment
-        self._worker_id = shipment.place.worker_id
-        self._key = (shipment.request.request_id, shipment.request.attempt)
+        self._transfer = transfer
+        self._worker_id = transfer.place.worker_id
+        self._key = (transfer.request.request_id, transfer.request.attempt)
         self._silence_s = silence_s
 
     async def reserve(self) -> DecodeReserved:
         """Ask until there is room."""
-        shipment = self._shipment
+        transfer = self._transfer
         message = ReserveDecode(
-            request=shipment.request,
+            request=transfer.request,
             worker_id=self._me.worker_id,
             host=self._me.host,
             transport_address=self._me.transport_address,
@@ -68,17 +68,17 @@ class Line:
         while True:
             asking = self._bus.request(self._subject("reserve"), message, DecodeReserved, timeout_s=ASK_TIMEOUT_S)
             try:
-                return await shipment.unless_over(asking)
+                return await transfer.unless_over(asking)
             except Overloaded as error:
                 asked_since_s = time.monotonic()  # it lives
-                if shipment.token is not None and asked_since_s - shipment.computed_at_s > ROOM_PATIENCE_S:
+                if transfer.token is not None and asked_since_s - transfer.computed_at_s > ROOM_PATIENCE_S:
                     raise NotTaken(str(error)) from error
             except (Unavailable, DeadlineExceeded) as error:
                 self._judge(error, asked_since_s)
             except BlitzError as error:
                 raise NotTaken(str(error)) from error
             # The message is as long as the prompt, and others may wait as well.
-            await shipment.pause(pause_s * random.uniform(0.5, 1.0))
+            await transfer.pause(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(MAX_RETRY_S, 1.5 * pause_s)
 
     @contextlib.asynccontextmanager
@@ -99,7 +99,7 @@ class Line:
             except (Unavailable, DeadlineExceeded) as error:
                 log.debug("room at %s was not renewed: %s", self._worker_id, error)
             except BlitzError as error:
-                self._shipment.lose(str(error))
+                self._transfer.lose(str(error))
                 return
 
     async def until_here(self, ticket: int, num_layers: int) -> int:
@@ -107,10 +107,10 @@ class Line:
         here, moved_at_s = -1, time.monotonic()
         while True:
             try:
-                room = await self._shipment.unless_over(self._ask_room(ticket, num_layers))
+                room = await self._transfer.unless_over(self._ask_room(ticket, num_layers))
             except (Unavailable, DeadlineExceeded) as error:
                 self._judge(error, moved_at_s)
-                await self._shipment.pause(RETRY_S)
+                await self._transfer.pause(RETRY_S)
                 continue
             except BlitzError as error:
                 raise NotTaken(str(error)) from error
@@ -127,7 +127,7 @@ class Line:
 
     async def begin(self, token: SampledToken) -> None:
         """The decode instance, which has all KV, takes the request over. Raises ``Unknown`` if it may have done so."""
-        self._shipment.check()  # nothing is asked for that is not wanted
+        self._transfer.check()  # nothing is asked for that is not wanted
         message = BeginDecode(
             request_id=self._key[0], attempt=self._key[1], token_id=token.token_id, logprobs=token.logprobs
         )
@@ -135,7 +135,7 @@ class Line:
         while True:
             asking = self._bus.request(self._subject("begin"), message, Ack, timeout_s=ASK_TIMEOUT_S)
             try:
-                await self._shipment.unless_over(asking)
+                await self._transfer.unless_over(asking)
                 return
             except (Unavailable, DeadlineExceeded) as error:
                 was_heard = was_heard or not isinstance(error, NoResponder)
@@ -147,7 +147,7 @@ class Line:
                     raise
             except BlitzError as error:
                 raise NotTaken(str(error)) from error
-            await self._shipment.pause(RETRY_S)
+            await self._transfer.pause(RETRY_S)
 
     async def release(self) -> None:
         """The request will not come, or has ended after all."""

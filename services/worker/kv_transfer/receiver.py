@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from services.worker.engine.base import Sampled
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
-from services.worker.kv_transfer.reservation import Arrival
+from services.worker.kv_transfer.reservation import DecodeReservation
 from services.worker.kv_transfer.staging import Staging
 from services.worker.requests.inbox import Serving
 from services.worker.scheduling.gateways import Gone
@@ -48,7 +48,7 @@ Key = tuple[str, int]
 """(request id, attempt)."""
 
 
-class Arrivals:
+class KvReceiver:
     """Event loop only. What is said about one request is done in the order in which it was said."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Arrivals:
         self._peers = peers
         self._serving = serving
         self._instance = instance
-        self._arrivals: dict[Key, Arrival] = {}
+        self._reservations: dict[Key, DecodeReservation] = {}
         self._begun: OrderedDict[Key, None] = OrderedDict()
         """Those that are, or were, decoded here: the answer may have been lost."""
         self._tickets = itertools.count()
@@ -92,17 +92,17 @@ class Arrivals:
         room now), ``BadRequest`` (there will never be)."""
         request = message.request
         async with self._lock(request.request_id):
-            arrival = self._arrivals.get((request.request_id, request.attempt))
-            if arrival is None:
-                arrival = await self._reserve(message)
+            reservation = self._reservations.get((request.request_id, request.attempt))
+            if reservation is None:
+                reservation = await self._reserve(message)
         return DecodeReserved(
-            ticket=arrival.ticket,
+            ticket=reservation.ticket,
             host=self._me.host,
             transport_address=self._me.transport_address,
-            window_layers=arrival.window_layers,
+            window_layers=reservation.window_layers,
         )
 
-    async def _reserve(self, message: ReserveDecode) -> Arrival:
+    async def _reserve(self, message: ReserveDecode) -> DecodeReservation:
         request, instance = message.request, self._instance()
         key = (request.request_id, request.attempt)
         if instance is None or not self._serving.admitting:
@@ -131,33 +131,33 @@ class Arrivals:
                 window.close()
         if not reserved:
             raise Overloaded(f"no room for {sequence.num_tokens} tokens of KV now")
-        arrival = Arrival(message, sequence, instance, next(self._tickets), window)
+        reservation = DecodeReservation(message, sequence, instance, next(self._tickets), window)
         self._serving.host((request,))
         try:
-            await arrival.connect(self._transport, self._peers)
+            await reservation.connect(self._transport, self._peers)
             if self._instance() is not instance or instance.state not in ("serving", "draining"):
                 raise Conflict(f"instance {request.instance_id} goes")
         except BlitzError as error:
-            await self._drop(arrival)
+            await self._drop(reservation)
             raise Conflict(f"the KV cannot come: {error}") from error
-        self._arrivals[key] = arrival
-        arrival.receive(failed=lambda: self._spawn(self._failed(key, arrival)))
-        return arrival
+        self._reservations[key] = reservation
+        reservation.receive(failed=lambda: self._spawn(self._failed(key, reservation)))
+        return reservation
 
     async def _give_up_older(self, request: Submit, instance: Instance) -> None:
         """Earlier attempts at a request, whose prefill instance may be dead. Raises ``Conflict`` for a newer one."""
         self._serving.supersede(request, instance)
-        for key in [k for k in self._arrivals if k[0] == request.request_id]:
-            await self._drop(self._arrivals.pop(key))
+        for key in [k for k in self._reservations if k[0] == request.request_id]:
+            await self._drop(self._reservations.pop(key))
 
     async def on_renew(self, message: RenewDecode) -> DecodeRoom:
         """Keep room for longer; wait a moment for so many layers. Raises ``Conflict`` if no room is kept."""
-        arrival = self._arrivals.get((message.request_id, message.attempt))
-        if arrival is None or arrival.ticket != message.ticket:
+        reservation = self._reservations.get((message.request_id, message.attempt))
+        if reservation is None or reservation.ticket != message.ticket:
             raise Conflict(f"no room is kept for attempt {message.attempt} of request {message.request_id}")
-        arrival.renewed_at_s = time.monotonic()
-        await arrival.until_here(message.wait_layers, MAX_WAIT_S)
-        return DecodeRoom(layers_here=arrival.layers_here)
+        reservation.renewed_at_s = time.monotonic()
+        await reservation.until_here(message.wait_layers, MAX_WAIT_S)
+        return DecodeRoom(layers_here=reservation.layers_here)
 
     # --- decoding ----------------------------------------------------------------------------
 
@@ -166,20 +166,20 @@ class Arrivals:
         ``BadRequest`` for a token that the model lacks."""
         key = (message.request_id, message.attempt)
         async with self._lock(message.request_id):
-            arrival = self._arrivals.get(key)
-            if arrival is not None:
-                if not arrival.is_whole:
-                    raise Conflict(f"only {arrival.layers_here} of {arrival.num_layers} layers of KV are here")
-                arrival.instance.check_token(message.token_id)
-                await self._begin(arrival, message)
+            reservation = self._reservations.get(key)
+            if reservation is not None:
+                if not reservation.is_whole:
+                    raise Conflict(f"only {reservation.layers_here} of {reservation.num_layers} layers of KV are here")
+                reservation.instance.check_token(message.token_id)
+                await self._begin(reservation, message)
             elif key not in self._begun:
                 raise Conflict(f"no room is kept for attempt {message.attempt} of request {message.request_id}")
         return Ack()
 
-    async def _begin(self, arrival: Arrival, message: BeginDecode) -> None:
-        sequence = arrival.sequence
+    async def _begin(self, reservation: DecodeReservation, message: BeginDecode) -> None:
+        sequence = reservation.sequence
         token = Sampled(message.token_id, message.logprobs)
-        self._serving.spans.open(arrival.message.request, "worker.decode")
+        self._serving.spans.open(reservation.message.request, "worker.decode")
 
         def adopt(loop: EngineLoop) -> None:
             output = loop.scheduler.reservations.adopt(sequence, token, time.monotonic(), computed_here=False)
@@ -191,15 +191,15 @@ class Arrivals:
                 self._serving.announce([sequence])
 
         try:
-            await asyncio.wrap_future(arrival.instance.engine.call(adopt, between_layers=True))
+            await asyncio.wrap_future(reservation.instance.engine.call(adopt, between_layers=True))
         except BlitzError as error:
             self._serving.spans.refused(sequence.key, error)
             raise
         self._begun[sequence.key] = None
         if len(self._begun) > MAX_BEGUN:
             self._begun.popitem(last=False)
-        self._arrivals.pop(sequence.key, None)
-        arrival.unpin()
+        self._reservations.pop(sequence.key, None)
+        reservation.unpin()
 
     # --- the end -----------------------------------------------------------------------------
 
@@ -207,8 +207,8 @@ class Arrivals:
         """The request ends, or is decoded elsewhere. Its room is free when this is answered."""
         key = (message.request_id, message.attempt)
         async with self._lock(message.request_id):
-            if (arrival := self._arrivals.pop(key, None)) is not None:
-                await self._drop(arrival)
+            if (reservation := self._reservations.pop(key, None)) is not None:
+                await self._drop(reservation)
             elif key in self._begun:
                 # The other side has not heard that it is decoded here.
                 self._serving.on_cancel(Cancel(request_id=message.request_id, attempt=message.attempt))
@@ -223,7 +223,7 @@ class Arrivals:
 
     def cancel_gateway(self, gone: Gone) -> None:
         """Nor for any of those gateways'."""
-        theirs = ((key, arrival.sequence) for key, arrival in self._arrivals.items())
+        theirs = ((key, reservation.sequence) for key, reservation in self._reservations.items())
         self._let_go(key for key, s in theirs if gone.had(s.gateway_id, s.gateway_incarnation))
 
     def expire(self) -> None:
@@ -233,33 +233,33 @@ class Arrivals:
             return
         now_s = time.monotonic()
 
-        def has_lapsed(arrival: Arrival) -> bool:
-            return now_s - max(arrival.renewed_at_s, connected_since_s) > arrival.message.lease_s
+        def has_lapsed(reservation: DecodeReservation) -> bool:
+            return now_s - max(reservation.renewed_at_s, connected_since_s) > reservation.message.lease_s
 
-        late = [key for key, arrival in self._arrivals.items() if has_lapsed(arrival)]
+        late = [key for key, reservation in self._reservations.items() if has_lapsed(reservation)]
         if late:
             log.warning("nothing was heard of %d requests that were to be decoded here: their room is freed", len(late))
         self._let_go(late)
 
     def _let_go(self, keys: Iterable[Key]) -> None:
         for key in list(keys):
-            if (arrival := self._arrivals.get(key)) is not None:
-                self._spawn(self._failed(key, arrival))
+            if (reservation := self._reservations.get(key)) is not None:
+                self._spawn(self._failed(key, reservation))
 
-    async def _failed(self, key: Key, arrival: Arrival) -> None:
+    async def _failed(self, key: Key, reservation: DecodeReservation) -> None:
         async with self._lock(key[0]):
-            if self._arrivals.get(key) is arrival:
-                del self._arrivals[key]
-                await self._drop(arrival)
+            if self._reservations.get(key) is reservation:
+                del self._reservations[key]
+                await self._drop(reservation)
 
-    async def _drop(self, arrival: Arrival) -> None:
+    async def _drop(self, reservation: DecodeReservation) -> None:
         """Free the room of one that is in ``_arrivals`` no more."""
-        await arrival.stop()  # nothing is written into its blocks any more
-        self._serving.unhost([arrival.sequence])
-        call = arrival.instance.engine.call(
-            lambda loop: loop.scheduler.reservations.release([arrival.sequence]), between_layers=True
+        await reservation.stop()  # nothing is written into its blocks any more
+        self._serving.unhost([reservation.sequence])
+        call = reservation.instance.engine.call(
+            lambda loop: loop.scheduler.reservations.release([reservation.sequence]), between_layers=True
         )
-        arrival.unpin()
+        reservation.unpin()
         freed = asyncio.wrap_future(call)
         await asyncio.wait({freed}, timeout=ENGINE_WAIT_S)
         if freed.done() and (error := freed.exception()) is not None:
@@ -267,12 +267,14 @@ class Arrivals:
 
     async def instance_gone(self, instance: Instance, _reason: str) -> None:
         """The instance's engine is about to stop, and its memory to be another model's."""
-        gone = [(key, arrival) for key, arrival in self._arrivals.items() if arrival.instance is instance]
-        await asyncio.gather(*(self._failed(key, arrival) for key, arrival in gone))
+        gone = [
+            (key, reservation) for key, reservation in self._reservations.items() if reservation.instance is instance
+        ]
+        await asyncio.gather(*(self._failed(key, reservation) for key, reservation in gone))
 
     async def close(self) -> None:
         """Drop all room."""
-        await asyncio.gather(*(self._failed(key, arrival) for key, arrival in list(self._arrivals.items())))
+        await asyncio.gather(*(self._failed(key, reservation) for key, reservation in list(self._reservations.items())))
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _lock(self, request_id: str) -> asyncio.Lock:

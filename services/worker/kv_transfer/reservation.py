@@ -24,7 +24,7 @@ from shared.transport.base import Buffer, Channel, TensorTransport, Transfer
 log = logging.getLogger(__name__)
 
 
-class Arrival:
+class DecodeReservation:
     """Event loop only. Its sequence has its seat and blocks; the instance is pinned until ``unpin``."""
 
     def __init__(

@@ -30,7 +30,7 @@ class NotTaken(Exception):
     """The decode instance will not have this request."""
 
 
-class Shipment:
+class KvTransfer:
     """Event loop only."""
 
     def __init__(self, sequence: Sequence, num_tokens: int, place: DecodePlace, instance: Instance) -> None:

@@ -33,7 +33,7 @@ def part(name: str, method: str = "close") -> Callable[[WorkerService], None]:
     return lambda service: setattr(getattr(service, name), method, _hangs)
 
 
-PARTS = [part(f"_{name}") for name in ("host_copies", "pairing", "departures", "arrivals", "scaling")]
+PARTS = [part(f"_{name}") for name in ("host_copies", "pairing", "kv_sender", "kv_receiver", "scaling")]
 PARTS.append(part("_registration", "leave"))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from services.worker.engine.mock.engine import MockEngine
-from services.worker.kv_transfer.reservation import Arrival
+from services.worker.kv_transfer.reservation import DecodeReservation
 from shared.messages.generation import Submit
 from shared.transport.base import Buffer
 from tests.services.fake_gateway import expected_tokens
@@ -17,8 +17,8 @@ from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker
 
 
-def arrivals_of(alone: LoneWorker) -> dict[tuple[str, int], Arrival]:
-    return alone.worker.service._arrivals._arrivals
+def reservations_of(alone: LoneWorker) -> dict[tuple[str, int], DecodeReservation]:
+    return alone.worker.service._kv_receiver._reservations
 
 
 async def used_blocks(alone: LoneWorker) -> int:
@@ -69,12 +69,12 @@ class Gate:
         self._open.set()
 
 
-def expire(alone: LoneWorker, arrival: Arrival, monkeypatch: pytest.MonkeyPatch) -> asyncio.Task[object]:
+def expire(alone: LoneWorker, reservation: DecodeReservation, monkeypatch: pytest.MonkeyPatch) -> asyncio.Task[object]:
     """Its lease lapses; the task that drops it."""
-    keeper, renewed_at_s = alone.worker.service._arrivals, arrival.renewed_at_s
+    keeper, renewed_at_s = alone.worker.service._kv_receiver, reservation.renewed_at_s
     before = set(keeper._tasks)
     with monkeypatch.context() as patch:
-        patch.setattr(arrival, "renewed_at_s", float("-inf"))
+        patch.setattr(reservation, "renewed_at_s", float("-inf"))
         patch.setattr(alone.worker.bus, "_connected_since_s", renewed_at_s - 3600.0)
         keeper.expire()
     (task,) = keeper._tasks - before

@@ -1,4 +1,4 @@
-"""The line to a decode worker: what is asked again, and when it is given up."""
+"""The client to a decode worker: what is asked again, and when it is given up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from services.worker.engine.base import Sampled
 from services.worker.kv_transfer import decode_client as module
-from services.worker.kv_transfer.decode_client import Line, Unknown
-from services.worker.kv_transfer.transfer import NotTaken, Over, Shipment
+from services.worker.kv_transfer.decode_client import DecodeClient, Unknown
+from services.worker.kv_transfer.transfer import KvTransfer, NotTaken, Over
 from services.worker.scheduling.sequence import Sequence
 from shared import subjects
 from shared.errors import (
@@ -60,7 +60,7 @@ class _Me:
 
 
 class Rig:
-    """A line and a decode worker that answers what ``answers`` holds: an error, a message, or nothing at all (None).
+    """A client and a decode worker that answers what ``answers`` holds: an error, a message, or nothing at all (None).
 
     The last answer is repeated.
     """
@@ -72,8 +72,8 @@ class Rig:
         place = DecodePlace(worker_id="w1", instance_id="i1")
         params = SamplingParams(max_tokens=9, seed=1)
         sequence = Sequence(request_id="r", attempt=3, gateway_id="g", prompt=(1, 2), params=params, decode_at=place)
-        self.shipment = Shipment(sequence, 2, place, cast(Any, _Instance()))
-        self.line = Line(self.mine, cast(Any, _Me()), self.shipment, silence_s=SILENCE_S)
+        self.transfer = KvTransfer(sequence, 2, place, cast(Any, _Instance()))
+        self.client = DecodeClient(self.mine, cast(Any, _Me()), self.transfer, silence_s=SILENCE_S)
         self.answers: list[Any] = []
         self.asked: list[Any] = []
 
@@ -85,8 +85,8 @@ class Rig:
     async def ask(self, what: str) -> Any:
         """Any of the questions that are asked until they are answered."""
         if what == "renew":
-            return await self.line.until_here(5, 4)
-        return await (self.line.reserve() if what == "reserve" else self.line.begin(TOKEN))
+            return await self.client.until_here(5, 4)
+        return await (self.client.reserve() if what == "reserve" else self.client.begin(TOKEN))
 
     async def _answer(self, message: Any) -> Any:
         self.asked.append(message)
@@ -128,12 +128,12 @@ async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
 
 async def test_the_messages_say_all_there_is_to_say(rig: Rig) -> None:
     rig.answers = [RESERVED, DecodeRoom(layers_here=3), Ack(), Ack()]
-    assert await rig.line.reserve() == RESERVED
-    assert await rig.line.until_here(5, 2) == 3
-    await rig.line.begin(TOKEN)
-    await rig.line.release()
+    assert await rig.client.reserve() == RESERVED
+    assert await rig.client.until_here(5, 2) == 3
+    await rig.client.begin(TOKEN)
+    await rig.client.release()
     reserve, renew, begin, release = rig.asked
-    assert reserve.request == rig.shipment.request
+    assert reserve.request == rig.transfer.request
     assert (reserve.worker_id, reserve.host, reserve.transport_address) == ("w0", "host-of-w0", b"here")
     assert reserve.lease_s > 2 * module.RENEW_S
     assert renew == RenewDecode(request_id="r", attempt=3, ticket=5, wait_layers=2)
@@ -143,10 +143,10 @@ async def test_the_messages_say_all_there_is_to_say(rig: Rig) -> None:
 
 async def test_room_is_waited_for_as_long_as_the_prompt_takes(rig: Rig) -> None:
     rig.answers = [Overloaded("full")]
-    waits = asyncio.create_task(rig.line.reserve())
+    waits = asyncio.create_task(rig.client.reserve())
     await asyncio.sleep(0.15)
     assert not waits.done(), "there is nothing to be lost by it"
-    rig.shipment.computed([1], 2, TOKEN)
+    rig.transfer.computed([1], 2, TOKEN)
     with pytest.raises(NotTaken, match="full"):
         await waits
 
@@ -158,9 +158,9 @@ async def test_questions_about_room_come_less_and_less_often(rig: Rig, monkeypat
     async def pause(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(rig.shipment, "pause", pause)
+    monkeypatch.setattr(rig.transfer, "pause", pause)
     rig.answers = [Overloaded("full")] * 30 + [RESERVED]
-    await rig.line.reserve()
+    await rig.client.reserve()
     assert len(pauses) == 30
     assert module.RETRY_S / 2 <= pauses[0] <= module.RETRY_S
     assert all(module.MAX_RETRY_S / 2 <= p <= module.MAX_RETRY_S for p in pauses[15:])
@@ -168,9 +168,9 @@ async def test_questions_about_room_come_less_and_less_often(rig: Rig, monkeypat
 
 
 async def test_room_that_comes_in_time_is_taken(rig: Rig) -> None:
-    rig.shipment.computed([1], 2, TOKEN)
+    rig.transfer.computed([1], 2, TOKEN)
     rig.answers = [Overloaded("full"), Unavailable("starting"), None, RESERVED]
-    assert await rig.line.reserve() == RESERVED
+    assert await rig.client.reserve() == RESERVED
 
 
 @EVERY_QUESTION
@@ -213,14 +213,14 @@ async def test_who_has_heard_a_begin_and_is_gone_then_may_have_the_request(rig: 
 
     await rig.answers_itself("begin", BeginDecode, leave)
     with pytest.raises(Unknown, match="nobody answers"):
-        await rig.line.begin(TOKEN)
+        await rig.client.begin(TOKEN)
 
 
 async def test_a_decode_worker_that_reconnects_is_not_gone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GONE_S", 60.0)
     rig.answers = [RESERVED]
     rig.theirs.go_down()
-    waits = asyncio.create_task(rig.line.reserve())
+    waits = asyncio.create_task(rig.client.reserve())
     await asyncio.sleep(0.05)
     rig.theirs.go_up()
     assert await waits == RESERVED
@@ -244,7 +244,7 @@ async def test_what_is_over_is_not_asked_for_any_more(rig: Rig, what: str, monke
     waits = asyncio.create_task(rig.ask(what))
     await eventually(lambda: rig.asked)
     await asyncio.sleep(0.01)
-    rig.shipment.unwanted()
+    rig.transfer.unwanted()
     with pytest.raises(Over):
         await waits
     assert len(rig.asked) == 1
@@ -252,12 +252,12 @@ async def test_what_is_over_is_not_asked_for_any_more(rig: Rig, what: str, monke
 
 async def test_an_end_while_begin_is_answered_is_not_a_success(rig: Rig) -> None:
     async def answer(_: BeginDecode) -> Ack:
-        rig.shipment.sequence.finished = True
+        rig.transfer.sequence.finished = True
         return Ack()
 
     await rig.answers_itself("begin", BeginDecode, answer)
     with pytest.raises(Over):
-        await rig.line.begin(TOKEN)
+        await rig.client.begin(TOKEN)
 
 
 # --- how much has arrived ------------------------------------------------------------------------
@@ -265,14 +265,14 @@ async def test_an_end_while_begin_is_answered_is_not_a_success(rig: Rig) -> None
 
 async def test_layers_are_asked_for_until_they_are_there(rig: Rig) -> None:
     rig.answers = [DecodeRoom(layers_here=here) for here in (0, 0, 1, 3, 7)]
-    assert await rig.line.until_here(5, 3) == 3
+    assert await rig.client.until_here(5, 3) == 3
     assert len(rig.asked) == 4
 
 
 async def test_layers_that_do_not_come_are_given_up(rig: Rig) -> None:
     rig.answers = [DecodeRoom(layers_here=2)]
     with pytest.raises(NotTaken, match=r"2 layers in 0\.2 s"):
-        await rig.line.until_here(5, 3)
+        await rig.client.until_here(5, 3)
 
 
 async def test_layers_that_come_slowly_are_waited_for(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +287,7 @@ async def test_layers_that_come_slowly_are_waited_for(rig: Rig, monkeypatch: pyt
 
     monkeypatch.setattr(module, "ASK_TIMEOUT_S", 10.0)
     await rig.answers_itself("renew", RenewDecode, answer)
-    assert await rig.line.until_here(5, 8) == 8
+    assert await rig.client.until_here(5, 8) == 8
     assert time.monotonic() - started_s > SILENCE_S
 
 
@@ -296,20 +296,20 @@ async def test_layers_that_come_slowly_are_waited_for(rig: Rig, monkeypatch: pyt
 
 async def test_room_is_renewed_meanwhile_and_not_after(rig: Rig) -> None:
     rig.answers = [DecodeRoom(layers_here=0), None, Unavailable("away"), DecodeRoom(layers_here=0)]
-    async with rig.line.kept(RESERVED):
+    async with rig.client.kept(RESERVED):
         await eventually(lambda: len(rig.asked) > 4)
     told = len(rig.asked)
     await asyncio.sleep(10 * module.RENEW_S)
     assert len(rig.asked) == told
     assert set(rig.asked) == {RenewDecode(request_id="r", attempt=3, ticket=5)}
-    rig.shipment.check()
+    rig.transfer.check()
 
 
 async def test_room_that_is_lost_is_told(rig: Rig) -> None:
     rig.answers = [DecodeRoom(layers_here=0), Conflict("lapsed")]
-    async with rig.line.kept(RESERVED):
+    async with rig.client.kept(RESERVED):
         with pytest.raises(NotTaken, match="lapsed"):
-            await rig.shipment.pause(60.0)
+            await rig.transfer.pause(60.0)
         told = len(rig.asked)
         await asyncio.sleep(10 * module.RENEW_S)
         assert len(rig.asked) == told == 2
@@ -318,6 +318,6 @@ async def test_room_that_is_lost_is_told(rig: Rig) -> None:
 async def test_a_release_that_nobody_hears_is_no_error(rig: Rig) -> None:
     for answer in (None, Conflict("what?")):
         rig.answers = [answer]
-        await rig.line.release()
+        await rig.client.release()
     rig.theirs.go_down()
-    await rig.line.release()
+    await rig.client.release()

@@ -16,10 +16,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.worker.engine.mock.engine import MockEngine, MockTiming
-from services.worker.kv_transfer import decode_client as line
+from services.worker.kv_transfer import decode_client, staging
 from services.worker.kv_transfer import receiver as arrivals
-from services.worker.kv_transfer import staging
-from services.worker.kv_transfer.reservation import Arrival
+from services.worker.kv_transfer.reservation import DecodeReservation
 from services.worker.kv_transfer.tags import kv_tag
 from shared import subjects
 from shared.bus.wire import Headers
@@ -43,11 +42,11 @@ SLOW = MockTiming(layer_base_s=0.01)
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "ASK_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(line, "GONE_S", 0.1)
-    monkeypatch.setattr(line, "ROOM_PATIENCE_S", 0.1)
-    monkeypatch.setattr(line, "LEASE_S", 0.5)
-    monkeypatch.setattr(line, "RENEW_S", 0.1)
+    monkeypatch.setattr(decode_client, "ASK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(decode_client, "GONE_S", 0.1)
+    monkeypatch.setattr(decode_client, "ROOM_PATIENCE_S", 0.1)
+    monkeypatch.setattr(decode_client, "LEASE_S", 0.5)
+    monkeypatch.setattr(decode_client, "RENEW_S", 0.1)
     monkeypatch.setattr(arrivals, "MAX_WAIT_S", 0.05)
 
 
@@ -62,9 +61,9 @@ async def pair(redis_url: str) -> AsyncIterator[Disaggregated]:
 @pytest.fixture
 async def patient_pair(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Disaggregated]:
     """Asks again for seconds: nobody is given up because the machine is slow, or chance unkind."""
-    monkeypatch.setattr(line, "LEASE_S", 10.0)
-    monkeypatch.setattr(line, "RENEW_S", 3.0)
-    monkeypatch.setattr(line, "ROOM_PATIENCE_S", 10.0)
+    monkeypatch.setattr(decode_client, "LEASE_S", 10.0)
+    monkeypatch.setattr(decode_client, "RENEW_S", 3.0)
+    monkeypatch.setattr(decode_client, "ROOM_PATIENCE_S", 10.0)
     async with disaggregated(redis_url, stall_s=5.0) as pair:
         yield pair
         await pair.clean()
@@ -258,13 +257,13 @@ def keys(worker: RunningWorker) -> set[tuple[str, int]]:
 async def test_the_decode_worker_begins_and_is_not_heard_of_again_for_a_while(redis_url: str, then: str) -> None:
     async with disaggregated(redis_url, stall_s=0.3, mock=SLOW) as pair:
         here, there = pair.prefill, pair.decode
-        begin = there.service._arrivals._begin
+        begin = there.service._kv_receiver._begin
 
-        async def begin_and_go(arrival: Arrival, message: BeginDecode) -> None:
-            await begin(arrival, message)
+        async def begin_and_go(reservation: DecodeReservation, message: BeginDecode) -> None:
+            await begin(reservation, message)
             there.bus.go_down()
 
-        there.service._arrivals._begin = begin_and_go  # type: ignore[method-assign]
+        there.service._kv_receiver._begin = begin_and_go  # type: ignore[method-assign]
         await pair.submit("r", max_tokens=3000)
         end = await pair.gateway.end_of("r")
         assert end.error is not None
@@ -274,7 +273,7 @@ async def test_the_decode_worker_begins_and_is_not_heard_of_again_for_a_while(re
         assert pair.outcomes() == {"unknown": 1}
         assert keys(here) == set(), "both would decode it"
         assert keys(there) == {("r", 1)}
-        there.service._arrivals._begin = begin  # type: ignore[method-assign]
+        there.service._kv_receiver._begin = begin  # type: ignore[method-assign]
         there.bus.go_up()
         if then == "cancel":
             await pair.gateway.cancel("w1", "r")
@@ -293,7 +292,7 @@ async def test_room_that_lapsed_and_was_given_anew_is_not_taken_for_the_first(re
     """KV that went under the first ticket is not there."""
     async with disaggregated(redis_url, stall_s=5.0, mock=MockTiming(layer_base_s=0.03)) as pair:
         await pair.submit("r")
-        rooms = pair.decode.service._arrivals._arrivals
+        rooms = pair.decode.service._kv_receiver._reservations
         await eventually(lambda: rooms)
         (room,) = rooms.values()
         room.ticket += 77
@@ -309,7 +308,7 @@ async def test_a_gateway_that_only_the_decode_worker_finds_silent(
     async with disaggregated(redis_url, stall_s=5.0, mock=MockTiming(layer_base_s=0.03)) as pair:
         await pair.submit("r")
         there = pair.decode
-        await eventually(lambda: there.service._arrivals._arrivals)
+        await eventually(lambda: there.service._kv_receiver._reservations)
         monkeypatch.setattr(there.bus, "_connected_since_s", 0.0)
         there.service._serving._gateways._lives["gw"][""].heard_at_s = float("-inf")
         there.service._serving.expire()
@@ -325,7 +324,7 @@ async def test_no_layer_is_sent_that_nobody_receives(
 ) -> None:
     """However slowly KV is taken in."""
     monkeypatch.setattr(staging, "WINDOW_LAYERS", window)
-    there, rooms = patient_pair.decode, patient_pair.decode.service._arrivals._arrivals
+    there, rooms = patient_pair.decode, patient_pair.decode.service._kv_receiver._reservations
     engine = there.serving.engine.loop.engine
     assert isinstance(engine, MockEngine)
     import_kv, ahead = engine.import_kv, []
@@ -425,8 +424,8 @@ async def test_a_request_that_stays_is_one_span(patient_pair: Disaggregated, spa
 async def test_the_answer_to_a_begin_is_lost_just_as_the_room_would_be_renewed(
     patient_pair: Disaggregated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line, "ASK_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(line, "RENEW_S", 0.05)
+    monkeypatch.setattr(decode_client, "ASK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(decode_client, "RENEW_S", 0.05)
     pair, lost = patient_pair, list[str]()
     request_raw = pair.cluster.broker.request_raw
 

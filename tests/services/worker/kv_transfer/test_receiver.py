@@ -13,7 +13,7 @@ from shared.errors import BadRequest, Conflict, Overloaded
 from shared.messages.generation import TokenLogprobs
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
-from tests.services.worker.kv_transfer.decode_side import arrivals_of, decoded, held, used_blocks
+from tests.services.worker.kv_transfer.decode_side import decoded, held, reservations_of, used_blocks
 from tests.services.worker.kv_transfer.fakes import PROMPT, FakePrefill, clean
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
 
@@ -160,7 +160,7 @@ async def test_a_newer_attempt_takes_the_place_of_an_older_one(
     if begun:
         await prefill.begin(first)
     newer = await prefill.reserve(second)
-    assert set(arrivals_of(alone)) == {("r", 2)}
+    assert set(reservations_of(alone)) == {("r", 2)}
     load = (await alone.stats()).load
     assert (load.running_requests, load.blocks_used) == (0, 7), "nobody reads the older attempt"
     alone.resume()
@@ -189,7 +189,7 @@ async def test_an_older_attempt_that_comes_after_a_newer_one_is_refused(
         await prefill.begin(second)
     with pytest.raises(Conflict, match="attempt 2"):
         await prefill.reserve(first)
-    assert ("r", 1) not in arrivals_of(alone)
+    assert ("r", 1) not in reservations_of(alone)
     if newer == "reserved":
         await prefill.begin(second)
     await decoded(alone, second)
@@ -201,7 +201,7 @@ async def test_a_newer_attempt_that_is_submitted_here_ends_the_reservation_of_an
     first = prefill.request(attempt=1)
     reserved = await prefill.reserve(first)
     await alone.submit(first.instance_id, "r", attempt=2, prompt=PROMPT)
-    await eventually(lambda: not arrivals_of(alone))
+    await eventually(lambda: not reservations_of(alone))
     with pytest.raises(Conflict):
         await prefill.renew(first, reserved)
     await decoded(alone, prefill.request(attempt=2))

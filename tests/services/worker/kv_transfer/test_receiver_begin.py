@@ -9,7 +9,7 @@ import pytest
 from services.worker.engine.mock.engine import next_token
 from shared.errors import Conflict
 from tests.services.waiting import eventually
-from tests.services.worker.kv_transfer.decode_side import arrivals_of, decoded, used_blocks
+from tests.services.worker.kv_transfer.decode_side import decoded, reservations_of, used_blocks
 from tests.services.worker.kv_transfer.fakes import PROMPT, FakePrefill, clean
 from tests.services.worker.lone_worker import LoneWorker
 
@@ -23,7 +23,7 @@ async def test_begin_without_all_kv_is_refused(alone: LoneWorker, prefill: FakeP
     with pytest.raises(Conflict, match=f"1 of {len(layers)} layers"):
         await prefill.begin(request)
     await prefill.send(reserved, dict(list(enumerate(layers))[:0:-1]))  # out of order
-    await eventually(lambda: arrivals_of(alone)["r", 1].is_whole)
+    await eventually(lambda: reservations_of(alone)["r", 1].is_whole)
     await prefill.begin(request)
     await decoded(alone, request)
 

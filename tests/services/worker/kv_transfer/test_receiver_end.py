@@ -9,7 +9,7 @@ import pytest
 
 from shared.errors import Conflict
 from tests.services.waiting import eventually
-from tests.services.worker.kv_transfer.decode_side import Gate, arrivals_of, decoded, expire, used_blocks
+from tests.services.worker.kv_transfer.decode_side import Gate, decoded, expire, reservations_of, used_blocks
 from tests.services.worker.kv_transfer.fakes import FakePrefill, clean
 from tests.services.worker.lone_worker import LoneWorker
 
@@ -18,11 +18,11 @@ async def test_a_reservation_that_is_not_renewed_lapses(alone: LoneWorker, prefi
     request, kept, renewed = prefill.request(), prefill.request("kept"), prefill.request("renewed")
     await prefill.reserve(kept, lease_s=60.0)
     reserved = await prefill.reserve(renewed, lease_s=1.0)
-    room = arrivals_of(alone)["renewed", 1]
+    room = reservations_of(alone)["renewed", 1]
     room.renewed_at_s -= 0.9
     await prefill.renew(renewed, reserved)
     await prefill.reserve(request, lease_s=0.05)
-    await eventually(lambda: set(arrivals_of(alone)) == {("kept", 1), ("renewed", 1)})
+    await eventually(lambda: set(reservations_of(alone)) == {("kept", 1), ("renewed", 1)})
     await eventually(lambda: alone.worker.serving._pins == 2)
     assert await used_blocks(alone) == 14
     with pytest.raises(Conflict):
@@ -35,13 +35,13 @@ async def test_only_the_right_ticket_renews(alone: LoneWorker, prefill: FakePref
     request = prefill.request()
     reserved = await prefill.reserve(request)
     other = await prefill.reserve(prefill.request("other"))
-    renewed_at_s = arrivals_of(alone)["r", 1].renewed_at_s
+    renewed_at_s = reservations_of(alone)["r", 1].renewed_at_s
     for wrong in (other.ticket, reserved.ticket + 77):
         with pytest.raises(Conflict, match="no room is kept for attempt 1 of request r"):
             await prefill.renew(request, msgspec.structs.replace(reserved, ticket=wrong))
-    assert arrivals_of(alone)["r", 1].renewed_at_s == renewed_at_s
+    assert reservations_of(alone)["r", 1].renewed_at_s == renewed_at_s
     await prefill.renew(request, reserved)
-    assert arrivals_of(alone)["r", 1].renewed_at_s > renewed_at_s
+    assert reservations_of(alone)["r", 1].renewed_at_s > renewed_at_s
     await prefill.release(request)
     await prefill.release(prefill.request("other"))
 
@@ -50,13 +50,13 @@ async def test_silence_does_not_count_while_our_own_bus_is_away(alone: LoneWorke
     request = prefill.request()
     await prefill.reserve(request, lease_s=0.3)
     alone.worker.bus.go_down()
-    arrivals_of(alone)["r", 1].renewed_at_s -= 60.0
-    alone.worker.service._arrivals.expire()
-    assert arrivals_of(alone), "it may have been renewed, for all that is known"
+    reservations_of(alone)["r", 1].renewed_at_s -= 60.0
+    alone.worker.service._kv_receiver.expire()
+    assert reservations_of(alone), "it may have been renewed, for all that is known"
     alone.worker.bus.go_up()
-    alone.worker.service._arrivals.expire()
-    assert arrivals_of(alone), "the other side has not had a lease to be heard in"
-    await eventually(lambda: not arrivals_of(alone))
+    alone.worker.service._kv_receiver.expire()
+    assert reservations_of(alone), "the other side has not had a lease to be heard in"
+    await eventually(lambda: not reservations_of(alone))
 
 
 @pytest.mark.parametrize("how", ["release", "lease"])
@@ -67,12 +67,12 @@ async def test_room_that_is_given_anew_while_the_first_is_dropped_is_not_disturb
     first = await prefill.reserve(request)
     await prefill.send(first, dict(enumerate(prefill.kv(request))))
     await eventually(gate.inside.is_set)
-    room = arrivals_of(alone)["r", 1]
+    room = reservations_of(alone)["r", 1]
     if how == "release":
         dropping: asyncio.Task[object] = asyncio.create_task(prefill.release(request))
     else:
         dropping = expire(alone, room, monkeypatch)
-    await eventually(lambda: not arrivals_of(alone))
+    await eventually(lambda: not reservations_of(alone))
     reserving = asyncio.create_task(prefill.reserve(request))
     await asyncio.sleep(0.02)
     gate.open()
@@ -92,13 +92,13 @@ async def test_an_end_of_room_that_was_given_anew_meanwhile_is_not_the_new_ones(
     """The lease lapses, and before the room is dropped it is released and asked for again."""
     request = prefill.request()
     await prefill.reserve(request)
-    lock = alone.worker.service._arrivals._lock("r")
+    lock = alone.worker.service._kv_receiver._lock("r")
     async with lock:
         released = asyncio.create_task(prefill.release(request))
         await eventually(lambda: len(lock._waiters or ()) == 1)
         reserving = asyncio.create_task(prefill.reserve(request))
         await eventually(lambda: len(lock._waiters or ()) == 2)
-        dropping = expire(alone, arrivals_of(alone)["r", 1], monkeypatch)
+        dropping = expire(alone, reservations_of(alone)["r", 1], monkeypatch)
         await eventually(lambda: len(lock._waiters or ()) == 3)
     await released
     again = await reserving
@@ -119,7 +119,7 @@ async def test_room_of_a_gateway_that_is_silent_here_is_freed(
     serving._gateways._lives["gone"][""].heard_at_s = float("-inf")
     monkeypatch.setattr(alone.worker.bus, "_connected_since_s", 0.0)
     serving.expire()
-    await eventually(lambda: set(arrivals_of(alone)) == {("kept", 1)})
+    await eventually(lambda: set(reservations_of(alone)) == {("kept", 1)})
     with pytest.raises(Conflict):
         await prefill.renew(silent, reserved)
     await prefill.release(kept)
@@ -134,7 +134,7 @@ async def test_room_for_a_gateway_process_that_was_replaced_is_freed(alone: Lone
     for request in kept:
         await prefill.reserve(request)
     await alone.gateway.beat(60.0)
-    await eventually(lambda: set(arrivals_of(alone)) == {("kept", 1), ("of-0.1", 1)})
+    await eventually(lambda: set(reservations_of(alone)) == {("kept", 1), ("of-0.1", 1)})
     with pytest.raises(Conflict):
         await prefill.renew(orphan, reserved)
     for request in kept:
@@ -153,7 +153,7 @@ async def test_a_cancel_frees_room_here_too(alone: LoneWorker, prefill: FakePref
 async def test_a_close_frees_everything(alone: LoneWorker, prefill: FakePrefill) -> None:
     for name in "ab":
         await prefill.reserve(prefill.request(name))
-    await alone.worker.service._arrivals.close()
+    await alone.worker.service._kv_receiver.close()
     assert await used_blocks(alone) == 0
 
 
@@ -162,13 +162,13 @@ async def test_room_that_cannot_be_freed_is_said(
 ) -> None:
     request = prefill.request()
     await prefill.reserve(request)
-    arrival = arrivals_of(alone)["r", 1]
+    reservation = reservations_of(alone)["r", 1]
 
     async def breaks() -> None:
         raise RuntimeError("a bug of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr(arrival, "stop", breaks)
+        patch.setattr(reservation, "stop", breaks)
         await alone.gateway.cancel("w0", "r")
         await eventually(lambda: "a bug of ours" in caplog.text)
-    await alone.worker.service._arrivals._drop(arrival)
+    await alone.worker.service._kv_receiver._drop(reservation)

@@ -13,7 +13,7 @@ from services.worker.weights.peers import Peers
 from shared.errors import Conflict, Overloaded, Unavailable
 from shared.transport.base import Channel
 from tests.services.waiting import eventually
-from tests.services.worker.kv_transfer.decode_side import Gate, arrivals_of, decoded, expire, held, used_blocks
+from tests.services.worker.kv_transfer.decode_side import Gate, decoded, expire, held, reservations_of, used_blocks
 from tests.services.worker.kv_transfer.fakes import PROMPT, FakePrefill, clean
 from tests.services.worker.lone_worker import LoneWorker
 from tests.shared.transport.memory_transport import MemoryTransport
@@ -38,12 +38,12 @@ async def test_no_room_is_given_in_an_instance_that_is_gone(alone: LoneWorker, p
     asking = asyncio.create_task(prefill.reserve(prefill.request()))
     await eventually(lambda: not instance.engine._soon.empty())
     instance.fail()
-    going = asyncio.create_task(alone.worker.service._arrivals.instance_gone(instance, "broken"))
+    going = asyncio.create_task(alone.worker.service._kv_receiver.instance_gone(instance, "broken"))
     await asyncio.sleep(0)
     go.set()
     await asyncio.wait({asking, going})
     assert isinstance(asking.exception(), Conflict)
-    assert not arrivals_of(alone)
+    assert not reservations_of(alone)
     assert await used_blocks(alone) == 0
 
 
@@ -158,7 +158,7 @@ async def test_kv_on_its_way_to_all_requests_together_is_bounded_in_bytes(
     for request in (requests[0], requests[2]):
         await prefill.begin(request)
         await decoded(alone, request)
-    assert alone.worker.service._arrivals._staging.used_bytes == 0
+    assert alone.worker.service._kv_receiver._staging.used_bytes == 0
 
 
 async def test_a_layer_larger_than_the_bound_comes_when_nothing_else_does(
@@ -174,7 +174,7 @@ async def test_a_layer_larger_than_the_bound_comes_when_nothing_else_does(
     await decoded(alone, one)
     await prefill.reserve(other)
     await prefill.release(other)
-    assert alone.worker.service._arrivals._staging.used_bytes == 0
+    assert alone.worker.service._kv_receiver._staging.used_bytes == 0
 
 
 async def test_kv_of_a_released_reservation_harms_nobody(alone: LoneWorker, prefill: FakePrefill) -> None:
@@ -198,21 +198,21 @@ async def test_blocks_are_not_freed_while_kv_is_written_into_them(
     service, request = alone.worker.service, prefill.request()
     await prefill.send(await prefill.reserve(request), dict(enumerate(prefill.kv(request))))
     await eventually(gate.inside.is_set)
-    arrival = arrivals_of(alone)["r", 1]
+    reservation = reservations_of(alone)["r", 1]
     dropping: asyncio.Task[object]
     if who == "release":
         dropping = asyncio.create_task(prefill.release(request))
     elif who == "instance_gone":
-        dropping = asyncio.create_task(service._arrivals.instance_gone(alone.worker.serving, "gone"))
+        dropping = asyncio.create_task(service._kv_receiver.instance_gone(alone.worker.serving, "gone"))
     elif who == "newer attempt":
         dropping = asyncio.create_task(prefill.reserve(prefill.request(attempt=2)))
     else:
-        dropping = expire(alone, arrival, monkeypatch)
-    await eventually(lambda: arrivals_of(alone).get(("r", 1)) is None)
+        dropping = expire(alone, reservation, monkeypatch)
+    await eventually(lambda: reservations_of(alone).get(("r", 1)) is None)
     await asyncio.sleep(0.02)
     assert await used_blocks(alone) == 7
     assert not dropping.done()
     gate.open()
     await dropping
-    assert arrival.sequence.block_table == []
+    assert reservation.sequence.block_table == []
     await prefill.release(prefill.request(attempt=2))

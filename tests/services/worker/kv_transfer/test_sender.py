@@ -12,8 +12,7 @@ import pytest
 
 from services.worker.engine.base import Activation
 from services.worker.engine.mock.engine import MockEngine, next_token
-from services.worker.kv_transfer import decode_client as line
-from services.worker.kv_transfer import transfer as shipment
+from services.worker.kv_transfer import decode_client, transfer
 from services.worker.scheduling.schedule import SampledToken
 from shared.errors import BlitzError, Conflict, Internal, Overloaded, Unavailable
 from shared.messages.common import Ack
@@ -29,9 +28,9 @@ SILENCE_S = 0.3
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "ASK_TIMEOUT_S", 0.15)
-    monkeypatch.setattr(line, "GONE_S", 0.15)
-    monkeypatch.setattr(line, "ROOM_PATIENCE_S", 0.15)
+    monkeypatch.setattr(decode_client, "ASK_TIMEOUT_S", 0.15)
+    monkeypatch.setattr(decode_client, "GONE_S", 0.15)
+    monkeypatch.setattr(decode_client, "ROOM_PATIENCE_S", 0.15)
 
 
 @pytest.fixture
@@ -343,7 +342,7 @@ async def test_an_error_that_nobody_foresaw_does_not_park_a_request_for_ever(
     def broken(*_: object) -> object:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(line.Line, where, broken)
+    monkeypatch.setattr(decode_client.DecodeClient, where, broken)
     await submit(alone, decode)
     await kept(alone)
     await ended(alone, kept=1)
@@ -396,7 +395,7 @@ async def test_no_more_layers_are_sent_than_there_are_receives_for(alone: LoneWo
 
 @pytest.fixture
 def renewing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "RENEW_S", 0.02)
+    monkeypatch.setattr(decode_client, "RENEW_S", 0.02)
 
 
 @pytest.mark.usefixtures("renewing")
@@ -503,7 +502,7 @@ async def test_an_end_at_every_stage(alone: LoneWorker, decode: FakeDecode, stag
     if gate is not None:
         gate.open()
     go.set()
-    await eventually(lambda: outcomes(alone) and not service._departures._tasks)
+    await eventually(lambda: outcomes(alone) and not service._kv_sender._tasks)
     assert set(outcomes(alone)) == {"ended"}
     assert decode.said[-1] == "release", "the decode worker may have begun"
     assert service._serving._moved.owner_of(("r", 1)) is None
@@ -527,8 +526,8 @@ async def _release_all(alone: LoneWorker) -> None:
 @pytest.mark.parametrize("stage", ["reserving", "connecting", "sending", "beginning"])
 async def test_a_cancel_is_noticed_at_once_whatever_is_waited_for(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """No question, connection or transfer ends by itself here, and nobody looks now and then."""
-    monkeypatch.setattr(line, "ASK_TIMEOUT_S", 600.0)
-    monkeypatch.setattr(shipment, "LOOK_S", 600.0)
+    monkeypatch.setattr(decode_client, "ASK_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(transfer, "LOOK_S", 600.0)
     async with lone_worker(stall_s=600.0) as alone:
         await alone.serve()
         decode = FakeDecode(alone)
@@ -542,7 +541,7 @@ async def test_a_cancel_is_noticed_at_once_whatever_is_waited_for(monkeypatch: p
         if stage == "reserving":
             decode.on_reserve = wait  # type: ignore[assignment]
         elif stage == "connecting":
-            monkeypatch.setattr(alone.worker.service._departures._peers, "channel", wait)
+            monkeypatch.setattr(alone.worker.service._kv_sender._peers, "channel", wait)
         elif stage == "sending":
             decode.on_reserve, decode.on_renew = decode.no_receives, wait  # type: ignore[assignment]
         else:
@@ -574,7 +573,7 @@ async def test_a_cancel_of_what_is_held_before_the_event_loop_has_heard_of_it(
     engine = alone.worker.serving.engine
     alone.resume()
     _wait_without_the_event_loop(lambda: bool(engine.loop.scheduler.reservations.for_decode))
-    assert not alone.worker.service._departures._shipments
+    assert not alone.worker.service._kv_sender._transfers
     if how == "engine":
         engine.cancel("r", 1).result(10.0)
     else:
@@ -631,13 +630,13 @@ async def test_an_instance_that_drains_lets_its_requests_leave_first(alone: Lone
 async def test_a_cancel_just_behind_the_acknowledgement_reaches_the_decode_worker(
     alone: LoneWorker, decode: FakeDecode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = line.Line.begin
+    begin = decode_client.DecodeClient.begin
 
-    async def begin_and_cancel(self: line.Line, token: SampledToken) -> None:
+    async def begin_and_cancel(self: decode_client.DecodeClient, token: SampledToken) -> None:
         await begin(self, token)
         alone.worker.service._serving.on_cancel(Cancel(request_id="r", attempt=1))
 
-    monkeypatch.setattr(line.Line, "begin", begin_and_cancel)
+    monkeypatch.setattr(decode_client.DecodeClient, "begin", begin_and_cancel)
     await submit(alone, decode)
     await ended(alone, ended=1)
     assert decode.releases
@@ -647,10 +646,10 @@ async def test_close_leaves_nothing_under_way(alone: LoneWorker, decode: FakeDec
     decode.on_begin = forever
     await submit(alone, decode)
     await eventually(lambda: decode.begins)
-    departures = alone.worker.service._departures
+    departures = alone.worker.service._kv_sender
     await departures.close()
     assert not departures._tasks
-    assert not departures._shipments
+    assert not departures._transfers
     await alone.gateway.cancel("w0", "r")
     await asyncio.sleep(0.02)
     await _release_all(alone)

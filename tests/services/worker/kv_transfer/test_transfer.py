@@ -10,7 +10,7 @@ import pytest
 from services.worker.engine.base import Sampled
 from services.worker.kv_transfer import transfer as module
 from services.worker.kv_transfer.tags import kv_tag
-from services.worker.kv_transfer.transfer import NotTaken, Over, Shipment
+from services.worker.kv_transfer.transfer import KvTransfer, NotTaken, Over
 from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import DecodePlace, SamplingParams
 from shared.transport.tags import MAX_NUMBER, tag_of
@@ -30,13 +30,13 @@ def sequence_of(*, output: tuple[int, ...] = ()) -> Sequence:
     )
 
 
-def shipment_of(sequence: Sequence, num_tokens: int) -> Shipment:
-    return Shipment(sequence, num_tokens, PLACE, cast(Any, _Instance()))
+def transfer_of(sequence: Sequence, num_tokens: int) -> KvTransfer:
+    return KvTransfer(sequence, num_tokens, PLACE, cast(Any, _Instance()))
 
 
 @pytest.fixture
-async def shipment() -> Shipment:
-    return shipment_of(sequence_of(), 3)
+async def transfer() -> KvTransfer:
+    return transfer_of(sequence_of(), 3)
 
 
 async def started(work: Any) -> asyncio.Task[Any]:
@@ -50,36 +50,36 @@ async def started(work: Any) -> asyncio.Task[Any]:
 async def test_the_request_is_the_prefix_without_the_tokens_sampled_since() -> None:
     sequence = sequence_of(output=(7, 8))
     sequence.append(9)
-    request = shipment_of(sequence, 5).request
+    request = transfer_of(sequence, 5).request
     assert (request.request_id, request.attempt, request.gateway_id) == ("r", 3, "g")
     assert (request.instance_id, request.model) == ("i1", "m")
     assert (request.prompt_token_ids, request.output_token_ids) == ((1, 2, 3), (7, 8))
     assert request.decode_at is None, "it is decoded where it goes"
     fresh = sequence_of()
     fresh.append(9)
-    assert shipment_of(fresh, 3).request.output_token_ids == ()
+    assert transfer_of(fresh, 3).request.output_token_ids == ()
 
 
-async def test_layers_only_become_more(shipment: Shipment) -> None:
-    shipment.ran_layers([], 0)
-    assert (shipment.layers_done, shipment.block_table) == (0, ())
-    shipment.ran_layers([4, 5], 2)
-    shipment.ran_layers([9], 1)
-    shipment.ran_layers([9], 2)
-    assert (shipment.layers_done, shipment.block_table) == (2, [4, 5])
+async def test_layers_only_become_more(transfer: KvTransfer) -> None:
+    transfer.ran_layers([], 0)
+    assert (transfer.layers_done, transfer.block_table) == (0, ())
+    transfer.ran_layers([4, 5], 2)
+    transfer.ran_layers([9], 1)
+    transfer.ran_layers([9], 2)
+    assert (transfer.layers_done, transfer.block_table) == (2, [4, 5])
 
 
-async def test_who_waits_hears_of_every_change(shipment: Shipment) -> None:
-    waits = await started(shipment.until(lambda: shipment.layers_done > 1))
-    shipment.ran_layers([1], 1)
+async def test_who_waits_hears_of_every_change(transfer: KvTransfer) -> None:
+    waits = await started(transfer.until(lambda: transfer.layers_done > 1))
+    transfer.ran_layers([1], 1)
     await asyncio.sleep(0)
     assert not waits.done()
-    shipment.ran_layers([1], 2)
+    transfer.ran_layers([1], 2)
     await waits
-    first = await started(shipment.until_computed())
-    shipment.computed([1], 4, Sampled(42))
+    first = await started(transfer.until_computed())
+    transfer.computed([1], 4, Sampled(42))
     assert (await first).token_id == 42
-    assert shipment.layers_done == 4
+    assert transfer.layers_done == 4
 
 
 @pytest.fixture
@@ -90,69 +90,69 @@ def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_looks")
 @pytest.mark.parametrize("why", ["unwanted", "lost"])
-async def test_nobody_waits_for_what_will_not_be(shipment: Shipment, why: str) -> None:
+async def test_nobody_waits_for_what_will_not_be(transfer: KvTransfer, why: str) -> None:
     work: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     waiting = [
         await started(waits)
-        for waits in (shipment.until(lambda: False), shipment.pause(60.0), shipment.unless_over(work))
+        for waits in (transfer.until(lambda: False), transfer.pause(60.0), transfer.unless_over(work))
     ]
     if why == "lost":
-        shipment.lose("no room")
+        transfer.lose("no room")
         expected: type[Exception] = NotTaken
     else:
-        shipment.unwanted()
+        transfer.unwanted()
         expected = Over
-    waiting += [asyncio.create_task(shipment.until(lambda: True)), asyncio.create_task(shipment.pause(0.0))]
+    waiting += [asyncio.create_task(transfer.until(lambda: True)), asyncio.create_task(transfer.pause(0.0))]
     for task in waiting:
         with pytest.raises(expected):
             await task
     assert work.cancelled()
-    assert shipment.is_over == (why == "unwanted")
+    assert transfer.is_over == (why == "unwanted")
 
 
 @pytest.mark.usefixtures("no_looks")
-async def test_who_waits_for_the_token_waits_on_though_the_decode_instance_is_lost(shipment: Shipment) -> None:
-    token = await started(shipment.until_computed())
-    shipment.lose("no room")
+async def test_who_waits_for_the_token_waits_on_though_the_decode_instance_is_lost(transfer: KvTransfer) -> None:
+    token = await started(transfer.until_computed())
+    transfer.lose("no room")
     await asyncio.sleep(0)
-    shipment.computed([1], 4, Sampled(42))
+    transfer.computed([1], 4, Sampled(42))
     assert (await token).token_id == 42
-    shipment.unwanted()
+    transfer.unwanted()
     with pytest.raises(Over):
-        await shipment.until_computed()
+        await transfer.until_computed()
 
 
-async def test_an_end_that_comes_with_an_answer_is_an_end(shipment: Shipment) -> None:
+async def test_an_end_that_comes_with_an_answer_is_an_end(transfer: KvTransfer) -> None:
     async def answer() -> int:
-        shipment.sequence.finished = True
+        transfer.sequence.finished = True
         return 3
 
     with pytest.raises(Over):
-        await shipment.unless_over(answer())
+        await transfer.unless_over(answer())
 
 
-async def test_an_answer_and_an_error_are_passed_on(shipment: Shipment) -> None:
+async def test_an_answer_and_an_error_are_passed_on(transfer: KvTransfer) -> None:
     async def fails() -> int:
         raise KeyError("x")
 
-    assert await shipment.unless_over(asyncio.sleep(0, 3)) == 3
+    assert await transfer.unless_over(asyncio.sleep(0, 3)) == 3
     with pytest.raises(KeyError):
-        await shipment.unless_over(fails())
+        await transfer.unless_over(fails())
 
 
-async def test_an_end_that_nobody_tells_is_seen(shipment: Shipment, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_end_that_nobody_tells_is_seen(transfer: KvTransfer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     work: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    waiting = [await started(waits) for waits in (shipment.until_computed(), shipment.unless_over(work))]
-    shipment.sequence.finished = True  # on the engine's thread
+    waiting = [await started(waits) for waits in (transfer.until_computed(), transfer.unless_over(work))]
+    transfer.sequence.finished = True  # on the engine's thread
     for task in waiting:
         with pytest.raises(Over):
             await task
 
 
-async def test_a_pause_ends_by_itself(shipment: Shipment) -> None:
-    await shipment.pause(0.001)
-    assert not shipment.is_over
+async def test_a_pause_ends_by_itself(transfer: KvTransfer) -> None:
+    await transfer.pause(0.001)
+    assert not transfer.is_over
 
 
 def test_tags_of_kv_are_nobody_elses() -> None:

@@ -120,7 +120,7 @@ def test_a_batch_that_fails_keeps_its_blocks_as_long_and_is_computed_in_steps_th
 
 
 class Departing:
-    """``Departures`` that writes down who left."""
+    """``PrefillListener`` that writes down who left."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -137,13 +137,13 @@ def test_what_is_decoded_elsewhere_leaves_once_its_kv_is_whole(after_steps: int)
     leaves, stays = request("leaves", 9), request("stays", 5)
     leaves.decode_at = ELSEWHERE
     source = Source(leaves, stays)
-    departures = source.loop.departures = Departing()
+    prefill_listener = source.loop.prefill_listener = Departing()
     pulled = source.start(batch_of("x", *source.lent), 2, with_kv=False)
     steps(source, after_steps)
-    assert departures.told == [], "its KV cannot be sent on"
+    assert prefill_listener.told == [], "its KV cannot be sent on"
     source.bring_kv(pulled)
     run_all(source.loop)
-    assert departures.told == ["leaves"]
+    assert prefill_listener.told == ["leaves"]
     assert leaves.reserved, "held until the other instance has it"
     assert leaves.num_emitted == 1
     source.loop.scheduler.reservations.release_to_decoder(leaves)
@@ -154,12 +154,12 @@ def test_what_is_decoded_elsewhere_and_whose_kv_is_lost_leaves_with_what_is_comp
     leaves = request("leaves", 9)
     leaves.decode_at = ELSEWHERE
     source = Source(leaves)
-    departures = source.loop.departures = Departing()
+    prefill_listener = source.loop.prefill_listener = Departing()
     pulled = source.start(batch_of("x", *source.lent), 2, with_kv=False)
     outputs = steps(source, 2)
     source.work.kv_over(pulled, is_here=False)
     outputs += run_all(source.loop)
-    assert departures.told == ["leaves"]
+    assert prefill_listener.told == ["leaves"]
     assert tokens_of(outputs) == {"leaves": expected(leaves)[:2]}
     source.loop.scheduler.reservations.decode_here(leaves)
     assert tokens_of([*outputs, *run_all(source.loop)]) == {"leaves": expected(leaves)}

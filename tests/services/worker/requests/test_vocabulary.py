@@ -9,7 +9,7 @@ import pytest
 from shared.errors import BadRequest, BlitzError
 from tests.checkpoints import VOCAB_SIZE
 from tests.services.fake_gateway import PROMPT, expected_tokens
-from tests.services.worker.kv_transfer.decode_side import arrivals_of, used_blocks
+from tests.services.worker.kv_transfer.decode_side import reservations_of, used_blocks
 from tests.services.worker.kv_transfer.fakes import FakePrefill
 from tests.services.worker.lone_worker import LoneWorker
 
@@ -42,7 +42,7 @@ async def test_a_submit_with_an_unknown_token_is_refused_and_changes_nothing(
 async def test_room_for_a_request_with_an_unknown_token_is_refused(alone: LoneWorker, prefill: FakePrefill) -> None:
     with pytest.raises(BadRequest, match="is outside"):
         await prefill.reserve(prefill.request(prompt=(1, VOCAB_SIZE)))
-    assert not arrivals_of(alone)
+    assert not reservations_of(alone)
     assert await used_blocks(alone) == 0
 
 

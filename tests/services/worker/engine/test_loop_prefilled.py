@@ -54,7 +54,7 @@ class Told:
 def loop_of(**changes: int) -> tuple[EngineLoop, Told, FailingEngine]:
     engine = FailingEngine(num_layers=NUM_LAYERS, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, verify=True)
     loop = EngineLoop(engine, SchedulerConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, **changes), lambda: 0.0)
-    loop.departures = told = Told(loop)
+    loop.prefill_listener = told = Told(loop)
     return loop, told, engine
 
 
@@ -172,7 +172,7 @@ def test_a_step_that_is_run_again_is_told_again_and_its_prompts_are_computed() -
 
 def test_nobody_to_tell_means_it_is_decoded_here() -> None:
     loop, _, _ = loop_of()
-    loop.departures = None
+    loop.prefill_listener = None
     a = request("a")
     loop.add(a)
     run(loop)
