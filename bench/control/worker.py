@@ -47,9 +47,7 @@ class SimWorker:
         self._progress = ProgressReporter(bus, info.worker_id)
         self.gateways_heard = 0
         self._orders = Orders(bus, info.worker_id, self._on_scale, self._on_drain, self._on_zigzag)
-        self._registration = Registration(
-            bus, info, self._standing, self._record, self._on_stop_instance, self._orders.planner_term
-        )
+        self._registration = Registration(bus, info, self._standing, self._record)
         self.changed: Callable[[], None] = lambda: None
         """Called, besides the registration, whenever this worker's part changed."""
 
@@ -71,7 +69,7 @@ class SimWorker:
         await self._bus.subscribe(subjects.worker_cancel(worker_id), Cancel, self._on_cancel)
         await self._bus.subscribe(subjects.worker_ack(worker_id), AckTerminal, self._on_ack)
         await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, self._on_gateway)
-        self._spawn(self._registration.run())
+        self._spawn(self._registration.run(self._on_stop_instance, self._orders.planner_term))
 
     async def close(self) -> None:
         """Leave, as a worker that is stopped does."""

@@ -11,16 +11,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 from opentelemetry.trace import Span
 
 from services.worker.instance.instance import Instance, InstanceFactory
 from services.worker.instance.progress import ProgressReporter
+from services.worker.instance.registration import Registration
+from services.worker.instance.slot import InstanceSlot
+from services.worker.weights.host_copies import HostCopies
 from services.worker.weights.mover import WeightMover
 from services.worker.weights.outcome import BuffersStuck
 from services.worker.weights.upstreams import Part, part_of
+from shared.aio import OwnedTasks
 from shared.errors import BadRequest, BlitzError, Conflict, DeadlineExceeded
 from shared.messages.scaling import DrainPlan, ScalePlan
 from shared.telemetry import tracer
@@ -32,67 +35,49 @@ DROP_RETRY_S = 0.5
 
 
 class Scaling:
-    """Owns the worker's one instance slot."""
+    """Fills the worker's slot and empties it."""
 
     def __init__(
         self,
         worker_id: str,
+        slot: InstanceSlot,
         factory: InstanceFactory,
         mover: WeightMover,
+        registration: Registration,
+        host_copies: HostCopies,
         progress: ProgressReporter,
         *,
-        retire: Callable[[Instance, bool], Awaitable[None]],
-        keep_on_host: Callable[[Instance], Awaitable[None]],
-        changed: Callable[[], None],
         fatal: Callable[[str], None],
     ) -> None:
-        """``retire(instance, undo)`` asks the pool whether the instance's copy may go, or says that it stays; it raises
-        unless the pool agrees. ``keep_on_host`` puts another copy into host memory. ``changed()``: the instance's state
-        did, the registry should know. ``fatal(why)``: this process cannot go on and must be restarted."""
-        self._retire = retire
-        self._keep_on_host = keep_on_host
+        """``fatal(why)``: this process cannot go on and must be restarted."""
+        self._registration = registration
+        self._host_copies = host_copies
         self._kept = ""
         self._worker_id = worker_id
+        self._slot = slot
         self._factory = factory
         self._mover = mover
         self._progress = progress
-        self._changed = changed
         self._fatal = fatal
-        self.instance: Instance | None = None
         self.leaving = False
         """The worker is being stopped: a drain is final."""
         self._last_epoch = 0
         self._accepting = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
         self._loading: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
         self._closing = False
-        self.on_loaded: Callable[[Instance], None] = lambda _: None
-        self.on_gone: Callable[[Instance, str], Awaitable[None]] = _nobody_waits
-        """Called when an instance has all its weights, and before one that failed is stopped."""
         self._cancelled = ""
         """Why the load was cancelled."""
         self._drain_plan_id = ""
         """The newest drain: a revival and the next drain may come while the first one still waits."""
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._reap)
-        return task
-
-    def _reap(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task of this worker broke", exc_info=error)
-
     async def close(self) -> None:
         """Abort what runs and stop the engine."""
         self._closing = True
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        stopping = () if self.instance is None else (self.instance.stop(),)
+        await self._tasks.close()
+        instance = self._slot.current()
+        stopping = () if instance is None else (instance.stop(),)
         # A send to a peer of this host that was killed never ends: nothing waits behind it.
         await asyncio.gather(self._mover.sender.close(), *stopping)
 
@@ -118,23 +103,25 @@ class Scaling:
         if target.epoch <= self._last_epoch or time.time() > plan.expires_at_s:
             log.info("%s is outdated (epoch %d, newest %d): ignored", plan.plan_id, target.epoch, self._last_epoch)
             return
-        if self.instance is not None and self.instance.state in ("loading", "live"):
+        busy = self._slot.current()
+        if busy is not None and busy.state in ("loading", "live"):
             # Who granted the newer lease has given up the older one.
             await self._cancel_load(f"superseded by {plan.plan_id}")
-        if self.instance is not None:
-            detail = f"busy: {self.instance.state}"
+            busy = self._slot.current()
+        if busy is not None:
+            detail = f"busy: {busy.state}"
             await self._progress.tell(plan.plan_id, target.instance_id, "failed", detail=detail)
             return
         self._last_epoch = target.epoch
         try:
-            self.instance = await self._factory.create(plan, target)
+            instance = await self._factory.create(plan, target)
         except Exception as error:
             log.warning("%s: no instance: %s", plan.plan_id, error, exc_info=not isinstance(error, BlitzError))
             await self._progress.tell(plan.plan_id, target.instance_id, "failed", detail=str(error))
             return
-        self._mover.offer(self.instance)
-        self._changed()
-        self._loading = self._spawn(self._load(plan, part, self.instance))
+        self._mover.offer(instance)
+        self._slot.put(instance)
+        self._loading = self._tasks.start(self._load(plan, part, instance))
 
     async def _load(self, plan: ScalePlan, part: Part, instance: Instance) -> None:
         attributes: dict[str, str | int] = {
@@ -154,8 +141,8 @@ class Scaling:
                 span.set_attribute("blitz.bytes", loaded_bytes)
                 await tell(plan.plan_id, instance.instance_id, "loaded", received_bytes=loaded_bytes)
                 await instance.serve()
-                self.on_loaded(instance)
-                self._changed()
+                self._slot.loaded(instance)
+                self._slot.changed()
                 await tell(plan.plan_id, instance.instance_id, "serving", received_bytes=loaded_bytes)
                 log.info("%s serves %s", instance.instance_id, plan.model.name)
             except asyncio.CancelledError:
@@ -174,12 +161,12 @@ class Scaling:
                 await self._fail(instance, span, error)
                 return
         if plan.keep_on_host:
-            await self._keep_on_host(instance)
+            await self._host_copies.keep(instance)
 
     async def _fail(self, instance: Instance, span: Span, error: Exception) -> None:
         span.record_exception(error)
         instance.fail()
-        self._changed()
+        self._slot.changed()
         await self._progress.tell(
             instance.plan_id, instance.instance_id, "failed", detail=str(error) or type(error).__name__
         )
@@ -202,34 +189,35 @@ class Scaling:
 
     async def on_drain_plan(self, plan: DrainPlan) -> None:
         """Drain or revive this worker's instance, if the plan names it."""
-        instance = self.instance
+        instance = self._slot.current()
         if instance is None or instance.instance_id not in {t.instance_id for t in plan.targets}:
             return
         if not plan.revive:
             self._start_drain(plan.plan_id)
         elif not self.leaving and instance.revive():
-            self._changed()
+            self._slot.changed()
             await self._progress.tell(plan.plan_id, instance.instance_id, "serving")
 
     async def on_stop_instance(self, instance_id: str) -> None:
         """The instance's model was removed: what loads is cancelled, what serves drains."""
-        if self.instance is None or self.instance.instance_id != instance_id:
+        instance = self._slot.current()
+        if instance is None or instance.instance_id != instance_id:
             return
-        if self.instance.state in ("loading", "live") and self._loading is not None:
-            self._spawn(self._cancel_load("the model was removed while it loaded"))
+        if instance.state in ("loading", "live") and self._loading is not None:
+            self._tasks.start(self._cancel_load("the model was removed while it loaded"))
         else:
             self._start_drain("model-removed")
 
     def _start_drain(self, plan_id: str) -> None:
         """Refuse new requests, finish what runs, and become spare."""
-        instance = self.instance
+        instance = self._slot.current()
         if instance is None or instance.state != "serving":
             return
         instance.drain()
-        self._changed()
+        self._slot.changed()
         self._drain_plan_id = plan_id
         if self._draining is None:
-            self._draining = self._spawn(self._drain(instance))
+            self._draining = self._tasks.start(self._drain(instance))
 
     async def _drain(self, instance: Instance) -> None:
         attributes = {"blitz.plan_id": self._drain_plan_id, "blitz.worker_id": self._worker_id}
@@ -250,7 +238,7 @@ class Scaling:
     async def _may_drop(self, instance: Instance) -> bool:
         """Whether the pool agrees that this copy may go: it is never the model's last."""
         try:
-            await self._retire(instance, False)
+            await self._registration.retire(instance.info(), False)
         except BlitzError as error:
             if self._kept != instance.instance_id:
                 log.info("%s keeps its copy for now: %s", instance.instance_id, error)
@@ -259,20 +247,15 @@ class Scaling:
         if instance.state == "draining":
             return True
         with contextlib.suppress(BlitzError):  # revived meanwhile; the next heartbeat tells, too
-            await self._retire(instance, True)
+            await self._registration.retire(instance.info(), True)
         return False
 
     async def _vacate(self, instance: Instance, reason: str) -> None:
-        await self.on_gone(instance, reason)
+        await self._slot.going(instance, reason)
         if not await instance.stop():
             # A step that still runs reads weights and writes KV: the memory cannot be given to another model.
             self._fatal(f"the engine of {instance.instance_id} does not end")
             return
         self._mover.withdraw(instance)
         await self._factory.release()
-        self.instance = None
-        self._changed()
-
-
-async def _nobody_waits(_instance: Instance, _reason: str) -> None:
-    """There is no pair."""
+        self._slot.clear()

@@ -1,45 +1,27 @@
-"""The worker's shell: registration, plans, requests and reports around one instance slot."""
+"""The worker's shell: what it listens to, and how it runs, drains and ends. Its parts are made in ``bootstrap``."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from services.worker.bootstrap import build, worker_info
 from services.worker.config import WorkerConfig
 from services.worker.engine.loop import EngineLoop, StepOutput
-from services.worker.instance.host_group import HostGroup, group_name
-from services.worker.instance.instance import Instance, InstanceFactory
-from services.worker.instance.load_reporter import LoadReporter
-from services.worker.instance.progress import ProgressReporter
-from services.worker.instance.registration import Registration, Standing
+from services.worker.instance.instance import Instance
 from services.worker.instance.retirement import until_allowed
-from services.worker.kv_transfer.receiver import KvReceiver
-from services.worker.kv_transfer.sender import KvSender
-from services.worker.live.pairing import Pairing
 from services.worker.node.facts import NodeFacts
-from services.worker.node.nic_meter import NicMeter
-from services.worker.orders import Orders
-from services.worker.requests.inbox import Serving
-from services.worker.requests.witness import StepWitness
-from services.worker.scaling import Scaling
-from services.worker.weights.host_copies import HostCopies
-from services.worker.weights.host_store import HostStore
-from services.worker.weights.mover import WeightMover
-from services.worker.weights.peers import Peers
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.ending import closed
 from shared.errors import BlitzError, Unavailable
 from shared.identity import hold, new_incarnation, refuse_if_held
-from shared.messages.common import InstanceState
 from shared.messages.copies import DropCopy, HoldCopy
 from shared.messages.generation import AckTerminal, Cancel, GatewayHeartbeat, Resend, Submit
-from shared.messages.registry import ModelRecord, WorkerInfo
 from shared.messages.scaling import (
     Feed,
     FeedEnded,
@@ -62,8 +44,6 @@ LISTENING_S = 0.75
 EACH_S = 0.5
 """What a part that has begun something may take to end it."""
 FAREWELL_S = 0.25
-METER_INTERVAL_S = 0.1
-"""Traffic is averaged over no less: reports may come in bursts."""
 
 
 class WorkerService:
@@ -85,127 +65,38 @@ class WorkerService:
         ``incarnation``: what the bus knows this process by, if it does, so that it can say whose connection ended."""
         self._bus = bus
         self._config = config
-        self._meter = NicMeter(node.device)
-        self._metered_at_s = float("-inf")
-        self._nic_gbps = (0.0, 0.0)
-        self.info = WorkerInfo(
-            worker_id=config.worker_id,
-            incarnation=incarnation or new_incarnation(),
-            host=config.host,
-            device=config.device,
-            engine=config.engine,
-            transport_address=transport.address,
-            arena_bytes=config.arena_bytes,
-            kv_bytes=config.kv_bytes,
-            leaf=node.leaf,
-            nic_gbps=node.nic_gbps,
-            pid=pid,
-            nic=node.nic,
-            scale_up_domain=node.scale_up_domain,
-            scale_up_gbps=node.scale_up_gbps,
-            host_link_gbps=node.host_link_gbps,
-            ssd_gbps=node.ssd_gbps,
-            host_cache_bytes=config.host_cache_bytes,
-        )
-        self._serving = Serving(bus, config.worker_id, lambda: self._scaling.instance)
-        factory = self._factory = InstanceFactory(config, self._serving.on_output, self._on_engine_failure)
-        factory.witness = StepWitness(bus, self._serving)
-        self._peers = Peers(bus, transport, self.info)
-        progress = ProgressReporter(bus, config.worker_id)
-        mover = WeightMover(bus, transport, self.info, self._peers, progress, stall_s=config.stall_s)
-        self._mover = mover
-        self._host_copies = HostCopies(
-            config.worker_id,
-            HostStore(config.host_cache_bytes, keep_alive_s=config.host_cache_keep_alive_s),
-            mover,
-            retire=lambda copy, leaving: self._registration.retire_host(copy, leaving=leaving),
-            changed=self._report_state,
-            fatal=fatal,
-        )
-        self._scaling = Scaling(
-            config.worker_id,
-            factory,
-            mover,
-            progress,
-            retire=lambda instance, undo: self._registration.retire(instance.info(), undo),
-            keep_on_host=self._host_copies.keep,
-            changed=self._report_state,
-            fatal=fatal,
-        )
-        self._pairing = Pairing(
-            bus,
-            transport,
-            config.worker_id,
-            self._peers,
-            self._serving,
-            progress,
-            lambda: self._scaling.instance,
-            self._report_state,
-            silence_s=config.stall_s,
-        )
-        self._kv_receiver = KvReceiver(
-            bus, transport, self.info, self._peers, self._serving, lambda: self._scaling.instance
-        )
-        self._kv_sender = factory.prefill_listener = KvSender(
-            bus,
-            self.info,
-            self._peers,
-            self._serving,
-            lambda: self._scaling.instance,
-            silence_s=config.stall_s,
-            metrics=metrics,
-        )
-        self._serving.cooperations = (self._pairing, self._kv_sender, self._kv_receiver)
-        self._scaling.on_loaded = self._pairing.loaded
-        self._scaling.on_gone = self._instance_gone
-        self._orders = Orders(
-            bus,
-            config.worker_id,
-            self._scaling.on_scale_plan,
-            self._scaling.on_drain_plan,
-            self._pairing.on_assignment,
-        )
-        self._registration = Registration(
-            bus,
-            self.info,
-            self._standing,
-            self._record,
-            self._scaling.on_stop_instance,
-            self._orders.planner_term,
-        )
         self._loop = asyncio.get_running_loop()
         self._fatal = fatal
         self._ending: asyncio.Task[None] | None = None
-        self._load_reporter = LoadReporter(
+        self.info = worker_info(config, node, transport, pid=pid, incarnation=incarnation or new_incarnation())
+        self.parts = build(
             bus,
-            config.worker_id,
-            lambda: self._scaling.instance,
-            self._expire,
-            HostGroup(
-                group_name(config.nats_url, config.host) if config.load_by_host else "",
-                config.host,
-                interval_s=config.report_interval_s,
-            ),
-            interval_s=config.report_interval_s,
+            transport,
+            config,
+            self.info,
+            node,
             metrics=metrics,
+            on_engine_failure=self._on_engine_failure,
+            fatal=fatal,
         )
 
     @property
     def registered(self) -> asyncio.Event:
         """Set once the pool knows this worker."""
-        return self._registration.registered
+        return self.parts.registration.registered
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping``, then drain for at most the configured time.
 
         Raises ``DuplicateId`` when another process that lives has this worker's id.
         """
-        await self._factory.prefault(stopping)
-        await self._factory.warm_up()
-        worker_id, serving, sender = self._config.worker_id, self._serving, self._mover.sender
+        parts = self.parts
+        await parts.factory.prefault(stopping)
+        await parts.factory.warm_up()
+        worker_id, serving, sender = self._config.worker_id, parts.serving, parts.mover.sender
         # Before anything is listened to that another process of this id is meant by.
         await refuse_if_held(self._bus, subjects.worker_holder(worker_id), f"worker id {worker_id!r}")
-        await self._orders.subscribe()
+        await parts.orders.subscribe()
         subscriptions: list[Subscription] = [
             *await hold(self._bus, self.info.incarnation, *self._holder_subjects()),
             await self._bus.respond(subjects.worker_submit(worker_id), Submit, serving.on_submit),
@@ -215,24 +106,24 @@ class WorkerService:
             await self._bus.respond(subjects.worker_checksums(worker_id), GetChecksums, sender.on_checksums),
             await self._bus.respond(subjects.worker_fetch(worker_id), FetchRange, sender.on_fetch),
             await self._bus.subscribe(subjects.worker_stop_feed(worker_id), StopFeed, sender.on_stop_feed),
-            await self._bus.subscribe(subjects.worker_feed_ended(worker_id), FeedEnded, self._mover.on_feed_ended),
-            await self._bus.respond(subjects.worker_hold_copy(worker_id), HoldCopy, self._host_copies.on_hold),
-            await self._bus.respond(subjects.worker_drop_copy(worker_id), DropCopy, self._host_copies.on_drop),
+            await self._bus.subscribe(subjects.worker_feed_ended(worker_id), FeedEnded, parts.mover.on_feed_ended),
+            await self._bus.respond(subjects.worker_hold_copy(worker_id), HoldCopy, parts.host_copies.on_hold),
+            await self._bus.respond(subjects.worker_drop_copy(worker_id), DropCopy, parts.host_copies.on_drop),
             await self._bus.subscribe(subjects.worker_cancel(worker_id), Cancel, serving.on_cancel),
             await self._bus.subscribe(subjects.worker_ack(worker_id), AckTerminal, serving.on_ack),
             await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, serving.on_gateway),
-            self._orders,
-            *await self._pairing.subscribe(),
-            *await self._kv_receiver.subscribe(),
+            parts.orders,
+            *await parts.pairing.subscribe(),
+            *await parts.kv_receiver.subscribe(),
         ]
         tasks = [
             asyncio.create_task(work)
             for work in (
-                self._registration.run(),
-                self._peers.run(),
-                self._host_copies.run(),
+                parts.registration.run(parts.scaling.on_stop_instance, parts.orders.planner_term),
+                parts.peers.run(),
+                parts.host_copies.run(),
                 serving.publish_forever(),
-                self._load_reporter.run(),
+                parts.load_reporter.run(),
             )
         ]
         stopped = asyncio.create_task(stopping.wait())
@@ -251,14 +142,14 @@ class WorkerService:
         than that, and nothing of this process is used after it."""
         for task in tasks:
             task.cancel()
-        parts = (self._host_copies, self._pairing, self._kv_sender, self._kv_receiver)
+        parts = (self.parts.host_copies, self.parts.pairing, self.parts.kv_sender, self.parts.kv_receiver)
         await asyncio.gather(
             closed("the tasks", asyncio.wait(tasks), LISTENING_S),
             closed("the subscriptions", asyncio.gather(*(s.close() for s in subscriptions)), LISTENING_S),
         )
         await asyncio.gather(*(closed(type(part).__name__, part.close(), EACH_S) for part in parts))
-        await closed("the instance", self._scaling.close(), EACH_S)
-        await closed("the registration", self._registration.leave(), FAREWELL_S)
+        await closed("the instance", self.parts.scaling.close(), EACH_S)
+        await closed("the registration", self.parts.registration.leave(), FAREWELL_S)
 
     def _holder_subjects(self) -> tuple[str, str]:
         worker_id = self._config.worker_id
@@ -267,10 +158,10 @@ class WorkerService:
     async def _drain(self) -> None:
         """Take nothing new, finish what runs, and see the copies here taken over. New requests are routed elsewhere
         meanwhile, and new copies placed elsewhere."""
-        self._serving.admitting = False
-        self._scaling.leaving = True
-        self._registration.stopping()
-        instance = self._scaling.instance
+        self.parts.serving.admitting = False
+        self.parts.scaling.leaving = True
+        self.parts.registration.stopping()
+        instance = self.parts.slot.current()
         if instance is not None and instance.state not in ("serving", "draining"):
             instance = None
         if instance is not None and instance.state == "serving":
@@ -294,16 +185,16 @@ class WorkerService:
 
     async def _until_drained(self, instance: Instance | None) -> None:
         if instance is not None:
-            await self._registration.confirmed(JOIN_TIMEOUT_S)
+            await self.parts.registration.confirmed(JOIN_TIMEOUT_S)
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._host_copies.let_all_go())
+            group.create_task(self.parts.host_copies.let_all_go())
             if instance is not None:
                 group.create_task(self._finish(instance))
                 group.create_task(self._let_go(instance))
 
     async def _finish(self, instance: Instance) -> None:
         await instance.idle()
-        await self._serving.flushed()
+        await self.parts.serving.flushed()
 
     async def _hand_back(self, instance: Instance) -> None:
         """Tell gateways of the requests that are left: their attempts end here, and it was no worker's death."""
@@ -311,53 +202,21 @@ class WorkerService:
 
         def end(loop: EngineLoop) -> None:
             loop.abort_all(leaves)
-            self._serving.on_output(StepOutput(tuple(loop.scheduler.take_ended())))
+            self.parts.serving.on_output(StepOutput(tuple(loop.scheduler.take_ended())))
 
         with contextlib.suppress(BlitzError, TimeoutError):  # whoever is not told asks
             async with asyncio.timeout(HAND_BACK_S):
                 await asyncio.wrap_future(instance.engine.call(end))
-                await self._serving.flushed()
+                await self.parts.serving.flushed()
 
     async def _let_go(self, instance: Instance) -> None:
         """Others read the copy until the pool does not need it any more, and then to the end of what they began."""
         await until_allowed(
-            lambda: self._registration.retire(instance.info(), False, leaving=True),
+            lambda: self.parts.registration.retire(instance.info(), False, leaving=True),
             f"the copy of {instance.record.name} in {instance.instance_id}",
         )
-        self._mover.withdraw(instance)
+        self.parts.mover.withdraw(instance)
         await instance.idle()
-
-    async def _instance_gone(self, instance: Instance, reason: str) -> None:
-        for part in (self._pairing, self._kv_sender, self._kv_receiver):
-            await part.instance_gone(instance, reason)
-
-    def _expire(self) -> None:
-        self._serving.expire()
-        self._kv_receiver.expire()
-
-    def _report_state(self) -> None:
-        self._registration.changed()
-        self._peers.look_soon()
-
-    def _standing(self) -> Standing:
-        instance = self._scaling.instance
-        state: InstanceState = "spare" if instance is None else instance.state
-        info = None if instance is None else instance.info()
-        return Standing(state, info, self._host_copies.report(), *self._nic_rates())
-
-    def _nic_rates(self) -> tuple[float, float]:
-        now_s = time.monotonic()
-        if now_s - self._metered_at_s >= METER_INTERVAL_S:
-            self._metered_at_s = now_s
-            self._nic_gbps = self._meter.rates(now_s)
-        return self._nic_gbps
-
-    def _record(self, model_hash: str) -> ModelRecord | None:
-        """The model of anything that is held here, if the registry lost it."""
-        instance = self._scaling.instance
-        if instance is not None and instance.record.model_hash == model_hash:
-            return instance.record
-        return self._host_copies.record(model_hash)
 
     def _on_engine_failure(self, error: BlitzError) -> None:
         def end() -> None:
@@ -368,14 +227,14 @@ class WorkerService:
     async def _end_broken(self, error: BlitzError) -> None:
         """The engine computes nothing any more. Gateways hear it of each request, and the pool of the instance, so
         that all of them go on elsewhere at once; then the process ends."""
-        instance = self._scaling.instance
+        instance = self.parts.slot.current()
         try:
             if instance is not None and instance.state != "failed":
                 instance.fail()
             with contextlib.suppress(BlitzError, TimeoutError):  # they find out by themselves
                 async with asyncio.timeout(LAST_WORDS_S):
-                    await self._serving.flushed()
-                    await self._registration.confirmed(LAST_WORDS_S)
+                    await self.parts.serving.flushed()
+                    await self.parts.registration.confirmed(LAST_WORDS_S)
                     await self._bus.flush()
         finally:  # whatever breaks here, a process without an engine must not stay
             self._fatal(f"the engine's thread ended: {error}")

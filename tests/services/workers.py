@@ -97,7 +97,7 @@ class RunningWorker:
 
     @property
     def instance(self) -> Instance | None:
-        return self.service._scaling.instance
+        return self.service.parts.slot.current()
 
     @property
     def serving(self) -> Instance:

@@ -231,10 +231,12 @@ class InstanceFactory:
         config: WorkerConfig,
         on_output: OnOutput,
         on_failure: Callable[[BlitzError], None],
+        *,
+        prefill_listener: PrefillListener | None = None,
+        witness: Witness | None = None,
     ) -> None:
-        self.prefill_listener: PrefillListener | None = None
-        self.witness: Witness | None = None
-        """Both of the instances that are created from now on."""
+        self._prefill_listener = prefill_listener
+        self._witness = witness
         self._config = config
         self._on_output = on_output
         self._on_failure = on_failure
@@ -289,8 +291,8 @@ class InstanceFactory:
             self._on_output,
             self._on_failure,
             role=plan.role,
-            prefill_listener=self.prefill_listener,
-            witness=self.witness,
+            prefill_listener=self._prefill_listener,
+            witness=self._witness,
         )
 
     def _engine(self, layout: ArenaLayout) -> Engine:

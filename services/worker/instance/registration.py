@@ -52,19 +52,13 @@ class Registration:
         worker: WorkerInfo,
         standing: Callable[[], Standing],
         model: Callable[[str], ModelRecord | None],
-        stop_instance: Callable[[str], Awaitable[None]],
-        planner_term: Callable[[int], Awaitable[None]],
     ) -> None:
-        """``standing`` gives what to report; ``model`` the record of a model hash, if a registry lost it;
-        ``stop_instance`` is called when the registry says that the instance's model was removed, ``planner_term`` with
-        the term of the planner that leads."""
-        self._planner_term = planner_term
+        """``standing`` gives what to report; ``model`` the record of a model hash, if a registry lost it."""
         self._passing_on: asyncio.Future[None] | None = None
         self._bus = bus
         self._worker = worker
         self._standing = standing
         self._model = model
-        self._stop_instance = stop_instance
         self._sequence = 0
         self._lease_s = FIRST_LEASE_S
         self._changed = asyncio.Event()
@@ -95,11 +89,22 @@ class Registration:
             return False
         return True
 
-    async def run(self) -> None:
-        """Report until cancelled. Raises ``DuplicateId`` when another process that lives has this worker's id."""
+    async def run(
+        self, stop_instance: Callable[[str], Awaitable[None]], planner_term: Callable[[int], Awaitable[None]]
+    ) -> None:
+        """Report until cancelled. Raises ``DuplicateId`` when another process that lives has this worker's id.
+
+        ``stop_instance`` is called when the registry says that the instance's model was removed, ``planner_term`` with
+        the term of the planner that leads.
+        """
         while True:
             self._changed.clear()
-            if not await self._report():
+            ack = await self._report()
+            if ack is not None:
+                self._pass_on(planner_term, ack.planner_term)
+                if ack.stop_instance:
+                    await stop_instance(ack.stop_instance)
+            else:
                 await asyncio.sleep(min(0.2, self._lease_s / 4))
                 continue
             # Not wait_for: in Python 3.11 that loses a cancellation which comes together with the event.
@@ -141,7 +146,8 @@ class Registration:
         )
         await self._bus.request(subjects.pool("retire_copy"), request, Ack, timeout_s=RETIRE_TIMEOUT_S)
 
-    async def _report(self) -> bool:
+    async def _report(self) -> HeartbeatAck | None:
+        """The pool's answer to a report of now; None if there was none."""
         self._sequence += 1
         sequence = self._sequence
         now = self._standing()
@@ -168,7 +174,7 @@ class Registration:
                 self._outage.failed("the pool did not take our report: %s", error)
             else:
                 log.debug("the pool did not take our report: %s", error)
-            return False
+            return None
         self._outage.worked()
         if not self.registered.is_set():
             log.info("registered with the pool")
@@ -177,20 +183,17 @@ class Registration:
         async with self._reported:
             self._confirmed = sequence
             self._reported.notify_all()
-        self._pass_on(ack.planner_term)
         wanted = [*ack.wants_models]
         if ack.wants_model and now.instance is not None:
             wanted.append(now.instance.model_hash)
         for model_hash in dict.fromkeys(wanted):
             await self._restore(model_hash)
-        if ack.stop_instance and now.instance is not None and ack.stop_instance == now.instance.instance_id:
-            await self._stop_instance(ack.stop_instance)
-        return True
+        return ack
 
-    def _pass_on(self, term: int) -> None:
+    def _pass_on(self, planner_term: Callable[[int], Awaitable[None]], term: int) -> None:
         """Whoever hears it may have to open and close subscriptions: no report waits for that."""
         if self._passing_on is None or self._passing_on.done():
-            self._passing_on = asyncio.ensure_future(self._planner_term(term))
+            self._passing_on = asyncio.ensure_future(planner_term(term))
             self._passing_on.add_done_callback(_log_failure)
 
     async def _restore(self, model_hash: str) -> None:

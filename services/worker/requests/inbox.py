@@ -18,6 +18,7 @@ from services.worker.scheduling.gateways import Gateways, Gone
 from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.sequence import Sequence
 from shared import subjects
+from shared.aio import OwnedTasks
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict, NoResponder, NotFound, Overloaded
 from shared.messages.common import Ack
@@ -70,9 +71,13 @@ class Serving:
         self._stepped = asyncio.Event()
         self._publishing = False
         self._moved = Moved()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
         self.admitting = True
-        self.cooperations: tuple[Cooperation, ...] = ()
+        self._cooperations: tuple[Cooperation, ...] = ()
+
+    def cooperate(self, *with_others: Cooperation) -> None:
+        """These share requests with other instances, and are told of those that come and go."""
+        self._cooperations = with_others
 
     # --- from the engine ---------------------------------------------------------------------
 
@@ -145,7 +150,7 @@ class Serving:
             self._streams.forget(*key)
             self.spans.refused(key, error)
             raise
-        for cooperation in self.cooperations:
+        for cooperation in self._cooperations:
             cooperation.arrived()
         return Ack()
 
@@ -158,7 +163,7 @@ class Serving:
     def _give_up(self, instance: Instance, request_id: str, attempt: int) -> None:
         """A newer attempt is here. The older one's cancel may be lost on the way, and nobody reads it any more."""
         instance.engine.cancel(request_id, attempt)
-        for cooperation in self.cooperations:
+        for cooperation in self._cooperations:
             cooperation.cancel(request_id, attempt)
 
     def on_cancel(self, request: Cancel) -> None:
@@ -167,13 +172,11 @@ class Serving:
         self._streams.forget(request.request_id, request.attempt)
         if instance is not None:
             instance.engine.cancel(request.request_id, request.attempt)
-        for cooperation in self.cooperations:
+        for cooperation in self._cooperations:
             cooperation.cancel(request.request_id, request.attempt)
         owner = self._moved.owner_of((request.request_id, request.attempt))
         if owner is not None:
-            task = asyncio.create_task(self._tell(owner, request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._tell(owner, request))
 
     def on_ack(self, message: AckTerminal) -> None:
         """The gateway has these streams' ends."""
@@ -272,7 +275,7 @@ class Serving:
         instance = self._instance()
         if instance is not None:
             instance.engine.cancel_gateway(gone)
-        for cooperation in self.cooperations:
+        for cooperation in self._cooperations:
             cooperation.cancel_gateway(gone)
 
 

@@ -7,10 +7,10 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from services.worker.instance.instance import Instance
+from services.worker.instance.registration import Registration
 from services.worker.instance.retirement import ASK_INTERVAL_S, until_allowed
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.copies import Offer
@@ -18,7 +18,7 @@ from services.worker.weights.host_store import DROP_TIMEOUT_S, HostStore
 from services.worker.weights.mover import WeightMover
 from services.worker.weights.outcome import BuffersStuck
 from services.worker.weights.upstreams import DISK, StripeSources, Upstream
-from shared.aio import in_thread
+from shared.aio import OwnedTasks, in_thread
 from shared.errors import BlitzError, Conflict, DeadlineExceeded, NotFound
 from shared.messages.common import Ack
 from shared.messages.copies import CopySource, DropCopy, HoldCopy
@@ -40,33 +40,24 @@ class HostCopies:
         worker_id: str,
         store: HostStore,
         mover: WeightMover,
+        registration: Registration,
         *,
-        retire: Callable[[HostCopy, bool], Awaitable[None]],
         changed: Callable[[], None],
         fatal: Callable[[str], None],
     ) -> None:
-        """``retire(copy, leaving)`` asks the pool whether a copy may go and raises unless it may; ``leaving``: because
-        the process ends. ``changed()``: the registry should know. ``fatal(why)``: this process must be restarted."""
+        """``changed()``: the registry should know. ``fatal(why)``: this process must be restarted."""
         self._worker_id = worker_id
         self._store = store
         self._mover = mover
-        self._retire = retire
+        self._registration = registration
         self._changed = changed
         self._fatal = fatal
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
         self._filling: set[str] = set()
         """Models whose copy somebody fills: one at a time."""
         self._agreed: set[str] = set()
         """Models whose retired copy may go, and was still in use when it should."""
         self._leaving = False
-
-    def report(self) -> tuple[HostCopy, ...]:
-        """What is held, for the heartbeat."""
-        return self._store.report()
-
-    def record(self, model_hash: str) -> ModelRecord | None:
-        """The model of a held copy."""
-        return self._store.record(model_hash)
 
     async def run(self) -> None:
         """Let go of cached copies that nobody used for long, and of any that were still in use, until cancelled."""
@@ -79,19 +70,7 @@ class HostCopies:
 
     async def close(self) -> None:
         """Abort what runs."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._reap)
-
-    def _reap(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task about host copies broke", exc_info=error)
+        await self._tasks.close()
 
     # --- hold --------------------------------------------------------------------------------
 
@@ -104,7 +83,7 @@ class HostCopies:
         if not copy.complete and model_hash not in self._filling:
             self._filling.add(model_hash)
             self._offer(request.model, copy)
-            self._spawn(self._load(request, copy))
+            self._tasks.start(self._load(request, copy))
         self._changed()
         return Ack()
 
@@ -178,7 +157,7 @@ class HostCopies:
         """Begin to let a copy go, if the pool still agrees by then. Raises ``NotFound``."""
         if self._store.record(request.model_hash) is None:
             raise NotFound(f"no host copy of model {request.model_hash[:12]} here")
-        self._spawn(self._let_go(request.model_hash))
+        self._tasks.start(self._let_go(request.model_hash))
         return Ack()
 
     async def _let_go(self, model_hash: str) -> None:
@@ -192,7 +171,7 @@ class HostCopies:
         self._store.retire(model_hash)
         self._mover.copies.withdraw("host", copy)
         try:
-            await self._retire(held, False)
+            await self._registration.retire_host(held)
         except BlitzError as error:
             level = logging.DEBUG if isinstance(error, Conflict) else logging.INFO
             log.log(level, "the host copy of %s is kept: %s", held.model, error)
@@ -240,7 +219,8 @@ class HostCopies:
             if copy is None:  # somebody else asks already, or waits for the last reader
                 await asyncio.sleep(ASK_INTERVAL_S)
                 continue
-            await until_allowed(functools.partial(self._retire, held, True), f"the host copy of {held.model}")
+            may_go = functools.partial(self._registration.retire_host, held, leaving=True)
+            await until_allowed(may_go, f"the host copy of {held.model}")
             if self._store.find(model_hash, held.layout_hash) is copy:
                 self._store.retire(model_hash)
                 self._mover.copies.withdraw("host", copy)

@@ -64,7 +64,7 @@ class Stage:
         await give(ask, model("m"))
         for index in range(NUM_WORKERS):
             report = heartbeat(f"w{index}", model("m"), "serving")
-            self._tasks.append(asyncio.create_task(_registration(self.bus, report).run()))
+            self._tasks.append(asyncio.create_task(_registration(self.bus, report).run(_ignore, _ignore)))
 
         async def all_known() -> bool:
             page = await self.snapshot()
@@ -87,11 +87,12 @@ class Stage:
             process.wait()
 
 
-def _registration(bus: NatsBus, report: WorkerHeartbeat) -> Registration:
-    async def ignore(_: object) -> None: ...
+async def _ignore(_: object) -> None: ...
 
+
+def _registration(bus: NatsBus, report: WorkerHeartbeat) -> Registration:
     standing = Standing(report.state, report.instance, (), 0.0, 0.0)
-    return Registration(bus, report.worker, lambda: standing, lambda _: None, ignore, ignore)
+    return Registration(bus, report.worker, lambda: standing, lambda _: None)
 
 
 @pytest.fixture

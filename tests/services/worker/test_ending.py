@@ -30,11 +30,11 @@ async def _hangs(*_: object) -> None:
 
 
 def part(name: str, method: str = "close") -> Callable[[WorkerService], None]:
-    return lambda service: setattr(getattr(service, name), method, _hangs)
+    return lambda service: setattr(getattr(service.parts, name), method, _hangs)
 
 
-PARTS = [part(f"_{name}") for name in ("host_copies", "pairing", "kv_sender", "kv_receiver", "scaling")]
-PARTS.append(part("_registration", "leave"))
+PARTS = [part(name) for name in ("host_copies", "pairing", "kv_sender", "kv_receiver", "scaling")]
+PARTS.append(part("registration", "leave"))
 
 
 async def stop(alone: LoneWorker) -> None:
@@ -55,8 +55,8 @@ async def test_a_part_that_does_not_close_keeps_no_worker(hang: Callable[[Worker
 
 async def test_a_task_that_loses_its_cancellation_keeps_no_worker() -> None:
     async with lone_worker() as alone:
-        alone.worker.service._peers._look = _hangs  # type: ignore[method-assign, assignment]
-        alone.worker.service._peers.look_soon()
+        alone.worker.service.parts.peers._look = _hangs  # type: ignore[method-assign, assignment]
+        alone.worker.service.parts.peers.look_soon()
         await asyncio.sleep(1.0)
         await stop(alone)
 
@@ -64,7 +64,7 @@ async def test_a_task_that_loses_its_cancellation_keeps_no_worker() -> None:
 async def test_a_drain_that_loses_its_cancellation_ends_with_its_time() -> None:
     async with lone_worker(drain_timeout_s=0.2) as alone:
         await alone.serve()
-        alone.worker.service._host_copies.let_all_go = _hangs  # type: ignore[method-assign]
+        alone.worker.service.parts.host_copies.let_all_go = _hangs  # type: ignore[method-assign]
         await stop(alone)
 
 
@@ -78,7 +78,7 @@ async def test_a_question_that_is_being_answered_keeps_no_worker() -> None:
             asked.set()
             await _hangs()
 
-        service._scaling.instance.engine.submit = lambda _: asyncio.run_coroutine_threadsafe(  # type: ignore[union-attr]
+        service.parts.slot.current().engine.submit = lambda _: asyncio.run_coroutine_threadsafe(  # type: ignore[union-attr]
             submit(_), asyncio.get_running_loop()
         )
         asking = asyncio.create_task(alone.submit(instance_id, "r"))
@@ -91,5 +91,5 @@ async def test_a_question_that_is_being_answered_keeps_no_worker() -> None:
 async def test_a_pool_that_does_not_confirm_the_drain_costs_no_more_than_the_drains_time() -> None:
     async with lone_worker(drain_timeout_s=0.2) as alone:
         await alone.serve()
-        alone.worker.service._registration.confirmed = _hangs  # type: ignore[method-assign, assignment]
+        alone.worker.service.parts.registration.confirmed = _hangs  # type: ignore[method-assign, assignment]
         await stop(alone)

@@ -154,7 +154,7 @@ async def test_a_plan_that_comes_while_an_instance_is_built_finds_it_loading(
 
     monkeypatch.setattr(InstanceFactory, "_engine", slowly)
     first, second = alone.plan(epoch=10), alone.plan(epoch=11)
-    scaling = alone.worker.service._scaling
+    scaling = alone.worker.service.parts.scaling
     accepting = [asyncio.create_task(scaling.on_scale_plan(first))]
     await eventually(built.is_set)
     accepting.append(asyncio.create_task(scaling.on_scale_plan(second)))

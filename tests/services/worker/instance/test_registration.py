@@ -56,7 +56,7 @@ async def test_reports_go_on_while_the_planners_plans_cannot_be_subscribed_to(al
     async def hangs(_: int) -> None:
         await asyncio.Event().wait()
 
-    alone.worker.service._registration._planner_term = hangs
+    alone.worker.service.parts.registration._planner_term = hangs
     alone.pool.ack = HeartbeatAck(lease_s=0.1)
     known = len(alone.pool.heartbeats)
     await eventually(lambda: len(alone.pool.heartbeats) > known + 5)
@@ -75,9 +75,11 @@ async def test_a_registry_that_lost_the_model_gets_it_back(alone: LoneWorker) ->
 @pytest.mark.parametrize("ticks", range(6))
 async def test_it_ends_when_it_is_stopped_just_as_something_changes(alone: LoneWorker, ticks: int) -> None:
     alone.pool.ack = HeartbeatAck(lease_s=3600.0)
-    registration = alone.worker.service._registration
+    registration = alone.worker.service.parts.registration
     known = len(alone.pool.heartbeats)
-    reporting = asyncio.create_task(registration.run())
+    parts = alone.worker.service.parts
+    work = registration.run(parts.scaling.on_stop_instance, parts.orders.planner_term)
+    reporting = asyncio.create_task(work)
     await eventually(lambda: len(alone.pool.heartbeats) > known)
     await asyncio.sleep(0.01)  # it waits again
     registration.changed()

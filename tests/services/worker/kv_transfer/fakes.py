@@ -142,7 +142,9 @@ async def clean(alone: LoneWorker) -> None:
     """Nothing is left at the worker: no request, no block, no reservation, no transfer."""
     worker = alone.worker
     engine = worker.serving.engine
-    await eventually(lambda: not worker.service._kv_receiver._reservations and not worker.service._kv_sender._transfers)
+    await eventually(
+        lambda: not worker.service.parts.kv_receiver._reservations and not worker.service.parts.kv_sender._transfers
+    )
 
     async def empty() -> bool:
         def state(loop) -> tuple[int, int, int, int]:  # type: ignore[no-untyped-def]
@@ -262,6 +264,6 @@ class FakeDecode:
 
 def outcomes(alone: LoneWorker) -> dict[str, float]:
     """What became of the requests that were to leave, as the worker counts it."""
-    counter: Counter = alone.worker.service._kv_sender._ended
+    counter: Counter = alone.worker.service.parts.kv_sender._ended
     samples = [s for metric in counter.collect() for s in metric.samples]
     return {s.labels["outcome"]: s.value for s in samples if s.name.endswith("_total")}

@@ -56,7 +56,7 @@ class Disaggregated:
 
     def outcomes(self) -> dict[str, float]:
         """What became of the requests, as the prefill worker counts it."""
-        samples = [s for metric in self.prefill.service._kv_sender._ended.collect() for s in metric.samples]
+        samples = [s for metric in self.prefill.service.parts.kv_sender._ended.collect() for s in metric.samples]
         return {s.labels["outcome"]: s.value for s in samples if s.name.endswith("_total")}
 
     async def clean(self) -> None:
@@ -65,8 +65,8 @@ class Disaggregated:
             if worker.task.done() or worker.instance is None:
                 continue
             service, loop = worker.service, worker.serving.engine.loop
-            await eventually(lambda service=service: not service._kv_sender._transfers)
-            await eventually(lambda service=service: not service._kv_receiver._reservations)
+            await eventually(lambda service=service: not service.parts.kv_sender._transfers)
+            await eventually(lambda service=service: not service.parts.kv_receiver._reservations)
             await eventually(lambda loop=loop: loop.num_requests == 0 and loop.scheduler.pool.num_used == 0)
             loop.scheduler.check()
 

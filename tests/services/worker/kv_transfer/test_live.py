@@ -22,18 +22,18 @@ async def test_a_burst_at_prefill_instances(redis_url: str, policy: LivePolicy) 
         assert report.batches
         assert await _senders(burst) == dict.fromkeys(burst.prompts, burst.decoder.worker_id)
         for worker in (burst.source, burst.target):
-            assert _outcomes(worker.service._kv_sender).keys() <= {"moved"}
+            assert _outcomes(worker.service.parts.kv_sender).keys() <= {"moved"}
 
 
 async def test_the_decode_worker_dies_while_two_prefill_instances_cooperate(redis_url: str) -> None:
     async with live_cluster(redis_url, num_workers=3) as cluster:
         burst = Burst(cluster)
         await burst.start(delay_s=0.02, role="prefill", max_tokens=8)
-        await eventually(lambda: any(_outcomes(w.service._kv_sender) for w in (burst.source, burst.target)))
+        await eventually(lambda: any(_outcomes(w.service.parts.kv_sender) for w in (burst.source, burst.target)))
         await burst.decoder.kill()
         # What it had taken over by then is the gateway's to try again; the two that are left decode the others.
         await burst.clean()
-        moved = sum(_outcomes(w.service._kv_sender).get("moved", 0) for w in (burst.source, burst.target))
+        moved = sum(_outcomes(w.service.parts.kv_sender).get("moved", 0) for w in (burst.source, burst.target))
         assert moved < len(burst.prompts)
         await eventually(lambda: len(_ended_whole(burst)) >= len(burst.prompts) - moved)
 

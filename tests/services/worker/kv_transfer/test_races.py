@@ -257,13 +257,13 @@ def keys(worker: RunningWorker) -> set[tuple[str, int]]:
 async def test_the_decode_worker_begins_and_is_not_heard_of_again_for_a_while(redis_url: str, then: str) -> None:
     async with disaggregated(redis_url, stall_s=0.3, mock=SLOW) as pair:
         here, there = pair.prefill, pair.decode
-        begin = there.service._kv_receiver._begin
+        begin = there.service.parts.kv_receiver._begin
 
         async def begin_and_go(reservation: DecodeReservation, message: BeginDecode) -> None:
             await begin(reservation, message)
             there.bus.go_down()
 
-        there.service._kv_receiver._begin = begin_and_go  # type: ignore[method-assign]
+        there.service.parts.kv_receiver._begin = begin_and_go  # type: ignore[method-assign]
         await pair.submit("r", max_tokens=3000)
         end = await pair.gateway.end_of("r")
         assert end.error is not None
@@ -273,7 +273,7 @@ async def test_the_decode_worker_begins_and_is_not_heard_of_again_for_a_while(re
         assert pair.outcomes() == {"unknown": 1}
         assert keys(here) == set(), "both would decode it"
         assert keys(there) == {("r", 1)}
-        there.service._kv_receiver._begin = begin  # type: ignore[method-assign]
+        there.service.parts.kv_receiver._begin = begin  # type: ignore[method-assign]
         there.bus.go_up()
         if then == "cancel":
             await pair.gateway.cancel("w1", "r")
@@ -292,7 +292,7 @@ async def test_room_that_lapsed_and_was_given_anew_is_not_taken_for_the_first(re
     """KV that went under the first ticket is not there."""
     async with disaggregated(redis_url, stall_s=5.0, mock=MockTiming(layer_base_s=0.03)) as pair:
         await pair.submit("r")
-        rooms = pair.decode.service._kv_receiver._reservations
+        rooms = pair.decode.service.parts.kv_receiver._reservations
         await eventually(lambda: rooms)
         (room,) = rooms.values()
         room.ticket += 77
@@ -308,10 +308,10 @@ async def test_a_gateway_that_only_the_decode_worker_finds_silent(
     async with disaggregated(redis_url, stall_s=5.0, mock=MockTiming(layer_base_s=0.03)) as pair:
         await pair.submit("r")
         there = pair.decode
-        await eventually(lambda: there.service._kv_receiver._reservations)
+        await eventually(lambda: there.service.parts.kv_receiver._reservations)
         monkeypatch.setattr(there.bus, "_connected_since_s", 0.0)
-        there.service._serving._gateways._lives["gw"][""].heard_at_s = float("-inf")
-        there.service._serving.expire()
+        there.service.parts.serving._gateways._lives["gw"][""].heard_at_s = float("-inf")
+        there.service.parts.serving.expire()
         await whole(pair, "r", PROMPT, 8)
         assert pair.decoded_by("r") == ["w0"]
         await pair.clean()
@@ -324,7 +324,7 @@ async def test_no_layer_is_sent_that_nobody_receives(
 ) -> None:
     """However slowly KV is taken in."""
     monkeypatch.setattr(staging, "WINDOW_LAYERS", window)
-    there, rooms = patient_pair.decode, patient_pair.decode.service._kv_receiver._reservations
+    there, rooms = patient_pair.decode, patient_pair.decode.service.parts.kv_receiver._reservations
     engine = there.serving.engine.loop.engine
     assert isinstance(engine, MockEngine)
     import_kv, ahead = engine.import_kv, []
@@ -454,7 +454,7 @@ async def test_no_kv_comes_before_its_receive_however_slow_the_connection(
         set_aside(self, send, *rest)
 
     monkeypatch.setattr(MemoryTransport, "_set_aside", noted)
-    peers = patient_pair.decode.service._peers
+    peers = patient_pair.decode.service.parts.peers
     channel = peers.channel
 
     async def slowly(*args: Any, **kwargs: Any) -> Any:

@@ -51,10 +51,10 @@ async def test_silence_does_not_count_while_our_own_bus_is_away(alone: LoneWorke
     await prefill.reserve(request, lease_s=0.3)
     alone.worker.bus.go_down()
     reservations_of(alone)["r", 1].renewed_at_s -= 60.0
-    alone.worker.service._kv_receiver.expire()
+    alone.worker.service.parts.kv_receiver.expire()
     assert reservations_of(alone), "it may have been renewed, for all that is known"
     alone.worker.bus.go_up()
-    alone.worker.service._kv_receiver.expire()
+    alone.worker.service.parts.kv_receiver.expire()
     assert reservations_of(alone), "the other side has not had a lease to be heard in"
     await eventually(lambda: not reservations_of(alone))
 
@@ -92,7 +92,7 @@ async def test_an_end_of_room_that_was_given_anew_meanwhile_is_not_the_new_ones(
     """The lease lapses, and before the room is dropped it is released and asked for again."""
     request = prefill.request()
     await prefill.reserve(request)
-    lock = alone.worker.service._kv_receiver._lock("r")
+    lock = alone.worker.service.parts.kv_receiver._lock("r")
     async with lock:
         released = asyncio.create_task(prefill.release(request))
         await eventually(lambda: len(lock._waiters or ()) == 1)
@@ -115,7 +115,7 @@ async def test_room_of_a_gateway_that_is_silent_here_is_freed(
     silent, kept = prefill.request("silent", gateway_id="gone"), prefill.request("kept")
     reserved = await prefill.reserve(silent)
     await prefill.reserve(kept)
-    serving = alone.worker.service._serving
+    serving = alone.worker.service.parts.serving
     serving._gateways._lives["gone"][""].heard_at_s = float("-inf")
     monkeypatch.setattr(alone.worker.bus, "_connected_since_s", 0.0)
     serving.expire()
@@ -153,7 +153,7 @@ async def test_a_cancel_frees_room_here_too(alone: LoneWorker, prefill: FakePref
 async def test_a_close_frees_everything(alone: LoneWorker, prefill: FakePrefill) -> None:
     for name in "ab":
         await prefill.reserve(prefill.request(name))
-    await alone.worker.service._kv_receiver.close()
+    await alone.worker.service.parts.kv_receiver.close()
     assert await used_blocks(alone) == 0
 
 
@@ -171,4 +171,4 @@ async def test_room_that_cannot_be_freed_is_said(
         patch.setattr(reservation, "stop", breaks)
         await alone.gateway.cancel("w0", "r")
         await eventually(lambda: "a bug of ours" in caplog.text)
-    await alone.worker.service._kv_receiver._drop(reservation)
+    await alone.worker.service.parts.kv_receiver._drop(reservation)

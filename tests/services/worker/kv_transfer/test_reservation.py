@@ -29,7 +29,7 @@ async def test_room_is_refused_to_whom_there_is_no_connection(
     with pytest.raises(Conflict, match="no connection"):
         await prefill.reserve(prefill.request())
     await clean(alone)
-    assert len(alone.worker.service._serving._streams) == 0
+    assert len(alone.worker.service.parts.serving._streams) == 0
 
 
 async def test_no_room_is_given_in_an_instance_that_is_gone(alone: LoneWorker, prefill: FakePrefill) -> None:
@@ -38,7 +38,7 @@ async def test_no_room_is_given_in_an_instance_that_is_gone(alone: LoneWorker, p
     asking = asyncio.create_task(prefill.reserve(prefill.request()))
     await eventually(lambda: not instance.engine._soon.empty())
     instance.fail()
-    going = asyncio.create_task(alone.worker.service._kv_receiver.instance_gone(instance, "broken"))
+    going = asyncio.create_task(alone.worker.service.parts.kv_receiver.instance_gone(instance, "broken"))
     await asyncio.sleep(0)
     go.set()
     await asyncio.wait({asking, going})
@@ -61,7 +61,7 @@ async def test_kv_that_does_not_come_frees_its_room_at_once(alone: LoneWorker, p
     else:
         await prefill.send(reserved, dict(enumerate(layers)))
     await clean(alone)
-    assert len(alone.worker.service._serving._streams) == 0
+    assert len(alone.worker.service.parts.serving._streams) == 0
     for ask in (prefill.begin(request), prefill.renew(request, reserved)):
         with pytest.raises(Conflict, match="no room is kept"):
             await ask
@@ -158,7 +158,7 @@ async def test_kv_on_its_way_to_all_requests_together_is_bounded_in_bytes(
     for request in (requests[0], requests[2]):
         await prefill.begin(request)
         await decoded(alone, request)
-    assert alone.worker.service._kv_receiver._staging.used_bytes == 0
+    assert alone.worker.service.parts.kv_receiver._staging.used_bytes == 0
 
 
 async def test_a_layer_larger_than_the_bound_comes_when_nothing_else_does(
@@ -174,7 +174,7 @@ async def test_a_layer_larger_than_the_bound_comes_when_nothing_else_does(
     await decoded(alone, one)
     await prefill.reserve(other)
     await prefill.release(other)
-    assert alone.worker.service._kv_receiver._staging.used_bytes == 0
+    assert alone.worker.service.parts.kv_receiver._staging.used_bytes == 0
 
 
 async def test_kv_of_a_released_reservation_harms_nobody(alone: LoneWorker, prefill: FakePrefill) -> None:
@@ -203,7 +203,7 @@ async def test_blocks_are_not_freed_while_kv_is_written_into_them(
     if who == "release":
         dropping = asyncio.create_task(prefill.release(request))
     elif who == "instance_gone":
-        dropping = asyncio.create_task(service._kv_receiver.instance_gone(alone.worker.serving, "gone"))
+        dropping = asyncio.create_task(service.parts.kv_receiver.instance_gone(alone.worker.serving, "gone"))
     elif who == "newer attempt":
         dropping = asyncio.create_task(prefill.reserve(prefill.request(attempt=2)))
     else:

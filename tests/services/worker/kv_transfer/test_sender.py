@@ -278,7 +278,7 @@ async def test_whose_outcome_is_unknown_is_not_decoded_here_as_well(
     await submit(alone, decode)
     await given_up(alone)
     assert how == "gone" or decode.said[-1] == "release"
-    assert alone.worker.service._serving._moved.owner_of(("r", 1)) is None
+    assert alone.worker.service.parts.serving._moved.owner_of(("r", 1)) is None
 
 
 async def test_our_own_outage_is_not_the_decode_workers_silence(alone: LoneWorker, decode: FakeDecode) -> None:
@@ -493,19 +493,19 @@ async def test_an_end_at_every_stage(alone: LoneWorker, decode: FakeDecode, stag
         await alone.gateway.cancel("w0", "r")
     elif how == "gateway":
         alone.worker.bus._connected_since_s = 0.0
-        service._serving._gateways._lives[alone.gateway.gateway_id][""].heard_at_s = float("-inf")
-        service._serving.expire()
+        service.parts.serving._gateways._lives[alone.gateway.gateway_id][""].heard_at_s = float("-inf")
+        service.parts.serving.expire()
     else:
         alone.worker.serving.fail()
-        leaving = asyncio.create_task(service._scaling._vacate(alone.worker.serving, "gone"))
+        leaving = asyncio.create_task(service.parts.scaling._vacate(alone.worker.serving, "gone"))
     await asyncio.sleep(0.02)
     if gate is not None:
         gate.open()
     go.set()
-    await eventually(lambda: outcomes(alone) and not service._kv_sender._tasks)
+    await eventually(lambda: outcomes(alone) and not service.parts.kv_sender._tasks)
     assert set(outcomes(alone)) == {"ended"}
     assert decode.said[-1] == "release", "the decode worker may have begun"
-    assert service._serving._moved.owner_of(("r", 1)) is None
+    assert service.parts.serving._moved.owner_of(("r", 1)) is None
     if how == "instance":
         await leaving
         end = await alone.gateway.end_of("r")
@@ -541,7 +541,7 @@ async def test_a_cancel_is_noticed_at_once_whatever_is_waited_for(monkeypatch: p
         if stage == "reserving":
             decode.on_reserve = wait  # type: ignore[assignment]
         elif stage == "connecting":
-            monkeypatch.setattr(alone.worker.service._kv_sender._peers, "channel", wait)
+            monkeypatch.setattr(alone.worker.service.parts.kv_sender._peers, "channel", wait)
         elif stage == "sending":
             decode.on_reserve, decode.on_renew = decode.no_receives, wait  # type: ignore[assignment]
         else:
@@ -573,11 +573,11 @@ async def test_a_cancel_of_what_is_held_before_the_event_loop_has_heard_of_it(
     engine = alone.worker.serving.engine
     alone.resume()
     _wait_without_the_event_loop(lambda: bool(engine.loop.scheduler.reservations.for_decode))
-    assert not alone.worker.service._kv_sender._transfers
+    assert not alone.worker.service.parts.kv_sender._transfers
     if how == "engine":
         engine.cancel("r", 1).result(10.0)
     else:
-        alone.worker.service._serving.on_cancel(Cancel(request_id="r", attempt=1))
+        alone.worker.service.parts.serving.on_cancel(Cancel(request_id="r", attempt=1))
     await clean(alone)
     assert "begin" not in decode.said
     await submit(alone, decode, "next")
@@ -634,7 +634,7 @@ async def test_a_cancel_just_behind_the_acknowledgement_reaches_the_decode_worke
 
     async def begin_and_cancel(self: decode_client.DecodeClient, token: SampledToken) -> None:
         await begin(self, token)
-        alone.worker.service._serving.on_cancel(Cancel(request_id="r", attempt=1))
+        alone.worker.service.parts.serving.on_cancel(Cancel(request_id="r", attempt=1))
 
     monkeypatch.setattr(decode_client.DecodeClient, "begin", begin_and_cancel)
     await submit(alone, decode)
@@ -646,7 +646,7 @@ async def test_close_leaves_nothing_under_way(alone: LoneWorker, decode: FakeDec
     decode.on_begin = forever
     await submit(alone, decode)
     await eventually(lambda: decode.begins)
-    departures = alone.worker.service._kv_sender
+    departures = alone.worker.service.parts.kv_sender
     await departures.close()
     assert not departures._tasks
     assert not departures._transfers

@@ -193,8 +193,8 @@ async def test_a_question_about_a_request_that_moved_is_answered_by_its_owner(re
         burst = Burst(cluster)
         await burst.start(delay_s=0.02, max_tokens=60)
         gateway = cluster.gateway
-        await eventually(lambda: len(burst.source.service._serving._moved) > 0)
-        (request_id, attempt), _ = next(iter(burst.source.service._serving._moved._owners.items()))
+        await eventually(lambda: len(burst.source.service.parts.serving._moved) > 0)
+        (request_id, attempt), _ = next(iter(burst.source.service.parts.serving._moved._owners.items()))
         await eventually(lambda: len(_had(cluster, request_id)) > 3)
         before = len(gateway.batches)
         await gateway.resend(burst.source.worker_id, request_id, attempt=attempt, offset=0)

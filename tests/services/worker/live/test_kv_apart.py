@@ -344,7 +344,7 @@ async def test_a_prompt_that_arrives_as_a_pair_dissolves_has_its_hidden_states_s
         burst = Burst(cluster)
         await burst.start(delay_s=0.02, prompts={})
         await asyncio.wait_for(over.wait(), 20.0)
-        source = burst.source.service._pairing.source
+        source = burst.source.service.parts.pairing.source
         assert source is not None
         await burst.submit("late", PROMPTS["r0"])
         await eventually(lambda: source._is_ending or source.life.ended)
@@ -362,7 +362,7 @@ async def test_the_planner_is_told_what_pulls_took_so_far(redis_url: str) -> Non
         async def before() -> None:
             await burst.submit("measured", PROMPTS["r0"])
             await cluster.gateway.end_of("measured")
-            side, request = burst.source.service._pairing._as_source, burst.source.bus.request
+            side, request = burst.source.service.parts.pairing._as_source, burst.source.bus.request
             side._pull_s = 0.0625
 
             async def watched(subject: str, message: Message, *args: object, **kwargs: object) -> object:
@@ -376,6 +376,6 @@ async def test_the_planner_is_told_what_pulls_took_so_far(redis_url: str) -> Non
         await burst.ends()
         assert await _split(cluster, burst) > 0
         assert [split.pull_s for split in asked] == [0.0625]
-        await eventually(lambda: burst.source.service._pairing.source is None)
-        assert 0 < burst.source.service._pairing._as_source._pull_s != 0.0625
+        await eventually(lambda: burst.source.service.parts.pairing.source is None)
+        assert 0 < burst.source.service.parts.pairing._as_source._pull_s != 0.0625
         await burst.clean()

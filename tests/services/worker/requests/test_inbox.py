@@ -111,7 +111,7 @@ async def test_a_resend_in_the_middle_of_a_stream_leaves_no_gap(alone: LoneWorke
     alone.broker.disconnect("gateway-gw")  # what is sent now is lost to it
     alone.resume()
     await eventually(lambda: alone.worker.serving.num_requests == 0)
-    await alone.worker.service._serving.flushed()
+    await alone.worker.service.parts.serving.flushed()
     alone.broker.reconnect("gateway-gw")
     await alone.gateway.resend("w0", "r")
     await alone.gateway.end_of("r")
@@ -341,7 +341,7 @@ class Partner:
 
 
 def serving_of(alone: LoneWorker) -> Serving:
-    return alone.worker.service._serving
+    return alone.worker.service.parts.serving
 
 
 def a_submit(request_id: str = "r", *, attempt: int = 1, output: tuple[int, ...] = ()) -> Submit:
@@ -462,7 +462,7 @@ async def test_a_newer_attempt_stays_when_the_guest_of_an_older_one_leaves(alone
 async def test_a_pair_is_told_of_arrivals_and_of_cancels(alone: LoneWorker) -> None:
     instance_id = await alone.serve()
     partner = Partner()
-    serving_of(alone).cooperations = (partner,)
+    serving_of(alone).cooperate(partner)
     await alone.pause()
     await alone.submit(instance_id, "r")
     await alone.submit(instance_id, "r")  # repeated
@@ -476,7 +476,7 @@ async def test_a_pair_is_told_of_arrivals_and_of_cancels(alone: LoneWorker) -> N
 
 async def test_a_pair_is_told_of_a_gateway_that_is_gone(alone: LoneWorker) -> None:
     partner = Partner()
-    serving_of(alone).cooperations = (partner,)
+    serving_of(alone).cooperate(partner)
     await alone.gateway.beat(LEASE_S)
     await eventually(lambda: partner.told == [("cancel_gateway", "gw")])
 
@@ -490,7 +490,7 @@ async def test_a_gateway_that_was_never_heard_is_not_gone_when_its_request_is_ho
 async def test_a_pair_is_told_of_an_attempt_that_a_newer_one_replaces(alone: LoneWorker) -> None:
     instance_id = await alone.serve()
     partner = Partner()
-    serving_of(alone).cooperations = (partner,)
+    serving_of(alone).cooperate(partner)
     await alone.pause()
     await alone.submit(instance_id, "r", attempt=1)
     await alone.submit(instance_id, "r", attempt=2)
@@ -517,7 +517,7 @@ async def test_a_submit_that_is_repeated_after_the_request_went_away_changes_not
 async def test_a_guest_takes_the_place_of_earlier_attempts(alone: LoneWorker) -> None:
     instance_id = await alone.serve()
     serving, partner = serving_of(alone), Partner()
-    serving.cooperations = (partner,)
+    serving.cooperate(partner)
     await alone.pause()
     await alone.submit(instance_id, "r", attempt=1)
     serving.supersede(a_submit("r", attempt=2), alone.worker.serving)

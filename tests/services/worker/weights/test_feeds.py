@@ -23,6 +23,7 @@ from shared.messages.scaling import Feed, GetFeedState
 from shared.transport.base import Buffer, Channel, Transfer
 from shared.transport.transfer import PostedTransfer
 from tests.checkpoints import tiny_checkpoint
+from tests.services.waiting import eventually
 from tests.services.worker.weights.feeding_peers import (
     DISK,
     LAYOUT,
@@ -462,6 +463,7 @@ async def test_a_sender_refuses_what_it_cannot_send() -> None:
     async with peers(2, random_copy()) as (_, (source, target)):
         await target.receive([[source.upstream()]])
         (_, feed), *_ = target.asked
+        await eventually(lambda: source.pins == 0)  # it may end after what it sent has arrived
 
         def changed(**fields: object) -> Feed:
             return msgspec.structs.replace(feed, **fields)

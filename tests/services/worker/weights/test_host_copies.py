@@ -40,7 +40,7 @@ async def hold(alone: LoneWorker, *sources: CopySource, epoch: int = 1000) -> No
 
 
 def inside(alone: LoneWorker) -> HostCopies:
-    return alone.worker.service._host_copies
+    return alone.worker.service.parts.host_copies
 
 
 async def drop(alone: LoneWorker) -> None:
@@ -185,7 +185,7 @@ async def test_a_copy_that_a_hold_fills_is_not_cached_on_top(
     await holder.serve()
     await hold(holder)
     await inside(holder).keep(holder.worker.serving)
-    assert [c.state for c in inside(holder).report()] == ["loading"]
+    assert [c.state for c in holder.worker.service.parts.store.report()] == ["loading"]
     filled.set()
     await held(holder)
     await drop(holder)
@@ -201,7 +201,7 @@ async def test_a_fill_that_breaks_in_an_unheard_of_way_frees_its_copy(
     with monkeypatch.context() as patch:
         patch.setattr(WeightMover, "fill_host", broken)
         await hold(holder)
-        await eventually(lambda: not inside(holder).report())
+        await eventually(lambda: not holder.worker.service.parts.store.report())
     assert "Traceback" in caplog.text
     await hold(holder, epoch=1001)
     await held(holder)
@@ -218,7 +218,7 @@ async def test_a_cached_copy_that_the_pool_needs_does_not_make_way() -> None:
         alone.pool.retire_error = Conflict("the last copy")
         await alone.serve()
         await inside(alone).keep(alone.worker.serving)
-        assert [(c.model, c.state) for c in inside(alone).report()] == [("other", "ready")]
+        assert [(c.model, c.state) for c in alone.worker.service.parts.store.report()] == [("other", "ready")]
         alone.pool.retire_error = None  # else it would wait at its end
 
 
@@ -236,7 +236,7 @@ async def test_a_copy_that_may_go_goes_after_its_readers_however_long_they_read(
         await drop(holder)
         await eventually(lambda: [c.state for c in copies(holder)] == ["retired"])
         await asyncio.sleep(1.2)
-        assert [c.state for c in inside(holder).report()] == ["retired"]
+        assert [c.state for c in holder.worker.service.parts.store.report()] == ["retired"]
     await eventually(lambda: copies(holder) == ())
 
 
@@ -254,7 +254,7 @@ async def test_a_stopped_worker_keeps_its_copies_until_the_pool_lets_them_go(hol
     assert not stopping.done()
     with pytest.raises(Conflict):
         await hold(holder, epoch=1001)
-    offered = holder.worker.service._mover.copies
+    offered = holder.worker.service.parts.mover.copies
     assert all(offered.find(k, holder.model.model_hash, holder.model.layout_hash) for k in ("gpu", "host"))
     with inside(holder)._store.pinned(holder.model.model_hash):
         holder.pool.retire_error = None

@@ -1,0 +1,199 @@
+"""A worker's parts, built in order: each is given those that it needs, which are there by then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from services.worker.config import WorkerConfig
+from services.worker.instance.host_group import HostGroup, group_name
+from services.worker.instance.instance import InstanceFactory
+from services.worker.instance.load_reporter import LoadReporter
+from services.worker.instance.progress import ProgressReporter
+from services.worker.instance.registration import Registration, Standing
+from services.worker.instance.slot import InstanceSlot
+from services.worker.kv_transfer.receiver import KvReceiver
+from services.worker.kv_transfer.sender import KvSender
+from services.worker.live.pairing import Pairing
+from services.worker.node.facts import NodeFacts
+from services.worker.node.nic_meter import NicMeter
+from services.worker.orders import Orders
+from services.worker.requests.inbox import Serving
+from services.worker.requests.witness import StepWitness
+from services.worker.scaling import Scaling
+from services.worker.weights.host_copies import HostCopies
+from services.worker.weights.host_store import HostStore
+from services.worker.weights.mover import WeightMover
+from services.worker.weights.peers import Peers
+from shared.bus.base import Bus
+from shared.errors import BlitzError
+from shared.messages.registry import ModelRecord, WorkerInfo
+from shared.transport.base import TensorTransport
+
+METER_INTERVAL_S = 0.1
+"""Traffic is averaged over no less: reports may come in bursts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a worker is made of. The service starts, drains and closes them."""
+
+    slot: InstanceSlot
+    factory: InstanceFactory
+    registration: Registration
+    serving: Serving
+    peers: Peers
+    mover: WeightMover
+    store: HostStore
+    host_copies: HostCopies
+    scaling: Scaling
+    pairing: Pairing
+    kv_sender: KvSender
+    kv_receiver: KvReceiver
+    orders: Orders
+    load_reporter: LoadReporter
+
+
+def worker_info(
+    config: WorkerConfig, node: NodeFacts, transport: TensorTransport, *, pid: int, incarnation: str
+) -> WorkerInfo:
+    """How this worker introduces itself."""
+    return WorkerInfo(
+        worker_id=config.worker_id,
+        incarnation=incarnation,
+        host=config.host,
+        device=config.device,
+        engine=config.engine,
+        transport_address=transport.address,
+        arena_bytes=config.arena_bytes,
+        kv_bytes=config.kv_bytes,
+        leaf=node.leaf,
+        nic_gbps=node.nic_gbps,
+        pid=pid,
+        nic=node.nic,
+        scale_up_domain=node.scale_up_domain,
+        scale_up_gbps=node.scale_up_gbps,
+        host_link_gbps=node.host_link_gbps,
+        ssd_gbps=node.ssd_gbps,
+        host_cache_bytes=config.host_cache_bytes,
+    )
+
+
+def build(
+    bus: Bus,
+    transport: TensorTransport,
+    config: WorkerConfig,
+    info: WorkerInfo,
+    node: NodeFacts,
+    *,
+    metrics: CollectorRegistry,
+    on_engine_failure: Callable[[BlitzError], None],
+    fatal: Callable[[str], None],
+) -> Parts:
+    """Everything, connected and not yet running. ``on_engine_failure`` is called on the engine's thread; ``fatal(why)``
+    must end the process soon."""
+    worker_id = config.worker_id
+    slot = InstanceSlot()
+    store = HostStore(config.host_cache_bytes, keep_alive_s=config.host_cache_keep_alive_s)
+    held = _Held(slot, store, NicMeter(node.device))
+    registration = Registration(bus, info, held.standing, held.model)
+    peers = Peers(bus, transport, info)
+    slot.when_changed(registration.changed)
+    slot.when_changed(peers.look_soon)
+
+    serving = Serving(bus, worker_id, slot.current)
+    progress = ProgressReporter(bus, worker_id)
+    mover = WeightMover(bus, transport, info, peers, progress, stall_s=config.stall_s)
+    host_copies = HostCopies(worker_id, store, mover, registration, changed=slot.changed, fatal=fatal)
+    kv_sender = KvSender(bus, info, peers, serving, slot.current, silence_s=config.stall_s, metrics=metrics)
+    factory = InstanceFactory(
+        config,
+        serving.on_output,
+        on_engine_failure,
+        prefill_listener=kv_sender,
+        witness=StepWitness(bus, serving),
+    )
+    scaling = Scaling(worker_id, slot, factory, mover, registration, host_copies, progress, fatal=fatal)
+    pairing = Pairing(
+        bus,
+        transport,
+        worker_id,
+        peers,
+        serving,
+        progress,
+        slot.current,
+        slot.changed,
+        silence_s=config.stall_s,
+    )
+    kv_receiver = KvReceiver(bus, transport, info, peers, serving, slot.current)
+    slot.when_loaded(pairing.loaded)
+    for part in (pairing, kv_sender, kv_receiver):
+        slot.before_gone(part.instance_gone)
+    serving.cooperate(pairing, kv_sender, kv_receiver)
+    orders = Orders(bus, worker_id, scaling.on_scale_plan, scaling.on_drain_plan, pairing.on_assignment)
+
+    def expire() -> None:
+        serving.expire()
+        kv_receiver.expire()
+
+    load_reporter = LoadReporter(
+        bus,
+        worker_id,
+        slot.current,
+        expire,
+        HostGroup(
+            group_name(config.nats_url, config.host) if config.load_by_host else "",
+            config.host,
+            interval_s=config.report_interval_s,
+        ),
+        interval_s=config.report_interval_s,
+        metrics=metrics,
+    )
+    return Parts(
+        slot=slot,
+        factory=factory,
+        registration=registration,
+        serving=serving,
+        peers=peers,
+        mover=mover,
+        store=store,
+        host_copies=host_copies,
+        scaling=scaling,
+        pairing=pairing,
+        kv_sender=kv_sender,
+        kv_receiver=kv_receiver,
+        orders=orders,
+        load_reporter=load_reporter,
+    )
+
+
+class _Held:
+    """What is in this worker, for the registry."""
+
+    def __init__(self, slot: InstanceSlot, store: HostStore, meter: NicMeter) -> None:
+        self._slot = slot
+        self._store = store
+        self._meter = meter
+        self._metered_at_s = float("-inf")
+        self._nic_gbps = (0.0, 0.0)
+
+    def standing(self) -> Standing:
+        """As of now."""
+        instance, now_s = self._slot.current(), time.monotonic()
+        if now_s - self._metered_at_s >= METER_INTERVAL_S:
+            self._metered_at_s = now_s
+            self._nic_gbps = self._meter.rates(now_s)
+        copies = self._store.report()
+        if instance is None:
+            return Standing("spare", None, copies, *self._nic_gbps)
+        return Standing(instance.state, instance.info(), copies, *self._nic_gbps)
+
+    def model(self, model_hash: str) -> ModelRecord | None:
+        """The model of anything that is held here, if the registry lost it."""
+        instance = self._slot.current()
+        if instance is not None and instance.record.model_hash == model_hash:
+            return instance.record
+        return self._store.record(model_hash)
