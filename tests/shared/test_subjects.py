@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from shared import subjects
-from tests.shared.bus.memory_subscriptions import matches
+from tests.shared.bus.memory import matches
 
 FIXED = (
     subjects.gateway_heartbeat, subjects.load, subjects.queue, subjects.demand, subjects.routes,

@@ -11,8 +11,7 @@ import pytest
 
 from shared.errors import DeadlineExceeded, PeerLost, TransferAborted
 from shared.transport.tags import tag_of
-from tests.shared.transport.memory import MemoryFabric
-from tests.shared.transport.memory_transport import MemoryTransport
+from tests.shared.transport.memory import MemoryFabric, MemoryTransport
 
 
 @pytest.fixture

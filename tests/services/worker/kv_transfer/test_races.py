@@ -33,9 +33,8 @@ from tests.services.worker.kv_transfer.fakes import FakeDecode, clean, outcomes
 from tests.services.worker.kv_transfer.rig import PROMPT, Disaggregated, disaggregated
 from tests.services.worker.lone_worker import LoneWorker
 from tests.services.workers import RunningWorker
-from tests.shared.bus.memory import MemoryBroker
-from tests.shared.bus.memory_subscriptions import Reply
-from tests.shared.transport.memory_transport import MemoryTransport
+from tests.shared.bus.memory import MemoryBroker, Reply
+from tests.shared.transport.memory import MemoryTransport
 
 SLOW = MockTiming(layer_base_s=0.01)
 

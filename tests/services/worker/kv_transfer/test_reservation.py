@@ -16,7 +16,7 @@ from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.decode_side import Gate, decoded, expire, held, reservations_of, used_blocks
 from tests.services.worker.kv_transfer.fakes import PROMPT, FakePrefill, clean
 from tests.services.worker.lone_worker import LoneWorker
-from tests.shared.transport.memory_transport import MemoryTransport
+from tests.shared.transport.memory import MemoryTransport
 
 
 async def test_room_is_refused_to_whom_there_is_no_connection(

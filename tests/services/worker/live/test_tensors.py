@@ -13,8 +13,7 @@ from services.worker.live.tensors import Kind, Tensors, live_tag
 from shared.errors import DeadlineExceeded, TransferAborted, TransportError
 from shared.transport.tags import tag_of
 from tests.services.waiting import eventually
-from tests.shared.transport.memory import MemoryFabric
-from tests.shared.transport.memory_transport import MemoryTransport
+from tests.shared.transport.memory import MemoryFabric, MemoryTransport
 
 EPOCH = 5
 

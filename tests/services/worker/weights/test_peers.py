@@ -20,8 +20,7 @@ from tests.records import model, worker, worker_record
 from tests.services.fake_pool import FakePool
 from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
-from tests.shared.transport.memory import MemoryFabric
-from tests.shared.transport.memory_transport import MemoryTransport
+from tests.shared.transport.memory import MemoryFabric, MemoryTransport
 
 
 class Recording:
