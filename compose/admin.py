@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
 import msgspec
 
-from compose.admin_types import PoolStatus, Status
 from shared.errors import BadRequest, BlitzError, Internal, Unauthorized, Unavailable, error_from_code
+from shared.messages.admin import AddModelBody, ModelList, ModelStatus, PoolStatus, ScaleBody, Status
 from shared.messages.common import LiveChoice, Role
 from shared.messages.scaling import ScaleRecord
 
@@ -67,13 +67,9 @@ class AdminClient:
         """Which memory holds which model."""
         return self._as(await self._call("GET", "/admin/pool"), PoolStatus)
 
-    async def models(self) -> list[dict[str, Any]]:
+    async def models(self) -> tuple[ModelStatus, ...]:
         """The registered models."""
-        body = await self._call("GET", "/admin/models")
-        found = body.get("models", body.get("data")) if isinstance(body, dict) else body
-        if not isinstance(found, list) or not all(isinstance(model, dict) for model in found):
-            raise Internal(f"{self.url} answered /admin/models with something else than a list of models")
-        return cast("list[dict[str, Any]]", found)
+        return self._as(await self._call("GET", "/admin/models"), ModelList).models
 
     async def add_model(
         self,
@@ -84,19 +80,21 @@ class AdminClient:
         max_instances: int | None = None,
         slo_ttft_s: float | None = None,
         slo_tbt_s: float | None = None,
-    ) -> dict[str, Any]:
+    ) -> ModelStatus:
         """Register a checkpoint directory, as the services see it. Raises ``BadCheckpoint``, ``Conflict``.
 
         ``slo_ttft_s``, ``slo_tbt_s``: objectives for the time to the first token and between two; None: the
         services' own.
         """
-        body: dict[str, Any] = {"path": path, "min_instances": min_instances}
-        if name:
-            body["name"] = name
-        limits = {"max_instances": max_instances, "slo_ttft_s": slo_ttft_s, "slo_tbt_s": slo_tbt_s}
-        body |= {key: value for key, value in limits.items() if value is not None}
-        added = await self._call("POST", "/admin/models", json=body, timeout_s=_ADD_TIMEOUT_S)
-        return cast("dict[str, Any]", added) if isinstance(added, dict) else {}
+        body = AddModelBody(
+            path=path,
+            name=name or None,
+            min_instances=min_instances,
+            max_instances=max_instances,
+            slo_ttft_s=slo_ttft_s,
+            slo_tbt_s=slo_tbt_s,
+        )
+        return self._as(await self._call("POST", "/admin/models", body=body, timeout_s=_ADD_TIMEOUT_S), ModelStatus)
 
     async def remove_model(self, name: str) -> None:
         """Unregister a model. Raises ``ModelNotFound``."""
@@ -107,9 +105,9 @@ class AdminClient:
     ) -> ScaleRecord:
         """Ask for so many instances in a role now; the record of the operation as it starts. Raises
         ``ModelNotFound``."""
-        body = {"instances": instances, "hold_s": hold_s, "live": live, "role": role}
+        body = ScaleBody(instances=instances, hold_s=hold_s, live=live, role=role)
         path = f"/admin/models/{quote(model, safe='')}/scale"
-        return self._as(await self._call("POST", path, json=body), ScaleRecord)
+        return self._as(await self._call("POST", path, body=body), ScaleRecord)
 
     async def scale_record(self, plan_id: str, *, wait_s: float = 0.0) -> ScaleRecord:
         """An operation's record; waits up to ``wait_s`` for it to end. Raises ``PlanNotFound``."""
@@ -122,7 +120,10 @@ class AdminClient:
         except msgspec.ValidationError as error:
             raise Internal(f"{self.url} answered with something else than a {kind.__name__}: {error}") from error
 
-    async def _call(self, method: str, path: str, *, json: object = None, timeout_s: float = _TIMEOUT_S) -> object:
+    async def _call(
+        self, method: str, path: str, *, body: msgspec.Struct | None = None, timeout_s: float = _TIMEOUT_S
+    ) -> object:
+        json = msgspec.to_builtins(body) if body is not None else None
         try:
             response = await self._http.request(method, path, json=json, timeout=timeout_s)
         except httpx.ConnectError as error:

@@ -15,7 +15,6 @@ from types import TracebackType
 
 from compose import preflight
 from compose.admin import AdminClient
-from compose.admin_types import Status
 from compose.child import Child, ChildSpec
 from compose.children import (
     Addresses,
@@ -42,6 +41,7 @@ from compose.state_dir import StateDir
 from compose.supervisor import Supervisor
 from shared.bus.access import NatsAccess
 from shared.errors import Conflict, DeadlineExceeded, Unavailable
+from shared.messages.admin import Status
 from shared.permissions import User
 from shared.settings import Settings
 

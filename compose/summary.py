@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compose.admin_types import Status
+from shared.messages.admin import Status
 
 
 def summary(url: str, status: Status, *, others: tuple[str, ...] = ()) -> tuple[str, ...]:

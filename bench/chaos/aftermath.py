@@ -14,9 +14,9 @@ from bench.chaos.question import Question
 from bench.chaos.result import Aftermath
 from bench.chaos.setting import SPLIT
 from bench.chaos.strike import Strike, now_s
-from compose.admin_types import Status
 from compose.stack import Stack
 from shared.errors import BlitzError
+from shared.messages.admin import Status
 
 _WHOLE_S = 120.0
 _EMPTY_S = 30.0

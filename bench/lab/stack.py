@@ -22,7 +22,6 @@ from bench.lab.network import Network
 from bench.lab.plan import MANAGEMENT_ADDRESS
 from bench.lab.processes import nats_spec, nats_url, worker_spec
 from compose.admin import AdminClient
-from compose.admin_types import Status
 from compose.children import CONTROL_PLANE, Addresses, nats_access, redis_spec, service_spec, stop_order
 from compose.config import StackConfig
 from compose.errors import StackNotReady
@@ -33,6 +32,7 @@ from compose.supervisor import Supervisor
 from shared.bus.access import NatsAccess
 from shared.bus.nats import NatsBus
 from shared.errors import Unavailable
+from shared.messages.admin import Status
 from shared.messages.common import LiveChoice
 from shared.messages.registry import HostCopy, WorkerRecord
 from shared.messages.scaling import ScaleRecord

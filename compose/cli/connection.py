@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Annotated, TypeVar
 
+import msgspec
 import typer
 
 from compose.admin import AdminClient
@@ -26,3 +27,8 @@ def ask(url: str, question: Callable[[AdminClient], Awaitable[T]]) -> T:
             return await question(client)
 
     return asyncio.run(asking())
+
+
+def print_json(found: object) -> None:
+    """For programs."""
+    typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())

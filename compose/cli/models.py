@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from compose.admin import AdminClient
-from compose.cli.connection import URL_DEFAULT, Json, Url, ask
+from compose.cli.connection import URL_DEFAULT, Json, Url, ask, print_json
 from compose.cli.slo import SloTbt, SloTtft, seconds, shown_ms
+from compose.cli.tables import shown_limit
 from compose.errors import StackError
+from shared.messages.admin import MAX_INSTANCES, ModelStatus
 
-MAX_INSTANCES = 1_000_000
-"""So many stand for no limit."""
 _OPTIONS = {"max_instances": "--max-instances", "slo_ttft_s": "--slo-ttft", "slo_tbt_s": "--slo-tbt"}
 
 
@@ -51,26 +50,25 @@ def add(
         "slo_tbt_s": seconds(slo_tbt_ms),
     }
     before, added = ask(url, lambda client: _add(client, sent, limits))
-    served_as = str(added.get("name") or name or path.name)
     if before is None:
-        typer.echo(f"added {served_as} ({added.get('path') or sent})")
+        typer.echo(f"added {added.name} ({added.path or sent})")
         return
-    typer.echo(f"{served_as} is registered already ({added.get('path') or sent})")
+    typer.echo(f"{added.name} is registered already ({added.path or sent})")
     asked = limits | {"max_instances": max_instances or MAX_INSTANCES}
-    ignored = [_OPTIONS[key] for key in _OPTIONS if asked[key] and added.get(key, asked[key]) != asked[key]]
-    if min_instances != added.get("min_instances", min_instances):
+    ignored = [option for key, option in _OPTIONS.items() if asked[key] and getattr(added, key) != asked[key]]
+    if min_instances != added.min_instances:
         ignored.insert(0, "--min-instances")
     if ignored:
-        raise NotAdded(f"{', '.join(ignored)} had no effect: remove {served_as} first, and add it again")
+        raise NotAdded(f"{', '.join(ignored)} had no effect: remove {added.name} first, and add it again")
 
 
-async def _add(client: AdminClient, path: str, limits: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+async def _add(client: AdminClient, path: str, limits: dict[str, Any]) -> tuple[ModelStatus | None, ModelStatus]:
     """The model as it was registered before, if it was, and as it is."""
-    known = {model.get("name"): model for model in await client.models()}
+    known = {model.name: model for model in await client.models()}
     added = await client.add_model(path, **limits)
-    before = known.get(added.get("name"))
+    before = known.get(added.name)
     # It may have been removed and added meanwhile.
-    return (before if before and before.get("added_at_s") == added.get("added_at_s") else None), added
+    return (before if before is not None and before.added_at_s == added.added_at_s else None), added
 
 
 @app.command("list")
@@ -78,19 +76,17 @@ def list_(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
     """List the registered models."""
     found = ask(url, lambda client: client.models())
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        print_json(found)
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("name", "serving", "min", "max", "MiB", "what", "TTFT ms", "TBT ms", "path"):
         table.add_column(column, overflow="fold")
     for model in found:
-        slos = shown_ms(model.get("slo_ttft_s")), shown_ms(model.get("slo_tbt_s"))
-        most = model.get("max_instances") or MAX_INSTANCES
-        limits = str(model.get("min_instances", "")), "-" if most >= MAX_INSTANCES else str(most)
-        what = " ".join(str(model[key]) for key in ("architecture", "dtype") if model.get(key)) or "-"
-        mib = f"{model.get('weights_bytes', 0) / 2**20:.1f}"
-        name, serving, path = (str(model.get(key, "-")) for key in ("name", "serving", "path"))
-        table.add_row(name, serving, *limits, mib, what, *slos, path)
+        slos = shown_ms(model.slo_ttft_s), shown_ms(model.slo_tbt_s)
+        limits = str(model.min_instances), shown_limit(model.max_instances)
+        what = " ".join(text for text in (model.architecture, model.dtype) if text) or "-"
+        mib = f"{model.weights_bytes / 2**20:.1f}"
+        table.add_row(model.name, str(model.serving), *limits, mib, what, *slos, model.path or "-")
     Console(highlight=False).print(table)
 
 

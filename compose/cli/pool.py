@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from compose.admin_types import HostCopyStatus, PoolModel, PoolStatus
-from compose.cli.connection import URL_DEFAULT, Json, Url, ask
+from compose.cli.connection import URL_DEFAULT, Json, Url, ask, print_json
 from compose.cli.status import state_text
 from compose.cli.tables import titled_table
+from shared.messages.admin import HostCopyStatus, PoolModel, PoolStatus
 
 _MIB = 1 << 20
 
@@ -20,7 +18,7 @@ def pool(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
     """Show which GPU and host memory holds which model, and whether every model has a copy."""
     found = ask(url, lambda client: client.pool())
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        print_json(found)
         return
     console = Console(highlight=False)
     for table in tables(found):

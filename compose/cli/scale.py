@@ -6,11 +6,10 @@ import sys
 import time
 from typing import Annotated
 
-import msgspec
 import typer
 
 from compose.admin import AdminClient
-from compose.cli.connection import URL_DEFAULT, Json, Url, ask
+from compose.cli.connection import URL_DEFAULT, Json, Url, ask, print_json
 from compose.cli.live_record import pair_lines
 from compose.errors import StackError
 from shared.messages.common import LiveChoice, Role
@@ -51,7 +50,7 @@ def scale(
     choice: LiveChoice = "auto" if live is None else "always" if live else "never"
     record, there = ask(url, lambda client: _scale(client, model, instances, role, hold_s, timeout_s, choice))
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(record), indent=2).decode())
+        print_json(record)
     else:
         _print(record)
     wanted = str(instances) if role == "colocated" else f"{instances} {role} instances"

@@ -48,6 +48,6 @@ def seconds(slo_ms: float | None) -> float | None:
     return None if slo_ms is None else slo_ms / 1000
 
 
-def shown_ms(slo_s: object) -> str:
-    """An objective in a table; 0, or none at all, is the services' own."""
-    return f"{slo_s * 1000:g}" if isinstance(slo_s, int | float) and slo_s else "-"
+def shown_ms(slo_s: float) -> str:
+    """An objective in a table; 0 is the services' own."""
+    return f"{slo_s * 1000:g}" if slo_s else "-"

@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-import msgspec
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from compose.admin_types import InstanceStatus, Status
-from compose.cli.connection import URL_DEFAULT, Json, Url, ask
-from compose.cli.tables import fitting, titled_table
+from compose.cli.connection import URL_DEFAULT, Json, Url, ask, print_json
+from compose.cli.tables import fitting, shown_limit, titled_table
+from shared.messages.admin import InstanceStatus, Status
 
 _STATE_STYLES = {
     "serving": "green",
@@ -34,7 +32,7 @@ def status(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
     """Show models, instances and workers."""
     found = ask(url, lambda client: client.status())
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        print_json(found)
         return
     console = Console(highlight=False)
     for table in tables(found, console):
@@ -46,8 +44,8 @@ def tables(found: Status, console: Console) -> tuple[Table, ...]:
     asked for by hand, what is wanted in vain, workers that are left alone."""
     models = titled_table("Models", "name", "serving", "waiting", "min", "max", "path")
     for model in found.models:
-        most = "-" if model.max_instances is None or model.max_instances >= 1_000_000 else str(model.max_instances)
         serving, waiting, least = found.serving(model.name), model.queued_requests, model.min_instances
+        most = shown_limit(model.max_instances)
         models.add_row(model.name, str(serving), str(waiting), str(least), most, model.path)
     num_layers = {model.name: model.num_layers for model in found.models}
     rows = [_instance_row(instance, num_layers.get(instance.model)) for instance in found.instances]
@@ -79,18 +77,11 @@ def _exceptions(found: Status) -> Iterator[Table]:
 
 
 def _instance_row(instance: InstanceStatus, num_layers: int | None) -> tuple[str | Text, ...]:
-    layers = _layers(instance.layers_ready, num_layers)
+    layers = str(instance.layers_ready) if num_layers is None else f"{instance.layers_ready}/{num_layers}"
     load = instance.load
     loads = (load.running_requests, load.queued_requests, load.queued_tokens) if load is not None else ("-",) * 3
     state, workers = state_text(instance.state), ", ".join(instance.workers)
     return (instance.id, instance.model, state, instance.role, layers, *map(str, loads), workers)
-
-
-def _layers(ready: int | None, num_layers: int | None) -> str:
-    """How many layers an instance holds; of how many, where that is known."""
-    if ready is None:
-        return "-"
-    return str(ready) if num_layers is None else f"{ready}/{num_layers}"
 
 
 def state_text(state: str) -> Text:

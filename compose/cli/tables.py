@@ -9,6 +9,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from shared.messages.admin import MAX_INSTANCES
+
 _IDS = ("id", "worker", "workers", "host")
 """Columns that are cut where there is no room: an id over three lines can be neither read nor copied."""
 _TEXTS = ("name", "model", "path", "why")
@@ -54,3 +56,7 @@ def _without(
 def _width(table: Table, console: Console) -> int:
     """Columns that it takes without cutting or wrapping anything."""
     return Measurement.get(console, console.options.update(width=_UNLIMITED), table).maximum
+
+
+def shown_limit(max_instances: int) -> str:
+    return "-" if max_instances >= MAX_INSTANCES else str(max_instances)

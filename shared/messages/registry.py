@@ -83,6 +83,11 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Longest prompt plus output this instance can hold (model and KV pool)."""
     plan_id: str = ""
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether it holds a whole copy of its model."""
+        return self.state == "serving" or (self.state == "draining" and self.weights_digest != "")
+
 
 class HostCopy(msgspec.Struct, frozen=True, kw_only=True):
     """A copy of a model in the host memory of a worker's machine, held by the worker's process."""

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable
 
 from openai import AsyncOpenAI
 
-from compose.admin_types import Status
 from compose.stack import Stack
 from shared.bus.nats import NatsBus
 from shared.errors import BlitzError, Unavailable
+from shared.messages.admin import Status
 from shared.messages.scaling import ScaleRecord
 
 PROMPT = [5, 17, 33, 2, 90, 41, 7]

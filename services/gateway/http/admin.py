@@ -7,23 +7,23 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from msgspec import Meta
 
 from services.gateway.http import asgi
 from services.gateway.http.asgi import JSON, header
 from services.gateway.http.body import read_body, required
 from services.gateway.http.errors import UnsupportedMediaType
-from services.gateway.http.pool import pool_json
-from services.gateway.http.status import status_json
+from services.gateway.http.pool import pool_of
+from services.gateway.http.status import status_of
 from services.gateway.service import Gateway
 from shared import subjects
 from shared.errors import BadRequest, BlitzError, InProgress, NoResponder, Unavailable
+from shared.messages.admin import MAX_INSTANCES, AddModelBody, ModelList, ModelRemoved, ScaleBody
 from shared.messages.codec import Message
-from shared.messages.common import Ack, LiveChoice, Role
+from shared.messages.common import Ack
 from shared.messages.registry import AddModel, ModelRecord, RemoveModel
 from shared.messages.scaling import (
     GetScaleRecord,
@@ -39,9 +39,6 @@ M = TypeVar("M", bound=Message)
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_WAIT_S = 600.0
-MAX_INSTANCES = 1_000_000
-MIN_SLO_S = 0.001
-MAX_SLO_S = 3600.0
 DEFAULT_HOLD_S = 300.0
 ADD_TIMEOUT_S = 600.0
 """Registering reads every byte of a checkpoint, to hash it."""
@@ -55,28 +52,6 @@ REFUSED_TIMEOUT_S = 0.5
 
 WITHOUT_POOL = "the registry cannot be read or changed until one leads"
 WITHOUT_PLANNER = "nothing is scaled until one leads"
-
-Objective = Annotated[float, Meta(ge=MIN_SLO_S, le=MAX_SLO_S)]
-
-
-class AddModelBody(msgspec.Struct):
-    """A checkpoint to register. ``None`` is absent."""
-
-    path: Annotated[str, Meta(min_length=1)] | None = None
-    name: Annotated[str, Meta(min_length=1)] | None = None
-    min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
-    max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None = None
-    slo_ttft_s: Objective | None = None
-    slo_tbt_s: Objective | None = None
-
-
-class ScaleBody(msgspec.Struct):
-    """How many instances, how long at least, and which."""
-
-    instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
-    hold_s: Annotated[float, Meta(ge=0, le=1e9)] | None = None
-    live: LiveChoice | None = None
-    role: Role | None = None
 
 
 def _json(value: object, status: int = 200) -> Response:
@@ -158,18 +133,18 @@ def admin_router(gateway: Gateway) -> APIRouter:
         """Models, instances, workers, manual floors, and workers that are left alone because they failed."""
         loads = gateway.load_board.latest(time.monotonic())
         view, planned = await registry(), await planners_part()
-        return _json(status_json(view, loads, planned.refused, planned.unplanned, queued(view)))
+        return _json(status_of(view, loads, planned.refused, planned.unplanned, queued(view)))
 
     @router.get("/pool")
     async def pool() -> Response:
         """Which memory holds which model, and whether every model has a copy."""
-        return _json(pool_json(await registry()))
+        return _json(pool_of(await registry()))
 
     @router.get("/models")
     async def list_models() -> Response:
         """The models part of the status."""
         view = await registry()
-        return _json({"models": status_json(view, queued=queued(view))["models"]})
+        return _json(ModelList(models=status_of(view, queued=queued(view)).models))
 
     @router.post("/models")
     async def add_model(request: Request) -> Response:
@@ -198,7 +173,7 @@ def admin_router(gateway: Gateway) -> APIRouter:
         with _asking("pool", WITHOUT_POOL):
             await bus.request(subjects.pool("remove_model"), RemoveModel(name=name), Ack, timeout_s=RPC_TIMEOUT_S)
         await gateway.refresh()
-        return _json({"name": name, "removed": True})
+        return _json(ModelRemoved(name=name))
 
     @router.post("/models/{name:path}/scale")
     async def scale(name: str, request: Request) -> Response:

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from shared.messages.registry import HostCopy, InstanceInfo, ModelRecord, WorkerHeartbeat, WorkerInfo
+from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat, WorkerInfo
 
 Key = tuple[str, str]
 """(worker id, model hash): a worker holds at most one host copy of a model."""
-
-
-def instance_is_complete(instance: InstanceInfo) -> bool:
-    """Whether an instance holds every layer."""
-    return instance.state == "serving" or (instance.state == "draining" and instance.weights_digest != "")
 
 
 def complete_copies(report: WorkerHeartbeat) -> tuple[tuple[str, str, str, bool], ...]:
@@ -21,7 +16,7 @@ def complete_copies(report: WorkerHeartbeat) -> tuple[tuple[str, str, str, bool]
     copy that was freed or was to go, and is held again, has the same id and another serial. A GPU copy that ``serves``
     does not want to go."""
     worker_id, found = report.worker.worker_id, []
-    if (held := report.instance) is not None and instance_is_complete(held):
+    if (held := report.instance) is not None and held.is_complete:
         serves = held.state == "serving"
         found.append((held.model_hash, gpu_copy_id(worker_id, held.instance_id), "", serves))
     ready = (c for c in report.host_copies if c.state == "ready")

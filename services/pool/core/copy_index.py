@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection
 
-from services.pool.core.copies import Held, Key, ModelCopies, instance_is_complete
+from services.pool.core.copies import Held, Key, ModelCopies
 from services.pool.core.ranking import Ranking
 from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat
 
@@ -139,7 +139,7 @@ class CopyIndex:
         copies.draining.pop(worker_id, None)
         if there and instance.state == "serving" and worker_id not in self._leaving:
             copies.serving[worker_id] = report.worker
-        elif there and instance_is_complete(instance):
+        elif there and instance.is_complete:
             copies.draining[worker_id] = report.worker
         self._changed_models.add(instance.model_hash)
         self._tidy(copies)

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shared.errors import BadRequest
+from shared.messages.admin import MAX_SLO_S, MIN_SLO_S
 from shared.messages.registry import AddModel, ModelRecord
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,199}")
-MIN_SLO_S = 0.001
-MAX_SLO_S = 3600.0
-"""Objectives outside of these are typing errors: nobody answers in a microsecond, or should take hours."""
 
 
 def name_of(request: AddModel) -> str:

@@ -11,7 +11,7 @@ from bench.chaos.pauses import Pause
 from bench.chaos.question import Question
 from bench.chaos.result import Aftermath, Result
 from bench.chaos.strike import Strike
-from compose.admin_types import InstanceStatus, Status, WorkerStatus
+from shared.messages.admin import InstanceStatus, Status, WorkerStatus
 
 STRIKE = Strike("worker-0", "worker", "KILL", 2.0, 2.0)
 CALM = Aftermath(whole_again_s=3.0, asked=12, wrong=(), left_behind=(), unasked_restarts={})

@@ -304,7 +304,7 @@ def test_models_are_listed_and_removed(gateway: FakeGateway, capsys: pytest.Capt
     gateway.answers["DELETE /admin/models/org%2Fdemo"] = (200, {})
     assert run(["models", "list"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[1:] == ["demo - 1 - 0.0 - - - /models/demo", "other 2 0 3 1.5 Llama float16 500 62.5 /models/other"]
+    assert lines[1:] == ["demo 0 1 - 0.0 - - - /models/demo", "other 2 0 3 1.5 Llama float16 500 62.5 /models/other"]
     assert run(["models", "list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found[0]["name"], found[1]["slo_ttft_s"]) == ("demo", 0.5)

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.http.pool import pool_json
-from services.gateway.http.status import status_json
+from services.gateway.http.pool import pool_of
+from services.gateway.http.status import status_of
 from shared.messages.load import LoadReport
 from shared.messages.registry import Floor, HostCopy, Unplaced
 from shared.messages.scaling import RefusedLoad, Unplanned
@@ -47,16 +47,16 @@ def status() -> Any:
     )  # fmt: skip
     refused = RefusedLoad(worker_id="w1", model="m", why="its disk is gone", for_s=3.5, failures=2)
     unplanned = Unplanned(model="m", role="prefill", wanted=2, why="no worker is spare", for_s=1.5)
-    return status_json(registry(), {"i-w0": report}, (refused,), (unplanned,), {"m": 5})
+    return status_of(registry(), {"i-w0": report}, (refused,), (unplanned,), {"m": 5})
 
 
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
         ("status", status),
-        ("status_of_nothing", lambda: status_json(view())),
-        ("pool", lambda: pool_json(registry())),
-        ("pool_of_nothing", lambda: pool_json(view())),
+        ("status_of_nothing", lambda: status_of(view())),
+        ("pool", lambda: pool_of(registry())),
+        ("pool_of_nothing", lambda: pool_of(view())),
     ],
 )
 def test_fields_their_order_and_nulls_stay(name: str, answer: Any) -> None:

@@ -4,8 +4,8 @@ from typing import Literal
 
 import msgspec
 
-from compose.admin_types import PoolStatus
-from services.gateway.http.pool import pool_json
+from services.gateway.http.pool import pool_of
+from shared.messages.admin import PoolStatus, PoolTotals
 from shared.messages.registry import HostCopy, ModelRecord, Unplaced, WorkerRecord
 from shared.registry import RegistryView
 from tests.records import model, view, worker_record
@@ -35,55 +35,48 @@ def snapshot(*workers: WorkerRecord, unplaced: tuple[Unplaced, ...] = ()) -> Reg
 
 def test_all_copies_are_shown_per_model_and_per_host() -> None:
     stray = model("old", weights_bytes=7)
-    found = pool_json(
+    found = pool_of(
         snapshot(
             holder("w0", copy_of(M), serves=M),
             holder("w1", copy_of(M, cached=True), copy_of(stray), host="host-b"),
         )
     )
-    [mine] = found["models"]
-    assert (mine["invariant"], mine["host_copy"], mine["reason"], mine["host_bytes"]) == ("ok", "ready", "", 200)
-    assert [(i["worker"], i["host"], i["state"], i["complete"]) for i in mine["instances"]] == [
-        ("w0", "host-a", "serving", True)
-    ]
-    assert [(c["worker"], c["host"], c["state"], c["bytes"], c["cached"]) for c in mine["host_copies"]] == [
+    [mine] = found.models
+    assert (mine.invariant, mine.host_copy, mine.reason, mine.host_bytes) == ("ok", "ready", "", 200)
+    assert [(i.worker, i.host, i.state, i.complete) for i in mine.instances] == [("w0", "host-a", "serving", True)]
+    assert [(c.worker, c.host, c.state, c.bytes, c.cached) for c in mine.host_copies] == [
         ("w0", "host-a", "ready", 100, False),
         ("w1", "host-b", "ready", 100, True),
     ]
-    assert [(h["host"], h["used_bytes"], h["placed_bytes"], h["cached_bytes"]) for h in found["hosts"]] == [
+    assert [(h.host, h.used_bytes, h.placed_bytes, h.cached_bytes) for h in found.hosts] == [
         ("host-a", 100, 100, 0),
         ("host-b", 107, 7, 100),
     ]
-    assert [(s["model"], s["worker"]) for s in found["strays"]] == [("old", "w1")]
-    assert found["totals"] == {
-        "host_bytes": 207,
-        "host_capacity_bytes": 2000,
-        "models": 1,
-        "models_without_copy": 0,
-        "models_without_host_copy": 0,
-    }
+    assert [(s.model, s.worker) for s in found.strays] == [("old", "w1")]
+    assert found.totals == PoolTotals(
+        host_bytes=207, host_capacity_bytes=2000, models=1, models_without_copy=0, models_without_host_copy=0
+    )
 
 
 def test_a_model_without_copies_says_why() -> None:
     entry = Unplaced(model="m", model_hash=M.model_hash, reason="no room")
-    [mine] = pool_json(snapshot(holder("w0"), unplaced=(entry,)))["models"]
-    assert (mine["invariant"], mine["host_copy"]) == ("missing", "none")
-    assert mine["reason"] == "no complete copy in any memory: no room"
-    [mine] = pool_json(snapshot(holder("w0", serves=M), unplaced=(entry,)))["models"]
-    assert (mine["invariant"], mine["reason"]) == ("ok", "no host copy: no room")
-    [mine] = pool_json(snapshot(holder("w0", copy_of(M, "loading"))))["models"]
-    assert (mine["invariant"], mine["reason"]) == ("missing", "no complete copy in any memory: one loads")
-    [mine] = pool_json(snapshot(holder("w0", copy_of(M, "retired"))))["models"]
-    assert (mine["invariant"], mine["host_copy"]) == ("missing", "none")
+    [mine] = pool_of(snapshot(holder("w0"), unplaced=(entry,))).models
+    assert (mine.invariant, mine.host_copy) == ("missing", "none")
+    assert mine.reason == "no complete copy in any memory: no room"
+    [mine] = pool_of(snapshot(holder("w0", serves=M), unplaced=(entry,))).models
+    assert (mine.invariant, mine.reason) == ("ok", "no host copy: no room")
+    [mine] = pool_of(snapshot(holder("w0", copy_of(M, "loading")))).models
+    assert (mine.invariant, mine.reason) == ("missing", "no complete copy in any memory: one loads")
+    [mine] = pool_of(snapshot(holder("w0", copy_of(M, "retired")))).models
+    assert (mine.invariant, mine.host_copy) == ("missing", "none")
 
 
 def test_copies_of_instances_show_their_role() -> None:
     decoding = worker_record("w0", M, "serving", role="decode")
-    [mine] = pool_json(snapshot(decoding, holder("w1", serves=M)))["models"]
-    assert [(i["worker"], i["role"]) for i in mine["instances"]] == [("w0", "decode"), ("w1", "colocated")]
+    [mine] = pool_of(snapshot(decoding, holder("w1", serves=M))).models
+    assert [(i.worker, i.role) for i in mine.instances] == [("w0", "decode"), ("w1", "colocated")]
 
 
 def test_the_command_line_reads_every_key() -> None:
-    found = pool_json(snapshot(holder("w0", copy_of(M), copy_of(model("old")), serves=M)))
-    read = msgspec.convert(found, PoolStatus)
-    assert msgspec.json.decode(msgspec.json.encode(read)) == found
+    found = pool_of(snapshot(holder("w0", copy_of(M), copy_of(model("old")), serves=M)))
+    assert msgspec.json.decode(msgspec.json.encode(found), type=PoolStatus) == found

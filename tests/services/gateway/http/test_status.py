@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from compose.admin_types import Status
-from services.gateway.http.status import status_json
+from services.gateway.http.status import status_of
 from shared.messages.registry import Floor
 from shared.messages.scaling import RefusedLoad, Unplanned
 from tests.records import model, view, worker_record
@@ -18,16 +17,15 @@ def test_roles_of_instances_and_the_floors_of_each_role_are_shown() -> None:
         Floor(model="m", instances=3, until_s=9.0),
     )
     workers = (worker_record("w0", M, "serving", role="prefill"), worker_record("w1", M, "serving"))
-    found = status_json(view(*workers, models=(M,), floors=floors))
-    assert [(f["role"], f["instances"]) for f in found["floors"]] == [("prefill", 2), ("decode", 1), ("colocated", 3)]
-    read = msgspec.convert(found, Status)
-    assert [i.role for i in read.instances] == ["prefill", "colocated"]
+    found = status_of(view(*workers, models=(M,), floors=floors))
+    assert [(f.role, f.instances) for f in found.floors] == [("prefill", 2), ("decode", 1), ("colocated", 3)]
+    assert [i.role for i in found.instances] == ["prefill", "colocated"]
 
 
 def test_a_worker_that_is_about_to_end_and_one_that_is_left_alone_are_shown() -> None:
     ending = msgspec.structs.replace(worker_record("w0", M, "draining"), stopping=True)
     refused = RefusedLoad(worker_id="w1", model="m", why="its disk is gone", for_s=3.5, failures=2)
-    read = msgspec.convert(status_json(view(ending, worker_record("w1"), models=(M,)), refused=(refused,)), Status)
+    read = status_of(view(ending, worker_record("w1"), models=(M,)), refused=(refused,))
     assert [w.stopping for w in read.workers] == [True, False]
     assert [(r.worker, r.model, r.why, r.for_s, r.failures) for r in read.refused] == [
         ("w1", "m", "its disk is gone", 3.5, 2)
@@ -36,6 +34,6 @@ def test_a_worker_that_is_about_to_end_and_one_that_is_left_alone_are_shown() ->
 
 def test_what_waits_and_what_is_wanted_in_vain_is_shown() -> None:
     unplanned = Unplanned(model="m", role="colocated", wanted=2, why="no worker is spare", for_s=1.5)
-    read = msgspec.convert(status_json(view(models=(M,)), unplanned=(unplanned,), queued={"m": 5}), Status)
+    read = status_of(view(models=(M,)), unplanned=(unplanned,), queued={"m": 5})
     assert [m.queued_requests for m in read.models] == [5]
     assert [(u.model, u.wanted, u.why, u.for_s) for u in read.unplanned] == [("m", 2, "no worker is spare", 1.5)]

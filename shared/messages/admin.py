@@ -1,8 +1,45 @@
-"""The gateway's administration JSON, as far as clients read it. Unknown fields are ignored."""
+"""What the gateway's ``/admin`` routes take and answer, as JSON: the gateway builds it, the command line reads it.
+
+Unknown fields are ignored, and what a gateway of another release may not send has a default.
+"""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
+
+from shared.messages.common import LiveChoice, Role
+from shared.messages.scaling import Unplanned
+
+MAX_INSTANCES = 1_000_000
+"""So many stand for no limit."""
+MIN_SLO_S = 0.001
+MAX_SLO_S = 3600.0
+"""Objectives outside of these are typing errors: no system answers in a microsecond, or should take hours."""
+
+Objective = Annotated[float, Meta(ge=MIN_SLO_S, le=MAX_SLO_S)]
+
+
+class AddModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A checkpoint to register. ``None`` is absent."""
+
+    path: Annotated[str, Meta(min_length=1)] | None = None
+    name: Annotated[str, Meta(min_length=1)] | None = None
+    min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
+    max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None = None
+    slo_ttft_s: Objective | None = None
+    slo_tbt_s: Objective | None = None
+
+
+class ScaleBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How many instances, how long at least, and which."""
+
+    instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
+    hold_s: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    live: LiveChoice | None = None
+    role: Role | None = None
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -10,22 +47,45 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     path: str = ""
-    min_instances: int = 1
-    max_instances: int | None = None
+    model_hash: str = ""
+    layout_hash: str = ""
     weights_bytes: int = 0
-    num_layers: int | None = None
-    slo_ttft_s: float = 0.0
-    slo_tbt_s: float = 0.0
+    instances: int = 0
+    serving: int = 0
+    live: int = 0
     queued_requests: int = 0
     """That wait in gateways."""
+    min_instances: int = 1
+    max_instances: int = MAX_INSTANCES
+    slo_ttft_s: float = 0.0
+    slo_tbt_s: float = 0.0
+    added_at_s: float = 0.0
+    architecture: str = ""
+    dtype: str = ""
+    num_layers: int | None = None
 
 
-class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """The registered models."""
+
+    models: tuple[ModelStatus, ...]
+
+
+class ModelRemoved(msgspec.Struct, frozen=True, kw_only=True):
+    """A model is no longer registered."""
+
+    name: str
+    removed: bool = True
+
+
+class ReportedLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What an instance that reports has to do."""
 
     running_requests: int = 0
     queued_requests: int = 0
     queued_tokens: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
 
 
 class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,9 +96,14 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     role: str = "colocated"
     workers: tuple[str, ...] = ()
-    layers_ready: int | None = None
+    layers_ready: int = 0
     weights_digest: str = ""
-    load: InstanceLoad | None = None
+    epoch: int = 0
+    plan_id: str = ""
+    context_tokens: int = 0
+    max_running_requests: int = 0
+    load: ReportedLoad | None = None
+    """None: the instance has not reported lately."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,16 +116,14 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: str = ""
     stopping: bool = False
     """It is about to end."""
-
-
-class RefusedLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that failed to load a model, and is left alone with it for ``for_s``."""
-
-    worker: str
-    model: str
-    why: str = ""
-    for_s: float = 0.0
-    failures: int = 0
+    instance: str | None = None
+    model: str | None = None
+    pid: int = 0
+    leaf: str = ""
+    nic_gbps: float = 0.0
+    arena_bytes: int = 0
+    kv_bytes: int = 0
+    lease_plan_id: str = ""
 
 
 class FloorStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,14 +136,14 @@ class FloorStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time."""
 
 
-class UnplannedStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked for and cannot be had now."""
+class RefusedWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that failed to load a model, and is left alone with it for ``for_s``."""
 
+    worker: str
     model: str
-    role: str = "colocated"
-    wanted: int = 0
     why: str = ""
     for_s: float = 0.0
+    failures: int = 0
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,8 +153,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     instances: tuple[InstanceStatus, ...] = ()
     workers: tuple[WorkerStatus, ...] = ()
     floors: tuple[FloorStatus, ...] = ()
-    refused: tuple[RefusedLoad, ...] = ()
-    unplanned: tuple[UnplannedStatus, ...] = ()
+    refused: tuple[RefusedWorker, ...] = ()
+    """Workers that the planner leaves alone for a while."""
+    unplanned: tuple[Unplanned, ...] = ()
+    """What is asked for and not possible now."""
 
     def serving(self, model: str) -> int:
         """How many instances of a model answer requests on their own."""
