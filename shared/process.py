@@ -25,11 +25,11 @@ _PR_SET_PDEATHSIG = 1
 _EXIT_ERROR = 1
 _EXIT_FORCED = 130
 _LOOK_S = 0.02
-_CLEAN_UP_S = 5.0
+CLEAN_UP_S = 5.0
 """What a service may take to end once its bus is gone: nothing that it would wait for can come."""
 
 
-class Lifecycle:
+class ProcessState:
     """What a service knows of its process. ``ready`` is what ``/health`` answers."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Lifecycle:
         await self.stopping.wait()
 
 
-Main = Callable[[Lifecycle], Awaitable[None]]
+Main = Callable[[ProcessState], Awaitable[None]]
 
 
 def run_service(
@@ -92,7 +92,7 @@ def run_service(
     The first SIGTERM or SIGINT sets ``stopping``; a second one ends the process at once. ``drain_s`` later ``main``
     has begun to close what it has, and ``CLOSING_S`` after that the process ends, whatever still hangs in it. A
     ``BlitzError`` out of ``main`` is one line on stderr and code 1, and so is a bus that is gone for good
-    (``Lifecycle.depend_on``): then ``main`` is cancelled. ``health_port`` 0: no endpoint.
+    (``ProcessState.depend_on``): then ``main`` is cancelled. ``health_port`` 0: no endpoint.
     ``ready_fd``: a line is written to this file, and it is closed, once the process is ready. 0: none.
     """
     try:
@@ -107,17 +107,17 @@ def run_service(
 
 
 async def _run(name: str, main: Main, health_host: str, health_port: int, ready_fd: int, drain_s: float) -> int:
-    lifecycle = Lifecycle()
-    _handle_signals(lifecycle, drain_s)
-    telling = asyncio.create_task(_tell_when_ready(lifecycle, ready_fd)) if ready_fd else None
-    health = HealthServer(asyncio.get_running_loop(), lambda: lifecycle.ready) if health_port else None
+    process = ProcessState()
+    _handle_signals(process, drain_s)
+    telling = asyncio.create_task(_tell_when_ready(process, ready_fd)) if ready_fd else None
+    health = HealthServer(asyncio.get_running_loop(), lambda: process.ready) if health_port else None
     if health is not None:
         health.start(health_host, health_port)
-    code = await _outcome(name, main, lifecycle)
+    code = await _outcome(name, main, process)
     now_s = time.monotonic()
-    lifecycle.ends_at_s = min(now_s + EXIT_S, max(now_s + 0.1, lifecycle.ends_at_s))
-    end_process_within(lifecycle.ends_at_s - now_s)
-    lifecycle.ready = False
+    process.ends_at_s = min(now_s + EXIT_S, max(now_s + 0.1, process.ends_at_s))
+    end_process_within(process.ends_at_s - now_s)
+    process.ready = False
     if telling is not None:
         telling.cancel()
     if health is not None:
@@ -132,10 +132,10 @@ async def _run(name: str, main: Main, health_host: str, health_port: int, ready_
     return code
 
 
-async def _outcome(name: str, main: Main, lifecycle: Lifecycle) -> int:
+async def _outcome(name: str, main: Main, process: ProcessState) -> int:
     """Run ``main`` and say why it ended, if it should not have; gives the exit code."""
     try:
-        await _run_while_connected(name, main, lifecycle)
+        await _run_while_connected(name, main, process)
     except BlitzError as error:
         _say(name, error)
         return _EXIT_ERROR
@@ -149,9 +149,9 @@ def _say(name: str, error: BlitzError) -> None:
     print(f"{name}: {error.message}", file=sys.stderr)  # noqa: T201 - shown even where logging is turned down
 
 
-async def _tell_when_ready(lifecycle: Lifecycle, fd: int) -> None:
+async def _tell_when_ready(process: ProcessState, fd: int) -> None:
     """Once, to whoever started this process."""
-    while not lifecycle.ready:
+    while not process.ready:
         await asyncio.sleep(_LOOK_S)
     try:
         os.write(fd, b"ready\n")
@@ -160,17 +160,17 @@ async def _tell_when_ready(lifecycle: Lifecycle, fd: int) -> None:
         _log.warning("nobody was told that this process is ready (file %d): %s", fd, error)
 
 
-async def _run_while_connected(name: str, main: Main, lifecycle: Lifecycle) -> None:
+async def _run_while_connected(name: str, main: Main, process: ProcessState) -> None:
     """Raises ``Unavailable`` when the bus is gone for good: a new process may be let in again, this one is not."""
-    work = asyncio.ensure_future(main(lifecycle))
-    lost = asyncio.create_task(lifecycle.bus_lost())
+    work = asyncio.ensure_future(main(process))
+    lost = asyncio.create_task(process.bus_lost())
     try:
         await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()
         work.cancel()
         reason = f"the connection to NATS is gone for good ({lost.result()}): this process ends and must be restarted"
-        if not (await asyncio.wait({work}, timeout=_CLEAN_UP_S))[0]:
+        if not (await asyncio.wait({work}, timeout=CLEAN_UP_S))[0]:
             _log.critical("%s: %s", name, reason)
             logging.shutdown()
             os._exit(_EXIT_ERROR)
@@ -179,16 +179,16 @@ async def _run_while_connected(name: str, main: Main, lifecycle: Lifecycle) -> N
         lost.cancel()
 
 
-def _handle_signals(lifecycle: Lifecycle, drain_s: float) -> None:
+def _handle_signals(process: ProcessState, drain_s: float) -> None:
     def stop(number: signal.Signals) -> None:
-        if lifecycle.stopping.is_set():
+        if process.stopping.is_set():
             _log.warning("%s again: ending without draining", number.name)
             logging.shutdown()
             os._exit(_EXIT_FORCED)
         _log.info("%s: stopping", number.name)
-        lifecycle.stopping.set()
-        if lifecycle.ends_at_s == math.inf:  # else it is closing already
-            lifecycle.ends_at_s = time.monotonic() + drain_s + CLOSING_S
+        process.stopping.set()
+        if process.ends_at_s == math.inf:  # else it is closing already
+            process.ends_at_s = time.monotonic() + drain_s + CLOSING_S
             end_process_within(drain_s + CLOSING_S)
 
     loop = asyncio.get_running_loop()

@@ -14,7 +14,7 @@ from services.gateway.service import Gateway
 from shared.bus.nats import NatsBus
 from shared.ending import closed
 from shared.identity import new_incarnation
-from shared.process import Lifecycle, run_service
+from shared.process import ProcessState, run_service
 from shared.settings import SettingsError
 from shared.telemetry import setup_telemetry
 
@@ -26,7 +26,7 @@ def main() -> int:
         print(f"gateway: {error.message}", file=sys.stderr)  # noqa: T201 - before logging exists
         return 1
 
-    async def serve(lifecycle: Lifecycle) -> None:
+    async def serve(process: ProcessState) -> None:
         quick_switches()
         listener = listen(config.host, config.port)
         flush = setup_telemetry("gateway", config.gateway_id)
@@ -35,12 +35,12 @@ def main() -> int:
             bus = await NatsBus.connect(
                 config.nats_url, name="gateway", id=config.gateway_id, incarnation=incarnation, access=config.nats
             )
-            lifecycle.depend_on(bus)
+            process.depend_on(bus)
             try:
                 gateway = Gateway(bus, config, incarnation=incarnation)
                 limits = gateway.connection_limits(room_for_connections(config.max_connections))
                 server = Server(GatewayApp(gateway), drain_timeout_s=config.drain_timeout_s, limits=limits)
-                await gateway.serve(server, listener, lifecycle)
+                await gateway.serve(server, listener, process)
             finally:
                 await closed("the bus", bus.close())
         finally:

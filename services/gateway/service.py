@@ -33,7 +33,7 @@ from shared.messages.load import LoadReport, ModelQueue, QueueReport
 from shared.messages.registry import RouteChanges as RegistryChanges
 from shared.messages.registry import RouteTable
 from shared.outage import Outage
-from shared.process import Lifecycle
+from shared.process import ProcessState
 from shared.registry import RegistryReader, RegistryView
 
 log = logging.getLogger(__name__)
@@ -141,13 +141,13 @@ class Gateway:
         """The model's tokenizer. Raises ``BadCheckpoint``."""
         return await self.tokenizers.get(model.record)
 
-    async def serve(self, server: Server, listener: socket.socket, lifecycle: Lifecycle) -> None:
+    async def serve(self, server: Server, listener: socket.socket, process: ProcessState) -> None:
         """Serve bus and HTTP until the process must stop, then drain.
 
         Raises ``DuplicateId`` when another gateway that lives has this one's id.
         """
         try:
-            await self._serve(server, listener, lifecycle)
+            await self._serve(server, listener, process)
         except BaseExceptionGroup as group:
             if group.subgroup(DuplicateId) is None:
                 raise
@@ -155,16 +155,16 @@ class Gateway:
                 f"gateway id {self.config.gateway_id!r} is held by another process, which lives: set BLITZ_GATEWAY_ID"
             ) from group
 
-    async def _serve(self, server: Server, listener: socket.socket, lifecycle: Lifecycle) -> None:
+    async def _serve(self, server: Server, listener: socket.socket, process: ProcessState) -> None:
         gateway_id = self.config.gateway_id
         await refuse_if_held(self.bus, subjects.gateway_holder(gateway_id), f"gateway id {gateway_id!r}")
         async with asyncio.TaskGroup() as tasks:
             bus_side = tasks.create_task(self.run())
             http_side = tasks.create_task(server.serve(sockets=[listener]))
-            http_side.add_done_callback(lambda _: lifecycle.stopping.set())
-            lifecycle.ready = True
+            http_side.add_done_callback(lambda _: process.stopping.set())
+            process.ready = True
             log.info("listening on %s:%d as %s", *listener.getsockname()[:2], self.config.gateway_id)
-            await lifecycle.wait_stopping()
+            await process.wait_stopping()
             await self.drain()
             server.stop()
             # What is left has its error by now: only a client that does not read it is waited for.

@@ -10,7 +10,7 @@ from services.monitor.config import MonitorConfig
 from services.monitor.service import MonitorService
 from shared.bus.nats import NatsBus
 from shared.ending import closed
-from shared.process import Lifecycle, run_service
+from shared.process import ProcessState, run_service
 from shared.settings import SettingsError
 from shared.telemetry import setup_telemetry
 
@@ -22,16 +22,16 @@ def main() -> int:
         print(f"monitor: {error.message}", file=sys.stderr)  # noqa: T201 - before logging exists
         return 1
 
-    async def serve(lifecycle: Lifecycle) -> None:
+    async def serve(process: ProcessState) -> None:
         flush = setup_telemetry("monitor")
         bus = await NatsBus.connect(config.nats_url, name="monitor", access=config.nats)
-        lifecycle.depend_on(bus)
+        process.depend_on(bus)
         try:
             monitor = MonitorService(bus, config.policy, interval_s=config.interval_s, repeat_s=config.repeat_s)
-            lifecycle.ready_when(monitor.subscribed)
-            await monitor.run(lifecycle.stopping)
+            process.ready_when(monitor.subscribed)
+            await monitor.run(process.stopping)
         finally:
-            lifecycle.ready = False
+            process.ready = False
             await asyncio.gather(closed("the bus", bus.close()), closed("telemetry", asyncio.to_thread(flush)))
 
     return run_service(

@@ -10,7 +10,7 @@ from services.planner.config import PlannerConfig
 from services.planner.service import PlannerService
 from shared.bus.nats import NatsBus
 from shared.ending import closed
-from shared.process import Lifecycle, run_service
+from shared.process import ProcessState, run_service
 from shared.settings import SettingsError
 from shared.telemetry import setup_telemetry
 
@@ -22,10 +22,10 @@ def main() -> int:
         print(f"planner: {error.message}", file=sys.stderr)  # noqa: T201 - before logging exists
         return 1
 
-    async def serve(lifecycle: Lifecycle) -> None:
+    async def serve(process: ProcessState) -> None:
         flush = setup_telemetry("planner")
         bus = await NatsBus.connect(config.nats_url, name="planner", access=config.nats)
-        lifecycle.depend_on(bus)
+        process.depend_on(bus)
         try:
             await bus.keep_plan_stream(config.stream)
             planner = PlannerService(
@@ -37,10 +37,10 @@ def main() -> int:
                 busy_nic_share=config.busy_nic_share,
                 live=config.live,
             )
-            lifecycle.ready_when(planner.subscribed)
-            await planner.run(lifecycle.stopping)
+            process.ready_when(planner.subscribed)
+            await planner.run(process.stopping)
         finally:
-            lifecycle.ready = False
+            process.ready = False
             await asyncio.gather(closed("the bus", bus.close()), closed("telemetry", asyncio.to_thread(flush)))
 
     return run_service(

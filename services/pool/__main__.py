@@ -11,7 +11,7 @@ from services.pool.service import PoolService
 from services.pool.store import Store
 from shared.bus.nats import NatsBus
 from shared.ending import closed
-from shared.process import Lifecycle, run_service
+from shared.process import ProcessState, run_service
 from shared.settings import SettingsError
 from shared.telemetry import setup_telemetry
 
@@ -23,10 +23,10 @@ def main() -> int:
         print(f"pool: {error.message}", file=sys.stderr)  # noqa: T201 - before logging exists
         return 1
 
-    async def serve(lifecycle: Lifecycle) -> None:
+    async def serve(process: ProcessState) -> None:
         flush = setup_telemetry("pool")
         bus = await NatsBus.connect(config.nats_url, name="pool", access=config.nats)
-        lifecycle.depend_on(bus)
+        process.depend_on(bus)
         store = Store.connect(config.redis_url, config.redis_password)
         try:
             await store.check_password()
@@ -39,10 +39,10 @@ def main() -> int:
                 model_roots=config.model_roots,
                 loads=config.loads,
             )
-            lifecycle.ready_when(pool.ready)
-            await pool.run(lifecycle.stopping)
+            process.ready_when(pool.ready)
+            await pool.run(process.stopping)
         finally:
-            lifecycle.ready = False
+            process.ready = False
             await asyncio.gather(
                 closed("the bus", bus.close()),
                 closed("the connection to Redis", store.close()),

@@ -14,7 +14,7 @@ from shared.bus.nats import NatsBus
 from shared.ending import closed
 from shared.errors import BlitzError
 from shared.identity import new_incarnation
-from shared.process import Lifecycle, run_service
+from shared.process import ProcessState, run_service
 from shared.settings import SettingsError
 from shared.telemetry import setup_telemetry
 from shared.transport.ucx import UcxTransport
@@ -35,7 +35,7 @@ def main() -> int:
         logging.getLogger("worker").critical("%s: this process ends and must be restarted", why)
         os._exit(BROKEN_EXIT_CODE)
 
-    async def serve(lifecycle: Lifecycle) -> None:
+    async def serve(process: ProcessState) -> None:
         # The engine's thread holds the interpreter between two kernels; the event loop and the transport
         # must not wait the default 5 ms for their turn.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -52,7 +52,7 @@ def main() -> int:
         bus = await NatsBus.connect(
             config.nats_url, name="worker", id=config.worker_id, incarnation=incarnation, access=config.nats
         )
-        lifecycle.depend_on(bus)
+        process.depend_on(bus)
         transport = UcxTransport.start(name=config.worker_id, on_failure=lambda error: fatal(str(error)))
         try:
             node = await asyncio.to_thread(discover, config)
@@ -60,10 +60,10 @@ def main() -> int:
             service = WorkerService(
                 bus, transport, config, pid=os.getpid(), fatal=fatal, node=node, incarnation=incarnation
             )
-            lifecycle.ready_when(service.registered)
-            await service.run(lifecycle.stopping)
+            process.ready_when(service.registered)
+            await service.run(process.stopping)
         finally:
-            lifecycle.ready = False
+            process.ready = False
             ended, _, _ = await asyncio.gather(
                 closed("the transport", transport.close()),
                 closed("the bus", bus.close()),

@@ -18,12 +18,12 @@ from compose.ports import free_port
 PREAMBLE = """
 import asyncio, logging, sys, os, time
 from shared.errors import Unavailable
-from shared.process import Lifecycle, run_service
+from shared.process import ProcessState, run_service
 log = logging.getLogger("x")
-async def serve(lifecycle):
-    lifecycle.ready = True
+async def serve(process):
+    process.ready = True
     print("up", flush=True)
-    await lifecycle.wait_stopping()
+    await process.wait_stopping()
     log.info("drained")
 """
 
@@ -91,7 +91,7 @@ def test_a_signal_lets_the_service_drain_and_exit_with_0(start: Start, number: s
 
 def test_a_second_signal_ends_at_once(start: Start) -> None:
     process = start(
-        "async def stuck(lifecycle):\n    await serve(lifecycle)\n    print('stopping', flush=True)\n"
+        "async def stuck(process):\n    await serve(process)\n    print('stopping', flush=True)\n"
         "    await asyncio.sleep(60)\nsys.exit(run_service('demo', stuck))"
     )
     up(process)
@@ -105,7 +105,7 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
 
 def test_an_expected_error_is_one_line_without_a_traceback(start: Start) -> None:
     process = start(
-        "async def fail(lifecycle):\n    raise Unavailable('cannot reach x')\nsys.exit(run_service('demo', fail))"
+        "async def fail(process):\n    raise Unavailable('cannot reach x')\nsys.exit(run_service('demo', fail))"
     )
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1
@@ -113,7 +113,7 @@ def test_an_expected_error_is_one_line_without_a_traceback(start: Start) -> None
 
 
 def test_an_unexpected_error_is_logged_with_its_traceback(start: Start) -> None:
-    process = start("async def fail(lifecycle):\n    1 / 0\nsys.exit(run_service('demo', fail))")
+    process = start("async def fail(process):\n    1 / 0\nsys.exit(run_service('demo', fail))")
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1
     assert "ZeroDivisionError" in err
@@ -123,9 +123,9 @@ def test_an_unexpected_error_is_logged_with_its_traceback(start: Start) -> None:
 def test_health_follows_readiness_and_metrics_are_served(start: Start) -> None:
     port = free_port()
     process = start(
-        "async def slow(lifecycle):\n    print('up', flush=True)\n"
+        "async def slow(process):\n    print('up', flush=True)\n"
         "    await asyncio.sleep(1.5)\n"
-        f"    await serve(lifecycle)\n    await asyncio.sleep(2.0)\n"
+        f"    await serve(process)\n    await asyncio.sleep(2.0)\n"
         f"sys.exit(run_service('demo', slow, health_port={port}, health_host='127.0.0.1'))"
     )
     up(process)
@@ -147,7 +147,7 @@ def test_health_follows_readiness_and_metrics_are_served(start: Start) -> None:
 def test_a_stuck_event_loop_is_not_live(start: Start) -> None:
     port = free_port()
     process = start(
-        "async def stuck(lifecycle):\n    print('up', flush=True)\n    time.sleep(60)\n"
+        "async def stuck(process):\n    print('up', flush=True)\n    time.sleep(60)\n"
         f"sys.exit(run_service('demo', stuck, health_port={port}, health_host='127.0.0.1'))"
     )
     up(process)
@@ -157,16 +157,16 @@ def test_a_stuck_event_loop_is_not_live(start: Start) -> None:
 BUS = """
 from tests.shared.bus.memory import MemoryBroker
 import shared.process
-async def with_bus(lifecycle, then):
+async def with_bus(process, then):
     broker = MemoryBroker()
-    lifecycle.depend_on(broker.bus("x"))
-    lifecycle.ready = True
+    process.depend_on(broker.bus("x"))
+    process.ready = True
     print("up", flush=True)
     await asyncio.sleep(0.1)
     broker.disconnect()
-    assert not lifecycle.ready
+    assert not process.ready
     broker.reconnect()
-    assert lifecycle.ready
+    assert process.ready
     asyncio.get_running_loop().call_later(0.1, broker.lose, "x", "not let in")
     await then()
 """
@@ -176,7 +176,7 @@ def test_a_bus_gone_for_good_ends_the_service_after_it_has_cleaned_up(start: Sta
     process = start(
         f"{BUS}\nasync def clean():\n"
         "    try:\n        await asyncio.sleep(60)\n    finally:\n        log.info('clean')\n"
-        "sys.exit(run_service('demo', lambda lifecycle: with_bus(lifecycle, clean)))"
+        "sys.exit(run_service('demo', lambda process: with_bus(process, clean)))"
     )
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1
@@ -188,10 +188,10 @@ def test_a_bus_gone_for_good_ends_the_service_after_it_has_cleaned_up(start: Sta
 
 def test_a_service_that_cannot_clean_up_without_its_bus_ends_all_the_same(start: Start) -> None:
     process = start(
-        f"{BUS}\nshared.process._CLEAN_UP_S = 0.2\nasync def stuck():\n"
+        f"{BUS}\nshared.process.CLEAN_UP_S = 0.2\nasync def stuck():\n"
         "    while True:\n        try:\n            await asyncio.sleep(60)\n"
         "        except asyncio.CancelledError:\n            pass\n"
-        "sys.exit(run_service('demo', lambda lifecycle: with_bus(lifecycle, stuck)))"
+        "sys.exit(run_service('demo', lambda process: with_bus(process, stuck)))"
     )
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1

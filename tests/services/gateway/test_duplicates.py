@@ -14,7 +14,7 @@ from shared import subjects
 from shared.errors import DuplicateId
 from shared.identity import hold
 from shared.messages.generation import GatewayHeartbeat
-from shared.process import Lifecycle
+from shared.process import ProcessState
 from tests.services.gateway.conftest import CONFIG, Stack
 from tests.services.gateway.test_failover import collect
 from tests.shared.bus.memory import MemoryBroker
@@ -26,7 +26,7 @@ async def serve(broker: MemoryBroker, gateway_id: str) -> None:
     try:
         async with asyncio.timeout(5):
             server = Server(GatewayApp(gateway), drain_timeout_s=1, limits=gateway.connection_limits(100))
-            await gateway.serve(server, listener, Lifecycle())
+            await gateway.serve(server, listener, ProcessState())
     finally:
         listener.close()
 

@@ -11,7 +11,7 @@ import httpx
 from services.gateway.http.app import GatewayApp
 from services.gateway.server import Server, listen
 from services.gateway.service import Gateway
-from shared.process import Lifecycle
+from shared.process import ProcessState
 from tests.services.gateway.checkpoint import model_record
 from tests.services.gateway.cluster import FakePool, FakeWorker, say
 from tests.services.gateway.conftest import CONFIG
@@ -31,8 +31,8 @@ async def test_what_does_not_finish_within_the_drain_ends_with_an_error_and_the_
     gateway = Gateway(broker.bus("gateway"), replace(CONFIG, drain_timeout_s=0.3, stall_s=60.0, probe_s=60.0))
     listener = listen("127.0.0.1", 0)
     server = Server(GatewayApp(gateway), drain_timeout_s=60.0, limits=gateway.connection_limits(10))
-    lifecycle = Lifecycle()
-    serving = asyncio.create_task(gateway.serve(server, listener, lifecycle))
+    process = ProcessState()
+    serving = asyncio.create_task(gateway.serve(server, listener, process))
     port = listener.getsockname()[1]
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
         await eventually(lambda: gateway.ready and server.started)
@@ -40,7 +40,7 @@ async def test_what_does_not_finish_within_the_drain_ends_with_an_error_and_the_
         async with http.stream("POST", "/v1/completions", json=body) as response:
             lines = response.aiter_lines()
             assert "h" in await anext(lines)
-            lifecycle.stopping.set()
+            process.stopping.set()
             rest = [line async for line in lines if line]
         assert '"message":"the gateway is shutting down"' in rest[-2]
         async with asyncio.timeout(10):
