@@ -9,7 +9,7 @@ import sys
 from services.gateway.config import GatewayConfig
 from services.gateway.http.app import GatewayApp
 from services.gateway.offload import quick_switches
-from services.gateway.server import Server, listen, room_for_connections
+from services.gateway.server import Server, connection_capacity, listen
 from services.gateway.service import Gateway
 from shared.bus.nats import NatsBus
 from shared.ending import closed
@@ -38,7 +38,7 @@ def main() -> int:
             process.depend_on(bus)
             try:
                 gateway = Gateway(bus, config, incarnation=incarnation)
-                limits = gateway.connection_limits(room_for_connections(config.max_connections))
+                limits = gateway.connection_limits(connection_capacity(config.max_connections))
                 server = Server(GatewayApp(gateway), drain_timeout_s=config.drain_timeout_s, limits=limits)
                 await gateway.serve(server, listener, process)
             finally:

@@ -101,8 +101,8 @@ def sampling_params(
         )
     max_tokens = options.max_tokens
     if max_tokens is None:
-        room = limit - num_prompt
-        max_tokens = min(room, options.default_max_tokens) if options.default_max_tokens is not None else room
+        left = limit - num_prompt
+        max_tokens = min(left, options.default_max_tokens) if options.default_max_tokens is not None else left
     if num_prompt + max_tokens > limit:
         raise ContextLengthExceeded(
             f"this model's context is {limit} tokens; {num_prompt} of the prompt and {max_tokens} of output exceed it",

@@ -17,7 +17,7 @@ from services.gateway.core.failover import WorkerLost
 from services.gateway.core.own_time import OwnTime
 from services.gateway.core.patience import Patience
 from services.gateway.core.router import Router
-from services.gateway.core.routes import RouteBook, RouteChanges
+from services.gateway.core.routes import RouteChanges, RouteView
 from services.gateway.core.stream import Phase, StreamState, Verdict
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.outbox import Outbox
@@ -42,7 +42,7 @@ class Dispatcher:
     def __init__(
         self,
         bus: Bus,
-        book: RouteBook,
+        routes: RouteView,
         metrics: GatewayMetrics,
         *,
         gateway_id: str,
@@ -56,7 +56,7 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
-        self._book = book
+        self._routes = routes
         self._metrics = metrics
         self._queue_timeout_s = queue_timeout_s
         self._max_attempts = max_attempts
@@ -146,7 +146,7 @@ class Dispatcher:
                     self.requests[stream.request_id], ModelNotFound(f"model {name!r} was removed", param="model")
                 )
         for name in sorted(changes.models):
-            model = self._book.find(name)
+            model = self._routes.find(name)
             if model is not None:
                 self.router.set_routes(name, model.routes.values())
                 self.pump(name)
@@ -169,7 +169,7 @@ class Dispatcher:
             late = f"no instance of model {stream.model!r} took the request within {self._queue_timeout_s:g} s"
             error = self.router.too_long(stream) or Unavailable(late, retry_after_s=1.0)
             self._fail(self.requests[stream.request_id], error)
-        for name in list(self._book.models):
+        for name in list(self._routes.models):
             self.pump(name)
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + self._patience.check_every_s
@@ -259,7 +259,7 @@ class Dispatcher:
     def _attempt_failed(self, request: ActiveRequest, error: BlitzError) -> None:
         """Continue elsewhere, or end."""
         stream = request.stream
-        model = self._book.find(stream.model)
+        model = self._routes.find(stream.model)
         outcome = failover.after_failure(
             stream,
             error,
@@ -280,7 +280,7 @@ class Dispatcher:
             if stream.may_wait:
                 self.router.refused(stream.instance_id, now_s=now_s)
             else:
-                self.router.seats_taken(stream.instance_id, now_s=now_s)
+                self.router.slots_taken(stream.instance_id, now_s=now_s)
             self._metrics.of(stream.model).refusals += 1
         elif outcome.pause_s:
             self.router.suspend(stream.instance_id, until_s=now_s + outcome.pause_s)
@@ -313,7 +313,7 @@ class Dispatcher:
         connected_since_s = self._bus.connected_since_s
         if connected_since_s is None or self._clock() - connected_since_s < self._patience.settle_s:
             return False
-        model = self._book.find(stream.model)
+        model = self._routes.find(stream.model)
         route = model.routes.get(stream.instance_id) if model is not None else None
         if isinstance(error, NotFound):
             return route is None  # it does not know the request, and its instance is gone: it was started again

@@ -22,7 +22,7 @@ _TICK_S = 0.1
 """uvicorn counts on ten in a second."""
 
 
-def room_for_connections(wanted: int) -> int:
+def connection_capacity(wanted: int) -> int:
     """Raise this process's limit of open files as far as it may; gives how many connections of ``wanted`` it holds."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + FILES_BESIDE_CONNECTIONS

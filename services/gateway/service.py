@@ -11,11 +11,11 @@ import time
 from services.gateway.api_keys import ApiKeys
 from services.gateway.byte_budget import ByteBudget
 from services.gateway.config import GatewayConfig
-from services.gateway.core.routes import ModelRoutes, RouteBook, RouteChanges
+from services.gateway.core.routes import ModelRoutes, RouteChanges, RouteView
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.http.connection import ConnectionLimits
-from services.gateway.http.outlet import ResponseMemory
-from services.gateway.load_board import LoadBoard
+from services.gateway.http.response_buffer import ResponseMemory
+from services.gateway.load_gauges import LoadGauges
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.offload import Offload
 from services.gateway.server import Server
@@ -59,7 +59,7 @@ class Gateway:
         """``incarnation``: what the bus knows this process by, if it does."""
         self.bus = bus
         self.config = config
-        self.book = RouteBook()
+        self.routes = RouteView()
         self._registry = RegistryReader(bus)
         self.metrics = GatewayMetrics()
         self.offload = Offload()
@@ -71,11 +71,11 @@ class Gateway:
             whole_bytes=config.response_memory_bytes // WHOLE_RESPONSES,
             on_cut=self.metrics.count_cut,
         )
-        self.load_board = LoadBoard()
+        self.load_gauges = LoadGauges()
         self._incarnation = incarnation or new_incarnation()
         self.dispatcher = Dispatcher(
             bus,
-            self.book,
+            self.routes,
             self.metrics,
             gateway_id=config.gateway_id,
             incarnation=self._incarnation,
@@ -89,7 +89,7 @@ class Gateway:
         self.seeds = random.Random()
         """Draws the seeds of requests that bring none. Seeded by the system once, not asked of it per request."""
         self.draining = False
-        self.metrics.read_gauges_from(lambda: self.load_board.gauges(self.book, self.dispatcher))
+        self.metrics.read_gauges_from(lambda: self.load_gauges.gauges(self.routes, self.dispatcher))
         self.metrics.read_memory_from(
             lambda: {
                 "request": self.request_memory.used_bytes,
@@ -112,7 +112,7 @@ class Gateway:
     @property
     def ready(self) -> bool:
         """Whether requests can be served: connected, models known, not on the way out."""
-        return self.book.ready and self.bus.connected_since_s is not None and not self.draining
+        return self.routes.ready and self.bus.connected_since_s is not None and not self.draining
 
     def connection_limits(self, max_connections: int) -> ConnectionLimits:
         """What this gateway's HTTP server lets connections do."""
@@ -130,10 +130,10 @@ class Gateway:
 
     def find_model(self, name: str) -> ModelRoutes:
         """A registered model. Raises ``ModelNotFound``, or ``Unavailable`` before anything is known."""
-        model = self.book.find(name)
+        model = self.routes.find(name)
         if model is not None:
             return model
-        if not self.book.ready:
+        if not self.routes.ready:
             raise Unavailable("the gateway does not know the models yet", retry_after_s=1.0)
         raise ModelNotFound(f"the model {name!r} does not exist", param="model")
 
@@ -224,14 +224,14 @@ class Gateway:
 
     async def refresh(self) -> None:
         """Read the registry now. Raises ``BlitzError``."""
-        num_heard = self.book.num_heard
-        self._took(self.book.apply_view(await self.registry(), num_heard=num_heard))
+        num_heard = self.routes.num_heard
+        self._took(self.routes.apply_view(await self.registry(), num_heard=num_heard))
 
     def _on_route_changes(self, event: RegistryChanges) -> None:
-        self._took(self.book.apply_changes(event))
+        self._took(self.routes.apply_changes(event))
 
     def _on_routes(self, table: RouteTable) -> None:
-        self._took(self.book.apply_table(table))
+        self._took(self.routes.apply_table(table))
 
     def _took(self, changes: RouteChanges) -> None:
         if changes.gap:
@@ -239,7 +239,7 @@ class Gateway:
         self._apply(changes)
 
     def _on_load(self, report: LoadReport) -> None:
-        self.load_board.take(report, time.monotonic())
+        self.load_gauges.take(report, time.monotonic())
         self.dispatcher.on_load(report)
 
     def _on_gateway(self, heartbeat: GatewayHeartbeat) -> None:
@@ -278,7 +278,7 @@ class Gateway:
 
     def _apply(self, changes: RouteChanges) -> None:
         if changes.models or changes.removed:
-            self.tokenizers.forget_others(model.record for model in self.book.models.values())
+            self.tokenizers.forget_others(model.record for model in self.routes.models.values())
         self.dispatcher.routes_changed(changes)
 
     async def _refresh(self) -> None:
@@ -288,7 +288,7 @@ class Gateway:
                 await self.refresh()
             except BlitzError as error:
                 self._outage.failed("no snapshot of the registry: %s", error)
-                pause_s = 0.2 if not self.book.ready else REFRESH_EVERY_S
+                pause_s = 0.2 if not self.routes.ready else REFRESH_EVERY_S
             else:
                 self._outage.worked()
                 pause_s = REFRESH_EVERY_S
@@ -315,7 +315,7 @@ class Gateway:
         queues = []
         inflight = self.dispatcher.requests.inflight_by_model()
         spoke, self._spoke = self._spoke, {}
-        for name in sorted(self.book.models):
+        for name in sorted(self.routes.models):
             queued_requests, queued_tokens = self.dispatcher.router.queued(name)
             arrived = self.dispatcher.requests.arrived(name)
             busy = bool(queued_requests or inflight.get(name, 0)) or spoke.get(name, (0, False))[0] != arrived.requests

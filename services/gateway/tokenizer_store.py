@@ -106,10 +106,10 @@ class TokenizerStore:
         entry = self._entries.get(key)
         if entry is not None and entry.load is asyncio.current_task():
             entry.num_bytes = loaded[1]
-            self._make_room(key)
+            self._evict_for(key)
         return loaded
 
-    def _make_room(self, keep: Key) -> None:
+    def _evict_for(self, keep: Key) -> None:
         for key in [key for key, entry in self._entries.items() if entry.load.done() and key != keep]:
             if self.num_bytes <= self._max_bytes:
                 return

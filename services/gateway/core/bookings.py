@@ -54,15 +54,15 @@ class InstanceLoad:
     """Of those in flight: the instance's reports count them."""
     accepted_unstarted_requests: int = 0
     accepted_unstarted_tokens: int = 0
-    seats_taken_at_s: float = -math.inf
-    """When it refused a request for want of a seat, if it has not reported since."""
+    slots_taken_at_s: float = -math.inf
+    """When it refused a request for lack of a free slot, if it has not reported since."""
     foreign: ForeignLoad = NOTHING
     foreign_at_s: float = -math.inf
 
     @property
-    def seats_taken(self) -> bool:
-        """Whether it has no seat, whatever else is known of it."""
-        return self.seats_taken_at_s > -math.inf
+    def slots_taken(self) -> bool:
+        """Whether it has no free slot, whatever else is known of it."""
+        return self.slots_taken_at_s > -math.inf
 
     @property
     def decode_tokens(self) -> int:
@@ -163,17 +163,17 @@ class Bookings:
         load = self.load_of(report.instance_id)
         load.foreign_at_s = now_s
         foreign = load.foreign_in(report)
-        if foreign != load.foreign or load.seats_taken:
-            load.foreign, load.seats_taken_at_s = foreign, -math.inf
+        if foreign != load.foreign or load.slots_taken:
+            load.foreign, load.slots_taken_at_s = foreign, -math.inf
             self._changed(report.instance_id)
 
     def prune(self, known: Set[str], now_s: float) -> None:
         """Forget the loads of instances that are not ``known`` and neither hold nor were promised anything of ours, and
         what was reported too long ago."""
         for instance_id, load in self._loads.items():
-            at_s = max(load.foreign_at_s, load.seats_taken_at_s)
-            if (load.foreign is not NOTHING or load.seats_taken) and now_s - at_s > FRESH_S:
-                load.foreign, load.seats_taken_at_s = NOTHING, -math.inf
+            at_s = max(load.foreign_at_s, load.slots_taken_at_s)
+            if (load.foreign is not NOTHING or load.slots_taken) and now_s - at_s > FRESH_S:
+                load.foreign, load.slots_taken_at_s = NOTHING, -math.inf
                 self._changed(instance_id)
         self._loads = {
             instance_id: load

@@ -1,23 +1,23 @@
 """Late binding: which instance gets which waiting request, and when.
 
 Rules
-- One queue per model, in which keys take turns (``FairQueue``). The one whose turn it is waits for room; nobody
+- One queue per model, in which keys take turns (``FairQueue``). The one whose turn it is waits for capacity; nobody
   overtakes it, except where no instance can hold it. A resubmitted request goes back to its place.
 - A ``max_tokens`` that the caller left open is cut to what the instances hold. A request that none of them can hold is
   refused if no instance has had it; one that has been running is set aside until an instance comes that can.
 - An instance takes a request while it serves, is not suspended, holds fewer requests than it can run, and the prompts
-  that it has not begun leave room in its queue. An idle instance always takes one. Among those, the one with the fewest
-  outstanding tokens, then the lowest id.
-- One with a free seat goes before those that have none, by what is known here; other gateways may have taken it since
-  the last report. Then the instance refuses, and has no free seat until it reports again: nobody waits behind others'
-  requests where another instance has room.
+  that it has not begun leave capacity in its queue. An idle instance always takes one. Among those, the one with
+  the fewest outstanding tokens, then the lowest id.
+- One with a free slot goes before those that have none, by what is known here; other gateways may have taken it since
+  the last report. Then the instance refuses, and has no free slot until it reports again: nobody waits behind others'
+  requests where another instance has capacity.
 - While other gateways have requests for the model, theirs count by the instances' reports. Each gateway may fill its
-  share of an instance's seats whatever the others have, so that none starves; of the waiting prompts it takes no
-  more than its share, and leaves room for what is next in another's queue, while that waits.
+  share of an instance's slots whatever the others have, so that none starves; of the waiting prompts it takes no
+  more than its share, and leaves capacity for what is next in another's queue, while that waits.
 - An instance that says that it is full is left alone, each time twice as long, until it takes one or reports no queue.
 - A decode instance gets no request from here. A request for a prefill instance names the decode instance that goes on
   with it: the one with the fewest outstanding tokens, those promised to it included. However full it is, the request
-  does not wait here for it: how long to, the prefill instance knows. Without any it decodes by itself.
+  does not wait here for it: the prefill instance decides how long to wait. Without any it decodes by itself.
 - The queue is bounded; a full one refuses. One key takes no more places than it leaves free.
 - A request that another instance takes over counts there from then on.
 
@@ -56,7 +56,7 @@ class Assignment:
     decode: Route | None = None
     """Who decodes it, if that is another instance."""
     may_wait: bool = True
-    """No instance has a free seat, as far as is known here: it waits for one there."""
+    """No instance has a free slot, as far as is known here: it waits for one there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +173,9 @@ class Router:
         load.refusals += 1
         self.suspend(instance_id, until_s=max(load.suspended_until_s, now_s + pause_s))
 
-    def seats_taken(self, instance_id: str, *, now_s: float) -> None:
-        """The instance refused a request that was not to wait: it has no free seat, whatever was known of it."""
-        self.load_of(instance_id).seats_taken_at_s = now_s
+    def slots_taken(self, instance_id: str, *, now_s: float) -> None:
+        """The instance refused a request that was not to wait: it has no free slot, whatever was known of it."""
+        self.load_of(instance_id).slots_taken_at_s = now_s
         self._load_changed(instance_id)
 
     def accepted(self, request_id: str) -> None:
@@ -301,19 +301,19 @@ class Router:
             foreign = load.foreign if queue.contention.num_gateways > 1 else NOTHING
             awake = load.suspended_until_s <= now_s
             if instance_id in queue.takers:
-                room = _room_tokens(route, load, queue.contention) if awake else -1.0
-                if room < 0:
+                capacity = _capacity_tokens(route, load, queue.contention) if awake else -1.0
+                if capacity < 0:
                     queue.takers.withdraw(instance_id)
                 else:
                     outstanding = load.outstanding_tokens + foreign.outstanding_tokens
                     rank = (_is_full(route, load, queue.contention), outstanding, load.inflight_requests)
-                    queue.takers.offer(instance_id, rank, room_tokens=room, context_tokens=_context(route))
+                    queue.takers.offer(instance_id, rank, free_tokens=capacity, context_tokens=_context(route))
             elif instance_id in queue.decoders:
                 if not awake:
                     queue.decoders.withdraw(instance_id)
                 else:
                     decode_rank = (load.decode_tokens + foreign.outstanding_tokens, 0)
-                    queue.decoders.offer(instance_id, decode_rank, room_tokens=math.inf, context_tokens=_context(route))
+                    queue.decoders.offer(instance_id, decode_rank, free_tokens=math.inf, context_tokens=_context(route))
         queue.changed.clear()
 
     def _can_be_held(self, queue: _Queue, item: Waiting, refused: list[tuple[str, ContextLengthExceeded]]) -> bool:
@@ -347,12 +347,12 @@ def _context(route: Route) -> float:
 
 
 def _is_full(route: Route, load: InstanceLoad, contention: Contention) -> bool:
-    """Whether no seat is free, as far as is known."""
+    """Whether no slot is free, as far as is known."""
     foreign = load.foreign if contention.num_gateways > 1 else NOTHING
-    return load.seats_taken or load.inflight_requests + foreign.requests >= route.max_running_requests
+    return load.slots_taken or load.inflight_requests + foreign.requests >= route.max_running_requests
 
 
-def _room_tokens(route: Route, load: InstanceLoad, contention: Contention) -> float:
+def _capacity_tokens(route: Route, load: InstanceLoad, contention: Contention) -> float:
     """The longest prompt that the instance takes now; negative: none."""
     gateways = contention.num_gateways
     foreign = load.foreign if gateways > 1 else NOTHING
@@ -363,11 +363,11 @@ def _room_tokens(route: Route, load: InstanceLoad, contention: Contention) -> fl
         return -1.0
     if load.unstarted_requests + foreign.queued_requests == 0:
         return math.inf
-    room = route.max_queued_tokens - load.unstarted_tokens - foreign.queued_tokens
+    capacity = route.max_queued_tokens - load.unstarted_tokens - foreign.queued_tokens
     if contention.waiting:
         share = min(-(-route.max_queued_tokens // gateways), route.max_queued_tokens - contention.head_tokens)
-        room = min(room, share - load.unstarted_tokens)
-    return room
+        capacity = min(capacity, share - load.unstarted_tokens)
+    return capacity
 
 
 def _too_long(stream: StreamState, limit: float) -> ContextLengthExceeded:

@@ -78,7 +78,7 @@ def routes_of(view: RegistryView) -> dict[str, dict[str, Route]]:
     return routes
 
 
-class RouteBook:
+class RouteView:
     """The current view. Mutated by ``apply_changes``, ``apply_view`` and, with a pool of 0.1, ``apply_table`` only."""
 
     def __init__(self) -> None:

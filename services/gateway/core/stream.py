@@ -72,7 +72,7 @@ class StreamState:
     worker_id: str = ""
     decode_at: DecodePlace | None = None
     may_wait: bool = True
-    """Whether the current attempt may wait at its instance for a seat."""
+    """Whether the current attempt may wait at its instance for a slot."""
     """The decode instance that the current attempt was promised to."""
     former_workers: set[str] = field(default_factory=set)
     """Those from which another took the current attempt over."""
@@ -120,7 +120,7 @@ class StreamState:
         self, instance_id: str, worker_id: str, decode_at: DecodePlace | None = None, *, may_wait: bool = True
     ) -> None:
         """A new attempt begins on that instance, to be decoded at another one if that is named. ``may_wait``: there,
-        for a seat."""
+        for a slot."""
         if self.phase is not Phase.QUEUED:
             raise ValueError(f"request {self.request_id} is {self.phase.value}, it cannot be submitted")
         self.attempt += 1

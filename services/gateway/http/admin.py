@@ -131,7 +131,7 @@ def admin_router(gateway: Gateway) -> APIRouter:
     @router.get("/status")
     async def status() -> Response:
         """Models, instances, workers, manual floors, and workers that are left alone because they failed."""
-        loads = gateway.load_board.latest(time.monotonic())
+        loads = gateway.load_gauges.latest(time.monotonic())
         view, planned = await registry(), await planners_part()
         return _json(status_of(view, loads, planned.refused, planned.unplanned, queued(view)))
 
@@ -161,7 +161,7 @@ def admin_router(gateway: Gateway) -> APIRouter:
             slo_ttft_s=body.slo_ttft_s or 0.0,
             slo_tbt_s=body.slo_tbt_s or 0.0,
         )
-        known = {name: model.record.added_at_s for name, model in gateway.book.models.items()}
+        known = {name: model.record.added_at_s for name, model in gateway.routes.models.items()}
         record = await added(message)
         # So that a request right behind this one finds the model.
         await gateway.refresh()

@@ -9,7 +9,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.byte_budget import Claim
 from services.gateway.http.errors import RequestTimeout, error_body, error_headers
-from services.gateway.http.outlet import MAX_PIECE_BYTES
+from services.gateway.http.response_buffer import MAX_PIECE_BYTES
 from shared.errors import BadRequest, BlitzError, PayloadTooLarge
 
 JSON = b"application/json"

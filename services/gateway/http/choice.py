@@ -8,7 +8,7 @@ from typing import Any
 from services.gateway.core.text_output import TextOutput
 from services.gateway.http.formats import ChunkFormat, Usage
 from services.gateway.http.logprobs import LogprobShape, entry_bytes
-from services.gateway.http.outlet import Outlet
+from services.gateway.http.response_buffer import ResponseBuffer
 from services.gateway.metrics import ModelMetrics
 from shared.errors import BlitzError
 from shared.messages.generation import FinishReason, TokenLogprobs
@@ -22,7 +22,7 @@ class Choice(ABC):
 
     def __init__(
         self,
-        outlet: Outlet,
+        buffer: ResponseBuffer,
         output: TextOutput,
         metrics: ModelMetrics,
         *,
@@ -31,7 +31,7 @@ class Choice(ABC):
         logprobs: LogprobShape | None,
         opening_text: str = "",
     ) -> None:
-        self._outlet = outlet
+        self._buffer = buffer
         self._output = output
         self._metrics = metrics
         self._logprobs = logprobs
@@ -87,14 +87,14 @@ class Choice(ABC):
             text = output.flush()
             self._end(text, None, "stop" if output.stopped else finish_reason, now_s)
             return False
-        self._outlet.wake()
+        self._buffer.wake()
         return False
 
     def on_error(self, error: BlitzError) -> None:
         """See ``Sink``."""
         self._metrics.count_finished("error")
         self.finish_reason = "error"
-        self._outlet.fail(error)
+        self._buffer.fail(error)
 
     def abort(self) -> None:
         """The client left."""
@@ -112,8 +112,8 @@ class Choice(ABC):
         self._metrics.count_finished(finish_reason)
         self._metrics.e2e_s.observe(now_s - self._arrived_s)
         self._emit_last(self._open(text), entry, finish_reason)
-        self._outlet.open_choices -= 1
-        self._outlet.wake()
+        self._buffer.open_choices -= 1
+        self._buffer.wake()
 
     @abstractmethod
     def _emit(self, text: str, entry: Any) -> None:
@@ -141,11 +141,11 @@ class StreamedChoice(Choice):
             chunk = self._format.full_chunk(text, self._joined(entry), None, self._usage())
         if self._role:
             chunk, self._role = self._role + chunk, b""
-        self._outlet.write(chunk)
+        self._buffer.write(chunk)
 
     def _emit_last(self, text: str, entry: Any, finish_reason: str) -> None:
         chunk = self._format.full_chunk(text, self._joined(entry), finish_reason, self._usage())
-        self._outlet.write(self._role + chunk)
+        self._buffer.write(self._role + chunk)
         self._role = b""
 
     def _joined(self, entry: Any) -> dict[str, Any] | None:
@@ -177,7 +177,7 @@ class WholeChoice(Choice):
         if entry is not None:
             self._entries.append(entry)
             size_bytes += entry_bytes(entry)
-        self._outlet.collect(size_bytes)
+        self._buffer.collect(size_bytes)
 
     def _emit_last(self, text: str, entry: Any, finish_reason: str) -> None:  # noqa: ARG002 - the other kind's
         self._emit(text, entry)

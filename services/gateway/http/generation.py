@@ -20,9 +20,9 @@ from services.gateway.http.choice import Choice, StreamedChoice, WholeChoice
 from services.gateway.http.formats import DONE, ChunkFormat, Reply, Usage, error_events
 from services.gateway.http.logprobs import ChatLogprobs, CompletionLogprobs, LogprobShape
 from services.gateway.http.options import Options
-from services.gateway.http.outlet import Outlet
 from services.gateway.http.preparation import Job, Kind, Preparation
 from services.gateway.http.request_span import request_span, set_response_attributes
+from services.gateway.http.response_buffer import ResponseBuffer
 from services.gateway.service import Gateway
 from shared.errors import Internal
 
@@ -98,14 +98,14 @@ class Generation:
         ]
         bill.charge(streams)
         reply = Reply(job.kind, job.response_id, job.model.record.name, int(arrived_at_s), options.include_usage)
-        outlet = gateway.response_memory.open(job.response_id, len(streams), abort)
+        buffer = gateway.response_memory.open(job.response_id, len(streams), abort)
         try:
             choices = [
-                self._choice(job, reply, outlet, stream, index, arrived_s) for index, stream in enumerate(streams)
+                self._choice(job, reply, buffer, stream, index, arrived_s) for index, stream in enumerate(streams)
             ]
             self._admit(streams, choices)
             try:
-                await self._answer(reply, options, receive, send, outlet, choices)
+                await self._answer(reply, options, receive, send, buffer, choices)
             finally:
                 for stream, choice in zip(streams, choices, strict=True):
                     if choice.finish_reason is None:
@@ -113,19 +113,25 @@ class Generation:
                         gateway.dispatcher.cancel(stream.request_id)
                 set_response_attributes(span, job.response_id, choices)
         finally:
-            outlet.close()
+            buffer.close()
 
     async def _answer(
-        self, reply: Reply, options: Options, receive: Receive, send: Send, outlet: Outlet, choices: list[Choice]
+        self,
+        reply: Reply,
+        options: Options,
+        receive: Receive,
+        send: Send,
+        buffer: ResponseBuffer,
+        choices: list[Choice],
     ) -> None:
-        watcher = asyncio.create_task(_watch(receive, outlet))
+        watcher = asyncio.create_task(_watch(receive, buffer))
         try:
-            await outlet.wait()
-            if not outlet.disconnected:
+            await buffer.wait()
+            if not buffer.disconnected:
                 if options.stream:
-                    await _send_stream(send, outlet, reply, choices, options)
+                    await _send_stream(send, buffer, reply, choices, options)
                 else:
-                    await _send_whole(send, outlet, reply, choices)
+                    await _send_whole(send, buffer, reply, choices)
         finally:
             watcher.cancel()
 
@@ -144,14 +150,14 @@ class Generation:
         gateway.metrics.of(model).prompt_tokens += sum(len(stream.prompt_token_ids) for stream in streams)
 
     def _choice(
-        self, job: Job, reply: Reply, outlet: Outlet, stream: StreamState, index: int, arrived_s: float
+        self, job: Job, reply: Reply, buffer: ResponseBuffer, stream: StreamState, index: int, arrived_s: float
     ) -> Choice:
         options = job.options
         shape: LogprobShape | None = None
         if options.logprobs is not None:
             shape = ChatLogprobs(job.tokenizer) if job.kind == "chat" else CompletionLogprobs(job.tokenizer)
         arguments = (
-            outlet,
+            buffer,
             admission.text_output(options, stream, job.tokenizer),
             self._gateway.metrics.of(job.model.record.name),
         )
@@ -168,53 +174,55 @@ class Generation:
         )
 
 
-async def _watch(receive: Receive, outlet: Outlet) -> None:
+async def _watch(receive: Receive, buffer: ResponseBuffer) -> None:
     """Wait for the client to leave."""
     while (await receive())["type"] != "http.disconnect":
         continue
-    outlet.disconnect()
+    buffer.disconnect()
 
 
 def _usage(choices: list[Choice]) -> Usage:
     return Usage(sum(c.num_prompt_tokens for c in choices), sum(c.num_tokens for c in choices))
 
 
-async def _send_stream(send: Send, outlet: Outlet, reply: Reply, choices: list[Choice], options: Options) -> None:
+async def _send_stream(
+    send: Send, buffer: ResponseBuffer, reply: Reply, choices: list[Choice], options: Options
+) -> None:
     """Send events as they come. Until the first one an error is still a plain HTTP error (raised)."""
-    if outlet.error is not None and not outlet.has_chunks:
-        raise outlet.error
-    outlet.begun = True
+    if buffer.error is not None and not buffer.has_chunks:
+        raise buffer.error
+    buffer.begun = True
     await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
     before = 0
     while True:
-        if outlet.has_chunks:
-            piece = outlet.take()
-            outlet.sending = True
+        if buffer.has_chunks:
+            piece = buffer.take()
+            buffer.sending = True
             # Waits until the client has taken what was sent before.
             await send({"type": "http.response.body", "body": piece, "more_body": True})
-            outlet.sending = False
-            outlet.sent(before)
+            buffer.sending = False
+            buffer.sent(before)
             before = len(piece)
             continue
-        if outlet.over:
+        if buffer.over:
             break
-        await outlet.wait()
-    if outlet.disconnected:
+        await buffer.wait()
+    if buffer.disconnected:
         return
-    if outlet.error is not None:
-        closing = error_events(outlet.error)
+    if buffer.error is not None:
+        closing = error_events(buffer.error)
     else:
         closing = (reply.usage_event(_usage(choices)) if options.include_usage else b"") + DONE
     await send({"type": "http.response.body", "body": closing})
 
 
-async def _send_whole(send: Send, outlet: Outlet, reply: Reply, choices: list[Choice]) -> None:
-    while not outlet.over:
-        await outlet.wait()
-    if outlet.disconnected:
+async def _send_whole(send: Send, buffer: ResponseBuffer, reply: Reply, choices: list[Choice]) -> None:
+    while not buffer.over:
+        await buffer.wait()
+    if buffer.disconnected:
         return
-    if outlet.error is not None:
-        raise outlet.error
+    if buffer.error is not None:
+        raise buffer.error
     parts = []
     for index, choice in enumerate(choices):
         if not isinstance(choice, WholeChoice) or choice.finish_reason is None:

@@ -19,8 +19,8 @@ def models_router(gateway: Gateway) -> APIRouter:
     async def list_models(request: Request) -> dict[str, Any]:
         """The registered models that the caller's key may use."""
         key = key_of(request.scope)
-        names = [name for name in sorted(gateway.book.models) if gateway.api_keys.may_use(key, name)]
-        models = [_model_json(gateway.book.models[name]) for name in names]
+        names = [name for name in sorted(gateway.routes.models) if gateway.api_keys.may_use(key, name)]
+        models = [_model_json(gateway.routes.models[name]) for name in names]
         return {"object": "list", "data": models}
 
     @router.get("/models/{name:path}")

@@ -70,7 +70,7 @@ def operations_router(gateway: Gateway) -> APIRouter:
             raise Unavailable("the gateway is shutting down")
         if gateway.bus.connected_since_s is None:
             raise Unavailable("the gateway is not connected to the bus")
-        if not gateway.book.ready:
+        if not gateway.routes.ready:
             raise Unavailable("the gateway does not know the models yet")
         return {"status": "ok"}
 

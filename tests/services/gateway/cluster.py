@@ -154,7 +154,7 @@ class FakeWorker:
         if self.refuse_with is not None:
             raise self.refuse_with
         if not submit.may_wait and self.num_running >= self.max_running:
-            raise Overloaded("all seats are taken")
+            raise Overloaded("all slots are taken")
         self._begin(submit)
         return Ack()
 

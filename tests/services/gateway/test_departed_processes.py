@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.core.routes import RouteBook
+from services.gateway.core.routes import RouteView
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.metrics import GatewayMetrics
 from shared.bus.access import NatsAccess
@@ -73,13 +73,13 @@ async def test_a_process_that_ends_is_known_to_without_a_silence(server: Server,
     process = start_worker(server)
     assert process.stdout is not None
     record, worker = model_record(checkpoint, "m"), FakeWorker(MemoryBroker(), "w0")
-    book, metrics = RouteBook(), GatewayMetrics()
-    book.apply_table(
+    routes, metrics = RouteView(), GatewayMetrics()
+    routes.apply_table(
         RouteTable(publisher="pool", sequence=1, published_at_s=0.0, name="m", model=record, routes=(worker.route(),))
     )
     running = Dispatcher(
         bus,
-        book,
+        routes,
         metrics,
         gateway_id="gw-test",
         max_queued_requests=10,

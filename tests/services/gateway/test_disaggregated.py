@@ -70,8 +70,8 @@ async def roles(stack: Stack) -> None:
     for worker in stack.workers[1:]:
         worker.role = "decode"
     await stack.pool.publish()
-    routes = stack.gateway.book.models["tiny"].routes
-    await stack.until(lambda: stack.gateway.book.models["tiny"].routes is not routes)
+    routes = stack.gateway.routes.models["tiny"].routes
+    await stack.until(lambda: stack.gateway.routes.models["tiny"].routes is not routes)
 
 
 @pytest.fixture
@@ -231,8 +231,8 @@ async def test_the_loss_of_the_decode_instance_of_a_request_still_at_the_prefill
     submit = await served.first_token()
     served.stack.workers.remove(served.near)
     await served.stack.pool.publish()
-    book = served.stack.gateway.book
-    await served.stack.until(lambda: served.near.instance_id not in book.models["tiny"].routes)
+    view = served.stack.gateway.routes
+    await served.stack.until(lambda: served.near.instance_id not in view.models["tiny"].routes)
     await served.near.stop()
     served.stack.gateway.dispatcher.router.prune(now_s=0.0)
     assert served.load(served.near).promised_requests == 1
@@ -254,8 +254,8 @@ async def test_requests_at_a_draining_decode_instance_finish_there_and_new_ones_
     await served.has(submit, 4)
     served.near.state = "draining"
     await served.stack.pool.publish()
-    book = served.stack.gateway.book
-    await served.stack.until(lambda: book.models["tiny"].routes[served.near.instance_id].state == "draining")
+    view = served.stack.gateway.routes
+    await served.stack.until(lambda: view.models["tiny"].routes[served.near.instance_id].state == "draining")
     served.prefill.pause_after = None
     assert await served.ask() == TEXT
     assert served.prefill.submits[-1].decode_at == place(served.far)
@@ -272,8 +272,8 @@ async def test_requests_at_a_draining_decode_instance_finish_there_and_new_ones_
 async def test_without_a_decode_instance_the_prefill_instance_is_told_of_none(served: Disaggregated) -> None:
     served.near.state = served.far.state = "draining"
     await served.stack.pool.publish()
-    book = served.stack.gateway.book
-    await served.stack.until(lambda: book.models["tiny"].routes[served.far.instance_id].state == "draining")
+    view = served.stack.gateway.routes
+    await served.stack.until(lambda: view.models["tiny"].routes[served.far.instance_id].state == "draining")
     served.prefill.pause_after = None
     assert await served.ask() == TEXT
     assert served.prefill.submits[0].decode_at is None

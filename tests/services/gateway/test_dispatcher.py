@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from services.gateway.core.routes import RouteBook, RouteChanges
+from services.gateway.core.routes import RouteChanges, RouteView
 from services.gateway.core.stream import StreamState
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.metrics import GatewayMetrics
@@ -40,7 +40,7 @@ class Ends:
 def dispatcher(broker: MemoryBroker, worker: FakeWorker, clock: Callable[[], float] = time.monotonic) -> Dispatcher:
     made = Dispatcher(
         broker.bus("gateway"),
-        RouteBook(),
+        RouteView(),
         GatewayMetrics(),
         gateway_id="gw-test",
         max_queued_requests=10,

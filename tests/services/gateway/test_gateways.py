@@ -35,7 +35,7 @@ async def test_seats_that_another_gateways_requests_have_are_not_booked_again(ma
     theirs = [asyncio.create_task(collect(second)) for _ in range(4)]
     await second.until(lambda: second.gateway.dispatcher.num_active == 4)
     await asyncio.sleep(0.2)
-    # Its share of the seats, whatever the other has; the rest waits here.
+    # Its share of the slots, whatever the other has; the rest waits here.
     assert len(worker.submits) == 6
     worker.resume.set()
     assert await asyncio.gather(*mine, *theirs) == ["hello"] * 8
@@ -46,7 +46,7 @@ async def test_refusals_are_counted_and_asked_for_less_and_less_often(stack: Sta
     worker.script = say("x")
     worker.refuse_with = Overloaded("full")
     answer = asyncio.create_task(collect(stack))
-    # The first one was not to wait there: it says no more than that no seat is free.
+    # The first one was not to wait there: it says no more than that no slot is free.
     await stack.until(lambda: len(worker.submits) == 6)
     load = stack.gateway.dispatcher.router.load_of(worker.instance_id)
     assert load.refusals >= 4

@@ -62,8 +62,8 @@ async def pair(make_stack: StackFactory) -> AsyncIterator[Pair]:
     made = Pair(stack)
     made.target.state = "live"
     await stack.pool.publish()
-    book = stack.gateway.book
-    await stack.until(lambda: book.models["tiny"].routes["w1-i"].state == "live")
+    view = stack.gateway.routes
+    await stack.until(lambda: view.models["tiny"].routes["w1-i"].state == "live")
     yield made
     for worker in stack.workers:
         worker.resume.set()
@@ -129,7 +129,7 @@ async def test_the_old_instance_has_room_for_the_next_request(make_stack: StackF
     pair.target.state = "live"
     pair.source.max_running = 1
     await stack.pool.publish()
-    await stack.until(lambda: stack.gateway.book.models["tiny"].routes["w1-i"].state == "live")
+    await stack.until(lambda: stack.gateway.routes.models["tiny"].routes["w1-i"].state == "live")
     pair.source.pause_after = pair.target.pause_after = 0
     answers = [asyncio.create_task(pair.ask()) for _ in range(2)]
     first = await pair.submitted()

@@ -31,7 +31,7 @@ def test_the_best_is_what_a_look_at_all_would_find(
             index.withdraw(name)
             current.pop(name, None)
         else:
-            index.offer(name, (offer[0], 0), room_tokens=offer[1], context_tokens=offer[2])
+            index.offer(name, (offer[0], 0), free_tokens=offer[1], context_tokens=offer[2])
             current[name] = offer
     fitting = [(name in avoid, o[0], name) for name, o in current.items() if o[1] >= prompt and o[2] >= context]
     assert index.best(prompt, context, avoid) == (min(fitting)[2] if fitting else None)
@@ -48,7 +48,7 @@ def test_a_search_does_not_look_at_all_instances() -> None:
     size = 4096
     index = InstanceIndex(f"i{n:04}" for n in range(size))
     for n in range(size):
-        index.offer(f"i{n:04}", (n * 7919 % size, 0), room_tokens=100, context_tokens=1000)
+        index.offer(f"i{n:04}", (n * 7919 % size, 0), free_tokens=100, context_tokens=1000)
     index._rank = Counted(index._rank)
     assert index.best(10, 10, frozenset()) == "i0000"
     assert Counted.looks < 100

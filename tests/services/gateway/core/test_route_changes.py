@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from services.gateway.core.routes import RouteBook, RouteChanges
+from services.gateway.core.routes import RouteChanges, RouteView
 from services.pool.core.registry import Registry
 from shared.messages.common import InstanceState
 from shared.messages.registry import GoneRoute, ModelRoute, Route, RouteTable
@@ -48,109 +48,109 @@ def at(sequence: int, *workers: str, publisher: str = "p") -> RegistryView:
 
 
 def test_a_change_touches_what_it_names_and_nothing_else() -> None:
-    book = RouteBook()
-    book.apply_view(at(4, "w0", "w1"))
-    changes = book.apply_changes(event(5, "new", gone=("i-w0",)))
+    routes = RouteView()
+    routes.apply_view(at(4, "w0", "w1"))
+    changes = routes.apply_changes(event(5, "new", gone=("i-w0",)))
     assert (changes.gap, changes.models, changes.lost_instances) == (False, {"m"}, {"i-w0"})
-    assert sorted(book.models["m"].routes) == ["i-w1", "new"]
+    assert sorted(routes.models["m"].routes) == ["i-w1", "new"]
 
 
 def test_a_view_of_the_pool_that_led_before_asks_for_another() -> None:
-    book = RouteBook()
-    book.apply_view(at(4, "w0", publisher="old"))
-    book.apply_view(at(1, "w0", publisher="new"))
-    book.apply_changes(event(2, gone=("i-w0",), publisher="new"))
+    routes = RouteView()
+    routes.apply_view(at(4, "w0", publisher="old"))
+    routes.apply_view(at(1, "w0", publisher="new"))
+    routes.apply_changes(event(2, gone=("i-w0",), publisher="new"))
     # It had been asked for before, and came late: what it undoes nobody would say again.
-    assert book.apply_view(at(4, "w0", publisher="old")).gap
-    assert book.apply_view(at(2, publisher="new")).gap
-    assert not book.apply_view(at(2, publisher="new")).gap
-    assert book.models["m"].routes == {}
+    assert routes.apply_view(at(4, "w0", publisher="old")).gap
+    assert routes.apply_view(at(2, publisher="new")).gap
+    assert not routes.apply_view(at(2, publisher="new")).gap
+    assert routes.models["m"].routes == {}
 
 
 def test_a_gap_another_publisher_and_an_unknown_beginning_ask_for_the_registry() -> None:
-    book = RouteBook()
-    assert book.apply_changes(event(1, "a")).gap
-    book.apply_view(at(4))
-    assert not book.apply_changes(event(5, "a")).gap
-    assert book.apply_changes(event(7, "b")).gap
-    assert book.apply_changes(event(8, "c", publisher="next")).gap
+    routes = RouteView()
+    assert routes.apply_changes(event(1, "a")).gap
+    routes.apply_view(at(4))
+    assert not routes.apply_changes(event(5, "a")).gap
+    assert routes.apply_changes(event(7, "b")).gap
+    assert routes.apply_changes(event(8, "c", publisher="next")).gap
 
 
 def test_what_was_heard_twice_or_late_changes_nothing() -> None:
-    book = RouteBook()
-    book.apply_view(at(4))
-    book.apply_changes(event(5, "a"))
-    assert not book.apply_changes(event(5, gone=("a",))).models
-    assert not book.apply_changes(event(3, gone=("a",))).models
-    assert list(book.models["m"].routes) == ["a"]
+    routes = RouteView()
+    routes.apply_view(at(4))
+    routes.apply_changes(event(5, "a"))
+    assert not routes.apply_changes(event(5, gone=("a",))).models
+    assert not routes.apply_changes(event(3, gone=("a",))).models
+    assert list(routes.models["m"].routes) == ["a"]
 
 
 def test_a_number_that_the_registry_never_gave_out_hides_nothing_after_the_next_view() -> None:
-    book = RouteBook()
-    book.apply_view(at(4, "w0"))
-    assert book.apply_changes(event(2**53, "nobody", gone=("i-w0",))).gap
-    num_heard = book.num_heard
-    book.apply_changes(event(5, "late"))
-    book.apply_view(at(5, "w0", "late"), num_heard=num_heard)
-    assert sorted(book.models["m"].routes) == ["i-late", "i-w0"]
-    changes = book.apply_changes(event(6, "new"))
-    assert (changes.gap, sorted(book.models["m"].routes)) == (False, ["i-late", "i-w0", "new"])
+    routes = RouteView()
+    routes.apply_view(at(4, "w0"))
+    assert routes.apply_changes(event(2**53, "nobody", gone=("i-w0",))).gap
+    num_heard = routes.num_heard
+    routes.apply_changes(event(5, "late"))
+    routes.apply_view(at(5, "w0", "late"), num_heard=num_heard)
+    assert sorted(routes.models["m"].routes) == ["i-late", "i-w0"]
+    changes = routes.apply_changes(event(6, "new"))
+    assert (changes.gap, sorted(routes.models["m"].routes)) == (False, ["i-late", "i-w0", "new"])
 
 
 def test_what_comes_while_a_view_is_read_stays_also_when_something_was_heard_before() -> None:
-    book = RouteBook()
-    book.apply_view(at(4))
-    book.apply_changes(event(5, "a"))
-    num_heard = book.num_heard
-    book.apply_changes(event(6, "b"))
-    assert not book.apply_view(at(5, "w0"), num_heard=num_heard).gap
-    assert sorted(book.models["m"].routes) == ["b", "i-w0"]
-    assert not book.apply_changes(event(7, "c")).gap
+    routes = RouteView()
+    routes.apply_view(at(4))
+    routes.apply_changes(event(5, "a"))
+    num_heard = routes.num_heard
+    routes.apply_changes(event(6, "b"))
+    assert not routes.apply_view(at(5, "w0"), num_heard=num_heard).gap
+    assert sorted(routes.models["m"].routes) == ["b", "i-w0"]
+    assert not routes.apply_changes(event(7, "c")).gap
 
 
 def test_a_worker_that_cannot_be_spoken_to_is_no_route() -> None:
-    book = RouteBook()
-    book.apply_view(at(4, "w0", "a.b"))
+    routes = RouteView()
+    routes.apply_view(at(4, "w0", "a.b"))
     odd = structs.replace(route("odd"), worker_id="not a name")
-    book.apply_changes(structs.replace(event(5, "new"), routes=(ModelRoute(model="m", route=odd),)))
-    assert sorted(book.models["m"].routes) == ["i-w0"]
+    routes.apply_changes(structs.replace(event(5, "new"), routes=(ModelRoute(model="m", route=odd),)))
+    assert sorted(routes.models["m"].routes) == ["i-w0"]
 
 
 def test_a_view_does_not_undo_what_changed_while_it_was_read() -> None:
-    book = RouteBook()
-    book.apply_view(at(4))
-    book.apply_changes(event(5, "a"))
-    book.apply_changes(event(6, gone=("i-w0",)))
-    changes = book.apply_view(at(4, "w0"))
-    assert list(book.models["m"].routes) == ["a"]
+    routes = RouteView()
+    routes.apply_view(at(4))
+    routes.apply_changes(event(5, "a"))
+    routes.apply_changes(event(6, gone=("i-w0",)))
+    changes = routes.apply_view(at(4, "w0"))
+    assert list(routes.models["m"].routes) == ["a"]
     assert (changes.gap, "a" in changes.lost_instances) == (False, False)
-    assert not book.apply_changes(event(7, "b")).gap
+    assert not routes.apply_changes(event(7, "b")).gap
 
 
 def test_a_view_of_before_a_gap_leaves_the_gap_to_be_asked_for() -> None:
-    book = RouteBook()
-    book.apply_view(at(4))
-    assert book.apply_changes(event(7, "b")).gap
-    assert book.apply_view(at(5)).gap
-    assert not book.apply_view(at(7)).gap
+    routes = RouteView()
+    routes.apply_view(at(4))
+    assert routes.apply_changes(event(7, "b")).gap
+    assert routes.apply_view(at(5)).gap
+    assert not routes.apply_view(at(7)).gap
 
 
 def test_a_removed_model_is_gone_and_its_return_is_another() -> None:
-    book = RouteBook()
-    book.apply_view(at(4, "w0"))
-    changes = book.apply_changes(event(5, removed_models=("m",)))
-    assert (changes.removed, changes.lost_instances, book.models) == ({"m"}, {"i-w0"}, {})
-    changes = book.apply_changes(event(6, "a", removed_models=("m",), models=(M,)))
+    routes = RouteView()
+    routes.apply_view(at(4, "w0"))
+    changes = routes.apply_changes(event(5, removed_models=("m",)))
+    assert (changes.removed, changes.lost_instances, routes.models) == ({"m"}, {"i-w0"}, {})
+    changes = routes.apply_changes(event(6, "a", removed_models=("m",), models=(M,)))
     assert (changes.removed, changes.models) == (set(), {"m"})
-    assert list(book.models["m"].routes) == ["a"]
+    assert list(routes.models["m"].routes) == ["a"]
 
 
 def test_tables_are_for_those_who_do_not_follow_changes() -> None:
-    book = RouteBook()
-    book.apply_view(at(4, "w0"))
+    routes = RouteView()
+    routes.apply_view(at(4, "w0"))
     table = RouteTable(publisher="p", sequence=9, published_at_s=0.0, name="m", model=None, routes=())
-    assert book.apply_table(table) == RouteChanges()
-    assert list(book.models["m"].routes) == ["i-w0"]
+    assert routes.apply_table(table) == RouteChanges()
+    assert list(routes.models["m"].routes) == ["i-w0"]
 
 
 STATES: tuple[InstanceState, ...] = ("spare", "loading", "live", "serving", "draining")
@@ -183,7 +183,7 @@ def registry_view(registry: Registry) -> RegistryView:
 @settings(max_examples=300, deadline=None)
 @given(steps=steps)
 def test_whoever_hears_of_a_gap_and_looks_again_knows_everything(steps: list[tuple[Any, ...]]) -> None:
-    registry, book = Registry("pool-1"), RouteBook()
+    registry, routes = Registry("pool-1"), RouteView()
     on_its_way: RegistryView | None = None
     number, gap = 0, False
     for kind, *rest in [*steps, ("hear",)]:
@@ -201,16 +201,16 @@ def test_whoever_hears_of_a_gap_and_looks_again_knows_everything(steps: list[tup
             case "hear" | "lose":
                 for found in registry.routes.take("pool-1", 0.0)[0]:
                     if kind == "hear":
-                        gap |= book.apply_changes(found).gap
+                        gap |= routes.apply_changes(found).gap
                     else:
                         gap = True  # heard of with the next event, or at the next regular look
             case "look":
                 on_its_way = registry_view(registry)
             case "apply":
                 if on_its_way is not None:
-                    gap = book.apply_view(on_its_way).gap or gap
-    if gap or not book.ready:
-        assert not book.apply_view(registry_view(registry)).gap
+                    gap = routes.apply_view(on_its_way).gap or gap
+    if gap or not routes.ready:
+        assert not routes.apply_view(registry_view(registry)).gap
     names = [record.name for record in registry.models()]
-    known = {n: tuple(sorted(m.routes.values(), key=lambda r: r.instance_id)) for n, m in book.models.items()}
+    known = {n: tuple(sorted(m.routes.values(), key=lambda r: r.instance_id)) for n, m in routes.models.items()}
     assert known == {name: registry.table(name) for name in names}

@@ -144,7 +144,7 @@ def test_an_instance_with_a_free_seat_goes_before_a_full_one_with_less_to_do() -
     assert where(h) == [("b", False)]
     h.router.started("long")
     h.add(*(stream(str(i)) for i in range(6)))
-    # Three more seats at "b"; then its share of those at "a", which come free in turn; the others wait here.
+    # Three more slots at "b"; then its share of those at "a", which come free in turn; the others wait here.
     assert where(h) == [("b", False)] * 3 + [("a", True)] * 2
 
 
@@ -152,7 +152,7 @@ def test_a_seat_that_another_gateway_was_quicker_to_take_costs_no_wait_where_ano
     h = Harness(route("a", running=2), route("b", running=2))
     h.add(stream("1"))
     assert where(h) == [("a", False)]
-    h.router.seats_taken("a", now_s=0.0)
+    h.router.slots_taken("a", now_s=0.0)
     h.router.requeue(stream("1"), deadline_s=99.0)
     assert where(h) == [("b", False)]
     assert h.router.load_of("a").suspended_until_s < 0.0, "it is well"
@@ -165,7 +165,7 @@ def test_where_no_instance_has_a_seat_requests_line_up_at_one_within_the_gateway
     h = contended(route("a", running=4))
     h.add(*(stream(str(i)) for i in range(4)))
     assert where(h) == [("a", False)] * 4
-    h.router.seats_taken("a", now_s=0.0)
+    h.router.slots_taken("a", now_s=0.0)
     for i in range(4):
         h.router.requeue(stream(str(i)), deadline_s=99.0)
     assert where(h) == [("a", True)] * 2
@@ -179,7 +179,7 @@ def test_where_no_instance_has_a_seat_requests_line_up_at_one_within_the_gateway
 
 def test_an_instance_that_has_no_seat_and_never_reports_is_not_full_for_ever() -> None:
     h = contended(route("a", running=2))
-    h.router.seats_taken("a", now_s=0.0)
+    h.router.slots_taken("a", now_s=0.0)
     h.add(*(stream(str(i)) for i in range(2)))
     assert where(h) == [("a", True)]
     h.router.others_reported(queue_report("other", inflight=1), now_s=9.0)

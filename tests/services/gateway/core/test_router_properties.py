@@ -15,7 +15,7 @@ from shared.errors import Overloaded
 from tests.services.gateway.core.routing import load_report, queue_report, route, stream
 
 INSTANCES = ("a", "b")
-SEATS = 3
+SLOTS = 3
 QUEUE_TOKENS = 60
 CONTEXT = 500
 """Of the instance that is always there."""
@@ -127,7 +127,7 @@ class Machine(RuleBasedStateMachine):
         self._ended(self.waiting.pop(name))
         self.router.finish(name, "m")
 
-    @rule(instance_id=st.sampled_from(INSTANCES), foreign=st.tuples(*[st.integers(0, SEATS)] * 2))
+    @rule(instance_id=st.sampled_from(INSTANCES), foreign=st.tuples(*[st.integers(0, SLOTS)] * 2))
     def instance_reports(self, instance_id: str, foreign: tuple[int, int]) -> None:
         if instance_id not in self.known:
             return
@@ -163,7 +163,7 @@ class Machine(RuleBasedStateMachine):
         self.known = known
         self.foreign = {name: row for name, row in self.foreign.items() if name in known}
         self.router.prune(now_s=self.now_s)
-        rows = [route(n, running=SEATS, queued_tokens=QUEUE_TOKENS, context=CONTEXT) for n in sorted(known)]
+        rows = [route(n, running=SLOTS, queued_tokens=QUEUE_TOKENS, context=CONTEXT) for n in sorted(known)]
         self.router.set_routes("m", rows)
         self.router.prune(now_s=self.now_s)
         self.others.expire(self.now_s)
@@ -211,8 +211,8 @@ class Machine(RuleBasedStateMachine):
         requests, queued, queued_tokens = (0, 0, 0) if alone else self.foreign[instance_id]
         if not mine and not requests:
             return
-        share = -(-SEATS // self.contention.num_gateways)
-        assert len(mine) + requests < SEATS or len(mine) < share
+        share = -(-SLOTS // self.contention.num_gateways)
+        assert len(mine) + requests < SLOTS or len(mine) < share
         unstarted = [b for b in mine if not b.started]
         if unstarted or queued:
             tokens = sum(b.stream.num_known_tokens for b in unstarted) + request.num_known_tokens

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from services.gateway.core.routes import RouteBook, takes_new
+from services.gateway.core.routes import RouteView, takes_new
 from shared.messages.common import InstanceState, Role
 from shared.messages.registry import ModelRecord, Route, RouteTable
 from shared.registry import RegistryView
@@ -34,71 +34,71 @@ def snapshot(sequence: int, *models: ModelRecord, publisher: str = "p") -> Regis
 
 
 def test_events_in_order_ask_for_nothing_and_gaps_for_a_snapshot() -> None:
-    book = RouteBook()
-    book.apply_view(snapshot(4, MODEL))
-    assert not book.apply_table(table(5, route("a"))).gap
-    assert book.apply_table(table(7, route("b"))).gap
-    assert book.apply_table(table(1, publisher="other")).gap
+    routes = RouteView()
+    routes.apply_view(snapshot(4, MODEL))
+    assert not routes.apply_table(table(5, route("a"))).gap
+    assert routes.apply_table(table(7, route("b"))).gap
+    assert routes.apply_table(table(1, publisher="other")).gap
 
 
 def test_stale_events_change_nothing() -> None:
-    book = RouteBook()
-    book.apply_view(snapshot(4, MODEL))
-    book.apply_table(table(5, route("a")))
-    assert not book.apply_table(table(5, route("b"))).models
-    assert not book.apply_table(table(3, model=None)).removed
-    assert list(book.models["m"].routes) == ["a"]
+    routes = RouteView()
+    routes.apply_view(snapshot(4, MODEL))
+    routes.apply_table(table(5, route("a")))
+    assert not routes.apply_table(table(5, route("b"))).models
+    assert not routes.apply_table(table(3, model=None)).removed
+    assert list(routes.models["m"].routes) == ["a"]
 
 
 def test_a_snapshot_does_not_undo_newer_events() -> None:
-    book = RouteBook()
-    book.apply_view(snapshot(4, MODEL))
-    book.apply_table(table(5, route("a")))
-    assert not book.apply_view(snapshot(4, MODEL)).lost_instances
-    assert list(book.models["m"].routes) == ["a"]
-    assert book.apply_view(snapshot(5, MODEL)).lost_instances == {"a"}
+    routes = RouteView()
+    routes.apply_view(snapshot(4, MODEL))
+    routes.apply_table(table(5, route("a")))
+    assert not routes.apply_view(snapshot(4, MODEL)).lost_instances
+    assert list(routes.models["m"].routes) == ["a"]
+    assert routes.apply_view(snapshot(5, MODEL)).lost_instances == {"a"}
 
 
 def test_lost_instances_and_removed_models_are_told() -> None:
-    book = RouteBook()
-    book.apply_table(table(1, route("a"), route("b")))
-    assert book.apply_table(table(2, route("b"))).lost_instances == {"a"}
-    assert not book.apply_table(table(3, route("b", "draining"))).lost_instances
-    changes = book.apply_table(table(4, model=None))
+    routes = RouteView()
+    routes.apply_table(table(1, route("a"), route("b")))
+    assert routes.apply_table(table(2, route("b"))).lost_instances == {"a"}
+    assert not routes.apply_table(table(3, route("b", "draining"))).lost_instances
+    changes = routes.apply_table(table(4, model=None))
     assert (changes.removed, changes.lost_instances) == ({"m"}, {"b"})
-    assert book.find("m") is None
+    assert routes.find("m") is None
 
 
 def test_live_instances_are_known_and_their_loss_is_told() -> None:
-    book = RouteBook()
-    book.apply_table(table(1, route("a", "live"), route("b", "loading")))
-    assert list(book.models["m"].routes) == ["a"]
-    assert not book.apply_table(table(2, route("a", "serving"))).lost_instances
-    book.apply_table(table(3, route("a", "live")))
-    assert book.apply_table(table(4)).lost_instances == {"a"}
+    routes = RouteView()
+    routes.apply_table(table(1, route("a", "live"), route("b", "loading")))
+    assert list(routes.models["m"].routes) == ["a"]
+    assert not routes.apply_table(table(2, route("a", "serving"))).lost_instances
+    routes.apply_table(table(3, route("a", "live")))
+    assert routes.apply_table(table(4)).lost_instances == {"a"}
 
 
 def test_a_live_instance_is_in_a_snapshot_too() -> None:
-    book = RouteBook()
+    routes = RouteView()
     workers = (worker_record("w0", MODEL, "live"), worker_record("w1", MODEL, "loading"))
-    book.apply_view(replace(snapshot(1, MODEL), workers=workers))
-    assert [(r.worker_id, r.state) for r in book.models["m"].routes.values()] == [("w0", "live")]
+    routes.apply_view(replace(snapshot(1, MODEL), workers=workers))
+    assert [(r.worker_id, r.state) for r in routes.models["m"].routes.values()] == [("w0", "live")]
 
 
 def test_a_live_instance_promises_no_context() -> None:
-    book = RouteBook()
-    book.apply_table(table(1, route("a", context=50), route("b", "live", context=70)))
-    assert book.models["m"].context_tokens == 50
+    routes = RouteView()
+    routes.apply_table(table(1, route("a", context=50), route("b", "live", context=70)))
+    assert routes.models["m"].context_tokens == 50
 
 
 def test_a_decode_instance_promises_no_context_either() -> None:
-    book = RouteBook()
-    book.apply_table(table(1, route("a", context=50, role="prefill"), route("b", context=70, role="decode")))
-    assert book.models["m"].context_tokens == 50
-    book.apply_table(table(2, route("a", context=50, role="prefill"), route("b", context=20, role="decode")))
-    assert book.models["m"].context_tokens == 50
-    book.apply_table(table(3, route("b", context=20, role="decode")))
-    assert book.models["m"].context_tokens == MODEL.spec.max_position
+    routes = RouteView()
+    routes.apply_table(table(1, route("a", context=50, role="prefill"), route("b", context=70, role="decode")))
+    assert routes.models["m"].context_tokens == 50
+    routes.apply_table(table(2, route("a", context=50, role="prefill"), route("b", context=20, role="decode")))
+    assert routes.models["m"].context_tokens == 50
+    routes.apply_table(table(3, route("b", context=20, role="decode")))
+    assert routes.models["m"].context_tokens == MODEL.spec.max_position
 
 
 def test_only_serving_instances_that_compute_prompts_take_new_requests() -> None:
@@ -109,18 +109,18 @@ def test_only_serving_instances_that_compute_prompts_take_new_requests() -> None
 
 
 def test_context_is_the_best_instances_within_the_models() -> None:
-    book = RouteBook()
-    book.apply_table(table(1))
-    assert book.models["m"].context_tokens == MODEL.spec.max_position
-    book.apply_table(table(2, route("a", context=50), route("b", context=70)))
-    assert book.models["m"].context_tokens == 70
-    book.apply_table(table(3, route("a", context=10**6)))
-    assert book.models["m"].context_tokens == MODEL.spec.max_position
+    routes = RouteView()
+    routes.apply_table(table(1))
+    assert routes.models["m"].context_tokens == MODEL.spec.max_position
+    routes.apply_table(table(2, route("a", context=50), route("b", context=70)))
+    assert routes.models["m"].context_tokens == 70
+    routes.apply_table(table(3, route("a", context=10**6)))
+    assert routes.models["m"].context_tokens == MODEL.spec.max_position
 
 
 def test_it_is_ready_with_the_first_snapshot_only() -> None:
-    book = RouteBook()
-    book.apply_table(table(1))
-    assert not book.ready
-    book.apply_view(snapshot(1, MODEL))
-    assert book.ready
+    routes = RouteView()
+    routes.apply_table(table(1))
+    assert not routes.ready
+    routes.apply_view(snapshot(1, MODEL))
+    assert routes.ready

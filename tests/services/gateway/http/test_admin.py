@@ -74,7 +74,7 @@ async def test_status_shows_live_instances_and_what_instances_have_to_do(make_st
         decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=10, kv_blocks_used=4,
     )  # fmt: skip
     await stack.broker.bus("w1").publish(subjects.load(), report)
-    await stack.until(lambda: len(stack.gateway.load_board))
+    await stack.until(lambda: len(stack.gateway.load_gauges))
     status = (await stack.http.get("/admin/status")).json()
     assert [(i["state"], i["load"]) for i in status["instances"]] == [
         ("serving", None),

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.gateway.server import room_for_connections
+from services.gateway.server import connection_capacity
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.http.test_refusals import TEXT, check
 
@@ -145,4 +145,4 @@ async def test_too_large_a_body_can_still_read_its_refusal(make_stack: StackFact
 
 
 def test_open_files_are_raised_to_what_connections_need() -> None:
-    assert room_for_connections(100) == 100
+    assert connection_capacity(100) == 100

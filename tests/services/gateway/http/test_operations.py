@@ -18,7 +18,7 @@ async def test_health_follows_the_bus_and_live_does_not(stack: Stack) -> None:
 
 
 async def test_a_gateway_that_knows_no_models_yet_is_live_but_not_healthy(stack: Stack) -> None:
-    stack.gateway.book.ready = False
+    stack.gateway.routes.ready = False
     unknowing = await stack.http.get("/health")
     assert unknowing.status_code == 503
     assert "models" in unknowing.json()["error"]["message"]

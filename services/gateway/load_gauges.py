@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 
-from services.gateway.core.routes import RouteBook
+from services.gateway.core.routes import RouteView
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.metrics import ModelGauges
 from shared.messages.load import LoadReport
@@ -15,7 +15,7 @@ FRESH_S = 3.0
 """Older reports say nothing about now."""
 
 
-class LoadBoard:
+class LoadGauges:
     """Load reports by instance."""
 
     def __init__(self) -> None:
@@ -37,13 +37,13 @@ class LoadBoard:
         self._prune(now_s)
         return {instance_id: report for instance_id, (_, report) in self._reports.items()}
 
-    def gauges(self, book: RouteBook, dispatcher: Dispatcher) -> Iterator[ModelGauges]:
+    def gauges(self, routes: RouteView, dispatcher: Dispatcher) -> Iterator[ModelGauges]:
         """One row per registered model, from fresh reports."""
         by_model: dict[str, list[LoadReport]] = {}
         for report in self.latest(time.monotonic()).values():
             by_model.setdefault(report.model, []).append(report)
         inflight = dispatcher.requests.inflight_by_model()
-        for name in book.models:
+        for name in routes.models:
             mine = by_model.get(name, [])
             queued = dispatcher.router.queued(name)[0]
             blocks = sum(report.kv_blocks_total for report in mine)

@@ -25,7 +25,7 @@ Reason = Literal["slow_reader", "memory"]
 
 
 class ResponseMemory:
-    """The outlets of all responses, and the bytes that they hold."""
+    """The buffers of all responses, and the bytes that they hold."""
 
     def __init__(
         self, *, total_bytes: int, slow_bytes: int, whole_bytes: int, on_cut: Callable[[Reason], None]
@@ -36,29 +36,29 @@ class ResponseMemory:
         self.whole_bytes = whole_bytes
         """May be collected of one response that is not streamed."""
         self.used_bytes = 0
-        self._outlets: set[Outlet] = set()
+        self._buffers: set[ResponseBuffer] = set()
         self._on_cut = on_cut
 
-    def open(self, response_id: str, num_choices: int, abort: Callable[[], None]) -> Outlet:
-        """An outlet for one response. ``abort`` closes the client's connection, whatever it has not taken."""
-        outlet = Outlet(self, response_id, num_choices, abort)
-        self._outlets.add(outlet)
-        return outlet
+    def open(self, response_id: str, num_choices: int, abort: Callable[[], None]) -> ResponseBuffer:
+        """A buffer for one response. ``abort`` closes the client's connection, whatever it has not taken."""
+        buffer = ResponseBuffer(self, response_id, num_choices, abort)
+        self._buffers.add(buffer)
+        return buffer
 
-    def forget(self, outlet: Outlet) -> None:
+    def forget(self, buffer: ResponseBuffer) -> None:
         """The response is over."""
-        self._outlets.discard(outlet)
+        self._buffers.discard(buffer)
 
-    def cut(self, outlet: Outlet, reason: Reason, words: str) -> None:
+    def cut(self, buffer: ResponseBuffer, reason: Reason, words: str) -> None:
         """End a response that holds too much."""
-        log.warning("response %s: cut off (%s): %s", outlet.response_id, reason, words)
+        log.warning("response %s: cut off (%s): %s", buffer.response_id, reason, words)
         self._on_cut(reason)
-        outlet.cut_off()
+        buffer.cut_off()
 
     def relieve(self) -> None:
         """Cut off the largest until all others fit."""
-        while self.used_bytes > self.total_bytes and self._outlets:
-            largest = max(self._outlets, key=lambda outlet: outlet.held_bytes)
+        while self.used_bytes > self.total_bytes and self._buffers:
+            largest = max(self._buffers, key=lambda buffer: buffer.held_bytes)
             held = f"it holds {largest.held_bytes} bytes; all together may hold {self.total_bytes}"
             if largest.begun:
                 self.cut(largest, "memory", held)
@@ -70,7 +70,7 @@ class ResponseMemory:
             self.forget(largest)
 
 
-class Outlet:
+class ResponseBuffer:
     """Between sinks, which write inline, and the one task that sends to the client."""
 
     __slots__ = (

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from services.gateway.load_board import FRESH_S, LoadBoard
+from services.gateway.load_gauges import FRESH_S, LoadGauges
 from shared.messages.load import LoadReport
 
 
@@ -13,24 +13,24 @@ def report(instance_id: str) -> LoadReport:
 
 
 def test_instances_that_fell_silent_are_forgotten_without_anybody_scraping() -> None:
-    board = LoadBoard()
+    gauges = LoadGauges()
     for index in range(1000):
-        board.take(report(f"i{index}"), now_s=index * 0.1)
-    assert len(board) <= 2 * FRESH_S / 0.1 + 2
+        gauges.take(report(f"i{index}"), now_s=index * 0.1)
+    assert len(gauges) <= 2 * FRESH_S / 0.1 + 2
 
 
 def test_only_fresh_reports_are_shown() -> None:
-    board = LoadBoard()
-    board.take(report("old"), now_s=0.0)
-    board.take(report("new"), now_s=FRESH_S)
-    assert set(board.latest(FRESH_S)) == {"old", "new"}
-    assert board.latest(FRESH_S + 0.1) == {"new": report("new")}
+    gauges = LoadGauges()
+    gauges.take(report("old"), now_s=0.0)
+    gauges.take(report("new"), now_s=FRESH_S)
+    assert set(gauges.latest(FRESH_S)) == {"old", "new"}
+    assert gauges.latest(FRESH_S + 0.1) == {"new": report("new")}
 
 
 def test_reporting_instances_are_kept() -> None:
-    board = LoadBoard()
+    gauges = LoadGauges()
     for step in range(20):
         for name in ("a", "b"):
-            board.take(report(name), now_s=step * FRESH_S / 2)
+            gauges.take(report(name), now_s=step * FRESH_S / 2)
         if step:
-            assert len(board) == 2
+            assert len(gauges) == 2
