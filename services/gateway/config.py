@@ -7,19 +7,17 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shared.bus.access import ANYBODY, NatsAccess
+from shared.service import ServiceConfig, process_settings
 from shared.settings import Settings, SettingsError
 
 _KIB = 1024
 _MIB = 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig(ServiceConfig):
     """All settings with their defaults; ``from_env`` fills them from ``BLITZ_*``."""
 
-    nats_url: str = "nats://127.0.0.1:4222"
-    nats: NatsAccess = ANYBODY
     host: str = "127.0.0.1"
     port: int = 8000
     gateway_id: str = field(default_factory=lambda: f"gw-{secrets.token_hex(4)}")
@@ -60,9 +58,6 @@ class GatewayConfig:
     """A tokenizer that nobody used for this long goes."""
     drain_timeout_s: float = 60.0
     """How long streams may finish after SIGTERM."""
-    log_level: str = "info"
-    die_with_parent: bool = False
-    ready_fd: int = 0
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> GatewayConfig:
@@ -75,8 +70,7 @@ class GatewayConfig:
                 f"BLITZ_GATEWAY_ID={gateway_id!r}: use up to 64 letters, digits, '-' and '_'", param="BLITZ_GATEWAY_ID"
             )
         return cls(
-            nats_url=env.text("BLITZ_NATS_URL", default=default.nats_url),
-            nats=NatsAccess.from_env(env),
+            **process_settings(env),
             host=env.text("BLITZ_GATEWAY_HOST", default=default.host),
             port=env.integer("BLITZ_GATEWAY_PORT", default=default.port, minimum=0, maximum=65535),
             gateway_id=gateway_id,
@@ -113,7 +107,4 @@ class GatewayConfig:
                 "BLITZ_GATEWAY_TOKENIZER_IDLE_S", default=default.tokenizer_idle_s, minimum=1
             ),
             drain_timeout_s=env.duration_s("BLITZ_GATEWAY_DRAIN_TIMEOUT_S", default=default.drain_timeout_s),
-            log_level=env.log_level("BLITZ_LOG_LEVEL"),
-            die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
-            ready_fd=env.integer("BLITZ_READY_FD", default=0, minimum=0),
         )

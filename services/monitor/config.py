@@ -6,24 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.monitor.core.demand import DemandPolicy
-from shared.bus.access import NatsAccess
+from shared.service import ServiceConfig, health_settings, process_settings
 from shared.settings import Settings
 
 
-@dataclass(frozen=True, slots=True)
-class MonitorConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorConfig(ServiceConfig):
     """See ``docs/configuration.md`` for every variable."""
 
-    nats_url: str
-    nats: NatsAccess
     policy: DemandPolicy
     interval_s: float
     repeat_s: float
-    health_port: int
-    health_host: str
-    log_level: str
-    die_with_parent: bool
-    ready_fd: int
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> MonitorConfig:
@@ -45,14 +38,9 @@ class MonitorConfig:
             running_limit=env.integer("BLITZ_MONITOR_RUNNING_LIMIT", default=0, minimum=0),
         )
         return cls(
-            nats_url=env.text("BLITZ_NATS_URL", default="nats://127.0.0.1:4222"),
-            nats=NatsAccess.from_env(env),
+            **process_settings(env),
+            **health_settings(env),
             policy=policy,
             interval_s=env.number("BLITZ_MONITOR_INTERVAL_S", default=0.1, minimum=0.01),
             repeat_s=env.number("BLITZ_MONITOR_REPEAT_S", default=1.0, minimum=0.05),
-            health_port=env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
-            health_host=env.text("BLITZ_HEALTH_HOST", default="127.0.0.1"),
-            log_level=env.log_level("BLITZ_LOG_LEVEL"),
-            die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
-            ready_fd=env.integer("BLITZ_READY_FD", default=0, minimum=0),
         )

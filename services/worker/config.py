@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal, cast
 
 from services.worker.engine.mock.engine import MockFaults, MockTiming
-from shared.bus.access import ANYBODY, NatsAccess
 from shared.messages.common import Device
+from shared.service import ServiceConfig, health_settings, process_settings
 from shared.settings import Settings, SettingsError
 
 MIB = 1024 * 1024
@@ -21,11 +21,10 @@ MAX_MIB = 1 << 32
 DEFAULT_LEAF = "leaf-0"
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig(ServiceConfig):
     """See ``docs/configuration.md`` for every variable."""
 
-    nats_url: str
     worker_id: str
     host: str
     device: Device
@@ -59,15 +58,12 @@ class WorkerConfig:
     report_interval_s: float
     load_by_host: bool
     stall_s: float
-    drain_timeout_s: float
     mock: MockTiming
     mock_faults: MockFaults
-    health_port: int
-    health_host: str
-    log_level: str
-    die_with_parent: bool
-    ready_fd: int
-    nats: NatsAccess = ANYBODY
+
+    @property
+    def log_name(self) -> str:
+        return self.worker_id
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> WorkerConfig:
@@ -80,8 +76,8 @@ class WorkerConfig:
         arena_mib = env.integer("BLITZ_WORKER_ARENA_MIB", default=8192, minimum=1, maximum=MAX_MIB)
         max_batch_tokens = env.integer("BLITZ_WORKER_MAX_BATCH_TOKENS", default=2048, minimum=1)
         return cls(
-            nats_url=env.text("BLITZ_NATS_URL", default="nats://127.0.0.1:4222"),
-            nats=NatsAccess.from_env(env),
+            **process_settings(env),
+            **health_settings(env),
             worker_id=_worker_id(env),
             host=host,
             device=cast(Device, device),
@@ -120,11 +116,6 @@ class WorkerConfig:
             mock_faults=MockFaults(
                 raise_token=_token_id(env, "BLITZ_MOCK_RAISE_TOKEN"), kill_token=_token_id(env, "BLITZ_MOCK_KILL_TOKEN")
             ),
-            health_port=env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
-            health_host=env.text("BLITZ_HEALTH_HOST", default="127.0.0.1"),
-            log_level=env.log_level("BLITZ_LOG_LEVEL"),
-            die_with_parent=env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
-            ready_fd=env.integer("BLITZ_READY_FD", default=0, minimum=0),
         )
 
 

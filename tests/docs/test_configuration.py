@@ -18,7 +18,7 @@ def _names(files: Iterable[Path]) -> set[str]:
 
 
 def _in_code() -> set[str]:
-    files = [*ROOT.glob("services/*/config.py"), ROOT / "shared/bus/access.py"]
+    files = [*ROOT.glob("services/*/config.py"), ROOT / "shared/bus/access.py", ROOT / "shared/service.py"]
     for folder in ("compose", "bench"):
         files += [f for f in (ROOT / folder).rglob("*") if f.is_file() and f.suffix in _TEXT_FILES]
     return _with_files(_names(files)) - _NOT_SETTINGS

@@ -1,0 +1,126 @@
+"""What every ``python -m services.X`` does around its own work: settings, telemetry, the bus, and closing all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from shared.bus.access import ANYBODY, NatsAccess
+from shared.bus.nats import NatsBus
+from shared.ending import ANSWERS_S, closed
+from shared.process import ProcessState, run_service
+from shared.settings import Settings, SettingsError
+from shared.telemetry import setup_telemetry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """The settings that every service has. See ``docs/configuration.md``."""
+
+    nats_url: str = "nats://127.0.0.1:4222"
+    nats: NatsAccess = ANYBODY
+    health_port: int = 0
+    """0: no endpoint."""
+    health_host: str = "127.0.0.1"
+    drain_timeout_s: float = ANSWERS_S
+    log_level: str = "info"
+    die_with_parent: bool = False
+    ready_fd: int = 0
+
+    @property
+    def log_name(self) -> str:
+        """Of this process, in its log; empty: the kind of service."""
+        return ""
+
+
+C = TypeVar("C", bound=ServiceConfig)
+
+
+def process_settings(env: Settings) -> dict[str, Any]:
+    """What of a ``ServiceConfig`` concerns bus and process. Raises ``SettingsError``."""
+    return {
+        "nats_url": env.text("BLITZ_NATS_URL", default="nats://127.0.0.1:4222"),
+        "nats": NatsAccess.from_env(env),
+        "log_level": env.log_level("BLITZ_LOG_LEVEL"),
+        "die_with_parent": env.boolean("BLITZ_DIE_WITH_PARENT", default=False),
+        "ready_fd": env.integer("BLITZ_READY_FD", default=0, minimum=0),
+    }
+
+
+def health_settings(env: Settings) -> dict[str, Any]:
+    """Where a ``ServiceConfig`` has the endpoint of ``shared.health``. Raises ``SettingsError``."""
+    return {
+        "health_port": env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
+        "health_host": env.text("BLITZ_HEALTH_HOST", default="127.0.0.1"),
+    }
+
+
+def run(kind: str, read: Callable[[Mapping[str, str]], C], serve: Callable[[C, ProcessState], Awaitable[None]]) -> int:
+    """Read the settings, run ``serve`` as ``run_service`` does, and give the exit code."""
+    try:
+        config = read(os.environ)
+    except SettingsError as error:
+        print(f"{kind}: {error.message}", file=sys.stderr)  # noqa: T201 - before logging exists
+        return 1
+    return run_service(
+        config.log_name or kind,
+        lambda process: serve(config, process),
+        log_level=config.log_level,
+        health_port=config.health_port,
+        health_host=config.health_host,
+        die_with_parent=config.die_with_parent,
+        ready_fd=config.ready_fd,
+        drain_s=config.drain_timeout_s,
+    )
+
+
+class Connection:
+    """A service's bus, and what else is closed at the same time as it."""
+
+    def __init__(self, bus: NatsBus) -> None:
+        self.bus = bus
+        self._parts: list[tuple[str, Callable[[], Awaitable[object]], Callable[[], None]]] = []
+        self.close_with("the bus", bus.close)
+
+    def close_with(
+        self, what: str, close: Callable[[], Awaitable[object]], *, if_stuck: Callable[[], None] = lambda: None
+    ) -> None:
+        """Close a part together with the bus; ``if_stuck`` is called if it does not close in time."""
+        self._parts.append((what, close, if_stuck))
+
+    async def close(self) -> None:
+        """Close all parts at once, each in bounded time."""
+        ended = await asyncio.gather(*(closed(what, close()) for what, close, _ in self._parts))
+        for (_, _, if_stuck), has_ended in zip(self._parts, ended, strict=True):
+            if not has_ended:
+                if_stuck()
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    kind: str,
+    config: ServiceConfig,
+    process: ProcessState,
+    *,
+    id: str = "",  # noqa: A002 - as everywhere else
+    incarnation: str = "",
+) -> AsyncIterator[Connection]:
+    """Telemetry and the bus, on which the process depends from now on. Raises ``Unavailable``.
+
+    ``id``, ``incarnation``: what the bus knows this process by, if others are to hear when it is gone.
+    """
+    flush = setup_telemetry(kind, id)
+    bus = await NatsBus.connect(config.nats_url, name=kind, id=id, incarnation=incarnation, access=config.nats)
+    process.depend_on(bus)
+    connection = Connection(bus)
+    connection.close_with("telemetry", lambda: asyncio.to_thread(flush))
+    try:
+        yield connection
+    finally:
+        process.ready = False
+        await connection.close()
