@@ -26,7 +26,6 @@ from services.worker.requests.inbox import Serving
 from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.sequence import Sequence, sequence_of, submit_of
 from shared import subjects
-from shared.bus.memory import MemoryBroker
 from shared.errors import BlitzError
 from shared.messages.codec import Message
 from shared.messages.common import Ack
@@ -44,10 +43,11 @@ from shared.messages.live import (
     Taken,
     ZigzagAssignment,
 )
-from shared.transport.memory import MemoryFabric
 from tests.services.tampering import TamperingTransport
 from tests.services.waiting import TIMEOUT_S, eventually
 from tests.services.worker.live.members import NUM_LAYERS, WatchedEngine, assignment, engine_of, make_loop, request
+from tests.shared.bus.memory import MemoryBroker
+from tests.shared.transport.memory import MemoryFabric
 
 T = TypeVar("T")
 LONG_S = 3600.0
