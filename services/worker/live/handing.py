@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from services.worker.instance.instance import Instance
 from services.worker.live.batch import PromptBatch, packed
-from services.worker.live.peer import Peer
+from services.worker.live.link_to_target import LinkToTarget
 from services.worker.live.tensors import Kind, Tensors
 from services.worker.scheduling.sequence import Sequence
 from shared.errors import BadRequest, Overloaded, PayloadTooLarge
@@ -29,10 +29,10 @@ T = TypeVar("T")
 class Handing:
     """Event loop only, but for what it has the engine's thread do. First come, first served."""
 
-    def __init__(self, assignment: ZigzagAssignment, instance: Instance, peer: Peer) -> None:
+    def __init__(self, assignment: ZigzagAssignment, instance: Instance, link: LinkToTarget) -> None:
         self._assignment = assignment
         self._instance = instance
-        self._peer = peer
+        self._link = link
         self._lent: deque[Sequence] = deque()
         """Out of the scheduler's queue, and in no batch yet. The engine's thread adds."""
         self.handed: dict[str, PromptBatch] = {}
@@ -60,7 +60,7 @@ class Handing:
         self, tensors: Tensors, *, behind_seal: bool, until: Callable[[], bool] = lambda: False
     ) -> None:
         """Everything, as far as the target has room, or ``until`` something; the rest waits here, behind what it has.
-        Raises ``PairLost``."""
+        Raises ``LinkLost``."""
         async with self.lock:
             sequences = [self._lent.popleft() for _ in range(len(self._lent))]
             fresh = self._batches(sequences)
@@ -99,7 +99,7 @@ class Handing:
         # Before it is known: a pull may bring the batch back before the answer comes.
         self.handed[batch.batch_id] = self.backlog.popleft()
         try:
-            await self._peer.ask("hand_over", message, Ack)
+            await self._link.ask_pair("hand_over", message, Ack)
         except (Overloaded, BadRequest, PayloadTooLarge) as error:
             log.debug("batch %s stays here: %s", batch.batch_id, error)
             self.backlog.appendleft(self.handed.pop(batch.batch_id))
@@ -108,7 +108,7 @@ class Handing:
         batch.serial = serial
         for sequence in batch.sequences:
             if sequence.finished:  # cancelled meanwhile, when nobody knew yet whom to tell
-                self._peer.cancel(*sequence.key)
+                self._link.cancel(*sequence.key)
         # The transport cuts nothing off what it is given: the next hand-over need not wait for these to be there.
         tensors.send(await self._embedded(batch), serial, Kind.HANDED_HIDDEN)
         return True

@@ -14,7 +14,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from services.worker.instance.instance import Instance
-from services.worker.live.peer import PairLost, Peer
+from services.worker.link import LinkLost
+from services.worker.live.link_to_target import LinkToTarget
 from services.worker.live.source_work import Pulled, SourceWork
 from services.worker.live.tensors import Tensors
 from shared.aio import in_thread
@@ -44,10 +45,12 @@ class Coming:
 class KvFetching:
     """Event loop only."""
 
-    def __init__(self, pair_id: str, instance: Instance, peer: Peer, work: SourceWork, tensors: Tensors) -> None:
+    def __init__(
+        self, pair_id: str, instance: Instance, link: LinkToTarget, work: SourceWork, tensors: Tensors
+    ) -> None:
         self._pair_id = pair_id
         self._engine_thread = instance.engine
-        self._peer = peer
+        self._link = link
         self._work = work
         self._tensors = tensors
         self._queue: deque[Coming] = deque()
@@ -74,7 +77,7 @@ class KvFetching:
         while self._queue:
             coming = self._queue.popleft()
             is_here = await self._fetch(coming)
-            self._peer.settle(coming.claim_id)
+            self._link.settle(coming.claim_id)
             with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
                 await self._say_over(coming.pulled, is_here)
 
@@ -86,7 +89,7 @@ class KvFetching:
         batch = coming.pulled.batch
         try:
             await self._receive(coming)
-        except (PairLost, BlitzError) as error:
+        except (LinkLost, BlitzError) as error:
             log.log(
                 logging.DEBUG if batch.ended else logging.WARNING,
                 "batch %s is computed again: its KV does not come: %s",
@@ -99,7 +102,7 @@ class KvFetching:
         return False
 
     async def _receive(self, coming: Coming) -> None:
-        """Raises ``PairLost``, ``BlitzError``, or what the engine raises."""
+        """Raises ``LinkLost``, ``BlitzError``, or what the engine raises."""
         pulled, engine = coming.pulled, self._engine_thread.loop.engine
         batch, tables = pulled.batch, pulled.batch.block_tables
         layer_bytes = batch.num_tokens * engine.kv_bytes_per_token_layer
@@ -117,7 +120,7 @@ class KvFetching:
                         piece = asyncio.ensure_future(self._ask(coming, first, last, (last - first) * layer_bytes))
                     posted.append((first, last, piece))
                 first, last, piece = posted[0]
-                kv = await self._peer.until(piece)
+                kv = await self._link.until(piece)
                 if batch.ended:
                     raise TransferAborted("nobody waits for it any more")
                 posted.popleft()
@@ -140,7 +143,7 @@ class KvFetching:
                 first_layer=first,
                 last_layer=last,
             )
-            await self._peer.ask("pull_kv", message, Ack)
+            await self._link.ask_pair("pull_kv", message, Ack)
             return await receiving
         finally:
             receiving.cancel()

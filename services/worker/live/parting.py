@@ -87,9 +87,9 @@ class Parting:
             kv_apart=message.kv_apart,
         )
 
-    async def hand_back(self, shares: Dissolved, why_lost: Callable[[], str | None]) -> None:
+    async def hand_back(self, shares: Dissolved, why_lost: Callable[[], str]) -> None:
         """Send what was begun of the given batches, free all that are the source's, wait for the end of the kept.
-        ``why_lost()``: by what the source is gone, if it is; then nobody fetches what is left."""
+        ``why_lost()``: why the source counts as lost, or empty; then nobody fetches what is left."""
         begun = [
             (self._work.held[g.batch_id], g) for g in shares.given if g.first_layer and g.batch_id in self._work.held
         ]
@@ -99,7 +99,7 @@ class Parting:
         for failure in await asyncio.gather(*sends, return_exceptions=True):
             if failure is not None:
                 log.error("a batch was not handed back: the source computes it", exc_info=failure)
-        while self._queue.open_claims() and why_lost() is None:
+        while self._queue.open_claims() and not why_lost():
             await self._changed.wait(LOOK_S)
         await self._drop_all_but(set(shares.finished))
         await self._changed.until(lambda: not self._work.held)

@@ -10,7 +10,7 @@ from services.worker.instance.instance import Instance
 from services.worker.live.batch import PromptBatch
 from services.worker.live.handing import Handing
 from services.worker.live.kv_fetching import Coming, KvFetching
-from services.worker.live.peer import Peer
+from services.worker.live.link_to_target import LinkToTarget
 from services.worker.live.source_work import Pulled, SourceWork
 from services.worker.live.tensors import Kind, Tensors, can_tag_kv
 from shared.errors import DeadlineExceeded, TransportError
@@ -28,14 +28,14 @@ _SMOOTHING = 0.5
 
 
 class Puller:
-    """One batch after the other. Everything raises ``PairLost`` when the target is gone."""
+    """One batch after the other. Everything raises ``LinkLost`` when the target is gone."""
 
     def __init__(
         self,
         pair_id: str,
         instance: Instance,
         handing: Handing,
-        peer: Peer,
+        link: LinkToTarget,
         work: SourceWork,
         tensors: Tensors,
         kv: KvFetching,
@@ -47,7 +47,7 @@ class Puller:
         self._instance = instance
         self._kv = kv
         self._handing = handing
-        self._peer = peer
+        self._link = link
         self._work = work
         self._tensors = tensors
         self.num_claims = 0
@@ -58,7 +58,7 @@ class Puller:
 
     async def until_free(self) -> None:
         """Until the engine is free for another batch, or there is another reason to look."""
-        await self._peer.until(self.free.wait())
+        await self._link.until(self.free.wait())
         self.free.clear()
 
     async def pull(self) -> PullAnswer:
@@ -73,7 +73,7 @@ class Puller:
             wait_s=PULL_WAIT_S,
             kv_apart=self.can_take_kv_apart(serial),
         )
-        answer = await self._peer.ask("pull", message, PullAnswer, wait_s=PULL_WAIT_S)
+        answer = await self._link.ask_pair("pull", message, PullAnswer, wait_s=PULL_WAIT_S)
         if answer.batch_id:
             await self.take(answer.batch_id, answer.first_layer, claim_id, serial, kv_apart=answer.kv_apart)
             self._took(time.monotonic() - started_s)
@@ -95,12 +95,12 @@ class Puller:
                 unasked = self._expect_kv(batch, first_layer, serial)
             num_bytes = batch.num_tokens * self._instance.engine.loop.engine.hidden_bytes_per_token
             try:
-                hidden = await self._peer.until(self._tensors.receive(num_bytes, serial, Kind.PULLED_HIDDEN))
+                hidden = await self._link.until(self._tensors.receive(num_bytes, serial, Kind.PULLED_HIDDEN))
                 pulled = Pulled(batch, first_layer, hidden)
             except (TransportError, DeadlineExceeded) as error:
                 log.warning("batch %s is computed from the beginning: %s", batch_id, error)
         if not pulled.first_layer:
-            self._peer.settle(claim_id)
+            self._link.settle(claim_id)
             if unasked is not None:
                 unasked.cancel()
         await self._begin(pulled)
@@ -127,7 +127,7 @@ class Puller:
 
         while not await self._handing.call(start):
             self.free.clear()
-            await self._peer.until(self.free.wait())
+            await self._link.until(self.free.wait())
         # What the engine said before it had this batch does not count any more.
         self.free.clear()
 

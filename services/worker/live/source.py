@@ -16,10 +16,11 @@ from opentelemetry import trace
 
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
+from services.worker.link import LinkLost
 from services.worker.live.handing import Handing
 from services.worker.live.kv_fetching import KvFetching
+from services.worker.live.link_to_target import LinkToTarget
 from services.worker.live.pair import PairLife, PairState
-from services.worker.live.peer import PairLost, Peer
 from services.worker.live.pulling import Puller
 from services.worker.live.report import PairRecord
 from services.worker.live.source_work import Pulled, SourceWork
@@ -48,7 +49,7 @@ class LiveSource:
         self,
         assignment: ZigzagAssignment,
         instance: Instance,
-        peer: Peer,
+        link: LinkToTarget,
         connect: Callable[[], Awaitable[Tensors]],
         serving: Serving,
         ask_split: Callable[[PlanSplit], Awaitable[None]],
@@ -62,7 +63,7 @@ class LiveSource:
         self.assignment = assignment
         self.instance = instance
         self.life = PairLife()
-        self._peer = peer
+        self._link = link
         self._connect = connect
         self._serving = serving
         self._ask_split = ask_split
@@ -74,7 +75,7 @@ class LiveSource:
         self._puller: Puller | None = None
         self._kv: KvFetching | None = None
         self.pull_s = pull_s
-        self._handing = Handing(assignment, instance, peer)
+        self._handing = Handing(assignment, instance, link)
         self._target_loaded = False
         """It finishes batches itself, and owns their requests then: not before it has heard that this is known here."""
         self._has_last_word = False
@@ -100,10 +101,10 @@ class LiveSource:
         try:
             tensors = await self._offer()
             await self._redirect(tensors)
-            self._kv = kv = KvFetching(self.assignment.pair_id, self.instance, self._peer, self._work, tensors)
+            self._kv = kv = KvFetching(self.assignment.pair_id, self.instance, self._link, self._work, tensors)
             async with asyncio.TaskGroup() as group:
                 handing = group.create_task(self._hand_arrivals(tensors))
-                alive = group.create_task(self._peer.keep_alive())
+                alive = group.create_task(self._link.keep_alive())
                 puller = await self._pull_until_over(tensors, kv)
                 # A batch whose hand-over was answered has its hidden states sent: not cancelled in between.
                 self._is_ending = True
@@ -112,7 +113,7 @@ class LiveSource:
                 await kv.idle()
                 alive.cancel()
             await self._dissolve(puller, kv)
-        except* (PairLost, BlitzError) as errors:
+        except* (LinkLost, BlitzError) as errors:
             await self._fail(str(errors.exceptions[0]))
         except* Exception as errors:  # a bug of ours must not keep what clients wait for
             log.error("pair %s broke", self.assignment.pair_id, exc_info=errors)
@@ -146,7 +147,7 @@ class LiveSource:
     def cancel(self, request_id: str, attempt: int) -> None:
         """Nobody waits for a request any more: the target need not compute it."""
         if self._handing.holds(request_id, attempt):
-            self._peer.cancel(request_id, attempt)
+            self._link.cancel(request_id, attempt)
 
     async def leave(self, reason: str) -> None:
         """This process ends: the target need not wait."""
@@ -157,18 +158,18 @@ class LiveSource:
         if not self.life.ended:
             self._has_last_word = True
             self._owned_by_target(finished)
-        self._peer.lose(reason)
+        self._link.lose(reason)
 
     def lost(self, reason: str) -> None:
         """The pair cannot go on."""
-        self._peer.lose(reason)
+        self._link.lose(reason)
 
     # --- offered, redirecting ------------------------------------------------------------------
 
     async def _offer(self) -> Tensors:
-        await self._peer.offer(self.assignment)
+        await self._link.offer(self.assignment)
         self._tensors = tensors = await self._connect()
-        self._peer.watch(tensors)
+        self._link.watch(tensors)
         self.life.move_to(PairState.REDIRECTING)
         return tensors
 
@@ -177,7 +178,7 @@ class LiveSource:
         await handing.lend(self._begin_lending)
         self._lending(True)
         await handing.hand_over(tensors, behind_seal=False)
-        await self._peer.ask("seal", Seal(pair_id=self.assignment.pair_id, count=handing.num_handed), Ack)
+        await self._link.ask_pair("seal", Seal(pair_id=self.assignment.pair_id, count=handing.num_handed), Ack)
         self.life.move_to(PairState.COOPERATING)
         trace.get_current_span().add_event("sealed", {"blitz.batches": handing.num_handed})
         await self._ask_for_split()
@@ -218,7 +219,7 @@ class LiveSource:
 
     async def _pull_until_over(self, tensors: Tensors, kv: KvFetching) -> Puller:
         pair_id, pull_s = self.assignment.pair_id, self.pull_s
-        puller = Puller(pair_id, self.instance, self._handing, self._peer, self._work, tensors, kv, pull_s=pull_s)
+        puller = Puller(pair_id, self.instance, self._handing, self._link, self._work, tensors, kv, pull_s=pull_s)
         self._puller = puller
         await self._handing.call(lambda: self._work.stepped(StepOutput(())))  # is it free already?
         while True:
@@ -248,7 +249,7 @@ class LiveSource:
         pair_id = self.assignment.pair_id
         claim_id = f"{pair_id}-end"
         async with self._handing.lock:  # nothing is on its way there
-            answer = await self._peer.ask(
+            answer = await self._link.ask_pair(
                 "dissolve",
                 Dissolve(
                     pair_id=pair_id,
@@ -269,7 +270,7 @@ class LiveSource:
                 await puller.take(given.batch_id, given.first_layer, claim, given.serial, kv_apart=apart)
         await kv.idle()
         if answer.kv_apart and any(given.first_layer for given in answer.given):
-            await self._peer.settle_now()
+            await self._link.settle_now()
         # Untouched ones are at the target still as far as we know: they come back with all that it does not own.
 
     def _doubt(self) -> ErrorInfo | None:
@@ -315,10 +316,10 @@ class LiveSource:
         self._failure = reason
         log.warning("pair %s failed: %s", self.assignment.pair_id, reason)
         trace.get_current_span().add_event("failed", {"blitz.reason": reason})
-        self._peer.lose(reason)
+        self._link.lose(reason)
         if self._tensors is not None:
             self._tensors.abort()
-        await self._peer.tell_ended(reason)
+        await self._link.tell_ended(reason)
 
     def _detach(self) -> None:
         loop = self.instance.engine.loop

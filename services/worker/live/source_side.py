@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from opentelemetry.trace import Span
 
 from services.worker.instance.instance import Instance
-from services.worker.live.peer import Peer
+from services.worker.live.link_to_target import LinkToTarget
 from services.worker.live.report import declined
 from services.worker.live.source import LiveSource
 from services.worker.live.tensors import Tensors
@@ -89,14 +89,14 @@ class SourceSide:
         async def ask_split(request: PlanSplit) -> None:
             await self._bus.request(subjects.planner("split"), request, Ack, timeout_s=SPLIT_TIMEOUT_S)
 
-        peer = Peer(self._bus, target.worker_id, assignment.pair_id, silence_s=self._silence_s)
+        link = LinkToTarget(self._bus, target.worker_id, assignment.pair_id, silence_s=self._silence_s)
 
         def lending(begun: bool) -> None:
             instance.queue_factor = PAIRED_QUEUE_FACTOR if begun else 1
             self._changed()
 
         self.source = LiveSource(
-            assignment, instance, peer, connect, self._serving, ask_split, lending, pull_s=self._pull_s
+            assignment, instance, link, connect, self._serving, ask_split, lending, pull_s=self._pull_s
         )
         self._run = asyncio.create_task(self._cooperate(self.source))
 

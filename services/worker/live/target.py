@@ -15,12 +15,13 @@ from typing import Any
 
 from services.worker.engine.loop import EngineLoop
 from services.worker.instance.instance import Instance
+from services.worker.link import ASK_TIMEOUT_S
 from services.worker.live.batch import PromptBatch
 from services.worker.live.gates import Gates
 from services.worker.live.giving import Giving
+from services.worker.live.link_to_source import LinkToSource
 from services.worker.live.pair import PairLife, PairState
 from services.worker.live.parting import Parting
-from services.worker.live.source_line import RPC_TIMEOUT_S, SourceLine
 from services.worker.live.target_batches import TargetBatches
 from services.worker.live.target_work import TargetWork
 from services.worker.live.tensors import Tensors
@@ -68,7 +69,7 @@ class LiveTarget:
         self.life = PairLife()
         self.ended = asyncio.Event()
         self._tensors = tensors
-        self._line = SourceLine(assignment, bus, tensors, self.life, silence_s=silence_s)
+        self._link = LinkToSource(assignment, bus, tensors, self.life, silence_s=silence_s)
         self._event_loop = asyncio.get_running_loop()
         self._changed = Wakeup()
         self._has_parted = False
@@ -147,7 +148,7 @@ class LiveTarget:
         if self._batches.loaded:
             # The source knows by now; its answer is about to be here.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RPC_TIMEOUT_S):
+                async with asyncio.timeout(ASK_TIMEOUT_S):
                     await self._source_knows.wait()
         shares = await self._parting.dissolve(message, self._check_lives)
         if not self._has_parted and not self.life.ended:
@@ -159,7 +160,7 @@ class LiveTarget:
 
     async def _hand_back(self, shares: Dissolved) -> None:
         try:
-            await self._parting.hand_back(shares, self._line.why_lost)
+            await self._parting.hand_back(shares, self._link.why_lost)
         finally:
             await self._detach()
 
@@ -183,7 +184,7 @@ class LiveTarget:
     async def _finish_from_now_on(self) -> None:
         """The source has to know before that this one finishes batches: should the two lose each other, it must not
         compute what may be finished here."""
-        if await self._line.tell_taken(loaded=True):
+        if await self._link.tell_taken(loaded=True):
             self._batches.set_layers_ready(self._queue.num_layers)
         self._source_knows.set()
 
@@ -222,7 +223,7 @@ class LiveTarget:
 
     def _check_lives(self) -> None:
         """The source lives; do we?"""
-        self._line.heard()
+        self._link.heard()
         if self.life.state is PairState.FAILED:
             raise Conflict(f"pair {self.assignment.pair_id} has failed here: {self._failure}")
 
@@ -236,7 +237,7 @@ class LiveTarget:
             self._spawn(self._tell_finished(batch))
 
     async def _tell_finished(self, batch: PromptBatch) -> None:
-        await self._line.tell_taken(batch.batch_id, loaded=self._batches.loaded)
+        await self._link.tell_taken(batch.batch_id, loaded=self._batches.loaded)
 
     async def _watch(self) -> None:
         """Until the pair ends: does the source still live, do layers come as planned?"""
@@ -244,7 +245,7 @@ class LiveTarget:
             await asyncio.sleep(WATCH_S)
             if self._batches.lapse_if_late(time.time()):
                 log.info("pair %s: layers are late, the split is off", self.assignment.pair_id)
-            if (reason := self._line.why_lost()) is not None:
+            if reason := self._link.why_lost():
                 self._fail_soon(reason)
 
     def _fail_soon(self, reason: str) -> None:
@@ -262,7 +263,7 @@ class LiveTarget:
         self._tensors.abort()
         await self._batches.close()
         if tell:
-            await self._line.tell_ended(reason, self._batches.finished_ids)
+            await self._link.tell_ended(reason, self._batches.finished_ids)
         await self._detach()
 
     def _engine_failed(self, error: Exception) -> None:

@@ -17,7 +17,7 @@ from services.worker.engine.thread import EngineThread
 from services.worker.instance.instance import Instance
 from services.worker.live.handing import Handing
 from services.worker.live.kv_fetching import KvFetching
-from services.worker.live.peer import Peer
+from services.worker.live.link_to_target import LinkToTarget
 from services.worker.live.pulling import Puller
 from services.worker.live.source_work import SourceWork
 from services.worker.live.target import LiveTarget
@@ -308,7 +308,7 @@ class SourceEnd:
         self.ends = ends
         self.member = ends.source
         instance = cast(Instance, self.member)
-        self.link = Peer(ends.buses[0], "w1", "pair", silence_s=ends.silence_s)
+        self.link = LinkToTarget(ends.buses[0], "w1", "pair", silence_s=ends.silence_s)
         self.handed = Handing(ends.assignment, instance, self.link)
         loop = asyncio.get_running_loop()
         self.done: list[str] = []

@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from services.worker.live import peer as link_module
-from services.worker.live.peer import PairLost
+from services.worker import link
+from services.worker.link import LinkLost
+from services.worker.live import link_to_target
 from shared.errors import BadRequest, BlitzError, DeadlineExceeded, NotFound, Overloaded, PayloadTooLarge
 from shared.messages.codec import Message
 from shared.messages.common import ErrorInfo
@@ -21,8 +22,8 @@ NAMES = "abcd"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RETRY_S", "LAST_WORD_S"):
-        monkeypatch.setattr(link_module, name, 0.001)
+    monkeypatch.setattr(link, "RETRY_S", 0.001)
+    monkeypatch.setattr(link_to_target, "LAST_WORD_S", 0.001)
 
 
 async def _source(ends: Ends) -> SourceEnd:
@@ -118,7 +119,7 @@ async def test_a_target_that_is_lost_on_the_way_leaves_every_request_here(number
             ends.source_tensors, behind_seal=False, until=lambda: source.handed.num_handed == number
         )
         ends.refusals = [NotFound("no such pair")]
-        with pytest.raises(PairLost):
+        with pytest.raises(LinkLost):
             await source.hand_over()
         await source.end()
         await _all_computed_here(ends, source)

@@ -142,7 +142,7 @@ async def _parted_with_begun_ones(burst: Burst, before: Callable[[], None] = lam
     given: list[str] = []
     hand_back = target._parting.hand_back
 
-    async def watched(shares: Dissolved, why_lost: Callable[[], str | None]) -> None:
+    async def watched(shares: Dissolved, why_lost: Callable[[], str]) -> None:
         given.extend(g.batch_id for g in shares.given if g.first_layer)
         before()
         await hand_back(shares, why_lost)

@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from services.worker.live import peer as link_module
-from services.worker.live.peer import PairLost
+from services.worker import link
+from services.worker.link import LinkLost
+from services.worker.live import link_to_target
 from shared.errors import DeadlineExceeded, NotFound, Overloaded
 from shared.messages.codec import Message
 from shared.messages.live import HandOver, Pull, PullKv, Settle
@@ -22,8 +23,8 @@ NAMES = "ab"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RETRY_S", "LAST_WORD_S"):
-        monkeypatch.setattr(link_module, name, 0.001)
+    monkeypatch.setattr(link, "RETRY_S", 0.001)
+    monkeypatch.setattr(link_to_target, "LAST_WORD_S", 0.001)
 
 
 async def _handed_over(ends: Ends, num_layers: int = 0) -> SourceEnd:
@@ -129,13 +130,13 @@ async def test_a_target_that_is_lost_at_any_step_leaves_every_request_here(kind:
 
         ends.before = refuse
         if kind is Pull:
-            with pytest.raises(PairLost):
+            with pytest.raises(LinkLost):
                 await source.puller.pull()
         else:
             await source.puller.pull()
             await source.kv.idle()
         if kind is Settle:
-            with pytest.raises(PairLost):
+            with pytest.raises(LinkLost):
                 await source.link.settle_now()
         await source.end()
         await _tokens_are_right(ends)
@@ -148,7 +149,7 @@ async def test_a_pair_lost_while_hidden_states_are_on_their_way_leaves_the_batch
         pulling = asyncio.create_task(source.puller.pull())
         await eventually(lambda: source.handed.given)
         source.link.lose("the target is gone")
-        with pytest.raises(PairLost, match="the target is gone"):
+        with pytest.raises(LinkLost, match="the target is gone"):
             await pulling
         await source.end()
         await _tokens_are_right(ends)

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.worker.live import source_line as source_line_module
+from services.worker.live import link_to_source as link_module
+from services.worker.live.link_to_source import LinkToSource
 from services.worker.live.pair import PairLife
-from services.worker.live.source_line import SourceLine
 from services.worker.live.tensors import Tensors
 from shared import subjects
 from shared.errors import Internal
@@ -38,11 +38,11 @@ class Ends:
         self.deaf = 0
         """So many of the next questions are answered with an error."""
 
-    async def line(self, silence_s: float = NEVER_S) -> SourceLine:
+    async def line(self, silence_s: float = NEVER_S) -> LinkToSource:
         source, target = self.transports
         channel = await target.connect(source.address, same_host=False, lane=1)
         tensors = Tensors(target, channel, 1, timeout_s=1.0)
-        return SourceLine(assignment(), self.target, tensors, self.life, silence_s=silence_s)
+        return LinkToSource(assignment(), self.target, tensors, self.life, silence_s=silence_s)
 
     async def respond(self) -> None:
         await self.source.respond(subjects.worker_live("w0", "taken"), Taken, self._answer)
@@ -57,7 +57,7 @@ class Ends:
 
 @pytest.fixture
 async def ends(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ends]:
-    monkeypatch.setattr(source_line_module, "RETRY_S", 0.001)
+    monkeypatch.setattr(link_module, "RETRY_S", 0.001)
     found = Ends()
     yield found
     for transport in found.transports:
@@ -81,10 +81,10 @@ async def test_nothing_is_told_of_a_pair_that_has_ended(ends: Ends) -> None:
 
 async def test_a_source_that_says_nothing_is_lost_until_it_says_something(ends: Ends) -> None:
     line = await ends.line(silence_s=0.2)
-    assert line.why_lost() is None
+    assert line.why_lost() == ""
     await eventually(lambda: line.why_lost() == "the source was silent for 0.2 s")
     line.heard()
-    assert line.why_lost() is None
+    assert line.why_lost() == ""
 
 
 async def test_an_outage_of_our_own_bus_is_not_the_sources_silence(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,17 +93,17 @@ async def test_an_outage_of_our_own_bus_is_not_the_sources_silence(ends: Ends, m
     with monkeypatch.context() as clock:
         ends.target.go_down()
         clock.setattr(time, "monotonic", lambda: began_s + 100.0)
-        assert line.why_lost() is None
+        assert line.why_lost() == ""
         ends.target.go_up()
         clock.setattr(time, "monotonic", lambda: began_s + 104.0)
-        assert line.why_lost() is None, "the source may be silent for 5 s from now on"
+        assert line.why_lost() == "", "the source may be silent for 5 s from now on"
         clock.setattr(time, "monotonic", lambda: began_s + 106.0)
         assert line.why_lost() == "the source was silent for 5 s"
 
 
 async def test_a_cut_connection_needs_no_silence(ends: Ends) -> None:
     line = await ends.line()
-    assert line.why_lost() is None
+    assert line.why_lost() == ""
     ends.fabric.kill(ends.transports[0].address)
     await eventually(lambda: line.why_lost() == "the connection to the source is lost")
 

@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from services.worker.live import peer as peer_module
-from services.worker.live.peer import PairLost, Peer
+from services.worker import link
+from services.worker.link import LinkLost
+from services.worker.live import link_to_target
+from services.worker.live.link_to_target import LinkToTarget
 from services.worker.live.tensors import Tensors
 from shared import subjects
 from shared.errors import BlitzError, Conflict, Internal, NotFound, Overloaded
@@ -28,7 +30,7 @@ SHORT_S, NEVER_S = 0.05, 1e6
 
 
 class Line:
-    """A peer at w0, and a bus where w1 may answer."""
+    """A link at w0, and a bus where w1 may answer."""
 
     def __init__(self) -> None:
         self.broker = MemoryBroker()
@@ -38,8 +40,8 @@ class Line:
         self.answers: list[BlitzError | Awaitable[object] | None] = []
         """What the next questions get: an error, an answer once this is done, or an answer. Then only answers."""
 
-    def peer(self, silence_s: float = NEVER_S) -> Peer:
-        return Peer(self.source, "w1", "pair", silence_s=silence_s)
+    def link(self, silence_s: float = NEVER_S) -> LinkToTarget:
+        return LinkToTarget(self.source, "w1", "pair", silence_s=silence_s)
 
     async def respond(self, *operations: str) -> None:
         kinds: dict[str, type[Message]] = {"seal": Seal, "settle": Settle, "offer": LiveOffer}
@@ -67,7 +69,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def change(**seconds: float) -> None:
         for name, value in seconds.items():
-            monkeypatch.setattr(peer_module, name, value)
+            monkeypatch.setattr(link if hasattr(link, name) else link_to_target, name, value)
 
     change(ASK_TIMEOUT_S=SHORT_S, RETRY_S=0.001, KEEP_ALIVE_S=SHORT_S, GONE_S=NEVER_S)
     return change
@@ -80,12 +82,12 @@ def never() -> asyncio.Future[None]:
 async def test_a_question_is_asked_until_it_is_answered(line: Line) -> None:
     await line.respond("seal")
     line.answers = [never(), never()]
-    assert await line.peer().ask("seal", SEAL, Ack) == Ack()
+    assert await line.link().ask_pair("seal", SEAL, Ack) == Ack()
     assert line.asked == [SEAL] * 3
 
 
 async def test_a_target_that_comes_back_in_time_is_not_given_up(line: Line) -> None:
-    asking = asyncio.create_task(line.peer().ask("seal", SEAL, Ack))
+    asking = asyncio.create_task(line.link().ask_pair("seal", SEAL, Ack))
     await asyncio.sleep(SHORT_S)
     assert not asking.done()
     await line.respond("seal")
@@ -95,27 +97,27 @@ async def test_a_target_that_comes_back_in_time_is_not_given_up(line: Line) -> N
 async def test_a_question_may_take_long_on_purpose(line: Line) -> None:
     await line.respond("seal")
     line.answers = [asyncio.sleep(3 * SHORT_S)]
-    await line.peer().ask("seal", SEAL, Ack, wait_s=100.0)
+    await line.link().ask_pair("seal", SEAL, Ack, wait_s=100.0)
     assert line.asked == [SEAL], "asked once"
 
 
 async def test_nobody_answers_to_the_targets_name_for_too_long(line: Line, quick: Callable[..., None]) -> None:
     quick(GONE_S=SHORT_S)
-    with pytest.raises(PairLost, match="nobody answers"):
-        await line.peer().ask("seal", SEAL, Ack)
+    with pytest.raises(LinkLost, match="nobody answers"):
+        await line.link().ask_pair("seal", SEAL, Ack)
 
 
 async def test_a_cut_connection_and_nobody_there_needs_no_patience(line: Line) -> None:
     fabric = MemoryFabric()
     source, target = fabric.start(name="w0"), fabric.start(name="w1")
     channel = await source.connect(target.address, same_host=False, lane=1)
-    peer = line.peer()
-    peer.watch(Tensors(source, channel, 1, timeout_s=1.0))
-    asking = asyncio.create_task(peer.ask("seal", SEAL, Ack))
+    pair = line.link()
+    pair.watch(Tensors(source, channel, 1, timeout_s=1.0))
+    asking = asyncio.create_task(pair.ask_pair("seal", SEAL, Ack))
     await asyncio.sleep(SHORT_S)
     assert not asking.done(), "its line is there: it may only be slow"
     fabric.kill(target.address)
-    with pytest.raises(PairLost):
+    with pytest.raises(LinkLost):
         await asyncio.wait_for(asking, 10)
     for transport in (source, target):
         await transport.close()
@@ -124,8 +126,8 @@ async def test_a_cut_connection_and_nobody_there_needs_no_patience(line: Line) -
 async def test_a_target_that_is_there_and_says_nothing_is_given_up(line: Line) -> None:
     await line.respond("seal")
     line.answers = [never() for _ in range(1000)]
-    with pytest.raises(PairLost, match=r"silent for 0\.2 s"):
-        await line.peer(silence_s=0.2).ask("seal", SEAL, Ack)
+    with pytest.raises(LinkLost, match=r"silent for 0\.2 s"):
+        await line.link(silence_s=0.2).ask_pair("seal", SEAL, Ack)
     assert len(line.asked) > 1
 
 
@@ -133,7 +135,7 @@ async def test_an_outage_of_our_own_bus_is_not_the_targets_silence(line: Line, q
     quick(GONE_S=0.3)
     await line.respond("seal")
     line.broker.disconnect()
-    asking = asyncio.create_task(line.peer(silence_s=0.3).ask("seal", SEAL, Ack))
+    asking = asyncio.create_task(line.link(silence_s=0.3).ask_pair("seal", SEAL, Ack))
     await asyncio.sleep(0.5)
     assert not asking.done()
     line.broker.reconnect()
@@ -144,8 +146,8 @@ async def test_an_outage_of_our_own_bus_is_not_the_targets_silence(line: Line, q
 async def test_a_target_without_such_a_pair_is_lost(line: Line, error: BlitzError) -> None:
     await line.respond("seal")
     line.answers = [error]
-    with pytest.raises(PairLost, match=str(error)):
-        await line.peer().ask("seal", SEAL, Ack)
+    with pytest.raises(LinkLost, match=str(error)):
+        await line.link().ask_pair("seal", SEAL, Ack)
 
 
 @pytest.mark.parametrize("error", [Overloaded("no room"), Internal("broken")])
@@ -153,41 +155,41 @@ async def test_other_refusals_reach_the_caller(line: Line, error: BlitzError) ->
     await line.respond("seal")
     line.answers = [error]
     with pytest.raises(type(error)):
-        await line.peer().ask("seal", SEAL, Ack)
+        await line.link().ask_pair("seal", SEAL, Ack)
     assert line.asked == [SEAL]
 
 
 async def test_who_waits_is_told_that_the_pair_is_lost(line: Line) -> None:
     await line.respond("seal")
     line.answers = [never()]
-    peer, work = line.peer(), never()
+    pair, work = line.link(), never()
     waiting = [
-        asyncio.create_task(peer.until(work)),
-        asyncio.create_task(peer.ask("seal", SEAL, Ack, wait_s=100.0)),
-        asyncio.create_task(peer.keep_alive()),
+        asyncio.create_task(pair.until(work)),
+        asyncio.create_task(pair.ask_pair("seal", SEAL, Ack, wait_s=100.0)),
+        asyncio.create_task(pair.keep_alive()),
     ]
     await eventually(lambda: line.asked)
-    peer.lose("the target ended it")
-    peer.lose("once more")
+    pair.lose("the target ended it")
+    pair.lose("once more")
     for task in waiting:
-        with pytest.raises(PairLost, match="the target ended it"):
+        with pytest.raises(LinkLost, match="the target ended it"):
             await asyncio.wait_for(task, 10)
     await asyncio.sleep(0)
     assert work.cancelled()
-    with pytest.raises(PairLost):
-        await peer.ask("seal", SEAL, Ack)
+    with pytest.raises(LinkLost):
+        await pair.ask_pair("seal", SEAL, Ack)
 
 
 async def test_what_is_waited_for_comes_through(line: Line) -> None:
-    peer = line.peer()
-    assert await peer.until(asyncio.sleep(0, "result")) == "result"
+    pair = line.link()
+    assert await pair.until(asyncio.sleep(0, "result")) == "result"
 
     async def fails() -> None:
         raise Overloaded("full")
 
     with pytest.raises(Overloaded):
-        await peer.until(fails())
-    waiting = asyncio.create_task(peer.until(work := never()))
+        await pair.until(fails())
+    waiting = asyncio.create_task(pair.until(work := never()))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -200,8 +202,8 @@ async def test_what_is_waited_for_comes_through(line: Line) -> None:
 
 
 @contextlib.asynccontextmanager
-async def alive(peer: Peer) -> AsyncIterator[None]:
-    task = asyncio.create_task(peer.keep_alive())
+async def alive(pair: LinkToTarget) -> AsyncIterator[None]:
+    task = asyncio.create_task(pair.keep_alive())
     yield
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -215,12 +217,12 @@ def settled(line: Line) -> list[tuple[str, ...]]:
 async def test_claims_are_settled_once_and_soon(line: Line, quick: Callable[..., None]) -> None:
     quick(KEEP_ALIVE_S=NEVER_S)
     await line.respond("settle")
-    peer = line.peer()
-    async with alive(peer):
-        peer.settle("c1")
-        peer.settle("c2")
+    pair = line.link()
+    async with alive(pair):
+        pair.settle("c1")
+        pair.settle("c2")
         await eventually(lambda: settled(line) == [("c1", "c2")])
-        peer.settle("c3")
+        pair.settle("c3")
         await eventually(lambda: settled(line) == [("c1", "c2"), ("c3",)])
 
 
@@ -228,11 +230,11 @@ async def test_what_was_not_acknowledged_is_settled_again(line: Line, quick: Cal
     quick(KEEP_ALIVE_S=NEVER_S)
     await line.respond("settle")
     line.answers = [first := never()]
-    peer = line.peer()
-    async with alive(peer):
-        peer.settle("c1")
+    pair = line.link()
+    async with alive(pair):
+        pair.settle("c1")
         await eventually(lambda: settled(line) == [("c1",)])
-        peer.settle("c2")  # while the answer to the first is still out
+        pair.settle("c2")  # while the answer to the first is still out
         await eventually(lambda: settled(line) == [("c1",), ("c1",), ("c2",)])
     assert not first.done()
 
@@ -240,26 +242,26 @@ async def test_what_was_not_acknowledged_is_settled_again(line: Line, quick: Cal
 async def test_a_source_with_nothing_to_say_gives_signs_of_life(line: Line, quick: Callable[..., None]) -> None:
     quick(KEEP_ALIVE_S=0.001)
     await line.respond("settle")
-    async with alive(line.peer()):
+    async with alive(line.link()):
         await eventually(lambda: len(settled(line)) >= 3)
     assert set(settled(line)) == {()}
 
 
 async def test_a_target_that_is_gone_ends_the_signs_of_life(line: Line, quick: Callable[..., None]) -> None:
     quick(GONE_S=SHORT_S)
-    with pytest.raises(PairLost):
-        await asyncio.wait_for(line.peer().keep_alive(), 10)
+    with pytest.raises(LinkLost):
+        await asyncio.wait_for(line.link().keep_alive(), 10)
 
 
 async def test_cancels_are_passed_on_before_claims_are_settled(line: Line, quick: Callable[..., None]) -> None:
     quick(KEEP_ALIVE_S=NEVER_S)
     await line.respond("settle")
     await line.target.subscribe(subjects.worker_cancel("w1"), Cancel, line.asked.append)
-    peer = line.peer()
-    async with alive(peer):
-        peer.settle("c1")
-        peer.cancel("r", 2)
-        peer.cancel("s", 1)
+    pair = line.link()
+    async with alive(pair):
+        pair.settle("c1")
+        pair.cancel("r", 2)
+        pair.cancel("s", 1)
         await eventually(lambda: len(line.asked) == 3)
     assert [m for m in line.asked if isinstance(m, Cancel)] == [
         Cancel(request_id="r", attempt=2),
@@ -271,11 +273,11 @@ async def test_cancels_are_passed_on_before_claims_are_settled(line: Line, quick
 async def test_the_end_is_told_if_it_can_be(line: Line) -> None:
     heard: list[PairEnded] = []
     await line.target.subscribe(subjects.worker_pair_ended("w1"), PairEnded, heard.append)
-    peer = line.peer()
-    await peer.tell_ended("why")
+    pair = line.link()
+    await pair.tell_ended("why")
     await eventually(lambda: heard == [PairEnded(pair_id="pair", reason="why")])
     await line.source.close()
-    await peer.tell_ended("again")
+    await pair.tell_ended("again")
 
 
 # --- the offer -----------------------------------------------------------------------------------
@@ -283,7 +285,7 @@ async def test_the_end_is_told_if_it_can_be(line: Line) -> None:
 
 async def test_an_offer_is_repeated_until_the_target_has_its_plan(line: Line) -> None:
     offer = LiveOffer(assignment=assignment())
-    offering = asyncio.create_task(line.peer(silence_s=5.0).offer(offer.assignment))
+    offering = asyncio.create_task(line.link(silence_s=5.0).offer(offer.assignment))
     await asyncio.sleep(SHORT_S)
     line.answers = [NotFound("no plan yet"), never()]
     await line.respond("offer")
@@ -294,8 +296,8 @@ async def test_an_offer_is_repeated_until_the_target_has_its_plan(line: Line) ->
 async def test_a_target_that_needs_no_pair_declines(line: Line) -> None:
     await line.respond("offer")
     line.answers = [Conflict("it serves")]
-    with pytest.raises(PairLost, match="declined: it serves"):
-        await line.peer().offer(assignment())
+    with pytest.raises(LinkLost, match="declined: it serves"):
+        await line.link().offer(assignment())
     assert len(line.asked) == 1
 
 
@@ -304,14 +306,14 @@ async def test_an_offer_is_not_repeated_after_it_expired(line: Line, there: bool
     if there:
         await line.respond("offer")
         line.answers = [NotFound("no plan yet") for _ in range(10_000)]
-    with pytest.raises(PairLost, match="did not accept in time"):
-        await line.peer().offer(assignment(expires_at_s=time.time() + SHORT_S))
+    with pytest.raises(LinkLost, match="did not accept in time"):
+        await line.link().offer(assignment(expires_at_s=time.time() + SHORT_S))
 
 
 async def test_an_offer_ends_with_the_pair(line: Line) -> None:
-    peer = line.peer()
-    offering = asyncio.create_task(peer.offer(assignment()))
+    pair = line.link()
+    offering = asyncio.create_task(pair.offer(assignment()))
     await asyncio.sleep(SHORT_S)
-    peer.lose("the source leaves")
-    with pytest.raises(PairLost):
+    pair.lose("the source leaves")
+    with pytest.raises(LinkLost):
         await asyncio.wait_for(offering, 10)
