@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from services.worker.config import WorkerConfig
+from services.worker.instance.factory import InstanceFactory
 from services.worker.instance.host_group import HostGroup, group_name
-from services.worker.instance.instance import InstanceFactory
 from services.worker.instance.load_reporter import LoadReporter
 from services.worker.instance.progress import ProgressReporter
 from services.worker.instance.registration import Registration, Standing

@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 from opentelemetry.trace import Span
 
-from services.worker.instance.instance import Instance, InstanceFactory
+from services.worker.instance.factory import InstanceFactory
+from services.worker.instance.instance import Instance
 from services.worker.instance.progress import ProgressReporter
 from services.worker.instance.registration import Registration
 from services.worker.instance.slot import InstanceSlot

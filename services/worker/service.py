@@ -13,7 +13,7 @@ from services.worker.bootstrap import build, worker_info
 from services.worker.config import WorkerConfig
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
-from services.worker.instance.retirement import until_allowed
+from services.worker.instance.retirement import wait_until_retired
 from services.worker.node.facts import NodeFacts
 from shared import subjects
 from shared.bus.base import Bus, Subscription
@@ -211,7 +211,7 @@ class WorkerService:
 
     async def _let_go(self, instance: Instance) -> None:
         """Others read the copy until the pool does not need it any more, and then to the end of what they began."""
-        await until_allowed(
+        await wait_until_retired(
             lambda: self.parts.registration.retire(instance.info(), False, leaving=True),
             f"the copy of {instance.record.name} in {instance.instance_id}",
         )

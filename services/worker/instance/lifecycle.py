@@ -35,7 +35,7 @@ class IllegalTransition(Conflict):
     """A move that the table does not have; the state is unchanged."""
 
 
-class Lifecycle:
+class InstanceLifecycle:
     """The state of one instance; changes only along the table."""
 
     def __init__(self, state: InstanceState = "spare") -> None:

@@ -15,7 +15,7 @@ POOL_SILENT_S = 5.0
 """A pool that does not answer for so long finds no successor for a copy either."""
 
 
-async def until_allowed(ask: Callable[[], Awaitable[None]], what: str) -> None:
+async def wait_until_retired(ask: Callable[[], Awaitable[None]], what: str) -> None:
     """Return once the pool lets a copy go: another is there, or nobody else could hold one. Otherwise it has another
     worker load it meanwhile, perhaps from this one. ``ask`` raises ``Conflict`` as long as the copy must stay.
 

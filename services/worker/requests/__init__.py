@@ -1,0 +1,1 @@
+"""Requests in, tokens out: the conversation with the gateways."""

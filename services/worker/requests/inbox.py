@@ -11,9 +11,8 @@ from typing import Protocol
 
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
-from services.worker.requests.moved import Moved
 from services.worker.requests.spans import RequestSpans
-from services.worker.requests.streams import Streams
+from services.worker.requests.streams import NewOwners, Streams
 from services.worker.scheduling.gateways import Gateways, Gone
 from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.sequence import Sequence
@@ -70,7 +69,7 @@ class Serving:
         self._steps: deque[StepOutput] = deque()
         self._stepped = asyncio.Event()
         self._publishing = False
-        self._moved = Moved()
+        self._moved = NewOwners()
         self._tasks = OwnedTasks()
         self.admitting = True
         self._cooperations: tuple[Cooperation, ...] = ()

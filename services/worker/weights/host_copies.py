@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from services.worker.instance.instance import Instance
 from services.worker.instance.registration import Registration
-from services.worker.instance.retirement import ASK_INTERVAL_S, until_allowed
+from services.worker.instance.retirement import ASK_INTERVAL_S, wait_until_retired
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.copies import Offer
 from services.worker.weights.host_store import DROP_TIMEOUT_S, HostStore
@@ -220,7 +220,7 @@ class HostCopies:
                 await asyncio.sleep(ASK_INTERVAL_S)
                 continue
             may_go = functools.partial(self._registration.retire_host, held, leaving=True)
-            await until_allowed(may_go, f"the host copy of {held.model}")
+            await wait_until_retired(may_go, f"the host copy of {held.model}")
             if self._store.find(model_hash, held.layout_hash) is copy:
                 self._store.retire(model_hash)
                 self._mover.copies.withdraw("host", copy)

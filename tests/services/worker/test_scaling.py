@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.worker.instance.instance import InstanceFactory
+from services.worker.instance.factory import InstanceFactory
 from services.worker.weights.mover import WeightMover
 from shared import subjects
 from shared.errors import Conflict, NotFound

@@ -11,7 +11,7 @@ from services.worker.config import WorkerConfig
 from services.worker.engine.base import Engine
 from services.worker.engine.kv_pool import KvPool
 from services.worker.engine.torch_engine import TorchEngine
-from services.worker.instance.instance import InstanceFactory
+from services.worker.instance.factory import InstanceFactory
 from services.worker.memory.arena import HostMemory
 from shared.errors import Conflict, NoCapacity
 from shared.layout import ArenaLayout

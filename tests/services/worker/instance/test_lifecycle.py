@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from services.worker.instance.lifecycle import STATES, IllegalTransition, Lifecycle
+from services.worker.instance.lifecycle import STATES, IllegalTransition, InstanceLifecycle
 
 ALLOWED = {
     ("spare", "loading"),
@@ -23,7 +23,7 @@ ALLOWED = {
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(STATES, STATES)))
 def test_exactly_the_moves_of_the_table_are_possible(before, after):
-    instance = Lifecycle(before)
+    instance = InstanceLifecycle(before)
     if (before, after) in ALLOWED:
         assert instance.move_to(after) == before
         assert instance.state == after

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from services.worker.requests.moved import KEEP_S, Moved
+from services.worker.requests.streams import MOVED_KEEP_S, NewOwners
 
 
 def test_an_owner_is_known_by_request_and_attempt() -> None:
-    moved = Moved()
+    moved = NewOwners()
     moved.add([("r", 1), ("s", 1)], "w1", 0.0)
     assert moved.owner_of(("r", 1)) == "w1"
     assert moved.owner_of(("r", 2)) is None
@@ -15,21 +15,21 @@ def test_an_owner_is_known_by_request_and_attempt() -> None:
 
 
 def test_the_latest_owner_counts() -> None:
-    moved = Moved()
+    moved = NewOwners()
     moved.add([("r", 1)], "w1", 0.0)
     moved.add([("r", 1)], "w2", 1.0)
     assert moved.owner_of(("r", 1)) == "w2"
-    moved.expire(KEEP_S + 1.0)
+    moved.expire(MOVED_KEEP_S + 1.0)
     assert moved.owner_of(("r", 1)) == "w2", "its time runs from the latest move"
 
 
 def test_owners_of_long_ago_are_forgotten_and_no_others() -> None:
-    moved = Moved()
+    moved = NewOwners()
     moved.add([("old", 1)], "w1", 0.0)
     moved.add([("new", 1)], "w1", 10.0)
-    moved.expire(KEEP_S)
+    moved.expire(MOVED_KEEP_S)
     assert len(moved) == 2
-    moved.expire(KEEP_S + 0.1)
+    moved.expire(MOVED_KEEP_S + 0.1)
     assert moved.owner_of(("old", 1)) is None
     assert moved.owner_of(("new", 1)) == "w1"
     moved.expire(1e9)
@@ -37,7 +37,7 @@ def test_owners_of_long_ago_are_forgotten_and_no_others() -> None:
 
 
 def test_nothing_moved_is_nothing_known() -> None:
-    moved = Moved()
+    moved = NewOwners()
     moved.add([], "w1", 0.0)
     moved.expire(0.0)
     assert len(moved) == 0

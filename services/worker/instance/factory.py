@@ -1,0 +1,146 @@
+"""Builds instances in the worker's memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from services.worker.config import WorkerConfig
+from services.worker.engine.base import Engine
+from services.worker.engine.kv_pool import KvPool
+from services.worker.engine.loop import PrefillListener, Witness
+from services.worker.engine.mock.engine import MockEngine
+from services.worker.instance.instance import Instance, OnOutput
+from services.worker.memory.arena import HostArena
+from services.worker.memory.weight_copy import WeightCopy
+from services.worker.scheduling.scheduler import SchedulerConfig
+from shared.aio import in_thread
+from shared.errors import BadCheckpoint, BlitzError, Conflict, NoCapacity
+from shared.layout import ArenaLayout, layout_of
+from shared.messages.scaling import ChainMember, ScalePlan
+from shared.model_spec import DTYPE_BYTES
+
+M = TypeVar("M")
+
+MOCK_KV_BYTES = 24
+"""Least that the mock's KV takes per token and layer, however small the model is."""
+PREFAULT_STEP_BYTES = 1 << 30
+"""About a second's worth: how late a stop may be noticed."""
+
+
+def _reserved(allocate: Callable[[int], M], num_bytes: int, setting: str) -> M:
+    """Raises ``NoCapacity`` naming the setting where the machine has not that much."""
+    try:
+        return allocate(num_bytes)
+    except OSError as error:
+        raise NoCapacity(
+            f"{setting}={num_bytes >> 20}: this machine does not give so much: {error.strerror}"
+        ) from error
+
+
+class InstanceFactory:
+    """Owns the worker's memory (one arena, one KV pool, fixed for its life) and builds instances in it."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        on_output: OnOutput,
+        on_failure: Callable[[BlitzError], None],
+        *,
+        prefill_listener: PrefillListener | None = None,
+        witness: Witness | None = None,
+    ) -> None:
+        self._prefill_listener = prefill_listener
+        self._witness = witness
+        self._config = config
+        self._on_output = on_output
+        self._on_failure = on_failure
+        self._arena = _reserved(HostArena.allocate, config.arena_bytes, "BLITZ_WORKER_ARENA_MIB")
+        self._kv = _reserved(KvPool.allocate, config.kv_bytes, "BLITZ_WORKER_KV_MIB")
+
+    async def prefault(self, stopping: asyncio.Event) -> None:
+        """Commit as much of the arena as is configured, unless the worker is stopped meanwhile. Before the first
+        instance."""
+        num_bytes = min(self._config.prefault_bytes, self._config.arena_bytes)
+        for offset in range(0, num_bytes, PREFAULT_STEP_BYTES):
+            if stopping.is_set():
+                return
+            await in_thread(self._arena.prefault, min(PREFAULT_STEP_BYTES, num_bytes - offset), offset)
+
+    async def warm_up(self) -> None:
+        """What this process does once, before the first request could wait for it."""
+        if self._config.engine == "torch":
+            from services.worker.engine.warm_up import warm_up
+
+            await in_thread(warm_up)
+
+    async def create(self, plan: ScalePlan, member: ChainMember) -> Instance:
+        """An instance in state ``loading``, its engine bound to the places where the weights will be.
+
+        One at a time. Raises ``Conflict`` when this worker derives another layout than the planner's record,
+        ``TransportError`` when the model does not fit the arena, ``BadRequest`` when the KV pool is too small.
+        """
+        record, config = plan.model, self._config
+        layout = layout_of(record.spec)
+        if layout.hash != record.layout_hash:
+            raise Conflict(f"layout {layout.hash} here, {record.layout_hash} in the plan: different versions?")
+        copy = WeightCopy(layout, self._arena)
+        engine = await in_thread(self._engine, layout)
+        scheduler = SchedulerConfig(
+            num_blocks=engine.num_blocks,
+            block_size=engine.block_size,
+            context_tokens=record.spec.max_position,
+            max_num_sequences=config.max_running_requests,
+            max_batch_tokens=config.max_batch_tokens,
+            prefill_chunk_tokens=config.prefill_chunk_tokens,
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+        )
+        return Instance(
+            record,
+            plan.plan_id,
+            member,
+            copy,
+            engine,
+            scheduler,
+            self._on_output,
+            self._on_failure,
+            role=plan.role,
+            prefill_listener=self._prefill_listener,
+            witness=self._witness,
+        )
+
+    def _engine(self, layout: ArenaLayout) -> Engine:
+        config = self._config
+        num_blocks = self._kv.num_blocks(layout.spec, config.block_size)
+        if num_blocks < 1:
+            raise BadCheckpoint(
+                f"a KV block of this model does not fit {config.kv_bytes} bytes: raise BLITZ_WORKER_KV_MIB"
+            )
+        # More blocks than every running request at full context could use would only cost lookups.
+        most = config.max_running_requests * -(-layout.spec.max_position // config.block_size)
+        num_blocks = min(num_blocks, most)
+        if config.engine == "mock":
+            return MockEngine(
+                num_layers=layout.num_layers,
+                num_blocks=num_blocks,
+                block_size=config.block_size,
+                vocab_size=layout.spec.vocab_size,
+                timing=config.mock,
+                faults=config.mock_faults,
+                hidden_bytes_per_token=layout.spec.hidden_size * DTYPE_BYTES[layout.spec.dtype],
+                kv_bytes_per_token_layer=max(MOCK_KV_BYTES, layout.spec.kv_bytes_per_token // layout.num_layers),
+            )
+        # Imported here, and by the process that has this engine at its start: PyTorch takes seconds.
+        from services.worker.engine.torch_engine import TorchEngine
+
+        return TorchEngine(layout, self._arena, self._kv, num_blocks=num_blocks, block_size=config.block_size)
+
+    async def release(self) -> None:
+        """The instance is gone: the KV pool's pages may go back to the system.
+
+        The arena keeps its own: it may be registered with a NIC, and the next model arrives
+        faster in pages that exist.
+        """
+        await in_thread(self._kv.release)
