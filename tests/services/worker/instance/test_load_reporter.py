@@ -42,7 +42,10 @@ async def test_the_speed_that_was_measured_is_reported() -> None:
         for index in range(3):
             await alone.gateway.end_of(f"r{index}")
         speed = (await alone.stats()).speed
-        await eventually(lambda: reports and reports[-1].decode_tokens_per_s == speed.decode_tokens_per_s)
+        newest = (speed.prefill_tokens_per_s, speed.decode_tokens_per_s)
+        await eventually(
+            lambda: reports and (reports[-1].prefill_tokens_per_s, reports[-1].decode_tokens_per_s) == newest
+        )
         last = reports[-1]
         assert last.prefill_tokens_per_s == speed.prefill_tokens_per_s > 0
         assert (last.decode_base_s, last.decode_request_s) == (speed.decode_base_s, speed.decode_request_s)
