@@ -12,9 +12,9 @@ from services.gateway.core.routes import ModelRoutes
 from services.gateway.core.stop_strings import StopScanner
 from services.gateway.core.stream import StreamState
 from services.gateway.core.text_output import TextOutput
-from services.gateway.http.chat_request import ChatRequest
-from services.gateway.http.options import Options
 from services.gateway.offload import Offload
+from services.gateway.request_bodies.chat_request import ChatRequest
+from services.gateway.request_bodies.options import Options
 from services.gateway.template_sandbox import RenderingTooLarge
 from services.gateway.tokenizer import ModelTokenizer
 from shared.errors import BadRequest, ContextLengthExceeded

@@ -14,9 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from services.gateway.core.key_limits import Charge, KeyLimits, Standing, pages
 from services.gateway.core.stream import StreamState
-from services.gateway.http.errors import Forbidden
-from services.gateway.http.options import Options
+from services.gateway.errors import Forbidden
 from services.gateway.key_file import ApiKey, Signature, digest, read_keys, signature
+from services.gateway.request_bodies.options import Options
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, RateLimitExceeded

@@ -12,7 +12,7 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
-from services.gateway.http.connection import Connection, ConnectionLimits
+from services.gateway.connection import Connection, ConnectionLimits
 from shared.errors import Unavailable
 
 SEND_BUFFER_BYTES = 256 * 1024

@@ -11,13 +11,13 @@ import time
 from services.gateway.api_keys import ApiKeys
 from services.gateway.byte_budget import ByteBudget
 from services.gateway.config import GatewayConfig
+from services.gateway.connection import ConnectionLimits
 from services.gateway.core.routes import ModelRoutes, RouteChanges, RouteView
 from services.gateway.dispatcher import Dispatcher
-from services.gateway.http.connection import ConnectionLimits
-from services.gateway.http.response_buffer import ResponseMemory
 from services.gateway.load_gauges import LoadGauges
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.offload import Offload
+from services.gateway.response_buffer import ResponseMemory
 from services.gateway.server import Server
 from services.gateway.tokenizer import ModelTokenizer
 from services.gateway.tokenizer_store import TokenizerStore

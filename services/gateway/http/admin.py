@@ -12,12 +12,12 @@ from typing import TypeVar
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from services.gateway.errors import UnsupportedMediaType
 from services.gateway.http import asgi
 from services.gateway.http.asgi import JSON, header
-from services.gateway.http.body import read_body, required
-from services.gateway.http.errors import UnsupportedMediaType
 from services.gateway.http.pool import pool_of
 from services.gateway.http.status import status_of
+from services.gateway.request_bodies.body import read_body, required
 from services.gateway.service import Gateway
 from shared import subjects
 from shared.errors import BadRequest, BlitzError, InProgress, NoResponder, Unavailable

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.byte_budget import Claim
-from services.gateway.http.errors import RequestTimeout, error_body, error_headers
-from services.gateway.http.response_buffer import MAX_PIECE_BYTES
+from services.gateway.connection import ABORT
+from services.gateway.errors import RequestTimeout, error_body, error_headers
+from services.gateway.response_buffer import MAX_PIECE_BYTES
 from shared.errors import BadRequest, BlitzError, PayloadTooLarge
 
 JSON = b"application/json"
-ABORT = "blitz.abort"
 REQUEST_ID = "blitz.request_id"
 """In a scope: what logs and traces call the request, once it has a name."""
 MAX_DIGITS = 20
@@ -68,7 +68,7 @@ async def _read(receive: Receive, max_bytes: int, claim: Claim) -> bytes:
 
 
 def abort_of(scope: Scope) -> Callable[[], None]:
-    """Closes the client's connection at once, with all that it has not taken (``http.connection`` offers it)."""
+    """Closes the client's connection at once, with all that it has not taken (``connection`` offers it)."""
     abort: Callable[[], None] = scope.get("extensions", {}).get(ABORT, _nothing)
     return abort
 

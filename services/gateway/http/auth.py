@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from starlette.types import Scope
 
 from services.gateway.api_keys import ApiKeys
+from services.gateway.errors import Forbidden
 from services.gateway.http.asgi import header
-from services.gateway.http.errors import Forbidden
 from shared.errors import Unauthorized
 
 _KEY = "blitz.key"

@@ -8,8 +8,8 @@ from typing import Any
 from services.gateway.core.text_output import TextOutput
 from services.gateway.http.formats import ChunkFormat, Usage
 from services.gateway.http.logprobs import LogprobShape, entry_bytes
-from services.gateway.http.response_buffer import ResponseBuffer
 from services.gateway.metrics import ModelMetrics
+from services.gateway.response_buffer import ResponseBuffer
 from shared.errors import BlitzError
 from shared.messages.generation import FinishReason, TokenLogprobs
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from services.gateway.http.errors import error_body
+from services.gateway.errors import error_body
 from shared.errors import BlitzError
 
 DONE = b"data: [DONE]\n\n"

@@ -19,10 +19,10 @@ from services.gateway.http.auth import key_of
 from services.gateway.http.choice import Choice, StreamedChoice, WholeChoice
 from services.gateway.http.formats import DONE, ChunkFormat, Reply, Usage, error_events
 from services.gateway.http.logprobs import ChatLogprobs, CompletionLogprobs, LogprobShape
-from services.gateway.http.options import Options
 from services.gateway.http.preparation import Job, Kind, Preparation
 from services.gateway.http.request_span import request_span, set_response_attributes
-from services.gateway.http.response_buffer import ResponseBuffer
+from services.gateway.request_bodies.options import Options
+from services.gateway.response_buffer import ResponseBuffer
 from services.gateway.service import Gateway
 from shared.errors import Internal
 

@@ -14,10 +14,14 @@ from typing import Literal, TypeVar
 from services.gateway import admission
 from services.gateway.core.prompt_size import refuse_large_text
 from services.gateway.core.routes import ModelRoutes
-from services.gateway.http.body import read_body, required
-from services.gateway.http.chat_request import ChatBody, ChatRequest, read_chat_request
-from services.gateway.http.completion_request import CompletionBody, CompletionRequest, read_completion_request
-from services.gateway.http.options import Options
+from services.gateway.request_bodies.body import read_body, required
+from services.gateway.request_bodies.chat_request import ChatBody, ChatRequest, read_chat_request
+from services.gateway.request_bodies.completion_request import (
+    CompletionBody,
+    CompletionRequest,
+    read_completion_request,
+)
+from services.gateway.request_bodies.options import Options
 from services.gateway.service import Gateway
 from services.gateway.tokenizer import ModelTokenizer
 from shared.errors import BadRequest

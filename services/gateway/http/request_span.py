@@ -9,7 +9,7 @@ from opentelemetry.trace import Span, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from services.gateway.http.choice import Choice
-from services.gateway.http.options import SharedBody
+from services.gateway.request_bodies.options import SharedBody
 from shared.telemetry import tracer
 
 _propagator = TraceContextTextMapPropagator()

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from services.gateway.api_keys import ApiKeys
+from services.gateway.errors import Forbidden
 from services.gateway.http.auth import Access
-from services.gateway.http.errors import Forbidden
 
 NO_KEYS = ApiKeys((), "", gateway_id="gw", incarnation="1")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.http.elements import refuse_many_elements
+from services.gateway.request_bodies.body import refuse_many_elements
 from shared.errors import BadRequest
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.http.test_refusals import CHAT, MESSAGES, TEXT, check

@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from services.gateway.http.body import read_fields, shown
+from services.gateway.request_bodies.body import read_fields, shown
 from shared.errors import BadRequest, UnsupportedParameter
 
 V = TypeVar("V")

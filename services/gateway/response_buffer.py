@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
-from services.gateway.http.errors import ResponseTooLarge
+from services.gateway.errors import ResponseTooLarge
 from shared.errors import BlitzError, Unavailable
 
 log = logging.getLogger(__name__)

@@ -20,13 +20,13 @@ from typing import Any, Literal
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from services.gateway.http.asgi import ABORT
-
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request: its first line and headers. What comes in one read with its end may be more."""
 LINGER_S = 5.0
+ABORT = "blitz.abort"
+"""In a scope's extensions: closes the connection at once."""
 WRITE_HIGH_BYTES = 64 * 1024
 """In user space, of one connection; the kernel's part is bounded where the socket is made."""
 

@@ -8,9 +8,8 @@ from typing import Annotated
 from msgspec import Meta, Raw
 
 from services.gateway.core.prompt_size import refuse_large_text, refuse_many_ids
-from services.gateway.http.body import MAX_SHOWN_CHARACTERS, read_json
-from services.gateway.http.elements import refuse_many_elements
-from services.gateway.http.options import MAX_LOGPROBS, Options, SharedBody, read_options, refuse_unsupported
+from services.gateway.request_bodies.body import MAX_SHOWN_CHARACTERS, read_json, refuse_many_elements
+from services.gateway.request_bodies.options import MAX_LOGPROBS, Options, SharedBody, read_options, refuse_unsupported
 from shared.errors import BadRequest, UnsupportedParameter
 
 DEFAULT_MAX_TOKENS = 16

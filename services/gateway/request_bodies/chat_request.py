@@ -8,9 +8,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from services.gateway.http.body import read_json, required, shown
-from services.gateway.http.elements import refuse_many_elements
-from services.gateway.http.options import MAX_LOGPROBS, Count, Options, SharedBody, read_options, refuse_unsupported
+from services.gateway.request_bodies.body import read_json, refuse_many_elements, required, shown
+from services.gateway.request_bodies.options import (
+    MAX_LOGPROBS,
+    Count,
+    Options,
+    SharedBody,
+    read_options,
+    refuse_unsupported,
+)
 from shared.errors import BadRequest, PayloadTooLarge, UnsupportedParameter
 
 Role = Literal["assistant", "developer", "function", "system", "tool", "user"]
