@@ -36,6 +36,11 @@ class OwnedTasks:
         if self._on_broken is not None and isinstance(error, Exception):
             self._on_broken(error)
 
+    async def finish(self) -> None:
+        """Wait until all have ended by themselves."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
     async def close(self) -> None:
         """Cancel what runs and wait for its end."""
         for task in list(self._tasks):

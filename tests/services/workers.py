@@ -78,6 +78,7 @@ class RunningWorker:
         self.bus = broker.bus(config.worker_id)
         self.transport = TamperingTransport(fabric.start(name=config.worker_id))
         self._fabric = fabric
+        self.metrics = CollectorRegistry()
         self.service = WorkerService(
             self.bus,
             self.transport,
@@ -87,7 +88,7 @@ class RunningWorker:
                 discover(config, Probes(roots=Roots(NO_MACHINE, NO_MACHINE))),
                 nic=f"{config.host}/nic-of-{config.worker_id}",
             ),
-            metrics=CollectorRegistry(),
+            metrics=self.metrics,
         )
         self.task = asyncio.create_task(self.service.run(self.stopping))
 

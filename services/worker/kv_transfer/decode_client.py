@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import AsyncIterator
 
-from services.worker.kv_transfer.transfer import KvTransfer, NotTaken
+from services.worker.kv_transfer.transfer import DecodeRefused, KvTransfer
 from services.worker.scheduling.schedule import SampledToken
 from shared import subjects
 from shared.bus.base import Bus
@@ -38,12 +38,8 @@ LEASE_S = 10.0
 RENEW_S = 3.0
 
 
-class Unknown(Exception):
-    """The decode instance may, or may not, have the request: it cannot be asked."""
-
-
 class DecodeClient:
-    """One request's. Event loop only. All but ``release`` raise ``Over`` and ``NotTaken``."""
+    """One request's. Event loop only. All but ``release`` raise ``RequestEnded`` and ``DecodeRefused``."""
 
     def __init__(self, bus: Bus, me: WorkerInfo, transfer: KvTransfer, *, silence_s: float) -> None:
         """``silence_s``: a worker that answers nothing, or takes no KV, for so long is gone."""
@@ -72,11 +68,11 @@ class DecodeClient:
             except Overloaded as error:
                 asked_since_s = time.monotonic()  # it lives
                 if transfer.token is not None and asked_since_s - transfer.computed_at_s > ROOM_PATIENCE_S:
-                    raise NotTaken(str(error)) from error
+                    raise DecodeRefused(str(error)) from error
             except (Unavailable, DeadlineExceeded) as error:
                 self._judge(error, asked_since_s)
             except BlitzError as error:
-                raise NotTaken(str(error)) from error
+                raise DecodeRefused(str(error)) from error
             # The message is as long as the prompt, and others may wait as well.
             await transfer.pause(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(MAX_RETRY_S, 1.5 * pause_s)
@@ -113,20 +109,21 @@ class DecodeClient:
                 await self._transfer.pause(RETRY_S)
                 continue
             except BlitzError as error:
-                raise NotTaken(str(error)) from error
+                raise DecodeRefused(str(error)) from error
             if room.layers_here >= num_layers:
                 return room.layers_here
             if room.layers_here > here:
                 here, moved_at_s = room.layers_here, time.monotonic()
             if time.monotonic() - moved_at_s > self._silence_s:
-                raise NotTaken(f"its KV does not arrive: {here} layers in {self._silence_s:g} s")
+                raise DecodeRefused(f"its KV does not arrive: {here} layers in {self._silence_s:g} s")
 
     async def _ask_room(self, ticket: int, num_layers: int) -> DecodeRoom:
         message = RenewDecode(request_id=self._key[0], attempt=self._key[1], ticket=ticket, wait_layers=num_layers)
         return await self._bus.request(self._subject("renew"), message, DecodeRoom, timeout_s=ASK_TIMEOUT_S)
 
     async def begin(self, token: SampledToken) -> None:
-        """The decode instance, which has all KV, takes the request over. Raises ``Unknown`` if it may have done so."""
+        """The decode instance, which has all KV, takes the request over. Raises ``Unavailable`` if it may have done so,
+        and cannot be asked."""
         self._transfer.check()  # nothing is asked for that is not wanted
         message = BeginDecode(
             request_id=self._key[0], attempt=self._key[1], token_id=token.token_id, logprobs=token.logprobs
@@ -141,12 +138,12 @@ class DecodeClient:
                 was_heard = was_heard or not isinstance(error, NoResponder)
                 try:
                     self._judge(error, asked_since_s)
-                except NotTaken as why:
+                except DecodeRefused as why:
                     if was_heard:
-                        raise Unknown(str(why)) from why
+                        raise Unavailable(f"the decode instance does not answer: {why}") from why
                     raise
             except BlitzError as error:
-                raise NotTaken(str(error)) from error
+                raise DecodeRefused(str(error)) from error
             await self._transfer.pause(RETRY_S)
 
     async def release(self) -> None:
@@ -159,10 +156,10 @@ class DecodeClient:
         return subjects.worker_decode(self._worker_id, operation)
 
     def _judge(self, error: BlitzError, asked_since_s: float) -> None:
-        """Raises ``NotTaken`` if the decode worker is gone by all that is known."""
+        """Raises ``DecodeRefused`` if the decode worker is gone by all that is known."""
         connected_since_s = self._bus.connected_since_s
         if connected_since_s is None:
             return  # it is our own bus that is away
         asked_s = time.monotonic() - max(asked_since_s, connected_since_s)
         if asked_s > (GONE_S if isinstance(error, NoResponder) else self._silence_s):
-            raise NotTaken(f"nobody answers for {asked_s:.1f} s: {error}") from error
+            raise DecodeRefused(f"nobody answers for {asked_s:.1f} s: {error}") from error

@@ -7,19 +7,18 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 from weakref import WeakValueDictionary
 
 from services.worker.engine.base import Sampled
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
-from services.worker.kv_transfer.reservation import DecodeReservation
-from services.worker.kv_transfer.staging import Staging
+from services.worker.kv_transfer.reservation import DecodeReservation, Staging
 from services.worker.requests.inbox import Serving
 from services.worker.scheduling.gateways import Gone
 from services.worker.weights.peers import Peers
 from shared import subjects
+from shared.aio import OwnedTasks
 from shared.bus.base import Bus, Subscription
 from shared.errors import BadRequest, BlitzError, Conflict, Overloaded
 from shared.messages.common import Ack
@@ -66,14 +65,15 @@ class KvReceiver:
         self._peers = peers
         self._serving = serving
         self._instance = instance
-        self._reservations: dict[Key, DecodeReservation] = {}
+        self.reservations: dict[Key, DecodeReservation] = {}
+        """Changed here alone."""
         self._begun: OrderedDict[Key, None] = OrderedDict()
         """Those that are, or were, decoded here: the answer may have been lost."""
         self._tickets = itertools.count()
         self._staging = Staging()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By request id."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._drops = OwnedTasks()
 
     async def subscribe(self) -> list[Subscription]:
         """Listen; the caller closes what is returned."""
@@ -92,7 +92,7 @@ class KvReceiver:
         room now), ``BadRequest`` (there will never be)."""
         request = message.request
         async with self._lock(request.request_id):
-            reservation = self._reservations.get((request.request_id, request.attempt))
+            reservation = self.reservations.get((request.request_id, request.attempt))
             if reservation is None:
                 reservation = await self._reserve(message)
         return DecodeReserved(
@@ -140,19 +140,19 @@ class KvReceiver:
         except BlitzError as error:
             await self._drop(reservation)
             raise Conflict(f"the KV cannot come: {error}") from error
-        self._reservations[key] = reservation
-        reservation.receive(failed=lambda: self._spawn(self._failed(key, reservation)))
+        self.reservations[key] = reservation
+        reservation.receive(failed=lambda: self._drops.start(self._failed(key, reservation)))
         return reservation
 
     async def _give_up_older(self, request: Submit, instance: Instance) -> None:
         """Earlier attempts at a request, whose prefill instance may be dead. Raises ``Conflict`` for a newer one."""
         self._serving.supersede(request, instance)
-        for key in [k for k in self._reservations if k[0] == request.request_id]:
-            await self._drop(self._reservations.pop(key))
+        for key in [k for k in self.reservations if k[0] == request.request_id]:
+            await self._drop(self.reservations.pop(key))
 
     async def on_renew(self, message: RenewDecode) -> DecodeRoom:
         """Keep room for longer; wait a moment for so many layers. Raises ``Conflict`` if no room is kept."""
-        reservation = self._reservations.get((message.request_id, message.attempt))
+        reservation = self.reservations.get((message.request_id, message.attempt))
         if reservation is None or reservation.ticket != message.ticket:
             raise Conflict(f"no room is kept for attempt {message.attempt} of request {message.request_id}")
         reservation.renewed_at_s = time.monotonic()
@@ -166,7 +166,7 @@ class KvReceiver:
         ``BadRequest`` for a token that the model lacks."""
         key = (message.request_id, message.attempt)
         async with self._lock(message.request_id):
-            reservation = self._reservations.get(key)
+            reservation = self.reservations.get(key)
             if reservation is not None:
                 if not reservation.is_whole:
                     raise Conflict(f"only {reservation.layers_here} of {reservation.num_layers} layers of KV are here")
@@ -198,7 +198,7 @@ class KvReceiver:
         self._begun[sequence.key] = None
         if len(self._begun) > MAX_BEGUN:
             self._begun.popitem(last=False)
-        self._reservations.pop(sequence.key, None)
+        self.reservations.pop(sequence.key, None)
         reservation.unpin()
 
     # --- the end -----------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class KvReceiver:
         """The request ends, or is decoded elsewhere. Its room is free when this is answered."""
         key = (message.request_id, message.attempt)
         async with self._lock(message.request_id):
-            if (reservation := self._reservations.pop(key, None)) is not None:
+            if (reservation := self.reservations.pop(key, None)) is not None:
                 await self._drop(reservation)
             elif key in self._begun:
                 # The other side has not heard that it is decoded here.
@@ -223,7 +223,7 @@ class KvReceiver:
 
     def cancel_gateway(self, gone: Gone) -> None:
         """Nor for any of those gateways'."""
-        theirs = ((key, reservation.sequence) for key, reservation in self._reservations.items())
+        theirs = ((key, reservation.sequence) for key, reservation in self.reservations.items())
         self._let_go(key for key, s in theirs if gone.had(s.gateway_id, s.gateway_incarnation))
 
     def expire(self) -> None:
@@ -236,24 +236,24 @@ class KvReceiver:
         def has_lapsed(reservation: DecodeReservation) -> bool:
             return now_s - max(reservation.renewed_at_s, connected_since_s) > reservation.message.lease_s
 
-        late = [key for key, reservation in self._reservations.items() if has_lapsed(reservation)]
+        late = [key for key, reservation in self.reservations.items() if has_lapsed(reservation)]
         if late:
             log.warning("nothing was heard of %d requests that were to be decoded here: their room is freed", len(late))
         self._let_go(late)
 
     def _let_go(self, keys: Iterable[Key]) -> None:
         for key in list(keys):
-            if (reservation := self._reservations.get(key)) is not None:
-                self._spawn(self._failed(key, reservation))
+            if (reservation := self.reservations.get(key)) is not None:
+                self._drops.start(self._failed(key, reservation))
 
     async def _failed(self, key: Key, reservation: DecodeReservation) -> None:
         async with self._lock(key[0]):
-            if self._reservations.get(key) is reservation:
-                del self._reservations[key]
+            if self.reservations.get(key) is reservation:
+                del self.reservations[key]
                 await self._drop(reservation)
 
     async def _drop(self, reservation: DecodeReservation) -> None:
-        """Free the room of one that is in ``_arrivals`` no more."""
+        """Free the room of one that is in ``reservations`` no more."""
         await reservation.stop()  # nothing is written into its blocks any more
         self._serving.unhost([reservation.sequence])
         call = reservation.instance.engine.call(
@@ -268,24 +268,14 @@ class KvReceiver:
     async def instance_gone(self, instance: Instance, _reason: str) -> None:
         """The instance's engine is about to stop, and its memory to be another model's."""
         gone = [
-            (key, reservation) for key, reservation in self._reservations.items() if reservation.instance is instance
+            (key, reservation) for key, reservation in self.reservations.items() if reservation.instance is instance
         ]
         await asyncio.gather(*(self._failed(key, reservation) for key, reservation in gone))
 
     async def close(self) -> None:
         """Drop all room."""
-        await asyncio.gather(*(self._failed(key, reservation) for key, reservation in list(self._reservations.items())))
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self._failed(key, reservation) for key, reservation in list(self.reservations.items())))
+        await self._drops.finish()
 
     def _lock(self, request_id: str) -> asyncio.Lock:
         return self._locks.setdefault(request_id, asyncio.Lock())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._reap)
-
-    def _reap(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("room for a request that is not to be decoded here was not freed", exc_info=error)

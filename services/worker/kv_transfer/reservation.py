@@ -12,16 +12,57 @@ from collections.abc import Callable
 import numpy as np
 
 from services.worker.instance.instance import Instance
-from services.worker.kv_transfer.staging import Window
-from services.worker.kv_transfer.tags import kv_tag
 from services.worker.scheduling.sequence import Sequence
 from services.worker.weights.peers import TENSOR_LANE, Peers
-from shared.aio import Wakeup
+from shared.aio import Wakeup, in_thread
 from shared.errors import BlitzError
 from shared.messages.disaggregated import ReserveDecode
 from shared.transport.base import Buffer, Channel, TensorTransport, Transfer
+from shared.transport.tags import Carries, tag_of
 
 log = logging.getLogger(__name__)
+
+STAGING_BYTES = 512 << 20
+"""Eight requests' windows: more senders at once do not make a NIC faster."""
+WINDOW_LAYERS = 8
+WINDOW_BYTES = 64 << 20
+"""Of KV that may be on its way to one request: its receives are posted before it is sent."""
+
+
+def kv_tag(ticket: int, layer: int) -> int:
+    """The tag of a layer's KV under a reservation's ticket."""
+    return tag_of(ticket, layer, Carries.KV_TO_DECODE)
+
+
+class Staging:
+    """Memory for KV on its way to this worker that is not in its KV pool yet, over all requests. Event loop only."""
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+
+    def window(self, layer_bytes: int, num_layers: int) -> Window | None:
+        """Room for some layers of a request, to be closed; None if there is none now. A request whose one layer is
+        larger than everything gets it when nobody else has anything."""
+        layers = min(num_layers, WINDOW_LAYERS, max(1, WINDOW_BYTES // layer_bytes))
+        layers = min(layers, (STAGING_BYTES - self.used_bytes) // layer_bytes)
+        if layers < 1 and self.used_bytes:
+            return None
+        return Window(self, max(1, layers), layer_bytes)
+
+
+class Window:
+    """So many layers of one request."""
+
+    def __init__(self, staging: Staging, num_layers: int, layer_bytes: int) -> None:
+        self.num_layers = num_layers
+        self._staging = staging
+        self._num_bytes = num_layers * layer_bytes
+        staging.used_bytes += self._num_bytes
+
+    def close(self) -> None:
+        """No more is received. May be repeated."""
+        self._staging.used_bytes -= self._num_bytes
+        self._num_bytes = 0
 
 
 class DecodeReservation:
@@ -49,7 +90,6 @@ class DecodeReservation:
         self._over = False
         self._changed = Wakeup()
         self._receiving: asyncio.Task[None] | None = None
-        self._importing: asyncio.Future[None] | None = None
         self._pin = contextlib.ExitStack()
         self._pin.enter_context(instance.pinned())
 
@@ -80,7 +120,7 @@ class DecodeReservation:
             buffer = np.empty(self._layer_bytes, dtype=np.uint8)
             self._posted.append((buffer, transport.recv(buffer, kv_tag(self.ticket, layer), source=self._channel)))
 
-    def receive(self, failed: Callable[[], None]) -> None:
+    def receive(self, failed: Callable[[], object]) -> None:
         """Begin to bring the KV in. ``failed()``: it does not come."""
         self._receiving = asyncio.create_task(self._receive(failed))
 
@@ -96,15 +136,13 @@ class DecodeReservation:
             self._receiving.cancel()
             await asyncio.wait({self._receiving})
         self._abort()
-        if self._importing is not None:
-            await asyncio.wait({self._importing})
 
     def _abort(self) -> None:
         for _, transfer in self._posted:
             transfer.abort()
         self._window.close()
 
-    async def _receive(self, failed: Callable[[], None]) -> None:
+    async def _receive(self, failed: Callable[[], object]) -> None:
         """All layers, in order."""
         try:
             while not self.is_whole:
@@ -127,8 +165,6 @@ class DecodeReservation:
     async def _import(self, kv: Buffer) -> None:
         engine, layer = self.instance.engine.loop.engine, self.layers_here
         tables, lengths = [self.sequence.block_table], [self.num_tokens]
-        work = asyncio.to_thread(engine.import_kv, tables, lengths, layer + 1, kv, first_layer=layer)
-        self._importing = asyncio.ensure_future(work)
-        await asyncio.shield(self._importing)
+        await in_thread(lambda: engine.import_kv(tables, lengths, layer + 1, kv, first_layer=layer))
         self.layers_here += 1
         self._changed.fire()

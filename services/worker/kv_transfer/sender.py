@@ -20,14 +20,15 @@ from prometheus_client import CollectorRegistry, Counter
 
 from services.worker.engine.loop import EngineLoop
 from services.worker.instance.instance import Instance
-from services.worker.kv_transfer.decode_client import DecodeClient, Unknown
-from services.worker.kv_transfer.tags import kv_tag
-from services.worker.kv_transfer.transfer import KvTransfer, NotTaken, Over
+from services.worker.kv_transfer.decode_client import DecodeClient
+from services.worker.kv_transfer.reservation import kv_tag
+from services.worker.kv_transfer.transfer import DecodeRefused, KvTransfer, RequestEnded
 from services.worker.requests.inbox import Serving
 from services.worker.scheduling.gateways import Gone
 from services.worker.scheduling.schedule import SampledToken
 from services.worker.scheduling.sequence import Sequence
 from services.worker.weights.peers import TENSOR_LANE, Peers
+from shared.aio import OwnedTasks
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Unavailable
 from shared.messages.common import ErrorInfo
@@ -64,8 +65,10 @@ class KvSender:
         self._instance = instance
         self._silence_s = silence_s
         self._loop = asyncio.get_running_loop()
-        self._transfers: dict[tuple[str, int], KvTransfer] = {}
-        self._tasks: dict[asyncio.Task[None], KvTransfer] = {}
+        self.transfers: dict[tuple[str, int], KvTransfer] = {}
+        """The latest of each request id and attempt; changed here alone."""
+        self._running: dict[KvTransfer, asyncio.Task[None]] = {}
+        self._tasks = OwnedTasks()
         self._ended = Counter(
             "blitz_worker_departures_total",
             "Requests that were to be decoded elsewhere, by what became of them",
@@ -99,23 +102,16 @@ class KvSender:
             instance.engine.call(lambda loop: loop.scheduler.reservations.decode_here(sequence))
 
     def _transfer(self, sequence: Sequence, num_tokens: int) -> KvTransfer | None:
-        """None if there is nothing to ship any more."""
-        known = self._transfers.get(sequence.key)
+        """None if there is nothing to send any more."""
+        known = self.transfers.get(sequence.key)
         if known is not None and known.sequence is sequence:
             return known
         instance, place = self._instance(), sequence.decode_at
         if sequence.finished or instance is None or place is None:
             return None
-        transfer = self._transfers[sequence.key] = KvTransfer(sequence, num_tokens, place, instance)
-        task = asyncio.create_task(self._run(transfer))
-        self._tasks[task] = transfer
-        task.add_done_callback(self._reap)
+        transfer = self.transfers[sequence.key] = KvTransfer(sequence, num_tokens, place, instance)
+        self._running[transfer] = self._tasks.start(self._run(transfer))
         return transfer
-
-    def _reap(self, task: asyncio.Task[None]) -> None:
-        transfer = self._tasks.pop(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("request %s, which was to leave, is lost here", transfer.sequence.request_id, exc_info=error)
 
     # --- from the gateways -------------------------------------------------------------------
 
@@ -124,13 +120,13 @@ class KvSender:
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Nobody waits for a request any more."""
-        transfer = self._transfers.get((request_id, attempt))
+        transfer = self.transfers.get((request_id, attempt))
         if transfer is not None:
             transfer.unwanted()
 
     def cancel_gateway(self, gone: Gone) -> None:
         """Nor for any of those gateways'."""
-        for transfer in self._transfers.values():
+        for transfer in self.transfers.values():
             if gone.had(transfer.sequence.gateway_id, transfer.sequence.gateway_incarnation):
                 transfer.unwanted()
 
@@ -142,28 +138,29 @@ class KvSender:
         with trace.use_span(self._serving.spans.of(sequence.key), end_on_exit=False):
             try:
                 outcome = await self._hand_over(transfer, client)
-            except NotTaken as why:
+            except DecodeRefused as why:
                 log.info("request %s is decoded here, not at %s: %s", sequence.request_id, worker_id, why)
                 _, outcome = await asyncio.gather(client.release(), self._keep(transfer))
-            except Over:
+            except RequestEnded:
                 outcome = "ended"
                 await self._free(transfer)
                 await client.release()
-            except Unknown as why:
-                log.warning("request %s: attempt %d ends, for %s may decode it: %s", *sequence.key, worker_id, why)
+            except Unavailable as error:
+                log.warning("request %s: attempt %d ends, for %s may decode it: %s", *sequence.key, worker_id, error)
                 outcome = "unknown"
-                await self._end(transfer, Unavailable(f"the decode instance does not answer: {why}"))
+                await self._end(transfer, error)
                 await client.release()
             except Exception:  # whatever it is, the request must not stay held
                 log.exception("request %s on its way to %s", sequence.request_id, worker_id)
                 _, outcome = await asyncio.gather(client.release(), self._keep(transfer))
             finally:
-                if self._transfers.get(sequence.key) is transfer:
-                    del self._transfers[sequence.key]
+                del self._running[transfer]
+                if self.transfers.get(sequence.key) is transfer:
+                    del self.transfers[sequence.key]
         self._ended.labels(outcome).inc()
 
     async def _hand_over(self, transfer: KvTransfer, client: DecodeClient) -> str:
-        """Raises ``Over``, ``NotTaken``, ``Unknown``."""
+        """Raises ``RequestEnded``, ``DecodeRefused``, and ``Unavailable`` if the decode instance may have it."""
         sequence = transfer.sequence
         reserved = await client.reserve()
         async with client.kept(reserved):
@@ -177,7 +174,7 @@ class KvSender:
 
     async def _send(self, transfer: KvTransfer, client: DecodeClient, reserved: DecodeReserved) -> None:
         """Send every layer's KV once it is computed, never more than the other side has receives for; wait until it has
-        all of it. Raises ``NotTaken``, ``Over``."""
+        all of it. Raises ``DecodeRefused``, ``RequestEnded``."""
         connecting = self._peers.channel(reserved.transport_address, reserved.host, lane=TENSOR_LANE)
         posted: deque[Transfer] = deque()
         num_layers, window = transfer.instance.engine.loop.engine.num_layers, max(1, reserved.window_layers)
@@ -195,7 +192,7 @@ class KvSender:
                     await posted.popleft().wait()
             await client.until_here(reserved.ticket, num_layers)
         except BlitzError as error:
-            raise NotTaken(str(error)) from error
+            raise DecodeRefused(str(error)) from error
         finally:
             for sent in posted:
                 sent.abort()
@@ -208,7 +205,7 @@ class KvSender:
         except Exception as error:  # an engine may raise anything; the blocks of an ended request are another's
             transfer.check()
             log.exception("KV of request %s", transfer.sequence.request_id)
-            raise NotTaken(f"its KV cannot be read: {type(error).__name__}: {error}") from error
+            raise DecodeRefused(f"its KV cannot be read: {type(error).__name__}: {error}") from error
         layers = np.split(np.frombuffer(exported, dtype=np.uint8), last - first)
         return [channel.send(kv, kv_tag(ticket, first + i)) for i, kv in enumerate(layers)]
 
@@ -217,7 +214,7 @@ class KvSender:
         sequence = transfer.sequence
         try:
             await transfer.until_computed()
-        except Over:
+        except RequestEnded:
             await self._free(transfer)
             return "ended"
         transfer.instance.engine.call(lambda loop: loop.scheduler.reservations.decode_here(sequence))
@@ -249,15 +246,12 @@ class KvSender:
 
     async def instance_gone(self, instance: Instance, _reason: str) -> None:
         """The instance's engine is about to stop: its requests end there."""
-        tasks = {task for task, transfer in self._tasks.items() if transfer.instance is instance}
-        for task in tasks:
-            self._tasks[task].unwanted()
-        if tasks:
-            await asyncio.wait(tasks, timeout=LEAVE_S)
+        theirs = {transfer: task for transfer, task in self._running.items() if transfer.instance is instance}
+        for transfer in theirs:
+            transfer.unwanted()
+        if theirs:
+            await asyncio.wait(theirs.values(), timeout=LEAVE_S)
 
     async def close(self) -> None:
         """Drop what is under way."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()

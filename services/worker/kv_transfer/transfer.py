@@ -22,12 +22,12 @@ LOOK_S = 0.25
 T = TypeVar("T")
 
 
-class Over(Exception):
-    """The request has ended, or nobody waits for it any more."""
+class RequestEnded(Exception):
+    """The request has ended, or no client waits for it any more."""
 
 
-class NotTaken(Exception):
-    """The decode instance will not have this request."""
+class DecodeRefused(Exception):
+    """The decode instance does not take this request, or is gone: it can be decoded here."""
 
 
 class KvTransfer:
@@ -85,14 +85,15 @@ class KvTransfer:
         return self.sequence.finished or not self._wanted
 
     def check(self) -> None:
-        """Raises ``Over`` or ``NotTaken``."""
+        """Raises ``RequestEnded`` or ``DecodeRefused``."""
         if self.is_over:
-            raise Over
+            raise RequestEnded
         if self._lost:
-            raise NotTaken(self._lost)
+            raise DecodeRefused(self._lost)
 
     async def unless_over(self, work: Awaitable[T]) -> T:
-        """The result of ``work``. Raises ``Over`` or ``NotTaken`` as soon as that is known, and cancels ``work``."""
+        """The result of ``work``. Raises ``RequestEnded`` or ``DecodeRefused`` as soon as that is known, and cancels
+        ``work``."""
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self._stop}
         try:
@@ -105,20 +106,20 @@ class KvTransfer:
             task.cancel()
 
     async def pause(self, seconds: float) -> None:
-        """Raises ``Over`` or ``NotTaken``."""
+        """Raises ``RequestEnded`` or ``DecodeRefused``."""
         await self.unless_over(asyncio.sleep(seconds))
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Raises ``Over`` or ``NotTaken``."""
+        """Raises ``RequestEnded`` or ``DecodeRefused``."""
         self.check()
         while not condition():
             await self._changed.wait(LOOK_S)
             self.check()
 
     async def until_computed(self) -> SampledToken:
-        """The first token. Raises ``Over``, whatever the decode instance does."""
+        """The first token. Raises ``RequestEnded``, whatever the decode instance does."""
         while self.token is None and not self.is_over:
             await self._changed.wait(LOOK_S)
         if self.token is None or self.is_over:
-            raise Over
+            raise RequestEnded
         return self.token

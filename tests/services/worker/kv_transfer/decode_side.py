@@ -18,7 +18,7 @@ from tests.services.worker.lone_worker import LoneWorker
 
 
 def reservations_of(alone: LoneWorker) -> dict[tuple[str, int], DecodeReservation]:
-    return alone.worker.service.parts.kv_receiver._reservations
+    return alone.worker.service.parts.kv_receiver.reservations
 
 
 async def used_blocks(alone: LoneWorker) -> int:
@@ -72,10 +72,10 @@ class Gate:
 def expire(alone: LoneWorker, reservation: DecodeReservation, monkeypatch: pytest.MonkeyPatch) -> asyncio.Task[object]:
     """Its lease lapses; the task that drops it."""
     keeper, renewed_at_s = alone.worker.service.parts.kv_receiver, reservation.renewed_at_s
-    before = set(keeper._tasks)
+    before = asyncio.all_tasks()
     with monkeypatch.context() as patch:
         patch.setattr(reservation, "renewed_at_s", float("-inf"))
         patch.setattr(alone.worker.bus, "_connected_since_s", renewed_at_s - 3600.0)
         keeper.expire()
-    (task,) = keeper._tasks - before
+    (task,) = asyncio.all_tasks() - before
     return asyncio.create_task(asyncio.wait({task}))

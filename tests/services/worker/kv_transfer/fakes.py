@@ -8,11 +8,10 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 import numpy as np
-from prometheus_client import Counter
 
 from services.worker.engine.base import Batch, Slice
 from services.worker.engine.mock.engine import MockEngine, next_token
-from services.worker.kv_transfer.tags import kv_tag
+from services.worker.kv_transfer.reservation import kv_tag
 from shared import subjects
 from shared.messages.common import Ack
 from shared.messages.disaggregated import (
@@ -27,6 +26,7 @@ from shared.messages.generation import DecodePlace, SamplingParams, Submit, Toke
 from shared.transport.base import Transfer
 from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker
+from tests.services.workers import RunningWorker
 
 PROMPT = tuple(32 + (5 * j) % 90 for j in range(100))
 """Two chunks of a worker's usual 64 tokens."""
@@ -143,7 +143,7 @@ async def clean(alone: LoneWorker) -> None:
     worker = alone.worker
     engine = worker.serving.engine
     await eventually(
-        lambda: not worker.service.parts.kv_receiver._reservations and not worker.service.parts.kv_sender._transfers
+        lambda: not worker.service.parts.kv_receiver.reservations and not worker.service.parts.kv_sender.transfers
     )
 
     async def empty() -> bool:
@@ -262,8 +262,11 @@ class FakeDecode:
         return Ack()
 
 
+def outcomes_at(worker: RunningWorker) -> dict[str, float]:
+    """What became of the requests that were to leave, as this worker counts it."""
+    samples = [s for metric in worker.metrics.collect() for s in metric.samples]
+    return {s.labels["outcome"]: s.value for s in samples if s.name == "blitz_worker_departures_total"}
+
+
 def outcomes(alone: LoneWorker) -> dict[str, float]:
-    """What became of the requests that were to leave, as the worker counts it."""
-    counter: Counter = alone.worker.service.parts.kv_sender._ended
-    samples = [s for metric in counter.collect() for s in metric.samples]
-    return {s.labels["outcome"]: s.value for s in samples if s.name.endswith("_total")}
+    return outcomes_at(alone.worker)

@@ -9,6 +9,7 @@ from shared.messages.generation import DecodePlace
 from tests.services.cluster import Cluster, running_cluster
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
+from tests.services.worker.kv_transfer.fakes import outcomes_at
 from tests.services.workers import RunningWorker
 
 PROMPT = tuple(32 + (5 * j) % 90 for j in range(100))
@@ -56,8 +57,7 @@ class Disaggregated:
 
     def outcomes(self) -> dict[str, float]:
         """What became of the requests, as the prefill worker counts it."""
-        samples = [s for metric in self.prefill.service.parts.kv_sender._ended.collect() for s in metric.samples]
-        return {s.labels["outcome"]: s.value for s in samples if s.name.endswith("_total")}
+        return outcomes_at(self.prefill)
 
     async def clean(self) -> None:
         """No request, no block, no reservation is left at any living worker."""
@@ -65,8 +65,8 @@ class Disaggregated:
             if worker.task.done() or worker.instance is None:
                 continue
             service, loop = worker.service, worker.serving.engine.loop
-            await eventually(lambda service=service: not service.parts.kv_sender._transfers)
-            await eventually(lambda service=service: not service.parts.kv_receiver._reservations)
+            await eventually(lambda service=service: not service.parts.kv_sender.transfers)
+            await eventually(lambda service=service: not service.parts.kv_receiver.reservations)
             await eventually(lambda loop=loop: loop.num_requests == 0 and loop.scheduler.pool.num_used == 0)
             loop.scheduler.check()
 

@@ -11,8 +11,8 @@ import pytest
 
 from services.worker.engine.base import Sampled
 from services.worker.kv_transfer import decode_client as module
-from services.worker.kv_transfer.decode_client import DecodeClient, Unknown
-from services.worker.kv_transfer.transfer import KvTransfer, NotTaken, Over
+from services.worker.kv_transfer.decode_client import DecodeClient
+from services.worker.kv_transfer.transfer import DecodeRefused, KvTransfer, RequestEnded
 from services.worker.scheduling.sequence import Sequence
 from shared import subjects
 from shared.errors import (
@@ -43,7 +43,7 @@ TOKEN = Sampled(42, TokenLogprobs(logprob=-1.0))
 RESERVED = DecodeReserved(ticket=5, host="h", transport_address=b"there", window_layers=8)
 ANSWERS = {"reserve": RESERVED, "renew": DecodeRoom(layers_here=4), "begin": Ack()}
 """What is said to each question if all is well."""
-GIVEN_UP = {"reserve": NotTaken, "renew": NotTaken, "begin": Unknown}
+GIVEN_UP = {"reserve": DecodeRefused, "renew": DecodeRefused, "begin": Unavailable}
 """What a question ends with that was heard, for all that is known, and is not answered."""
 ERRORS = [Conflict, BadRequest, NotFound, Internal, PayloadTooLarge, TransportError]
 EVERY_QUESTION = pytest.mark.parametrize("what", list(ANSWERS))
@@ -147,7 +147,7 @@ async def test_room_is_waited_for_as_long_as_the_prompt_takes(rig: Rig) -> None:
     await asyncio.sleep(0.15)
     assert not waits.done(), "there is nothing to be lost by it"
     rig.transfer.computed([1], 2, TOKEN)
-    with pytest.raises(NotTaken, match="full"):
+    with pytest.raises(DecodeRefused, match="full"):
         await waits
 
 
@@ -185,7 +185,7 @@ async def test_what_may_pass_is_asked_again(rig: Rig, what: str) -> None:
 @pytest.mark.parametrize("error", ERRORS)
 async def test_a_refusal_is_believed_at_once(rig: Rig, what: str, error: type[BlitzError]) -> None:
     rig.answers = [error("no")]
-    with pytest.raises(NotTaken, match="no"):
+    with pytest.raises(DecodeRefused, match="no"):
         await rig.ask(what)
     assert len(rig.asked) == 1
 
@@ -202,7 +202,7 @@ async def test_silence_is_believed_after_a_while(rig: Rig, what: str, answer: Ex
 @EVERY_QUESTION
 async def test_a_name_that_nobody_answers_to_has_not_heard_it(rig: Rig, what: str) -> None:
     rig.theirs.go_down()
-    with pytest.raises(NotTaken):
+    with pytest.raises(DecodeRefused):
         await rig.ask(what)
 
 
@@ -212,7 +212,7 @@ async def test_who_has_heard_a_begin_and_is_gone_then_may_have_the_request(rig: 
         return Ack()
 
     await rig.answers_itself("begin", BeginDecode, leave)
-    with pytest.raises(Unknown, match="nobody answers"):
+    with pytest.raises(Unavailable, match="nobody answers"):
         await rig.client.begin(TOKEN)
 
 
@@ -245,7 +245,7 @@ async def test_what_is_over_is_not_asked_for_any_more(rig: Rig, what: str, monke
     await eventually(lambda: rig.asked)
     await asyncio.sleep(0.01)
     rig.transfer.unwanted()
-    with pytest.raises(Over):
+    with pytest.raises(RequestEnded):
         await waits
     assert len(rig.asked) == 1
 
@@ -256,7 +256,7 @@ async def test_an_end_while_begin_is_answered_is_not_a_success(rig: Rig) -> None
         return Ack()
 
     await rig.answers_itself("begin", BeginDecode, answer)
-    with pytest.raises(Over):
+    with pytest.raises(RequestEnded):
         await rig.client.begin(TOKEN)
 
 
@@ -271,7 +271,7 @@ async def test_layers_are_asked_for_until_they_are_there(rig: Rig) -> None:
 
 async def test_layers_that_do_not_come_are_given_up(rig: Rig) -> None:
     rig.answers = [DecodeRoom(layers_here=2)]
-    with pytest.raises(NotTaken, match=r"2 layers in 0\.2 s"):
+    with pytest.raises(DecodeRefused, match=r"2 layers in 0\.2 s"):
         await rig.client.until_here(5, 3)
 
 
@@ -308,7 +308,7 @@ async def test_room_is_renewed_meanwhile_and_not_after(rig: Rig) -> None:
 async def test_room_that_is_lost_is_told(rig: Rig) -> None:
     rig.answers = [DecodeRoom(layers_here=0), Conflict("lapsed")]
     async with rig.client.kept(RESERVED):
-        with pytest.raises(NotTaken, match="lapsed"):
+        with pytest.raises(DecodeRefused, match="lapsed"):
             await rig.transfer.pause(60.0)
         told = len(rig.asked)
         await asyncio.sleep(10 * module.RENEW_S)

@@ -46,8 +46,8 @@ async def test_many_at_once(redis_url: str) -> None:
 async def test_kv_leaves_while_later_layers_are_computed(redis_url: str) -> None:
     async with disaggregated(redis_url, mock=MockTiming(layer_base_s=0.05)) as pair:
         await pair.submit("r", prompt=PROMPT[:20])
-        await eventually(lambda: pair.decode.service.parts.kv_receiver._reservations)
-        (reservation,) = pair.decode.service.parts.kv_receiver._reservations.values()
+        await eventually(lambda: pair.decode.service.parts.kv_receiver.reservations)
+        (reservation,) = pair.decode.service.parts.kv_receiver.reservations.values()
         await eventually(lambda: reservation.layers_here > 0)
         assert pair.gateway.tokens("r") == ()
         await pair.ends("r")
@@ -77,7 +77,7 @@ async def test_the_decode_worker_dies_while_kv_comes(redis_url: str) -> None:
     async with disaggregated(redis_url, mock=SLOW) as pair:
         await pair.submit("r")
         await eventually(
-            lambda: any(a.layers_here for a in pair.decode.service.parts.kv_receiver._reservations.values())
+            lambda: any(a.layers_here for a in pair.decode.service.parts.kv_receiver.reservations.values())
         )
         await pair.decode.kill()
         await pair.ends("r")
@@ -110,7 +110,7 @@ async def test_it_waits_a_moment_for_room(redis_url: str) -> None:
 async def test_a_cancel_frees_both_sides(redis_url: str) -> None:
     async with disaggregated(redis_url, mock=SLOW) as pair:
         await pair.submit("r")
-        await eventually(lambda: pair.decode.service.parts.kv_receiver._reservations)
+        await eventually(lambda: pair.decode.service.parts.kv_receiver.reservations)
         await pair.gateway.cancel("w0", "r")
         await pair.clean()
         assert pair.outcomes() == {"ended": 1}
@@ -142,7 +142,7 @@ async def test_the_prefill_worker_dies(redis_url: str, monkeypatch: pytest.Monke
     async with disaggregated(redis_url, mock=SLOW) as pair:
         await pair.submit("gone")
         await eventually(
-            lambda: any(a.layers_here for a in pair.decode.service.parts.kv_receiver._reservations.values())
+            lambda: any(a.layers_here for a in pair.decode.service.parts.kv_receiver.reservations.values())
         )
         await pair.prefill.kill()
         # Nobody renews its room. Another attempt is computed and decoded where it was to be decoded.
@@ -178,7 +178,7 @@ async def test_the_bus_goes_away_for_a_moment(redis_url: str) -> None:
     async with disaggregated(redis_url, mock=SLOW) as pair:
         await pair.submit("r", max_tokens=20)
         await eventually(
-            lambda: any(a.layers_here for a in pair.decode.service.parts.kv_receiver._reservations.values())
+            lambda: any(a.layers_here for a in pair.decode.service.parts.kv_receiver.reservations.values())
         )
         pair.prefill.bus.go_down()
         await asyncio.sleep(0.3)

@@ -7,6 +7,7 @@ import pytest
 from shared.messages.common import LivePolicy
 from tests.services.cluster import Cluster
 from tests.services.waiting import eventually
+from tests.services.worker.kv_transfer.fakes import outcomes_at
 from tests.services.worker.live.burst import Burst, live_cluster
 
 
@@ -22,18 +23,18 @@ async def test_a_burst_at_prefill_instances(redis_url: str, policy: LivePolicy) 
         assert report.batches
         assert await _senders(burst) == dict.fromkeys(burst.prompts, burst.decoder.worker_id)
         for worker in (burst.source, burst.target):
-            assert _outcomes(worker.service.parts.kv_sender).keys() <= {"moved"}
+            assert outcomes_at(worker).keys() <= {"moved"}
 
 
 async def test_the_decode_worker_dies_while_two_prefill_instances_cooperate(redis_url: str) -> None:
     async with live_cluster(redis_url, num_workers=3) as cluster:
         burst = Burst(cluster)
         await burst.start(delay_s=0.02, role="prefill", max_tokens=8)
-        await eventually(lambda: any(_outcomes(w.service.parts.kv_sender) for w in (burst.source, burst.target)))
+        await eventually(lambda: any(outcomes_at(w) for w in (burst.source, burst.target)))
         await burst.decoder.kill()
         # What it had taken over by then is the gateway's to try again; the two that are left decode the others.
         await burst.clean()
-        moved = sum(_outcomes(w.service.parts.kv_sender).get("moved", 0) for w in (burst.source, burst.target))
+        moved = sum(outcomes_at(w).get("moved", 0) for w in (burst.source, burst.target))
         assert moved < len(burst.prompts)
         await eventually(lambda: len(_ended_whole(burst)) >= len(burst.prompts) - moved)
 
@@ -48,8 +49,3 @@ async def _senders(burst: Burst) -> dict[str, str]:
     """Who sent each request's latest tokens."""
     cluster: Cluster = burst.cluster
     return {p.request_id: b.worker_id for b in cluster.gateway.batches for p in b.parts if p.token_ids}
-
-
-def _outcomes(departures: object) -> dict[str, float]:
-    samples = [s for metric in departures._ended.collect() for s in metric.samples]  # type: ignore[attr-defined]
-    return {s.labels["outcome"]: s.value for s in samples if s.name.endswith("_total")}

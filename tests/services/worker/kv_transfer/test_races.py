@@ -16,10 +16,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.worker.engine.mock.engine import MockEngine, MockTiming
-from services.worker.kv_transfer import decode_client, staging
-from services.worker.kv_transfer import receiver as arrivals
-from services.worker.kv_transfer.reservation import DecodeReservation
-from services.worker.kv_transfer.tags import kv_tag
+from services.worker.kv_transfer import decode_client, receiver
+from services.worker.kv_transfer import reservation as reservation_module
+from services.worker.kv_transfer.reservation import DecodeReservation, kv_tag
 from shared import subjects
 from shared.bus.wire import Headers
 from shared.errors import BlitzError
@@ -46,7 +45,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_client, "ROOM_PATIENCE_S", 0.1)
     monkeypatch.setattr(decode_client, "LEASE_S", 0.5)
     monkeypatch.setattr(decode_client, "RENEW_S", 0.1)
-    monkeypatch.setattr(arrivals, "MAX_WAIT_S", 0.05)
+    monkeypatch.setattr(receiver, "MAX_WAIT_S", 0.05)
 
 
 @pytest.fixture
@@ -291,7 +290,7 @@ async def test_room_that_lapsed_and_was_given_anew_is_not_taken_for_the_first(re
     """KV that went under the first ticket is not there."""
     async with disaggregated(redis_url, stall_s=5.0, mock=MockTiming(layer_base_s=0.03)) as pair:
         await pair.submit("r")
-        rooms = pair.decode.service.parts.kv_receiver._reservations
+        rooms = pair.decode.service.parts.kv_receiver.reservations
         await eventually(lambda: rooms)
         (room,) = rooms.values()
         room.ticket += 77
@@ -307,7 +306,7 @@ async def test_a_gateway_that_only_the_decode_worker_finds_silent(
     async with disaggregated(redis_url, stall_s=5.0, mock=MockTiming(layer_base_s=0.03)) as pair:
         await pair.submit("r")
         there = pair.decode
-        await eventually(lambda: there.service.parts.kv_receiver._reservations)
+        await eventually(lambda: there.service.parts.kv_receiver.reservations)
         monkeypatch.setattr(there.bus, "_connected_since_s", 0.0)
         there.service.parts.serving._gateways._lives["gw"][""].heard_at_s = float("-inf")
         there.service.parts.serving.expire()
@@ -322,8 +321,8 @@ async def test_no_layer_is_sent_that_nobody_receives(
     patient_pair: Disaggregated, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     """However slowly KV is taken in."""
-    monkeypatch.setattr(staging, "WINDOW_LAYERS", window)
-    there, rooms = patient_pair.decode, patient_pair.decode.service.parts.kv_receiver._reservations
+    monkeypatch.setattr(reservation_module, "WINDOW_LAYERS", window)
+    there, rooms = patient_pair.decode, patient_pair.decode.service.parts.kv_receiver.reservations
     engine = there.serving.engine.loop.engine
     assert isinstance(engine, MockEngine)
     import_kv, ahead = engine.import_kv, []

@@ -7,8 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from services.worker.kv_transfer import receiver as arrivals
-from services.worker.kv_transfer import staging
+from services.worker.kv_transfer import receiver
+from services.worker.kv_transfer import reservation as reservation_module
 from services.worker.weights.peers import Peers
 from shared.errors import Conflict, Overloaded, Unavailable
 from shared.transport.base import Channel
@@ -71,7 +71,7 @@ async def test_kv_that_does_not_come_frees_its_room_at_once(alone: LoneWorker, p
 async def test_who_waits_for_kv_that_does_not_come_hears_it(
     alone: LoneWorker, prefill: FakePrefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrivals, "MAX_WAIT_S", 60.0)
+    monkeypatch.setattr(receiver, "MAX_WAIT_S", 60.0)
     request = prefill.request()
     reserved = await prefill.reserve(request)
     waits = asyncio.create_task(prefill.renew(request, reserved, wait_layers=1))
@@ -89,7 +89,7 @@ async def test_who_waits_for_layers_hears_of_them_at_once_and_else_after_a_while
     request = prefill.request()
     reserved = await prefill.reserve(request)
     layers = prefill.kv(request)
-    monkeypatch.setattr(arrivals, "MAX_WAIT_S", 60.0)
+    monkeypatch.setattr(receiver, "MAX_WAIT_S", 60.0)
     waits = [asyncio.create_task(prefill.renew(request, reserved, wait_layers=n)) for n in (2, 1)]
     await asyncio.sleep(0.02)
     assert not any(task.done() for task in waits)
@@ -98,7 +98,7 @@ async def test_who_waits_for_layers_hears_of_them_at_once_and_else_after_a_while
     assert not waits[0].done()
     await prefill.send(reserved, {1: layers[1]})
     assert await waits[0] == 2
-    monkeypatch.setattr(arrivals, "MAX_WAIT_S", 0.02)
+    monkeypatch.setattr(receiver, "MAX_WAIT_S", 0.02)
     assert await prefill.renew(request, reserved, wait_layers=3) == 2
     await prefill.release(request)
 
@@ -106,7 +106,7 @@ async def test_who_waits_for_layers_hears_of_them_at_once_and_else_after_a_while
 async def test_receives_are_posted_a_window_ahead(
     alone: LoneWorker, prefill: FakePrefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "WINDOW_LAYERS", 2)
+    monkeypatch.setattr(reservation_module, "WINDOW_LAYERS", 2)
     request = prefill.request()
     reserved = await prefill.reserve(request)
     assert reserved.window_layers == 2
@@ -130,7 +130,7 @@ async def test_a_window_is_bounded_in_bytes(
 ) -> None:
     engine = alone.worker.serving.engine.loop.engine
     layer_bytes = len(PROMPT) * engine.kv_bytes_per_token_layer
-    monkeypatch.setattr(staging, "WINDOW_BYTES", int(layers_worth * layer_bytes))
+    monkeypatch.setattr(reservation_module, "WINDOW_BYTES", int(layers_worth * layer_bytes))
     reserved = await prefill.reserve(prefill.request())
     assert reserved.window_layers == window
     await prefill.release(prefill.request())
@@ -140,8 +140,8 @@ async def test_kv_on_its_way_to_all_requests_together_is_bounded_in_bytes(
     alone: LoneWorker, prefill: FakePrefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer_bytes = len(PROMPT) * alone.worker.serving.engine.loop.engine.kv_bytes_per_token_layer
-    monkeypatch.setattr(staging, "STAGING_BYTES", int(3.5 * layer_bytes))
-    monkeypatch.setattr(staging, "WINDOW_LAYERS", 2)
+    monkeypatch.setattr(reservation_module, "STAGING_BYTES", int(3.5 * layer_bytes))
+    monkeypatch.setattr(reservation_module, "WINDOW_LAYERS", 2)
     requests = [prefill.request(f"r{i}") for i in range(3)]
     reserved = [await prefill.reserve(request) for request in requests[:2]]
     assert [r.window_layers for r in reserved] == [2, 1]
@@ -158,13 +158,16 @@ async def test_kv_on_its_way_to_all_requests_together_is_bounded_in_bytes(
     for request in (requests[0], requests[2]):
         await prefill.begin(request)
         await decoded(alone, request)
-    assert alone.worker.service.parts.kv_receiver._staging.used_bytes == 0
+    again = [prefill.request(f"again{i}") for i in range(2)]
+    assert [(await prefill.reserve(request)).window_layers for request in again] == [2, 1], "all of it is free"
+    for request in again:
+        await prefill.release(request)
 
 
 async def test_a_layer_larger_than_the_bound_comes_when_nothing_else_does(
     alone: LoneWorker, prefill: FakePrefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "STAGING_BYTES", 1)
+    monkeypatch.setattr(reservation_module, "STAGING_BYTES", 1)
     one, other = prefill.request("one"), prefill.request("other")
     reserved = await prefill.reserve(one)
     with pytest.raises(Overloaded):
@@ -174,7 +177,9 @@ async def test_a_layer_larger_than_the_bound_comes_when_nothing_else_does(
     await decoded(alone, one)
     await prefill.reserve(other)
     await prefill.release(other)
-    assert alone.worker.service.parts.kv_receiver._staging.used_bytes == 0
+    last = prefill.request("last")
+    await prefill.reserve(last)
+    await prefill.release(last)
 
 
 async def test_kv_of_a_released_reservation_harms_nobody(alone: LoneWorker, prefill: FakePrefill) -> None:

@@ -502,7 +502,7 @@ async def test_an_end_at_every_stage(alone: LoneWorker, decode: FakeDecode, stag
     if gate is not None:
         gate.open()
     go.set()
-    await eventually(lambda: outcomes(alone) and not service.parts.kv_sender._tasks)
+    await eventually(lambda: outcomes(alone))
     assert set(outcomes(alone)) == {"ended"}
     assert decode.said[-1] == "release", "the decode worker may have begun"
     assert service.parts.serving._moved.owner_of(("r", 1)) is None
@@ -573,7 +573,7 @@ async def test_a_cancel_of_what_is_held_before_the_event_loop_has_heard_of_it(
     engine = alone.worker.serving.engine
     alone.resume()
     _wait_without_the_event_loop(lambda: bool(engine.loop.scheduler.reservations.for_decode))
-    assert not alone.worker.service.parts.kv_sender._transfers
+    assert not alone.worker.service.parts.kv_sender.transfers
     if how == "engine":
         engine.cancel("r", 1).result(10.0)
     else:
@@ -646,10 +646,10 @@ async def test_close_leaves_nothing_under_way(alone: LoneWorker, decode: FakeDec
     decode.on_begin = forever
     await submit(alone, decode)
     await eventually(lambda: decode.begins)
-    departures = alone.worker.service.parts.kv_sender
-    await departures.close()
-    assert not departures._tasks
-    assert not departures._transfers
+    sender = alone.worker.service.parts.kv_sender
+    await sender.close()
+    assert not any(task.get_coro().__qualname__.startswith("KvSender.") for task in asyncio.all_tasks())  # type: ignore[union-attr]
+    assert not sender.transfers
     await alone.gateway.cancel("w0", "r")
     await asyncio.sleep(0.02)
     await _release_all(alone)

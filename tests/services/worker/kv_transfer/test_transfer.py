@@ -9,8 +9,8 @@ import pytest
 
 from services.worker.engine.base import Sampled
 from services.worker.kv_transfer import transfer as module
-from services.worker.kv_transfer.tags import kv_tag
-from services.worker.kv_transfer.transfer import KvTransfer, NotTaken, Over
+from services.worker.kv_transfer.reservation import kv_tag
+from services.worker.kv_transfer.transfer import DecodeRefused, KvTransfer, RequestEnded
 from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import DecodePlace, SamplingParams
 from shared.transport.tags import MAX_NUMBER, tag_of
@@ -98,10 +98,10 @@ async def test_nobody_waits_for_what_will_not_be(transfer: KvTransfer, why: str)
     ]
     if why == "lost":
         transfer.lose("no room")
-        expected: type[Exception] = NotTaken
+        expected: type[Exception] = DecodeRefused
     else:
         transfer.unwanted()
-        expected = Over
+        expected = RequestEnded
     waiting += [asyncio.create_task(transfer.until(lambda: True)), asyncio.create_task(transfer.pause(0.0))]
     for task in waiting:
         with pytest.raises(expected):
@@ -118,7 +118,7 @@ async def test_who_waits_for_the_token_waits_on_though_the_decode_instance_is_lo
     transfer.computed([1], 4, Sampled(42))
     assert (await token).token_id == 42
     transfer.unwanted()
-    with pytest.raises(Over):
+    with pytest.raises(RequestEnded):
         await transfer.until_computed()
 
 
@@ -127,7 +127,7 @@ async def test_an_end_that_comes_with_an_answer_is_an_end(transfer: KvTransfer) 
         transfer.sequence.finished = True
         return 3
 
-    with pytest.raises(Over):
+    with pytest.raises(RequestEnded):
         await transfer.unless_over(answer())
 
 
@@ -146,7 +146,7 @@ async def test_an_end_that_nobody_tells_is_seen(transfer: KvTransfer, monkeypatc
     waiting = [await started(waits) for waits in (transfer.until_computed(), transfer.unless_over(work))]
     transfer.sequence.finished = True  # on the engine's thread
     for task in waiting:
-        with pytest.raises(Over):
+        with pytest.raises(RequestEnded):
             await task
 
 
