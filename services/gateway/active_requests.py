@@ -1,4 +1,4 @@
-"""The requests that this gateway has accepted and not ended, and where their tokens go."""
+"""The requests that this gateway has accepted and that have not ended, and where their tokens go."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class ActiveRequest:
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     """The caller's trace: submits are made in it."""
     progress_s: float = -math.inf
-    """The current attempt's begin, or its latest new token."""
+    """When the current attempt began, or when its latest new token arrived."""
     submitting: bool = False
-    """The instance has not answered the Submit yet: it need not know the stream."""
+    """The instance has not answered the Submit yet, so it may not know the stream."""
     asking: bool = False
     """A Resend of this stream is on its way."""
     asked: bool = False
-    """The current silence was answered by a Resend already."""
+    """The gateway has already reacted to the current silence with a Resend."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class ActiveRequests:
             self._idle.set()
 
     def find(self, request_id: str) -> ActiveRequest | None:
-        """The request of that id, None when it ended or never was."""
+        """The request of that id; None if it has ended or never existed."""
         return self._by_id.get(request_id)
 
     def __getitem__(self, request_id: str) -> ActiveRequest:

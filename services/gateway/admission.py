@@ -21,7 +21,7 @@ from shared.errors import BadRequest, ContextLengthExceeded
 from shared.messages.generation import SamplingParams
 
 INLINE_CHARACTERS = 4096
-"""Texts up to this, all of a request together, are encoded on the event loop (well under a millisecond)."""
+"""Up to this length, all texts of a request together are encoded on the event loop (well under a millisecond)."""
 INLINE_TOKEN_IDS = 4096
 """The same for token ids that become text."""
 INLINE_TEMPLATE_CHARACTERS = 16_384
@@ -32,7 +32,7 @@ INLINE_RENDER_S = 0.02
 BYTES_PER_TOKEN = 40
 """A place in a tuple, and an integer."""
 BYTES_PER_STREAM = 8192
-"""What a stream takes beside its tokens: its state, its text, its tasks."""
+"""What a stream occupies beside its tokens: its state, its text, its tasks."""
 
 
 async def encode(
@@ -69,12 +69,12 @@ async def render(template: ChatTemplate, chat: ChatRequest, offload: Offload) ->
 
 
 def memory_bytes(prompts: Sequence[Sequence[int]]) -> int:
-    """What a request holds from its admission to its end, output aside."""
+    """What a request occupies from its admission to its end, apart from its output."""
     return sum(BYTES_PER_STREAM + BYTES_PER_TOKEN * len(prompt) for prompt in prompts)
 
 
 def refuse_unknown_tokens(token_ids: Sequence[int], vocab_size: int, *, param: str) -> None:
-    """Raises ``BadRequest`` for a text of which the tokenizer makes tokens that the model does not have."""
+    """Raises ``BadRequest`` for a text whose tokens the model does not have."""
     if token_ids and max(token_ids) >= vocab_size:
         raise BadRequest(
             f"{param}: the tokenizer gives token id {max(token_ids)}, the model has only 0..{vocab_size - 1}",

@@ -1,4 +1,4 @@
-"""The API keys that this gateway accepts, their limits shared with the other gateways, and what is counted of them."""
+"""The API keys that this gateway accepts, their limits (shared with the other gateways), and their counters."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ REPORT_EVERY_S = 0.1
 ROWS_PER_REPORT = 1000
 """Of at most some 250 bytes each: well under 1 MB."""
 MAX_LABELS = 200
-"""Keys with series of their own in the metrics; the others add up as ``other``."""
+"""Keys with series of their own in the metrics; the others are summed up as ``other``."""
 OTHER = "other"
 
 
 class ApiKeys:
-    """Event loop only, but for ``families``."""
+    """For the event loop only, except ``families``."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class ApiKeys:
 
     def find(self, shown: bytes) -> ApiKey | None:
         """The key that was shown, if it is accepted."""
-        # By digest: how long it takes tells nothing of the keys, and does not grow with them.
+        # By digest: the time that this takes reveals nothing about the keys and does not grow with their number.
         return self._keys.get(digest(shown))
 
     def may_use(self, name: str, model: str) -> bool:
@@ -102,7 +102,7 @@ class ApiKeys:
             bill.settle()
 
     def output_tokens(self, name: str, prompts: Sequence[Sequence[int]]) -> int | None:
-        """The most that each output may be given where the caller does not say; None: not limited."""
+        """The longest output to allow where the caller does not say; None means unlimited."""
         limit = self._limits.limits_of(name).tokens_per_minute
         return None if limit is None else max(1, (limit - sum(map(len, prompts))) // len(prompts))
 
@@ -115,7 +115,7 @@ class ApiKeys:
         return charge
 
     def settle(self, name: str, charge: Charge | None, used_tokens: int) -> None:
-        """An admitted request is over."""
+        """An admitted request has ended."""
         self._tokens[self._label(name)] += used_tokens
         if charge is not None:
             self._limits.settle(charge, used_tokens, self._clock())
@@ -129,7 +129,7 @@ class ApiKeys:
         return rows
 
     async def run(self, bus: Bus) -> None:
-        """Tell the other gateways, listen to them, and read the file when it changes, until cancelled."""
+        """Report to the other gateways, take their reports, and read the file when it changes, until cancelled."""
         subscription = await bus.subscribe(subjects.key_usage(), KeyUsageReport, self._on_usage)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -216,7 +216,7 @@ class ApiKeys:
                 try:
                     await bus.publish(subjects.key_usage(), message)
                 except BlitzError as error:
-                    # Totals are told, so the next report makes up for it.
+                    # Reports carry totals, so the next one makes up for this one.
                     log.debug("usage of keys not published: %s", error)
             await asyncio.sleep(REPORT_EVERY_S)
 
@@ -255,7 +255,7 @@ class Bill:
     def settle(self) -> None:
         """The request is over."""
         if self._streams:
-            # What no instance was ever given has used nothing.
+            # A request that no instance ever got has used nothing.
             used = sum(stream.num_known_tokens for stream in self._streams if stream.attempt)
             self._keys.settle(self.key, self._charge, used)
 

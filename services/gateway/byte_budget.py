@@ -1,4 +1,4 @@
-"""Memory that clients can make the gateway take, counted and bounded: over all of them together."""
+"""Memory that clients can make the gateway use, counted and bounded over all of them together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RETRY_AFTER_S = 1.0
 
 
 class ByteBudget:
-    """Bytes taken by many for one purpose. Everything runs on the event loop."""
+    """Bytes that many users take for one purpose. Everything runs on the event loop."""
 
     def __init__(self, limit_bytes: int, what: str) -> None:
         self.limit_bytes = limit_bytes
@@ -41,7 +41,7 @@ class Claim:
         self.num_bytes = 0
 
     def resize(self, num_bytes: int) -> None:
-        """Take more or give back. Raises ``Overloaded`` when the budget has no more; the share stays as it was."""
+        """Take more or give back. Raises ``Overloaded`` when the budget is used up; then the share stays as it was."""
         self._budget._take(num_bytes - self.num_bytes)
         self.num_bytes = num_bytes
 

@@ -89,14 +89,14 @@ class ChatTemplate:
     ) -> str:
         """The prompt text.
 
-        Raises ``RenderingTooLarge`` when it takes more operations, or more time, or gives more text than it may.
+        Raises ``RenderingTooLarge`` when it takes more operations, time or text than it may.
         Raises ``BadRequest`` with the template's own words when it refuses the messages, fails
         on them, or tries to leave the sandbox.
         """
         context: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **(arguments or {})}
         context["messages"] = messages
         context["add_generation_prompt"] = add_generation_prompt
-        # Its own copy of the variables of this thread or task, so nothing is left behind.
+        # In a copy of the context variables of this thread or task, so that nothing is left behind.
         budget = RenderBudget(operations=max_operations, time_s=max_time_s)
         try:
             return contextvars.copy_context().run(self._render, context, budget)

@@ -32,11 +32,12 @@ class GatewayConfig(ServiceConfig):
     queue_timeout_s: float = 120.0
     """Longest wait for an instance."""
     submit_timeout_s: float = 5.0
-    """An instance that does not accept a request within this is suspected."""
+    """An instance that does not accept a request within this time is suspected."""
     stall_s: float = 10.0
-    """A stream without a token for this long is asked for, and after as long again given up."""
+    """After this long without a token the gateway asks for the stream, and after as long again it gives the attempt
+    up."""
     probe_s: float = 0.5
-    """A worker that is silent for this long while it owes tokens is asked whether it lives."""
+    """The gateway asks a worker that owes tokens and is silent for this long whether it is alive."""
     max_attempts: int = 5
     """Attempts per request before its client gets an error."""
     max_body_bytes: int = 8 * 1024 * 1024
@@ -45,17 +46,17 @@ class GatewayConfig(ServiceConfig):
     read_timeout_s: float = 30.0
     """How long a request's headers, and then its body, may take to arrive."""
     send_timeout_s: float = 30.0
-    """A client that takes nothing of what waits for it for this long is cut off."""
+    """A client that reads nothing of what waits for it for this long is cut off."""
     request_memory_bytes: int = 256 * 1024 * 1024
     """Bodies being read and prompts of requests that have not ended, together."""
     response_memory_bytes: int = 128 * 1024 * 1024
     """What waits to be sent to clients, together."""
     slow_reader_bytes: int = 1024 * 1024
-    """What may wait for a client that takes nothing."""
+    """What may wait for a client that does not read."""
     tokenizer_memory_bytes: int = 512 * 1024 * 1024
-    """Loaded tokenizers, by estimate; those not used for the longest time go first."""
+    """Loaded tokenizers, by estimate; the least recently used are dropped first."""
     tokenizer_idle_s: float = 900.0
-    """A tokenizer that nobody used for this long goes."""
+    """A tokenizer that was not used for this long is dropped."""
     drain_timeout_s: float = 60.0
     """How long streams may finish after SIGTERM."""
 

@@ -1,13 +1,13 @@
-"""One client's connection: uvicorn's protocol, with an end to waiting.
+"""One client's connection: uvicorn's protocol, with bounded waiting.
 
 Rules
-- A request's headers arrive within the read time-out and within ``MAX_HEAD_BYTES``. The time-out also bounds how long
-  a new connection may send nothing; bytes that trickle in do not extend it.
-- What a client sends behind an answer that did not wait for its body is read and dropped for ``LINGER_S``, so that it
+- A request's headers must arrive within the read time-out and within ``MAX_HEAD_BYTES``. The time-out also bounds how
+  long a new connection may send nothing; bytes that trickle in do not extend it.
+- What a client sends after an answer that did not wait for its body is read and dropped for ``LINGER_S``, so that it
   can read the answer.
-- A client that takes nothing of what waits for it within the send time-out is cut off.
-- There is a limit to connections. Beyond it the one that has been without a request the longest makes room;
-  where all have one, the new one is closed.
+- A client that reads nothing of what waits for it within the send time-out is cut off.
+- The number of connections is limited. Beyond the limit, the connection that has been without a request the longest
+  makes room; if all have one, the new connection is closed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Connection(HttpToolsProtocol):
         limits.idle[self] = None
         self._reading = self.loop.call_later(limits.read_timeout_s, self._cut, "read_timeout")
         if len(self.connections) > limits.max_connections:
-            # This one itself, if nobody else is idle.
+            # This connection itself, if no other is idle.
             next(iter(limits.idle))._cut("too_many_connections")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -96,7 +96,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = True
         self._head_bytes = 0
         if self.cycle is not None and self.cycle.response_complete and not self.transport.is_closing():
-            # Answered before its end: the next request has what is left of the time to linger.
+            # Answered before its end: the next request has the rest of the time to linger.
             self._limits.idle[self] = None
 
     def on_response_complete(self) -> None:
@@ -109,7 +109,7 @@ class Connection(HttpToolsProtocol):
             self._rest()
 
     def _rest(self) -> None:
-        """No request is there: wait for the next, as long as uvicorn keeps idle connections."""
+        """There is no request: wait for the next one, as long as uvicorn keeps idle connections."""
         if not self.transport.is_closing():
             self._stop_reading_timer()
             self._limits.idle.pop(self, None)
@@ -125,7 +125,7 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def abort(self) -> None:
-        """Close at once; what the client has not taken is lost."""
+        """Close at once; what the client has not read is lost."""
         self.transport.abort()
 
     def _cut(self, reason: CutReason) -> None:

@@ -1,7 +1,7 @@
 """Runs requests: binds them to instances, feeds their tokens to their sinks, moves them when an instance fails.
 
-Everything here runs on the event loop. Decisions come from ``core``; what has to be said to a
-worker goes through the ``Submitter``, the ``SilenceWatch`` or the ``Outbox``.
+Everything here runs on the event loop. Decisions come from ``core``; messages to workers go through the
+``Submitter``, the ``SilenceWatch`` or the ``Outbox``.
 """
 
 from __future__ import annotations
@@ -121,14 +121,14 @@ class Dispatcher:
             self._on_part(batch, part, now_s)
 
     def on_load(self, report: LoadReport) -> None:
-        """An instance's load: its worker lives, and room may have come."""
+        """Take an instance's load report: its worker is alive, and may have capacity again."""
         self._watch.alive(report.worker_id, report.instance_id)
         self.router.reported(report, now_s=self._clock())
         if self.router.queued(report.model)[0]:
             self.pump(report.model)
 
     def on_queues(self, report: QueueReport) -> None:
-        """A gateway's queues."""
+        """Take a gateway's queue report."""
         if report.gateway_id == self._gateway_id:
             self._own_time.echoed(self._clock())
         self.router.others_reported(report, now_s=self._clock())
@@ -162,7 +162,7 @@ class Dispatcher:
             self._fail(self.requests[request_id], error)
 
     def tick(self) -> None:
-        """Do what time asks for; call it every 50 ms or so."""
+        """Do what is due by now; call it about every 50 ms."""
         now_s = self._clock()
         self._own_time.tick(now_s)
         for stream in self.router.expired(now_s=now_s):
@@ -224,10 +224,10 @@ class Dispatcher:
         self._deliver(request, part, skip, reason, now_s)
 
     def _moved(self, request: ActiveRequest, now_s: float) -> None:
-        """Another instance took the request over: it is the one to count at, to ask and to cancel now."""
+        """Another instance took the request over: from now on count it there, and send questions and cancels there."""
         stream = request.stream
         self.router.moved(stream.request_id, stream.instance_id)
-        # The new holder knows the stream, whatever becomes of the Submit to the old one, and has its own patience.
+        # The new holder knows the stream, whatever happens to the Submit to the old one, and its silence starts now.
         request.submitting = False
         request.progress_s = now_s
         request.asked = False
@@ -236,7 +236,7 @@ class Dispatcher:
     def _deliver(
         self, request: ActiveRequest, part: StreamPart, skip: int, reason: FinishReason | None, now_s: float
     ) -> bool:
-        """Hand tokens to the sink. Returns whether the request is over."""
+        """Hand tokens to the sink. Returns whether the request has ended."""
         token_ids, logprobs = part.token_ids, part.logprobs
         if skip:
             token_ids = token_ids[skip:]
@@ -250,7 +250,7 @@ class Dispatcher:
         return True
 
     def _on_stray(self, batch: TokenBatch, part: StreamPart) -> None:
-        # The worker must not keep what nobody wants: a lost Cancel or AckTerminal is said again.
+        # The worker must not keep tokens that no request needs: repeat a lost Cancel or AckTerminal.
         if part.finish_reason is not None:
             self.outbox.acknowledge(batch.worker_id, part.request_id, part.attempt)
         else:
@@ -299,7 +299,7 @@ class Dispatcher:
         if outcome.deaths is not None and outcome.deaths.suspected:
             workers = ", ".join(outcome.deaths.workers)
             log.warning("request %s is computed alone: it was running in %s when they died", stream.request_id, workers)
-        # Who was sent to nobody, again and again, has waited all the time.
+        # A request that kept being sent to workers that were gone has been waiting all the time.
         if outcome.fault or outcome.deaths is not None or stream.phase is Phase.RUNNING:
             request.deadline_s = max(request.deadline_s, now_s + self._queue_timeout_s)
         stream.requeued(fault=outcome.fault, avoid=not outcome.full, deaths=outcome.deaths)
@@ -307,7 +307,7 @@ class Dispatcher:
         self.pump(stream.model)
 
     def _died(self, stream: StreamState, error: BlitzError) -> bool:
-        """Whether its worker died with it: it has not left as it was told to, and it is not that the bus was away."""
+        """Whether its worker died with it: the worker did not leave on request, and it is not that the bus was away."""
         if isinstance(error, EngineBroken):
             return True
         connected_since_s = self._bus.connected_since_s
@@ -316,7 +316,7 @@ class Dispatcher:
         model = self._routes.find(stream.model)
         route = model.routes.get(stream.instance_id) if model is not None else None
         if isinstance(error, NotFound):
-            return route is None  # it does not know the request, and its instance is gone: it was started again
+            return route is None  # it does not know the request, and its instance is gone: the worker was restarted
         return isinstance(error, WorkerLost) and (route is None or route.state != "draining")
 
     def _cancel_attempt(self, request: ActiveRequest) -> None:

@@ -31,7 +31,7 @@ class RequestTimeout(BlitzError):
 
 
 class ResponseTooLarge(BadRequest):
-    """An answer that is to come in one piece takes more memory than one may."""
+    """An answer that is sent in one piece occupies more memory than one answer may."""
 
     code = "response_too_large"
 
@@ -70,7 +70,7 @@ def error_headers(error: BlitzError) -> list[tuple[bytes, bytes]]:
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
     if isinstance(error, RequestFailed):
-        # Clients that try again after a 500 (OpenAI's do, twice) look for this.
+        # Clients that retry after a 500 (OpenAI's do, twice) look for this.
         headers.append((b"x-should-retry", b"false"))
     if isinstance(error, RequestTimeout):
         # The rest of the request may still come: it must not be taken for the next one.

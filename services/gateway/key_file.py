@@ -1,4 +1,4 @@
-"""The file of API keys and their limits (``BLITZ_GATEWAY_KEYS_FILE``): TOML, or JSON under a name that ends so."""
+"""The file of API keys and their limits (``BLITZ_GATEWAY_KEYS_FILE``): TOML, or JSON if its name ends in ``.json``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tokens_per_minute: Rate | None = None
     max_concurrent_requests: Rate | None = None
     models: Annotated[tuple[ModelName, ...], Meta(max_length=1000)] | None = None
-    """Those that the key may use; None: all."""
+    """Models that the key may use; None means all."""
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,12 +56,12 @@ Signature = tuple[int, int, int]
 
 
 def digest(key: bytes) -> bytes:
-    """What a key is found by."""
+    """The digest by which a key is found."""
     return hashlib.sha256(key).digest()
 
 
 def signature(path: str) -> Signature | None:
-    """None when there is no file that can be looked at."""
+    """None if there is no readable file."""
     try:
         status = os.stat(path)
     except OSError:

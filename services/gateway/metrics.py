@@ -88,7 +88,7 @@ class GatewayMetrics:
         self._models: dict[str, ModelMetrics] = {}
         self._responses: dict[tuple[str, int], int] = {}
         self.cuts: dict[str, int] = {}
-        """Clients cut off, by reason."""
+        """Clients that were cut off, by reason."""
         self.resubmissions: dict[str, int] = {}
         """Attempts continued under a new one, by reason: of ``LossReason``, or an error's code."""
         self._gauges: Callable[[], Iterable[ModelGauges]] = tuple
@@ -123,7 +123,7 @@ class GatewayMetrics:
         self.cuts[reason] = self.cuts.get(reason, 0) + 1
 
     def count_resubmission(self, reason: str) -> None:
-        """One attempt was given up, and its request goes on under a new one."""
+        """One attempt was given up, and its request continues under a new one."""
         self.resubmissions[reason] = self.resubmissions.get(reason, 0) + 1
 
     def gauges(self) -> tuple[ModelGauges, ...]:
@@ -131,7 +131,7 @@ class GatewayMetrics:
         return tuple(self._gauges())
 
     def families(self, gauges: tuple[ModelGauges, ...]) -> Iterator[Metric]:
-        """Everything but the histograms, with these gauges. May run in a thread: counters are only read."""
+        """Everything except the histograms, with these gauges. May run in a thread: counters are only read."""
         responses = CounterMetricFamily("blitz_gateway_http_responses", "HTTP responses.", labels=["route", "status"])
         for (route, status), count in sorted(self._responses.items()):
             responses.add_metric([route, str(status)], count)
@@ -144,7 +144,7 @@ class GatewayMetrics:
         resubmissions = CounterMetricFamily(
             "blitz_gateway_resubmissions", "Attempts given up and continued under a new one.", labels=["reason"]
         )
-        # Copied first: the event loop may add a reason meanwhile.
+        # Copied first, because the event loop may add a reason in the meantime.
         for reason, count in sorted(dict(self.resubmissions).items()):
             resubmissions.add_metric([reason], count)
         yield resubmissions
@@ -170,7 +170,7 @@ class GatewayMetrics:
             "vllm:request_success", "Requests ended.", labels=["model_name", "finished_reason"]
         )
         for model, metrics in sorted(self._models.items()):
-            # Copied first: the event loop may add a reason meanwhile.
+            # Copied first, because the event loop may add a reason in the meantime.
             for reason, count in sorted(dict(metrics.finished).items()):
                 success.add_metric([model, reason], count)
         yield success

@@ -1,7 +1,7 @@
-"""Work that takes longer than the other streams should wait: done in threads, the event loop goes on.
+"""Work that takes longer than other streams should wait: done in threads, while the event loop continues.
 
-A thread helps only as far as it lets go of the interpreter: each call into the decoder or the tokenizer should be
-short, or release it. ``quick_switches`` makes a thread that computes give it back sooner than Python does by itself.
+A thread helps only if it releases the interpreter: each call into the decoder or the tokenizer should be short, or
+release it. ``quick_switches`` makes a computing thread give it back sooner than Python does by itself.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ about ten times between a request and its first token. Python's own is 5 ms."""
 
 
 def quick_switches() -> None:
-    """For this process: a thread that waits for the interpreter gets it soon."""
+    """For this process: let a thread that waits for the interpreter get it soon."""
     sys.setswitchinterval(SWITCH_S)
 
 
 class Offload:
-    """A few threads for preparing large requests and documents. What waits for them is bounded by those who ask."""
+    """A few threads for preparing large requests and documents. Callers bound what waits for them."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="offload")
@@ -42,5 +42,5 @@ class Offload:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def close(self) -> None:
-        """Forget what has not begun. Does not wait for what has."""
+        """Drop work that has not begun. Does not wait for work that has."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""What is said to workers without waiting for an answer: cancels at once, acknowledgements in batches."""
+"""Messages to workers that need no answer: cancels at once, acknowledgements in batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.messages.generation import AckTerminal, Cancel, StreamRef
 log = logging.getLogger(__name__)
 
 STRAY_PAUSE_S = 1.0
-"""A stream that nobody wants is cancelled again no sooner than this."""
+"""A stream that no request needs is cancelled again no sooner than this."""
 
 
 class Outbox:
@@ -35,13 +35,13 @@ class Outbox:
         self._filled.set()
 
     def cancel_stray(self, worker_id: str, request_id: str, attempt: int) -> None:
-        """The same for a stream that should not send any more, unless it was just told."""
+        """The same for a stream that should no longer send, unless its worker was told just now."""
         told_s = self._strays.get((worker_id, request_id, attempt))
         if told_s is None or self._clock() - told_s >= STRAY_PAUSE_S:
             self.cancel(worker_id, request_id, attempt)
 
     def acknowledge(self, worker_id: str, request_id: str, attempt: int) -> None:
-        """A terminal part came; the worker may forget the tokens."""
+        """The terminal part has arrived; the worker may forget the tokens."""
         self._acks.setdefault(worker_id, []).append(StreamRef(request_id=request_id, attempt=attempt))
         self._filled.set()
 
@@ -66,5 +66,5 @@ class Outbox:
             for worker_id, streams in acks.items():
                 await self._bus.publish(subjects.worker_ack(worker_id), AckTerminal(streams=tuple(streams)))
         except BlitzError as error:
-            # Both are said again when the worker's next part shows that it did not hear them.
+            # Both are repeated when the worker's next part shows that it did not receive them.
             log.warning("could not reach workers: %s", error)

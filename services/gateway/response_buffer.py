@@ -1,8 +1,8 @@
 """What waits to be sent to clients, in bytes: of one response, and of all.
 
-Tokens come as fast as the engine makes them, and a client takes them as fast as it likes. What it has not taken is
-held here. A client for which too much waits is cut off: its connection is closed, its requests are cancelled at
-their workers, its memory is free at once. If all together hold too much, the largest is cut off first.
+Tokens arrive as fast as the engine makes them, and a client reads them as fast as it likes. What it has not read is
+held here. A client for which too much waits is cut off: its connection is closed, its requests are cancelled at their
+workers, and its memory is free at once. If all responses together hold too much, the largest is cut off first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shared.errors import BlitzError, Unavailable
 log = logging.getLogger(__name__)
 
 MAX_PIECE_BYTES = 64 * 1024
-"""Handed to the connection at once: the most that it holds beyond its own high-water mark."""
+"""The most that is handed to the connection at once, so the most that it holds beyond its own high-water mark."""
 
 Reason = Literal["slow_reader", "memory"]
 
@@ -32,15 +32,15 @@ class ResponseMemory:
     ) -> None:
         self.total_bytes = total_bytes
         self.slow_bytes = slow_bytes
-        """May wait for a client that does not take anything, of one streamed response."""
+        """What may wait of one streamed response for a client that does not read."""
         self.whole_bytes = whole_bytes
-        """May be collected of one response that is not streamed."""
+        """What may be collected of one response that is not streamed."""
         self.used_bytes = 0
         self._buffers: set[ResponseBuffer] = set()
         self._on_cut = on_cut
 
     def open(self, response_id: str, num_choices: int, abort: Callable[[], None]) -> ResponseBuffer:
-        """A buffer for one response. ``abort`` closes the client's connection, whatever it has not taken."""
+        """A buffer for one response. ``abort`` closes the client's connection and drops what it has not read."""
         buffer = ResponseBuffer(self, response_id, num_choices, abort)
         self._buffers.add(buffer)
         return buffer
@@ -101,7 +101,7 @@ class ResponseBuffer:
         self.begun = False
         """The client has a status and headers: an error can no longer take their place."""
         self.sending = False
-        """The sending task waits for the client to take something."""
+        """The sending task is waiting for the client to read."""
         self.held_bytes = 0
 
     @property
@@ -182,14 +182,14 @@ class ResponseBuffer:
         self.wake()
 
     def cut_off(self) -> None:
-        """Let the client go, and what it has not taken."""
+        """Drop the client, and what it has not read."""
         self._chunks.clear()
         self.sent(self.held_bytes)
         self._abort()
         self.disconnect()
 
     async def wait(self) -> None:
-        """Until there are chunks, or it is over."""
+        """Wait until there are chunks, or the response has ended."""
         while not self._chunks and not self.over:
             self._waiter = self._loop.create_future()
             await self._waiter

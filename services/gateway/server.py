@@ -16,14 +16,15 @@ from services.gateway.connection import Connection, ConnectionLimits
 from shared.errors import Unavailable
 
 SEND_BUFFER_BYTES = 256 * 1024
-"""Of a connection, in the kernel. Left alone it grows to megabytes for each client that does not read."""
+"""Of a connection, in the kernel. By default it grows to megabytes for each client that does not read."""
 FILES_BESIDE_CONNECTIONS = 128
 _TICK_S = 0.1
 """uvicorn counts on ten in a second."""
 
 
 def connection_capacity(wanted: int) -> int:
-    """Raise this process's limit of open files as far as it may; gives how many connections of ``wanted`` it holds."""
+    """Raise this process's limit of open files as far as allowed; returns how many of ``wanted`` connections it
+    allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + FILES_BESIDE_CONNECTIONS
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -78,11 +79,11 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """None: the process's owner has them."""
+        """None: they belong to the process's owner."""
         yield
 
     async def main_loop(self) -> None:
-        """As uvicorn's, but ``stop`` is heard at once."""
+        """As uvicorn's, but reacts to ``stop`` at once."""
         counter = 0
         while not await self.on_tick(counter):
             counter += 1

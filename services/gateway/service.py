@@ -1,4 +1,4 @@
-"""The gateway's async shell: what it hears on the bus, what it says regularly, what it knows of models."""
+"""The gateway's async shell: what it receives from the bus, what it reports regularly, and the models that it knows."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ REFRESH_EVERY_S = 3.0
 TICK_S = 0.05
 SNAPSHOT_TIMEOUT_S = 2.0
 CLOSE_CONNECTIONS_S = 1.0
-"""For clients to read the end of what they asked for."""
+"""Time for clients to read the end of their answers."""
 CLOSE_PART_S = 0.5
 ASK_HOLDER_TIMES = 12
 WHOLE_RESPONSES = 4
-"""An answer that is sent whole may take that part of the memory for all."""
+"""An answer that is sent whole may occupy this share of the memory of all."""
 
 
 class Gateway:
@@ -87,7 +87,7 @@ class Gateway:
             max_attempts=config.max_attempts,
         )
         self.seeds = random.Random()
-        """Draws the seeds of requests that bring none. Seeded by the system once, not asked of it per request."""
+        """Draws the seeds of requests without one. The system seeds it once, not per request."""
         self.draining = False
         self.metrics.read_gauges_from(lambda: self.load_gauges.gauges(self.routes, self.dispatcher))
         self.metrics.read_memory_from(
@@ -98,7 +98,7 @@ class Gateway:
             }
         )
         self._spoke: dict[str, tuple[int, bool]] = {}
-        """By model: requests that had arrived when it was last reported, and whether it had something to say."""
+        """By model: requests that had arrived by its last report, and whether that report had content."""
         self._stale = asyncio.Event()
         self.api_keys = ApiKeys(
             config.api_keys, config.keys_file, gateway_id=config.gateway_id, incarnation=self._incarnation
@@ -167,7 +167,7 @@ class Gateway:
             await process.wait_stopping()
             await self.drain()
             server.stop()
-            # What is left has its error by now: only a client that does not read it is waited for.
+            # The remaining requests have their errors by now; only clients that do not read are still waited for.
             await asyncio.wait({http_side}, timeout=CLOSE_CONNECTIONS_S)
             http_side.cancel()
             bus_side.cancel()
@@ -245,9 +245,9 @@ class Gateway:
     def _on_gateway(self, heartbeat: GatewayHeartbeat) -> None:
         if heartbeat.gateway_id != self.config.gateway_id or heartbeat.incarnation == self._incarnation:
             return
-        # Both started without an answer from the other, or were parted: the one that started later ends.
+        # Both started without an answer from the other, or were separated: the one that started later ends.
         if not heartbeat.incarnation:
-            return  # a gateway of 0.1 has no name, and answers nobody who asks whether it lives
+            return  # a gateway of 0.1 has no name, and does not answer the question whether it is alive
         if heartbeat.incarnation < self._incarnation:
             self._rival = heartbeat.incarnation
             self._rival_heard.set()
@@ -256,7 +256,7 @@ class Gateway:
             log.warning("another gateway has started under the id %s; it will end (said once)", heartbeat.gateway_id)
 
     async def _end_if_duplicated(self) -> None:
-        """Ends only for one that lives: a message alone may be anybody's."""
+        """Ends this process only for a living one: any process could have sent the message."""
         while True:
             await self._rival_heard.wait()
             self._rival_heard.clear()
@@ -266,7 +266,7 @@ class Gateway:
     async def _lives(self, incarnation: str) -> bool:
         """Whether another process answers for this id."""
         subject = subjects.gateway_holder(self.config.gateway_id)
-        for _ in range(ASK_HOLDER_TIMES):  # this process answers, too: it is one or the other that is asked
+        for _ in range(ASK_HOLDER_TIMES):  # this process answers, too: either of the two may get the question
             try:
                 holder = await self.bus.request(subject, GetHolder(), Holder, timeout_s=ASK_TIMEOUT_S)
             except BlitzError as error:
@@ -341,7 +341,7 @@ class Gateway:
         try:
             await self.bus.publish(subject, message)
         except BlitzError as error:
-            # Said again in a moment; receivers allow for a lost one.
+            # The next one follows in a moment; receivers tolerate a lost one.
             log.debug("not published on %s: %s", subject, error)
 
     async def _tick(self) -> None:

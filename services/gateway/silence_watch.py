@@ -1,16 +1,17 @@
-"""Asks workers that have gone silent, or whose connection has ended: for a stream's missing tokens, and thereby whether
-they live.
+"""Asks workers that have gone silent, or whose connection has ended, for a stream's missing tokens, and thereby whether
+they are alive.
 
-A question is a Resend from the next offset. Its answer tells whether the worker, and the stream, is
-still there; tokens that were lost come again by themselves.
+A question is a ``Resend`` from the next offset. Its answer tells whether the worker, and the stream, still exist;
+lost tokens then arrive again by themselves.
 
 Rules
-- Of a worker whose connection was closed, that nobody listens in its place is the proof: it is lost at once.
+- If a worker's connection was closed and nothing is subscribed in its place, it is lost at once.
 - A connection that the server ended (slow, stale), and an outage of the bus, say nothing about the worker: it may not
-  be back yet. Then nobody listening is one more question without an answer.
-- Questions without an answer make a worker lost when there were several and it gave no sign of life at all meanwhile:
-  no token of any stream, no load report, no late answer.
-- Whoever is lost wrongly is fenced: its attempts are cancelled, and its tokens are another attempt's.
+  be back yet. Then a missing subscription is just one more question without an answer.
+- Several questions without an answer make a worker lost if it has given no sign of life in all that time: no token of
+  any stream, no load report, no late answer.
+- A worker that is wrongly considered lost is fenced: its attempts are cancelled, and its tokens belong to a past
+  attempt.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from shared.messages.generation import Resend
 log = logging.getLogger(__name__)
 
 REMEMBERED_S = 300.0
-"""How long a worker that was lost may take to show that it lives."""
+"""How long a worker that counts as lost may take to show that it is alive."""
 REASK_DELAY_S = 0.5
-"""After a reconnection: time for tokens to come by themselves before they are asked for."""
+"""After a reconnection: time for tokens to arrive by themselves before the gateway asks for them."""
 
 
 class Answer(enum.Enum):
-    """To a question: one was given, none came, or the worker was lost by it."""
+    """The outcome of a question: an answer, none, or that the worker is lost."""
 
     GIVEN = "given"
     NONE = "none"
@@ -59,7 +60,7 @@ class _Loss:
 
 
 class SilenceWatch:
-    """Who was heard when. Calls ``on_failed`` for each request whose attempt is lost."""
+    """When each worker was last heard. Calls ``on_failed`` for each request whose attempt is lost."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class SilenceWatch:
         self._probe_timeout_s = probe_timeout_s
         self._probing: set[str] = set()
         self._connected_since_s: float | None = None
-        # By worker, and in own time, all of these.
+        # All of these are by worker and in own time.
         self._spoke_s: dict[str, float] = {}
         self._alive_s: dict[str, float] = {}
         self._cut_s: dict[str, float] = {}
@@ -102,7 +103,7 @@ class SilenceWatch:
         """The worker gave a sign of life."""
         self._alive_s[worker_id] = self._own_time.now_s
         loss = self._lost.get(worker_id)
-        # A process that was started in its place has other instances.
+        # A process that was started in its place has a different instance.
         if loss is not None and instance_id in loss.instance_ids:
             del self._lost[worker_id]
             log.warning(
@@ -110,7 +111,7 @@ class SilenceWatch:
             )
 
     def departed(self, worker_id: str, reason: str) -> None:
-        """A connection of this worker has ended, for what reason the server says."""
+        """A connection of this worker has ended, for the reason that the server gives."""
         if reason in CLOSED:
             self._cut_s.pop(worker_id, None)
             if self._requests.at_worker(worker_id):
@@ -159,7 +160,7 @@ class SilenceWatch:
             self._tasks.start(self._ask_once(request))
 
     async def doubt(self, request: ActiveRequest, late: BlitzError) -> None:
-        """A Submit was not answered in time: is the worker there, and does it have the request all the same?"""
+        """A Submit was not answered in time: does the worker exist, and does it have the request nevertheless?"""
         stream = request.stream
         worker_id, attempt = stream.worker_id, stream.attempt
         try:
@@ -197,7 +198,7 @@ class SilenceWatch:
             self._tasks.start(self._probe_worker(worker_id))
 
     async def _probe_worker(self, worker_id: str) -> None:
-        """Ask again and again, until there is a sign of life or the worker is lost."""
+        """Ask repeatedly until there is a sign of life or the worker is lost."""
         missed = 0
         try:
             while self._bus.connected_since_s is not None and (request := self._any_at(worker_id)) is not None:
@@ -205,11 +206,11 @@ class SilenceWatch:
                 answer = await self._ask(request, self._patience.question_s)
                 if answer is not Answer.NONE:
                     return
-                # Nobody listening is said at once, and may not be so any more in a moment.
+                # A missing subscription is reported at once, and may be back in a moment.
                 await asyncio.sleep(asked_s + self._patience.question_s - self._clock())
                 if self._alive_s.get(worker_id, 0.0) > began_s:
                     return
-                # A question counts only if this process could have heard an answer.
+                # A question counts only if this process could have received an answer.
                 if self._own_time.now_s - began_s >= self._patience.question_s / 2:
                     missed += 1
                 quiet_s = self._own_time.now_s - max(self._alive_s.get(worker_id, 0.0), self._up_since_s)
@@ -234,12 +235,12 @@ class SilenceWatch:
                 await self._ask_once(request)
 
     async def _ask_once(self, request: ActiveRequest) -> None:
-        """A stream's tokens are missing. If there is no answer, its worker is in doubt."""
+        """A stream's tokens are missing. If there is no answer, its worker is suspected."""
         if await self._ask(request, self._probe_timeout_s) is Answer.NONE:
             self._probe(request)
 
     async def _ask(self, request: ActiveRequest, timeout_s: float, *, closed: bool = False) -> Answer:
-        """``closed``: the worker's connection is known to be."""
+        """``closed``: the worker's connection is known to be closed."""
         stream = request.stream
         worker_id, attempt, submitting = stream.worker_id, stream.attempt, request.submitting
         request.asking = True
@@ -254,8 +255,8 @@ class SilenceWatch:
             return Answer.NONE
         except NotFound as error:
             self.spoke(worker_id)
-            # Unless another worker took the stream over meanwhile: then this one had to forget it. And the Submit may
-            # have come behind the question.
+            # Unless another worker has taken the stream over: then this one had to forget it. And the Submit may
+            # have arrived after the question.
             held = stream.phase in (Phase.SUBMITTED, Phase.RUNNING) and stream.worker_id == worker_id
             if stream.attempt == attempt and held and not submitting:
                 self._on_failed(request, error)

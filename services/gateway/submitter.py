@@ -1,4 +1,4 @@
-"""Submits requests to the instances that they were bound to."""
+"""Submits requests to the instances to which they were bound."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Submitter:
         self._timeout_s = timeout_s
 
     def submit(self, request: ActiveRequest, assignment: Assignment) -> None:
-        """Begin the next attempt, where it was assigned."""
+        """Begin the next attempt at its assigned instance."""
         stream, route, decode = request.stream, assignment.route, assignment.decode
         decode_at = DecodePlace(worker_id=decode.worker_id, instance_id=decode.instance_id) if decode else None
         stream.submitted_to(route.instance_id, route.worker_id, decode_at, may_wait=assignment.may_wait)

@@ -1,9 +1,9 @@
 """The sandbox in which chat templates run: what they cannot reach, and how much they may do.
 
-A template comes with a checkpoint, what it is rendered with comes from clients. Each rendering has a budget of
-operations (turns of loops, calls, filters), of characters put out, and of time; and no single value may grow beyond
-a limit. The budget is looked at by the template's own code: loops, outputs and concatenations are rewritten when it
-is compiled, calls, filters and operators are intercepted. So whatever ends a rendering ends it between two operations.
+A template comes with a checkpoint, its input from clients. Each rendering has a budget of operations (turns of loops,
+calls, filters), of output characters, and of time; and no single value may grow beyond a limit. The template's own
+code checks the budget: loops, outputs and concatenations are rewritten when it is compiled; calls, filters and
+operators are intercepted. So a rendering that is ended always ends between two operations.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from jinja2.visitor import NodeTransformer
 MAX_VALUE_CHARACTERS = 4 * 1024 * 1024
 MAX_VALUE_ITEMS = 1024 * 1024
 MAX_NUMBER = 65_536
-"""As an argument of a filter or method: widths, counts, lengths."""
+"""Limit of an argument of a filter or method: widths, counts, lengths."""
 MAX_NUMBER_BITS = 4096
 MAX_WIDTH = 256
-"""As an argument of a filter that puts that many blanks in front of each line."""
+"""Limit of an argument of a filter that puts this many blanks in front of each line."""
 _WIDTH_FILTERS = frozenset({"indent", "tojson", "wordwrap", "pprint"})
 _WIDE_FORMAT = re.compile(r"[0-9]{5,}|\*")
 _CHARACTERS_PER_OPERATION = 256
@@ -75,11 +75,11 @@ class MeteredSandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**keywords)
-        # Text without end, made of nothing.
+        # It would produce endless text.
         self.globals.pop("lipsum", None)
 
     def meter_filters(self) -> None:
-        """Put all filters that are there under the budget. Call it once, when the last has been added.
+        """Put all existing filters under the budget. Call it once, after the last one has been added.
 
         The compiler, which has no budget, computes none of them by itself.
         """
@@ -220,7 +220,7 @@ def _weight(value: Any) -> int:
 
 
 def _checked_arguments(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
-    """Of methods of text that can make much of little."""
+    """Methods of text that can turn little into much."""
     # The sandbox wraps str.format.
     method = getattr(function, "__wrapped__", function)
     owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")

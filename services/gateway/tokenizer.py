@@ -90,7 +90,7 @@ class ModelTokenizer:
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for, by itself."""
+        """The bytes that one token alone stands for."""
         if self._byte_table is not None:
             return self._byte_table[token_id] if token_id < len(self._byte_table) else b""
         token = self._tokenizer.id_to_token(token_id)
@@ -158,5 +158,5 @@ def load_tokenizer(folder: Path) -> ModelTokenizer:
 
 
 def tokenizer_bytes(folder: Path) -> int:
-    """About what a loaded tokenizer takes: measured, 7 times its file with 128,000 tokens, and 1 MiB at least."""
+    """Roughly what a loaded tokenizer occupies: 7 times its file (measured with 128,000 tokens), at least 1 MiB."""
     return max(BYTES_PER_FILE_BYTE * (folder / "tokenizer.json").stat().st_size, 1024 * 1024)

@@ -1,7 +1,7 @@
-"""The tokenizers of the registered models: loaded when first used, in a thread, and let go when not used any more.
+"""The tokenizers of the registered models: loaded on first use, in a thread, and dropped when no longer used.
 
-Loads run one at a time: the library holds the interpreter while it reads a file (about 25 ms per MB), so that two
-at once would only stall the event loop for longer.
+Loads run one at a time: the library holds the interpreter while it reads a file (about 25 ms per MB), so two at once
+would only stall the event loop for longer.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class _Entry:
 
 
 class TokenizerStore:
-    """Tokenizers by checkpoint. Loads are shared by all who wait for one. Requests keep theirs until they end."""
+    """Tokenizers by checkpoint. Concurrent callers share a load. Requests keep their tokenizer until they end."""
 
     def __init__(self, *, max_bytes: int, idle_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes = max_bytes
         self._idle_s = idle_s
         self._clock = clock
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
-        """The one not used for the longest time first."""
+        """The least recently used one first."""
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     @property
@@ -72,7 +72,7 @@ class TokenizerStore:
         return tokenizer
 
     def sweep(self) -> None:
-        """Let go of those that nobody used for long."""
+        """Drop those that have not been used for long."""
         now_s = self._clock()
         for key, entry in list(self._entries.items()):
             if entry.load.done() and now_s - entry.used_s >= self._idle_s:
@@ -116,7 +116,7 @@ class TokenizerStore:
             self._drop(key)
 
     def _drop(self, key: Key) -> None:
-        # A load that somebody still waits for comes to its end.
+        # A load that a caller still waits for is completed.
         del self._entries[key]
 
 

@@ -1,12 +1,13 @@
-"""What is at each instance: this gateway's requests, those promised to a decode instance, and others' by its reports.
+"""What each instance holds: this gateway's requests, those promised to a decode instance, and other gateways' by its
+reports.
 
 Rules
 - A request is booked at one instance, and counts there until it is released or another instance takes it over.
-- The promise to a decode instance lasts as long as the request is where it was sent: it ends with the booking, and
-  when the request moves, wherever to.
-- An instance's report counts everybody's requests. What it has beyond those of ours that it had accepted by then is
-  other gateways'. A request of ours that it has accepted, and whose acceptance is on its way here, counts as
-  theirs until the next report: rather too much than too little.
+- The promise to a decode instance lasts as long as the request stays where it was sent: it ends with the booking, and
+  when the request moves to any other instance.
+- An instance's report counts the requests of all gateways. Requests in it beyond those of ours that the instance had
+  accepted by then belong to other gateways. A request of ours that it has accepted, and whose acceptance is still on
+  its way here, counts as theirs until the next report: this overestimates rather than underestimates.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from services.gateway.core.stream import StreamState
 from shared.messages.load import LoadReport
 
 EXPECTED_OUTPUT_TOKENS = 256
-"""``max_tokens`` says little about how long an answer becomes: it counts up to this."""
+"""``max_tokens`` says little about how long an answer will be, so it counts only up to this."""
 FRESH_S = 3.0
-"""A report that is older says nothing about now."""
+"""An older report says nothing about the present."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class InstanceLoad:
     promised_tokens: int = 0
     suspended_until_s: float = -math.inf
     refusals: int = 0
-    """Times in a row that it said that it is full."""
+    """How many times in a row it has refused as full."""
     accepted_requests: int = 0
     """Of those in flight: the instance's reports count them."""
     accepted_unstarted_requests: int = 0
@@ -70,7 +71,7 @@ class InstanceLoad:
         return self.outstanding_tokens + self.promised_tokens
 
     def foreign_in(self, report: LoadReport) -> ForeignLoad:
-        """What of a report is other gateways'."""
+        """The part of a report that belongs to other gateways."""
         reported = report.queued_requests + report.running_requests
         requests = max(0, reported - self.accepted_requests)
         if not requests:
@@ -91,7 +92,7 @@ class _Booking:
     outstanding_tokens: int
     unstarted: bool
     decode_instance_id: str
-    """Empty: nobody was promised the request."""
+    """Empty if the request was promised to no instance."""
     accepted: bool = False
 
 
@@ -153,13 +154,13 @@ class Bookings:
             self._count(booking, 1)
 
     def release(self, request_id: str) -> None:
-        """The request holds nothing anywhere any more. Unknown requests are ignored."""
+        """The request no longer holds anything anywhere. Unknown requests are ignored."""
         booking = self._bookings.pop(request_id, None)
         if booking is not None:
             self._count(booking, -1)
 
     def reported(self, report: LoadReport, now_s: float) -> None:
-        """An instance tells its load, everybody's requests in it."""
+        """Take an instance's load report, which counts the requests of all gateways."""
         load = self.load_of(report.instance_id)
         load.foreign_at_s = now_s
         foreign = load.foreign_in(report)

@@ -1,7 +1,7 @@
-"""What the other gateways want of a model's instances, by the reports that they publish.
+"""What the other gateways want from a model's instances, according to the reports that they publish.
 
-Each gateway places by itself. While others have requests for a model too, it counts their load at the instances
-(``Bookings``), and leaves them their share of what waits there; alone it takes everything.
+Each gateway places requests by itself. While others have requests for a model too, it counts their load at the
+instances (``Bookings``), and leaves them their share of what waits there; alone, it takes everything.
 """
 
 from __future__ import annotations

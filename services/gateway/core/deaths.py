@@ -1,13 +1,14 @@
 """What the deaths of workers say about a request that was running in them (``docs/decisions/0015-poison.md``).
 
 Rules
-- A death counts only if the attempt had brought few tokens: who kills at some place of its text dies there again, at
-  once, for each attempt goes on behind the last token. A request that came further was not at fault, and what counted
-  before is forgotten: it is past that place. The place where it died now is the first of a new series.
-- After two deaths a request is suspected: it is computed alone until it is past the place. Its worker says before and
-  after each of its steps that it is in one.
+- A death counts only if the attempt had produced few tokens: a request that kills at some position of its text kills
+  there again, at once, because each attempt continues behind the last token. A request that got further was not at
+  fault, and earlier deaths are forgotten: it is past that position. This death is the first of a new series.
+- After two deaths a request is suspected: it is computed alone until it is past the position. Its worker announces
+  the start and the end of each of its steps.
 - A further death counts only if the request was in a step of its own. That is the third: the request is poison.
-- Deaths that are others' doing are not counted, but bounded: a cluster whose workers all die serves nobody.
+- Deaths that other requests caused do not count, but are bounded: a cluster whose workers all die can serve no
+  request.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from dataclasses import dataclass, replace
 SUSPECT_DEATHS = 2
 POISON_DEATHS = 3
 CLEARED_TOKENS = 16
-"""With more new tokens than these an attempt was past the place where the one before it died. Tokens of the last few
-steps may be lost with the worker, so the place itself is known only roughly."""
+"""With more new tokens than these, an attempt was past the position where the previous one died. Tokens of the last few
+steps may be lost with the worker, so the position is known only roughly."""
 MAX_OTHER_DEATHS = 20
 """In a row, without progress in between."""
 
@@ -31,7 +32,7 @@ class Deaths:
     others: int = 0
     """Of a suspect's workers, outside of its own steps."""
     workers: tuple[str, ...] = ()
-    """Those whose deaths count, in order."""
+    """The workers whose deaths count, in order."""
 
     @property
     def suspected(self) -> bool:

@@ -1,13 +1,13 @@
 """What becomes of a request whose attempt failed.
 
 Rules
-- What is wrong with the request itself is its client's error: another instance would say the same. So is a request that
-  an engine fails on while it computes others.
-- A worker's death costs its requests no attempt, unless a request is the cause (``deaths``). Nor does a worker that is
-  not there when a request is sent.
-- When every token is here and only the terminal part was lost, the request is complete.
-- Any other failure sends the request back into its queue, until it has failed too often, and the instance is left alone
-  for a moment. A full instance is no failure: how long it is left alone, the router knows.
+- An error in the request itself goes to its client: another instance would say the same. So does the error of a
+  request that an engine fails on while it computes others.
+- A worker's death does not count as an attempt, unless a request is the cause (``deaths``). Neither does a worker
+  that is gone when a request is sent to it.
+- When all tokens have arrived and only the terminal part was lost, the request is complete.
+- Any other failure sends the request back into its queue, until it has failed too often, and the instance gets no
+  requests for a moment. A full instance is not a failure: the router decides how long to leave it alone.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from shared.messages.codec import MalformedMessage
 from shared.messages.generation import FinishReason
 
 LossReason = Literal["closed", "gone", "silent"]
-"""How a worker's death was noticed: its connection was closed and nobody listens; nobody listens; no sign of life."""
+"""Why a worker counts as dead: its connection was closed and nothing is subscribed under its name; nothing is
+subscribed; it gave no sign of life."""
 SUSPECT_PAUSE_S = 1.0
-"""How long an instance that did not answer is left alone."""
+"""How long an instance that did not answer gets no requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """Nothing is missing: the request ends with this reason."""
+    """Nothing is missing; the request ends with this reason."""
 
     reason: FinishReason
 
@@ -64,14 +65,14 @@ class Retry:
     pause_s: float
     """How long the instance takes nothing."""
     full: bool = False
-    """The instance was full, and is well."""
+    """The instance was full, but is healthy."""
     deaths: Deaths | None = None
-    """The worker died: what its request's deaths come to now."""
+    """If the worker died: the request's deaths, including this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """No instance could do better: the client gets the error."""
+    """No other instance could do better: the client gets the error."""
 
     error: BlitzError
     pause_s: float

@@ -1,11 +1,13 @@
 """The requests that wait for one model's instances: keys take turns, within a key first come, first served.
 
 Rules
-- A lane holds one key's requests, by arrival. The lanes take turns, one request each. Requests without a key share one.
-- A request that comes back has its lane next: the turn that it had was not used.
-- What is set aside (no instance can hold it) is in nobody's way, and still counts and ends at its deadline.
+- A lane holds one key's requests, in order of arrival. The lanes take turns, one request each. Requests without a key
+  share one lane.
+- A request that comes back goes to the front of the turns with its lane: it did not use its turn.
+- A request that is set aside (no instance can hold it) blocks no other; it still counts, and ends at its deadline.
 
-Every operation takes O(log n) of what waits, amortised: what leaves from the middle is struck out, and swept later.
+Every operation takes O(log n) of the waiting requests, amortised: items that leave from the middle are struck out and
+swept later.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class FairQueue:
         """Prompt tokens (and those already generated) of all that wait."""
         self._items: dict[str, Waiting] = {}
         self._lanes: OrderedDict[str, _Lane] = OrderedDict()
-        """Those in which somebody waits, by key; the first one's turn is next."""
+        """The lanes with waiting requests, by key; the first one's turn is next."""
         self._aside: dict[str, Waiting] = {}
         self._deadlines: list[tuple[float, Waiting]] = []
 
@@ -78,7 +80,7 @@ class FairQueue:
         return lane.num_waiting if lane is not None else 0
 
     def push(self, item: Waiting, *, back: bool = False) -> None:
-        """Add a request at its place by arrival. ``back``: it had its turn, and has it next."""
+        """Add a request at its place by arrival. ``back``: it comes back, and its lane's turn is next."""
         stream = item.stream
         self._items[stream.request_id] = item
         self.num_tokens += stream.num_known_tokens
@@ -115,7 +117,7 @@ class FairQueue:
             self.push(Waiting(item.sequence, item.stream, item.deadline_s))
 
     def remove(self, request_id: str) -> bool:
-        """The request waits no more. False if it did not."""
+        """The request no longer waits. False if it did not wait."""
         item = self._items.get(request_id)
         if item is None:
             return False

@@ -1,8 +1,8 @@
 """The instances of a model that may take a request, found by rank without looking at all of them.
 
 A tournament tree over the instances in the order of their ids: a node knows the best rank, the most capacity and the
-longest context below it. A change costs O(log n). A search goes down where the best rank is, and leaves out what has
-no capacity: one path as a rule, more only where the best ranked have no capacity.
+longest context below it. A change costs O(log n). A search follows the best rank and skips subtrees without capacity:
+usually one path, and more only where the best-ranked instances have no capacity.
 """
 
 from __future__ import annotations

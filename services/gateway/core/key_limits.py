@@ -1,13 +1,13 @@
-"""What each API key may use, and has used: requests and tokens per minute, requests at a time.
+"""What each API key may use, and has used: requests and tokens per minute, concurrent requests.
 
 Rules
 - Requests and tokens are buckets that hold a minute's worth and fill evenly. A request takes its tokens, prompt and
-  ``max_tokens``, when it is admitted; what it did not use comes back at its end.
-- Every gateway has every bucket. Each tells the others what it has spent in all, and spends what it hears from them:
-  so one may admit, at most, what the others admit between two reports (0.1 s) beyond what is left. A bucket goes below
-  nothing then, and that is paid back before anything else is admitted.
-- A gateway that hears of another for the first time has no more left than that one.
-- What was charged once is charged, whatever the limits are by then; a key that is gone takes nothing with it.
+  ``max_tokens``, when it is admitted; what it did not use is returned at its end.
+- Every gateway has every bucket. Each tells the others its total spending, and subtracts what they report. So one
+  gateway may admit, at most, what the others admit between two reports (0.1 s) beyond what is left. The bucket is
+  then below zero, and this is paid back before any further request is admitted.
+- A gateway that hears of another one for the first time assumes no more left than that one has.
+- A charge stands even if the limits change afterwards; the requests of a removed key end without an account.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from shared.messages.load import KeyUsage, KeyUsageReport
 
 MINUTE_S = 60.0
 REPEAT_S = 1.0
-"""A key's usage is told for so long after it has changed: a report may be lost."""
+"""A key's usage is reported for this long after it has changed, because a report may be lost."""
 FRESH_S = 2.0
-"""Requests that another gateway has open count while it says so at least this often."""
+"""Requests that another gateway has open count as long as it reports them at least this often."""
 FORGET_S = 120.0
 MAX_GATEWAYS = 1000
 MAX_WAIT_S = 60.0
 MAX_DEBT_MINUTES = 60.0
 """What all gateways together can have admitted too much is far below, and no message shuts a key out for longer."""
 DURATION_WEIGHT = 0.2
-"""Of the newest request in the average duration."""
+"""Weight of the newest request in the average duration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one key; None: not limited."""
+    """Of one key; None means unlimited."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -66,21 +66,21 @@ class Bucket:
         self.level = self.capacity
 
     def left(self, now_s: float) -> float:
-        """What is in it now."""
+        """What it holds now."""
         self.level = min(self.capacity, self.level + max(0.0, now_s - self.at_s) * self.capacity / MINUTE_S)
         self.at_s = max(self.at_s, now_s)
         return self.level
 
     def spend(self, amount: float, now_s: float) -> None:
-        """Take out, or with a negative amount put back."""
+        """Take an amount out, or put a negative one back."""
         self.level = max(-MAX_DEBT_MINUTES * self.capacity, min(self.capacity, self.left(now_s) - amount))
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Until ``amount`` is there; 0 if it is."""
+        """Seconds until it holds ``amount``; 0 if it does."""
         return max(0.0, (amount - self.left(now_s)) * MINUTE_S / self.capacity)
 
     def resize(self, capacity: float, now_s: float) -> None:
-        """Another limit: what is spent stays spent."""
+        """Change the limit; what is spent stays spent."""
         self.level = min(capacity, self.left(now_s) + capacity - self.capacity)
         self.capacity = capacity
 
@@ -152,7 +152,7 @@ class KeyLimits:
         return key.limits if key is not None else UNLIMITED
 
     def check(self, name: str, now_s: float, *, requests: int = 1, tokens: int = 1) -> None:
-        """Raises ``RateLimitExceeded`` when the key has no room for that now, ``BadRequest`` when it never has."""
+        """Raises ``RateLimitExceeded`` if the key cannot pay for that now, ``BadRequest`` if it never can."""
         key = self._keys.get(name)
         if key is None:
             return
@@ -193,11 +193,11 @@ class KeyLimits:
         return Charge(name, requests, tokens, now_s)
 
     def settle(self, charge: Charge, used_tokens: int, now_s: float) -> None:
-        """The request is over: what it did not use comes back."""
+        """The request has ended: return what it did not use."""
         key = self._keys.get(charge.key)
         if key is None:
             return
-        # A key that was taken away and given back meanwhile knows nothing of the request.
+        # A key that was removed and added again in between does not know the request.
         key.concurrent = max(0, key.concurrent - charge.requests)
         key.duration_s += DURATION_WEIGHT * (now_s - charge.at_s - key.duration_s)
         self._spend(charge.key, key, 0, used_tokens - charge.tokens, now_s)
@@ -218,7 +218,7 @@ class KeyLimits:
         return key.concurrent if key is not None else 0
 
     def usage(self, now_s: float) -> list[KeyUsage]:
-        """What the other gateways should know: keys in use, and those whose usage has just changed."""
+        """What to report to the other gateways: keys in use, and those whose usage has just changed."""
         rows = []
         for name in list(self._told):
             key = self._keys[name]

@@ -1,7 +1,7 @@
-"""Time in which this process could have heard others: silence is measured in it.
+"""Time in which this process could have received messages: silence is measured in it.
 
-A process that was not run for a while, and one whose server was, find that everybody has been silent. What they missed
-is their own doing.
+To a process that did not run for a while, or whose server did not, all others seem to have been silent. That silence
+is its own doing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 MAX_STEP_S = 0.15
 """Between two ticks. A longer gap means that this process stood still, or was late."""
 ECHO_S = 0.4
-"""What this process says regularly comes back to it within this, or the bus stands still."""
+"""This process's own regular messages come back to it within this time, or the bus stands still."""
 
 
 class OwnTime:
@@ -21,7 +21,7 @@ class OwnTime:
         self._echoed_s: float | None = None
 
     def tick(self, now_s: float) -> None:
-        """Go on; ``now_s`` is monotonic. Call it several times per ``MAX_STEP_S``."""
+        """Advance; ``now_s`` is monotonic. Call it several times per ``MAX_STEP_S``."""
         step_s = 0.0 if self._ticked_s is None else min(now_s - self._ticked_s, MAX_STEP_S)
         self._ticked_s = now_s
         if self._echoed_s is None or now_s - self._echoed_s <= ECHO_S:

@@ -1,7 +1,7 @@
-"""How long silence is borne: of a stream, and of a worker.
+"""How long silence is tolerated, from a stream and from a worker.
 
-Silence counts only while this process's own bus connection is up, and while it could hear (``own_time``); the caller
-measures it so.
+Silence counts only while this process's own bus connection is up and while it could receive (``own_time``); the
+caller measures it so.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from services.gateway.core.stream import Phase
 
 MAX_MISSED_PROBES = 3
-"""A worker is not dead before as many questions in a row had no answer."""
+"""A worker is not considered dead before this many questions in a row had no answer."""
 CLOSED = frozenset({"Client Closed", "Read Error", "Write Error"})
-"""What the server says of connections that the other end closed, as the system does for a process that ends. It says
-other things of those that it ended itself: slow, stale, or all of them, because it stops."""
+"""The server's reason for connections that the other end closed, as the system does for a process that ends. The server
+gives other reasons for connections that it ended itself: slow, stale, or all of them, because it stops."""
 DEPARTED_TIMEOUTS_S = (0.05, 0.1, 0.2, 0.4)
-"""Of questions to a worker whose connection was closed. Nobody listening is an answer at once; none at all may mean
-that the server had not taken the subscriptions away yet."""
+"""Of questions to a worker whose connection was closed. A missing subscription is an answer at once; no answer may
+mean that the server had not removed the subscriptions yet."""
 
 
 class Reaction(enum.Enum):
-    """To a silent stream: wait on, ask the worker for what is missing, or give the attempt up."""
+    """What to do about a silent stream: keep waiting, ask the worker for what is missing, or give the attempt up."""
 
     WAIT = "wait"
     ASK = "ask"
@@ -34,46 +34,48 @@ class Patience:
     """The limits of one gateway, in seconds."""
 
     stall_s: float
-    """A stream without a token for this long is asked for, and after as long again given up."""
+    """After this long without a token the gateway asks for the stream, and after as long again it gives the attempt
+    up."""
     probe_s: float
-    """A worker that is silent for this long while it owes tokens is asked whether it lives."""
+    """The gateway asks a worker that owes tokens and is silent for this long whether it is alive."""
     queue_timeout_s: float
     """Longest wait in an instance's queue."""
 
     @property
     def settle_s(self) -> float:
-        """After the bus was away, whoever is silent may not be back yet: its silence is no death before this."""
+        """After an outage of the bus, a silent process may not be back yet: until then its silence is no death."""
         return 4 * self.probe_s
 
     @property
     def question_s(self) -> float:
-        """How long a worker in doubt may take for an answer."""
+        """How long a suspected worker may take to answer."""
         return 0.7 * self.probe_s
 
     @property
     def dead_s(self) -> float:
-        """A worker that gave a sign of life since is not dead, however many questions it left open."""
+        """A worker that has given a sign of life since is not dead, however many questions it did not answer."""
         return 3 * self.probe_s
 
     @property
     def check_every_s(self) -> float:
-        """How often silence is looked at: several times per probe."""
+        """How often silence is checked: several times per probe."""
         return min(0.25, self.probe_s / 4)
 
     def with_stream(self, phase: Phase, quiet_s: float, *, asked: bool) -> Reaction:
-        """What a stream's silence calls for; ``asked`` tells that it was asked for already."""
+        """What to do about a stream's silence; ``asked``: the gateway has already asked for it."""
         if quiet_s < self.stall_s:
             return Reaction.WAIT
-        # A request in an instance's queue waits for its turn; one that runs has no such excuse.
+        # A request in an instance's queue is waiting for its turn; a running one has no such reason to be silent.
         limit_s = 2 * self.stall_s if phase is Phase.RUNNING else self.queue_timeout_s
         if quiet_s >= limit_s:
             return Reaction.GIVE_UP
         return Reaction.WAIT if asked else Reaction.ASK
 
     def doubts_worker(self, stream_quiet_s: float, worker_quiet_s: float) -> bool:
-        """Whether a worker that owes tokens should be asked if it lives."""
+        """Whether to ask a worker that owes tokens if it is alive."""
         return stream_quiet_s >= self.probe_s and worker_quiet_s >= self.probe_s
 
     def is_dead(self, missed: int, worker_quiet_s: float) -> bool:
-        """Whether a worker that left so many questions in a row open, and gave no sign of life for so long, is."""
+        """Whether a worker is dead that did not answer so many questions in a row and gave no sign of life for so
+        long."""
         return missed >= MAX_MISSED_PROBES and worker_quiet_s >= self.dead_s

@@ -1,4 +1,4 @@
-"""Prompts that no message to a worker can carry, told before they are tokenized.
+"""Prompts that are too large for any message to a worker, recognised before they are tokenized.
 
 Tokenizing megabytes takes seconds; a prompt longer than the bus's largest message is refused by its length.
 """

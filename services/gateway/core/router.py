@@ -1,27 +1,33 @@
 """Late binding: which instance gets which waiting request, and when.
 
 Rules
-- One queue per model, in which keys take turns (``FairQueue``). The one whose turn it is waits for capacity; nobody
-  overtakes it, except where no instance can hold it. A resubmitted request goes back to its place.
-- A ``max_tokens`` that the caller left open is cut to what the instances hold. A request that none of them can hold is
-  refused if no instance has had it; one that has been running is set aside until an instance comes that can.
-- An instance takes a request while it serves, is not suspended, holds fewer requests than it can run, and the prompts
-  that it has not begun leave capacity in its queue. An idle instance always takes one. Among those, the one with
-  the fewest outstanding tokens, then the lowest id.
-- One with a free slot goes before those that have none, by what is known here; other gateways may have taken it since
-  the last report. Then the instance refuses, and has no free slot until it reports again: nobody waits behind others'
-  requests where another instance has capacity.
-- While other gateways have requests for the model, theirs count by the instances' reports. Each gateway may fill its
-  share of an instance's slots whatever the others have, so that none starves; of the waiting prompts it takes no
-  more than its share, and leaves capacity for what is next in another's queue, while that waits.
-- An instance that says that it is full is left alone, each time twice as long, until it takes one or reports no queue.
-- A decode instance gets no request from here. A request for a prefill instance names the decode instance that goes on
-  with it: the one with the fewest outstanding tokens, those promised to it included. However full it is, the request
-  does not wait here for it: the prefill instance decides how long to wait. Without any it decodes by itself.
-- The queue is bounded; a full one refuses. One key takes no more places than it leaves free.
+- There is one queue per model, in which keys take turns (``FairQueue``). The request whose turn it is waits for
+  capacity, and no other overtakes it, except where no instance can hold it. A resubmitted request returns to its
+  place.
+- A ``max_tokens`` that the caller left open is cut to what the instances can hold. A request that none of them can
+  hold is refused if no instance has had it; one that has been running is set aside until an instance that can hold it
+  appears.
+- An instance takes a request while it serves, is not suspended, holds fewer requests than it can run, and has
+  capacity in its queue beside the prompts that it has not begun. An idle instance always takes one. Among those that
+  qualify, the one with the fewest outstanding tokens gets it, then the one with the lowest id.
+- An instance with a free slot, as far as this gateway knows, comes before those without; other gateways may have
+  taken the slot since the last report. Then the instance refuses, and counts as having no free slot until it reports
+  again: so no request waits behind those of another gateway while another instance has capacity.
+- While other gateways have requests for the model, theirs count according to the instances' reports. Each gateway may
+  fill its share of an instance's slots whatever the others have there, so that none starves. Of the waiting prompts
+  it takes no more than its share, and while a request waits in another gateway's queue it leaves capacity for that
+  one.
+- An instance that says that it is full gets no requests for a while, each time twice as long, until it accepts one or
+  reports no queue.
+- A decode instance gets no requests from here. A request for a prefill instance names the decode instance that
+  continues it: the one with the fewest outstanding tokens, including those promised to it. However full that is, the
+  request does not wait here: the prefill instance decides how long to wait. If none is named, the prefill instance
+  decodes by itself.
+- The queue is bounded; a full one refuses. One key occupies no more places than it leaves free.
 - A request that another instance takes over counts there from then on.
 
-What a request costs does not grow with what waits, and with the instances like their logarithm (``InstanceIndex``).
+The cost of a request does not grow with the number of waiting requests, and grows with the logarithm of the number of
+instances (``InstanceIndex``).
 """
 
 from __future__ import annotations
@@ -42,9 +48,9 @@ from shared.messages.load import LoadReport, QueueReport
 from shared.messages.registry import Route
 
 FULL_PAUSE_S = 0.05
-"""How long an instance that said "full" is left alone."""
+"""How long an instance that said "full" gets no requests."""
 MAX_FULL_PAUSE_S = 1.0
-"""The same, having said so again and again."""
+"""The same, after saying so repeatedly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +60,9 @@ class Assignment:
     request_id: str
     route: Route
     decode: Route | None = None
-    """Who decodes it, if that is another instance."""
+    """The instance that decodes it, if that is another one."""
     may_wait: bool = True
-    """No instance has a free slot, as far as is known here: it waits for one there."""
+    """No instance has a free slot, as far as this gateway knows: the request waits for one there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +81,11 @@ class _Queue:
     takers: InstanceIndex = field(default_factory=lambda: InstanceIndex(()))
     decoders: InstanceIndex = field(default_factory=lambda: InstanceIndex(()))
     changed: set[str] = field(default_factory=set)
-    """Instances whose place in the indexes is to be found anew."""
+    """Instances whose place in the indexes has to be computed again."""
     holds_tokens: float = 0.0
     """The longest context of those that take requests; 0: there are none."""
     may_hold_tokens: float = 0.0
-    """The same, with those that drain: one may come back."""
+    """The same, including draining instances: one may come back."""
     contention: Contention = ALONE
 
 
@@ -155,26 +161,26 @@ class Router:
         self._next_sequence += 1
 
     def requeue(self, stream: StreamState, *, deadline_s: float) -> None:
-        """Put a request whose attempt ended back into its place, full queue or not."""
+        """Put a request whose attempt ended back into its place, even if the queue is full."""
         self.release(stream.request_id)
         queue = self._queues.setdefault(stream.model, _Queue())
         queue.waiting.push(Waiting(self._sequences[stream.request_id], stream, deadline_s), back=True)
 
     def suspend(self, instance_id: str, *, until_s: float) -> None:
-        """Send that instance nothing until then."""
+        """Send that instance no requests until then."""
         self.load_of(instance_id).suspended_until_s = until_s
         heappush(self._wakes, (until_s, instance_id))
         self._load_changed(instance_id)
 
     def refused(self, instance_id: str, *, now_s: float) -> None:
-        """The instance said that it is full: leave it alone, longer each time."""
+        """The instance said that it is full: send it no requests for a while, longer each time."""
         load = self.load_of(instance_id)
         pause_s = min(MAX_FULL_PAUSE_S, FULL_PAUSE_S * 2.0 ** min(load.refusals, 30))
         load.refusals += 1
         self.suspend(instance_id, until_s=max(load.suspended_until_s, now_s + pause_s))
 
     def slots_taken(self, instance_id: str, *, now_s: float) -> None:
-        """The instance refused a request that was not to wait: it has no free slot, whatever was known of it."""
+        """The instance refused a request that should not wait there: it has no free slot, whatever its reports said."""
         self.load_of(instance_id).slots_taken_at_s = now_s
         self._load_changed(instance_id)
 
@@ -220,7 +226,7 @@ class Router:
         self._bookings.release(request_id)
 
     def finish(self, request_id: str, model: str) -> None:
-        """The request is over, wherever it is."""
+        """The request has ended, wherever it is."""
         self._sequences.pop(request_id, None)
         if request_id in self._bookings:
             self.release(request_id)
@@ -234,14 +240,15 @@ class Router:
         ]
 
     def too_long(self, stream: StreamState) -> ContextLengthExceeded | None:
-        """Why no instance that there is can hold the request, if so."""
+        """Why none of the existing instances can hold the request; None if one can."""
         queue = self._queues.get(stream.model)
         if queue is None or not 0 < queue.holds_tokens < stream.num_context_tokens:
             return None
         return _too_long(stream, queue.holds_tokens)
 
     def reported(self, report: LoadReport, *, now_s: float) -> None:
-        """An instance tells its load, everybody's requests in it. Those without a route are ignored."""
+        """Take an instance's load report, which counts the requests of all gateways. Instances without a route are
+        ignored."""
         model = self._model_of.get(report.instance_id)
         if model is None:
             return
@@ -255,7 +262,7 @@ class Router:
         return self.queued(model)[0] + self._others.queued(model)
 
     def others_reported(self, report: QueueReport, *, now_s: float) -> None:
-        """A gateway tells its queues."""
+        """Take a gateway's queue report."""
         self._others.take(report, now_s)
         self._contend()
 

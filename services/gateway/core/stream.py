@@ -2,13 +2,13 @@
 
 Rules
 - A stream has one current attempt; parts of any other attempt are foreign and dropped.
-- A part is taken when it starts at, or overlaps, the next offset; the overlap is skipped.
-- A part beyond the next offset is a gap: the worker is asked to send again from there.
+- A part is accepted when it starts at, or overlaps, the next offset; the overlap is skipped.
+- A part beyond the next offset is a gap: the gateway asks the worker to send again from there.
 - Output tokens survive attempts: the next attempt continues behind them.
-- While two instances cooperate, and when a decode instance goes on behind a prefill instance, one takes requests over
-  from the other under the same attempt. The first part of a worker that has not had the attempt yet says so, with
-  tokens or without, unless it only repeats what is here (as a decode instance first does with the first token).
-  A worker that has had it gets it back with new tokens only: what else it says comes late.
+- While two instances form a pair, and when a decode instance continues after a prefill instance, one takes requests
+  over from the other under the same attempt. The first part of a worker that has not had the attempt yet announces
+  that, with tokens or without, unless it only repeats what has arrived (as a decode instance first does with the
+  first token). A worker that has had the attempt gets it back with new tokens only: anything else it says is late.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class TextOutput:
         self._min_tokens = min_tokens
         self.num_tokens = 0
         self.stopped = False
-        """A stop string was found: the stream is over, whatever the worker still sends."""
+        """A stop string was found: the stream has ended, even if the worker sends more."""
 
     def push(self, token_id: int) -> str:
         """The text to show with this token (may be empty)."""

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class GatewayApp:
-    """The outermost ASGI application. Whatever goes wrong inside ends as a typed error."""
+    """The outermost ASGI application. Every failure inside ends as a typed error."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._access = Access(gateway.api_keys, gateway.config.admin_keys)

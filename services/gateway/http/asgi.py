@@ -19,11 +19,11 @@ REQUEST_ID = "blitz.request_id"
 MAX_DIGITS = 20
 """Of a length that a client declares."""
 BODY_FACTOR = 4
-"""What a body takes while it is read, decoded and tokenized, as a multiple of its bytes."""
+"""What a body occupies while it is read, decoded and tokenized, as a multiple of its bytes."""
 
 
 class ClientDisconnected(Exception):
-    """The client closed the connection; there is nobody to answer."""
+    """The client closed the connection; there is no client to answer."""
 
 
 def header(scope: Scope, name: bytes) -> str:

@@ -1,8 +1,8 @@
-"""Who may call what: bearer keys for the API, and keys or the loopback interface for administration.
+"""Access: bearer keys for the API, and keys or the loopback interface for administration.
 
-Without admin keys, being local is all that a client shows, and a browser on this machine is local for every
-page that it has open. So what a page of another site can make it send is refused: requests that name another
-origin, and requests to another host name than this machine's own (a name that its owner made point here).
+Without admin keys, being local is all that a client proves, and a browser on this machine is local for every page
+that it has open. So requests that a page of another site can make it send are refused: those that name another
+origin, and those to a host name other than this machine's own (a name whose owner made it point here).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Access:
         self._admin_keys = tuple(key.encode() for key in admin_keys)
 
     def check(self, scope: Scope) -> None:
-        """Leave the name of the caller's API key for ``key_of``. Raises ``Unauthorized`` or ``Forbidden``."""
+        """Record the name of the caller's API key for ``key_of``. Raises ``Unauthorized`` or ``Forbidden``."""
         path: str = scope["path"]
         if path == "/v1" or path.startswith("/v1/"):
             if self._api_keys.required:
@@ -50,7 +50,7 @@ class Access:
 
 
 def key_of(scope: Scope) -> str:
-    """The name of the key that the caller has shown; empty where none is needed."""
+    """The name of the caller's key; empty where none is needed."""
     name: str = scope.get(_KEY, "")
     return name
 

@@ -105,5 +105,5 @@ def event(value: dict[str, Any]) -> bytes:
 
 
 def error_events(error: BlitzError) -> bytes:
-    """How a stream ends that has begun and cannot go on."""
+    """The end of a stream that has begun and cannot continue."""
     return b"data: " + error_body(error) + b"\n\n" + DONE

@@ -39,7 +39,7 @@ def _model_json(model: ModelRoutes) -> dict[str, Any]:
         "object": "model",
         "created": int(record.added_at_s),
         "owned_by": "blitzscale",
-        # Where the checkpoint lies is for those who administrate: /admin/models tells.
+        # The checkpoint's path is for administrators: see /admin/models.
         "root": record.name,
         "parent": None,
         "max_model_len": model.context_tokens,

@@ -27,7 +27,7 @@ class _Sample(Collector):
 
 
 class Scrapes:
-    """Renders the metrics in a thread, once at a time: who asks meanwhile waits for the next one together."""
+    """Renders the metrics in a thread, one rendering at a time; callers that ask during one share the next."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -76,7 +76,7 @@ def operations_router(gateway: Gateway) -> APIRouter:
 
     @router.get("/live")
     async def live() -> dict[str, str]:
-        """200 while the process runs."""
+        """200 while the process is running."""
         return {"status": "ok"}
 
     @router.get("/metrics")

@@ -1,4 +1,4 @@
-"""Who holds which model, in the memory of GPUs and of hosts, as operators see it."""
+"""Which GPU and host memory holds which model, as operators see it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """From a request's bytes to a job that can be dispatched: decoded, checked, rendered, tokenized.
 
-Everything is done once per request. Small requests are prepared on the event loop; what a large one needs is done in
-a thread, in steps that are short or let go of the interpreter.
+Everything is done once per request. Small requests are prepared on the event loop; large ones in a thread, in steps
+that are short or release the interpreter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Request bodies, declared as structs with bounds: every refusal names the parameter, what is allowed, and the value.
 
-What a field may be is said once, in its type; the decoder checks it, and the words of a refusal come from the same
-type (or from its ``description``, for what is not a plain scalar). ``null`` counts as absent, as OpenAI does it:
+What a field may be is declared once, in its type; the decoder checks it, and the text of a refusal comes from the
+same type (or from its ``description``, for anything but a plain scalar). ``null`` counts as absent, as with OpenAI:
 declare fields as ``T | None = None``. Fields that are not declared are skipped, unread.
 """
 

@@ -46,14 +46,14 @@ _REFUSED_IF_SET = {
     "chat_template": "a chat template of the caller's is",
     "continue_final_message": "continuing the last message is",
 }
-"""Known elsewhere, not done here: any value but null, false, empty or zero is refused."""
+"""Known to other systems, not supported here: any value except null, false, empty or zero is refused."""
 _REFUSED_UNLESS = {
     "tool_choice": ((None, "none", "auto"), "tools are"),
     "modalities": ((None, ["text"]), "anything but text is"),
 }
 _NAMES = (*_REFUSED_IF_SET, *_REFUSED_UNLESS)
 _LONGEST_HARMLESS_BYTES = 64
-"""No value that is taken is longer: what is longer is refused without a look inside."""
+"""No accepted value is longer, so longer ones are refused without a look inside."""
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=1, le=2**31)]
@@ -86,7 +86,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """Nothing but text is done."""
+    """Only text is supported."""
 
     type: msgspec.Raw = msgspec.Raw(b"null")
 
@@ -147,7 +147,7 @@ class Options:
 
 
 def refuse_unsupported(raw: bytes, body: SharedBody) -> None:
-    """Raise ``UnsupportedParameter`` for what this system knows of and does not do."""
+    """Raise ``UnsupportedParameter`` for what this system knows but does not support."""
     for name, value in zip(_NAMES, read_fields(raw, _NAMES), strict=True):
         if not value:
             continue
@@ -211,7 +211,7 @@ def _or(value: V | None, default: V) -> V:
 
 
 def _unsupported(name: str, what: str) -> UnsupportedParameter:
-    """The error for something that OpenAI or vLLM know and this system does not do."""
+    """The error for something that OpenAI or vLLM know and this system does not support."""
     return UnsupportedParameter(f"{name}: {what} not supported", param=name)
 
 
