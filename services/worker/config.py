@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from services.worker.engine.mock.engine import MockFaults, MockTiming
+from services.worker.engine.mock.settings import MockFaults, MockTiming
 from shared.messages.common import Device
 from shared.service import ServiceConfig, health_settings, process_settings
 from shared.settings import Settings, SettingsError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.worker.engine.mock.engine import next_token
+from services.worker.engine.mock.tokens import next_token
 from shared import subjects
 from shared.messages.common import Ack
 from shared.messages.generation import (

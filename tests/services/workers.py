@@ -10,7 +10,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from services.worker.config import WorkerConfig
-from services.worker.engine.mock.engine import MockFaults, MockTiming
+from services.worker.engine.mock.settings import MockFaults, MockTiming
 from services.worker.instance.instance import Instance
 from services.worker.node.facts import Probes, discover
 from services.worker.node.nic import Roots

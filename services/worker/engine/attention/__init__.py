@@ -1,0 +1,1 @@
+"""Attention over paged KV: the interface (``base``), and one file per implementation."""

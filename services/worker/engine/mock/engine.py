@@ -2,15 +2,13 @@
 
 The token behind a prefix is a function of all its tokens (``next_token``), so a request gives
 the same text however it is chunked, batched, preempted or moved. The prefix is read from a
-fake KV pool (``mock_kv``) through the block table, as a real engine reads it: a scheduler that mixes up
+fake KV pool (``mock.kv``) through the block table, as a real engine reads it: a scheduler that mixes up
 blocks, positions or ends of slices gets an error or other tokens, not luck. So do two engines that hand a
 batch over: hidden states and KV have a real model's sizes, and say whose they are and how far.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,49 +25,14 @@ from services.worker.engine.handoff import (
     check_whole,
 )
 from services.worker.engine.mock.hidden import HIDDEN_MIN_BYTES, check_hidden, hidden_of
-from services.worker.engine.mock.kv import MockKv, Slots, extend_hash, hash_tokens
-from shared.messages.generation import TokenLogprobs
+from services.worker.engine.mock.kv import MockKv, Slots
+from services.worker.engine.mock.settings import MockFaults, MockTiming
+from services.worker.engine.mock.sleep import PreciseSleep
+from services.worker.engine.mock.tokens import sample
 from shared.transport.base import Buffer
 
 BYTE_TOKENS = 256
 """Tokens 0..255 are bytes; special tokens follow."""
-
-_PRINTABLE_FIRST, _PRINTABLE_COUNT = 32, 95
-_SPIN_S = 50e-6
-_SLEEP_SLACK_S = 80e-6
-_MAX_LATE_S = 1e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class MockTiming:
-    """Seconds that a batch takes. All zero: as fast as Python."""
-
-    step_overhead_s: float = 0.0
-    """Per batch, where it is embedded or resumed."""
-    layer_base_s: float = 0.0
-    """Per layer and batch: reading the weights."""
-    layer_per_token_s: float = 0.0
-    """Per layer and token of the batch."""
-    layer_per_context_token_s: float = 0.0
-    """Per layer and token of KV that the batch's slices attend to."""
-    head_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class MockFaults:
-    """What a batch with one of these tokens does to the mock, for tests of faults. None: nothing."""
-
-    raise_token: int | None = None
-    """Its layers raise."""
-    kill_token: int | None = None
-    """The process dies in its layers, as of a fault in native code."""
-
-    def strike(self, token_ids: Sequence[int]) -> None:
-        """Do it."""
-        if self.kill_token in token_ids:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.raise_token in token_ids:
-            raise RuntimeError(f"the mock fails on token {self.raise_token}, as it was told to")
 
 
 @dataclass(slots=True)
@@ -95,41 +58,6 @@ def _context_tokens(batch: Batch) -> int:
 
 def _tokens_of(batch: Batch) -> list[int]:
     return [token_id for piece in batch.slices for token_id in piece.token_ids]
-
-
-def token_of(prefix_hash: int) -> int:
-    """The printable ASCII byte that follows a prefix of this hash."""
-    return _PRINTABLE_FIRST + (prefix_hash >> 32) % _PRINTABLE_COUNT
-
-
-def next_token(token_ids: Sequence[int]) -> int:
-    """The token that follows this prefix when no end-of-sequence is drawn."""
-    return token_of(hash_tokens(token_ids))
-
-
-class PreciseSleep:
-    """Sleeps without the timer's overshoot: the GIL is released for all but the last tens of microseconds.
-
-    What one sleep is late by, the next makes up for: many short ones take as long as one of their sum.
-    """
-
-    def __init__(self) -> None:
-        self._late_s = 0.0
-
-    def __call__(self, seconds: float, since: float | None = None) -> None:
-        """``since``: ``perf_counter`` that the time counts from, by default now."""
-        if seconds <= 0:
-            return
-        now = time.perf_counter()
-        deadline = (now if since is None else since) + seconds - self._late_s
-        coarse = deadline - now - _SLEEP_SLACK_S
-        if coarse > 0:
-            time.sleep(coarse)
-        while (left := deadline - time.perf_counter()) > 0:
-            if left > _SPIN_S:
-                time.sleep(left - _SPIN_S)
-        # A stall of the machine is nobody's to make up for.
-        self._late_s = min(time.perf_counter() - deadline, _MAX_LATE_S)
 
 
 class MockEngine:
@@ -329,28 +257,5 @@ class MockEngine:
 
     def sample(self, logits: list[int], rows: Sequence[SamplingRow]) -> list[Sampled]:
         """The token behind each prefix."""
-        sampled: list[Sampled] = []
-        for prefix_hash, row in zip(logits, rows, strict=True):
-            params = row.params
-            token_id = token_of(prefix_hash)
-            if (
-                self._eos_every
-                and prefix_hash % self._eos_every == 0
-                and row.eos_token_ids
-                and not params.ignore_eos
-                and len(row.output) >= params.min_tokens
-            ):
-                token_id = row.eos_token_ids[0]
-            elif params.stop_token_ids and len(row.output) < params.min_tokens:
-                while token_id in params.stop_token_ids:
-                    prefix_hash = extend_hash(prefix_hash, token_id)  # noqa: PLW2901 - redraws this row's token
-                    token_id = token_of(prefix_hash)
-            logprobs = None if params.logprobs is None else self._logprobs(token_id, prefix_hash, params.logprobs)
-            sampled.append(Sampled(token_id, logprobs))
-        return sampled
-
-    def _logprobs(self, token_id: int, prefix_hash: int, count: int) -> TokenLogprobs:
-        best = -0.05 - (prefix_hash & 0xFF) / 4096
-        others = (t for t in range(self.vocab_size) if t != token_id)
-        alternatives = [(t, best - 3.0 - rank) for rank, t in zip(range(count - 1), others, strict=False)]
-        return TokenLogprobs(logprob=best, top=((token_id, best), *alternatives) if count else ())
+        settings = {"eos_every": self._eos_every, "vocab_size": self.vocab_size}
+        return [sample(prefix_hash, row, **settings) for prefix_hash, row in zip(logits, rows, strict=True)]

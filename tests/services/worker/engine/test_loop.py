@@ -6,7 +6,9 @@ import time
 import pytest
 
 from services.worker.engine.loop import EngineLoop, StepOutput
-from services.worker.engine.mock.engine import MockEngine, MockTiming, next_token
+from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.settings import MockTiming
+from services.worker.engine.mock.tokens import next_token
 from services.worker.engine.thread import EngineThread
 from services.worker.scheduling.scheduler import SchedulerConfig
 from services.worker.scheduling.sequence import Sequence

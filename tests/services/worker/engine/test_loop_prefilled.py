@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop, StepOutput
-from services.worker.engine.mock.engine import MockEngine, next_token
+from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.tokens import next_token
 from services.worker.scheduling.scheduler import SampledToken, SchedulerConfig
 from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import DecodePlace, SamplingParams

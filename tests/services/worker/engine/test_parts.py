@@ -8,7 +8,9 @@ import pytest
 
 from services.worker.engine.base import Activation, Batch, Engine, Logits, Sampled, SamplingRow
 from services.worker.engine.loop import EngineLoop, StepOutput
-from services.worker.engine.mock.engine import MockEngine, MockFaults, next_token
+from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.settings import MockFaults
+from services.worker.engine.mock.tokens import next_token
 from services.worker.engine.thread import EngineThread
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.scheduling.output import TokenOutput

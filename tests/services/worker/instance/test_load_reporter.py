@@ -9,7 +9,7 @@ import uuid
 import msgspec
 import pytest
 
-from services.worker.engine.mock.engine import MockTiming
+from services.worker.engine.mock.settings import MockTiming
 from services.worker.instance.host_group import HostGroup, group_name
 from shared import subjects
 from shared.messages.codec import decode, encode

@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 
 from services.worker.engine.base import Batch, Slice
-from services.worker.engine.mock.engine import MockEngine, next_token
+from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.tokens import next_token
 from services.worker.kv_transfer.reservation import kv_tag
 from shared import subjects
 from shared.messages.common import Ack

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.worker.engine.mock.engine import MockTiming
+from services.worker.engine.mock.settings import MockTiming
 from services.worker.kv_transfer import decode_client
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually

@@ -15,7 +15,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.worker.engine.mock.engine import MockEngine, MockTiming
+from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.settings import MockTiming
 from services.worker.kv_transfer import decode_client, receiver
 from services.worker.kv_transfer import reservation as reservation_module
 from services.worker.kv_transfer.reservation import DecodeReservation, kv_tag

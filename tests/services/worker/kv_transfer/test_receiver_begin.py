@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.worker.engine.mock.engine import next_token
+from services.worker.engine.mock.tokens import next_token
 from shared.errors import Conflict
 from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.decode_side import decoded, reservations_of, used_blocks

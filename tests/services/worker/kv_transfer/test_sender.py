@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from services.worker.engine.base import Activation
-from services.worker.engine.mock.engine import MockEngine, next_token
+from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.tokens import next_token
 from services.worker.kv_transfer import decode_client, transfer
 from services.worker.scheduling.schedule import SampledToken
 from shared.errors import BlitzError, Conflict, Internal, Overloaded, Unavailable

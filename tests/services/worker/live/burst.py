@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from services.planner.live import LiveSettings
-from services.worker.engine.mock.engine import MockTiming
+from services.worker.engine.mock.settings import MockTiming
 from services.worker.live.source import LiveSource
 from services.worker.live.target import LiveTarget
 from shared.messages.common import LivePolicy, Role

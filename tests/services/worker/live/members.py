@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from services.worker.engine.loop import EngineLoop
-from services.worker.engine.mock.engine import MockActivation, MockEngine, next_token
+from services.worker.engine.mock.engine import MockActivation, MockEngine
+from services.worker.engine.mock.tokens import next_token
 from services.worker.live.batch import PromptBatch
 from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.scheduler import SchedulerConfig

@@ -8,7 +8,7 @@ import functools
 import msgspec
 import pytest
 
-from services.worker.engine.mock.engine import MockTiming
+from services.worker.engine.mock.settings import MockTiming
 from services.worker.live.source import LiveSource
 from shared import subjects
 from shared.errors import Unavailable

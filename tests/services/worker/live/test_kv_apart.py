@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from services.worker.engine.mock.engine import MockTiming
+from services.worker.engine.mock.settings import MockTiming
 from services.worker.engine.torch_engine import Activation, TorchEngine
 from services.worker.live import kv_fetching
 from services.worker.live.batch import PromptBatch

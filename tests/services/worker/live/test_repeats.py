@@ -9,7 +9,7 @@ import time
 import msgspec
 import pytest
 
-from services.worker.engine.mock.engine import MockTiming
+from services.worker.engine.mock.settings import MockTiming
 from services.worker.live.target import LiveTarget
 from shared import subjects
 from shared.errors import BadRequest

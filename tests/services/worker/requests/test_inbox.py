@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.worker.engine.mock.engine import MockTiming
+from services.worker.engine.mock.settings import MockTiming
 from services.worker.requests.inbox import Serving
 from services.worker.scheduling.gateways import Gone
 from services.worker.scheduling.sequence import Sequence, sequence_of

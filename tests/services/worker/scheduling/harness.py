@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hypothesis.stateful import RuleBasedStateMachine
 
 from services.worker.engine.base import Sampled
-from services.worker.engine.mock.engine import next_token
+from services.worker.engine.mock.tokens import next_token
 from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.schedule import ScheduledBatch
 from services.worker.scheduling.scheduler import Scheduler, SchedulerConfig

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.base import Sampled
-from services.worker.engine.mock.engine import next_token
+from services.worker.engine.mock.tokens import next_token
 from services.worker.scheduling.gateways import Gone
 from services.worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from services.worker.scheduling.sequence import Sequence

@@ -4,8 +4,11 @@ import pytest
 
 from services.worker.engine.base import Batch, SamplingRow, Slice
 from services.worker.engine.mock import engine as mock
-from services.worker.engine.mock.engine import MockEngine, MockTiming, PreciseSleep, next_token
+from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.kv import hash_tokens
+from services.worker.engine.mock.settings import MockTiming
+from services.worker.engine.mock.sleep import PreciseSleep
+from services.worker.engine.mock.tokens import next_token
 from shared.messages.generation import SamplingParams
 
 

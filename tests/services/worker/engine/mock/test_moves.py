@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.engine.mock.engine import MockEngine, MockTiming, next_token
+from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.settings import MockTiming
+from services.worker.engine.mock.tokens import next_token
 from tests.services.worker.engine.harness import DrivenSequence, prompt_of
 from tests.services.worker.engine.movers import (
     Moved,

@@ -1,0 +1,50 @@
+"""The mock's tokens: a function of the context that they follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.worker.engine.base import Sampled, SamplingRow
+from services.worker.engine.mock.kv import extend_hash, hash_tokens
+from shared.messages.generation import TokenLogprobs
+
+_PRINTABLE_FIRST, _PRINTABLE_COUNT = 32, 95
+
+
+def token_of(prefix_hash: int) -> int:
+    """The printable ASCII byte that follows a prefix of this hash."""
+    return _PRINTABLE_FIRST + (prefix_hash >> 32) % _PRINTABLE_COUNT
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """The token that follows this prefix when no end-of-sequence is drawn."""
+    return token_of(hash_tokens(token_ids))
+
+
+def sample(prefix_hash: int, row: SamplingRow, *, eos_every: int, vocab_size: int) -> Sampled:
+    """The token behind a context of this hash. About one in ``eos_every`` is the end of the sequence, if that is not
+    0."""
+    params = row.params
+    token_id = token_of(prefix_hash)
+    if (
+        eos_every
+        and prefix_hash % eos_every == 0
+        and row.eos_token_ids
+        and not params.ignore_eos
+        and len(row.output) >= params.min_tokens
+    ):
+        token_id = row.eos_token_ids[0]
+    elif params.stop_token_ids and len(row.output) < params.min_tokens:
+        while token_id in params.stop_token_ids:
+            prefix_hash = extend_hash(prefix_hash, token_id)
+            token_id = token_of(prefix_hash)
+    if params.logprobs is None:
+        return Sampled(token_id)
+    return Sampled(token_id, _logprobs(token_id, prefix_hash, params.logprobs, vocab_size))
+
+
+def _logprobs(token_id: int, prefix_hash: int, count: int, vocab_size: int) -> TokenLogprobs:
+    best = -0.05 - (prefix_hash & 0xFF) / 4096
+    others = (t for t in range(vocab_size) if t != token_id)
+    alternatives = [(t, best - 3.0 - rank) for rank, t in zip(range(count - 1), others, strict=False)]
+    return TokenLogprobs(logprob=best, top=((token_id, best), *alternatives) if count else ())
