@@ -287,7 +287,9 @@ def test_a_real_model_gives_the_same_tokens_beside_a_request_that_fails(
 
 def test_the_mocks_faults_strike_batches_with_their_token(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[tuple[int, int]] = []
-    monkeypatch.setattr("services.worker.engine.mock.engine.os.kill", lambda pid, number: killed.append((pid, number)))
+    monkeypatch.setattr(
+        "services.worker.engine.mock.settings.os.kill", lambda pid, number: killed.append((pid, number))
+    )
     faults = MockFaults(raise_token=BAD, kill_token=BAD + 1)
     engine = MockEngine(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, faults=faults)
     loop = loop_of(engine)

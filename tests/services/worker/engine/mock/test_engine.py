@@ -3,7 +3,7 @@
 import pytest
 
 from services.worker.engine.base import Batch, SamplingRow, Slice
-from services.worker.engine.mock import engine as mock
+from services.worker.engine.mock import sleep as sleeping
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.kv import hash_tokens
 from services.worker.engine.mock.settings import MockTiming
@@ -115,7 +115,7 @@ class LateClock:
 @pytest.mark.parametrize("late_s", [0.0, 60e-6, 300e-6])
 def test_many_short_sleeps_take_as_long_as_one_of_their_sum(late_s, monkeypatch):
     clock = LateClock(late_s)
-    monkeypatch.setattr(mock, "time", clock)
+    monkeypatch.setattr(sleeping, "time", clock)
     sleep = PreciseSleep()
     for _ in range(50):
         sleep(1e-3)
@@ -124,7 +124,7 @@ def test_many_short_sleeps_take_as_long_as_one_of_their_sum(late_s, monkeypatch)
 
 def test_a_stall_of_the_machine_is_not_made_up_for(monkeypatch):
     clock = LateClock(2.0)
-    monkeypatch.setattr(mock, "time", clock)
+    monkeypatch.setattr(sleeping, "time", clock)
     sleep = PreciseSleep()
     sleep(1.0)
     clock.late_s = 0.0
