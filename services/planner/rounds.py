@@ -23,6 +23,7 @@ from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.round_order import Asked, in_order
 from services.planner.scaler import RPC_TIMEOUT_S, Scaler, ScaleRequest, Step
 from shared import subjects
+from shared.aio import OwnedTasks
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict, Internal, NoResponder, Unavailable
 from shared.leading import Leader
@@ -80,7 +81,7 @@ class Rounds:
         self._demands: dict[tuple[str, Role], _Waiting] = {}
         self._by_hand: list[_Waiting] = []
         self._wake = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._publishing = OwnedTasks()
         self._last_refusal: dict[tuple[str, Role], _Refusal] = {}
         self._plans = Counter("blitz_planner_plans_total", "Plans published", ["direction"], registry=metrics)
         self._refused = Counter("blitz_planner_refused_total", "Demands without a plan", ["code"], registry=metrics)
@@ -127,7 +128,7 @@ class Rounds:
 
     async def close(self) -> None:
         """Wait for what is being published; nobody decides on the rest."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._publishing.finish()
         self._demands.clear()
         for waiting in self._by_hand:
             self._refuse(waiting, Unavailable("the planner that was asked does not lead any more", retry_after_s=0.5))
@@ -165,7 +166,7 @@ class Rounds:
                 self._again(one, verdict)
                 continue
             grant = verdict.grant if verdict is not None else None
-            self._spawn(self._publish(one, self._scaler.begin(step, grant, term, span)))
+            self._publishing.start(self._publish(one, self._scaler.begin(step, grant, term, span)))
 
     def _take(self) -> list[_Waiting]:
         waiting = [*self._by_hand, *self._demands.values()]
@@ -298,13 +299,3 @@ class Rounds:
             Unplanned(model=model, role=role, wanted=r.wanted, why=r.why, for_s=round(now_s - since_s, 3))
             for since_s, (model, role), r in heapq.nsmallest(MAX_UNPLANNED_LISTED, current, key=lambda row: row[:2])
         )
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._reap)
-
-    def _reap(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("publishing a plan broke", exc_info=error)

@@ -35,6 +35,7 @@ from services.planner.rounds import Rounds
 from services.planner.scaler import RPC_TIMEOUT_S, Scaler, ScaleRequest
 from services.planner.splitter import Splitter
 from shared import subjects
+from shared.aio import OwnedTasks
 from shared.bus.base import Bus, Subscription
 from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, PlanNotFound, Unavailable
 from shared.leading import Leader
@@ -122,7 +123,7 @@ class PlannerService:
         )
         self._rounds = Rounds(bus, self._reader, self._scaler, self._leader, metrics)
         self._changed = asyncio.Condition()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
         self._unheard: dict[str, ScaleRecord] = {}
         """Records that the stream has not taken yet."""
         self._storing = False
@@ -170,7 +171,7 @@ class PlannerService:
                 await asyncio.gather(deciding, return_exceptions=True)
             await self._rounds.close()
             await self._splitter.close()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._tasks.finish()
 
     async def _hold(self, stopping: asyncio.Event, deciding: asyncio.Task[None]) -> None:
         holding = asyncio.create_task(self._leader.hold(stopping))
@@ -192,11 +193,6 @@ class PlannerService:
 
         # Another planner that led, and hangs, may still be there.
         return await self._bus.respond(subjects.planner(operation), kind, guarded, shared=False)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     # --- what earlier leaders knew -----------------------------------------------------------
 
@@ -229,11 +225,11 @@ class PlannerService:
         for operation in self._operations.running():
             plan = plans.get(operation.plan_id)
             if plan is not None and operation.untold_targets and now_s < plan.expires_at_s:
-                self._spawn(self._tell_again(plan.plan_id, self._scaler.tell_targets(plan)))
+                self._tasks.start(self._tell_again(plan.plan_id, self._scaler.tell_targets(plan)))
             drain = drains.get(operation.plan_id)
             left = unheeded(drain, operation, view.workers) if drain is not None else None
             if left is not None:
-                self._spawn(self._tell_again(left.plan_id, self._scaler.tell_drained(left)))
+                self._tasks.start(self._tell_again(left.plan_id, self._scaler.tell_drained(left)))
 
     def _mine(self, events: Iterable[E]) -> list[E]:
         return [msgspec.structs.replace(event, term=self._leader.term) for event in events]
@@ -313,9 +309,9 @@ class PlannerService:
         if event.event == "failed":
             log.warning("%s: %s failed: %s", event.plan_id, event.worker_id, event.detail)
             self._failed(operation, event.worker_id, event.detail)
-            self._spawn(self._release(operation.plan_id, event.worker_id))
+            self._tasks.start(self._release(operation.plan_id, event.worker_id))
         if operation.finished:
-            self._spawn(self._tell_waiters())
+            self._tasks.start(self._tell_waiters())
 
     def _failed(self, operation: Operation, worker_id: str, why: str) -> None:
         if operation.direction == "out" and not operation.recalled and not why.startswith(BLAMELESS):
@@ -329,7 +325,7 @@ class PlannerService:
         level = logging.INFO if report.outcome == "dissolved" else logging.WARNING
         log.log(level, "%s: %s %s", report.pair_id, report.outcome, report.reason)
         if operation.finished:
-            self._spawn(self._tell_waiters())
+            self._tasks.start(self._tell_waiters())
 
     async def _release(self, plan_id: str, *worker_ids: str) -> None:
         """Workers that refused their plan are free again; those that took it have used the lease up."""

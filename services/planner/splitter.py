@@ -14,6 +14,7 @@ from services.planner.core.live.split import assign
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.pair_record import LivePair
 from services.planner.live import publish_revision
+from shared.aio import OwnedTasks
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict, NotFound
 from shared.messages.common import Ack
@@ -39,7 +40,7 @@ class Splitter:
         self._operations = operations
         self._turn = asyncio.Lock()
         self._newest: dict[str, _Asked] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
         self._seconds = Histogram(
             "blitz_planner_split_seconds",
             "A pair asked for its batches to be split, to the split found",
@@ -50,7 +51,7 @@ class Splitter:
 
     async def close(self) -> None:
         """Wait for what is being computed."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.finish()
 
     async def on_split(self, asked: PlanSplit) -> Ack:
         """A pair asks. Raises ``NotFound``, ``Conflict`` if it is over."""
@@ -68,9 +69,7 @@ class Splitter:
         queued = pair.pair_id in self._newest
         self._newest[pair.pair_id] = _Asked(request, time.monotonic())
         if not queued:
-            task = asyncio.create_task(self._split(pair))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._split(pair))
         return Ack()
 
     async def _split(self, pair: LivePair) -> None:

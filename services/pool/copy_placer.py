@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -20,6 +20,7 @@ from services.pool.core.registry import Registry
 from services.pool.core.steps import Drop, Hold, Placement
 from services.pool.store import Store
 from shared import subjects
+from shared.aio import OwnedTasks
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict, DeadlineExceeded
 from shared.messages.common import Ack
@@ -79,12 +80,12 @@ class CopyPlacer:
         self._unplaced: tuple[Unplaced, ...] = ()
         self._hosts: set[str] = set()
         self._looking: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
         self._begin()
 
     def _begin(self) -> None:
         """Know nothing."""
-        self._cluster = Cluster(self._registry.removed(), self._limits)
+        self._cluster = Cluster(self._registry.models.removed(), self._limits)
         self._placer = Placer(self._cluster)
         self._seen = 0
         """The registry's version up to which its changes are known, but for those of ``_unread``."""
@@ -93,9 +94,7 @@ class CopyPlacer:
 
     async def close(self) -> None:
         """Cancel what runs: a worker that already has the request goes on by itself."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def look(self, now_s: float, *, may_act: bool) -> None:
         """Begin a look at the registry, and take the next steps if ``may_act``; often called, and does something every
@@ -103,7 +102,7 @@ class CopyPlacer:
         if now_s < self._next_s or (self._looking is not None and not self._looking.done()):
             return
         self._next_s = now_s + INTERVAL_S
-        self._looking = self._start(self._look(now_s, may_act=may_act))
+        self._looking = self._tasks.start(self._look(now_s, may_act=may_act))
 
     async def _look(self, now_s: float, *, may_act: bool) -> None:
         try:
@@ -146,7 +145,7 @@ class CopyPlacer:
     def _read(self, most: int) -> bool:
         """Learn what changed in the registry, of ``most`` workers at most; whether that is all."""
         now_s = time.monotonic()
-        if not self._unread and self._seen != self._registry.version:
+        if not self._unread and self._seen != self._registry.log.version:
             changes = self._registry.changes(self._seen)
             self._seen = changes.version
             index = self._cluster.copies
@@ -194,7 +193,7 @@ class CopyPlacer:
                 log.log(
                     logging.DEBUG if in_turn else level, "placement: no host copy of %s: %s", entry.model, entry.reason
                 )
-        self._registry.set_unplaced(decided.unplaced)
+        self._registry.models.set_unplaced(decided.unplaced)
         await self._store.set_unplaced(decided.unplaced)
         self._unplaced = decided.unplaced
 
@@ -216,7 +215,7 @@ class CopyPlacer:
         )
         request = HoldCopy(model=step.record, epoch=await self._store.next_epoch(), sources=step.sources)
         self._metrics.steps.labels("hold").inc()
-        self._start(self._ask_to_hold(step, request))
+        self._tasks.start(self._ask_to_hold(step, request))
 
     async def _ask_to_hold(self, step: Hold, request: HoldCopy) -> None:
         subject = subjects.worker_hold_copy(step.worker_id)
@@ -235,7 +234,7 @@ class CopyPlacer:
     def _send_drop(self, step: Drop) -> None:
         log.info("placement: worker %s is to drop its host copy of %s: %s", step.worker_id, step.model, step.reason)
         self._metrics.steps.labels("drop").inc()
-        self._start(self._ask_to_drop(step))
+        self._tasks.start(self._ask_to_drop(step))
 
     async def _ask_to_drop(self, step: Drop) -> None:
         subject = subjects.worker_drop_copy(step.worker_id)
@@ -244,12 +243,6 @@ class CopyPlacer:
         except BlitzError as error:
             # It stays marked until its time is over, so that a worker in trouble is not asked twice a second.
             log.warning("placement: worker %s does not drop %s: %s", step.worker_id, step.model, error)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def retire(self, request: RetireCopy, now_s: float) -> None:
         """Let a copy go, or count it again. Raises ``Conflict`` if it is its model's last."""
@@ -302,8 +295,8 @@ class CopyPlacer:
                 return False
         if record is not None:
             return True
-        replaced = self._registry.model(request.model) is not None
-        return not replaced and not self._registry.was_removed(request.model)
+        replaced = self._registry.models.get(request.model) is not None
+        return not replaced and not self._registry.models.was_removed(request.model)
 
     def _show(self) -> None:
         self._metrics.loading.set(len(self._cluster.loads))

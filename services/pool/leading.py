@@ -18,9 +18,11 @@ from redis.exceptions import RedisError
 from services.pool.copy_placer import CopyPlacer, PlacementMetrics
 from services.pool.core.grace import Grace
 from services.pool.core.holders import Holders
+from services.pool.core.leases import Lease
 from services.pool.core.loads import LoadLimits
 from services.pool.core.new_model import check_limits, name_of, path_of
-from services.pool.core.registry import Lease, Registry
+from services.pool.core.pages import page_of, whole_page
+from services.pool.core.registry import Registry
 from services.pool.inspection import Inspections
 from services.pool.refilling import refill_models, refill_workers
 from services.pool.store import Standing, Store
@@ -146,10 +148,10 @@ class LeadingPool:
             self._terms[service] = await self._store.term(service)
         for model in known.models:
             self._registry.put_model(model)
-        self._registry.load_removed(known.removed)
+        self._registry.models.load_removed(known.removed)
         for floor in known.floors:
-            self._registry.set_floor(floor)
-        self._registry.set_unplaced(known.unplaced)
+            self._registry.models.set_floor(floor)
+        self._registry.models.set_unplaced(known.unplaced)
         for report in known.reports:
             self._registry.load(report, now_s + self._lease_s)
         for lease in known.leases:
@@ -229,7 +231,7 @@ class LeadingPool:
         if self._grace.silence_counts(now_s):
             await self._expire(now_s)
         self._registry.end_leases(now_s)
-        self._registry.end_floors(time.time())
+        self._registry.models.end_floors(time.time())
         if now_s >= self._tidy_at_s:
             self._tidy_at_s = now_s + TIDY_EVERY_S
             await self._store.forget_removed(self._registry.forget_removed(time.time() - REMOVED_S, MAX_REMOVED))
@@ -304,7 +306,7 @@ class LeadingPool:
             sequence=self._tables_sequence,
             published_at_s=time.time(),
             name=name,
-            model=self._registry.model(name),
+            model=self._registry.models.get(name),
             routes=self._registry.table(name),
         )
         await self._bus.publish(subjects.routes(), table)
@@ -328,10 +330,10 @@ class LeadingPool:
         instance = report.instance
         if instance is None:
             return ack
-        record = self._registry.model(instance.model)
+        record = self._registry.models.get(instance.model)
         if record is not None and record.model_hash == instance.model_hash:
             return ack
-        if record is not None or self._registry.was_removed(instance.model):
+        if record is not None or self._registry.models.was_removed(instance.model):
             return msgspec.structs.replace(ack, stop_instance=instance.instance_id)
         self._want(instance.model_hash)
         return msgspec.structs.replace(ack, wants_model=True)
@@ -362,7 +364,7 @@ class LeadingPool:
         name_of(AddModel(path=record.path, name=record.name))
         check_limits(record)
         path_of(record.path, self._roots)
-        if self._registry.was_removed(record.name):
+        if self._registry.models.was_removed(record.name):
             return Ack()
         async with self._changing_models:
             stored = await self._store.add_model(record, unless_removed=True)
@@ -401,7 +403,7 @@ class LeadingPool:
                 slo_tbt_s=request.slo_tbt_s,
             )
             async with self._changing_models:
-                stored = self._registry.model(name) or await self._store.add_model(record)
+                stored = self._registry.models.get(name) or await self._store.add_model(record)
                 if stored is None or stored.model_hash != record.model_hash:
                     raise Conflict(f"another model is registered as {name!r}: remove it first, or choose another name")
                 self._registry.put_model(stored)
@@ -415,7 +417,7 @@ class LeadingPool:
     async def _on_remove_model(self, request: RemoveModel) -> Ack:
         async with self._changing_models:
             # Redis may not know it any more: it did as it was told before, and its answer did not come.
-            if not await self._store.remove_model(request.name) and self._registry.model(request.name) is None:
+            if not await self._store.remove_model(request.name) and self._registry.models.get(request.name) is None:
                 raise ModelNotFound(f"model {request.name!r} is not registered", param="name")
             self._registry.remove_model(request.name, time.time())
         self._wake_publisher()
@@ -424,19 +426,19 @@ class LeadingPool:
 
     async def _on_set_floor(self, request: SetFloor) -> Ack:
         self._check_term("planner", request.term)
-        if self._registry.model(request.model) is None:
+        if self._registry.models.get(request.model) is None:
             raise ModelNotFound(f"model {request.model!r} is not registered", param="model")
         if request.instances < 0 or not 0 <= request.hold_s <= MAX_HOLD_S:
             raise BadRequest(f"instances must not be negative, and hold_s from 0 to {MAX_HOLD_S:g}", param="hold_s")
         async with self._changing_models:
             if not request.hold_s:
                 await self._store.lift_floor(request.model, request.role)
-                self._registry.lift_floor(request.model, request.role)
+                self._registry.models.lift_floor(request.model, request.role)
                 return Ack()
             until_s = time.time() + request.hold_s
             floor = Floor(model=request.model, instances=request.instances, until_s=until_s, role=request.role)
             await self._store.set_floor(floor)
-            self._registry.set_floor(floor)
+            self._registry.models.set_floor(floor)
         return Ack()
 
     # --- readers -----------------------------------------------------------------------------
@@ -450,12 +452,12 @@ class LeadingPool:
 
     def _page(self, request: GetSnapshot) -> Snapshot:
         if request.paged:
-            page = self._registry.page(request.cursor, request.since)
+            page = page_of(self._registry, request.cursor, request.since)
             if page is None:
                 raise Conflict("the snapshot was begun at another pool process: read it from the beginning")
         else:
             self._old_readers_until_s = time.monotonic() + OLD_READER_S
-            page = self._registry.whole_page(request.after_worker_id, max(1, min(request.page_size, 1000)))
+            page = whole_page(self._registry, request.after_worker_id, max(1, min(request.page_size, 1000)))
         return msgspec.structs.replace(
             page, publisher=self._registry.publisher, sequence=self._tables_sequence, taken_at_s=time.time()
         )

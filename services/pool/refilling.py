@@ -10,7 +10,7 @@ from services.pool.store import Store
 async def refill_models(store: Store, registry: Registry) -> None:
     """Have Redis hold the models, removals and floors that the registry knows, and no others; nothing may change them
     meanwhile. Raises ``RedisError``, ``BlitzError``: then once more."""
-    await store.replace_models(registry.models(), registry.removed(), registry.floors())
+    await store.replace_models(registry.models.records(), registry.models.removed(), registry.models.floors())
 
 
 async def refill_workers(store: Store, registry: Registry, lease_s: float, now_s: float) -> None:
@@ -18,7 +18,7 @@ async def refill_workers(store: Store, registry: Registry, lease_s: float, now_s
     ``now_s``: monotonic."""
     reports = registry.reports()
     epochs = [r.instance.epoch for r in reports if r.instance is not None]
-    epochs += [lease.epoch for lease in registry.leases()]
+    epochs += [lease.epoch for lease in registry.leases.all()]
     await store.raise_epoch(max(epochs, default=0))
     strangers = set(await store.worker_ids()) - {report.worker.worker_id for report in reports}
     if strangers:
@@ -34,5 +34,5 @@ async def refill_workers(store: Store, registry: Registry, lease_s: float, now_s
                 await store.retire(str(model_hash), str(copy_id), needed=False, sequence=report.sequence)
         if registry.report(worker_id) is None:
             await store.forget([worker_id])  # it left in that moment
-    for lease in registry.leases():
+    for lease in registry.leases.all():
         await store.put_lease(lease, lease.until_s - now_s)

@@ -14,7 +14,7 @@ from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from services.pool import scripts
 from services.pool.core.copies import complete_copies
-from services.pool.core.registry import Lease
+from services.pool.core.leases import Lease
 from shared.errors import Conflict, ModelNotFound, NoCapacity, NotPermitted, Unavailable
 from shared.messages.codec import M, MalformedMessage, decode, encode
 from shared.messages.common import Role

@@ -8,49 +8,25 @@ A heartbeat that changes nothing costs no look at anything but its own worker.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from typing import Literal
 
 import msgspec
 
+from services.pool.core.change_log import ChangeLog, Names
 from services.pool.core.copies import complete_copies, unknown_hashes
+from services.pool.core.leases import Lease, Leases
+from services.pool.core.models import Models
+from services.pool.core.ordered import Ordered
 from services.pool.core.route_log import RouteLog
-from shared.messages.common import InstanceState, Role
-from shared.messages.registry import (
-    Floor,
-    ModelRecord,
-    ModelRoute,
-    Route,
-    Snapshot,
-    Unplaced,
-    WorkerHeartbeat,
-    WorkerRecord,
-)
+from shared.messages.common import InstanceState
+from shared.messages.registry import ModelRecord, ModelRoute, Route, WorkerHeartbeat, WorkerRecord
 from shared.registry_view import route_of
 
-MAX_GONE = 4096
-"""Models and workers that went lately, for readers that ask for changes; who asks for older ones reads everything."""
-PAGE_BYTES = 192 * 1024
-"""Of one page of a snapshot, about."""
 NIC_STEP = 0.02
 """Of its NIC's bandwidth: traffic that changed by less than this is no change."""
 _encoder = msgspec.msgpack.Encoder()
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """A worker promised to a plan that it has not reported on yet."""
-
-    worker_id: str
-    plan_id: str
-    model: str
-    role: Role
-    epoch: int
-    until_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,25 +53,17 @@ class Changes:
 
 
 @dataclass(slots=True)
-class _Worker:
+class WorkerEntry:
+    """A living worker."""
+
     report: WorkerHeartbeat
     record: WorkerRecord
     num_bytes: int
     """Of the record on the wire."""
-    version: int
     until_s: float
     stored: bool = False
     """Redis holds what this report says."""
     route: ModelRoute | None = None
-
-
-@dataclass(slots=True)
-class _Model:
-    record: ModelRecord
-    version: int
-    num_bytes: int
-    floors: dict[Role, Floor]
-    unplaced: Unplaced | None = None
 
 
 class Registry:
@@ -104,41 +72,27 @@ class Registry:
     def __init__(self, publisher: str) -> None:
         """``publisher``: names this registry's numbering of versions and route changes; no other has the same."""
         self.publisher = publisher
-        self.version = 1
+        self.log = ChangeLog()
+        self.models = Models(self.log)
+        self.workers: Ordered[WorkerEntry] = Ordered()
+        self.leases = Leases()
         self.routes = RouteLog()
         self.states: Counter[InstanceState] = Counter()
         """Living workers by state."""
-        self._workers: dict[str, _Worker] = {}
-        self._models: dict[str, _Model] = {}
-        self._leases: dict[str, Lease] = {}
-        self._lease_ends: list[tuple[float, str, str]] = []
-        """Heap of (until, worker id, plan id); of a lease that is over already its entry means nothing."""
-        self._floor_ends: list[tuple[float, str, Role]] = []
-        """The same of floors: (until, model, role)."""
-        self._removed: dict[str, float] = {}
-        self._unplaced: set[str] = set()
-        """Names of the models that were named last."""
         self._held_names: Counter[str] = Counter()
         """Workers' host copies by the name of the model."""
         self._retired: dict[str, frozenset[str]] = {}
-        self._worker_ids: list[str] = []
-        self._names: list[str] = []
         self._by_renewal: dict[str, float] = {}
         """Until when each worker's lease runs, the earliest renewal first."""
-        self._by_change: dict[tuple[Literal["m", "w"], str], None] = {}
-        """Models and workers, the latest change last."""
         self._holders: dict[str, set[str]] = {}
         """Ids of the workers with an instance of a model, by the model's name."""
-        self._gone: deque[tuple[int, Literal["m", "w"], str]] = deque()
-        self._gone_since = 0
-        """Versions older than this may miss some that went."""
 
     # --- workers -----------------------------------------------------------------------------
 
     def take(self, report: WorkerHeartbeat, now_s: float, lease_s: float) -> Taken:
         """A worker reports: its lease runs for ``lease_s`` from now."""
         worker_id = report.worker.worker_id
-        known = self._workers.get(worker_id)
+        known = self.workers.get(worker_id)
         same = known is not None and known.report.worker.incarnation == report.worker.incarnation
         if known is not None and same and known.report.sequence >= report.sequence:
             return Taken(accepted=False)
@@ -149,7 +103,7 @@ class Registry:
             return Taken(accepted=True, store=True)
         if known is not None and not same:
             # A new process knows nothing of a plan that its predecessor was leased for.
-            self._leases.pop(worker_id, None)
+            self.leases.drop(worker_id)
         self._use_up(report)
         changed = known is None or not same or _durable(known.report) != _durable(report)
         stored = known is not None and not changed and known.stored
@@ -158,10 +112,10 @@ class Registry:
 
     def _use_up(self, report: WorkerHeartbeat) -> None:
         """The worker reports on its lease itself once it works under it."""
-        lease = self._leases.get(report.worker.worker_id)
+        lease = self.leases.get(report.worker.worker_id)
         epoch = report.instance.epoch if report.instance is not None else 0
         if lease is not None and report.state != "spare" and epoch >= lease.epoch:
-            del self._leases[report.worker.worker_id]
+            self.leases.drop(lease.worker_id)
 
     def _retires(self, report: WorkerHeartbeat) -> bool:
         """Whether it names a copy that may go: Redis decides whether a report of it counts again."""
@@ -178,13 +132,13 @@ class Registry:
 
     def is_stored(self, report: WorkerHeartbeat) -> None:
         """Redis holds this report."""
-        known = self._workers.get(report.worker.worker_id)
+        known = self.workers.get(report.worker.worker_id)
         if known is not None and known.report is report:
             known.stored = True
 
     def is_not_stored(self, worker_id: str) -> None:
         """Redis does not hold the worker's report any more."""
-        known = self._workers.get(worker_id)
+        known = self.workers.get(worker_id)
         if known is not None:
             known.stored = False
 
@@ -202,26 +156,25 @@ class Registry:
 
     def _put(self, report: WorkerHeartbeat, until_s: float, *, stored: bool) -> None:
         worker_id = report.worker.worker_id
-        known = self._workers.get(worker_id)
-        record = _record(report, self._leases.get(worker_id), known.record if known is not None else None)
+        known = self.workers.get(worker_id)
+        record = _record(report, self.leases.get(worker_id), known.record if known is not None else None)
         if known is None or until_s != known.until_s:
             self._by_renewal.pop(worker_id, None)
             self._by_renewal[worker_id] = until_s
         if known is not None and known.record == record:
             known.report, known.until_s, known.stored = report, until_s, stored
             return
-        if known is None:
-            insort(self._worker_ids, worker_id)
-        else:
+        if known is not None:
             self.states[known.record.state] -= 1
         self.states[report.state] += 1
-        entry = _Worker(report, record, len(_encoder.encode(record)), self._changed("w", worker_id), until_s, stored)
-        entry.route = known.route if known is not None else None
-        self._workers[worker_id] = entry
+        route = known.route if known is not None else None
+        entry = WorkerEntry(report, record, len(_encoder.encode(record)), until_s, stored, route)
+        self.workers.put(worker_id, entry)
+        self.log.changed("worker", worker_id)
         self._index(worker_id, known, entry)
         self._reroute(entry)
 
-    def _index(self, worker_id: str, before: _Worker | None, after: _Worker | None) -> None:
+    def _index(self, worker_id: str, before: WorkerEntry | None, after: WorkerEntry | None) -> None:
         had = before.report.host_copies if before is not None else ()
         has = after.report.host_copies if after is not None else ()
         if had != has:
@@ -241,10 +194,10 @@ class Registry:
         if new is not None:
             self._holders.setdefault(new, set()).add(worker_id)
 
-    def _reroute(self, entry: _Worker) -> None:
+    def _reroute(self, entry: WorkerEntry) -> None:
         """Compare a worker's route with what was published."""
         instance = entry.report.instance
-        route = route_of(entry.report, self.model(instance.model)) if instance is not None else None
+        route = route_of(entry.report, self.models.get(instance.model)) if instance is not None else None
         made = ModelRoute(model=instance.model, route=route) if instance is not None and route is not None else None
         before, entry.route = entry.route, made
         if before == made:
@@ -257,18 +210,17 @@ class Registry:
     def forget(self, worker_ids: Iterable[str]) -> None:
         """These workers left, or are dead."""
         for worker_id in worker_ids:
-            entry = self._workers.pop(worker_id, None)
+            entry = self.workers.pop(worker_id)
             if entry is None:
                 continue
-            del self._worker_ids[bisect_left(self._worker_ids, worker_id)]
             self._by_renewal.pop(worker_id, None)
-            self._leases.pop(worker_id, None)
+            self.leases.drop(worker_id)
             self._retired.pop(worker_id, None)
             self.states[entry.record.state] -= 1
             self._index(worker_id, entry, None)
             if entry.route is not None:
                 self.routes.gone(entry.route.model, entry.route.route.instance_id)
-            self._went("w", worker_id)
+            self.log.went("worker", worker_id)
 
     def silent(self, now_s: float) -> tuple[str, ...]:
         """Workers whose lease ran out."""
@@ -281,8 +233,8 @@ class Registry:
 
     def give_time(self, until_s: float) -> None:
         """Every lease runs at least until then: renewals may have been missed."""
-        for worker_id, entry in self._workers.items():
-            entry.until_s = max(entry.until_s, until_s)
+        for worker_id in self.workers:
+            self.workers[worker_id].until_s = max(self.workers[worker_id].until_s, until_s)
             self._by_renewal[worker_id] = max(self._by_renewal[worker_id], until_s)
 
     def renewals(self) -> Mapping[str, float]:
@@ -291,140 +243,55 @@ class Registry:
 
     def reports(self) -> tuple[WorkerHeartbeat, ...]:
         """The newest of every living worker, in the order of ids."""
-        return tuple(self._workers[worker_id].report for worker_id in self._worker_ids)
+        return tuple(entry.report for entry in self.workers.values())
 
     def report(self, worker_id: str) -> WorkerHeartbeat | None:
         """The newest of one worker."""
-        entry = self._workers.get(worker_id)
+        entry = self.workers.get(worker_id)
         return entry.report if entry is not None else None
 
     # --- leases ------------------------------------------------------------------------------
 
     def lease(self, lease: Lease) -> None:
         """A worker was promised to a plan."""
-        self._leases[lease.worker_id] = lease
-        heappush(self._lease_ends, (lease.until_s, lease.worker_id, lease.plan_id))
+        self.leases.put(lease)
         self._renew_record(lease.worker_id)
 
     def release(self, plan_id: str, worker_ids: Iterable[str]) -> None:
         """The plan needs these workers no more."""
         for worker_id in worker_ids:
-            lease = self._leases.get(worker_id)
-            if lease is not None and lease.plan_id == plan_id:
-                del self._leases[worker_id]
+            if self.leases.drop(worker_id, plan_id):
                 self._renew_record(worker_id)
 
     def end_leases(self, now_s: float) -> None:
         """Leases that ran out are no more."""
-        while self._lease_ends and self._lease_ends[0][0] <= now_s:
-            until_s, worker_id, plan_id = heappop(self._lease_ends)
-            lease = self._leases.get(worker_id)
-            if lease is not None and (lease.until_s, lease.plan_id) == (until_s, plan_id):
-                self.release(plan_id, [worker_id])
-
-    def leases(self) -> tuple[Lease, ...]:
-        """Those that run, in the order of worker ids."""
-        return tuple(self._leases[worker_id] for worker_id in sorted(self._leases))
+        for lease in self.leases.ended(now_s):
+            self.release(lease.plan_id, [lease.worker_id])
 
     def _renew_record(self, worker_id: str) -> None:
-        entry = self._workers.get(worker_id)
+        entry = self.workers.get(worker_id)
         if entry is not None:
             self._put(entry.report, entry.until_s, stored=entry.stored)
 
     # --- models ------------------------------------------------------------------------------
 
-    def models(self) -> tuple[ModelRecord, ...]:
-        """In the order of names."""
-        return tuple(self._models[name].record for name in self._names)
-
-    def model(self, name: str) -> ModelRecord | None:
-        known = self._models.get(name)
-        return known.record if known is not None else None
-
     def put_model(self, record: ModelRecord) -> None:
-        """A model is registered, or its record changed."""
-        known = self._models.get(record.name)
-        self._removed.pop(record.name, None)
-        if known is not None and known.record == record:
-            return
-        if known is None:
-            insort(self._names, record.name)
-        floors = known.floors if known is not None else {}
-        unplaced = known.unplaced if known is not None else None
-        size = len(_encoder.encode(record))
-        self._models[record.name] = _Model(record, self._changed("m", record.name), size, floors, unplaced)
-        self.routes.put_model(record)
-        for worker_id in sorted(self._holders.get(record.name, ())):
-            self._reroute(self._workers[worker_id])
+        """A model is registered, or its record changed: instances of other weights have no route any more."""
+        if self.models.put(record):
+            self.routes.put_model(record)
+            for worker_id in sorted(self._holders.get(record.name, ())):
+                self._reroute(self.workers[worker_id])
 
     def remove_model(self, name: str, now_s: float) -> None:
         """A model is registered no more; its instances drain."""
-        if self._models.pop(name, None) is None:
-            return
-        del self._names[bisect_left(self._names, name)]
-        self._removed[name] = now_s
-        self.routes.remove_model(name)
-        for worker_id in self._holders.get(name, ()):
-            self._workers[worker_id].route = None
-        self._went("m", name)
-
-    def was_removed(self, name: str) -> bool:
-        """Whether the model was removed on purpose (rather than lost with Redis's data)."""
-        return name in self._removed
-
-    def removed(self) -> Mapping[str, float]:
-        """Models that were removed on purpose, and when."""
-        return self._removed
-
-    def load_removed(self, names: Mapping[str, float]) -> None:
-        """As Redis remembers them."""
-        self._removed.update({name: at_s for name, at_s in names.items() if name not in self._models})
+        if self.models.remove(name, now_s):
+            self.routes.remove_model(name)
+            for worker_id in self._holders.get(name, ()):
+                self.workers[worker_id].route = None
 
     def forget_removed(self, before_s: float, keep: int) -> tuple[str, ...]:
-        """Let removals go that nobody can need: of before ``before_s``, and beyond the newest ``keep``, unless a worker
-        still has something of the model."""
-        newest = sorted(self._removed, key=lambda name: (self._removed[name], name), reverse=True)
-        surplus = (n for i, n in enumerate(newest) if self._removed[n] < before_s or i >= keep)
-        old = [name for name in surplus if name not in self._held_names and name not in self._holders]
-        for name in old:
-            del self._removed[name]
-        return tuple(old)
-
-    def set_floor(self, floor: Floor) -> None:
-        """In place of the role's one before."""
-        model = self._models.get(floor.model)
-        if model is not None:
-            model.floors[floor.role] = floor
-            heappush(self._floor_ends, (floor.until_s, floor.model, floor.role))
-            model.version = self._changed("m", floor.model)
-
-    def lift_floor(self, name: str, role: Role) -> None:
-        model = self._models.get(name)
-        if model is not None and model.floors.pop(role, None) is not None:
-            model.version = self._changed("m", name)
-
-    def end_floors(self, now_s: float) -> None:
-        """Floors that ran out (unix time ``now_s``) are no more."""
-        while self._floor_ends and self._floor_ends[0][0] <= now_s:
-            until_s, name, role = heappop(self._floor_ends)
-            model = self._models.get(name)
-            floor = model.floors.get(role) if model is not None else None
-            if floor is not None and floor.until_s == until_s:
-                self.lift_floor(name, role)
-
-    def floors(self) -> tuple[Floor, ...]:
-        """In the order of models' names."""
-        return tuple(f for name in self._names for _, f in sorted(self._models[name].floors.items()))
-
-    def set_unplaced(self, unplaced: Iterable[Unplaced]) -> None:
-        """The models without a host copy, and why; all others have one."""
-        found = {entry.model: entry for entry in unplaced}
-        for name in sorted(found.keys() | self._unplaced):
-            model = self._models.get(name)
-            if model is not None and model.unplaced != found.get(name):
-                model.unplaced = found.get(name)
-                model.version = self._changed("m", name)
-        self._unplaced = set(found)
+        """As ``Models.forget_removed``."""
+        return self.models.forget_removed(before_s, keep, self._held_names.keys() | self._holders.keys())
 
     # --- what workers are told ---------------------------------------------------------------
 
@@ -432,158 +299,30 @@ class Registry:
         """Hashes of the host copies whose models are unknown here, and were not removed."""
         if not report.host_copies:
             return ()
-        names = {copy.model: self.model(copy.model) for copy in report.host_copies}
-        return unknown_hashes(report, names, {name for name in names if self.was_removed(name)})
+        names = {copy.model: self.models.get(copy.model) for copy in report.host_copies}
+        return unknown_hashes(report, names, self.models.removed())
 
     # --- readers -----------------------------------------------------------------------------
 
-    def _changed(self, kind: Literal["m", "w"], name: str) -> int:
-        self.version += 1
-        self._by_change.pop((kind, name), None)
-        self._by_change[kind, name] = None
-        return self.version
-
-    def _went(self, kind: Literal["m", "w"], name: str) -> None:
-        self.version += 1
-        self._by_change.pop((kind, name), None)
-        self._gone.append((self.version, kind, name))
-        if len(self._gone) > MAX_GONE:
-            self._gone_since = self._gone.popleft()[0]
-
     def changes(self, since: int) -> Changes:
         """What changed since that version; 0 for everything. Of a worker: whatever ``WorkerRecord`` shows."""
-        if not self._gone_since <= since <= self.version:
+        if not self.log.knows(since):
             since = 0
-        models: list[str] = []
-        workers: list[str] = []
-        for kind, name in reversed(self._by_change):
-            version = (self._models[name] if kind == "m" else self._workers[name]).version
-            if version <= since:
-                break
-            (models if kind == "m" else workers).append(name)
-        gone = self._gone_after(since) if since else {"m": [], "w": []}
+        changed, gone = self.log.changed_since(since), self.log.gone_since(since) if since else Names()
         return Changes(
-            version=self.version,
+            version=self.log.version,
             whole=not since,
-            gone_models=tuple(gone["m"]),
-            gone_workers=tuple(gone["w"]),
-            models=tuple(self._models[name].record for name in models),
-            reports=tuple(self._workers[worker_id].report for worker_id in workers),
-        )
-
-    def _gone_after(self, since: int) -> dict[str, list[str]]:
-        """Names of models and ids of workers that went since that version, as many as did."""
-        gone: dict[str, list[str]] = {"m": [], "w": []}
-        for version, kind, name in reversed(self._gone):
-            if version <= since:
-                break
-            gone[kind].append(name)
-        return gone
-
-    def page(self, cursor: str, since: str) -> Snapshot | None:
-        """A page of everything, or of what changed ``since``; None for a cursor that is not of this registry."""
-        start = _position(cursor, self.publisher) if cursor else (self.version, "m", "")
-        if start is None:
-            return None
-        began, phase, after = start
-        since_version = _version(since, self.publisher)
-        if since_version is None or not self._gone_since <= since_version <= self.version:
-            since_version = 0
-        pager = _Pager(self, since_version)
-        if phase == "m":
-            phase, after = pager.models(after)
-        if phase == "w":
-            phase, after = pager.workers(after)
-        gone = self._gone_after(since_version) if not cursor and since_version else {"m": [], "w": []}
-        return Snapshot(
-            publisher="",
-            sequence=0,
-            taken_at_s=0.0,
-            models=tuple(model.record for model in pager.found_models),
-            workers=tuple(worker.record for worker in pager.found_workers),
-            floors=tuple(f for model in pager.found_models for _, f in sorted(model.floors.items())),
-            unplaced=tuple(m.unplaced for m in pager.found_models if m.unplaced is not None),
-            next_cursor=f"{self.publisher}/{began}/{phase}/{after}" if phase else "",
-            version=f"{self.publisher}/{began}",
-            partial=bool(since_version),
-            gone_models=tuple(gone["m"]),
-            gone_workers=tuple(gone["w"]),
-            routes_publisher=self.publisher,
-            routes_sequence=self.routes.sequence,
-        )
-
-    def whole_page(self, after_worker_id: str, size: int) -> Snapshot:
-        """A page as readers of 0.1 want it: all models, and ``size`` workers."""
-        begin = bisect_right(self._worker_ids, after_worker_id)
-        ids = self._worker_ids[begin : begin + size]
-        models = [self._models[name] for name in self._names]
-        return Snapshot(
-            publisher="",
-            sequence=0,
-            taken_at_s=0.0,
-            models=tuple(model.record for model in models),
-            workers=tuple(self._workers[i].record for i in ids),
-            floors=self.floors(),
-            next_worker_id=ids[-1] if begin + size < len(self._worker_ids) else "",
-            unplaced=tuple(m.unplaced for m in models if m.unplaced is not None),
+            gone_models=gone.models,
+            gone_workers=gone.workers,
+            models=tuple(self.models.entries[name].record for name in changed.models),
+            reports=tuple(self.workers[worker_id].report for worker_id in changed.workers),
         )
 
     def table(self, name: str) -> tuple[Route, ...]:
         """All routes of a model, in the order of instance ids."""
-        entries = (self._workers[i].route for i in self._holders.get(name, ()))
+        entries = (self.workers[i].route for i in self._holders.get(name, ()))
         found = (e.route for e in entries if e is not None and e.model == name)
         return tuple(sorted(found, key=lambda route: route.instance_id))
-
-
-class _Pager:
-    """Collects models and workers until a page is full."""
-
-    def __init__(self, registry: Registry, since: int) -> None:
-        self._registry = registry
-        self._since = since
-        self._num_bytes = 0
-        self.found_models: list[_Model] = []
-        self.found_workers: list[_Worker] = []
-
-    def models(self, after: str) -> tuple[str, str]:
-        """From behind this name on; (phase, name) to go on from."""
-        known = self._registry._models
-        for name in self._names("m", self._registry._names, after):
-            model = known[name]
-            extra = 160 * len(model.floors) + (300 if model.unplaced is not None else 0)
-            if self._is_full(model.num_bytes + extra):
-                return "m", after
-            self.found_models.append(model)
-            after = name
-        return "w", ""
-
-    def workers(self, after: str) -> tuple[str, str]:
-        """From behind this id on; (phase, id) to go on from, empty at the end."""
-        known = self._registry._workers
-        for worker_id in self._names("w", self._registry._worker_ids, after):
-            if self._is_full(known[worker_id].num_bytes):
-                return "w", after
-            self.found_workers.append(known[worker_id])
-            after = worker_id
-        return "", ""
-
-    def _names(self, kind: Literal["m", "w"], ordered: list[str], after: str) -> Iterable[str]:
-        if not self._since:
-            return ordered[bisect_right(ordered, after) :] if after else ordered
-        changed = []
-        for entry_kind, name in reversed(self._registry._by_change):
-            entry = self._registry._models[name] if entry_kind == "m" else self._registry._workers[name]
-            if entry.version <= self._since:
-                break
-            if entry_kind == kind and name > after:
-                changed.append(name)
-        return sorted(changed)
-
-    def _is_full(self, num_bytes: int) -> bool:
-        if self._num_bytes and self._num_bytes + num_bytes > PAGE_BYTES:
-            return True
-        self._num_bytes += num_bytes
-        return False
 
 
 def _durable(report: WorkerHeartbeat) -> tuple[object, ...]:
@@ -614,17 +353,3 @@ def _record(report: WorkerHeartbeat, lease: Lease | None, before: WorkerRecord |
 
 def _route_key(route: ModelRoute) -> tuple[str, str]:
     return route.model, route.route.instance_id
-
-
-def _position(cursor: str, publisher: str) -> tuple[int, str, str] | None:
-    mine, _, rest = cursor.partition("/")
-    began, _, rest = rest.partition("/")
-    phase, _, after = rest.partition("/")
-    if mine != publisher or not began.isdigit() or phase not in ("m", "w"):
-        return None
-    return int(began), phase, after
-
-
-def _version(since: str, publisher: str) -> int | None:
-    mine, _, version = since.partition("/")
-    return int(version) if mine == publisher and version.isdigit() else None

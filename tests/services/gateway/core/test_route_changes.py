@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from services.gateway.core.routes import RouteChanges, RouteView
+from services.pool.core.pages import page_of
 from services.pool.core.registry import Registry
 from shared.messages.common import InstanceState
 from shared.messages.registry import GoneRoute, ModelRoute, Route, RouteTable
@@ -170,7 +171,7 @@ steps = st.lists(
 
 
 def registry_view(registry: Registry) -> RegistryView:
-    page = registry.page("", "")
+    page = page_of(registry, "", "")
     assert page is not None
     return view(
         *page.workers,
@@ -211,6 +212,6 @@ def test_whoever_hears_of_a_gap_and_looks_again_knows_everything(steps: list[tup
                     gap = routes.apply_view(on_its_way).gap or gap
     if gap or not routes.ready:
         assert not routes.apply_view(registry_view(registry)).gap
-    names = [record.name for record in registry.models()]
+    names = [record.name for record in registry.models.records()]
     known = {n: tuple(sorted(m.routes.values(), key=lambda r: r.instance_id)) for n, m in routes.models.items()}
     assert known == {name: registry.table(name) for name in names}

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.pool.core import registry as registry_module
-from services.pool.core.registry import Lease, Registry
+from services.pool.core import change_log
+from services.pool.core.leases import Lease
+from services.pool.core.pages import whole_page
+from services.pool.core.registry import Registry
 from shared.messages.registry import Floor, ModelRecord, Unplaced, WorkerHeartbeat
 from tests.records import heartbeat, model
 from tests.services.pool.host_copies import copy_of, holding
@@ -59,7 +61,7 @@ def test_only_what_changed_is_told() -> None:
 
 
 def test_who_missed_too_much_is_told_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_module, "MAX_GONE", 2)
+    monkeypatch.setattr(change_log, "MAX_GONE", 2)
     registry, follower = Registry("pool-1"), Follower()
     for index in range(6):
         registry.take(heartbeat(f"w{index}"), 0.0, 2.0)
@@ -94,7 +96,7 @@ def test_a_reader_of_changes_knows_what_there_is(made: list[tuple[str, str, Any]
         else:
             follower.read(registry)
     follower.read(registry)
-    assert follower.models == {record.name: record for record in registry.models()}
+    assert follower.models == {record.name: record for record in registry.models.records()}
     shown = {w: (r.worker, r.host_copies) for w, r in follower.reports.items()}
     assert shown == {r.worker.worker_id: (r.worker, r.host_copies) for r in registry.reports()}
 
@@ -105,15 +107,15 @@ def test_a_lease_or_floor_in_place_of_another_ends_when_the_new_one_does() -> No
     registry.take(heartbeat("w0"), 0.0, 2.0)
     registry.lease(Lease("w0", "first", "m", "colocated", 1, 5.0))
     registry.lease(Lease("w0", "second", "m", "colocated", 2, 9.0))
-    registry.set_floor(Floor(model="m", instances=1, until_s=5.0))
-    registry.set_floor(Floor(model="m", instances=2, until_s=9.0))
+    registry.models.set_floor(Floor(model="m", instances=1, until_s=5.0))
+    registry.models.set_floor(Floor(model="m", instances=2, until_s=9.0))
     registry.end_leases(6.0)
-    registry.end_floors(6.0)
-    assert [lease.plan_id for lease in registry.leases()] == ["second"]
-    assert [floor.instances for floor in registry.floors()] == [2]
+    registry.models.end_floors(6.0)
+    assert [lease.plan_id for lease in registry.leases.all()] == ["second"]
+    assert [floor.instances for floor in registry.models.floors()] == [2]
     registry.end_leases(9.0)
-    registry.end_floors(9.0)
-    assert (registry.leases(), registry.floors()) == ((), ())
+    registry.models.end_floors(9.0)
+    assert (registry.leases.all(), registry.models.floors()) == ((), ())
 
 
 def test_what_is_said_of_models_without_a_copy_is_forgotten_once_it_is_not_said_again() -> None:
@@ -121,14 +123,14 @@ def test_what_is_said_of_models_without_a_copy_is_forgotten_once_it_is_not_said_
     for name in ("a", "b", "c"):
         registry.put_model(model(name))
     said = {name: Unplaced(model=name, model_hash=f"hash-of-{name}", reason="full") for name in ("a", "b")}
-    registry.set_unplaced(said.values())
-    version = registry.version
-    registry.set_unplaced([said["a"], said["b"]])
-    assert registry.version == version
+    registry.models.set_unplaced(said.values())
+    version = registry.log.version
+    registry.models.set_unplaced([said["a"], said["b"]])
+    assert registry.log.version == version
     registry.put_model(model("a", slo_ttft_s=1.0))
-    assert registry.whole_page("", 1).unplaced == (said["a"], said["b"])
-    registry.set_unplaced([said["b"]])
-    assert registry.whole_page("", 1).unplaced == (said["b"],)
+    assert whole_page(registry, "", 1).unplaced == (said["a"], said["b"])
+    registry.models.set_unplaced([said["b"]])
+    assert whole_page(registry, "", 1).unplaced == (said["b"],)
 
 
 def test_a_removal_is_remembered_while_some_copy_bears_the_name() -> None:

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.pool.core import registry as registry_module
-from services.pool.core.registry import Lease, Registry
+from services.pool.core import change_log, pages
+from services.pool.core.leases import Lease
+from services.pool.core.pages import page_of, whole_page
+from services.pool.core.registry import Registry
 from shared import subjects
 from shared.errors import Conflict
 from shared.messages.codec import encode
@@ -42,10 +44,10 @@ def test_a_report_that_changes_nothing_is_not_stored_and_no_change_for_readers()
     first = registry.take(heartbeat("w0", M, "serving", sequence=2), 1.0, LEASE_S)
     assert first.store, "Redis was not told yet"
     registry.is_stored(registry.reports()[0])
-    version = registry.version
+    version = registry.log.version
     again = registry.take(heartbeat("w0", M, "serving", sequence=3), 1.5, LEASE_S)
     assert (again.accepted, again.store) == (True, False)
-    assert registry.version == version
+    assert registry.log.version == version
     assert registry.take(heartbeat("w0", M, "draining", sequence=4), 2.0, LEASE_S).store
 
 
@@ -77,11 +79,11 @@ def test_silent_workers_are_those_whose_lease_ran_out() -> None:
 def test_traffic_counts_as_changed_from_two_per_cent_of_the_nic() -> None:
     registry = Registry("pool-1")
     registry.take(heartbeat("w0", nic_egress_gbps=1.0), 0.0, LEASE_S)
-    version = registry.version
+    version = registry.log.version
     registry.take(heartbeat("w0", nic_egress_gbps=1.1, sequence=2), 0.0, LEASE_S)
-    assert registry.version == version
+    assert registry.log.version == version
     registry.take(heartbeat("w0", nic_egress_gbps=1.3, sequence=3), 0.0, LEASE_S)
-    assert registry.whole_page("", 10).workers[0].nic_egress_gbps == 1.3
+    assert whole_page(registry, "", 10).workers[0].nic_egress_gbps == 1.3
 
 
 def test_a_copy_that_may_go_is_redis_business_until_it_is_gone() -> None:
@@ -101,21 +103,21 @@ def test_a_lease_ends_when_its_worker_works_under_it_or_its_time_is_over() -> No
     for name in ("w0", "w1"):
         registry.take(heartbeat(name), 0.0, LEASE_S)
         registry.lease(Lease(name, "plan", "m", "decode", 7, 5.0))
-    shown = [(w.lease_plan_id, w.lease_role) for w in registry.whole_page("", 10).workers]
+    shown = [(w.lease_plan_id, w.lease_role) for w in whole_page(registry, "", 10).workers]
     assert shown == [("plan", "decode"), ("plan", "decode")]
     registry.take(heartbeat("w0", M, "loading", epoch=7, sequence=2), 0.0, LEASE_S)
     registry.end_leases(4.9)
-    assert [lease.worker_id for lease in registry.leases()] == ["w1"]
+    assert [lease.worker_id for lease in registry.leases.all()] == ["w1"]
     registry.end_leases(5.0)
-    assert registry.leases() == ()
-    assert [w.lease_plan_id for w in registry.whole_page("", 10).workers] == ["", ""]
+    assert registry.leases.all() == ()
+    assert [w.lease_plan_id for w in whole_page(registry, "", 10).workers] == ["", ""]
 
 
 def test_a_worker_that_is_about_to_end_is_seen_as_that() -> None:
     registry = Registry("pool-1")
     registry.put_model(M)
     registry.take(heartbeat("w0", M, "draining", stopping=True), 0.0, LEASE_S)
-    assert registry.whole_page("", 10).workers[0].stopping
+    assert whole_page(registry, "", 10).workers[0].stopping
     assert registry.table("m")[0].stopping
 
 
@@ -127,7 +129,7 @@ def test_removals_are_forgotten_when_old_or_many_but_not_while_a_worker_holds_so
     registry.take(holding("w0", [copy_of(model("held"))]), 0.0, LEASE_S)
     assert registry.forget_removed(1.0, keep=100) == ("old",)
     assert registry.forget_removed(0.0, keep=1) == ("newer",)
-    assert sorted(registry.removed()) == ["held", "newest"]
+    assert sorted(registry.models.removed()) == ["held", "newest"]
 
 
 # --- routes ------------------------------------------------------------------------------------
@@ -200,15 +202,15 @@ class Driver:
                 self.registry.forget([f"w{rest[0]}"])
             case "add":
                 name, weights = rest
-                found = self.registry.model(name)
+                found = self.registry.models.get(name)
                 if found is None:
                     self.registry.put_model(model(name, **({"model_hash": "other"} if weights else {})))
             case "remove":
                 self.registry.remove_model(rest[0], 0.0)
             case "floor":
-                self.registry.set_floor(Floor(model=rest[0], instances=rest[1], until_s=9.0))
+                self.registry.models.set_floor(Floor(model=rest[0], instances=rest[1], until_s=9.0))
             case "unplaced":
-                self.registry.set_unplaced([Unplaced(model=rest[0], model_hash="h", reason="full")])
+                self.registry.models.set_unplaced([Unplaced(model=rest[0], model_hash="h", reason="full")])
             case "lease":
                 self.registry.lease(Lease(f"w{rest[0]}", "plan", "m", "colocated", 1 << 40, 9.0))
             case "read":
@@ -229,7 +231,7 @@ async def read_all(registry: Registry, read: Callable[[RegistryReader], Any] | N
 
 def answering(registry: Registry) -> Callable[[GetSnapshot], Any]:
     async def on_snapshot(request: GetSnapshot) -> Snapshot:
-        page = registry.page(request.cursor, request.since)
+        page = page_of(registry, request.cursor, request.since)
         if page is None:
             raise Conflict("another registry")
         return page
@@ -251,17 +253,17 @@ def test_readers_of_changes_know_what_readers_of_everything_know(steps: list[tup
                 assert await reader.read(timeout_s=5.0) == await read_all(driver.registry)
         assert await reader.read(timeout_s=5.0) == await read_all(driver.registry)
         driver.follow()
-        names = [record.name for record in driver.registry.models()]
+        names = [record.name for record in driver.registry.models.records()]
         tables = {name: driver.registry.table(name) for name in names}
         assert {n: tuple(sorted(r.values(), key=lambda r: r.instance_id)) for n, r in driver.known.items()} == tables
         assert driver.numbers == list(range(1, len(driver.numbers) + 1))
 
-    before = registry_module.PAGE_BYTES
-    registry_module.PAGE_BYTES = page_bytes
+    before = pages.PAGE_BYTES
+    pages.PAGE_BYTES = page_bytes
     try:
         asyncio.run(run())
     finally:
-        registry_module.PAGE_BYTES = before
+        pages.PAGE_BYTES = before
 
 
 # --- readers -----------------------------------------------------------------------------------
@@ -275,7 +277,7 @@ def test_pages_are_bounded_by_bytes_whatever_the_number_of_models() -> None:
         registry.take(heartbeat(f"w{index:03}", model(f"m{index:03}"), "serving"), 0.0, LEASE_S)
     pages, cursor = [], ""
     while True:
-        page = registry.page(cursor, "")
+        page = page_of(registry, cursor, "")
         assert page is not None
         pages.append(page)
         cursor = page.next_cursor
@@ -289,11 +291,11 @@ def test_pages_are_bounded_by_bytes_whatever_the_number_of_models() -> None:
 
 def test_changes_cost_what_changed() -> None:
     registry = filled(1000)
-    first = registry.page("", "")
+    first = page_of(registry, "", "")
     assert first is not None
     registry.take(heartbeat("w5", M, "draining", sequence=2), 0.0, LEASE_S)
     registry.forget(["w6"])
-    page = registry.page("", first.version)
+    page = page_of(registry, "", first.version)
     assert page is not None
     assert [w.worker.worker_id for w in page.workers] == ["w5"]
     assert (page.partial, page.gone_workers, page.models, page.next_cursor) == (True, ("w6",), (), "")
@@ -301,27 +303,27 @@ def test_changes_cost_what_changed() -> None:
 
 @pytest.mark.parametrize("since", ["", "pool-0/5", "pool-1/x", "pool-1/999999", "rubbish"])
 def test_a_version_that_is_not_known_gets_everything(since: str) -> None:
-    page = filled(2).page("", since)
+    page = page_of(filled(2), "", since)
     assert page is not None
     assert not page.partial
     assert len(page.workers) == 2
 
 
 def test_who_asks_for_changes_of_too_long_ago_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_module, "MAX_GONE", 2)
+    monkeypatch.setattr(change_log, "MAX_GONE", 2)
     registry = filled(5)
-    first = registry.page("", "")
+    first = page_of(registry, "", "")
     assert first is not None
     registry.forget(["w0", "w1"])
-    page = registry.page("", first.version)
+    page = page_of(registry, "", first.version)
     assert page is not None
     assert page.partial
     registry.forget(["w2"])
-    page = registry.page("", first.version)
+    page = page_of(registry, "", first.version)
     assert page is not None
     assert not page.partial
 
 
 @pytest.mark.parametrize("cursor", ["pool-2/1/m/", "pool-1/x/m/", "pool-1/1/z/", "rubbish"])
 def test_a_cursor_of_another_registry_is_refused(cursor: str) -> None:
-    assert filled().page(cursor, "") is None
+    assert page_of(filled(), cursor, "") is None

@@ -1,0 +1,138 @@
+"""The registered models: their records, floors, and those that were removed on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+import msgspec
+
+from services.pool.core.change_log import ChangeLog
+from services.pool.core.ordered import Ordered
+from shared.messages.common import Role
+from shared.messages.registry import Floor, ModelRecord, Unplaced
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass(slots=True)
+class ModelEntry:
+    """A model, and what is known of it beside its record."""
+
+    record: ModelRecord
+    record_bytes: int
+    """On the wire."""
+    floors: dict[Role, Floor] = field(default_factory=dict)
+    unplaced: Unplaced | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all this on the wire, about."""
+        return self.record_bytes + 160 * len(self.floors) + (300 if self.unplaced is not None else 0)
+
+
+class Models:
+    """Follows what is asked for; says what changed to the log."""
+
+    def __init__(self, log: ChangeLog) -> None:
+        self.entries: Ordered[ModelEntry] = Ordered()
+        self._log = log
+        self._floor_ends: list[tuple[float, str, Role]] = []
+        """Heap of (until, model, role); of a floor that is over already its entry means nothing."""
+        self._removed: dict[str, float] = {}
+        self._unplaced: set[str] = set()
+        """Names of the models that were named last."""
+
+    def get(self, name: str) -> ModelRecord | None:
+        entry = self.entries.get(name)
+        return entry.record if entry is not None else None
+
+    def records(self) -> tuple[ModelRecord, ...]:
+        """In the order of names."""
+        return tuple(entry.record for entry in self.entries.values())
+
+    def put(self, record: ModelRecord) -> bool:
+        """A model is registered, or its record changed; False if nothing is new."""
+        known = self.entries.get(record.name)
+        self._removed.pop(record.name, None)
+        if known is not None and known.record == record:
+            return False
+        entry = ModelEntry(record, len(_encoder.encode(record)))
+        if known is not None:
+            entry.floors, entry.unplaced = known.floors, known.unplaced
+        self.entries.put(record.name, entry)
+        self._log.changed("model", record.name)
+        return True
+
+    # --- removals ----------------------------------------------------------------------------
+
+    def remove(self, name: str, now_s: float) -> bool:
+        """A model is registered no more; False if it was not."""
+        if self.entries.pop(name) is None:
+            return False
+        self._removed[name] = now_s
+        self._log.went("model", name)
+        return True
+
+    def was_removed(self, name: str) -> bool:
+        """Whether the model was removed on purpose (rather than lost with Redis's data)."""
+        return name in self._removed
+
+    def removed(self) -> Mapping[str, float]:
+        """Models that were removed on purpose, and when."""
+        return self._removed
+
+    def load_removed(self, names: Mapping[str, float]) -> None:
+        """As Redis remembers them."""
+        self._removed.update({name: at_s for name, at_s in names.items() if name not in self.entries})
+
+    def forget_removed(self, before_s: float, keep: int, in_use: Collection[str]) -> tuple[str, ...]:
+        """Let removals go that nobody can need: of before ``before_s``, and beyond the newest ``keep``; not of models
+        that workers still have something of (``in_use``)."""
+        newest = sorted(self._removed, key=lambda name: (self._removed[name], name), reverse=True)
+        surplus = (n for i, n in enumerate(newest) if self._removed[n] < before_s or i >= keep)
+        old = tuple(name for name in surplus if name not in in_use)
+        for name in old:
+            del self._removed[name]
+        return old
+
+    # --- floors ------------------------------------------------------------------------------
+
+    def floors(self) -> tuple[Floor, ...]:
+        """In the order of models' names."""
+        return tuple(f for entry in self.entries.values() for _, f in sorted(entry.floors.items()))
+
+    def set_floor(self, floor: Floor) -> None:
+        """In place of the role's one before."""
+        entry = self.entries.get(floor.model)
+        if entry is not None:
+            entry.floors[floor.role] = floor
+            heappush(self._floor_ends, (floor.until_s, floor.model, floor.role))
+            self._log.changed("model", floor.model)
+
+    def lift_floor(self, name: str, role: Role) -> None:
+        entry = self.entries.get(name)
+        if entry is not None and entry.floors.pop(role, None) is not None:
+            self._log.changed("model", name)
+
+    def end_floors(self, now_s: float) -> None:
+        """Floors that ran out (unix time ``now_s``) are no more."""
+        while self._floor_ends and self._floor_ends[0][0] <= now_s:
+            until_s, name, role = heappop(self._floor_ends)
+            entry = self.entries.get(name)
+            floor = entry.floors.get(role) if entry is not None else None
+            if floor is not None and floor.until_s == until_s:
+                self.lift_floor(name, role)
+
+    # --- host copies -------------------------------------------------------------------------
+
+    def set_unplaced(self, unplaced: Iterable[Unplaced]) -> None:
+        """The models without a host copy, and why; all others have one."""
+        found = {entry.model: entry for entry in unplaced}
+        for name in sorted(found.keys() | self._unplaced):
+            entry = self.entries.get(name)
+            if entry is not None and entry.unplaced != found.get(name):
+                entry.unplaced = found.get(name)
+                self._log.changed("model", name)
+        self._unplaced = set(found)

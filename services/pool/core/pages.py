@@ -1,0 +1,100 @@
+"""The registry as its readers get it: page by page, whole or what changed since they last read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from services.pool.core.change_log import Names
+from services.pool.core.models import ModelEntry
+from services.pool.core.registry import Registry, WorkerEntry
+from shared.messages.registry import Snapshot
+
+PAGE_BYTES = 192 * 1024
+"""Of one page of a snapshot, about."""
+
+
+def page_of(registry: Registry, cursor: str, since: str) -> Snapshot | None:
+    """A page of everything, or of what changed ``since``; None for a cursor that is not of this registry."""
+    log = registry.log
+    start = _position(cursor, registry.publisher) if cursor else (log.version, "m", "")
+    if start is None:
+        return None
+    began, phase, after = start
+    since_version = _version(since, registry.publisher)
+    if not log.knows(since_version):
+        since_version = 0
+    models: list[ModelEntry] = []
+    workers: list[WorkerEntry] = []
+    next_cursor, left = "", PAGE_BYTES
+    for kind, name, entry in _entries(registry, since_version, phase, after):
+        if entry.num_bytes > left and (models or workers):
+            next_cursor = f"{registry.publisher}/{began}/{phase}/{after}"
+            break
+        left -= entry.num_bytes
+        phase, after = kind, name
+        if isinstance(entry, ModelEntry):
+            models.append(entry)
+        else:
+            workers.append(entry)
+    gone = log.gone_since(since_version) if since_version and not cursor else Names()
+    return _snapshot(
+        models,
+        workers,
+        next_cursor=next_cursor,
+        version=f"{registry.publisher}/{began}",
+        partial=bool(since_version),
+        gone_models=gone.models,
+        gone_workers=gone.workers,
+        routes_publisher=registry.publisher,
+        routes_sequence=registry.routes.sequence,
+    )
+
+
+def whole_page(registry: Registry, after_worker_id: str, size: int) -> Snapshot:
+    """A page as readers of 0.1 want it: all models, and ``size`` workers."""
+    left = registry.workers.names_after(after_worker_id)
+    workers = [registry.workers[worker_id] for worker_id in left[:size]]
+    more = left[size - 1] if len(left) > size else ""
+    return _snapshot(list(registry.models.entries.values()), workers, next_worker_id=more)
+
+
+def _snapshot(models: Sequence[ModelEntry], workers: Sequence[WorkerEntry], **fields: Any) -> Snapshot:
+    return Snapshot(
+        publisher="",
+        sequence=0,
+        taken_at_s=0.0,
+        models=tuple(model.record for model in models),
+        workers=tuple(worker.record for worker in workers),
+        floors=tuple(floor for model in models for _, floor in sorted(model.floors.items())),
+        unplaced=tuple(model.unplaced for model in models if model.unplaced is not None),
+        **fields,
+    )
+
+
+def _entries(
+    registry: Registry, since: int, phase: str, after: str
+) -> Iterator[tuple[str, str, ModelEntry | WorkerEntry]]:
+    """From behind that position on: models (``m``), then workers (``w``), each in the order of names."""
+    changed = registry.log.changed_since(since) if since else None
+    if phase == "m":
+        names = registry.models.entries.names_after(after) if changed is None else sorted(changed.models)
+        yield from (("m", name, registry.models.entries[name]) for name in names if name > after)
+        after = ""
+    ids = registry.workers.names_after(after) if changed is None else sorted(changed.workers)
+    yield from (("w", worker_id, registry.workers[worker_id]) for worker_id in ids if worker_id > after)
+
+
+def _position(cursor: str, publisher: str) -> tuple[int, str, str] | None:
+    mine, _, rest = cursor.partition("/")
+    began, _, rest = rest.partition("/")
+    phase, _, after = rest.partition("/")
+    if mine != publisher or not began.isdigit() or phase not in ("m", "w"):
+        return None
+    return int(began), phase, after
+
+
+def _version(since: str, publisher: str) -> int:
+    """0 if it is not of this registry."""
+    mine, _, version = since.partition("/")
+    return int(version) if mine == publisher and version.isdigit() else 0
