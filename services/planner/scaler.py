@@ -19,9 +19,10 @@ from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.multicast.cluster import Cluster, Clusters
 from services.planner.core.multicast.traffic import BUSY_NIC_SHARE
 from services.planner.core.operations.decision import Decision, decide
-from services.planner.core.operations.operation import Direction, Operation, give_up_s
+from services.planner.core.operations.operation import Operation, give_up_s
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.plan_events import (
+    PlanHeader,
     drain_parts,
     drain_plan,
     own_drain,
@@ -200,7 +201,7 @@ class Scaler:
                 operation, plan = self._drain_or_revive(step, term)
                 return self._finish(span, operation, self._publish_drain(operation, plan))
             operation, load = self._load(step, step.planned, step.cluster, step.selection, grant, term)
-            revive = self._revival(step, term) if step.decision.revive else None
+            revive = self._revival(step, term, f"{step.plan_id}-revive") if step.decision.revive else None
             return self._finish(span, operation, self._publish_load(operation, load, revive, term))
 
     async def _finish(self, span: trace.Span, operation: Operation, publishing: Coroutine[Any, Any, None]) -> Operation:
@@ -222,14 +223,9 @@ class Scaler:
             planned,
             cluster,
             grant,
-            triggered_at_s=request.triggered_at_s,
             planned_at_s=now_s,
             give_up_at_s=now_s + self.lease_ttl_s + limit_s,
-            reason=request.reason,
-            role=request.role,
-            term=term,
-            desired=step.decision.desired,
-            trace_id=_trace_id(),
+            **_header(step, term),
         )
         pairs = self._pairing.assignments(plan, planned, selection, step.sources)
         operation = Operation.of_plan(plan, pairs)
@@ -289,42 +285,20 @@ class Scaler:
         await _all(tell(worker_id, own) for worker_id, own in own_plans(plan))
 
     def _drain_or_revive(self, step: Step, term: int) -> tuple[Operation, DrainPlan]:
-        draining = bool(step.decision.drain)
-        direction: Direction = "in" if draining else "out"
-        plan = self._revival(step, term, plan_id=step.plan_id) if not draining else self._drain(step, term)
         # A drain ends when its requests do. A revival that came too late must not be waited for.
         heed_by_s = time.time() + self.lease_ttl_s
-        operation = Operation.of_drain(plan, direction, float("inf") if draining else heed_by_s, heed_by_s=heed_by_s)
+        if step.decision.drain:
+            records, name = step.decision.drain, step.model.name
+            plan = drain_plan(step.plan_id, name, records, revive=False, **_header(step, term))
+            operation = Operation.of_drain(plan, "in", float("inf"), heed_by_s=heed_by_s)
+        else:
+            plan = self._revival(step, term, step.plan_id)
+            operation = Operation.of_drain(plan, "out", heed_by_s)
         self._operations.add(operation)
         return operation, plan
 
-    def _drain(self, step: Step, term: int) -> DrainPlan:
-        return drain_plan(
-            step.plan_id,
-            step.model.name,
-            step.decision.drain,
-            revive=False,
-            reason=step.request.reason,
-            role=step.request.role,
-            term=term,
-            desired=step.decision.desired,
-            triggered_at_s=step.request.triggered_at_s,
-            trace_id=_trace_id(),
-        )
-
-    def _revival(self, step: Step, term: int, *, plan_id: str = "") -> DrainPlan:
-        plan = drain_plan(
-            plan_id or f"{step.plan_id}-revive",
-            step.model.name,
-            step.decision.revive,
-            revive=True,
-            reason=step.request.reason,
-            role=step.request.role,
-            term=term,
-            desired=step.decision.desired,
-            triggered_at_s=step.request.triggered_at_s,
-            trace_id=_trace_id(),
-        )
+    def _revival(self, step: Step, term: int, plan_id: str) -> DrainPlan:
+        plan = drain_plan(plan_id, step.model.name, step.decision.revive, revive=True, **_header(step, term))
         self._operations.overrule_drains(((t.worker_id, t.instance_id) for t in plan.targets), plan.plan_id)
         return plan
 
@@ -383,6 +357,14 @@ def _show_pairs(operation: Operation, choice: LiveChoice) -> None:
     )
 
 
-def _trace_id() -> str:
+def _header(step: Step, term: int) -> PlanHeader:
+    """For its plan, in the current trace."""
     context = trace.get_current_span().get_span_context()
-    return f"{context.trace_id:032x}" if context.is_valid else ""
+    return {
+        "role": step.request.role,
+        "term": term,
+        "desired": step.decision.desired,
+        "reason": step.request.reason,
+        "triggered_at_s": step.request.triggered_at_s,
+        "trace_id": f"{context.trace_id:032x}" if context.is_valid else "",
+    }

@@ -11,6 +11,8 @@ own socket. After that nothing is expired for as long.
 
 from __future__ import annotations
 
+from shared.errors import Unavailable
+
 
 class Grace:
     """Knows since when both the bus and the store work. Times are monotonic seconds."""
@@ -46,6 +48,14 @@ class Grace:
     def silence_counts(self, now_s: float) -> bool:
         """``over``, and this process could hear all the while."""
         return self.over(now_s) and now_s - self._hears_since_s >= self._lease_s
+
+    def check(self, now_s: float) -> None:
+        """Raises ``Unavailable`` until it is ``over``: what is granted earlier may be somebody's already."""
+        if not self.over(now_s):
+            raise Unavailable(
+                "the registry is recovering and grants nothing until a lease has passed",
+                retry_after_s=self.remaining_s(now_s),
+            )
 
     def remaining_s(self, now_s: float) -> float:
         """Seconds until ``over`` if nothing breaks; a full lease while something is broken."""

@@ -201,4 +201,4 @@ async def test_who_leads_again_with_its_old_term_numbers_nothing_as_before(pool:
         bus = pool.broker.bus("pool")
         return LeadingPool(bus, pool.store, standing, metrics, leads_until_s=0.0, lease_s=1.0, loads=LoadLimits())
 
-    assert made()._registry.publisher != made()._registry.publisher
+    assert made().registry.publisher != made().registry.publisher

@@ -7,8 +7,9 @@ from math import isfinite, isnan
 
 import msgspec
 
-from services.planner.core.operations.operation import Direction, Operation
+from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.plan_events import base_id, whole_plan
+from services.planner.core.operations.target import Direction
 from shared.messages.live import ZigzagAssignment
 from shared.messages.registry import WorkerRecord
 from shared.messages.scaling import DrainPlan, ScalePlan, ScaleRecord

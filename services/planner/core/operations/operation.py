@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
 from services.planner.core.multicast.chains import links_of, predicted_s_of
 from services.planner.core.multicast.traffic import Link
 from services.planner.core.operations.pair_record import LivePair
 from services.planner.core.operations.plan_events import targets_of
+from services.planner.core.operations.target import Direction, Target, since_ms
 from shared.messages.common import Role
 from shared.messages.live import LiveReport, ZigzagAssignment
 from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import DrainPlan, ScalePlan, ScaleProgress, ScaleRecord, TargetRecord
-
-Direction = Literal["out", "in", "none"]
+from shared.messages.scaling import DrainPlan, ScalePlan, ScaleProgress, ScaleRecord
 
 DEADLINE_FINISHES = 3.0
 """A target may take this many times its predicted finish, where that is longer than what its bytes alone allow."""
@@ -41,66 +40,41 @@ def give_up_s(num_bytes: int, floor_gbps: float, predicted_s: Iterable[float]) -
     return max(LEAST_LOAD_S, min(expected_s, slowest_s), DEADLINE_FINISHES * max(known))
 
 
-@dataclass(slots=True)
-class _Target:
-    worker_id: str
-    instance_id: str
-    accepted_s: float | None = None
-    first_byte_s: float | None = None
-    layers_s: dict[int, float] = field(default_factory=dict)
-    live_s: float | None = None
-    loaded_s: float | None = None
-    serving_s: float | None = None
-    spare_s: float | None = None
-    received_bytes: int = 0
-    failure: str = ""
-
-
+@dataclass(eq=False, kw_only=True)
 class Operation:
     """One scale operation. ``apply`` takes events in any order; times are unix seconds."""
 
-    def __init__(
-        self,
-        *,
-        plan_id: str,
-        model: str,
-        direction: Direction,
-        desired: int,
-        reason: str,
-        triggered_at_s: float,
-        targets: tuple[tuple[str, str], ...],
-        explain: tuple[str, ...] = (),
-        left_out: tuple[str, ...] = (),
-        trace_id: str = "",
-        accept_by_s: float = float("inf"),
-        deadline_s: float = float("inf"),
-        links: tuple[Link, ...] = (),
-        predicted_s: Mapping[str, float] | None = None,
-        pairs: Iterable[ZigzagAssignment] = (),
-        role: Role = "colocated",
-        revives: bool = False,
-        recalled: bool = False,
-    ) -> None:
-        """``targets`` are (worker_id, instance_id). A target that has not accepted by ``accept_by_s``, or
-        not ended by ``deadline_s``, has failed. ``links``: who sends weights to whom. ``predicted_s``: the seconds
-        that each target should take once the plan is out; one that should take long has a later deadline. ``pairs``:
-        who of them scales live with whom. ``revives``: the targets drain, and are to serve again.
-        ``recalled``: it was begun under an earlier planner, and nobody may have seen how it ended."""
-        self.recalled = recalled
-        self._revives = revives
-        self.plan_id, self.model, self._role = plan_id, model, role
-        self._accept_by_s = accept_by_s
-        self._deadline_s = deadline_s
-        self._links = links
-        self._predicted_s = dict(predicted_s or {})
-        self.direction = direction
-        self._desired = desired
-        self._reason = reason
-        self._triggered_s = triggered_at_s
+    plan_id: str
+    model: str
+    direction: Direction
+    desired: int
+    reason: str
+    triggered_at_s: float
+    targets: InitVar[tuple[tuple[str, str], ...]]
+    """(worker_id, instance_id) each."""
+    assignments: InitVar[Iterable[ZigzagAssignment]] = ()
+    """Who of them scales live with whom."""
+    role: Role = "colocated"
+    explain: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    trace_id: str = ""
+    accept_by_s: float = float("inf")
+    """A target that has not accepted by then has failed."""
+    deadline_s: float = float("inf")
+    """One that has not ended by then, too."""
+    links: tuple[Link, ...] = ()
+    """Who sends weights to whom."""
+    predicted_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that each target should take once the plan is out; one that should take long has a later deadline."""
+    revives: bool = False
+    """The targets drain, and are to serve again."""
+    recalled: bool = False
+    """It was begun under an earlier planner, and nobody may have seen how it ended."""
+
+    def __post_init__(self, targets: tuple[tuple[str, str], ...], assignments: Iterable[ZigzagAssignment]) -> None:
+        self.pairs = {assignment.pair_id: LivePair(assignment) for assignment in assignments}
+        self._targets = {worker: Target(worker, instance, self.direction) for worker, instance in targets}
         self._planned_s: float | None = None
-        self._explain, self._left_out, self._trace_id = explain, left_out, trace_id
-        self._targets = {worker: _Target(worker, instance) for worker, instance in targets}
-        self.pairs = {assignment.pair_id: LivePair(assignment) for assignment in pairs}
         self._missing_since_s: dict[str, float] = {}
         self._failure = ""
 
@@ -122,7 +96,7 @@ class Operation:
             deadline_s=plan.give_up_at_s or float("inf"),
             links=links_of(plan.chains),
             predicted_s=predicted_s_of(plan.chains),
-            pairs=pairs,
+            assignments=pairs,
             role=plan.role,
             recalled=recalled,
         )
@@ -161,20 +135,12 @@ class Operation:
     @property
     def untold_targets(self) -> tuple[str, ...]:
         """Worker ids of targets that have shown no sign of knowing the plan."""
-        known = (t.accepted_s or t.first_byte_s or t.layers_s or t.loaded_s for t in self._targets.values())
-        return tuple(
-            t.worker_id
-            for t, seen in zip(self._targets.values(), known, strict=True)
-            if not seen and not self._ended(t)
-        )
+        return tuple(t.worker_id for t in self._targets.values() if not t.knows_plan and not t.ended)
 
     @property
     def open_targets(self) -> tuple[tuple[str, str], ...]:
         """(worker_id, instance_id) of targets that have not ended."""
-        return tuple((t.worker_id, t.instance_id) for t in self._targets.values() if not self._ended(t))
-
-    def _ended(self, target: _Target) -> bool:
-        return bool(target.failure) or (target.spare_s if self.direction == "in" else target.serving_s) is not None
+        return tuple((t.worker_id, t.instance_id) for t in self._targets.values() if not t.ended)
 
     @property
     def failures(self) -> dict[str, str]:
@@ -183,25 +149,25 @@ class Operation:
 
     def running_links(self) -> list[Link]:
         """Transfers that go on: their target is open and has not reported ``loaded``."""
-        return [link for link in self._links if self._loads(link[1])]
+        return [link for link in self.links if self._loads(link[1])]
 
     def settled_links(self, since_s: float) -> list[Link]:
         """Transfers whose target reported ``loaded`` at or after ``since_s``."""
-        return [link for link in self._links if (self._targets[link[1]].loaded_s or 0.0) >= since_s]
+        return [link for link in self.links if (self._targets[link[1]].loaded_s or 0.0) >= since_s]
 
     def remaining_s(self, now_s: float) -> dict[tuple[str, str], float]:
         """Predicted seconds until each target that loads is whole, by (worker_id, instance_id)."""
         start_s = self._planned_s or now_s
         return {
-            (t.worker_id, t.instance_id): max(0.0, start_s + self._predicted_s[t.worker_id] - now_s)
+            (t.worker_id, t.instance_id): max(0.0, start_s + self.predicted_s[t.worker_id] - now_s)
             for t in self._targets.values()
-            if self._predicted_s.get(t.worker_id) and self._loads(t.worker_id)
+            if self.predicted_s.get(t.worker_id) and self._loads(t.worker_id)
         }
 
     def still_loads(self, worker_id: str, now_s: float) -> bool:
         """Whether a target may lack something: it has not said that it has everything, and is not so late that its
         word must have been lost."""
-        predicted_s = self._predicted_s.get(worker_id, 0.0)
+        predicted_s = self.predicted_s.get(worker_id, 0.0)
         latest_s = max(DEADLINE_FINISHES * predicted_s, predicted_s + LOST_WORD_S) if predicted_s else float("inf")
         return self._loads(worker_id) and now_s <= (self._planned_s or now_s) + latest_s
 
@@ -237,29 +203,8 @@ class Operation:
     def apply(self, event: ScaleProgress) -> None:
         """Take one progress event; unknown workers are ignored (sources report too)."""
         target = self._targets.get(event.worker_id)
-        if target is None or target.instance_id != event.instance_id:
-            return
-        target.received_bytes = max(target.received_bytes, event.received_bytes)
-        match event.event:
-            case "first_byte":
-                target.first_byte_s = target.first_byte_s or event.at_s
-            case "layer_ready":
-                target.layers_s.setdefault(event.layer, event.at_s)
-            case "live":
-                target.live_s = target.live_s or event.at_s
-            case "loaded":
-                # The registry may have told before, later than it was.
-                target.loaded_s = min(target.loaded_s or event.at_s, event.at_s)
-            case "serving":
-                target.serving_s = min(target.serving_s or event.at_s, event.at_s)
-            case "spare":
-                target.spare_s = target.spare_s or event.at_s
-                if self.direction == "out" and target.serving_s is None and not target.failure:
-                    target.failure = event.detail or "the worker went back to spare"
-            case "failed":
-                target.failure = target.failure or event.detail or "failed"
-            case "accepted":
-                target.accepted_s = target.accepted_s or event.at_s
+        if target is not None and target.instance_id == event.instance_id:
+            target.apply(event)
 
     def apply_live(self, report: LiveReport) -> None:
         """Take the report of a pair; one of an unknown pair is ignored."""
@@ -272,7 +217,7 @@ class Operation:
         pairs that do not report."""
         self._check_targets(workers, now_s)
         for pair in self.pairs.values():
-            ended = self._ended(self._targets[pair.assignment.target.worker_id])
+            ended = self._targets[pair.assignment.target.worker_id].ended
             pair.check(ended, now_s, source_gone=self._source_gone(pair, workers, now_s))
 
     def _source_gone(self, pair: LivePair, workers: Mapping[str, WorkerRecord], now_s: float) -> str:
@@ -301,26 +246,26 @@ class Operation:
             if self.direction == "in":
                 if not _holds(worker, instance_id):
                     target.spare_s = now_s  # its own report was lost
-                elif worker.state == "serving" and now_s > self._accept_by_s:
+                elif worker.state == "serving" and now_s > self.accept_by_s:
                     # It counts again: whoever wants it gone has to say so anew.
                     self.fail_target(worker_id, "it serves on: it never heard that it is to drain")
             elif self._came_up(worker, instance_id):
                 # Its own reports were lost, or came before this planner led. When it was, nobody knows.
                 target.loaded_s = target.loaded_s or now_s
                 target.serving_s = now_s
-            elif now_s > self._deadline_s:
+            elif now_s > self.deadline_s:
                 self.fail_target(worker_id, "it did not end within the deadline")
             elif not _works_on(worker, self.plan_id, instance_id):
                 if target.accepted_s is not None:
                     # Back before the registry missed it: a new process under the old id.
                     self.fail_target(worker_id, "the worker died and started again")
-                elif now_s > self._accept_by_s:
+                elif now_s > self.accept_by_s:
                     why = "how it ended is not known" if self.recalled else "the plan was never accepted"
                     self.fail_target(worker_id, why)
 
     def _came_up(self, worker: WorkerRecord, instance_id: str) -> bool:
         """Whether the registry shows that the target serves, or has served."""
-        shown = worker.state == "serving" or (worker.state == "draining" and not self._revives)
+        shown = worker.state == "serving" or (worker.state == "draining" and not self.revives)
         return shown and _holds(worker, instance_id)
 
     def record(self, *, details: bool = True) -> ScaleRecord:
@@ -336,12 +281,12 @@ class Operation:
         return ScaleRecord(
             plan_id=self.plan_id,
             model=self.model,
-            role=self._role,
+            role=self.role,
             status=status,
             direction=self.direction,
-            desired=self._desired,
-            reason=self._failure or self._reason,
-            triggered_at_s=self._triggered_s,
+            desired=self.desired,
+            reason=self._failure or self.reason,
+            triggered_at_s=self.triggered_at_s,
             trigger_to_plan_ms=self._ms(self._planned_s),
             trigger_to_first_byte_ms=self._ms(first),
             layer_ready_ms=ready,
@@ -349,30 +294,16 @@ class Operation:
             trigger_to_serving_ms=self._last_ms([t.serving_s for t in targets]),
             trigger_to_spare_ms=self._last_ms([t.spare_s for t in targets]),
             bytes=sum(t.received_bytes for t in targets),
-            gbps=min((g for g in map(_gbps, targets) if g is not None), default=0.0),
-            targets=tuple(
-                TargetRecord(
-                    worker_id=t.worker_id,
-                    instance_id=t.instance_id,
-                    first_byte_ms=self._ms(t.first_byte_s),
-                    layer_ready_ms=tuple(self._ms(t.layers_s[i]) or 0.0 for i in sorted(t.layers_s)),
-                    live_ms=self._ms(t.live_s),
-                    loaded_ms=self._ms(t.loaded_s),
-                    serving_ms=self._ms(t.serving_s),
-                    spare_ms=self._ms(t.spare_s),
-                    received_bytes=t.received_bytes,
-                    failure=t.failure,
-                )
-                for t in targets
-            ),
-            explain=self._explain,
-            left_out=self._left_out,
-            trace_id=self._trace_id,
-            live=tuple(pair.record(self._triggered_s, details=details) for pair in self.pairs.values()),
+            gbps=min((g for g in (t.gbps for t in targets) if g is not None), default=0.0),
+            targets=tuple(t.record(self.triggered_at_s) for t in targets),
+            explain=self.explain,
+            left_out=self.left_out,
+            trace_id=self.trace_id,
+            live=tuple(pair.record(self.triggered_at_s, details=details) for pair in self.pairs.values()),
         )
 
     def _ms(self, at_s: float | None) -> float | None:
-        return None if at_s is None else round((at_s - self._triggered_s) * 1000, 3)
+        return since_ms(self.triggered_at_s, at_s)
 
     def _last_ms(self, times: list[float | None]) -> float | None:
         known = [t for t in times if t is not None]
@@ -385,9 +316,3 @@ def _works_on(worker: WorkerRecord, plan_id: str, instance_id: str) -> bool:
 
 def _holds(worker: WorkerRecord, instance_id: str) -> bool:
     return worker.instance is not None and worker.instance.instance_id == instance_id
-
-
-def _gbps(target: _Target) -> float | None:
-    if target.accepted_s is None or target.loaded_s is None or target.loaded_s <= target.accepted_s:
-        return None
-    return target.received_bytes * 8 / (target.loaded_s - target.accepted_s) / 1e9

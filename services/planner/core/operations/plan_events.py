@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Required, TypedDict, Unpack
 
 import msgspec
 
@@ -19,6 +20,17 @@ MAX_CLIMB = 8
 """Hops above its own that a target is told of; after them it has the plan's fallbacks, and its disk."""
 
 
+class PlanHeader(TypedDict, total=False):
+    """What every plan says of the request that it comes from."""
+
+    role: Required[Role]
+    term: int
+    desired: int
+    reason: Required[str]
+    triggered_at_s: Required[float]
+    trace_id: str
+
+
 def scale_plan(
     plan_id: str,
     model: ModelRecord,
@@ -26,35 +38,24 @@ def scale_plan(
     cluster: Cluster,
     grant: LeaseGrant,
     *,
-    triggered_at_s: float,
     planned_at_s: float,
     give_up_at_s: float,
-    reason: str,
-    role: Role = "colocated",
-    term: int = 0,
-    desired: int = 0,
-    trace_id: str = "",
+    **header: Unpack[PlanHeader],
 ) -> ScalePlan:
-    """The plan as an event. Each target works under the epoch of its lease; its instance, of this role, is named after
-    the plan."""
+    """The plan as an event. Each target works under the epoch of its lease; its instance is named after the plan."""
     return ScalePlan(
         plan_id=plan_id,
         model=model,
-        role=role,
         members=_members(plan_id, planned, cluster, dict(grant.epochs)),
         chains=planned.chains,
         fallbacks=planned.fallbacks,
         keep_on_host=planned.keep_on_host,
-        triggered_at_s=triggered_at_s,
         planned_at_s=planned_at_s,
         expires_at_s=grant.expires_at_s,
         give_up_at_s=give_up_at_s,
-        reason=reason,
         explain=planned.explain,
         left_out=planned.left_out,
-        term=term,
-        desired=desired,
-        trace_id=trace_id,
+        **header,
     )
 
 
@@ -90,35 +91,15 @@ def targets_of(plan: ScalePlan) -> tuple[tuple[str, str], ...]:
 
 
 def drain_plan(
-    plan_id: str,
-    model: str,
-    records: Sequence[WorkerRecord],
-    *,
-    revive: bool,
-    reason: str,
-    role: Role = "colocated",
-    term: int = 0,
-    desired: int = 0,
-    triggered_at_s: float = 0.0,
-    trace_id: str = "",
+    plan_id: str, model: str, records: Sequence[WorkerRecord], *, revive: bool, **header: Unpack[PlanHeader]
 ) -> DrainPlan:
     """Drain these workers' instances, or take their drain back."""
-    return DrainPlan(
-        plan_id=plan_id,
-        model=model,
-        targets=tuple(
-            DrainTarget(worker_id=w.worker.worker_id, instance_id=w.instance.instance_id)
-            for w in records
-            if w.instance is not None
-        ),
-        revive=revive,
-        reason=reason,
-        role=role,
-        term=term,
-        desired=desired,
-        triggered_at_s=triggered_at_s,
-        trace_id=trace_id,
+    targets = tuple(
+        DrainTarget(worker_id=w.worker.worker_id, instance_id=w.instance.instance_id)
+        for w in records
+        if w.instance is not None
     )
+    return DrainPlan(plan_id=plan_id, model=model, targets=targets, revive=revive, **header)
 
 
 # --- parts ---------------------------------------------------------------------------------------

@@ -24,7 +24,16 @@ def planned(model: ModelRecord = MODEL) -> tuple[ScalePlan, WorkerChains, Cluste
     chains = plan_worker_chains(found, 2, MODEL_BYTES)
     grant = LeaseGrant(plan_id="plan-p", epochs=(("w1", 7), ("w2", 8)), expires_at_s=110.0)
     plan = scale_plan(
-        "plan-p", model, chains, found, grant, triggered_at_s=99.0, planned_at_s=100.0, give_up_at_s=160.0, reason=""
+        "plan-p",
+        model,
+        chains,
+        found,
+        grant,
+        triggered_at_s=99.0,
+        planned_at_s=100.0,
+        give_up_at_s=160.0,
+        reason="",
+        role="colocated",
     )
     return plan, chains, found
 

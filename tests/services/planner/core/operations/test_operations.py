@@ -8,12 +8,12 @@ from services.planner.core.operations.operation import (
     LEAST_LOAD_S,
     LOST_WORD_S,
     MISSING_S,
-    Direction,
     Operation,
     give_up_s,
 )
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.pair_record import LIVE_REPORT_WAIT_S
+from services.planner.core.operations.target import Direction
 from shared.messages.common import InstanceState
 from shared.messages.live import LayerRuns
 from shared.messages.registry import WorkerRecord
@@ -297,7 +297,7 @@ def with_pairs(*targets: str) -> Operation:
         reason="load",
         triggered_at_s=1000.0,
         targets=(("w1", "i1"), ("w2", "i2")),
-        pairs=[assignment(source, target) for source, target in zip(sources, targets, strict=False)],
+        assignments=[assignment(source, target) for source, target in zip(sources, targets, strict=False)],
     )
 
 
