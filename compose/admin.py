@@ -118,7 +118,7 @@ class AdminClient:
         try:
             return msgspec.convert(body, kind)
         except msgspec.ValidationError as error:
-            raise Internal(f"{self.url} answered with something else than a {kind.__name__}: {error}") from error
+            raise Internal(f"{self.url} answered with something other than a {kind.__name__}: {error}") from error
 
     async def _call(
         self, method: str, path: str, *, body: msgspec.Struct | None = None, timeout_s: float = _TIMEOUT_S
@@ -142,7 +142,7 @@ class AdminClient:
         try:
             return msgspec.json.decode(response.content)
         except msgspec.DecodeError as error:
-            raise Internal(f"{self.url} is no BlitzScale gateway: it answered with something else than JSON") from error
+            raise Internal(f"{self.url} is not a BlitzScale gateway: its answer is not JSON") from error
 
     def _error(self, response: httpx.Response, path: str) -> BlitzError:
         try:

@@ -137,7 +137,7 @@ def service_spec(
     if kind == "gateway":
         if name != kind:
             # Each draws one of its own, and another one when it is started again: what is left of its
-            # predecessor's requests is then freed, as nobody has that id any more.
+            # predecessor's requests is then freed, because no gateway has that id any more.
             own["BLITZ_GATEWAY_ID"] = ""
         own |= {
             "BLITZ_GATEWAY_HOST": config.host,

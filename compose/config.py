@@ -80,9 +80,7 @@ class StackConfig:
         """Of pools, planners, monitors and workers, which have this port and the next ones; 0: they have none."""
         given = (inherited_environment() | dict(self.env)).get(HEALTH_PORT_VARIABLE, "").strip()
         if given and not (given.isdecimal() and int(given) <= 65535):
-            raise StackRefused(
-                f"{HEALTH_PORT_VARIABLE}={given!r}: must be a port, of which the next ones are taken too"
-            )
+            raise StackRefused(f"{HEALTH_PORT_VARIABLE}={given!r}: must be a port; the ports after it are used too")
         return int(given or 0)
 
     @property
@@ -116,7 +114,7 @@ def num_cores() -> int:
 
 
 def default_workers() -> int:
-    """Two workers on a small box, four from eight cores on."""
+    """Two workers on a small box, four with eight cores or more."""
     return 2 if num_cores() < _SMALL_BOX_CORES else 4
 
 

@@ -43,7 +43,7 @@ def make(folder: Path, *, mode: int = 0o600, http: str = "", renew: bool = True)
     there = [name for name in files_of_credentials() if (folder / name).exists()]
     if there and not renew:
         raise StackRefused(
-            f"{folder} holds {', '.join(there)} already: --renew replaces them, for all services at once"
+            f"{folder} already holds {', '.join(there)}: --renew replaces them, for all services at once"
         )
     passwords: dict[User, str] = {user: secrets.token_urlsafe(_PASSWORD_BYTES) for user in USERS}
     redis = secrets.token_urlsafe(_PASSWORD_BYTES)
@@ -70,7 +70,7 @@ def nats_conf(
     parts = [
         _base(NATS_CONF),
         f"http: {json.dumps(http)}\n" if http else "",
-        "# The server's own account has no users. Of all that it knows it tells one thing: whose connection has ended.",
+        "# The server's own account has no users. It exports one thing only: which connections have ended.",
         "system_account: SYS",
         "accounts {",
         f"  SYS {{ exports: [ {{ stream: {json.dumps(gone)}, accounts: [{ACCOUNT}] }} ] }}",

@@ -1,7 +1,7 @@
 """``python -m compose.fork_server FD MODULE...``: imports modules once, and forks processes that have them already.
 
 It has one thread and opens nothing that a fork must not share. Asked over a socket by ``compose.forking``. What it
-forks becomes a child of whoever started it, so its own end harms nobody.
+forks becomes a child of the process that started it, so its own end harms no other process.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _PROCESSES = Path("/proc/self")
 def main(arguments: list[str]) -> None:
     asked = socket.socket(fileno=int(arguments[0]))
     for name in arguments[1:]:
-        # One that is not there is imported by whoever needs it, who says so better.
+        # A module that does not exist is left to the process that needs it, whose error says more.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     if len(os.listdir(_PROCESSES / "task")) > 1:
-        sys.exit("what was imported has threads, which a fork would not have")
+        sys.exit("the imported modules have started threads, which a fork would not have")
     # Not moved or counted by any collection from now on: those pages stay shared.
     gc.collect()
     gc.freeze()

@@ -57,7 +57,7 @@ class ForkedProcess:
         try:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         except ChildProcessError:
-            self.returncode = 255  # somebody else in this process collected it
+            self.returncode = 255  # another part of this process collected it
         self._ended.set()
 
 
@@ -75,7 +75,7 @@ class ForkServer:
         self._one_by_one = asyncio.Lock()
 
     async def start(self) -> None:
-        """Returns at once; what it is to import takes a while. Raises ``OSError``."""
+        """Returns at once; its imports take a while. Raises ``OSError``."""
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its, self._log.open("wb") as log:
             mine.setblocking(False)
@@ -182,7 +182,7 @@ class ForkServer:
 
 @contextlib.contextmanager
 def _inheriting_orphans() -> Iterator[None]:
-    """Processes whose parent ends meanwhile become children of this one (``PR_SET_CHILD_SUBREAPER``)."""
+    """Processes whose parent ends become children of this one (``PR_SET_CHILD_SUBREAPER``)."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:

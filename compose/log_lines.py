@@ -117,5 +117,5 @@ class ConsoleSink:
             self._stream.write(text + "\n")
             self._stream.flush()
         except (BrokenPipeError, ValueError):
-            # Whoever read this is gone (``| head``): the log files stay, serving goes on.
+            # The reader is gone (``| head``): the log files stay, and serving continues.
             self._open = False

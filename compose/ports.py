@@ -16,11 +16,11 @@ _ATTEMPTS = 64
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on now, and that nobody is likely to take before its server does.
+    """A free port that is unlikely to be taken before its server listens on it.
 
-    The system gives ports of its local range to every outgoing connection, and to
-    whoever asks for any port; the server this one is for may come up seconds later.
-    So it is drawn by chance from the ports below that range.
+    The system gives ports of its local range to every outgoing connection, and to every
+    process that asks for any port; the server for this one may come up seconds later.
+    So it is drawn at random from the ports below that range.
 
     Raises:
         StackRefused: no port was free.
@@ -34,7 +34,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def next_free_ports(host: str, first: int, count: int) -> tuple[int, ...]:
-    """The ``count`` ports after ``first`` that nobody listens on now. Raises ``StackRefused`` if there are fewer."""
+    """The ``count`` ports after ``first`` that are free now. Raises ``StackRefused`` if there are fewer."""
     free: list[int] = []
     for port in range(first + 1, 65536):
         if len(free) == count:
@@ -60,7 +60,7 @@ def _candidates() -> list[int]:
 def require_free(host: str, port: int, flag: str) -> None:
     """Raises ``StackRefused`` naming the port if it cannot be listened on; ``flag`` is how to choose another."""
     with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
-        # As servers do: a port in TIME_WAIT is free, one that somebody listens on is not.
+        # As servers do: a port in TIME_WAIT is free, one with a listener is not.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -30,7 +30,7 @@ class RestartCounter:
     def delay_after_death(self, *, lived_s: float, was_ready: bool, deliberate: bool = False) -> float | None:
         """Seconds to wait before the next start; None gives the process up.
 
-        A ``deliberate`` death (somebody asked for it) does not count against the process.
+        A ``deliberate`` death does not count against the process.
         """
         policy = self._policy
         if was_ready:

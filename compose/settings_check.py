@@ -1,4 +1,4 @@
-"""The services' settings, read before any of them starts: what is wrong with one is said once, and nothing is left
+"""The services' settings, read before any of them starts: a mistake is reported once, and nothing is left
 behind."""
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _OURS = frozenset({ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, URL_VARIABLE})
 _OF_COMPOSE = frozenset(
     f"BLITZ_{name}" for name in ("MODELS", "CREDENTIALS", "WORKERS", "BIND", "PORT", "SHM_SIZE", "GPU")
 )
-"""Read by docker-compose alone; whoever uses both may have them set."""
+"""Only docker-compose reads these; a user of both may have them set."""
 _PREFIX = "BLITZ_"
 
 
 class _Noting(Mapping[str, str]):
-    """An environment that knows which of its variables were asked for."""
+    """An environment that records which of its variables were read."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ

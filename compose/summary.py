@@ -1,4 +1,4 @@
-"""What ``blitzscale up`` says once it serves."""
+"""What ``blitzscale up`` prints once it serves."""
 
 from __future__ import annotations
 

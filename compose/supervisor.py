@@ -32,7 +32,7 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         serves_on: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """``serves_on(name)``: whether the others are of use without this process, once it is given up."""
+        """``serves_on(name)``: whether the others can serve without this process, once it is given up."""
         self._logs = logs
         self._sink = sink
         self._say = say if say is not None else (lambda text: sink("blitzscale", text))
@@ -48,7 +48,7 @@ class Supervisor:
     async def start(self, spec: ChildSpec) -> Child:
         """Start one process and keep it running. Raises ``StackRefused`` if it cannot be started."""
         if spec.name in self._children:
-            raise ValueError(f"there is a process {spec.name!r} already")
+            raise ValueError(f"there is already a process {spec.name!r}")
         child = Child(spec, ProcessLog(spec.name, self._logs), self._sink, self._say, self._note_give_up, self._policy)
         self._children[spec.name] = child
         try:
@@ -58,11 +58,11 @@ class Supervisor:
         return child
 
     async def wait_gave_up(self) -> ProcessGaveUp:
-        """Waits until some process is given up without which the others are of no use."""
+        """Wait until a process is given up that the others cannot do without."""
         return await asyncio.shield(self._gave_up_future())
 
     async def unless_given_up(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``; ``ProcessGaveUp`` as soon as such a process is given up meanwhile."""
+        """The result of ``work``; raises ``ProcessGaveUp`` as soon as such a process is given up before that."""
         task = asyncio.create_task(work)
         gave_up = asyncio.create_task(self.wait_gave_up())
         try:
@@ -99,7 +99,7 @@ class Supervisor:
 
     def _note_give_up(self, error: ProcessGaveUp) -> None:
         if self._serves_on(error.name):
-            self._say(f"{error.name} IS GIVEN UP and not started again; the rest serves on. Its last lines:")
+            self._say(f"{error.name} IS GIVEN UP and not started again; the rest keeps serving. Its last lines:")
             for line in error.last_lines:
                 self._say(f"  {line}")
             return

@@ -38,7 +38,7 @@ def _print_version(wanted: bool) -> None:
 
 app = typer.Typer(
     cls=PluginGroup,
-    help="Serve models behind one OpenAI-compatible endpoint, and scale them in well under a second.",
+    help="Serve models behind one OpenAI-compatible endpoint, and scale them while they serve.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

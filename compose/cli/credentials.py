@@ -10,18 +10,18 @@ import typer
 from compose.credentials import files_of_credentials, make
 
 HEALTH = "127.0.0.1:8222"
-"""Where docker-compose's NATS answers its own health check, and nobody else."""
+"""Where docker-compose's NATS answers its own health check; reachable from its container only."""
 
 
 def credentials(
-    folder: Annotated[Path, typer.Argument(help="Where to write them; made if it is not there.", metavar="DIR")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write them to; created if missing.", metavar="DIR")],
     renew: Annotated[
-        bool, typer.Option("--renew", help="Replace those that are there: servers and services must start again.")
+        bool, typer.Option("--renew", help="Replace existing ones; servers and services must then be restarted.")
     ] = False,
 ) -> None:
     """Make a password for each kind of service and for Redis, and the servers' configuration with them."""
-    # The folder is its owner's alone. In it the files can be read, so that a container's user can, to whom they are
-    # mounted one by one.
+    # Only the owner can enter the folder. The files in it are readable by all, so that a container's user can read
+    # those that are mounted for it.
     make(folder, mode=0o444, http=HEALTH, renew=renew)
     for name in files_of_credentials():
         typer.echo(str(folder / name))

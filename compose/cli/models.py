@@ -29,8 +29,8 @@ app = typer.Typer(help="Add, list and remove models.", no_args_is_help=True, pre
 @app.command("add")
 def add(
     path: Annotated[Path, typer.Argument(help="Checkpoint directory, as the services see it.", metavar="MODEL_DIR")],
-    name: Annotated[str, typer.Option(help="Served under this name; the directory's by default.")] = "",
-    min_instances: Annotated[int, typer.Option(min=0, help="Keep at least so many instances.")] = 1,
+    name: Annotated[str, typer.Option(help="Name to serve it under; the directory's by default.")] = "",
+    min_instances: Annotated[int, typer.Option(min=0, help="Keep at least this many instances.")] = 1,
     max_instances: Annotated[int | None, typer.Option(min=1, help="Never run more instances.")] = None,
     slo_ttft_ms: SloTtft = None,
     slo_tbt_ms: SloTbt = None,
@@ -40,7 +40,7 @@ def add(
     # A path that exists here is made absolute; one that exists only where the services run is sent as it is.
     there = path.expanduser().exists()
     if not there and not path.is_absolute():
-        raise NotAdded(f"{path}: no such directory here; one on the services' machines needs its absolute path")
+        raise NotAdded(f"{path}: no such directory here; for one on the services' machines give its absolute path")
     sent = str(path.expanduser().resolve()) if there else str(path)
     limits: dict[str, Any] = {
         "name": name,
@@ -53,7 +53,7 @@ def add(
     if before is None:
         typer.echo(f"added {added.name} ({added.path or sent})")
         return
-    typer.echo(f"{added.name} is registered already ({added.path or sent})")
+    typer.echo(f"{added.name} is already registered ({added.path or sent})")
     asked = limits | {"max_instances": max_instances or MAX_INSTANCES}
     ignored = [option for key, option in _OPTIONS.items() if asked[key] and getattr(added, key) != asked[key]]
     if min_instances != added.min_instances:
@@ -63,11 +63,11 @@ def add(
 
 
 async def _add(client: AdminClient, path: str, limits: dict[str, Any]) -> tuple[ModelStatus | None, ModelStatus]:
-    """The model as it was registered before, if it was, and as it is."""
+    """The model as it was registered before (if it was), and as it is now."""
     known = {model.name: model for model in await client.models()}
     added = await client.add_model(path, **limits)
     before = known.get(added.name)
-    # It may have been removed and added meanwhile.
+    # It may have been removed and added in the meantime.
     return (before if before is not None and before.added_at_s == added.added_at_s else None), added
 
 
@@ -92,6 +92,6 @@ def list_(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
 
 @app.command("remove")
 def remove(name: Annotated[str, typer.Argument(help="The model's name.")], url: Url = URL_DEFAULT) -> None:
-    """Unregister a model; its instances finish their requests and are given back."""
+    """Unregister a model; its instances finish their requests and their workers become spare."""
     ask(url, lambda client: client.remove_model(name))
     typer.echo(f"removed {name}")

@@ -1,4 +1,4 @@
-"""Command groups that other packages bring: the entry-point group ``blitzscale.commands``.
+"""Command groups from other packages: the entry-point group ``blitzscale.commands``.
 
 The entry point's name is the command's; it gives a ``typer.Typer``. Loaded only when its help or the
 command itself is asked for, so that a slow or broken one costs the others nothing.

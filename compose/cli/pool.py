@@ -1,4 +1,4 @@
-"""``blitzscale pool``: who holds which model, and whether every model has a copy."""
+"""``blitzscale pool``: which memory holds which model, and whether every model has a copy."""
 
 from __future__ import annotations
 

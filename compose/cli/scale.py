@@ -1,4 +1,4 @@
-"""``blitzscale scale``: so many instances now, and how long it took."""
+"""``blitzscale scale``: this many instances now, and how long it took."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _WAIT_S = 5.0
 
 
 class ScaleFailed(StackError):
-    """The operation ended without what was asked for."""
+    """The operation ended without having done what was asked for."""
 
 
 def scale(
     model: Annotated[str, typer.Argument(help="The model's name.")],
     instances: Annotated[int, typer.Argument(help="How many instances.", min=0, metavar="N")],
     role: Annotated[
-        Role, typer.Option(help="What they do: whole requests, only their prompts, or only the decoding after these.")
+        Role, typer.Option(help="What they do: whole requests, only prompts, or only decoding.")
     ] = "colocated",
     hold_s: Annotated[
-        float, typer.Option("--hold", min=0, help="Seconds during which there are not fewer.", metavar="S")
+        float, typer.Option("--hold", min=0, help="Seconds for which there are not fewer than N.", metavar="S")
     ] = 300.0,
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=0.1, help="Seconds to wait for the end.", metavar="S")
@@ -39,7 +39,7 @@ def scale(
         bool | None,
         typer.Option(
             "--live/--no-live",
-            help="Let new instances work for busy ones while they load, or not.",
+            help="Whether new instances compute for busy ones while they load.",
             show_default="where loading first would break the objective",
         ),
     ] = None,
@@ -67,7 +67,7 @@ def scale(
 async def _scale(
     client: AdminClient, model: str, instances: int, role: Role, hold_s: float, timeout_s: float, live: LiveChoice
 ) -> tuple[ScaleRecord, int | None]:
-    """The record, and how many instances there are where something was left out."""
+    """The record, and the number of instances if something was left out."""
     deadline_s = time.monotonic() + timeout_s
     record = await client.scale(model, instances, hold_s=hold_s, live=live, role=role)
     while record.status == "running" and (left_s := deadline_s - time.monotonic()) > 0:

@@ -17,7 +17,7 @@ def _milliseconds(text: str) -> float:
         value_ms = 0.0
     # "nan" is a number to float() and in no range.
     if not MIN_SLO_MS <= value_ms <= MAX_SLO_MS:
-        raise typer.BadParameter(f"{text!r} is no number of milliseconds from {MIN_SLO_MS:g} to {MAX_SLO_MS:.0f}")
+        raise typer.BadParameter(f"{text!r} is not a number of milliseconds from {MIN_SLO_MS:g} to {MAX_SLO_MS:.0f}")
     return value_ms
 
 

@@ -1,4 +1,4 @@
-"""``blitzscale status``: what runs."""
+"""``blitzscale status``: what is running."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def status(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
 
 def tables(found: Status, console: Console) -> tuple[Table, ...]:
     """Models, instances and workers as tables for ``console``; and what is unusual, if there is any: numbers that were
-    asked for by hand, what is wanted in vain, workers that are left alone."""
+    set by hand, instances that are wanted but not available, workers that are not asked because they failed."""
     models = titled_table("Models", "name", "serving", "waiting", "min", "max", "path")
     for model in found.models:
         serving, waiting, least = found.serving(model.name), model.queued_requests, model.min_instances

@@ -26,31 +26,31 @@ def up(
     models: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Checkpoint directories (Hugging Face layout); none makes a demo.", metavar="[MODEL_DIR]..."
+            help="Checkpoint directories (Hugging Face layout); by default a demo.", metavar="[MODEL_DIR]..."
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Worker processes; 2, or 4 from eight cores on.", show_default=False)
+        int | None, typer.Option(help="Worker processes; 2, or 4 with eight cores or more.", show_default=False)
     ] = None,
     planners: Annotated[int, typer.Option(help="Planner processes; one leads, the others wait.")] = 1,
-    monitors: Annotated[int, typer.Option(help="Monitor processes, likewise.")] = 1,
-    pools: Annotated[int, typer.Option(help="Pool processes, likewise.")] = 1,
+    monitors: Annotated[int, typer.Option(help="Monitor processes; one leads, the others wait.")] = 1,
+    pools: Annotated[int, typer.Option(help="Pool processes; one leads, the others wait.")] = 1,
     gateways: Annotated[int, typer.Option(help="Gateway processes; each has a port of its own.")] = 1,
     host: Annotated[str, typer.Option(help="Address on which the gateways listen.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(help="The gateway's port; 0 takes a free one. More gateways: the next free ones.")
+        int, typer.Option(help="The gateway's port; 0 takes a free one. Further gateways take the next free ports.")
     ] = DEFAULT_PORT,
     state_dir: Annotated[
         Path | None,
         typer.Option(help="Logs, sockets, records; ~/.local/state/blitzscale.", metavar="DIR", show_default=False),
     ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What the workers compute on.")] = "cpu",
-    engine: Annotated[Literal["torch", "mock"], typer.Option(help="mock answers without computing.")] = "torch",
+    engine: Annotated[Literal["torch", "mock"], typer.Option(help="mock invents answers.")] = "torch",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     slo_ttft_ms: SloTtft = None,
     slo_tbt_ms: SloTbt = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Services' lines go to the log files only.")] = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait until it serves.")] = 300.0,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait for all models.")] = 300.0,
 ) -> None:
     """Start everything on this machine (NATS, Redis, all services) and serve until Ctrl-C."""
     folder = (state_dir if state_dir is not None else default_state_dir()).expanduser().absolute()
@@ -108,7 +108,7 @@ async def _serve(config: StackConfig, sink: ConsoleSink, quiet: bool, timeout_s:
         nonlocal signals
         signals += 1
         if signals == 1:
-            say("stopping: streams finish first; once more to kill everything at once")
+            say("stopping: streams finish first; press Ctrl-C again to kill everything at once")
             serving.cancel()
         else:
             say("killing everything")

@@ -24,8 +24,8 @@ class ByteBudget:
     def _take(self, num_bytes: int) -> None:
         if num_bytes > 0 and self.used_bytes + num_bytes > self.limit_bytes:
             raise Overloaded(
-                f"{self._what} here take {self.used_bytes} bytes of memory, with {num_bytes} more they would exceed "
-                f"the {self.limit_bytes} that they may; try again later",
+                f"{self._what} here occupy {self.used_bytes} bytes of memory; with {num_bytes} more they would exceed "
+                f"the {self.limit_bytes} that they may occupy; try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
         self.used_bytes += num_bytes

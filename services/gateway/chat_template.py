@@ -109,7 +109,7 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
             raise BadRequest(f"the model's chat template refused the messages: {error}", param="messages") from error
         except (RecursionError, OverflowError, MemoryError) as error:
-            raise BadRequest("the model's chat template took too much to render", param="messages") from error
+            raise BadRequest("rendering the model's chat template exceeded its limits", param="messages") from error
 
     def _render(self, context: dict[str, Any], budget: RenderBudget) -> str:
         budget_of_rendering.set(budget)

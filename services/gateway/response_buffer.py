@@ -64,7 +64,7 @@ class ResponseMemory:
                 self.cut(largest, "memory", held)
             else:
                 self._on_cut("memory")
-                largest.fail(Unavailable(f"responses take all the memory that they may: {held}", retry_after_s=1.0))
+                largest.fail(Unavailable(f"responses occupy all the memory that they may: {held}", retry_after_s=1.0))
                 # It ends within a turn of the event loop, and what it has collected goes with it.
                 largest.sent(largest.held_bytes)
             self.forget(largest)
@@ -138,7 +138,7 @@ class ResponseBuffer:
         if self.held_bytes > memory.whole_bytes:
             self.fail(
                 ResponseTooLarge(
-                    f"the answer takes more than {memory.whole_bytes} bytes; ask for it with stream, "
+                    f"the answer occupies more than {memory.whole_bytes} bytes; ask for it with stream, "
                     "for less of it, or for fewer log-probabilities",
                 )
             )

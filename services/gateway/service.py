@@ -152,7 +152,7 @@ class Gateway:
             if group.subgroup(DuplicateId) is None:
                 raise
             raise DuplicateId(
-                f"gateway id {self.config.gateway_id!r} is held by another process, which lives: set BLITZ_GATEWAY_ID"
+                f"gateway id {self.config.gateway_id!r} is held by another living process: set BLITZ_GATEWAY_ID"
             ) from group
 
     async def _serve(self, server: Server, listener: socket.socket, process: ProcessState) -> None:
@@ -270,7 +270,7 @@ class Gateway:
             try:
                 holder = await self.bus.request(subject, GetHolder(), Holder, timeout_s=ASK_TIMEOUT_S)
             except BlitzError as error:
-                log.debug("nobody says who holds the id of this gateway: %s", error)
+                log.debug("no answer about who holds the id of this gateway: %s", error)
                 continue
             if holder.incarnation == incarnation:
                 return True

@@ -106,9 +106,7 @@ class SilenceWatch:
         # A process that was started in its place has a different instance.
         if loss is not None and instance_id in loss.instance_ids:
             del self._lost[worker_id]
-            log.warning(
-                "worker %s lives: it was given up as %s, its requests went on elsewhere", worker_id, loss.reason
-            )
+            log.warning("worker %s is alive: given up as %s, its requests continued elsewhere", worker_id, loss.reason)
 
     def departed(self, worker_id: str, reason: str) -> None:
         """A connection of this worker has ended, for the reason that the server gives."""
@@ -248,7 +246,7 @@ class SilenceWatch:
             await self._question(request, timeout_s)
         except NoResponder:
             if closed:
-                self._worker_lost(worker_id, "closed", "its connection was closed and nobody listens")
+                self._worker_lost(worker_id, "closed", "its connection was closed, nothing is subscribed in its place")
                 return Answer.LOST
             return self._nobody_listens(worker_id)
         except DeadlineExceeded:
@@ -275,7 +273,7 @@ class SilenceWatch:
         back = self._bus.connected_since_s == self._connected_since_s
         if not back or own_s - away_s < self._patience.settle_s:
             return Answer.NONE
-        self._worker_lost(worker_id, "gone", "nobody listens")
+        self._worker_lost(worker_id, "gone", "nothing is subscribed under its name")
         return Answer.LOST
 
     def _worker_lost(self, worker_id: str, reason: LossReason, why: str) -> None:

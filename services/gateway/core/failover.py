@@ -119,10 +119,10 @@ def _after_death(stream: StreamState, pause_s: float) -> Outcome:
     deaths = stream.deaths_with_this()
     if deaths.poison:
         count = len(deaths.workers)
-        why = f"this request was running in {count} workers that died, at last by itself: it is not tried again"
+        why = f"this request was running in {count} workers that died, the last time alone: it is not retried"
         return GiveUp(PoisonRequest(why), pause_s)
     if deaths.others > MAX_OTHER_DEATHS:
-        return GiveUp(Unavailable(f"{deaths.counted + deaths.others} workers died that had this request"), pause_s)
+        return GiveUp(Unavailable(f"{deaths.counted + deaths.others} workers that had this request died"), pause_s)
     return Retry(fault=False, pause_s=pause_s, deaths=deaths)
 
 

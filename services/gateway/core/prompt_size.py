@@ -18,7 +18,7 @@ def refuse_large_text(text: str, *, max_bytes: int, param: str) -> None:
     size_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
     if size_bytes > max_bytes:
         raise PayloadTooLarge(
-            f"a prompt of {size_bytes} bytes of text is too large; at most {max_bytes} are taken", param=param
+            f"a prompt of {size_bytes} bytes of text is too large; at most {max_bytes} are allowed", param=param
         )
 
 
@@ -26,5 +26,5 @@ def refuse_many_ids(count: int, *, max_bytes: int, param: str) -> None:
     """Raises ``PayloadTooLarge`` for more ids than ``max_bytes``: each takes a byte or more on the wire."""
     if count > max_bytes:
         raise PayloadTooLarge(
-            f"a prompt of {count} token ids is too large; at most {max_bytes} bytes are taken", param=param
+            f"a prompt of {count} token ids is too large; at most {max_bytes} bytes are allowed", param=param
         )

@@ -81,7 +81,7 @@ def _asking(service: str, without: str) -> Iterator[None]:
     try:
         yield
     except NoResponder as error:
-        raise NoResponder(f"no {service} answers: {without}; requests are served on", retry_after_s=1.0) from error
+        raise NoResponder(f"no {service} answers: {without}; requests are still served", retry_after_s=1.0) from error
 
 
 def admin_router(gateway: Gateway) -> APIRouter:

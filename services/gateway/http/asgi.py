@@ -41,7 +41,7 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s
     """
     length = header(scope, b"content-length")
     if length.isdecimal() and int(length[:MAX_DIGITS]) > max_bytes:
-        raise PayloadTooLarge(f"the request body has {length[:MAX_DIGITS]} bytes; at most {max_bytes} are taken")
+        raise PayloadTooLarge(f"the request body has {length[:MAX_DIGITS]} bytes; at most {max_bytes} are allowed")
     try:
         async with asyncio.timeout(timeout_s):
             return await _read(receive, max_bytes, claim)

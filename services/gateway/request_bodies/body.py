@@ -103,7 +103,7 @@ def _refuse_large_fields(body: bytes, type_: Any) -> None:
     names = _bounded_names(type_)
     for name, raw in zip(names, read_fields(body, names), strict=True):
         if len(raw) > MAX_FIELD_BYTES:
-            raise PayloadTooLarge(f"{name} has {len(raw)} bytes; at most {MAX_FIELD_BYTES} are taken", param=name)
+            raise PayloadTooLarge(f"{name} has {len(raw)} bytes; at most {MAX_FIELD_BYTES} are allowed", param=name)
 
 
 @lru_cache(maxsize=256)
@@ -236,4 +236,4 @@ def _wanted_number(member: inspect.IntType | inspect.FloatType) -> str:
 
 
 def _too_many(limit: int, param: str) -> BadRequest:
-    return BadRequest(f"{param} has too many fields and items; at most {limit} are taken", param=param)
+    return BadRequest(f"{param} has too many fields and items; at most {limit} are allowed", param=param)

@@ -98,7 +98,7 @@ def _template_arguments(raw: Raw) -> dict[str, Any]:
     size_bytes = len(bytes(raw))
     if size_bytes > MAX_TEMPLATE_ARGUMENTS_BYTES:
         raise PayloadTooLarge(
-            f"chat_template_kwargs has {size_bytes} bytes; at most {MAX_TEMPLATE_ARGUMENTS_BYTES} are taken",
+            f"chat_template_kwargs has {size_bytes} bytes; at most {MAX_TEMPLATE_ARGUMENTS_BYTES} are allowed",
             param="chat_template_kwargs",
         )
     arguments: dict[str, Any] | None = read_json(raw, dict[str, Any] | None, "chat_template_kwargs")
@@ -109,7 +109,7 @@ def _messages(raw: Raw, max_prompt_bytes: int) -> tuple[dict[str, Any], ...]:
     json = bytes(raw)
     if len(json) > MAX_JSON_PER_BYTE * max_prompt_bytes:
         raise PayloadTooLarge(
-            f"messages has {len(json)} bytes of JSON; a prompt of at most {max_prompt_bytes} bytes is taken",
+            f"messages has {len(json)} bytes of JSON; a prompt of at most {max_prompt_bytes} bytes is allowed",
             param="messages",
         )
     refuse_many_elements(json, MAX_ELEMENTS, "messages")
@@ -118,7 +118,7 @@ def _messages(raw: Raw, max_prompt_bytes: int) -> tuple[dict[str, Any], ...]:
         raise BadRequest("messages must be a non-empty array of messages, not an array of 0", param="messages")
     assert messages is not None
     if len(messages) > MAX_MESSAGES:
-        raise BadRequest(f"messages has {len(messages)} messages; at most {MAX_MESSAGES} are taken", param="messages")
+        raise BadRequest(f"messages has {len(messages)} messages; at most {MAX_MESSAGES} are allowed", param="messages")
     return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
@@ -140,7 +140,7 @@ def _content(content: str | list[str | Part] | None, name: str, role: str) -> st
             return ""
         raise BadRequest(f"{name} must be a string or an array of parts, not null", param=name)
     if len(content) > MAX_PARTS:
-        raise BadRequest(f"{name} has {len(content)} parts; at most {MAX_PARTS} are taken", param=name)
+        raise BadRequest(f"{name} has {len(content)} parts; at most {MAX_PARTS} are allowed", param=name)
     return "\n".join(_text(part, f"{name}[{index}]") for index, part in enumerate(content))
 
 

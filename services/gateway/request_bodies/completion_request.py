@@ -93,7 +93,7 @@ def _arrays(json: bytes) -> list[bytes]:
 
 def _refuse_many_prompts(count: int) -> None:
     if count > MAX_PROMPTS:
-        raise BadRequest(f"prompt has {count} prompts; at most {MAX_PROMPTS} are taken", param="prompt")
+        raise BadRequest(f"prompt has {count} prompts; at most {MAX_PROMPTS} are allowed", param="prompt")
 
 
 def _first_item(json: bytes) -> int:

@@ -25,7 +25,7 @@ _REFUSED_IF_SET = {
     "function_call": "functions are",
     "audio": "audio output is",
     "prediction": "predicted output is",
-    "suffix": "text behind the completion is",
+    "suffix": "text after the completion is",
     "guided_json": "guided decoding is",
     "guided_regex": "guided decoding is",
     "guided_choice": "guided decoding is",
@@ -43,7 +43,7 @@ _REFUSED_IF_SET = {
     "allowed_token_ids": "allowed_token_ids is",
     "echo_logprobs": "echo with logprobs is",
     "web_search_options": "web search is",
-    "chat_template": "a chat template of the caller's is",
+    "chat_template": "a chat template from the caller is",
     "continue_final_message": "continuing the last message is",
 }
 """Known to other systems, not supported here: any value except null, false, empty or zero is refused."""

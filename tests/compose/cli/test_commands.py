@@ -211,7 +211,7 @@ def test_a_gateway_that_breaks_off_or_is_something_else_is_one_line(
     gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gateway.answers["GET /admin/status"] = [(200, b"<html>hello</html>"), (200, {"models": 3}), (502, b"oops")]
-    for expected in ("no BlitzScale gateway", "Expected `array`", "502"):
+    for expected in ("not a BlitzScale gateway", "Expected `array`", "502"):
         assert run(["status"]) == 1
         assert expected in one_error_line(capsys)
 
@@ -261,7 +261,7 @@ def test_a_model_that_is_there_already_is_not_called_added(
     gateway.answers["GET /admin/models"] = (200, {"models": [there | {"slo_ttft_s": 0.0}]})
     gateway.answers["POST /admin/models"] = (200, there | {"slo_ttft_s": 0.0})
     assert run(["models", "add", "/copy/of/m", "--name", "m"]) == 0
-    assert capsys.readouterr().out == "m is registered already (/models/m)\n"
+    assert capsys.readouterr().out == "m is already registered (/models/m)\n"
     assert run(["models", "add", "/models/m", "--min-instances", "2", "--slo-ttft", "300"]) == 1
     assert one_error_line(capsys) == "--min-instances, --slo-ttft had no effect: remove m first, and add it again"
     gateway.answers["POST /admin/models"] = (201, there | {"added_at_s": 6.0})

@@ -141,7 +141,7 @@ async def test_a_worker_that_hangs_is_given_up_after_several_questions_and_its_r
         first.resume.set()
         await stack.until(lambda: first.cancels)
         await first.bus.publish(subjects.load(), load(first))
-        await stack.until(lambda: f"worker {first.name} lives" in caplog.text)
+        await stack.until(lambda: f"worker {first.name} is alive" in caplog.text)
 
 
 @pytest.mark.parametrize("together", [False, True])

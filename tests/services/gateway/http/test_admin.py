@@ -219,7 +219,7 @@ async def test_without_a_planner_scaling_is_unavailable(stack: Stack, monkeypatc
     monkeypatch.setattr(admin, "LEADER_WAIT_S", 0.3)
     response = await stack.http.post("/admin/models/tiny/scale", json={"instances": 1})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "no_responder")
-    said = "no planner answers: nothing is scaled until one leads; requests are served on"
+    said = "no planner answers: nothing is scaled until one leads; requests are still served"
     assert response.json()["error"]["message"] == said
 
 
