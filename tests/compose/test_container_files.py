@@ -21,7 +21,8 @@ def compose_file(name: str = "docker-compose.yml") -> dict[str, Any]:
 
 
 def known_variables(service: str) -> set[str]:
-    files = (ROOT / "services" / service / "config.py", ROOT / "shared" / "bus" / "access.py")
+    shared = ROOT / "shared"
+    files = (ROOT / "services" / service / "config.py", shared / "service.py", shared / "bus" / "access.py")
     names = {name for file in files for name in re.findall(r'"(BLITZ_[A-Z0-9_]+)"', file.read_text())}
     return names | {f"{name}_FILE" for name in names if name.endswith("_PASSWORD")}
 
