@@ -21,6 +21,10 @@ class OwnedTasks:
         self._tasks: set[asyncio.Task[None]] = set()
         self._on_broken = on_broken
 
+    def __len__(self) -> int:
+        """Those that have not ended."""
+        return len(self._tasks)
+
     def start(self, work: Coroutine[Any, Any, None], context: contextvars.Context | None = None) -> asyncio.Task[None]:
         """Run ``work``, in ``context`` if one is given."""
         task = asyncio.create_task(work, context=context)

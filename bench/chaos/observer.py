@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from bench.chaos.strike import Strike, now_s
 from shared import subjects
+from shared.aio import OwnedTasks
 from shared.bus.base import Bus
 from shared.load_feed import subscribe_load
 from shared.messages.generation import TokenBatch
@@ -54,7 +54,7 @@ class Observer:
         self._holders: dict[str, list[Holding]] = {}
         self._strikes: dict[str, Strike] = {}
         self._gateways: set[str] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
         self._loads: dict[str, tuple[float, LoadReport]] = {}
 
     async def listen(self, bus: Bus) -> None:
@@ -66,9 +66,7 @@ class Observer:
         def on_queue(report: QueueReport) -> None:
             if report.gateway_id not in self._gateways:
                 self._gateways.add(report.gateway_id)
-                task = asyncio.create_task(subscribe(report.gateway_id))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._tasks.start(subscribe(report.gateway_id))
 
         await subscribe_load(bus, self.on_load)
         await bus.subscribe(subjects.queue(), QueueReport, on_queue)

@@ -8,8 +8,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Coroutine, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 import msgspec
 import uvloop
@@ -22,6 +22,7 @@ from bench.control.setting import WORKERS_PER_HOST
 from bench.control.worker import SimWorker
 from services.worker.instance.host_group import HostGroup, group_name
 from shared import subjects
+from shared.aio import OwnedTasks
 from shared.bus.access import NatsAccess
 from shared.errors import BlitzError
 from shared.identity import new_incarnation
@@ -47,7 +48,7 @@ class Fleet:
         self._spec = spec
         self._access = NatsAccess.from_env(Settings(os.environ))
         self._members: list[tuple[WatchedBus, SimWorker]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
         self._served: list[tuple[SimInstance, float]] | None = None
         self._begun_s = 0.0
         self._late_s = 0.0
@@ -70,7 +71,7 @@ class Fleet:
         indices = range(spec.first_worker, spec.first_worker + spec.workers)
         self._members = list(await asyncio.gather(*(one(index) for index in indices)))
         for at in range(0, len(self._members), WORKERS_PER_HOST):
-            self._spawn(self._report_host(self._members[at : at + WORKERS_PER_HOST], at / max(1, spec.workers)))
+            self._tasks.start(self._report_host(self._members[at : at + WORKERS_PER_HOST], at / max(1, spec.workers)))
 
     async def _start_worker(self, index: int) -> tuple[WatchedBus, SimWorker]:
         spec = self._spec
@@ -102,13 +103,8 @@ class Fleet:
             await bus.close()
             raise
         await worker.registered.wait()
-        self._spawn(looker.run())
+        self._tasks.start(looker.run())
         return bus, worker
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _report_host(self, members: Sequence[tuple[WatchedBus, SimWorker]], phase: float) -> None:
         """The load of one host's workers, as each of them reports it (``services.worker.instance.load_reporter``)."""
@@ -166,9 +162,7 @@ class Fleet:
 
     async def close(self) -> None:
         """Leave without ceremony: all the others end, too."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
 
 async def run() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from shared import subjects
+from shared.aio import OwnedTasks
 from shared.bus.nats import NatsBus
 from shared.errors import Conflict, NotFound
 from shared.messages.common import InstanceState
@@ -40,7 +41,7 @@ class SimInstance:
         self.layers_ready = 0
         self._streams: dict[Key, Submit] = {}
         self._running: set[Key] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
         self._prompt_tokens = self._output_tokens = 0
         self._busy_s = 0.0
         self.first_submit_s: dict[str, float] = {}
@@ -109,9 +110,7 @@ class SimInstance:
             return
         self._streams[key] = request
         self._running.add(key)
-        task = asyncio.create_task(self._answer(key, request, worker_id))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._answer(key, request, worker_id))
 
     async def _answer(self, key: Key, request: Submit, worker_id: str) -> None:
         begun_s = time.monotonic()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from bench.control.instance import SimInstance
@@ -17,6 +17,7 @@ from services.worker.instance.registration import Registration, Standing
 from services.worker.orders import Orders
 from services.worker.weights.upstreams import part_of
 from shared import subjects
+from shared.aio import OwnedTasks
 from shared.bus.nats import NatsBus
 from shared.errors import BlitzError, Conflict, NotFound
 from shared.identity import hold, refuse_if_held
@@ -43,7 +44,7 @@ class SimWorker:
         self.instance: SimInstance | None = None
         self._copies: dict[str, tuple[ModelRecord, HostCopy]] = {}
         self._last_epoch = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
         self._progress = ProgressReporter(bus, info.worker_id)
         self.gateways_heard = 0
         self._orders = Orders(bus, info.worker_id, self._on_scale, self._on_drain, self._on_zigzag)
@@ -69,13 +70,11 @@ class SimWorker:
         await self._bus.subscribe(subjects.worker_cancel(worker_id), Cancel, self._on_cancel)
         await self._bus.subscribe(subjects.worker_ack(worker_id), AckTerminal, self._on_ack)
         await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, self._on_gateway)
-        self._spawn(self._registration.run(self._on_stop_instance, self._orders.planner_term))
+        self._tasks.start(self._registration.run(self._on_stop_instance, self._orders.planner_term))
 
     async def close(self) -> None:
         """Leave, as a worker that is stopped does."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         await self._registration.leave()
 
     @property
@@ -86,11 +85,6 @@ class SimWorker:
     def report(self) -> LoadReport | None:
         """What it says of its load now; None without an instance that computes."""
         return self.instance.report(self.info.worker_id) if self.instance is not None else None
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _tell_changed(self) -> None:
         self._registration.changed()
@@ -123,7 +117,7 @@ class SimWorker:
         self._last_epoch = target.epoch
         self.instance = SimInstance(self._bus, plan, target)
         self._tell_changed()
-        self._spawn(self._load(plan, self.instance))
+        self._tasks.start(self._load(plan, self.instance))
 
     async def _load(self, plan: ScalePlan, instance: SimInstance) -> None:
         tell, num_layers = self._progress.tell, plan.model.spec.num_layers
@@ -163,7 +157,7 @@ class SimWorker:
     def _start_drain(self, plan_id: str, instance: SimInstance) -> None:
         instance.state = "draining"
         self._tell_changed()
-        self._spawn(self._drain(plan_id, instance))
+        self._tasks.start(self._drain(plan_id, instance))
 
     async def _drain(self, plan_id: str, instance: SimInstance) -> None:
         while True:
@@ -189,7 +183,7 @@ class SimWorker:
         model = request.model
         if model.model_hash not in self._copies:
             self._put_copy(model, "loading")
-            self._spawn(self._load_copy(model))
+            self._tasks.start(self._load_copy(model))
         return Ack()
 
     async def _load_copy(self, model: ModelRecord) -> None:
@@ -211,7 +205,7 @@ class SimWorker:
     async def _on_drop(self, request: DropCopy) -> Ack:
         if request.model_hash not in self._copies:
             raise NotFound(f"no host copy of model {request.model_hash[:12]} here")
-        self._spawn(self._let_go(*self._copies[request.model_hash]))
+        self._tasks.start(self._let_go(*self._copies[request.model_hash]))
         return Ack()
 
     async def _let_go(self, model: ModelRecord, held: HostCopy) -> None:

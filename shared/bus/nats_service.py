@@ -18,9 +18,10 @@ from nats.micro.request import Request
 from nats.micro.service import Endpoint, EndpointStats, Service, ServiceConfig
 from opentelemetry import context as otel_context
 
+from shared.aio import OwnedTasks
 from shared.bus.answer import answer
 from shared.bus.base import M, R, Responder
-from shared.bus.nats_order import drain, end
+from shared.bus.nats_order import drain
 from shared.bus.wire import MalformedLog, check_size, error_headers
 from shared.ending import ANSWERS_S
 from shared.errors import PayloadTooLarge
@@ -57,24 +58,22 @@ class RpcEndpoint(Generic[M, R]):
         self._responder = responder
         self._malformed = malformed
         self._stats = stats
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
         self._told = False
         """Whether the log has it that somebody wants no reply."""
 
     async def handle(self, request: Request) -> None:
         """Start answering and return, so that the next request is looked at."""
-        task = asyncio.create_task(self._respond(request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._respond(request))
 
     async def drain(self, timeout_s: float) -> None:
         """Await the answers in progress; those that outlast the timeout are cancelled."""
-        if not self._tasks:
-            return
-        _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
-        if late:
-            _log.warning("cancelled %d answers on %s after %.0f s", len(late), self._subject, timeout_s)
-            await asyncio.gather(*(end(task) for task in late))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._tasks.finish()
+        except TimeoutError:
+            _log.warning("cancelled %d answers on %s after %.0f s", len(self._tasks), self._subject, timeout_s)
+            await self._tasks.close()
 
     async def _respond(self, request: Request) -> None:
         started_ns = time.perf_counter_ns()
