@@ -41,11 +41,12 @@ up: $(STAMP) ## Start everything and serve until Ctrl-C (ARGS="MODEL_DIR --worke
 test: $(STAMP) ## Run the tests (ARGS="-k name ...")
 	@$(BIN)/python -m pytest $(ARGS)
 
-lint: $(STAMP) ## Check style, types and import order
+lint: $(STAMP) ## Check style, types, import order and private names
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python .ci/private_names.py
 
 format: $(STAMP) ## Put the code into its format
 	@$(BIN)/ruff check --fix .

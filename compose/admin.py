@@ -17,7 +17,7 @@ from shared.messages.scaling import ScaleRecord
 T = TypeVar("T")
 _TIMEOUT_S = 20.0
 """More than the gateway's own: it waits for a planner that leads."""
-_ADD_TIMEOUT_S = 660.0
+ADD_TIMEOUT_S = 660.0
 """Adding a model hashes its weights. Longer than the gateway waits for it, whose error says more."""
 
 
@@ -94,7 +94,7 @@ class AdminClient:
             slo_ttft_s=slo_ttft_s,
             slo_tbt_s=slo_tbt_s,
         )
-        return self._as(await self._call("POST", "/admin/models", body=body, timeout_s=_ADD_TIMEOUT_S), ModelStatus)
+        return self._as(await self._call("POST", "/admin/models", body=body, timeout_s=ADD_TIMEOUT_S), ModelStatus)
 
     async def remove_model(self, name: str) -> None:
         """Unregister a model. Raises ``ModelNotFound``."""

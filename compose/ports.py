@@ -10,7 +10,7 @@ from pathlib import Path
 
 from compose.errors import StackRefused
 
-_LOCAL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LOCAL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 10_000
 _ATTEMPTS = 64
 
@@ -25,7 +25,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     Raises:
         StackRefused: no port was free.
     """
-    for port in _candidates():
+    for port in candidates():
         with socket.socket(_family(host), socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             free: int = probe.getsockname()[1]
@@ -47,9 +47,9 @@ def next_free_ports(host: str, first: int, count: int) -> tuple[int, ...]:
     return tuple(free)
 
 
-def _candidates() -> list[int]:
+def candidates() -> list[int]:
     try:
-        first_local = int(_LOCAL_PORT_RANGE.read_text().split()[0])
+        first_local = int(LOCAL_PORT_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):  # not Linux: its local ports are above these
         first_local = 32_768
     below = range(_FIRST_PORT, first_local)

@@ -16,8 +16,8 @@ from compose.ports import require_free
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BadCheckpoint
 
-_CUDA_PROBE_S = 60.0
-_CUDA_PROBE = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+CUDA_PROBE_S = 60.0
+CUDA_PROBE = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
 
 
 def model_names(models: tuple[Path, ...]) -> Mapping[str, Path]:
@@ -57,10 +57,10 @@ def num_cuda_devices() -> int:
     """
     try:
         answer = subprocess.run(
-            [sys.executable, "-c", _CUDA_PROBE], capture_output=True, text=True, timeout=_CUDA_PROBE_S, check=False
+            [sys.executable, "-c", CUDA_PROBE], capture_output=True, text=True, timeout=CUDA_PROBE_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise StackRefused(f"--device cuda: torch did not answer within {_CUDA_PROBE_S:g} s") from error
+        raise StackRefused(f"--device cuda: torch did not answer within {CUDA_PROBE_S:g} s") from error
     if answer.returncode != 0:
         reason = (answer.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise StackRefused(f"--device cuda: torch cannot be used: {reason}")

@@ -51,7 +51,7 @@ def measure(
                 if method.name in skipped or key in skipped:
                     continue
                 try:
-                    answer, dropped = _read(checkpoint, method, state)
+                    answer, dropped = read_once(checkpoint, method, state)
                 except page_cache.CacheStays as error:
                     skipped[key] = error.message
                     say(f"{key}: left out, {error.message}")
@@ -73,7 +73,7 @@ def measure(
     )
 
 
-def _read(checkpoint: Checkpoint, method: Method, state: PageCache) -> tuple[Answer, str]:
+def read_once(checkpoint: Checkpoint, method: Method, state: PageCache) -> tuple[Answer, str]:
     """One reading, and how the page cache was emptied for it."""
     files = checkpoint.weight_files
     deadline_s = _SLACK_S + checkpoint.layout.num_bytes / _SLOWEST_BYTES_PER_S

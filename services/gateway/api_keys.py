@@ -264,11 +264,11 @@ def _headers(what: bytes, standing: Standing) -> list[tuple[bytes, bytes]]:
     return [
         (b"x-ratelimit-limit-" + what, b"%d" % standing.limit),
         (b"x-ratelimit-remaining-" + what, b"%d" % standing.remaining),
-        (b"x-ratelimit-reset-" + what, _duration(standing.full_in_s).encode()),
+        (b"x-ratelimit-reset-" + what, shown_duration(standing.full_in_s).encode()),
     ]
 
 
-def _duration(seconds: float) -> str:
+def shown_duration(seconds: float) -> str:
     """As OpenAI writes them: ``12ms``, ``1.5s``, ``6m0s``."""
     if seconds < 1:
         return f"{seconds * 1000:.0f}ms"

@@ -64,15 +64,16 @@ class Dispatcher:
         self.requests = ActiveRequests()
         self.router = Router(max_queued_requests=max_queued_requests, gateway_id=gateway_id)
         self.outbox = Outbox(bus, clock)
-        self._tasks = OwnedTasks()
+        self.tasks = OwnedTasks()
+        """What is under way for requests."""
         self._patience = Patience(stall_s=stall_s, probe_s=probe_s, queue_timeout_s=queue_timeout_s)
         self._gateway_id = gateway_id
         self._own_time = OwnTime()
-        self._watch = SilenceWatch(
+        self.silence_watch = SilenceWatch(
             bus,
             self.requests,
             metrics,
-            self._tasks,
+            self.tasks,
             self._attempt_failed,
             clock,
             self._own_time,
@@ -81,8 +82,8 @@ class Dispatcher:
         )
         self._submitter = Submitter(
             bus,
-            self._watch,
-            self._tasks,
+            self.silence_watch,
+            self.tasks,
             self._attempt_failed,
             clock,
             on_accepted=self.router.accepted,
@@ -116,13 +117,13 @@ class Dispatcher:
         if not subjects.is_name(batch.worker_id):
             return
         now_s = self._clock()
-        self._watch.spoke(batch.worker_id, batch.instance_id)
+        self.silence_watch.spoke(batch.worker_id, batch.instance_id)
         for part in batch.parts:
             self._on_part(batch, part, now_s)
 
     def on_load(self, report: LoadReport) -> None:
         """Take an instance's load report: its worker is alive, and may have capacity again."""
-        self._watch.alive(report.worker_id, report.instance_id)
+        self.silence_watch.alive(report.worker_id, report.instance_id)
         self.router.reported(report, now_s=self._clock())
         if self.router.queued(report.model)[0]:
             self.pump(report.model)
@@ -136,7 +137,7 @@ class Dispatcher:
     def on_departure(self, departure: Departure) -> None:
         """A connection of some process has ended."""
         if departure.kind == "worker":
-            self._watch.departed(departure.id, departure.reason)
+            self.silence_watch.departed(departure.id, departure.reason)
 
     def routes_changed(self, changes: RouteChanges) -> None:
         """React to a new view: bind waiting requests, refuse those of removed models, check on lost instances."""
@@ -151,7 +152,7 @@ class Dispatcher:
                 self.router.set_routes(name, model.routes.values())
                 self.pump(name)
         if changes.lost_instances:
-            self._watch.instances_lost(changes.lost_instances)
+            self.silence_watch.instances_lost(changes.lost_instances)
 
     def pump(self, model: str) -> None:
         """Bind the model's waiting requests as far as its instances take them."""
@@ -173,7 +174,7 @@ class Dispatcher:
             self.pump(name)
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + self._patience.check_every_s
-            self._watch.check(now_s)
+            self.silence_watch.check(now_s)
             self.outbox.forget_strays(now_s)
             self.router.prune(now_s=now_s)
 
@@ -186,7 +187,7 @@ class Dispatcher:
     async def close(self) -> None:
         """End what still runs with an error, flush the outbox."""
         self.end_all()
-        await self._tasks.close()
+        await self.tasks.close()
         await self.outbox.flush()
 
     def _on_part(self, batch: TokenBatch, part: StreamPart, now_s: float) -> None:
@@ -203,7 +204,7 @@ class Dispatcher:
         if stream.taken_over(part, verdict, instance_id=batch.instance_id, worker_id=batch.worker_id):
             self._moved(request, now_s)
         if verdict is Verdict.GAP:
-            self._watch.ask(request)
+            self.silence_watch.ask(request)
             return
         if verdict is Verdict.DUPLICATE:
             return

@@ -25,8 +25,8 @@ from shared.messages.codec import MalformedMessage, decode
 
 _log = logging.getLogger(__name__)
 
-_RETRY_WAIT_S = 0.25
-_MAX_RETRY_WAIT_S = 1.0
+RETRY_WAIT_S = 0.25
+MAX_RETRY_WAIT_S = 1.0
 _ACK_WAIT_S = 30.0
 _WATCH_INTERVAL_S = 15.0
 _START_TIMEOUT_S = 8.0
@@ -143,7 +143,7 @@ class EventSubscription(Generic[M]):
             await self._attach_again()
 
     async def _attach_again(self) -> None:
-        wait_s, said = _RETRY_WAIT_S, ""
+        wait_s, said = RETRY_WAIT_S, ""
         while True:
             self._reconnected.clear()
             try:
@@ -158,7 +158,7 @@ class EventSubscription(Generic[M]):
             else:
                 return
             await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, _MAX_RETRY_WAIT_S)
+            wait_s = min(2 * wait_s, MAX_RETRY_WAIT_S)
 
     async def _consumer_lives(self) -> bool:
         try:

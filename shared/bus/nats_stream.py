@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 DUPLICATE_WINDOW_S = 120
 PUBLISH_TIMEOUT_S = 5.0
-_KEEP_TIMEOUT_S = 10.0
+KEEP_TIMEOUT_S = 10.0
 _API_TIMEOUT_S = 2.0
 _READ_TIMEOUT_S = 10.0
-_RETRY_WAIT_S = 0.25
+RETRY_WAIT_S = 0.25
 _NAME_IN_USE = 10058
 """JetStream's code for a stream that exists with another configuration."""
 
@@ -86,7 +86,7 @@ class EventStream:
         reason: Exception | None = None
         with self.refusals.watch("publish", JETSTREAM) as refused:
             try:
-                async with asyncio.timeout(_KEEP_TIMEOUT_S) as limit:
+                async with asyncio.timeout(KEEP_TIMEOUT_S) as limit:
                     refused.ends(limit)
                     while True:
                         try:
@@ -95,10 +95,10 @@ class EventStream:
                             reason = error  # JetStream is still starting
                         else:
                             return
-                        await asyncio.sleep(_RETRY_WAIT_S)
+                        await asyncio.sleep(RETRY_WAIT_S)
             except TimeoutError as error:
                 refused.check(f"make the {self._label}", self.refusals.user)
-                raise Unavailable(f"JetStream did not answer within {_KEEP_TIMEOUT_S:.0f} s: {reason}") from error
+                raise Unavailable(f"JetStream did not answer within {KEEP_TIMEOUT_S:.0f} s: {reason}") from error
             except nats.errors.Error as error:
                 raise Unavailable(f"NATS refuses the {self._label} with {limits}: {error}") from error
 
@@ -153,7 +153,7 @@ class EventStream:
                             reason = error
                         else:
                             return
-                        await asyncio.sleep(_RETRY_WAIT_S)
+                        await asyncio.sleep(RETRY_WAIT_S)
             except TimeoutError:
                 for one in (refused, unmade):
                     one.check(f"append {subject} to the {self._label}", self.refusals.user)

@@ -12,7 +12,7 @@ from compose.errors import StackRefused
 def test_no_outgoing_connection_takes_a_free_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     local = tmp_path / "range"
     local.write_text("20000\t60999\n")
-    monkeypatch.setattr(ports, "_LOCAL_PORT_RANGE", local)
+    monkeypatch.setattr(ports, "LOCAL_PORT_RANGE", local)
     drawn = {ports.free_port() for _ in range(20)}
     assert all(1024 < port < 20000 for port in drawn)
     assert len(drawn) > 10
@@ -24,7 +24,7 @@ def test_there_is_a_free_port_whatever_the_system_keeps(
 ) -> None:
     local = tmp_path / "range"
     local.write_text(text)
-    monkeypatch.setattr(ports, "_LOCAL_PORT_RANGE", local)
+    monkeypatch.setattr(ports, "LOCAL_PORT_RANGE", local)
     with socket.socket() as server:
         server.bind(("127.0.0.1", ports.free_port()))
         server.listen()
@@ -36,7 +36,7 @@ def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> No
         taken.listen()
         port = taken.getsockname()[1]
         other = ports.free_port()
-        monkeypatch.setattr(ports, "_candidates", lambda: [port, other])
+        monkeypatch.setattr(ports, "candidates", lambda: [port, other])
         assert ports.free_port() == other
 
 

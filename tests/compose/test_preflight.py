@@ -73,13 +73,13 @@ def test_a_port_out_of_range_is_refused(tmp_path: Path) -> None:
 
 
 def test_cuda_without_a_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_CUDA_PROBE", "print(0)")
+    monkeypatch.setattr(preflight, "CUDA_PROBE", "print(0)")
     with pytest.raises(StackRefused, match="no CUDA device"):
         preflight.check(config(tmp_path, device="cuda"))
-    monkeypatch.setattr(preflight, "_CUDA_PROBE", "import no_such_torch")
+    monkeypatch.setattr(preflight, "CUDA_PROBE", "import no_such_torch")
     with pytest.raises(StackRefused, match="No module named 'no_such_torch'"):
         preflight.check(config(tmp_path, device="cuda"))
-    monkeypatch.setattr(preflight, "_CUDA_PROBE", "print(2)")
+    monkeypatch.setattr(preflight, "CUDA_PROBE", "print(2)")
     assert preflight.check(config(tmp_path, device="cuda")).num_cuda_devices == 2
 
 

@@ -97,7 +97,7 @@ class Router:
         self._queues: dict[str, _Queue] = {}
         self._model_of: dict[str, str] = {}
         self._bookings = Bookings(self._load_changed)
-        self._others = OtherGateways(gateway_id)
+        self.others = OtherGateways(gateway_id)
         self._sequences: dict[str, int] = {}
         self._next_sequence = 0
         self._wakes: list[tuple[float, str]] = []
@@ -259,24 +259,24 @@ class Router:
 
     def queued_anywhere(self, model: str) -> int:
         """Requests that wait here and, by their reports, in the other gateways."""
-        return self.queued(model)[0] + self._others.queued(model)
+        return self.queued(model)[0] + self.others.queued(model)
 
     def others_reported(self, report: QueueReport, *, now_s: float) -> None:
         """Take a gateway's queue report."""
-        self._others.take(report, now_s)
+        self.others.take(report, now_s)
         self._contend()
 
     def prune(self, *, now_s: float) -> None:
         """Forget the loads of instances that are gone, hold nothing of ours and were promised nothing, and what
         silent instances and gateways reported."""
         self._bookings.prune(self._model_of.keys(), now_s)
-        self._others.expire(now_s)
+        self.others.expire(now_s)
         self._contend()
         self._wake(now_s)
 
     def _contend(self) -> None:
         for model, queue in self._queues.items():
-            contention = self._others.about(model)
+            contention = self.others.about(model)
             if contention != queue.contention:
                 queue.contention = contention
                 queue.changed.update(queue.routes)

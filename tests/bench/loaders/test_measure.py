@@ -40,7 +40,7 @@ def test_weights_that_differ_are_noticed(checkpoint: Path, monkeypatch: pytest.M
     def read(_: object, method: Method, state: str) -> tuple[Answer, str]:
         return Answer(seconds=1.0, num_bytes=1, digest=method.name), ""
 
-    monkeypatch.setattr(measuring, "_read", read)
+    monkeypatch.setattr(measuring, "read_once", read)
     with pytest.raises(ReadingFailed, match="disk"):
         measure(checkpoint, repetitions=1, methods=[BY_NAME["safetensors"], BY_NAME["disk"]])
 
@@ -89,7 +89,7 @@ def test_the_result_is_written_and_the_checkpoint_goes(tmp_path: Path, monkeypat
     def read(_: object, method: Method, state: str) -> tuple[Answer, str]:
         return Answer(seconds=0.5, num_bytes=10**9, digest="same"), "drop_caches" if state == "cold" else ""
 
-    monkeypatch.setattr(measuring, "_read", read)
+    monkeypatch.setattr(measuring, "read_once", read)
     folder, file = tmp_path / "disk", tmp_path / "loaders.json"
     folder.mkdir()
     arguments = ["loaders", "--mib", "8", "--files", "2", "--repetitions", "2", "--folder", str(folder)]

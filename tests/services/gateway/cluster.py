@@ -75,12 +75,12 @@ class FakeWorker:
         self.resume = asyncio.Event()
         self.hangs = False
         self._stopped = asyncio.Event()
-        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._sent: dict[tuple[str, int], list[StreamPart]] = {}
+        self.tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self.sent: dict[tuple[str, int], list[StreamPart]] = {}
         self._gateway: dict[str, str] = {}
         self._owners: dict[tuple[str, int], str] = {}
         """Workers that took requests over from this one: they are told what a gateway says about them."""
-        self._subscriptions: list[Subscription] = []
+        self.subscriptions: list[Subscription] = []
 
     @property
     def instance_id(self) -> str:
@@ -88,13 +88,13 @@ class FakeWorker:
 
     @property
     def num_running(self) -> int:
-        return sum(not task.done() for task in self._tasks.values())
+        return sum(not task.done() for task in self.tasks.values())
 
     async def start(self) -> None:
         bus = self.bus
-        self._subscriptions = [
-            await bus.respond(subjects.worker_submit(self.name), Submit, self._on_submit),
-            await bus.respond(subjects.worker_resend(self.name), Resend, self._on_resend),
+        self.subscriptions = [
+            await bus.respond(subjects.worker_submit(self.name), Submit, self.on_submit),
+            await bus.respond(subjects.worker_resend(self.name), Resend, self.on_resend),
             await bus.subscribe(subjects.worker_cancel(self.name), Cancel, self._on_cancel),
             await bus.subscribe(subjects.worker_ack(self.name), AckTerminal, self._on_ack),
         ]
@@ -102,12 +102,12 @@ class FakeWorker:
     async def stop(self) -> None:
         """Die: nothing more is sent or answered."""
         self._stopped.set()
-        for task in self._tasks.values():
+        for task in self.tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        for subscription in self._subscriptions:
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+        for subscription in self.subscriptions:
             await subscription.close()
-        self._subscriptions = []
+        self.subscriptions = []
 
     def hang(self) -> None:
         """Answer no question any more, as a process that is stopped."""
@@ -117,9 +117,9 @@ class FakeWorker:
         """Drop what ended, and what was noted of it."""
         for noted in (self.submits, self.cancels, self.resends, self.acks):
             noted.clear()
-        for key in [key for key, task in self._tasks.items() if task.done()]:
-            del self._tasks[key]
-            self._sent.pop(key, None)
+        for key in [key for key, task in self.tasks.items() if task.done()]:
+            del self.tasks[key]
+            self.sent.pop(key, None)
             self._gateway.pop(key[0], None)
 
     async def take_over(self, submit: Submit, source: FakeWorker, *, silently: bool = False) -> None:
@@ -127,38 +127,38 @@ class FakeWorker:
         submit = self._taken(submit, source, repeated=0)
         if not silently:
             await self.send(submit.gateway_id, self.part(submit, len(submit.output_token_ids), []))
-        self._begin(submit)
+        self.begin(submit)
 
     def decode(self, submit: Submit, prefill: FakeWorker) -> None:
         """Own a request of a prefill worker under the same attempt: send its last token again, and go on behind it."""
-        self._begin(self._taken(submit, prefill, repeated=1))
+        self.begin(self._taken(submit, prefill, repeated=1))
 
     def _taken(self, submit: Submit, source: FakeWorker, *, repeated: int) -> Submit:
         key = (submit.request_id, submit.attempt)
-        sent = [token for part in source._sent.get(key, ()) for token in part.token_ids]
-        source._tasks.pop(key).cancel()
+        sent = [token for part in source.sent.get(key, ()) for token in part.token_ids]
+        source.tasks.pop(key).cancel()
         source._owners[key] = self.name
         output = (*submit.output_token_ids, *sent)
         return msgspec.structs.replace(submit, output_token_ids=output[: len(output) - repeated])
 
-    def _begin(self, submit: Submit) -> None:
+    def begin(self, submit: Submit) -> None:
         self._gateway[submit.request_id] = submit.gateway_id
-        self._tasks[submit.request_id, submit.attempt] = asyncio.create_task(self._generate(submit))
+        self.tasks[submit.request_id, submit.attempt] = asyncio.create_task(self._generate(submit))
 
     async def send(self, gateway_id: str, *parts: StreamPart) -> None:
         batch = TokenBatch(worker_id=self.name, instance_id=self.instance_id, parts=parts)
         await self.bus.publish(subjects.tokens(gateway_id), batch)
 
-    async def _on_submit(self, submit: Submit) -> Ack:
+    async def on_submit(self, submit: Submit) -> Ack:
         self.submits.append(submit)
         if self.refuse_with is not None:
             raise self.refuse_with
         if not submit.may_wait and self.num_running >= self.max_running:
             raise Overloaded("all slots are taken")
-        self._begin(submit)
+        self.begin(submit)
         return Ack()
 
-    async def _on_resend(self, resend: Resend) -> Ack:
+    async def on_resend(self, resend: Resend) -> Ack:
         self.resends.append(resend)
         if self.hangs:
             await self._stopped.wait()
@@ -168,9 +168,9 @@ class FakeWorker:
                 return await self.bus.request(subjects.worker_resend(self._owners[key]), resend, Ack, timeout_s=1.0)
             except NoResponder as error:
                 raise NotFound("its new owner does not answer") from error
-        if key not in self._tasks:
+        if key not in self.tasks:
             raise NotFound("no such stream")
-        again = [part for part in self._sent.get(key, []) if part.offset >= resend.offset]
+        again = [part for part in self.sent.get(key, []) if part.offset >= resend.offset]
         nothing_new = StreamPart(request_id=resend.request_id, attempt=resend.attempt, offset=resend.offset)
         await self.send(self._gateway[resend.request_id], *(again or [nothing_new]))
         return Ack()
@@ -178,10 +178,10 @@ class FakeWorker:
     def _on_cancel(self, cancel: Cancel) -> None:
         self.cancels.append(cancel)
         key = (cancel.request_id, cancel.attempt)
-        task = self._tasks.get(key)
+        task = self.tasks.get(key)
         if key in self._owners:
             told = self.bus.publish(subjects.worker_cancel(self._owners[key]), cancel)
-            self._tasks[key] = asyncio.ensure_future(told)
+            self.tasks[key] = asyncio.ensure_future(told)
         elif task is not None:
             task.cancel()
 
@@ -203,7 +203,7 @@ class FakeWorker:
         key = (submit.request_id, submit.attempt)
         ids = self.script(submit)[: submit.sampling.max_tokens]
         start = len(submit.output_token_ids)
-        parts = self._sent[key] = []
+        parts = self.sent[key] = []
         for offset in range(start, len(ids)):
             if self.pause_after is not None and offset - start >= self.pause_after:
                 await self.resume.wait()

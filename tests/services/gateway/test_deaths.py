@@ -31,7 +31,7 @@ def mortal(worker: FakeWorker, *, lasts: int = 0) -> Script:
     async def die(submit: Submit) -> None:
         start = len(submit.output_token_ids)
         await asyncio.sleep(0.02)
-        while (at := start + len(worker._sent[submit.request_id, submit.attempt])) < lasts:
+        while (at := start + len(worker.sent[submit.request_id, submit.attempt])) < lasts:
             await asyncio.sleep(0.005)
         if submit.alone_tokens:
             await worker.send(submit.gateway_id, msgspec.structs.replace(worker.part(submit, at, []), computing=True))
@@ -66,7 +66,7 @@ async def ask(stack: Stack, prompt: str) -> httpx.Response:
 
 
 def dead(stack: Stack) -> list[FakeWorker]:
-    return [worker for worker in stack.workers if not worker._subscriptions]
+    return [worker for worker in stack.workers if not worker.subscriptions]
 
 
 async def test_a_poison_prompt_is_ended_after_three_workers_and_the_others_are_answered(
@@ -155,7 +155,7 @@ async def test_a_worker_that_is_silent_since_the_bus_was_away_did_not_die(make_s
     await holder.stop()
     stack.broker.disconnect()
     stack.broker.reconnect()
-    stack.gateway.dispatcher._watch.ask(request)
+    stack.gateway.dispatcher.silence_watch.ask(request)
     await stack.until(lambda: request.stream.attempt == 2)
     assert request.stream.deaths.counted == request.stream.failures == 0
     assert (await answer).json()["choices"][0]["text"] == TEXT
@@ -173,7 +173,7 @@ async def test_a_worker_that_was_started_again_had_died_if_its_instance_is_gone(
     holder = next(w for w in stack.workers if w.submits)
     await asyncio.sleep(0.1)
     (request,) = stack.gateway.dispatcher.requests.all()
-    holder._tasks.clear()  # it answers, and knows nothing of what it had
+    holder.tasks.clear()  # it answers, and knows nothing of what it had
     if not is_known:
         stack.workers.remove(holder)
         await stack.pool.publish()
@@ -190,13 +190,13 @@ async def test_a_submit_whose_answer_is_lost_is_asked_for(make_stack: StackFacto
     worker = stack.workers[0]
     worker.script = say(TEXT)
     worker.pause_after = 0
-    real = worker._begin
+    real = worker.begin
 
     def begin(submit: Submit) -> None:
         real(submit)
         raise asyncio.CancelledError  # taken, and never answered
 
-    worker._begin = begin  # type: ignore[method-assign]
+    worker.begin = begin  # type: ignore[method-assign]
     answer = asyncio.create_task(ask(stack, "a"))
     await stack.until(lambda: worker.resends)
     worker.resume.set()
@@ -218,8 +218,8 @@ async def test_a_submit_that_never_came_to_the_worker_is_a_failed_attempt(make_s
     async def unknown(resend: Resend) -> Ack:
         raise NotFound("no such stream")
 
-    for subscription, responder in zip(deaf._subscriptions, (never, unknown), strict=False):
-        subscription._responder = responder  # type: ignore[attr-defined]
+    for subscription, responder in zip(deaf.subscriptions, (never, unknown), strict=False):
+        subscription.responder = responder  # type: ignore[attr-defined]
     answer = asyncio.create_task(ask(stack, "a"))
     await stack.until(lambda: deaf.submits)
     (request,) = stack.gateway.dispatcher.requests.all()

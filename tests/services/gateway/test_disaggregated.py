@@ -138,9 +138,9 @@ async def test_a_first_token_that_was_lost_comes_from_the_decode_worker(served: 
     await served.stack.until(lambda: served.prefill.submits)
     submit = served.prefill.submits[0]
     key = (submit.request_id, submit.attempt)
-    await served.stack.until(lambda: key in served.prefill._sent)
+    await served.stack.until(lambda: key in served.prefill.sent)
     first = served.prefill.part(submit, 0, list(TEXT[:1].encode()))
-    served.prefill._sent[key].append(first)
+    served.prefill.sent[key].append(first)
     served.near.decode(submit, served.prefill)
     await served.has(submit, 1)
     assert served.stream(submit).worker_id == served.near.name
@@ -175,7 +175,7 @@ async def test_a_question_before_the_gateway_knows_does_too_and_its_answer_tells
     served.near.decode(submit, served.prefill)
     await served.hears(served.near, 0)
     dispatcher = served.stack.gateway.dispatcher
-    dispatcher._watch.ask(dispatcher.requests[submit.request_id])
+    dispatcher.silence_watch.ask(dispatcher.requests[submit.request_id])
     # Nothing new: an empty part at the next offset, but from another worker.
     await served.stack.until(lambda: served.stream(submit).worker_id == served.near.name)
     assert (len(served.prefill.resends), len(served.near.resends)) == (1, 1)

@@ -28,7 +28,7 @@ async def test_seats_that_another_gateways_requests_have_are_not_booked_again(ma
     mine = [asyncio.create_task(collect(first)) for _ in range(4)]
     await first.until(lambda: len(worker.submits) == 4)
     router = second.gateway.dispatcher.router
-    await second.until(lambda: router._others.about("tiny").num_gateways == 2)
+    await second.until(lambda: router.others.about("tiny").num_gateways == 2)
     report = structs.replace(load_report(worker.instance_id, running=4), model="tiny")
     await worker.bus.publish(subjects.load(), report)
     await second.until(lambda: router.load_of(worker.instance_id).foreign.requests == 4)

@@ -112,9 +112,9 @@ async def test_when_its_first_word_is_lost_the_new_worker_is_asked_for_it(pair: 
     submit = await pair.submitted()
     await pair.target.take_over(submit, pair.source, silently=True)
     key = (submit.request_id, submit.attempt)
-    await pair.stack.until(lambda: key in pair.target._sent)
+    await pair.stack.until(lambda: key in pair.target.sent)
     sent = [pair.target.part(submit, offset, [ord(TEXT[offset])]) for offset in range(2)]
-    pair.target._sent[key].extend(sent)
+    pair.target.sent[key].extend(sent)
     await pair.target.send(submit.gateway_id, sent[1])
     await pair.has(submit, 2)
     assert (len(pair.target.resends), pair.source.resends) == (1, [])
@@ -226,11 +226,11 @@ async def test_a_worker_that_forgot_what_it_gave_away_while_it_was_asked_breaks_
         await reply.wait()
         raise NotFound("no such stream")
 
-    pair.source._on_resend = slow  # type: ignore[method-assign]
-    await pair.source._subscriptions[1].close()
+    pair.source.on_resend = slow  # type: ignore[method-assign]
+    await pair.source.subscriptions[1].close()
     await pair.source.bus.respond(subjects.worker_resend(pair.source.name), Resend, slow)
     dispatcher = pair.stack.gateway.dispatcher
-    dispatcher._watch.ask(dispatcher.requests[submit.request_id])
+    dispatcher.silence_watch.ask(dispatcher.requests[submit.request_id])
     await asked.wait()
     await pair.target.take_over(submit, pair.source)
     await pair.follows(submit)
@@ -246,13 +246,13 @@ async def test_a_submit_whose_answer_is_lost_is_accepted_if_another_worker_took_
     reply = asyncio.Event()
 
     async def no_answer(submit: Submit) -> Ack:
-        pair.source._sent[submit.request_id, submit.attempt] = []
-        pair.source._tasks[submit.request_id, submit.attempt] = asyncio.create_task(reply.wait())  # type: ignore[arg-type]
+        pair.source.sent[submit.request_id, submit.attempt] = []
+        pair.source.tasks[submit.request_id, submit.attempt] = asyncio.create_task(reply.wait())  # type: ignore[arg-type]
         received.append(submit)
         await reply.wait()
         raise Unavailable("gone by now")
 
-    await pair.source._subscriptions[0].close()
+    await pair.source.subscriptions[0].close()
     await pair.source.bus.respond(subjects.worker_submit(pair.source.name), Submit, no_answer)
     pair.target.pause_after = 0
     answer = asyncio.create_task(pair.ask())
@@ -262,7 +262,7 @@ async def test_a_submit_whose_answer_is_lost_is_accepted_if_another_worker_took_
     assert not pair.stack.gateway.dispatcher.requests[received[0].request_id].submitting
     reply.set()
     # The refusal has arrived when the gateway has nothing under way any more.
-    await pair.stack.until(lambda: not pair.stack.gateway.dispatcher._tasks._tasks)
+    await pair.stack.until(lambda: not pair.stack.gateway.dispatcher.tasks)
     pair.target.resume.set()
     assert await answer == TEXT
     assert pair.failovers == 0

@@ -392,7 +392,7 @@ class MemoryResponding(Generic[M, R]):
         self.subject = subject
         self.shared = shared
         self._kind = kind
-        self._responder = responder
+        self.responder = responder
         self._tasks: set[asyncio.Task[None]] = set()
 
     def receive(self, payload: bytes, headers: Headers | None, reply: Reply) -> None:
@@ -404,7 +404,7 @@ class MemoryResponding(Generic[M, R]):
 
     async def _respond(self, payload: bytes, headers: Headers | None, reply: Reply) -> None:
         answer_payload, answer_headers = await answer(
-            payload, headers, self._kind, self._responder, self.bus.malformed, self.subject
+            payload, headers, self._kind, self.responder, self.bus.malformed, self.subject
         )
         try:
             check_size(f"the reply on {self.subject}", answer_payload, answer_headers, self.bus.max_payload_bytes)

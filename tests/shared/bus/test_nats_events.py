@@ -16,7 +16,7 @@ from shared.messages.live import WorkerOrder
 async def test_a_consumer_is_made_again_whatever_the_client_raises_meanwhile(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(nats_events, "_RETRY_WAIT_S", 0.001)
+    monkeypatch.setattr(nats_events, "RETRY_WAIT_S", 0.001)
     nothing: Any = None
     subscription = EventSubscription(nothing, "orders", WorkerOrder, nothing, nothing, nothing)
     raised = [RuntimeError("a fault of the client"), TimeoutError("no answer")]

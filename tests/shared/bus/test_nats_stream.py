@@ -83,7 +83,7 @@ async def test_limits_that_the_server_cannot_keep_are_refused_with_its_reason(bu
 
 
 async def test_a_server_without_jetstream_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nats_stream, "_KEEP_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(nats_stream, "KEEP_TIMEOUT_S", 1.0)
     server = nats_server(tmp_path, jetstream=False)
     server.start()
     bus = await NatsBus.connect(server.url, name="planner")

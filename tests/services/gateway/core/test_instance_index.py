@@ -38,17 +38,19 @@ def test_the_best_is_what_a_look_at_all_would_find(
 
 
 def test_a_search_does_not_look_at_all_instances() -> None:
-    class Counted(list[tuple[float, ...]]):
+    class Counted(int):
         looks = 0
 
-        def __getitem__(self, at: object) -> tuple[float, ...]:  # type: ignore[override]
+        def __eq__(self, other: object) -> bool:  # tuples ask this before they ask which is less
             Counted.looks += 1
-            return super().__getitem__(at)  # type: ignore[index]
+            return super().__eq__(other)
+
+        __hash__ = int.__hash__
 
     size = 4096
     index = InstanceIndex(f"i{n:04}" for n in range(size))
     for n in range(size):
-        index.offer(f"i{n:04}", (n * 7919 % size, 0), free_tokens=100, context_tokens=1000)
-    index._rank = Counted(index._rank)
+        index.offer(f"i{n:04}", (Counted(n * 7919 % size), 0), free_tokens=100, context_tokens=1000)
+    Counted.looks = 0
     assert index.best(10, 10, frozenset()) == "i0000"
-    assert Counted.looks < 100
+    assert 0 < Counted.looks < 100

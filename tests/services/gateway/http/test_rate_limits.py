@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.api_keys import ApiKeys, _duration
+from services.gateway.api_keys import ApiKeys, shown_duration
 from shared.settings import SettingsError
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.http.test_metrics import scrape
@@ -213,4 +213,4 @@ async def test_keys_take_turns_at_an_instance(make_stack: StackFactory, tmp_path
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.0, "0ms"), (0.012, "12ms"), (1.5, "1.5s"), (360.0, "6m0s")])
 def test_durations_are_written_as_clients_expect_them(seconds: float, text: str) -> None:
-    assert _duration(seconds) == text
+    assert shown_duration(seconds) == text

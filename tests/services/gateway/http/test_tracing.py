@@ -26,7 +26,7 @@ async def test_one_span_per_request_joins_the_callers_trace_and_reaches_the_work
 
     async def on_submit(submit: Submit) -> Ack:
         parents.append(trace.get_current_span().get_span_context())
-        return await worker._on_submit(submit)
+        return await worker.on_submit(submit)
 
     await worker.stop()
     await worker.bus.respond(subjects.worker_submit("w0"), Submit, on_submit)
