@@ -87,7 +87,9 @@ class Processes:
 
     def is_ready(self, name: str) -> bool:
         try:
-            return httpx.get(f"http://127.0.0.1:{self._ports[name]}/ready", timeout=5.0).status_code == 200
+            return (
+                httpx.get(f"http://127.0.0.1:{self._ports[name]}/ready", verify=False, timeout=5.0).status_code == 200
+            )
         except httpx.TransportError:
             return False  # it does not listen yet
 

@@ -14,13 +14,14 @@ from shared.bus.nats import NatsBus
 from shared.errors import BlitzError, Unavailable
 from shared.messages.admin import Status
 from shared.messages.scaling import ScaleRecord
+from tests import plain_http
 
 PROMPT = [5, 17, 33, 2, 90, 41, 7]
 
 
 def openai_client(stack: Stack) -> AsyncOpenAI:
     """The unmodified client; use it with ``async with``, so that its connections are closed."""
-    return AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, timeout=60.0)
+    return plain_http.openai_client(stack.url)
 
 
 async def complete(client: AsyncOpenAI, model: str, *, max_tokens: int = 24, prompt: list[int] | None = None) -> str:

@@ -16,6 +16,7 @@ from nats.aio.client import Client
 from compose.stack import Stack
 from shared import subjects
 from shared.permissions import KINDS, TABLE, Kind, inbox_prefix
+from tests.plain_http import http_client
 from tests.stack.client import complete, openai_client, scale, stream, until
 from tests.stack.conftest import MODEL, READY_S, mock_config
 
@@ -171,5 +172,5 @@ async def test_a_killed_gateway_comes_back_and_its_requests_are_freed(stack: Sta
                     break
                 except openai.APIError:
                     await asyncio.sleep(0.2)
-        async with httpx.AsyncClient() as http:
+        async with http_client() as http:
             assert (await http.get(f"{stack.url}/health")).status_code == 200

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -18,6 +17,7 @@ from compose.stack import Stack
 from shared.load_feed import subscribe_load
 from shared.messages.load import LoadReport
 from tests.checkpoints import tiny_checkpoint
+from tests.plain_http import http_client
 from tests.stack.client import PROMPT, bus, complete, openai_client
 from tests.stack.conftest import MODEL
 
@@ -97,14 +97,14 @@ async def test_refusals_are_typed(client: AsyncOpenAI, changes: dict[str, object
 
 
 async def test_a_malformed_body_is_a_400(torch_stack: Stack) -> None:
-    async with httpx.AsyncClient() as http:
+    async with http_client() as http:
         answer = await http.post(f"{torch_stack.url}/v1/completions", content=b'{"model": ')
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 async def test_a_prompt_over_the_bus_payload_is_a_413(torch_stack: Stack) -> None:
-    async with httpx.AsyncClient() as http:
+    async with http_client() as http:
         answer = await http.post(
             f"{torch_stack.url}/v1/completions", json={"model": MODEL, "prompt": "x" * 5_000_000, "max_tokens": 1}
         )

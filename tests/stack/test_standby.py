@@ -7,13 +7,13 @@ import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-import httpx
 import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
 from compose.stack import Stack
+from tests.plain_http import http_client, openai_client
 from tests.stack.client import complete, scale, stream, until
 from tests.stack.conftest import MODEL, READY_S, mock_config
 
@@ -32,7 +32,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
 
 
 def _client(url: str) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60.0)
+    return openai_client(url)
 
 
 def _newest_term(stack: Stack, kind: str) -> tuple[int, str]:
@@ -46,7 +46,7 @@ def _newest_term(stack: Stack, kind: str) -> tuple[int, str]:
 
 async def _listed(stack: Stack) -> set[str]:
     """Ids of the operations that are on record."""
-    async with httpx.AsyncClient() as http:
+    async with http_client() as http:
         answer = (await http.get(f"{stack.url}/admin/scale", params={"limit": 100})).raise_for_status()
     return {record["plan_id"] for record in answer.json()["records"]}
 

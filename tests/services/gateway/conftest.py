@@ -9,13 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import AsyncOpenAI
 
 from services.gateway.config import GatewayConfig
 from services.gateway.http.app import GatewayApp
 from services.gateway.server import Server, listen
 from services.gateway.service import Gateway
 from shared.messages.registry import ModelRecord
+from tests.plain_http import http_client, openai_client
 from tests.services.gateway.checkpoint import model_record, write_checkpoint
 from tests.services.gateway.cluster import FakePool, FakeWorker
 from tests.shared.bus.memory import MemoryBroker, MemoryBus
@@ -82,10 +82,10 @@ async def _stack(record: ModelRecord, num_workers: int, broker: MemoryBroker, **
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     bus_side = asyncio.create_task(gateway.run())
     http_side = asyncio.create_task(server.serve(sockets=[listener]))
-    async with httpx.AsyncClient(base_url=url, timeout=10) as http:
+    async with http_client(base_url=url, timeout=10) as http:
         stack = Stack(
             broker, bus, gateway, pool, workers, url, http,
-            AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=10), server,
+            openai_client(url, timeout_s=10), server,
         )  # fmt: skip
         await stack.until(lambda: gateway.ready and server.started)
         try:

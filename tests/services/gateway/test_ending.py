@@ -6,12 +6,11 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
-
 from services.gateway.http.app import GatewayApp
 from services.gateway.server import Server, listen
 from services.gateway.service import Gateway
 from shared.process import ProcessState
+from tests.plain_http import http_client
 from tests.services.gateway.checkpoint import model_record
 from tests.services.gateway.cluster import FakePool, FakeWorker, say
 from tests.services.gateway.conftest import CONFIG
@@ -34,7 +33,7 @@ async def test_what_does_not_finish_within_the_drain_ends_with_an_error_and_the_
     process = ProcessState()
     serving = asyncio.create_task(gateway.serve(server, listener, process))
     port = listener.getsockname()[1]
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+    async with http_client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
         await eventually(lambda: gateway.ready and server.started)
         body = {"model": "tiny", "prompt": "a", "stream": True, "max_tokens": 64}
         async with http.stream("POST", "/v1/completions", json=body) as response:

@@ -18,6 +18,7 @@ from compose.ports import free_port
 from services.gateway.config import GatewayConfig
 from shared.bus.nats import NatsBus
 from shared.settings import SettingsError
+from tests.plain_http import http_client
 from tests.services.gateway.checkpoint import model_record
 from tests.services.gateway.cluster import FakePool, FakeWorker, say
 
@@ -71,7 +72,7 @@ async def test_sigterm_finishes_streams_and_exits_cleanly(nats_url: str, checkpo
         sys.executable, "-m", "services.gateway", env=environment(nats_url, port), stderr=subprocess.PIPE
     )
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as http:
+        async with http_client(base_url=f"http://127.0.0.1:{port}", timeout=10) as http:
             async with asyncio.timeout(20):
                 while True:
                     try:
@@ -151,7 +152,7 @@ async def test_a_second_gateway_of_an_id_is_one_clear_line_and_code_1_until_the_
         return process, f"http://127.0.0.1:{port}/live"
 
     async def lives(process: asyncio.subprocess.Process, url: str) -> bool:
-        async with httpx.AsyncClient() as http, asyncio.timeout(30):
+        async with http_client() as http, asyncio.timeout(30):
             while process.returncode is None:
                 with contextlib.suppress(httpx.TransportError):
                     return (await http.get(url)).status_code == 200

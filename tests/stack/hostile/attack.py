@@ -22,6 +22,7 @@ from compose.stack import Stack
 from shared.bus.wire import ERROR_CODE, error_of
 from shared.messages.codec import MalformedMessage, decode
 from shared.permissions import USERS, User, inbox_prefix
+from tests.plain_http import http_client
 from tests.stack.client import PROMPT
 from tests.stack.hostile.drawn import Shot
 
@@ -125,7 +126,7 @@ class Probe:
     """A client that asks all the time, and must always get the same right answer."""
 
     def __init__(self, stack: Stack, model: str) -> None:
-        self._http = httpx.AsyncClient(base_url=stack.url, timeout=60.0)
+        self._http = http_client(base_url=stack.url, timeout=60.0)
         self._body = {
             "model": model, "prompt": PROMPT, "max_tokens": PROBE_TOKENS, "temperature": 0.0, "ignore_eos": True
         }  # fmt: skip
