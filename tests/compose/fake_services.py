@@ -66,7 +66,8 @@ class Handler(BaseHTTPRequestHandler):
         workers = sorted(path.name for path in FOLDER.glob("worker-?"))
         instances = [{"id": m["name"], "model": m["name"], "state": "serving"} for m in Handler.models]
         workers = [{"id": name} for name in workers]
-        answer = json.dumps({"models": Handler.models, "instances": instances, "workers": workers}).encode()
+        status = {"models": Handler.models, "instances": instances, "workers": workers}
+        answer = json.dumps(body or status).encode()  # whoever registers a model gets its record
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
