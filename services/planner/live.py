@@ -18,12 +18,13 @@ from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.pair_record import LivePair
+from services.planner.publisher import PlanPublisher
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BlitzError
 from shared.load_feed import subscribe_load
 from shared.messages.common import LiveChoice, LivePolicy, Role
-from shared.messages.live import WorkerOrder, ZigzagAssignment
+from shared.messages.live import ZigzagAssignment
 from shared.messages.load import LoadReport, QueueReport
 from shared.messages.registry import ModelRecord, WorkerRecord
 from shared.messages.scaling import ScalePlan
@@ -54,8 +55,10 @@ class LiveSettings:
 class PairPlanner:
     """Chooses the pairs of a plan by the load that was reported last, and publishes their assignments."""
 
-    def __init__(self, bus: Bus, operations: Operations, settings: LiveSettings, metrics: CollectorRegistry) -> None:
-        self._bus = bus
+    def __init__(
+        self, publisher: PlanPublisher, operations: Operations, settings: LiveSettings, metrics: CollectorRegistry
+    ) -> None:
+        self._publisher = publisher
         self._operations = operations
         self._settings = settings
         self._load = ReportedLoad(
@@ -65,11 +68,11 @@ class PairPlanner:
         """From a plan to the first byte of its weights, as pairs have seen it."""
         self._published = Counter("blitz_planner_pairs_total", "Pairs published", ["policy"], registry=metrics)
 
-    async def subscribe(self) -> list[Subscription]:
+    async def subscribe(self, bus: Bus) -> list[Subscription]:
         """Listen to load."""
         return [
-            *await subscribe_load(self._bus, self._on_load),
-            await self._bus.subscribe(subjects.queue(), QueueReport, self._on_queue),
+            *await subscribe_load(bus, self._on_load),
+            await bus.subscribe(subjects.queue(), QueueReport, self._on_queue),
         ]
 
     def _on_load(self, report: LoadReport) -> None:
@@ -159,19 +162,10 @@ class PairPlanner:
 
     async def _publish(self, pair: LivePair) -> None:
         try:
-            await publish_revision(self._bus, pair.assignment)
+            await self._publisher.revision(pair.assignment)
         except BlitzError as error:
             pair.fail(f"the assignment could not be published: {error}")
             log.warning("%s: its target loads without it: %s", pair.pair_id, error)
             return
         self._published.labels(pair.assignment.policy).inc()
         log.info("%s: %s", pair.pair_id, pair.assignment.why)
-
-
-async def publish_revision(bus: Bus, assignment: ZigzagAssignment) -> None:
-    """Append a revision to the plan stream, once, and tell both members. Raises what ``Bus.publish_event`` raises."""
-    message_id = f"{assignment.pair_id}-{assignment.revision}"
-    await bus.publish_event(subjects.zigzag_assignments(), assignment, message_id=message_id)
-    for member in (assignment.source, assignment.target):
-        own_id, order = f"{message_id}@{member.worker_id}", WorkerOrder(zigzag=assignment)
-        await bus.publish_event(subjects.worker_plans(member.worker_id), order, message_id=own_id)

@@ -21,14 +21,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from services.planner.core.multicast.explain import instances_of
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.round_order import Asked, in_order
-from services.planner.scaler import RPC_TIMEOUT_S, Scaler, ScaleRequest, Step
-from shared import subjects
+from services.planner.leases import RPC_TIMEOUT_S, Leases
+from services.planner.scaler import Scaler, ScaleRequest, Step
 from shared.aio import OwnedTasks
-from shared.bus.base import Bus
-from shared.errors import BlitzError, Conflict, Internal, NoResponder, Unavailable
+from shared.errors import BlitzError, Conflict, Internal, Unavailable
 from shared.leading import Leader
 from shared.messages.common import Role
-from shared.messages.registry import LeaseBatch, LeaseGrant, LeaseVerdict, LeaseVerdicts, LeaseWorkers
+from shared.messages.registry import LeaseVerdict, LeaseWorkers
 from shared.messages.scaling import Unplanned
 from shared.registry import RegistryReader
 from shared.telemetry import tracer
@@ -72,9 +71,9 @@ class Rounds:
     were asked for by hand."""
 
     def __init__(
-        self, bus: Bus, reader: RegistryReader, scaler: Scaler, leader: Leader, metrics: CollectorRegistry
+        self, leases: Leases, reader: RegistryReader, scaler: Scaler, leader: Leader, metrics: CollectorRegistry
     ) -> None:
-        self._bus = bus
+        self._leases = leases
         self._reader = reader
         self._scaler = scaler
         self._leader = leader
@@ -143,7 +142,7 @@ class Rounds:
         try:
             with self._round_seconds.time():
                 steps = await self._decide(waiting)
-                leases += [step.lease(self._scaler.lease_ttl_s, term) for _, step, _ in steps]
+                leases += [step.lease(self._leases.ttl_s, term) for _, step, _ in steps]
                 verdicts = await self._lease(steps, leases)
             # Planning and leasing took their time.
             self._leader.check(term)
@@ -151,7 +150,7 @@ class Rounds:
             # The pool may have granted them all the same: its answer was lost, or is not waited for.
             for lease in leases:
                 if lease is not None:
-                    self._scaler.give_back(lease.plan_id, lease.worker_ids)
+                    self._leases.give_back(lease.plan_id, lease.worker_ids)
             if not isinstance(error, Exception):
                 raise
             if not isinstance(error, BlitzError):
@@ -223,27 +222,8 @@ class Rounds:
         # In the trace of what it is for, if it is for one thing.
         first = next(span for (_, _, span), lease in zip(steps, wanted, strict=True) if lease is not None)
         with trace.use_span(first):
-            verdicts = iter(await self._verdicts(tuple(leases)))
+            verdicts = iter(await self._leases.grant(tuple(leases)))
         return [next(verdicts) if lease is not None else None for lease in wanted]
-
-    async def _verdicts(self, leases: tuple[LeaseWorkers, ...]) -> tuple[LeaseVerdict, ...]:
-        batch = LeaseBatch(leases=leases, term=leases[0].term)
-        if batch.term:
-            answer = await self._bus.request(
-                subjects.pool("lease_batch"), batch, LeaseVerdicts, timeout_s=RPC_TIMEOUT_S
-            )
-            return answer.verdicts
-        return tuple([await self._one_by_one(lease) for lease in leases])
-
-    async def _one_by_one(self, lease: LeaseWorkers) -> LeaseVerdict:
-        """As a pool of 0.1 wants it."""
-        try:
-            grant = await self._bus.request(subjects.pool("lease"), lease, LeaseGrant, timeout_s=RPC_TIMEOUT_S)
-        except BlitzError as error:
-            if isinstance(error, NoResponder):
-                raise
-            return LeaseVerdict.refused(lease.plan_id, error)
-        return LeaseVerdict(plan_id=lease.plan_id, grant=grant)
 
     def _again(self, one: _Waiting, verdict: LeaseVerdict) -> None:
         """Others took a worker since the snapshot; the next one shows it."""

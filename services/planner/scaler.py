@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import secrets
@@ -23,29 +22,20 @@ from services.planner.core.operations.operation import Operation, give_up_s
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.plan_events import (
     PlanHeader,
-    drain_parts,
     drain_plan,
-    own_drain,
-    own_plans,
-    parts_of,
     scale_plan,
 )
 from services.planner.core.operations.refusals import Refusals
+from services.planner.leases import Leases
 from services.planner.live import PairPlanner
-from shared import subjects
-from shared.bus.base import Bus
-from shared.errors import BlitzError, ModelNotFound, NoCapacity, StaleTerm
-from shared.messages.common import Ack, LiveChoice, Role
-from shared.messages.live import WorkerOrder
-from shared.messages.registry import LeaseGrant, LeaseWorkers, ModelRecord, ReleaseWorkers, WorkerRecord
+from services.planner.publisher import PlanPublisher
+from shared.errors import BlitzError, ModelNotFound, NoCapacity
+from shared.messages.common import LiveChoice, Role
+from shared.messages.registry import LeaseGrant, LeaseWorkers, ModelRecord, WorkerRecord
 from shared.messages.scaling import DrainPlan, ScalePlan
 from shared.registry import RegistryView
 
 log = logging.getLogger(__name__)
-
-RPC_TIMEOUT_S = 5.0
-MAX_SENDING = 64
-"""Events of one plan that wait for the stream's word at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,29 +84,27 @@ class Scaler:
 
     def __init__(
         self,
-        bus: Bus,
+        publisher: PlanPublisher,
+        leases: Leases,
         operations: Operations,
-        pairing: PairPlanner,
+        pairs: PairPlanner,
         refusals: Refusals,
         *,
-        lease_ttl_s: float,
         load_floor_gbps: float,
         strategy: Strategy = "chain",
         knows_flows: bool = True,
         busy_nic_share: float = BUSY_NIC_SHARE,
     ) -> None:
         """``knows_flows=False`` plans as if no NIC carried anything: what flow-aware planning is compared with."""
-        self._bus = bus
-        self._pairing = pairing
+        self._publisher = publisher
+        self._leases = leases
+        self._pairs = pairs
         self._refusals = refusals
         self._strategy = strategy
         self._knows_flows = knows_flows
         self._busy_nic_share = busy_nic_share
         self._operations = operations
-        self.lease_ttl_s = lease_ttl_s
         self._load_floor_gbps = load_floor_gbps
-        self._unused: dict[tuple[str, tuple[str, ...]], float] = {}
-        """Leases that nothing comes of, by plan and workers, and when (monotonic) they run out by themselves."""
 
     # --- planning ----------------------------------------------------------------------------
 
@@ -156,8 +144,8 @@ class Scaler:
             avoided=self._refusals.avoided(model.name, time.monotonic()),
             at_least=decision.load if by_hand else 0,
         )
-        choice = self._pairing.choice(request.live, request.role)
-        overloaded = self._pairing.overloaded(model, workers, request.role)
+        choice = self._pairs.choice(request.live, request.role)
+        overloaded = self._pairs.overloaded(model, workers, request.role)
         # Every pair needs a tail of its own.
         tails = max(1, min(decision.load, num_sources(overloaded, choice)))
         planned = plan_by(self._strategy, cluster, decision.load, model.weights_bytes, tails=tails)
@@ -167,7 +155,7 @@ class Scaler:
                 decision = dataclasses.replace(decision, load=0)
                 return Step(request, plan_id, model, decision, sources=workers)
             raise NoCapacity("; ".join(planned.left_out))
-        selection = self._pairing.select(overloaded, planned, request.live, request.role)
+        selection = self._pairs.select(overloaded, planned, request.live, request.role)
         planned = dataclasses.replace(planned, explain=planned.explain + selection.explain)
         return Step(request, plan_id, model, decision, cluster, planned, selection, workers)
 
@@ -224,12 +212,12 @@ class Scaler:
             cluster,
             grant,
             planned_at_s=now_s,
-            give_up_at_s=now_s + self.lease_ttl_s + limit_s,
+            give_up_at_s=now_s + self._leases.ttl_s + limit_s,
             **_header(step, term),
         )
-        pairs = self._pairing.assignments(plan, planned, selection, step.sources)
+        pairs = self._pairs.assignments(plan, planned, selection, step.sources)
         operation = Operation.of_plan(plan, pairs)
-        _show_pairs(operation, self._pairing.choice(request.live, request.role))
+        _show_pairs(operation, self._pairs.choice(request.live, request.role))
         # Known before it is published: a target's first report may overtake the server's reply.
         self._operations.add(operation)
         log.info("%s: %s; %s", step.plan_id, request.reason, "; ".join(planned.explain + planned.left_out))
@@ -238,55 +226,18 @@ class Scaler:
     async def _publish_load(self, operation: Operation, plan: ScalePlan, revive: DrainPlan | None, term: int) -> None:
         try:
             if revive is not None:
-                await self.publish_drain(revive)
-            await self.publish_plan(plan)
+                await self._publisher.drain(revive)
+            await self._publisher.load(plan)
         except BlitzError as error:
             operation.fail(f"the plan could not be published: {error}")
-            self.give_back(plan.plan_id, tuple(m.worker_id for m in plan.targets))
-            await self.release(term)
+            self._leases.give_back(plan.plan_id, tuple(m.worker_id for m in plan.targets))
+            await self._leases.release(term)
             raise
-        await self._pairing.publish(operation)
-
-    def give_back(self, plan_id: str, worker_ids: tuple[str, ...]) -> None:
-        """Nothing comes of this lease, if it was granted: to be released. One that is used up stays as it is."""
-        self._unused[plan_id, worker_ids] = time.monotonic() + self.lease_ttl_s
-
-    async def release(self, term: int) -> None:
-        """Tell the pool what was given back. What it does not hear now is left for the next call."""
-        for (plan_id, worker_ids), until_s in list(self._unused.items()):
-            request = ReleaseWorkers(plan_id=plan_id, worker_ids=worker_ids, term=term)
-            try:
-                if time.monotonic() < until_s:
-                    await self._bus.request(subjects.pool("release"), request, Ack, timeout_s=RPC_TIMEOUT_S)
-            except StaleTerm:
-                pass  # who leads now frees what was never published
-            except BlitzError as error:
-                log.info("the lease of %s for %s is released later: %s", ", ".join(worker_ids), plan_id, error)
-                return
-            self._unused.pop((plan_id, worker_ids), None)
-
-    async def publish_plan(self, plan: ScalePlan) -> None:
-        """First for the record, in parts; then to each target what it has to know. Published again, nothing happens."""
-        for part in parts_of(plan):
-            await self._bus.publish_event(subjects.scale_plans(), part, message_id=part.plan_id)
-        await self.tell_targets(plan)
-
-    async def tell_targets(self, plan: ScalePlan) -> None:
-        """To each target of a plan what it has to know; for one that has heard it nothing happens. Told again by the
-        leader of a new term, it is new to the stream, and valid for those who know of that term."""
-        turns = asyncio.Semaphore(MAX_SENDING)
-
-        async def tell(worker_id: str, own: ScalePlan) -> None:
-            async with turns:
-                message_id = f"{plan.plan_id}@{worker_id}-{plan.term}"
-                order = WorkerOrder(scale=own)
-                await self._bus.publish_event(subjects.worker_plans(worker_id), order, message_id=message_id)
-
-        await _all(tell(worker_id, own) for worker_id, own in own_plans(plan))
+        await self._pairs.publish(operation)
 
     def _drain_or_revive(self, step: Step, term: int) -> tuple[Operation, DrainPlan]:
         # A drain ends when its requests do. A revival that came too late must not be waited for.
-        heed_by_s = time.time() + self.lease_ttl_s
+        heed_by_s = time.time() + self._leases.ttl_s
         if step.decision.drain:
             records, name = step.decision.drain, step.model.name
             plan = drain_plan(step.plan_id, name, records, revive=False, **_header(step, term))
@@ -304,34 +255,10 @@ class Scaler:
 
     async def _publish_drain(self, operation: Operation, plan: DrainPlan) -> None:
         try:
-            await self.publish_drain(plan)
+            await self._publisher.drain(plan)
         except BlitzError as error:
             operation.fail(f"the plan could not be published: {error}")
             raise
-
-    async def publish_drain(self, plan: DrainPlan) -> None:
-        """As ``publish_plan``."""
-        for part in drain_parts(plan):
-            await self._bus.publish_event(subjects.drain_plans(), part, message_id=part.plan_id)
-        await self.tell_drained(plan)
-        verb = "revive" if plan.revive else "drain"
-        log.info("%s: %s; %s %s", plan.plan_id, plan.reason, verb, ", ".join(t.worker_id for t in plan.targets))
-
-    async def tell_drained(self, plan: DrainPlan) -> None:
-        """As ``tell_targets``."""
-        for target in plan.targets:
-            message_id = f"{plan.plan_id}@{target.worker_id}-{plan.term}"
-            subject = subjects.worker_plans(target.worker_id)
-            order = WorkerOrder(drain=own_drain(plan, target))
-            await self._bus.publish_event(subject, order, message_id=message_id)
-
-
-async def _all(works: Any) -> None:
-    """Await all; raise the first error once none runs any more."""
-    outcomes = await asyncio.gather(*works, return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
 
 
 def _attributes(step: Step) -> dict[str, str | int]:

@@ -20,7 +20,6 @@ from services.planner.core.multicast.baselines import Strategy
 from services.planner.core.multicast.explain import instances_of
 from services.planner.core.multicast.traffic import BUSY_NIC_SHARE
 from services.planner.core.operations.history import (
-    bounded_record,
     drains_from,
     operations_under_way,
     plans_from,
@@ -30,14 +29,17 @@ from services.planner.core.operations.history import (
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import MAX_RECORDS, Operations
 from services.planner.core.operations.refusals import Refusals
+from services.planner.leases import RPC_TIMEOUT_S, Leases
 from services.planner.live import LiveSettings, PairPlanner
+from services.planner.publisher import PlanPublisher
 from services.planner.rounds import Rounds
-from services.planner.scaler import RPC_TIMEOUT_S, Scaler, ScaleRequest
+from services.planner.scaler import Scaler, ScaleRequest
 from services.planner.splitter import Splitter
+from services.planner.tracker import CHECK_INTERVAL_S, OperationTracker
 from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus, Subscription
-from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, PlanNotFound, Unavailable
+from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, Unavailable
 from shared.leading import Leader
 from shared.messages.codec import M, R
 from shared.messages.common import Ack, Role
@@ -55,25 +57,20 @@ from shared.messages.scaling import (
     ScaleRecords,
     StartScale,
 )
-from shared.registry import RegistryReader, RegistryView
+from shared.registry import RegistryReader
 
 log = logging.getLogger(__name__)
 
 E = TypeVar("E", ScalePlan, DrainPlan, ZigzagAssignment)
 RECOVERY_WAIT_S = 4.0
 """How long a manual scale waits for a registry that just started."""
-CHECK_INTERVAL_S = 0.5
 MONITOR_TERM_S = 10.0
 """A monitor whose demands do not get through says them again each second; a term that nobody speaks with any more, for
 so long, keeps no other monitor from being heard."""
-MAX_WAIT_S = 30.0
-"""Longest that one record RPC waits; callers ask again."""
 MAX_LISTED = 100
 MAX_REFUSED_LISTED = 100
 MAX_PAST_EVENTS = 5000
 """Of each kind, that a new leader reads back."""
-BLAMELESS = ("superseded by", "the model was removed")
-"""How a worker begins to say that it gave up a load for no fault of its own."""
 
 
 class PlannerService:
@@ -102,31 +99,30 @@ class PlannerService:
         leads.set_function(lambda: leader.leads)
         self._led_term: int | None = None
         self._monitor_term = 0
+        """The newest that was heard."""
         self._monitor_heard_s = float("-inf")
         """When the monitor of that term last said something."""
-        """The newest that was heard."""
         self._reader = RegistryReader(bus)
         self._operations = Operations()
         self._refusals = Refusals()
-        self._pairing = PairPlanner(bus, self._operations, live or LiveSettings(), metrics)
-        self._splitter = Splitter(bus, self._operations, metrics)
+        self._leases = Leases(bus, lease_ttl_s)
+        self._publisher = PlanPublisher(bus)
+        self._pairs = PairPlanner(self._publisher, self._operations, live or LiveSettings(), metrics)
+        self._splitter = Splitter(self._publisher, self._operations, metrics)
         self._scaler = Scaler(
-            bus,
+            self._publisher,
+            self._leases,
             self._operations,
-            self._pairing,
+            self._pairs,
             self._refusals,
-            lease_ttl_s=lease_ttl_s,
             load_floor_gbps=load_floor_gbps,
             strategy=strategy,
             knows_flows=knows_flows,
             busy_nic_share=busy_nic_share,
         )
-        self._rounds = Rounds(bus, self._reader, self._scaler, self._leader, metrics)
-        self._changed = asyncio.Condition()
+        self._rounds = Rounds(self._leases, self._reader, self._scaler, leader, metrics)
+        self._tracker = OperationTracker(bus, leader, self._operations, self._refusals, self._pairs, self._leases)
         self._tasks = OwnedTasks()
-        self._unheard: dict[str, ScaleRecord] = {}
-        """Records that the stream has not taken yet."""
-        self._storing = False
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Lead, or wait to, until ``stopping``."""
@@ -145,16 +141,16 @@ class PlannerService:
         try:
             # First: what happens while the past is read is not to be missed.
             subscriptions += [
-                *await self._pairing.subscribe(),
-                await self._bus.subscribe(subjects.live_reports(), LiveReport, self._on_live_report),
-                await self._bus.subscribe(subjects.progress(), ScaleProgress, self._on_progress),
+                *await self._pairs.subscribe(self._bus),
+                await self._bus.subscribe(subjects.live_reports(), LiveReport, self._tracker.on_live_report),
+                await self._bus.subscribe(subjects.progress(), ScaleProgress, self._tracker.on_progress),
             ]
             await self._recall()
             subscriptions += [
                 await self._bus.subscribe(subjects.demand(), Demand, self._on_demand),
                 await self._respond("split", PlanSplit, self._splitter.on_split),
                 await self._respond("scale", StartScale, self._on_start_scale),
-                await self._respond("record", GetScaleRecord, self._on_get_record),
+                await self._respond("record", GetScaleRecord, self._tracker.on_get_record),
                 await self._respond("records", ListScaleRecords, self._on_list_records),
             ]
             self.subscribed.set()
@@ -172,6 +168,7 @@ class PlannerService:
             await self._rounds.close()
             await self._splitter.close()
             await self._tasks.finish()
+            await self._tracker.finish()
 
     async def _hold(self, stopping: asyncio.Event, deciding: asyncio.Task[None]) -> None:
         holding = asyncio.create_task(self._leader.hold(stopping))
@@ -218,18 +215,18 @@ class PlannerService:
             self._operations.add(operation)
         for plan_id, worker_ids in unpublished_leases(view.workers, plans.keys()):
             log.warning("%s was never published: freeing %s", plan_id, ", ".join(worker_ids))
-            await self._release(plan_id, *worker_ids)
+            await self._tracker.release(plan_id, *worker_ids)
         self._led_term = self._leader.term
-        self._check(view)
+        self._tracker.check(view)
         # Whoever published them may have died before every target had heard.
         for operation in self._operations.running():
             plan = plans.get(operation.plan_id)
             if plan is not None and operation.untold_targets and now_s < plan.expires_at_s:
-                self._tasks.start(self._tell_again(plan.plan_id, self._scaler.tell_targets(plan)))
+                self._tasks.start(self._tell_again(plan.plan_id, self._publisher.tell(plan)))
             drain = drains.get(operation.plan_id)
             left = unheeded(drain, operation, view.workers) if drain is not None else None
             if left is not None:
-                self._tasks.start(self._tell_again(left.plan_id, self._scaler.tell_drained(left)))
+                self._tasks.start(self._tell_again(left.plan_id, self._publisher.tell(left)))
 
     def _mine(self, events: Iterable[E]) -> list[E]:
         return [msgspec.structs.replace(event, term=self._leader.term) for event in events]
@@ -239,6 +236,19 @@ class PlannerService:
             await telling
         except BlitzError as error:
             log.warning("%s: its targets could not be told again: %s", plan_id, error)
+
+    async def _check_regularly(self) -> None:
+        while True:
+            self._pairs.forget()
+            self._refusals.forget(time.monotonic())
+            await self._leases.release(self._leader.term)
+            if self._operations.running():
+                try:
+                    self._tracker.check(await self._reader.read(timeout_s=RPC_TIMEOUT_S))
+                except BlitzError as error:
+                    log.debug("no snapshot to check running operations with: %s", error)
+            await self._tracker.tell_waiters()
+            await asyncio.sleep(CHECK_INTERVAL_S)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -293,109 +303,7 @@ class PlannerService:
                     raise
                 await asyncio.sleep(error.retry_after_s + 0.05)
 
-    # --- operations under way ----------------------------------------------------------------
-
-    def _on_progress(self, event: ScaleProgress) -> None:
-        operation = self._operations.get(event.plan_id)
-        if operation is None:
-            return
-        operation.apply(event)
-        if event.event == "layer_ready" and event.layer == 0:
-            for pair in operation.pairs.values():
-                if pair.assignment.target.worker_id == event.worker_id:
-                    self._pairing.first_layer(pair, event.at_s)
-        if event.event == "serving":
-            self._refusals.served(event.worker_id, operation.model)
-        if event.event == "failed":
-            log.warning("%s: %s failed: %s", event.plan_id, event.worker_id, event.detail)
-            self._failed(operation, event.worker_id, event.detail)
-            self._tasks.start(self._release(operation.plan_id, event.worker_id))
-        if operation.finished:
-            self._tasks.start(self._tell_waiters())
-
-    def _failed(self, operation: Operation, worker_id: str, why: str) -> None:
-        if operation.direction == "out" and not operation.recalled and not why.startswith(BLAMELESS):
-            self._refusals.failed(worker_id, operation.model, why, time.monotonic())
-
-    def _on_live_report(self, report: LiveReport) -> None:
-        operation = self._operations.get(report.plan_id)
-        if operation is None:
-            return
-        operation.apply_live(report)
-        level = logging.INFO if report.outcome == "dissolved" else logging.WARNING
-        log.log(level, "%s: %s %s", report.pair_id, report.outcome, report.reason)
-        if operation.finished:
-            self._tasks.start(self._tell_waiters())
-
-    async def _release(self, plan_id: str, *worker_ids: str) -> None:
-        """Workers that refused their plan are free again; those that took it have used the lease up."""
-        self._scaler.give_back(plan_id, worker_ids)
-        await self._scaler.release(self._leader.term)
-
-    async def _tell_waiters(self) -> None:
-        for operation in self._operations.just_finished():
-            self._unheard[operation.plan_id] = bounded_record(operation)
-        async with self._changed:
-            self._changed.notify_all()
-        await self._store_records()
-
-    async def _store_records(self) -> None:
-        """Append the records of what ended to the stream; those that it does not take now are appended later."""
-        if self._storing:
-            return  # whoever does it goes on until nothing is left
-        self._storing = True
-        try:
-            while self._unheard:
-                plan_id, record = next(iter(self._unheard.items()))
-                try:
-                    await self._bus.publish_event(subjects.scale_records(), record, message_id=f"record-{plan_id}")
-                except BlitzError as error:
-                    log.info("the record of %s is stored later: %s", plan_id, error)
-                    return
-                self._unheard.pop(plan_id, None)
-        finally:
-            self._storing = False
-
-    async def _check_regularly(self) -> None:
-        while True:
-            self._pairing.forget()
-            self._refusals.forget(time.monotonic())
-            await self._scaler.release(self._leader.term)
-            if self._operations.running():
-                try:
-                    self._check(await self._reader.read(timeout_s=RPC_TIMEOUT_S))
-                except BlitzError as error:
-                    log.debug("no snapshot to check running operations with: %s", error)
-            await self._tell_waiters()
-            await asyncio.sleep(CHECK_INTERVAL_S)
-
-    def _check(self, view: RegistryView) -> None:
-        """End targets that are past their deadline, or whose worker is gone or never took the plan; what lost messages
-        did not tell, the registry does."""
-        workers = {w.worker.worker_id: w for w in view.workers}
-        for operation in self._operations.running():
-            before = {worker_id for worker_id, _ in operation.open_targets}
-            operation.check(workers, time.time())
-            for worker_id, why in operation.failures.items():
-                if worker_id in before:
-                    self._failed(operation, worker_id, why)
-
     # --- records -----------------------------------------------------------------------------
-
-    async def _on_get_record(self, request: GetScaleRecord) -> ScaleRecord:
-        operation = self._operations.get(request.plan_id)
-        if operation is None:
-            past = self._operations.past(request.plan_id)
-            if past is not None:
-                return past
-            raise PlanNotFound(f"no scale operation {request.plan_id!r} is known", param="plan_id")
-        deadline = time.monotonic() + min(max(0.0, request.wait_s), MAX_WAIT_S)
-        while not operation.finished and (left := deadline - time.monotonic()) > 0:
-            self._leader.check()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left, CHECK_INTERVAL_S)), self._changed:
-                    await self._changed.wait()
-        return operation.record()
 
     async def _on_list_records(self, request: ListScaleRecords) -> ScaleRecords:
         # Pairs without batches and timelines: a list of many would not fit a message.

@@ -17,6 +17,7 @@ from services.monitor.core.demand import DemandPolicy
 from services.monitor.service import MonitorService
 from shared import subjects
 from shared.errors import Unavailable
+from shared.leading import Leader
 from shared.messages.common import Role
 from shared.messages.load import Demand, ModelQueue, QueueReport
 from shared.messages.registry import Floor, ModelRecord, RouteTable
@@ -372,10 +373,14 @@ async def test_instances_on_workers_that_are_about_to_end_do_not_count(rig: Rig)
 async def test_a_monitor_that_cannot_lead_any_more_ends_instead_of_following_for_ever(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def breaks() -> bool:
+    async def breaks(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(rig.monitor._leader, "_ask", breaks)
+    monkeypatch.setattr(Leader, "hold", breaks)
+    # It loses the lead, and wins it again.
+    rig.pool.leader = "another"
+    await eventually(lambda: not rig.metrics.get_sample_value("blitz_monitor_leads"))
+    rig.pool.leader = ""
     async with asyncio.timeout(10.0):
         with pytest.raises(ZeroDivisionError):
             await rig.task

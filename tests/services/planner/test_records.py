@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
+from services.planner.record_store import RecordStore
 from shared.errors import Unavailable
 from shared.messages.codec import Message
 from shared.messages.scaling import ScaleRecord
@@ -20,7 +22,7 @@ async def rig() -> AsyncIterator[Rig]:
 
 
 async def test_each_record_is_stored_once_however_many_end_together(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    planner, refusals = rig.planner, list[Unavailable]()
+    refusals = list[Unavailable]()
     stored: list[str] = []
 
     async def publish_event(subject: str, message: Message, *, message_id: str) -> None:
@@ -29,14 +31,16 @@ async def test_each_record_is_stored_once_however_many_end_together(rig: Rig, mo
             raise refusals.pop()
         stored.append(message_id)
 
-    monkeypatch.setattr(planner._bus, "publish_event", publish_event)
     record = await rig.scale(0)
     assert isinstance(record, ScaleRecord)
+    monkeypatch.setattr(rig.bus, "publish_event", publish_event)
+    records = RecordStore(rig.bus)
     names = [f"plan-{index}" for index in range(20)]
-    planner._unheard |= dict.fromkeys(names, record)
+    for name in names:
+        records.add(msgspec.structs.replace(record, plan_id=name))
     refusals.append(Unavailable("not now"))
-    await planner._store_records()
+    await records.store()
     assert not any(name in stored for name in names)
-    await asyncio.gather(*(planner._store_records() for _ in names))
+    await asyncio.gather(*(records.store() for _ in names))
     assert len(stored) == len(set(stored))
     assert {f"record-{name}" for name in names} <= set(stored)

@@ -10,9 +10,11 @@ import pytest
 
 from services.planner import rounds
 from services.planner.core.operations.round_order import Asked, in_order
+from services.planner.leases import Leases
 from services.planner.scaler import ScaleRequest
 from shared import subjects
 from shared.errors import Conflict, DeadlineExceeded
+from shared.leading import Leader
 from shared.messages.load import Demand
 from shared.messages.scaling import DrainPlan, ScalePlan
 from tests.records import model, worker_record
@@ -196,16 +198,17 @@ async def test_a_lease_whose_answer_was_lost_is_given_back(rig: Rig) -> None:
 
 async def test_who_lost_the_lead_while_it_leased_publishes_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.spare("w0")
-    rounds: Any = rig.planner._rounds
-    lease = rounds._lease
+    grant = Leases.grant
+    leads: Any = Leader.leads
 
     async def late(*args: Any) -> Any:
-        verdicts = await lease(*args)
-        # As if the process had been stopped meanwhile.
-        monkeypatch.setattr(rounds._leader, "_until_s", float("-inf"))
+        verdicts = await grant(*args)
+        # As if the process had been stopped meanwhile: it looks, sees that it leads no more, and asks again.
+        stopped = iter([False])
+        monkeypatch.setattr(Leader, "leads", property(lambda leader: next(stopped, leads.fget(leader))))
         return verdicts
 
-    monkeypatch.setattr(rounds, "_lease", late)
+    monkeypatch.setattr(Leases, "grant", late)
     await rig.demand(1)
     await eventually(lambda: rig.pool.releases)
     assert rig.plans() == []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
+from services.planner.core.operations.refusals import Refusals
 from services.worker.orders import Orders
 from shared import subjects
 from shared.messages.live import ZigzagAssignment
@@ -136,10 +138,15 @@ async def test_who_does_not_lead_any_more_leaves_the_answer_to_who_does(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has not noticed yet, or is still on its way out."""
-    leader = rig.planner._leader
-    answered = asyncio.Event()
-    monkeypatch.setattr(leader, "_ask", answered.wait)
-    await eventually(lambda: not leader.leads)
+    answered, ask = asyncio.Event(), rig.bus.request
+
+    async def unheard(subject: str, *args: Any, **kwargs: Any) -> Any:
+        if subject == subjects.pool("lead"):
+            await answered.wait()
+        return await ask(subject, *args, **kwargs)
+
+    monkeypatch.setattr(rig.bus, "request", unheard)
+    await eventually(lambda: not rig.metrics.get_sample_value("blitz_planner_leads"))
     rig.pool.leader = ""
     heir = Rig(broker=rig.broker, pool=rig.pool)
     heir.launch()
@@ -154,10 +161,10 @@ async def test_who_does_not_lead_any_more_leaves_the_answer_to_who_does(
 async def test_a_planner_whose_regular_work_breaks_ends_instead_of_limping_on(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaks(_: float) -> None:
+    def breaks(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(rig.planner._refusals, "forget", breaks)
+    monkeypatch.setattr(Refusals, "forget", breaks)
     async with asyncio.timeout(5.0):
         with pytest.raises(ZeroDivisionError):
             await rig.task

@@ -1,0 +1,64 @@
+"""The planner's leases: asked of the pool for the plans of a round, and given back when nothing comes of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from shared import subjects
+from shared.bus.base import Bus
+from shared.errors import BlitzError, NoResponder, StaleTerm
+from shared.messages.common import Ack
+from shared.messages.registry import LeaseBatch, LeaseGrant, LeaseVerdict, LeaseVerdicts, LeaseWorkers, ReleaseWorkers
+
+log = logging.getLogger(__name__)
+
+RPC_TIMEOUT_S = 5.0
+
+
+class Leases:
+    """Each is of some workers, to one plan, for ``ttl_s``."""
+
+    def __init__(self, bus: Bus, ttl_s: float) -> None:
+        self._bus = bus
+        self.ttl_s = ttl_s
+        self._unused: dict[tuple[str, tuple[str, ...]], float] = {}
+        """Leases that nothing comes of, by plan and workers, and when (monotonic) they run out by themselves."""
+
+    async def grant(self, leases: tuple[LeaseWorkers, ...]) -> tuple[LeaseVerdict, ...]:
+        """One verdict for each, in order. Raises what ``Bus.request`` raises: then any of them may be granted."""
+        batch = LeaseBatch(leases=leases, term=leases[0].term)
+        if batch.term:
+            answer = await self._bus.request(
+                subjects.pool("lease_batch"), batch, LeaseVerdicts, timeout_s=RPC_TIMEOUT_S
+            )
+            return answer.verdicts
+        return tuple([await self._one_by_one(lease) for lease in leases])
+
+    async def _one_by_one(self, lease: LeaseWorkers) -> LeaseVerdict:
+        """As a pool of 0.1 wants it."""
+        try:
+            grant = await self._bus.request(subjects.pool("lease"), lease, LeaseGrant, timeout_s=RPC_TIMEOUT_S)
+        except BlitzError as error:
+            if isinstance(error, NoResponder):
+                raise
+            return LeaseVerdict.refused(lease.plan_id, error)
+        return LeaseVerdict(plan_id=lease.plan_id, grant=grant)
+
+    def give_back(self, plan_id: str, worker_ids: tuple[str, ...]) -> None:
+        """Nothing comes of this lease, if it was granted: to be released. One that is used up stays as it is."""
+        self._unused[plan_id, worker_ids] = time.monotonic() + self.ttl_s
+
+    async def release(self, term: int) -> None:
+        """Tell the pool what was given back. What it does not hear now is left for the next call."""
+        for (plan_id, worker_ids), until_s in list(self._unused.items()):
+            request = ReleaseWorkers(plan_id=plan_id, worker_ids=worker_ids, term=term)
+            try:
+                if time.monotonic() < until_s:
+                    await self._bus.request(subjects.pool("release"), request, Ack, timeout_s=RPC_TIMEOUT_S)
+            except StaleTerm:
+                pass  # who leads now frees what was never published
+            except BlitzError as error:
+                log.info("the lease of %s for %s is released later: %s", ", ".join(worker_ids), plan_id, error)
+                return
+            self._unused.pop((plan_id, worker_ids), None)

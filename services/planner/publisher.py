@@ -1,0 +1,65 @@
+"""Puts plans into the stream: for the record, and to each worker what it has to know."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from services.planner.core.operations.plan_events import drain_parts, own_drain, own_plans, parts_of
+from shared import subjects
+from shared.bus.base import Bus
+from shared.messages.live import WorkerOrder, ZigzagAssignment
+from shared.messages.scaling import DrainPlan, ScalePlan
+
+log = logging.getLogger(__name__)
+
+MAX_SENDING = 64
+"""Events of one plan that wait for the stream's word at a time."""
+
+
+class PlanPublisher:
+    """All methods raise what ``Bus.publish_event`` raises. What is published again changes nothing."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def load(self, plan: ScalePlan) -> None:
+        """First for the record, in parts; then to each target what it has to know."""
+        for part in parts_of(plan):
+            await self._bus.publish_event(subjects.scale_plans(), part, message_id=part.plan_id)
+        await self.tell(plan)
+
+    async def drain(self, plan: DrainPlan) -> None:
+        """As ``load``; also a revival."""
+        for part in drain_parts(plan):
+            await self._bus.publish_event(subjects.drain_plans(), part, message_id=part.plan_id)
+        await self.tell(plan)
+        verb = "revive" if plan.revive else "drain"
+        log.info("%s: %s; %s %s", plan.plan_id, plan.reason, verb, ", ".join(t.worker_id for t in plan.targets))
+
+    async def tell(self, plan: ScalePlan | DrainPlan) -> None:
+        """To each target of a plan what it has to know; for one that has heard it nothing happens. Told again by the
+        leader of a new term, it is new to the stream, and valid for those who know of that term."""
+        if isinstance(plan, ScalePlan):
+            orders = [(worker_id, WorkerOrder(scale=own)) for worker_id, own in own_plans(plan)]
+        else:
+            orders = [(t.worker_id, WorkerOrder(drain=own_drain(plan, t))) for t in plan.targets]
+        turns = asyncio.Semaphore(MAX_SENDING)
+
+        async def tell(worker_id: str, order: WorkerOrder) -> None:
+            async with turns:
+                message_id = f"{plan.plan_id}@{worker_id}-{plan.term}"
+                await self._bus.publish_event(subjects.worker_plans(worker_id), order, message_id=message_id)
+
+        # The first error is raised once none runs any more.
+        for outcome in await asyncio.gather(*[tell(*order) for order in orders], return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def revision(self, assignment: ZigzagAssignment) -> None:
+        """Append a revision of a pair's assignment, once, and tell both members."""
+        message_id = f"{assignment.pair_id}-{assignment.revision}"
+        await self._bus.publish_event(subjects.zigzag_assignments(), assignment, message_id=message_id)
+        for member in (assignment.source, assignment.target):
+            own_id, order = f"{message_id}@{member.worker_id}", WorkerOrder(zigzag=assignment)
+            await self._bus.publish_event(subjects.worker_plans(member.worker_id), order, message_id=own_id)
