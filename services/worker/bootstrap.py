@@ -17,7 +17,7 @@ from services.worker.instance.registration import Registration, Standing
 from services.worker.instance.slot import InstanceSlot
 from services.worker.kv_transfer.receiver import KvReceiver
 from services.worker.kv_transfer.sender import KvSender
-from services.worker.live.pairing import Pairing
+from services.worker.live.roles import PairRoles
 from services.worker.node.facts import NodeFacts
 from services.worker.node.nic_meter import NicMeter
 from services.worker.orders import Orders
@@ -50,7 +50,7 @@ class Parts:
     store: HostStore
     host_copies: HostCopies
     scaling: Scaling
-    pairing: Pairing
+    pair_roles: PairRoles
     kv_sender: KvSender
     kv_receiver: KvReceiver
     orders: Orders
@@ -117,7 +117,7 @@ def build(
         witness=StepWitness(bus, serving),
     )
     scaling = Scaling(worker_id, slot, factory, mover, registration, host_copies, progress, fatal=fatal)
-    pairing = Pairing(
+    pair_roles = PairRoles(
         bus,
         transport,
         worker_id,
@@ -129,11 +129,11 @@ def build(
         silence_s=config.stall_s,
     )
     kv_receiver = KvReceiver(bus, transport, info, peers, serving, slot.current)
-    slot.when_loaded(pairing.loaded)
-    for part in (pairing, kv_sender, kv_receiver):
+    slot.when_loaded(pair_roles.loaded)
+    for part in (pair_roles, kv_sender, kv_receiver):
         slot.before_gone(part.instance_gone)
-    serving.cooperate(pairing, kv_sender, kv_receiver)
-    orders = Orders(bus, worker_id, scaling.on_scale_plan, scaling.on_drain_plan, pairing.on_assignment)
+    serving.cooperate(pair_roles, kv_sender, kv_receiver)
+    orders = Orders(bus, worker_id, scaling.on_scale_plan, scaling.on_drain_plan, pair_roles.on_assignment)
 
     def expire() -> None:
         serving.expire()
@@ -162,7 +162,7 @@ def build(
         store=store,
         host_copies=host_copies,
         scaling=scaling,
-        pairing=pairing,
+        pair_roles=pair_roles,
         kv_sender=kv_sender,
         kv_receiver=kv_receiver,
         orders=orders,

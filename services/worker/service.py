@@ -113,7 +113,7 @@ class WorkerService:
             await self._bus.subscribe(subjects.worker_ack(worker_id), AckTerminal, serving.on_ack),
             await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, serving.on_gateway),
             parts.orders,
-            *await parts.pairing.subscribe(),
+            *await parts.pair_roles.subscribe(),
             *await parts.kv_receiver.subscribe(),
         ]
         tasks = [
@@ -142,7 +142,7 @@ class WorkerService:
         than that, and nothing of this process is used after it."""
         for task in tasks:
             task.cancel()
-        parts = (self.parts.host_copies, self.parts.pairing, self.parts.kv_sender, self.parts.kv_receiver)
+        parts = (self.parts.host_copies, self.parts.pair_roles, self.parts.kv_sender, self.parts.kv_receiver)
         await asyncio.gather(
             closed("the tasks", asyncio.wait(tasks), LISTENING_S),
             closed("the subscriptions", asyncio.gather(*(s.close() for s in subscriptions)), LISTENING_S),

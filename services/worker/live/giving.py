@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from services.worker.instance.instance import Instance
 from services.worker.live.target_batches import TargetBatches
-from services.worker.live.target_work import Held, TargetWork
+from services.worker.live.target_stepper import TargetBatch, TargetStepper
 from services.worker.live.tensors import Kind, Tensors
 from shared.aio import Wakeup
 from shared.errors import BadRequest, Conflict
@@ -27,7 +27,7 @@ class Giving:
         self,
         instance: Instance,
         queue: Queue,
-        work: TargetWork,
+        stepper: TargetStepper,
         batches: TargetBatches,
         tensors: Tensors,
         changed: Wakeup,
@@ -35,7 +35,7 @@ class Giving:
         """``changed`` fires when the queue did."""
         self._instance = instance
         self._queue = queue
-        self._work = work
+        self._stepper = stepper
         self._batches = batches
         self._tensors = tensors
         self._changed = changed
@@ -52,12 +52,12 @@ class Giving:
         while True:
             check()
             left_s = deadline_s - time.monotonic()
-            with self._work.lock:
+            with self._stepper.lock:
                 over = self._queue.dissolved or self.is_over
                 found = None if over else self._queue.pull(message.claim_id)
                 # The engine would begin the next layer before this had a chance to look. Once nobody waits, it must
                 # not grant a claim any more that nobody takes.
-                self._work.wanted = message.claim_id if isinstance(found, Wait) and left_s > 0 else ""
+                self._stepper.wanted = message.claim_id if isinstance(found, Wait) and left_s > 0 else ""
             if isinstance(found, Claim):
                 return found
             if over or left_s <= 0:
@@ -77,12 +77,12 @@ class Giving:
 
     async def give(self, claim: Claim, serial: int, *, kv_apart: bool) -> None:
         """Send what was computed of a claimed batch, once; the source has the rest."""
-        held = self._work.held.get(claim.batch_id)
+        held = self._stepper.batches.get(claim.batch_id)
         if claim.first_layer and held is not None and not held.is_sent:
             held.is_sent = True
             await self.send(held, claim.first_layer, serial, kv_apart=kv_apart)
 
-    async def send(self, held: Held, num_layers: int, serial: int, *, kv_apart: bool) -> None:
+    async def send(self, held: TargetBatch, num_layers: int, serial: int, *, kv_apart: bool) -> None:
         """Send a batch's hidden states, and unless it is asked for apart the KV of its first ``num_layers``. A failure
         of the transport is the source's to notice."""
         engine, batch = self._instance.engine.loop.engine, held.batch
@@ -97,13 +97,13 @@ class Giving:
         if failure is not None:
             log.info("batch %s: %s; the source computes it from the beginning", batch.batch_id, failure)
 
-    def kv_wanted(self, message: PullKv) -> Held | None:
+    def kv_wanted(self, message: PullKv) -> TargetBatch | None:
         """The batch of which the source wants KV; None if it was asked for the same before. ``send_kv`` must follow.
 
         Raises ``Conflict`` unless the batch is here and the source's, ``BadRequest`` for layers that were not run.
         """
-        with self._work.lock:
-            held = self._work.held.get(message.batch_id)
+        with self._stepper.lock:
+            held = self._stepper.batches.get(message.batch_id)
             claim = next((c for c in self._queue.open_claims() if c.batch_id == message.batch_id), None)
         if held is None or claim is None:
             raise Conflict(f"batch {message.batch_id!r} is not the source's to pull, or settled")
@@ -115,7 +115,7 @@ class Giving:
         held.kv_sent.add(message.first_layer)
         return held
 
-    async def send_kv(self, held: Held, message: PullKv) -> None:
+    async def send_kv(self, held: TargetBatch, message: PullKv) -> None:
         """Send KV that is wanted. A failure of the transport is the source's to notice."""
         engine, batch = self._instance.engine.loop.engine, held.batch
         first, last = message.first_layer, message.last_layer
@@ -132,13 +132,13 @@ class Giving:
             if failure is not None:
                 log.info("KV of batch %s: %s; the source computes it again", batch.batch_id, failure)
 
-    def _is_held(self, held: Held) -> bool:
-        with self._work.lock:
-            return self._work.held.get(held.batch.batch_id) is held
+    def _is_held(self, held: TargetBatch) -> bool:
+        with self._stepper.lock:
+            return self._stepper.batches.get(held.batch.batch_id) is held
 
     async def settle(self, claim_ids: Iterable[str]) -> None:
         """The source has these: they are free here. Unknown and settled claims are ignored."""
-        with self._work.lock:
+        with self._stepper.lock:
             claims = {claim.claim_id: claim for claim in self._queue.open_claims()}
             settled = [claims[i] for i in claim_ids if i in claims]
             for claim in settled:

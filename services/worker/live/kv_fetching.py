@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from services.worker.instance.instance import Instance
 from services.worker.link import LinkLost
 from services.worker.live.link_to_target import LinkToTarget
-from services.worker.live.source_work import Pulled, SourceWork
+from services.worker.live.source_stepper import SourceBatch, SourceStepper
 from services.worker.live.tensors import Tensors
 from shared.aio import in_thread
 from shared.errors import BlitzError, TransferAborted
@@ -36,7 +36,7 @@ WINDOW_BYTES = 64 << 20
 class Coming:
     """A batch whose KV is to be fetched. ``unasked``: as it comes from a target that sends it whole."""
 
-    pulled: Pulled
+    pulled: SourceBatch
     claim_id: str
     serial: int
     unasked: asyncio.Future[Buffer] | None = None
@@ -46,12 +46,12 @@ class KvFetching:
     """Event loop only."""
 
     def __init__(
-        self, pair_id: str, instance: Instance, link: LinkToTarget, work: SourceWork, tensors: Tensors
+        self, pair_id: str, instance: Instance, link: LinkToTarget, stepper: SourceStepper, tensors: Tensors
     ) -> None:
         self._pair_id = pair_id
         self._engine_thread = instance.engine
         self._link = link
-        self._work = work
+        self._stepper = stepper
         self._tensors = tensors
         self._queue: deque[Coming] = deque()
         self._running: asyncio.Task[None] | None = None
@@ -81,8 +81,8 @@ class KvFetching:
             with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
                 await self._say_over(coming.pulled, is_here)
 
-    async def _say_over(self, pulled: Pulled, is_here: bool) -> None:
-        call = self._engine_thread.call(lambda _: self._work.kv_over(pulled, is_here=is_here), between_layers=True)
+    async def _say_over(self, pulled: SourceBatch, is_here: bool) -> None:
+        call = self._engine_thread.call(lambda _: self._stepper.kv_over(pulled, is_here=is_here), between_layers=True)
         await asyncio.wrap_future(call)
 
     async def _fetch(self, coming: Coming) -> bool:

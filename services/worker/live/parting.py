@@ -10,7 +10,7 @@ from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.live.giving import Giving
 from services.worker.live.target_batches import TargetBatches
-from services.worker.live.target_work import TargetWork
+from services.worker.live.target_stepper import TargetStepper
 from services.worker.requests.inbox import Serving
 from shared.aio import Wakeup
 from shared.errors import BlitzError
@@ -30,7 +30,7 @@ class Parting:
         self,
         instance: Instance,
         queue: Queue,
-        work: TargetWork,
+        stepper: TargetStepper,
         batches: TargetBatches,
         giving: Giving,
         serving: Serving,
@@ -39,7 +39,7 @@ class Parting:
         """``changed`` fires when the queue did."""
         self._instance = instance
         self._queue = queue
-        self._work = work
+        self._stepper = stepper
         self._batches = batches
         self._giving = giving
         self._serving = serving
@@ -65,8 +65,8 @@ class Parting:
 
     def _dissolve(self, message: Dissolve) -> Dissolved | None:
         """Between two steps; None while a batch is inside a layer that only the source could go on from."""
-        with self._work.lock:
-            if self._work.is_inside and not self._queue.loaded:
+        with self._stepper.lock:
+            if self._stepper.is_inside and not self._queue.loaded:
                 return None
             # The source has what it pulled before it asks for this.
             for claim in self._queue.open_claims():
@@ -75,7 +75,7 @@ class Parting:
             for claim in shares.given:
                 if not (message.kv_apart and claim.first_layer):
                     self._queue.confirm(claim.claim_id)
-            finished = tuple(self._work.finished)
+            finished = tuple(self._stepper.finished)
         return Dissolved(
             kept=shares.kept,
             given=tuple(
@@ -83,7 +83,7 @@ class Parting:
                 for i, claim in enumerate(shares.given)
             ),
             finished=finished,
-            layer_runs=self._work.layers.runs(),
+            layer_runs=self._stepper.layers.runs(),
             kv_apart=message.kv_apart,
         )
 
@@ -91,7 +91,9 @@ class Parting:
         """Send what was begun of the given batches, free all that are the source's, wait for the end of the kept.
         ``why_lost()``: why the source counts as lost, or empty; then nobody fetches what is left."""
         begun = [
-            (self._work.held[g.batch_id], g) for g in shares.given if g.first_layer and g.batch_id in self._work.held
+            (self._stepper.batches[g.batch_id], g)
+            for g in shares.given
+            if g.first_layer and g.batch_id in self._stepper.batches
         ]
         await self._drop_all_but({*shares.finished, *(given.batch_id for _, given in begun)})
         apart = shares.kv_apart
@@ -102,7 +104,7 @@ class Parting:
         while self._queue.open_claims() and not why_lost():
             await self._changed.wait(LOOK_S)
         await self._drop_all_but(set(shares.finished))
-        await self._changed.until(lambda: not self._work.held)
+        await self._changed.until(lambda: not self._stepper.batches)
 
     async def _drop_all_but(self, batch_ids: set[str]) -> None:
         await self._batches.drop([batch_id for batch_id in self._batches.borrowed if batch_id not in batch_ids])
@@ -113,7 +115,7 @@ class Parting:
         info = ErrorInfo.of(error)
 
         def abandon(loop: EngineLoop) -> StepOutput:
-            batches = [held.batch for held in self._work.held.values()]
+            batches = [held.batch for held in self._stepper.batches.values()]
             kept = [s for b in batches if b.batch_id not in self._batches.borrowed for s in b.sequences]
             outputs = []
             if self._batches.loaded:
@@ -123,7 +125,7 @@ class Parting:
                     if not sequence.finished:
                         sequence.finished = True
                         outputs.append(sequence.end("error", info))
-            self._work.close()
+            self._stepper.close()
             return StepOutput(tuple(outputs))
 
         async with self._dissolving:  # then it is settled whose they are

@@ -6,8 +6,34 @@ import time
 
 from services.worker.live.batch import PromptBatch
 from services.worker.live.pair import PairState
-from services.worker.live.source_work import SourceWork
 from shared.messages.live import LayerRuns, LiveBatch, LiveReport, ZigzagAssignment
+
+BUCKET_S = 0.05
+MAX_BUCKETS = 4096
+"""Of one timeline; what comes later counts into the last one. A pair lives for seconds."""
+
+
+class Timeline:
+    """Counts in buckets of ``BUCKET_S`` from ``start_at_s`` on (Unix time). One thread adds."""
+
+    def __init__(self, start_at_s: float) -> None:
+        self._start_at_s = start_at_s
+        self._counts: list[int] = []
+
+    def add(self, at_s: float, count: int = 1) -> None:
+        """So many at that time; times before the start count into the first bucket."""
+        index = min(max(0, int((at_s - self._start_at_s) / BUCKET_S)), MAX_BUCKETS - 1)
+        if index >= len(self._counts):
+            self._counts.extend([0] * (index + 1 - len(self._counts)))
+        self._counts[index] += count
+
+    @property
+    def total(self) -> int:
+        return sum(self._counts)
+
+    def runs(self) -> LayerRuns:
+        """As a message."""
+        return LayerRuns(start_at_s=self._start_at_s, bucket_s=BUCKET_S, counts=tuple(self._counts))
 
 
 class PairRecord:
@@ -36,8 +62,8 @@ class PairRecord:
             )
         )
 
-    def report(self, state: PairState, failure: str, work: SourceWork) -> LiveReport:
-        """As a message, at the end of the pair."""
+    def report(self, state: PairState, failure: str, layers: Timeline, tokens: Timeline) -> LiveReport:
+        """As a message, at the end of the pair. ``layers``: that the source ran; ``tokens``: that it put out."""
         assignment = self._assignment
         return LiveReport(
             pair_id=assignment.pair_id,
@@ -51,9 +77,9 @@ class PairRecord:
             ended_at_s=time.time(),
             first_cooperative_token_at_s=self._first_cooperative_at_s,
             batches=tuple(self._batches),
-            source_runs=work.layers.runs(),
+            source_runs=layers.runs(),
             target_runs=self.target_runs,
-            tokens=work.tokens.runs(),
+            tokens=tokens.runs(),
         )
 
 

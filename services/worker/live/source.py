@@ -17,13 +17,13 @@ from opentelemetry import trace
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.link import LinkLost
-from services.worker.live.handing import Handing
+from services.worker.live.handover import HandedOver
 from services.worker.live.kv_fetching import KvFetching
 from services.worker.live.link_to_target import LinkToTarget
 from services.worker.live.pair import PairLife, PairState
-from services.worker.live.pulling import Puller
+from services.worker.live.pulls import Puller
 from services.worker.live.report import PairRecord
-from services.worker.live.source_work import Pulled, SourceWork
+from services.worker.live.source_stepper import SourceBatch, SourceStepper
 from services.worker.live.tensors import Tensors
 from services.worker.requests.inbox import Serving
 from shared.errors import BlitzError, Conflict, Unavailable
@@ -75,7 +75,7 @@ class LiveSource:
         self._puller: Puller | None = None
         self._kv: KvFetching | None = None
         self.pull_s = pull_s
-        self._handing = Handing(assignment, instance, link)
+        self._handed = HandedOver(assignment, instance, link)
         self._target_loaded = False
         """It finishes batches itself, and owns their requests then: not before it has heard that this is known here."""
         self._has_last_word = False
@@ -85,13 +85,13 @@ class LiveSource:
         self._is_ending = False
         """Nothing more is handed over."""
         self._done = asyncio.Event()
-        self._work = SourceWork(
+        self._stepper = SourceStepper(
             instance.engine.loop,
             decode_interval_s=assignment.slo_tbt_s / 2,
             start_at_s=self._record.started_at_s,
             on_done=lambda pulled: self._from_engine(self._batch_done, pulled, time.time()),
             on_free=lambda: self._from_engine(self._look),
-            has_room=self._handing.has_room,
+            has_room=self._handed.has_room,
         )
 
     # --- the whole of it ---------------------------------------------------------------------
@@ -101,15 +101,15 @@ class LiveSource:
         try:
             tensors = await self._offer()
             await self._redirect(tensors)
-            self._kv = kv = KvFetching(self.assignment.pair_id, self.instance, self._link, self._work, tensors)
+            self._kv = kv = KvFetching(self.assignment.pair_id, self.instance, self._link, self._stepper, tensors)
             async with asyncio.TaskGroup() as group:
-                handing = group.create_task(self._hand_arrivals(tensors))
+                handed_over = group.create_task(self._hand_arrivals(tensors))
                 alive = group.create_task(self._link.keep_alive())
                 puller = await self._pull_until_over(tensors, kv)
                 # A batch whose hand-over was answered has its hidden states sent: not cancelled in between.
                 self._is_ending = True
                 self._arrivals.set()
-                await handing
+                await handed_over
                 await kv.idle()
                 alive.cancel()
             await self._dissolve(puller, kv)
@@ -120,15 +120,15 @@ class LiveSource:
             await self._fail(f"{type(errors.exceptions[0]).__name__}: {errors.exceptions[0]}")
         await self.until_kv_is_over()
         with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
-            await self._handing.end(self._doubt())
-            while self._work.ready:
+            await self._handed.end(self._doubt())
+            while self._stepper.ready:
                 self._done.clear()
                 await self._done.wait()
-            await self._handing.call(self._detach)
+            await self._handed.call(self._detach)
         self._lending(False)
         if self._puller is not None:
             self.pull_s = self._puller.pull_s
-        return self._record.report(self.life.state, self._failure, self._work)
+        return self._record.report(self.life.state, self._failure, self._stepper.layers, self._stepper.tokens)
 
     async def until_kv_is_over(self) -> None:
         """Until nothing is written into blocks any more but by the engine. Short once the pair is lost."""
@@ -146,7 +146,7 @@ class LiveSource:
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Nobody waits for a request any more: the target need not compute it."""
-        if self._handing.holds(request_id, attempt):
+        if self._handed.holds(request_id, attempt):
             self._link.cancel(request_id, attempt)
 
     async def leave(self, reason: str) -> None:
@@ -174,20 +174,20 @@ class LiveSource:
         return tensors
 
     async def _redirect(self, tensors: Tensors) -> None:
-        handing = self._handing
-        await handing.lend(self._begin_lending)
+        handed_over = self._handed
+        await handed_over.lend(self._begin_lending)
         self._lending(True)
-        await handing.hand_over(tensors, behind_seal=False)
-        await self._link.ask_pair("seal", Seal(pair_id=self.assignment.pair_id, count=handing.num_handed), Ack)
+        await handed_over.hand_over(tensors, behind_seal=False)
+        await self._link.ask_pair("seal", Seal(pair_id=self.assignment.pair_id, count=handed_over.num_handed), Ack)
         self.life.move_to(PairState.COOPERATING)
-        trace.get_current_span().add_event("sealed", {"blitz.batches": handing.num_handed})
+        trace.get_current_span().add_event("sealed", {"blitz.batches": handed_over.num_handed})
         await self._ask_for_split()
 
     def _begin_lending(self) -> None:
         loop = self.instance.engine.loop
         if loop.partial is not None:
             raise Conflict(f"{self.instance.instance_id} is in another pair")
-        loop.partial = self._work
+        loop.partial = self._stepper
         loop.scheduler.lending = True
 
     async def _hand_arrivals(self, tensors: Tensors) -> None:
@@ -195,11 +195,11 @@ class LiveSource:
             await self._arrivals.wait()
             self._arrivals.clear()
             if not self._is_ending:
-                await self._handing.lend()
-                await self._handing.hand_over(tensors, behind_seal=True, until=lambda: self._is_ending)
+                await self._handed.lend()
+                await self._handed.hand_over(tensors, behind_seal=True, until=lambda: self._is_ending)
 
     async def _ask_for_split(self) -> None:
-        waiting = [SplitBatch(batch_id=b.batch_id, layer_s=b.layer_s) for b in self._handing.handed.values()]
+        waiting = [SplitBatch(batch_id=b.batch_id, layer_s=b.layer_s) for b in self._handed.handed.values()]
         measured = self.instance.engine.loop.prefill_token_s > 0
         if self.assignment.policy != "zigzag" or not measured or len({b.layer_s for b in waiting}) < 2:
             return  # equal batches need no split, and without a measurement there is none
@@ -208,7 +208,7 @@ class LiveSource:
                 PlanSplit(
                     pair_id=self.assignment.pair_id,
                     batches=tuple(waiting),
-                    source_free_at_s=time.time() + self._work.remaining_s,
+                    source_free_at_s=time.time() + self._stepper.remaining_s,
                     pull_s=self.pull_s,
                 )
             )
@@ -219,9 +219,9 @@ class LiveSource:
 
     async def _pull_until_over(self, tensors: Tensors, kv: KvFetching) -> Puller:
         pair_id, pull_s = self.assignment.pair_id, self.pull_s
-        puller = Puller(pair_id, self.instance, self._handing, self._link, self._work, tensors, kv, pull_s=pull_s)
+        puller = Puller(pair_id, self.instance, self._handed, self._link, self._stepper, tensors, kv, pull_s=pull_s)
         self._puller = puller
-        await self._handing.call(lambda: self._work.stepped(StepOutput(())))  # is it free already?
+        await self._handed.call(lambda: self._stepper.stepped(StepOutput(())))  # is it free already?
         while True:
             await puller.until_free()
             if self._is_over():
@@ -231,11 +231,11 @@ class LiveSource:
             if self._target_loaded and self.life.state is PairState.COOPERATING:
                 self.life.move_to(PairState.LOADED)
             if answer.batch_id:
-                if self._handing.backlog:
+                if self._handed.backlog:
                     self._arrivals.set()  # there is room at the target now
             elif answer.can_dissolve or self.instance.state != "serving":
                 break
-            elif self._handing.backlog:
+            elif self._handed.backlog:
                 await puller.run_from_backlog()
         return puller
 
@@ -248,15 +248,15 @@ class LiveSource:
     async def _dissolve(self, puller: Puller, kv: KvFetching) -> None:
         pair_id = self.assignment.pair_id
         claim_id = f"{pair_id}-end"
-        async with self._handing.lock:  # nothing is on its way there
+        async with self._handed.lock:  # nothing is on its way there
             answer = await self._link.ask_pair(
                 "dissolve",
                 Dissolve(
                     pair_id=pair_id,
                     claim_id=claim_id,
                     first_serial=puller.num_claims,
-                    source_busy_s=self._work.remaining_s,
-                    kv_apart=puller.can_take_kv_apart(puller.num_claims + len(self._handing.handed)),
+                    source_busy_s=self._stepper.remaining_s,
+                    kv_apart=puller.can_take_kv_apart(puller.num_claims + len(self._handed.handed)),
                 ),
                 Dissolved,
             )
@@ -264,7 +264,7 @@ class LiveSource:
             self._record.target_runs = answer.layer_runs
             self._owned_by_target((*answer.finished, *answer.kept))
         for given in answer.given:
-            if given.first_layer and given.batch_id in self._handing.handed:
+            if given.first_layer and given.batch_id in self._handed.handed:
                 claim = f"{claim_id}/{given.batch_id}"
                 apart = answer.kv_apart
                 await puller.take(given.batch_id, given.first_layer, claim, given.serial, kv_apart=apart)
@@ -287,7 +287,7 @@ class LiveSource:
         if self.life.state is PairState.FAILED:
             raise Conflict(f"pair {self.assignment.pair_id} has failed here: {self._failure}")
         self._owned_by_target(message.batch_ids)
-        if self._handing.backlog:
+        if self._handed.backlog:
             self._arrivals.set()  # there is room at the target now
         if message.loaded and not self._target_loaded:
             self._target_loaded = True
@@ -298,7 +298,7 @@ class LiveSource:
         return self._target_loaded and self.assignment.policy != "zigzag" and not self.life.ended
 
     def _owned_by_target(self, batch_ids: Iterable[str]) -> None:
-        handed = self._handing.handed
+        handed = self._handed.handed
         batches = [handed.pop(i) for i in batch_ids if i in handed]
         for batch in batches:
             self._record.done(batch, first_layer=self._num_layers, num_layers=self._num_layers, at_s=time.time())
@@ -306,7 +306,7 @@ class LiveSource:
         self._serving.moved(sequences, self.assignment.target.worker_id)
         self.instance.engine.call(lambda loop: loop.scheduler.release_to_target(sequences), between_layers=True)
 
-    def _batch_done(self, pulled: Pulled, at_s: float) -> None:
+    def _batch_done(self, pulled: SourceBatch, at_s: float) -> None:
         self._record.done(pulled.batch, first_layer=pulled.first_layer, num_layers=self._num_layers, at_s=at_s)
         self._done.set()
 
@@ -323,7 +323,7 @@ class LiveSource:
 
     def _detach(self) -> None:
         loop = self.instance.engine.loop
-        if loop.partial is self._work:
+        if loop.partial is self._stepper:
             loop.partial = None
 
     # --- inside ------------------------------------------------------------------------------

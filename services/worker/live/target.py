@@ -23,7 +23,7 @@ from services.worker.live.link_to_source import LinkToSource
 from services.worker.live.pair import PairLife, PairState
 from services.worker.live.parting import Parting
 from services.worker.live.target_batches import TargetBatches
-from services.worker.live.target_work import TargetWork
+from services.worker.live.target_stepper import TargetStepper
 from services.worker.live.tensors import Tensors
 from services.worker.requests.inbox import Serving
 from services.worker.scheduling.gateways import Gone
@@ -78,7 +78,7 @@ class LiveTarget:
         self._failure = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._queue = Queue(instance.layout.num_layers, Policy(assignment.policy))
-        self._work = TargetWork(
+        self._stepper = TargetStepper(
             instance.engine.loop,
             self._queue,
             decode_interval_s=assignment.slo_tbt_s / 2,
@@ -87,14 +87,14 @@ class LiveTarget:
             on_finished=self._from_engine(self._finished),
             on_broken=self._from_engine(self._engine_failed),
         )
-        queue, work, changed = self._queue, self._work, self._changed
+        queue, work, changed = self._queue, self._stepper, self._changed
         self._batches = TargetBatches(instance, queue, work, Gates(assignment), tensors, serving, changed)
         self._giving = Giving(instance, queue, work, self._batches, tensors, changed)
         self._parting = Parting(instance, queue, work, self._batches, self._giving, serving, changed)
 
     def begin(self) -> None:
         """The offer is accepted: hand-overs may come."""
-        self.instance.engine.call(lambda loop: setattr(loop, "partial", self._work))
+        self.instance.engine.call(lambda loop: setattr(loop, "partial", self._stepper))
         self.life.move_to(PairState.REDIRECTING)
         self.layers_ready()
         self._spawn(self._watch())
@@ -275,7 +275,7 @@ class LiveTarget:
 
     async def _detach(self) -> None:
         def detach(loop: EngineLoop) -> None:
-            if loop.partial is self._work:
+            if loop.partial is self._stepper:
                 loop.partial = None
 
         with contextlib.suppress(BlitzError):  # the engine has stopped

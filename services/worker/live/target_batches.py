@@ -16,7 +16,7 @@ from services.worker.engine.loop import EngineLoop
 from services.worker.instance.instance import Instance
 from services.worker.live.batch import PromptBatch
 from services.worker.live.gates import Gates
-from services.worker.live.target_work import Held, TargetWork
+from services.worker.live.target_stepper import TargetBatch, TargetStepper
 from services.worker.live.tensors import Kind, Tensors
 from services.worker.requests.inbox import Serving
 from services.worker.scheduling.sequence import Sequence
@@ -35,7 +35,7 @@ class TargetBatches:
         self,
         instance: Instance,
         queue: Queue,
-        work: TargetWork,
+        stepper: TargetStepper,
         gates: Gates,
         tensors: Tensors,
         serving: Serving,
@@ -44,7 +44,7 @@ class TargetBatches:
         """``changed`` fires when the queue did."""
         self._instance = instance
         self._queue = queue
-        self._work = work
+        self._stepper = stepper
         self._gates = gates
         self._tensors = tensors
         self._serving = serving
@@ -65,12 +65,12 @@ class TargetBatches:
     @property
     def finished_ids(self) -> tuple[str, ...]:
         """Batches that were finished here."""
-        with self._work.lock:
-            return tuple(self._work.finished)
+        with self._stepper.lock:
+            return tuple(self._stepper.finished)
 
     # --- taking in ---------------------------------------------------------------------------
 
-    async def take_in(self, message: HandOver) -> Held | None:
+    async def take_in(self, message: HandOver) -> TargetBatch | None:
         """Reserve blocks for a batch and queue it; None if it is here already. ``fetch`` must follow.
 
         Raises ``Overloaded`` when there is no room now, ``BadRequest`` when there will never be, ``Conflict`` when the
@@ -81,7 +81,7 @@ class TargetBatches:
         async with self._taking:  # a repeat must not be answered before what it repeats
             return await self._take_in(message)
 
-    async def _take_in(self, message: HandOver) -> Held | None:
+    async def _take_in(self, message: HandOver) -> TargetBatch | None:
         if message.batch_id in self._known:
             return None
         sequences = [self._instance.sequence_of(request) for request in message.requests]
@@ -96,12 +96,12 @@ class TargetBatches:
         if not await asyncio.wrap_future(reserve):
             self._known.discard(batch.batch_id)
             raise Overloaded(f"no room for {batch.num_tokens} tokens of KV now")
-        held = Held(batch, None)
-        with self._work.lock:
+        held = TargetBatch(batch, None)
+        with self._stepper.lock:
             if self.closed or self._queue.dissolved:
                 engine.call(lambda loop: loop.scheduler.reservations.release(sequences), between_layers=True)
                 raise Conflict(f"pair {message.pair_id} is over")
-            self._work.held[batch.batch_id] = held
+            self._stepper.batches[batch.batch_id] = held
             self._queue.add(batch.batch_id, message.layer_s, behind_seal=message.behind_seal, absent=True)
             self._gates.added(self._queue, batch.batch_id)
         self.borrowed[batch.batch_id] = batch
@@ -109,7 +109,7 @@ class TargetBatches:
         self._changed.fire()
         return held
 
-    async def fetch(self, held: Held) -> None:
+    async def fetch(self, held: TargetBatch) -> None:
         """Receive a batch's hidden states; from then on the target may begin it."""
         batch, engine = held.batch, self._instance.engine
         num_bytes = batch.num_tokens * engine.loop.engine.hidden_bytes_per_token
@@ -123,7 +123,7 @@ class TargetBatches:
                 return
             tokens = batch.token_ids()
             held.hidden = await asyncio.wrap_future(engine.call(lambda loop: loop.engine.embed_tokens(tokens)))
-        with self._work.lock:
+        with self._stepper.lock:
             self._queue.arrived(batch.batch_id)
         self.look_again()
 
@@ -133,7 +133,7 @@ class TargetBatches:
         """Free what these have here: they are the source's, or nobody's."""
         if not batch_ids:
             return
-        call = self._instance.engine.call(lambda _: self._work.drop(tuple(batch_ids)), between_layers=True)
+        call = self._instance.engine.call(lambda _: self._stepper.drop(tuple(batch_ids)), between_layers=True)
         await asyncio.wrap_future(call)
         for batch_id in batch_ids:
             if (batch := self.borrowed.pop(batch_id, None)) is not None:
@@ -142,8 +142,8 @@ class TargetBatches:
 
     async def cancel(self, is_gone: Callable[[Sequence], bool]) -> None:
         """Nobody waits any more for the requests of which ``is_gone`` says so."""
-        with self._work.lock:
-            batches = {id(b): b for b in (*self.borrowed.values(), *(h.batch for h in self._work.held.values()))}
+        with self._stepper.lock:
+            batches = {id(b): b for b in (*self.borrowed.values(), *(h.batch for h in self._stepper.batches.values()))}
         gone = [(b, s) for b in batches.values() for s in b.sequences if is_gone(s)]
         if not gone:
             return
@@ -162,8 +162,8 @@ class TargetBatches:
 
     def _cancel(self, batch: PromptBatch) -> bool:
         """Whether its blocks are free now. Else the engine drops it at the layer's end, or the source settles it."""
-        with self._work.lock:
-            if batch.batch_id not in self._work.held:
+        with self._stepper.lock:
+            if batch.batch_id not in self._stepper.batches:
                 return False
             if any(claim.batch_id == batch.batch_id for claim in self._queue.open_claims()):
                 return False
@@ -174,7 +174,7 @@ class TargetBatches:
         """Drop everything that is not owned here. Between two steps, so that none is inside a layer."""
         self.closed = True
         with contextlib.suppress(BlitzError):  # the engine has stopped, and freed everything
-            await asyncio.wrap_future(self._instance.engine.call(lambda _: self._work.close()))
+            await asyncio.wrap_future(self._instance.engine.call(lambda _: self._stepper.close()))
         for batch in self.borrowed.values():
             self._serving.unhost(batch.sequences)
         self.borrowed.clear()
@@ -185,20 +185,20 @@ class TargetBatches:
     def set_layers_ready(self, layers_ready: int) -> None:
         """More is loaded. The last layer counts when everything is, for the head comes after it, and the source knows
         of it."""
-        with self._work.lock:
+        with self._stepper.lock:
             self._queue.set_layers_ready(layers_ready)
         self.look_again()
 
     def set_gates(self, gates: tuple[Gate, ...]) -> None:
         """A split was computed: hold both sides to it."""
-        with self._work.lock:
+        with self._stepper.lock:
             if not self._queue.dissolved and not self._queue.loaded:
                 self._gates.set(self._queue, gates)
         self.look_again()
 
     def lapse_if_late(self, now_s: float) -> bool:
         """Whether the split was dropped now, because layers are late."""
-        with self._work.lock:
+        with self._stepper.lock:
             lapsed = self._gates.lapse_if_late(self._queue, now_s)
         if lapsed:
             self.look_again()
@@ -215,7 +215,7 @@ class TargetBatches:
 
     def look_again(self) -> None:
         """There may be a layer to run, or a batch to pull."""
-        with self._work.lock:
-            self._work.changed()
+        with self._stepper.lock:
+            self._stepper.changed()
         self._instance.engine.call(lambda _: None, between_layers=True)
         self._changed.fire()

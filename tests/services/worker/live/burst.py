@@ -107,16 +107,16 @@ class Burst:
     async def live_source(self) -> LiveSource:
         """The source's side of the pair, once the target runs layers."""
         await eventually(lambda: self.live_target_of(self.target) is not None and self._ran_layers() > 0)
-        source = self.source.service.parts.pairing.source
+        source = self.source.service.parts.pair_roles.source
         assert source is not None
         return source
 
     def live_target_of(self, worker: RunningWorker) -> LiveTarget | None:
-        return worker.service.parts.pairing.target
+        return worker.service.parts.pair_roles.target
 
     def _ran_layers(self) -> int:
         target = self.live_target_of(self.target)
-        return 0 if target is None else target._work.layers.total
+        return 0 if target is None else target._stepper.layers.total
 
     async def ends(self, *, without: tuple[str, ...] = ()) -> None:
         """Wait for every stream's end and check its tokens."""
@@ -133,7 +133,7 @@ class Burst:
         for worker in self.cluster.workers.values():
             if worker.task.done() or worker.instance is None:
                 continue
-            pairing = worker.service.parts.pairing
+            pairing = worker.service.parts.pair_roles
             await eventually(lambda pairing=pairing: pairing.target is None and pairing.source is None)
             loop = worker.serving.engine.loop
             await eventually(lambda loop=loop: loop.partial is None and loop.num_requests == 0)

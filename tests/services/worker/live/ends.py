@@ -15,11 +15,11 @@ import msgspec
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.instance import Instance
-from services.worker.live.handing import Handing
+from services.worker.live.handover import HandedOver
 from services.worker.live.kv_fetching import KvFetching
 from services.worker.live.link_to_target import LinkToTarget
-from services.worker.live.pulling import Puller
-from services.worker.live.source_work import SourceWork
+from services.worker.live.pulls import Puller
+from services.worker.live.source_stepper import SourceStepper
 from services.worker.live.target import LiveTarget
 from services.worker.live.tensors import Kind, Tensors
 from services.worker.requests.inbox import Serving
@@ -105,7 +105,7 @@ class Member:
         return {o.request_id: o.finish_reason for o in self.outputs if o.finish_reason is not None}
 
 
-class Held:
+class InsideLayer:
     """Holds an engine inside a layer until it is let go."""
 
     def __init__(self, member: Member) -> None:
@@ -117,7 +117,7 @@ class Held:
 
         member.watched.inside = inside
 
-    async def __aenter__(self) -> Held:
+    async def __aenter__(self) -> InsideLayer:
         return self
 
     async def until_inside(self) -> None:
@@ -309,10 +309,10 @@ class SourceEnd:
         self.member = ends.source
         instance = cast(Instance, self.member)
         self.link = LinkToTarget(ends.buses[0], "w1", "pair", silence_s=ends.silence_s)
-        self.handed = Handing(ends.assignment, instance, self.link)
+        self.handed = HandedOver(ends.assignment, instance, self.link)
         loop = asyncio.get_running_loop()
         self.done: list[str] = []
-        self.work = SourceWork(
+        self.work = SourceStepper(
             self.member.loop,
             decode_interval_s=1.0,
             start_at_s=0.0,
@@ -363,4 +363,4 @@ async def running_ends(**settings: object) -> AsyncIterator[Ends]:
         await ends.close()
 
 
-__all__ = ["LONG_S", "Ends", "Held", "Member", "SourceEnd", "request", "running_ends"]
+__all__ = ["LONG_S", "Ends", "InsideLayer", "Member", "SourceEnd", "request", "running_ends"]

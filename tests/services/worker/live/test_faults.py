@@ -219,7 +219,7 @@ async def test_a_loaded_target_that_is_cut_off_leaves_no_attempt_with_two_owners
         await burst.start(delay_s=0.01, max_tokens=3)
         source = await burst.live_source()
         await eventually(lambda: source._target_loaded)
-        assert len(source._handing.handed) > 2
+        assert len(source._handed.handed) > 2
         burst.target.bus.go_down()  # it computes on, and nobody can ask it what
         assert (await _report(cluster)).outcome == "failed"
         burst.target.bus.go_up()
@@ -268,8 +268,8 @@ async def test_a_target_finishes_nothing_before_the_source_knows_that_it_can(
         target = burst.live_target_of(burst.target)
         assert target is not None
         assert target._batches.loaded
-        await eventually(lambda: not target._work.ready)  # all that may be run was
-        assert target._work.finished == []
+        await eventually(lambda: not target._stepper.ready)  # all that may be run was
+        assert target._stepper.finished == []
         deaf = False
         await burst.ends()
         await burst.clean()

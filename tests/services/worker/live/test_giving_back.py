@@ -10,7 +10,7 @@ from services.worker.live.tensors import Kind
 from shared.errors import BadRequest, Conflict, DeadlineExceeded
 from shared.messages.live import PullKv, Settle
 from tests.services.waiting import eventually
-from tests.services.worker.live.ends import Ends, Held, running_ends
+from tests.services.worker.live.ends import Ends, InsideLayer, running_ends
 from tests.services.worker.live.members import NUM_LAYERS, expected, request
 
 ROUNDS = 3
@@ -65,26 +65,26 @@ async def test_a_pull_repeated_after_its_batch_was_settled_takes_no_other() -> N
 
 
 async def test_a_pull_waits_for_the_end_of_a_layer() -> None:
-    async with running_ends() as ends, Held(ends.target) as held:
+    async with running_ends() as ends, InsideLayer(ends.target) as layer:
         await ends.give("a", request("a", 9))
         await ends.load(2)
-        await held.until_inside()
+        await layer.until_inside()
         pulling = asyncio.create_task(ends.pull(wait_s=10.0))
         await asyncio.sleep(0.02)
         assert not pulling.done()
-        held.let_go()
+        layer.let_go()
         answer = await pulling
         assert (answer.batch_id, answer.first_layer) == ("a", 1), "before the next layer is begun"
         await ends.settle(0)
 
 
 async def test_a_pull_that_waited_in_vain_claims_nothing_later() -> None:
-    async with running_ends() as ends, Held(ends.target) as held:
+    async with running_ends() as ends, InsideLayer(ends.target) as layer:
         await ends.give("a", request("a", 9))
         await ends.load(2)
-        await held.until_inside()
+        await layer.until_inside()
         assert (await ends.pull(wait_s=0.02)).batch_id == ""
-        held.let_go()
+        layer.let_go()
         await ends.ran(2)
         answer = await ends.pull(1)
         assert (answer.batch_id, answer.first_layer) == ("a", 2)
@@ -206,7 +206,7 @@ async def _four(ends: Ends) -> None:
 
 
 async def test_shares_are_given_again_as_they_were_and_what_is_kept_is_finished_here() -> None:
-    async with running_ends(policy="stop_the_world") as ends, Held(ends.target) as held:
+    async with running_ends(policy="stop_the_world") as ends, InsideLayer(ends.target) as layer:
         await _four(ends)
         await ends.load(NUM_LAYERS)
         shares = await ends.dissolve()
@@ -215,7 +215,7 @@ async def test_shares_are_given_again_as_they_were_and_what_is_kept_is_finished_
         assert sorted([*shares.kept, *(g.batch_id for g in shares.given)]) == list("abcd")
         assert await ends.dissolve(source_busy_s=1000.0, first_serial=7) == shares
         assert ends.requests.announced == list(shares.kept)
-        held.let_go()
+        layer.let_go()
         await asyncio.wait_for(ends.pair.ended.wait(), 10)
         await ends.target.idle()
         assert ends.target.tokens() == {name: expected(request(name, 9)) for name in shares.kept}
@@ -255,14 +255,14 @@ async def test_a_source_that_is_lost_after_parting_settles_nothing_and_all_is_fr
 
 
 async def test_parting_waits_for_the_end_of_a_layer_and_ends_with_the_pair() -> None:
-    async with running_ends() as ends, Held(ends.target) as held:
+    async with running_ends() as ends, InsideLayer(ends.target) as layer:
         await ends.give("a", request("a", 9))
         await ends.load(2)
-        await held.until_inside()
+        await layer.until_inside()
         parting = asyncio.create_task(ends.dissolve())
         await asyncio.sleep(0.02)
         assert not parting.done()
-        held.let_go()
+        layer.let_go()
         (given,) = (await parting).given
         assert given.batch_id == "a"
         await ends.pair.on_settle(Settle(pair_id="pair", claim_ids=("end/a",)))
@@ -277,14 +277,14 @@ async def test_what_was_finished_before_is_named_at_the_end() -> None:
 
 
 async def test_batches_cancelled_after_parting_are_freed_wherever_they_are() -> None:
-    async with running_ends(policy="stop_the_world") as ends, Held(ends.target) as held:
+    async with running_ends(policy="stop_the_world") as ends, InsideLayer(ends.target) as layer:
         await _four(ends)
         await ends.load(NUM_LAYERS)
         shares = await ends.dissolve()
         for name in "abcd":
             ends.pair.cancel(name, 1)
         await asyncio.sleep(0.02)
-        held.let_go()
+        layer.let_go()
         await asyncio.wait_for(ends.pair.ended.wait(), 10)
         await ends.target.idle()
         assert ends.target.tokens() == {}
@@ -292,14 +292,14 @@ async def test_batches_cancelled_after_parting_are_freed_wherever_they_are() -> 
 
 
 async def test_kept_batches_that_the_engine_cannot_compute_together_are_computed_in_steps() -> None:
-    async with running_ends(policy="stop_the_world") as ends, Held(ends.target) as held:
+    async with running_ends(policy="stop_the_world") as ends, InsideLayer(ends.target) as layer:
         await _four(ends)
         await ends.load(NUM_LAYERS)
         shares = await ends.dissolve()
-        await held.until_inside()
+        await layer.until_inside()
         bad = next(name for name in reversed("abcd") if name in shares.kept)
         ends.target.watched.fails_on = request(bad, 9).prompt[0]
-        held.let_go()
+        layer.let_go()
         await asyncio.wait_for(ends.pair.ended.wait(), 10)
         await ends.target.idle()
         reasons = {name: "error" if name == bad else "length" for name in shares.kept}

@@ -15,9 +15,9 @@ from services.worker.engine.torch_engine import Activation, TorchEngine
 from services.worker.live import kv_fetching
 from services.worker.live.batch import PromptBatch
 from services.worker.live.giving import Giving
-from services.worker.live.handing import Handing
+from services.worker.live.handover import HandedOver
 from services.worker.live.kv_fetching import KvFetching
-from services.worker.live.pulling import Puller
+from services.worker.live.pulls import Puller
 from services.worker.live.source import LiveSource
 from services.worker.live.target import LiveTarget
 from services.worker.live.tensors import Tensors
@@ -281,7 +281,7 @@ async def test_the_source_is_stopped_while_the_target_is_inside_a_long_layer(red
         await burst.live_source()
         target = burst.live_target_of(burst.target)
         assert target is not None
-        await eventually(lambda: target._work.is_inside)
+        await eventually(lambda: target._stepper.is_inside)
         stop = asyncio.create_task(burst.source.stop())
         await burst.ends()
         await stop
@@ -324,10 +324,10 @@ async def test_a_prompt_that_arrives_as_a_pair_dissolves_has_its_hidden_states_s
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits until they are given up: that would take an hour here."""
-    embedded, pull_until_over = Handing._embedded, LiveSource._pull_until_over
+    embedded, pull_until_over = HandedOver._embedded, LiveSource._pull_until_over
     over, acknowledged, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def slowly(handing: Handing, batch: PromptBatch) -> Buffer:
+    async def slowly(handing: HandedOver, batch: PromptBatch) -> Buffer:
         acknowledged.set()
         await go_on.wait()
         return await embedded(handing, batch)
@@ -338,13 +338,13 @@ async def test_a_prompt_that_arrives_as_a_pair_dissolves_has_its_hidden_states_s
         await acknowledged.wait()
         return puller
 
-    monkeypatch.setattr(Handing, "_embedded", slowly)
+    monkeypatch.setattr(HandedOver, "_embedded", slowly)
     monkeypatch.setattr(LiveSource, "_pull_until_over", held_up)
     async with slow_cluster(redis_url, stall_s=3600.0) as cluster:
         burst = Burst(cluster)
         await burst.start(delay_s=0.02, prompts={})
         await asyncio.wait_for(over.wait(), 20.0)
-        source = burst.source.service.parts.pairing.source
+        source = burst.source.service.parts.pair_roles.source
         assert source is not None
         await burst.submit("late", PROMPTS["r0"])
         await eventually(lambda: source._is_ending or source.life.ended)
@@ -362,7 +362,7 @@ async def test_the_planner_is_told_what_pulls_took_so_far(redis_url: str) -> Non
         async def before() -> None:
             await burst.submit("measured", PROMPTS["r0"])
             await cluster.gateway.end_of("measured")
-            side, request = burst.source.service.parts.pairing._as_source, burst.source.bus.request
+            side, request = burst.source.service.parts.pair_roles._as_source, burst.source.bus.request
             side._pull_s = 0.0625
 
             async def watched(subject: str, message: Message, *args: object, **kwargs: object) -> object:
@@ -376,6 +376,6 @@ async def test_the_planner_is_told_what_pulls_took_so_far(redis_url: str) -> Non
         await burst.ends()
         assert await _split(cluster, burst) > 0
         assert [split.pull_s for split in asked] == [0.0625]
-        await eventually(lambda: burst.source.service.parts.pairing.source is None)
-        assert 0 < burst.source.service.parts.pairing._as_source._pull_s != 0.0625
+        await eventually(lambda: burst.source.service.parts.pair_roles.source is None)
+        assert 0 < burst.source.service.parts.pair_roles._as_source._pull_s != 0.0625
         await burst.clean()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.live.source_work import Pulled
+from services.worker.live.source_stepper import SourceBatch
 from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.schedule import SampledToken
 from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import DecodePlace
 from tests.services.worker.live.members import NUM_LAYERS, batch_of, engine_of, expected, request, run_all, tokens_of
-from tests.services.worker.live.test_source_work import Source
+from tests.services.worker.live.test_source_stepper import Source
 
 ELSEWHERE = DecodePlace(worker_id="w9", instance_id="i9")
 
@@ -167,7 +167,7 @@ def test_what_is_decoded_elsewhere_and_whose_kv_is_lost_leaves_with_what_is_comp
 
 def test_a_batch_of_which_nobody_is_left_before_it_has_blocks_needs_no_kv() -> None:
     source = Source(request("a", 9))
-    pulled: Pulled = source.pull(batch_of("x", *source.lent), 2)
+    pulled: SourceBatch = source.pull(batch_of("x", *source.lent), 2)
     source.loop.cancel("a", 1)
     source.work.start(pulled)
     run_all(source.loop)

@@ -7,8 +7,8 @@ import pytest
 from services.worker.live.batch import PromptBatch
 from shared.zigzag.batch import State
 from tests.services.worker.live.members import NUM_LAYERS, batch_of, engine_of, expected, request, run_all, tokens_of
-from tests.services.worker.live.test_source_work import Source
-from tests.services.worker.live.test_target_work import Target
+from tests.services.worker.live.test_source_stepper import Source
+from tests.services.worker.live.test_target_stepper import Target
 
 PART = 4
 
@@ -78,7 +78,7 @@ def test_the_target_runs_a_part_per_step_and_ends_the_layer_with_the_last() -> N
         assert target.queue.batch("a").in_layer == (number < 3)
     assert target.num_layers_ended == target.work.layers.total == 1
     target.load(NUM_LAYERS)
-    (sequence,) = target.work.held["a"].batch.sequences
+    (sequence,) = target.work.batches["a"].batch.sequences
     assert tokens_of(run_all(target.loop)) == {"a": expected(sequence)}
     assert target.is_empty()
 
@@ -91,7 +91,7 @@ def test_hidden_states_and_kv_of_a_batch_run_in_parts_can_be_given_away() -> Non
     source = Source(request("a", 11))
     there = batch_of("a", *source.lent)
     pulled = source.pull(there, 2)
-    held = target.work.held["a"]
+    held = target.work.batches["a"]
     pulled.hidden = target.loop.engine.hidden_states(held.activation)
     source.kv["a"] = target.loop.engine.export_kv(batch.block_tables, batch.lengths, 2)
     assert source.loop.scheduler.reservations.reserve(there.sequences)

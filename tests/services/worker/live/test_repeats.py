@@ -118,7 +118,7 @@ async def test_an_instance_that_still_finishes_kept_batches_is_no_source(redis_u
         burst = Burst(cluster)
         await burst.start(delay_s=0.005)
         target = await _parted(burst)
-        pairing = burst.target.service.parts.pairing
+        pairing = burst.target.service.parts.pair_roles
         old = target.assignment
         other = msgspec.structs.replace(
             old,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from services.worker.live.pair import PairState
-from services.worker.live.report import PairRecord
-from services.worker.live.source_work import SourceWork
+from services.worker.live.report import PairRecord, Timeline
 from shared.messages.codec import decode, encode
 from shared.messages.live import LayerRuns, LiveReport
-from tests.services.worker.live.members import NUM_LAYERS, assignment, batch_of, make_loop, request
+from tests.services.worker.live.members import NUM_LAYERS, assignment, batch_of, request
 
 
-def work() -> SourceWork:
-    return SourceWork(make_loop(), decode_interval_s=1.0, start_at_s=10.0, on_done=lambda _: None, on_free=lambda: None)
+def timelines() -> tuple[Timeline, Timeline]:
+    """Of layers and of tokens."""
+    return Timeline(10.0), Timeline(10.0)
 
 
 def done(record: PairRecord, batch_id: str, first_layer: int, at_s: float) -> None:
@@ -25,7 +25,7 @@ def test_each_batch_says_who_ran_how_much_of_it() -> None:
     record = PairRecord(assignment(), 10.0)
     for number, (batch_id, first_layer) in enumerate([("a", 0), ("b", 3), ("c", 4), ("d", 1)]):
         done(record, batch_id, first_layer, 20.0 + number)
-    report = record.report(PairState.DISSOLVED, "", work())
+    report = record.report(PairState.DISSOLVED, "", *timelines())
     assert [(b.batch_id, b.target_layers, b.source_layers) for b in report.batches] == [
         ("a", 0, 4),
         ("b", 3, 1),
@@ -41,13 +41,13 @@ def test_without_a_split_batch_there_is_no_cooperative_token() -> None:
     record = PairRecord(assignment(), 10.0)
     done(record, "a", 0, 20.0)
     done(record, "c", 4, 21.0)
-    assert record.report(PairState.DISSOLVED, "", work()).first_cooperative_token_at_s is None
+    assert record.report(PairState.DISSOLVED, "", *timelines()).first_cooperative_token_at_s is None
 
 
 @pytest.mark.parametrize(("state", "outcome"), [(PairState.DISSOLVED, "dissolved"), (PairState.FAILED, "failed")])
 def test_the_end_is_told(state: PairState, outcome: str) -> None:
     record = PairRecord(assignment(policy="best_effort"), 10.0)
-    report = record.report(state, "why", work())
+    report = record.report(state, "why", *timelines())
     assert (report.outcome, report.reason, report.policy) == (outcome, "why", "best_effort")
     assert (report.pair_id, report.plan_id, report.source, report.target) == ("pair", "plan", "w0", "w1")
     assert report.started_at_s == 10.0
@@ -55,11 +55,11 @@ def test_the_end_is_told(state: PairState, outcome: str) -> None:
 
 
 def test_the_timelines_of_both_members_travel_with_it() -> None:
-    record, mine = PairRecord(assignment(), 10.0), work()
-    mine.layers.add(10.0, 3)
-    mine.tokens.add(10.0, 2)
+    record, (layers, tokens) = PairRecord(assignment(), 10.0), timelines()
+    layers.add(10.0, 3)
+    tokens.add(10.0, 2)
     record.target_runs = LayerRuns(start_at_s=11.0, bucket_s=0.05, counts=(1, 2))
-    report = record.report(PairState.DISSOLVED, "", mine)
+    report = record.report(PairState.DISSOLVED, "", layers, tokens)
     assert report.source_runs is not None
     assert report.tokens is not None
     assert (report.source_runs.counts, report.tokens.counts) == ((3,), (2,))

@@ -10,7 +10,7 @@ import pytest
 from shared.errors import BadRequest, Conflict, Overloaded
 from shared.messages.live import Seal, Taken
 from tests.services.waiting import eventually
-from tests.services.worker.live.ends import Ends, Held, running_ends
+from tests.services.worker.live.ends import Ends, InsideLayer, running_ends
 from tests.services.worker.live.members import NUM_LAYERS, expected, request
 
 SEAL = Seal(pair_id="pair", count=1)
@@ -125,14 +125,14 @@ async def test_cancelled_while_it_waits_a_batch_is_free_at_once() -> None:
 
 
 async def test_cancelled_inside_a_layer_a_batch_is_free_at_its_end() -> None:
-    async with running_ends() as ends, Held(ends.target) as held:
+    async with running_ends() as ends, InsideLayer(ends.target) as layer:
         await ends.give("a", request("a", 9))
         await ends.load(2)
-        await held.until_inside()
+        await layer.until_inside()
         ends.pair.cancel("a", 1)
         await asyncio.sleep(0.02)
         assert ends.target.num_used == 3
-        held.let_go()
+        layer.let_go()
         await ends.target.idle()
         assert ends.requests.unhosted == ["a"]
         assert (await ends.pull()).batch_id == ""
@@ -203,23 +203,23 @@ async def test_what_the_target_finishes_is_its_own_and_the_source_is_told() -> N
 async def test_when_the_source_is_lost_what_it_owns_is_freed(state: str) -> None:
     async with running_ends() as ends:
         message = ends.hand_over("a", request("a", 9))
-        async with Held(ends.target) as held:
+        async with InsideLayer(ends.target) as layer:
             if state == "without hidden states":
                 await ends.pair.on_hand_over(message)
             else:
                 await ends.give("a", request("a", 9))
             if state != "inside a layer":
-                held.let_go()
+                layer.let_go()
             if state in ("begun", "inside a layer", "claimed"):
                 await ends.load(1)
-                await held.until_inside()
+                await layer.until_inside()
             if state in ("begun", "claimed"):
                 await ends.ran(1)
             if state == "claimed":
                 assert (await ends.pull()).first_layer == 1
             failing = asyncio.create_task(ends.pair.fail("the source is lost"))
             await asyncio.sleep(0.02)
-            held.let_go()
+            layer.let_go()
             await failing
         await ends.target.idle()
         assert ends.pair.ended.is_set()

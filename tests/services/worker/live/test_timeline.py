@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.live.timeline import BUCKET_S, MAX_BUCKETS, Timeline
+from services.worker.live.report import BUCKET_S, MAX_BUCKETS, Timeline
 
 START_S = 1_700_000_000.0
 

@@ -36,7 +36,7 @@ from shared.messages.scaling import ChainMember
 from shared.transport.base import TensorTransport
 
 
-class Pairing:
+class PairRoles:
     """Event loop only."""
 
     def __init__(

@@ -8,7 +8,7 @@ import pytest
 
 from services.worker.engine.loop import EngineLoop
 from services.worker.live.batch import PromptBatch
-from services.worker.live.source_work import Pulled, SourceWork
+from services.worker.live.source_stepper import SourceBatch, SourceStepper
 from services.worker.scheduling.sequence import Sequence
 from shared.errors import EngineBroken, PeerLost
 from shared.transport.base import Buffer
@@ -31,10 +31,10 @@ class Source:
     def __init__(self, *waiting: Sequence, decode_interval_s: float = 1e9, **changes: int) -> None:
         self.clock = Clock()
         self.loop: EngineLoop = make_loop(self.clock, **changes)
-        self.done: list[Pulled] = []
+        self.done: list[SourceBatch] = []
         self.kv: dict[str, Buffer] = {}
         self.num_free = 0
-        self.work = SourceWork(
+        self.work = SourceStepper(
             self.loop,
             decode_interval_s=decode_interval_s,
             start_at_s=0.0,
@@ -50,7 +50,7 @@ class Source:
     def _free(self) -> None:
         self.num_free += 1
 
-    def pull(self, batch: PromptBatch, first_layer: int = 0) -> Pulled:
+    def pull(self, batch: PromptBatch, first_layer: int = 0) -> SourceBatch:
         """As if the target had run the layers before ``first_layer``."""
         hidden = None
         if first_layer:
@@ -61,9 +61,9 @@ class Source:
             target.engine.run_layers(activation, 0, first_layer)
             hidden = target.engine.hidden_states(activation)
             self.kv[batch.batch_id] = target.engine.export_kv(there.block_tables, there.lengths, first_layer)
-        return Pulled(batch, first_layer, hidden)
+        return SourceBatch(batch, first_layer, hidden)
 
-    def start(self, batch: PromptBatch, first_layer: int = 0, *, with_kv: bool = True) -> Pulled:
+    def start(self, batch: PromptBatch, first_layer: int = 0, *, with_kv: bool = True) -> SourceBatch:
         """Pull it and begin it."""
         pulled = self.pull(batch, first_layer)
         assert self.loop.scheduler.reservations.reserve(batch.sequences)
@@ -72,7 +72,7 @@ class Source:
             self.bring_kv(pulled)
         return pulled
 
-    def bring_kv(self, pulled: Pulled) -> None:
+    def bring_kv(self, pulled: SourceBatch) -> None:
         """Its KV is whole."""
         batch = pulled.batch
         kv = self.kv[batch.batch_id]
@@ -205,7 +205,7 @@ def test_hidden_states_that_are_not_the_batchs_are_computed_again_and_give_no_ot
     source = Source(request("a", 9))
     wrong = source.pull(batch_of("x", request("z", 9)), 2)
     assert source.loop.scheduler.reservations.reserve(source.lent)
-    pulled = Pulled(batch_of("x", *source.lent), 2, wrong.hidden)
+    pulled = SourceBatch(batch_of("x", *source.lent), 2, wrong.hidden)
     source.work.start(pulled)
     assert run_all(source.loop) == []
     source.work.kv_over(pulled, is_here=False)
@@ -231,7 +231,7 @@ def test_its_own_unfinished_prefill_keeps_it_from_pulling() -> None:
     clock = Clock()
     loop = make_loop(clock, prefill_chunk_tokens=2)
     free: list[bool] = []
-    work = SourceWork(
+    work = SourceStepper(
         loop, decode_interval_s=1.0, start_at_s=0.0, on_done=lambda _: None, on_free=lambda: free.append(True)
     )
     loop.add(request("own", 6))

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.live.batch import PromptBatch
-from services.worker.live.source_work import finish, run_part
-from services.worker.live.timeline import Timeline
+from services.worker.live.report import Timeline
+from services.worker.live.source_stepper import finish, run_part
 from shared.transport.base import Buffer
 from shared.zigzag.batch import ENDED, State
 from shared.zigzag.queue import Claim, Layer, Queue
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Held:
+class TargetBatch:
     """A batch at the target. Its sequences hold blocks here."""
 
     batch: PromptBatch
@@ -41,7 +41,7 @@ class Held:
     """The same of KV, by first layers."""
 
 
-class TargetWork:
+class TargetStepper:
     """``PartialWork`` of the target. The callbacks are called on the engine thread."""
 
     def __init__(
@@ -60,7 +60,7 @@ class TargetWork:
         self._loop = loop
         self.queue = queue
         self.lock = threading.Lock()
-        self.held: dict[str, Held] = {}
+        self.batches: dict[str, TargetBatch] = {}
         """Under ``lock``."""
         self.decode_interval_s = decode_interval_s
         self.layers = Timeline(start_at_s)
@@ -83,12 +83,12 @@ class TargetWork:
 
     @property
     def num_requests(self) -> int:
-        return sum(len(held.batch.sequences) for held in list(self.held.values()))
+        return sum(len(held.batch.sequences) for held in list(self.batches.values()))
 
     @property
     def queued(self) -> tuple[int, int]:
         """Kept batches are the target's own; before the pair dissolves, all are the source's."""
-        kept = [held.batch for held in list(self.held.values())] if self.queue.dissolved else []
+        kept = [held.batch for held in list(self.batches.values())] if self.queue.dissolved else []
         return sum(len(b.sequences) for b in kept), sum(b.num_tokens for b in kept)
 
     @property
@@ -104,8 +104,8 @@ class TargetWork:
         """Run nothing more and free all blocks. Between two steps. Returns what was here."""
         with self.lock:
             self._closed, self._maybe, self._inside = True, False, None
-            batches = [held.batch for held in self.held.values()]
-            self.held.clear()
+            batches = [held.batch for held in self.batches.values()]
+            self.batches.clear()
         for batch in batches:
             self._loop.scheduler.reservations.release(batch.sequences)
         return batches
@@ -113,7 +113,7 @@ class TargetWork:
     def drop(self, batch_ids: tuple[str, ...]) -> list[PromptBatch]:
         """Free the blocks of batches that are the source's now. Between two steps or layers."""
         with self.lock:
-            batches = [self.held.pop(i).batch for i in batch_ids if i in self.held]
+            batches = [self.batches.pop(i).batch for i in batch_ids if i in self.batches]
         for batch in batches:
             self._loop.scheduler.reservations.release(batch.sequences)
         return batches
@@ -125,7 +125,7 @@ class TargetWork:
                 self._maybe = False
                 return None
             self._inside = layer
-            held = self.held[layer.batch_id]
+            held = self.batches[layer.batch_id]
             is_wanted = self.queue.batch(layer.batch_id).state is not State.STOPPING
         started_s = time.monotonic()
         output = StepOutput(())
@@ -144,7 +144,7 @@ class TargetWork:
         self._loop.busy(time.monotonic() - started_s)
         return output
 
-    def _run(self, held: Held, layer: Layer) -> None:
+    def _run(self, held: TargetBatch, layer: Layer) -> None:
         engine = self._loop.engine
         if held.activation is None:
             held.activation = engine.resume(held.batch.as_engine_batch(), held.hidden, next_layer=0)
@@ -153,7 +153,7 @@ class TargetWork:
         if not held.next_token:
             self.ran_layer()
 
-    def _end(self, held: Held, layer: Layer, ran: bool) -> StepOutput:
+    def _end(self, held: TargetBatch, layer: Layer, ran: bool) -> StepOutput:
         """``ran``: the whole layer; else it was given up, because nobody waits for the batch any more."""
         output = StepOutput(())
         adopts = ran and layer.layer + 1 == self.queue.num_layers
@@ -164,7 +164,7 @@ class TargetWork:
             finished = self.queue.layer_done(layer.batch_id)
             ended = self.queue.batch(layer.batch_id).state in ENDED
             if ended:
-                self.held.pop(layer.batch_id, None)
+                self.batches.pop(layer.batch_id, None)
             if finished:
                 self.finished.append(layer.batch_id)
             if self.wanted and isinstance(self.queue.pull(self.wanted), Claim):

@@ -26,7 +26,7 @@ SEATS_SHARE = 4
 T = TypeVar("T")
 
 
-class Handing:
+class HandedOver:
     """Event loop only, but for what it has the engine's thread do. First come, first served."""
 
     def __init__(self, assignment: ZigzagAssignment, instance: Instance, link: LinkToTarget) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.worker.live.batch import PromptBatch
-from services.worker.live.target_work import Held, TargetWork
+from services.worker.live.target_stepper import TargetBatch, TargetStepper
 from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.sequence import Sequence
 from shared.zigzag.batch import State
@@ -31,7 +31,7 @@ class Target:
         self.num_layers_ended = 0
         self.finished: list[PromptBatch] = []
         self.broken: list[Exception] = []
-        self.work = TargetWork(
+        self.work = TargetStepper(
             self.loop,
             self.queue,
             decode_interval_s=1e9,
@@ -50,7 +50,7 @@ class Target:
         batch = batch_of(batch_id, *sequences)
         assert self.loop.scheduler.reservations.reserve(sequences)
         with self.work.lock:
-            self.work.held[batch_id] = Held(batch, self.loop.engine.embed_tokens(batch.token_ids()))
+            self.work.batches[batch_id] = TargetBatch(batch, self.loop.engine.embed_tokens(batch.token_ids()))
             self.queue.add(batch_id, batch.layer_s)
             self.work.changed()
         return batch
@@ -65,7 +65,7 @@ class Target:
         return engine_of(self.loop).ran
 
     def is_empty(self) -> bool:
-        return not self.work.held and self.loop.scheduler.pool.num_used == 0 and self.loop.num_requests == 0
+        return not self.work.batches and self.loop.scheduler.pool.num_used == 0 and self.loop.num_requests == 0
 
 
 def test_layers_are_run_in_the_queues_order_as_they_are_loaded() -> None:
@@ -109,7 +109,7 @@ def test_with_all_layers_it_finishes_batches_and_their_requests_decode_here() ->
         outputs += step.outputs
     assert target.finished == [batch]
     assert target.queue.batch("x").state is State.FINISHED
-    assert target.work.held == {}
+    assert target.work.batches == {}
     assert (target.loop.num_requests, target.loop.scheduler.num_requests) == (2, 2)
     outputs += run_all(target.loop)
     assert tokens_of(outputs) == {"a": expected(a), "b": expected(b)}
@@ -151,7 +151,7 @@ def test_hidden_states_and_kv_of_what_was_run_can_be_given_away() -> None:
     batch = target.take("a", request("a", 5))
     target.load(2)
     run_all(target.loop)
-    held, source = target.work.held["a"], make_loop()
+    held, source = target.work.batches["a"], make_loop()
     hidden = target.loop.engine.hidden_states(held.activation)
     kv = target.loop.engine.export_kv(batch.block_tables, batch.lengths, 2)
     there = batch_of("a", request("a", 5))

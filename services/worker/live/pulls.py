@@ -8,14 +8,13 @@ import time
 
 from services.worker.instance.instance import Instance
 from services.worker.live.batch import PromptBatch
-from services.worker.live.handing import Handing
+from services.worker.live.handover import HandedOver
 from services.worker.live.kv_fetching import Coming, KvFetching
 from services.worker.live.link_to_target import LinkToTarget
-from services.worker.live.source_work import Pulled, SourceWork
+from services.worker.live.source_stepper import SourceBatch, SourceStepper
 from services.worker.live.tensors import Kind, Tensors, can_tag_kv
 from shared.errors import DeadlineExceeded, TransportError
-from shared.messages.live import Pull
-from shared.messages.live import Pulled as PullAnswer
+from shared.messages.live import Pull, Pulled
 from shared.transport.base import Buffer
 
 log = logging.getLogger(__name__)
@@ -34,9 +33,9 @@ class Puller:
         self,
         pair_id: str,
         instance: Instance,
-        handing: Handing,
+        handed_over: HandedOver,
         link: LinkToTarget,
-        work: SourceWork,
+        stepper: SourceStepper,
         tensors: Tensors,
         kv: KvFetching,
         *,
@@ -46,9 +45,9 @@ class Puller:
         self._pair_id = pair_id
         self._instance = instance
         self._kv = kv
-        self._handing = handing
+        self._handed = handed_over
         self._link = link
-        self._work = work
+        self._stepper = stepper
         self._tensors = tensors
         self.num_claims = 0
         self.pull_s = pull_s
@@ -61,7 +60,7 @@ class Puller:
         await self._link.until(self.free.wait())
         self.free.clear()
 
-    async def pull(self) -> PullAnswer:
+    async def pull(self) -> Pulled:
         """Ask for the earliest batch, and begin it if there is one."""
         serial, started_s = self.num_claims, time.monotonic()
         self.num_claims += 1
@@ -73,7 +72,7 @@ class Puller:
             wait_s=PULL_WAIT_S,
             kv_apart=self.can_take_kv_apart(serial),
         )
-        answer = await self._link.ask_pair("pull", message, PullAnswer, wait_s=PULL_WAIT_S)
+        answer = await self._link.ask_pair("pull", message, Pulled, wait_s=PULL_WAIT_S)
         if answer.batch_id:
             await self.take(answer.batch_id, answer.first_layer, claim_id, serial, kv_apart=answer.kv_apart)
             self._took(time.monotonic() - started_s)
@@ -87,16 +86,16 @@ class Puller:
 
     async def take(self, batch_id: str, first_layer: int, claim_id: str, serial: int, *, kv_apart: bool) -> None:
         """Get a batch here that the target gave, and begin it. Its KV follows."""
-        batch = self._handing.handed[batch_id]
-        self._handing.given.add(batch_id)
-        pulled, unasked = Pulled(batch), None
+        batch = self._handed.handed[batch_id]
+        self._handed.given.add(batch_id)
+        pulled, unasked = SourceBatch(batch), None
         if first_layer:
             if not kv_apart:
                 unasked = self._expect_kv(batch, first_layer, serial)
             num_bytes = batch.num_tokens * self._instance.engine.loop.engine.hidden_bytes_per_token
             try:
                 hidden = await self._link.until(self._tensors.receive(num_bytes, serial, Kind.PULLED_HIDDEN))
-                pulled = Pulled(batch, first_layer, hidden)
+                pulled = SourceBatch(batch, first_layer, hidden)
             except (TransportError, DeadlineExceeded) as error:
                 log.warning("batch %s is computed from the beginning: %s", batch_id, error)
         if not pulled.first_layer:
@@ -104,7 +103,7 @@ class Puller:
             if unasked is not None:
                 unasked.cancel()
         await self._begin(pulled)
-        del self._handing.handed[batch_id]
+        del self._handed.handed[batch_id]
         if pulled.first_layer:
             self._kv.fetch(Coming(pulled, claim_id, serial, unasked))
 
@@ -115,17 +114,17 @@ class Puller:
         coming.add_done_callback(lambda done: done.cancelled() or done.exception())  # the batch may be lost before
         return coming
 
-    async def _begin(self, pulled: Pulled) -> None:
+    async def _begin(self, pulled: SourceBatch) -> None:
         batch, scheduler = pulled.batch, self._instance.engine.loop.scheduler
 
         def start() -> bool:
             if not batch.ended and not scheduler.reservations.reserve(batch.sequences):
                 return False
             batch.begun = True
-            self._work.start(pulled)
+            self._stepper.start(pulled)
             return True
 
-        while not await self._handing.call(start):
+        while not await self._handed.call(start):
             self.free.clear()
             await self._link.until(self.free.wait())
         # What the engine said before it had this batch does not count any more.
@@ -133,12 +132,12 @@ class Puller:
 
     async def run_from_backlog(self) -> None:
         """The target has nothing to pull, and no room or no use for what waits here: it is begun here."""
-        async with self._handing.lock:
-            if self._handing.backlog:
-                await self._begin(Pulled(self._handing.backlog[0]))
-                self._handing.backlog.popleft()
+        async with self._handed.lock:
+            if self._handed.backlog:
+                await self._begin(SourceBatch(self._handed.backlog[0]))
+                self._handed.backlog.popleft()
 
     def _took(self, seconds: float) -> None:
         self.pull_s += _SMOOTHING * (seconds - self.pull_s)
-        layer_s = max((b.layer_s for b in self._handing.handed.values()), default=0.0)
-        self._work.lead_s = min(self.pull_s, MAX_LEAD_LAYERS * layer_s)
+        layer_s = max((b.layer_s for b in self._handed.handed.values()), default=0.0)
+        self._stepper.lead_s = min(self.pull_s, MAX_LEAD_LAYERS * layer_s)

@@ -20,7 +20,7 @@ from enum import Enum
 from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.live.batch import PromptBatch
-from services.worker.live.timeline import Timeline
+from services.worker.live.report import Timeline
 from shared.transport.base import Buffer
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Kv(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Pulled:
+class SourceBatch:
     """A batch whose sequences have blocks here. ``hidden``: as of ``first_layer``, if that is not 0."""
 
     batch: PromptBatch
@@ -53,7 +53,7 @@ class Pulled:
 
 @dataclass(slots=True)
 class _Run:
-    pulled: Pulled
+    pulled: SourceBatch
     next_layer: int
     next_token: int = 0
     """Of the next layer: those before it have run."""
@@ -63,7 +63,7 @@ class _Run:
     busy_s: float = 0.0
 
 
-class SourceWork:
+class SourceStepper:
     """``PartialWork`` of the source. ``on_done(pulled)`` and ``on_free()`` are called on the engine thread."""
 
     num_requests = 0
@@ -76,7 +76,7 @@ class SourceWork:
         *,
         decode_interval_s: float,
         start_at_s: float,
-        on_done: Callable[[Pulled], None],
+        on_done: Callable[[SourceBatch], None],
         on_free: Callable[[], None],
         has_room: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -109,7 +109,7 @@ class SourceWork:
             return False
         return self._has_room()
 
-    def start(self, pulled: Pulled) -> None:
+    def start(self, pulled: SourceBatch) -> None:
         """Run the rest of a batch, after those that are here already. If it has a ``first_layer``, its KV may be
         imported as soon as this returns, and ``kv_over`` must follow."""
         now_s = time.monotonic()
@@ -125,13 +125,13 @@ class SourceWork:
                 run.broken = error
         self._runs.append(run)
 
-    def kv_over(self, pulled: Pulled, *, is_here: bool) -> None:
+    def kv_over(self, pulled: SourceBatch, *, is_here: bool) -> None:
         """The KV of a batch is whole, or will not come. Its blocks are not written any more."""
         pulled.kv = Kv.HERE if is_here else Kv.LOST
         if not any(run.pulled is pulled for run in self._runs):
             self._join(pulled)
 
-    def _join(self, pulled: Pulled) -> None:
+    def _join(self, pulled: SourceBatch) -> None:
         """Both are over, its layers here and its KV."""
         scheduler, sequences = self._loop.scheduler, pulled.batch.sequences
         if pulled.has_failed:
