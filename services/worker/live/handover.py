@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from services.worker.instance.instance import Instance
 from services.worker.live.batch import PromptBatch, packed
-from services.worker.live.link_to_target import LinkToTarget
+from services.worker.live.links import LinkToTarget
 from services.worker.live.tensors import Kind, Tensors
 from services.worker.scheduling.sequence import Sequence
 from shared.errors import BadRequest, Overloaded, PayloadTooLarge

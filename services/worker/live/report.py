@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from opentelemetry.trace import Span
+
 from services.worker.live.batch import PromptBatch
 from services.worker.live.pair import PairState
 from shared.messages.live import LayerRuns, LiveBatch, LiveReport, ZigzagAssignment
@@ -81,6 +83,27 @@ class PairRecord:
             target_runs=self.target_runs,
             tokens=tokens.runs(),
         )
+
+
+def annotate(span: Span, report: LiveReport) -> None:
+    """What the pair did, on its span."""
+    for batch in report.batches:
+        span.add_event(
+            "batch",
+            {
+                "blitz.batch_id": batch.batch_id,
+                "blitz.tokens": batch.num_tokens,
+                "blitz.target_layers": batch.target_layers,
+                "blitz.source_layers": batch.source_layers,
+            },
+            timestamp=int(batch.first_token_at_s * 1e9),
+        )
+    if report.first_cooperative_token_at_s is not None:
+        span.add_event("first_cooperative_token", timestamp=int(report.first_cooperative_token_at_s * 1e9))
+    for name, runs in (("source_layers", report.source_runs), ("target_layers", report.target_runs)):
+        if runs is not None:
+            span.set_attribute(f"blitz.{name}_per_{round(runs.bucket_s * 1000)}ms", runs.counts)
+    span.set_attribute("blitz.outcome", report.outcome)
 
 
 def declined(assignment: ZigzagAssignment, reason: str) -> LiveReport:

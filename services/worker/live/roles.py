@@ -1,30 +1,38 @@
-"""The pairs of one worker: at most one as source, one as target. Whatever concerns them comes in here.
-
-What the worker does as either is in ``source_side`` and ``target_side``.
-"""
+"""Who this worker is in which pair: the source of at most one, and the target of at most one. Whatever concerns its
+pairs comes in here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from services.worker.instance.instance import Instance
 from services.worker.instance.progress import ProgressReporter
+from services.worker.live.links import LinkToTarget
+from services.worker.live.report import annotate, declined
 from services.worker.live.source import LiveSource
-from services.worker.live.source_side import SourceSide
 from services.worker.live.target import LiveTarget
-from services.worker.live.target_side import TargetSide
 from services.worker.live.tensors import Tensors
 from services.worker.requests.inbox import Serving
 from services.worker.scheduling.gateways import Gone
 from services.worker.weights.peers import TENSOR_LANE, Peers
 from shared import subjects
+from shared.aio import OwnedTasks
 from shared.bus.base import Bus, Subscription
+from shared.errors import BlitzError, Conflict, NotFound
+from shared.messages.codec import Message
 from shared.messages.common import Ack
 from shared.messages.live import (
     Dissolve,
+    Dissolved,
     HandOver,
     LiveOffer,
     PairEnded,
+    PlanSplit,
     Pull,
     PullKv,
     Seal,
@@ -33,11 +41,21 @@ from shared.messages.live import (
     ZigzagAssignment,
 )
 from shared.messages.scaling import ChainMember
+from shared.telemetry import tracer
 from shared.transport.base import TensorTransport
+
+log = logging.getLogger(__name__)
+
+SPLIT_TIMEOUT_S = 1.0
+PAIRED_QUEUE_FACTOR = 2
+LEAVE_S = 2.0
+MAX_DISSOLVED = 8
+
+M = TypeVar("M", HandOver, Seal, Pull, PullKv, Settle)
 
 
 class PairRoles:
-    """Event loop only."""
+    """Event loop only. Messages to a pair that is not here raise ``NotFound``."""
 
     def __init__(
         self,
@@ -58,84 +76,244 @@ class PairRoles:
         self._transport = transport
         self._worker_id = worker_id
         self._peers = peers
+        self._serving = serving
+        self._progress = progress
+        self._instance = instance
+        self._changed = changed
         self._silence_s = silence_s
-        self._as_source = SourceSide(bus, worker_id, serving, instance, changed, self._tensors, silence_s=silence_s)
-        self._as_target = TargetSide(
-            bus, worker_id, serving, progress, instance, changed, self._tensors, silence_s=silence_s
-        )
-
-    @property
-    def source(self) -> LiveSource | None:
+        self.source: LiveSource | None = None
         """The pair whose source this worker is."""
-        return self._as_source.source
-
-    @property
-    def target(self) -> LiveTarget | None:
+        self.target: LiveTarget | None = None
         """The pair whose target this worker is."""
-        return self._as_target.target
+        self.pull_s = 0.0
+        """What a pull took in the last pair: the next one expects as much."""
+        self._run: asyncio.Task[None] | None = None
+        """The source's."""
+        self._offering = asyncio.Lock()
+        self._dissolved: OrderedDict[str, Dissolved] = OrderedDict()
+        """What was agreed in pairs that have ended: the answer may have been lost."""
+        self._tasks = OwnedTasks()
 
     async def subscribe(self) -> list[Subscription]:
         """Listen; the caller closes what is returned."""
-        bus, me, as_source, as_target = self._bus, self._worker_id, self._as_source, self._as_target
+        bus, me, of_target = self._bus, self._worker_id, self._of_target
 
         def live(operation: str) -> str:
             return subjects.worker_live(me, operation)
 
         return [
             await bus.respond(live("offer"), LiveOffer, self.on_offer),
-            await bus.respond(live("hand_over"), HandOver, as_target.on_hand_over),
-            await bus.respond(live("seal"), Seal, as_target.on_seal),
-            await bus.respond(live("pull"), Pull, as_target.on_pull),
-            await bus.respond(live("pull_kv"), PullKv, as_target.on_pull_kv),
-            await bus.respond(live("settle"), Settle, as_target.on_settle),
-            await bus.respond(live("dissolve"), Dissolve, as_target.on_dissolve),
-            await bus.respond(live("taken"), Taken, as_source.on_taken),
+            await bus.respond(live("hand_over"), HandOver, of_target(LiveTarget.on_hand_over)),
+            await bus.respond(live("seal"), Seal, of_target(LiveTarget.on_seal)),
+            await bus.respond(live("pull"), Pull, of_target(LiveTarget.on_pull)),
+            await bus.respond(live("pull_kv"), PullKv, of_target(LiveTarget.on_pull_kv)),
+            await bus.respond(live("settle"), Settle, of_target(LiveTarget.on_settle)),
+            await bus.respond(live("dissolve"), Dissolve, self._on_dissolve),
+            await bus.respond(live("taken"), Taken, self._on_taken),
             await bus.subscribe(subjects.worker_pair_ended(me), PairEnded, self._on_pair_ended),
         ]
 
-    async def on_assignment(self, assignment: ZigzagAssignment) -> None:
-        """Begin a pair as its source; as its target only take the gates. Others' are ignored."""
-        if assignment.target.worker_id == self._worker_id:
-            self._as_target.on_assignment(assignment)
-        elif assignment.source.worker_id == self._worker_id and not assignment.revision:
-            finishing = "" if self.target is None else self.target.assignment.pair_id
-            await self._as_source.on_assignment(assignment, finishing)
+    def _of_target(self, answer: Callable[[LiveTarget, M], Awaitable[Message]]) -> Callable[[M], Awaitable[Message]]:
+        """``answer``, called with the pair that a message is about."""
 
-    async def on_offer(self, offer: LiveOffer) -> Ack:
-        """Accept a pair as its target. Raises what ``TargetSide.on_offer`` raises."""
-        return await self._as_target.on_offer(offer)
+        async def respond(message: M) -> Message:
+            return await answer(self._target(message.pair_id), message)
+
+        return respond
+
+    def _target(self, pair_id: str) -> LiveTarget:
+        if self.target is None or self.target.assignment.pair_id != pair_id:
+            raise NotFound(f"{self._worker_id} is not the target of pair {pair_id}")
+        return self.target
+
+    def _source(self, pair_id: str) -> LiveSource | None:
+        source = self.source
+        return source if source is not None and source.assignment.pair_id == pair_id else None
+
+    async def _on_dissolve(self, message: Dissolve) -> Dissolved:
+        """Dissolve the pair, or say again what was agreed."""
+        if (shares := self._dissolved.get(message.pair_id)) is not None:
+            return shares
+        return await self._target(message.pair_id).on_dissolve(message)
+
+    async def _on_taken(self, message: Taken) -> Ack:
+        """The target finished batches."""
+        source = self._source(message.pair_id)
+        if source is None:
+            raise NotFound(f"{self._worker_id} is not the source of pair {message.pair_id}")
+        return source.on_taken(message)
 
     def _on_pair_ended(self, message: PairEnded) -> None:
-        self._as_source.on_pair_ended(message)
-        self._as_target.on_pair_ended(message)
+        """The other member says that the pair is over."""
+        if (source := self._source(message.pair_id)) is not None:
+            source.ended_by_target(f"the target ended the pair: {message.reason}", message.finished)
+        if self.target is not None and self.target.assignment.pair_id == message.pair_id:
+            self._tasks.start(self.target.fail(f"the source ended the pair: {message.reason}", tell=False))
+
+    # --- from the planner --------------------------------------------------------------------
+
+    async def on_assignment(self, assignment: ZigzagAssignment) -> None:
+        """Begin a pair as its source. As its target take the gates of a later revision; the first one comes as the
+        source's offer. Others' assignments are ignored."""
+        if assignment.target.worker_id == self._worker_id:
+            target = self.target
+            if assignment.revision and target is not None and target.assignment.pair_id == assignment.pair_id:
+                target.set_gates(assignment.gates)
+        elif assignment.source.worker_id == self._worker_id and not assignment.revision:
+            await self._begin_as_source(assignment)
+
+    # --- as source ---------------------------------------------------------------------------
+
+    async def _begin_as_source(self, assignment: ZigzagAssignment) -> None:
+        """Begin a pair, or report why not."""
+        instance = self._instance()
+        reason = ""
+        if time.time() > assignment.expires_at_s:
+            reason = "it came too late"
+        elif instance is None or instance.instance_id != assignment.source.instance_id:
+            reason = "its source is not here any more"
+        elif instance.state != "serving":
+            reason = f"its source is {instance.state}"
+        elif self.source is not None:
+            if self.source.assignment.pair_id == assignment.pair_id:
+                return  # delivered again
+            reason = f"the source is in {self.source.assignment.pair_id}"
+        elif self.target is not None:
+            reason = f"its source still finishes what it kept of {self.target.assignment.pair_id}"
+        if reason or instance is None:
+            log.info("pair %s is not made: %s", assignment.pair_id, reason)
+            await self._bus.publish(subjects.live_reports(), declined(assignment, reason))
+            return
+        target = assignment.target
+
+        async def connect() -> Tensors:
+            return await self._connect(target, target.epoch)
+
+        async def ask_split(request: PlanSplit) -> None:
+            await self._bus.request(subjects.planner("split"), request, Ack, timeout_s=SPLIT_TIMEOUT_S)
+
+        link = LinkToTarget(self._bus, target.worker_id, assignment.pair_id, silence_s=self._silence_s)
+
+        def lending(begun: bool) -> None:
+            instance.queue_factor = PAIRED_QUEUE_FACTOR if begun else 1
+            self._changed()
+
+        self.source = LiveSource(
+            assignment, instance, link, connect, self._serving, ask_split, lending, pull_s=self.pull_s
+        )
+        self._run = asyncio.create_task(self._cooperate(self.source))
+
+    async def _cooperate(self, source: LiveSource) -> None:
+        assignment = source.assignment
+        attributes = {
+            "blitz.pair_id": assignment.pair_id,
+            "blitz.plan_id": assignment.plan_id,
+            "blitz.worker_id": self._worker_id,
+            "blitz.target": assignment.target.worker_id,
+            "blitz.policy": assignment.policy,
+            "blitz.why": assignment.why,
+        }
+        try:
+            with tracer().start_as_current_span("worker.live", attributes=attributes) as span:
+                report = await source.run()
+                self.pull_s = source.pull_s
+                annotate(span, report)
+                await self._bus.publish(subjects.live_reports(), report)
+            log.info("pair %s %s: %d batches", report.pair_id, report.outcome, len(report.batches))
+        except BlitzError as error:
+            log.warning("pair %s ended without a report: %s", assignment.pair_id, error)
+        finally:
+            self.source = None
+
+    # --- as target ---------------------------------------------------------------------------
+
+    async def on_offer(self, offer: LiveOffer) -> Ack:
+        """Accept a pair. Raises ``NotFound`` while the instance is not here, ``Conflict`` when it needs no pair."""
+        async with self._offering:  # a repeat waits for what it repeats
+            return await self._accept(offer.assignment)
+
+    async def _accept(self, assignment: ZigzagAssignment) -> Ack:
+        if self.target is not None and self.target.assignment.pair_id == assignment.pair_id:
+            return Ack()
+        instance, wanted = self._instance(), assignment.target
+        if instance is None or instance.instance_id != wanted.instance_id:
+            raise NotFound(f"{self._worker_id} does not load {wanted.instance_id}")
+        if instance.epoch != wanted.epoch or instance.state != "loading" or self.target is not None:
+            raise Conflict(f"{wanted.instance_id} is {instance.state} under epoch {instance.epoch}: no pair")
+        tensors = await self._connect(assignment.source, wanted.epoch)
+        if self._instance() is not instance or instance.state != "loading" or self.target is not None:
+            raise Conflict(f"{wanted.instance_id} is {instance.state}: no pair")
+        instance.go_live()
+        target = LiveTarget(assignment, instance, self._bus, tensors, self._serving, silence_s=self._silence_s)
+        self.target = target
+        instance.on_layer_ready = target.layers_ready
+        target.begin()
+        self._changed()
+        self._tasks.start(self._until_ended(target))
+        await self._progress.tell(
+            assignment.plan_id, instance.instance_id, "live", detail=f"with {assignment.source.worker_id}"
+        )
+        return Ack()
+
+    async def _until_ended(self, target: LiveTarget) -> None:
+        await target.ended.wait()
+        if target.shares is not None:
+            self._dissolved[target.assignment.pair_id] = target.shares
+            if len(self._dissolved) > MAX_DISSOLVED:
+                self._dissolved.popitem(last=False)
+        if self.target is target:
+            self.target = None
+            target.instance.on_layer_ready = lambda: None
+
+    # --- from this worker --------------------------------------------------------------------
 
     def loaded(self, instance: Instance) -> None:
         """The instance has everything."""
-        self._as_target.loaded(instance)
+        if self.target is not None and self.target.instance is instance:
+            self.target.layers_ready()
 
     async def instance_gone(self, instance: Instance, reason: str) -> None:
         """The instance's engine is about to stop: its pairs end before."""
-        await self._as_target.instance_gone(instance, reason)
-        await self._as_source.instance_gone(instance, reason)
+        if self.target is not None and self.target.instance is instance:
+            await self.target.fail(reason)
+        source = self.source
+        if source is not None and source.instance is instance and self._run is not None:
+            source.lost(reason)
+            await source.until_kv_is_over()
+            await asyncio.wait({self._run}, timeout=LEAVE_S)
 
     def arrived(self) -> None:
         """A request was accepted here."""
-        self._as_source.arrived()
+        if self.source is not None:
+            self.source.arrived()
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """Nobody waits for a request any more; the other member has to know as well."""
-        self._as_target.cancel(request_id, attempt)
-        self._as_source.cancel(request_id, attempt)
+        """A request is not wanted any more; the other member has to know as well."""
+        if self.target is not None:
+            self.target.cancel(request_id, attempt)
+        if self.source is not None:
+            self.source.cancel(request_id, attempt)
 
     def cancel_gateway(self, gone: Gone) -> None:
         """Gateways are gone. The other member notices by itself."""
-        self._as_target.cancel_gateway(gone)
+        if self.target is not None:
+            self.target.cancel_gateway(gone)
 
     async def close(self) -> None:
         """Leave both pairs and wait for what runs."""
-        await self._as_source.close()
-        await self._as_target.close()
+        source = self.source
+        if source is not None:
+            await source.leave("the source leaves")
+        if self._run is not None:
+            self._run.cancel()
+            await asyncio.gather(self._run, return_exceptions=True)
+        if source is not None:
+            await source.close()
+        if self.target is not None:
+            await self.target.close()
+        await self._tasks.close()
 
-    async def _tensors(self, other: ChainMember, epoch: int) -> Tensors:
+    async def _connect(self, other: ChainMember, epoch: int) -> Tensors:
+        """For tensors to and from the other member, under the target's epoch."""
         channel = await self._peers.channel(other.transport_address, other.host, lane=TENSOR_LANE)
         return Tensors(self._transport, channel, epoch, timeout_s=self._silence_s)

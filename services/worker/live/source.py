@@ -1,6 +1,6 @@
 """The source of a pair: it hands its queue over, pulls batches back, and keeps what clients were promised.
 
-Everything here runs on the event loop; the engine's part is ``source_work``. Every request of the pair was accepted by
+Everything here runs on the event loop; the engine's part is in ``steppers``. Every request of the pair was accepted by
 the source's scheduler and stays accepted there: whatever becomes of the target, the source can compute it.
 """
 
@@ -18,12 +18,11 @@ from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.link import LinkLost
 from services.worker.live.handover import HandedOver
-from services.worker.live.kv_fetching import KvFetching
-from services.worker.live.link_to_target import LinkToTarget
+from services.worker.live.links import LinkToTarget
 from services.worker.live.pair import PairLife, PairState
-from services.worker.live.pulls import Puller
+from services.worker.live.pulls import KvFetching, Puller
 from services.worker.live.report import PairRecord
-from services.worker.live.source_stepper import SourceBatch, SourceStepper
+from services.worker.live.steppers import SourceBatch, SourceStepper
 from services.worker.live.tensors import Tensors
 from services.worker.requests.inbox import Serving
 from shared.errors import BlitzError, Conflict, Unavailable

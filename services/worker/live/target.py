@@ -1,7 +1,7 @@
-"""The target of a pair: its conversation with the source, and its life.
+"""The target of a pair: its conversation with the source, and its life up to the dissolution.
 
-Everything here runs on the event loop. The batches are in ``target_batches``, how they go back in ``giving`` and
-``parting``; the engine's part is ``target_work``.
+Everything here runs on the event loop. The batches are in ``target_batches``; the engine's part is in
+``steppers``.
 """
 
 from __future__ import annotations
@@ -10,31 +10,29 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
-from services.worker.engine.loop import EngineLoop
+from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.link import ASK_TIMEOUT_S
 from services.worker.live.batch import PromptBatch
 from services.worker.live.gates import Gates
-from services.worker.live.giving import Giving
-from services.worker.live.link_to_source import LinkToSource
+from services.worker.live.links import LinkToSource
 from services.worker.live.pair import PairLife, PairState
-from services.worker.live.parting import Parting
+from services.worker.live.steppers import TargetStepper
 from services.worker.live.target_batches import TargetBatches
-from services.worker.live.target_stepper import TargetStepper
 from services.worker.live.tensors import Tensors
 from services.worker.requests.inbox import Serving
 from services.worker.scheduling.gateways import Gone
-from shared.aio import Wakeup
+from shared.aio import OwnedTasks, Wakeup
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict, Unavailable
-from shared.messages.common import Ack
+from shared.messages.common import Ack, ErrorInfo
 from shared.messages.live import (
     Dissolve,
     Dissolved,
     Gate,
+    Given,
     HandOver,
     Pull,
     Pulled,
@@ -48,6 +46,7 @@ from shared.zigzag.queue import Policy, Queue
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.05
+LOOK_S = 0.05
 
 
 class LiveTarget:
@@ -69,14 +68,17 @@ class LiveTarget:
         self.life = PairLife()
         self.ended = asyncio.Event()
         self._tensors = tensors
+        self._serving = serving
         self._link = LinkToSource(assignment, bus, tensors, self.life, silence_s=silence_s)
         self._event_loop = asyncio.get_running_loop()
         self._changed = Wakeup()
-        self._has_parted = False
+        self.shares: Dissolved | None = None
+        """What was agreed at the dissolution."""
+        self._dissolving = asyncio.Lock()
         self._source_knows = asyncio.Event()
         """That this one is loaded, or the pair has ended."""
         self._failure = ""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks(self._task_broke)
         self._queue = Queue(instance.layout.num_layers, Policy(assignment.policy))
         self._stepper = TargetStepper(
             instance.engine.loop,
@@ -87,26 +89,25 @@ class LiveTarget:
             on_finished=self._from_engine(self._finished),
             on_broken=self._from_engine(self._engine_failed),
         )
-        queue, work, changed = self._queue, self._stepper, self._changed
-        self._batches = TargetBatches(instance, queue, work, Gates(assignment), tensors, serving, changed)
-        self._giving = Giving(instance, queue, work, self._batches, tensors, changed)
-        self._parting = Parting(instance, queue, work, self._batches, self._giving, serving, changed)
+        self._batches = TargetBatches(
+            instance, self._queue, self._stepper, Gates(assignment), tensors, serving, self._changed
+        )
 
     def begin(self) -> None:
         """The offer is accepted: hand-overs may come."""
         self.instance.engine.call(lambda loop: setattr(loop, "partial", self._stepper))
         self.life.move_to(PairState.REDIRECTING)
         self.layers_ready()
-        self._spawn(self._watch())
+        self._tasks.start(self._watch())
 
     # --- from the source ---------------------------------------------------------------------
 
     async def on_hand_over(self, message: HandOver) -> Ack:
-        """Take a batch. Raises what ``TargetBatches.take_in`` raises."""
+        """Take a batch. Raises what ``TargetBatches.hand_over`` raises."""
         self._check_lives()
-        held = await self._batches.take_in(message)
+        held = await self._batches.hand_over(message)
         if held is not None:
-            self._spawn(self._batches.fetch(held))
+            self._tasks.start(self._batches.fetch(held))
         return Ack()
 
     async def on_seal(self, message: Seal) -> Ack:
@@ -121,53 +122,131 @@ class LiveTarget:
 
     async def on_pull(self, message: Pull) -> Pulled:
         """The earliest batch for the source; waits up to ``wait_s`` for one that it may have."""
-        claim = await self._giving.pull(message, self._check_lives)
+        claim = await self._batches.pull(message, self._check_lives)
         if claim is not None:
-            self._spawn(self._giving.give(claim, message.serial, kv_apart=message.kv_apart))
+            self._tasks.start(self._batches.give(claim, message.serial, kv_apart=message.kv_apart))
             # What was in the way of a later batch is gone.
             self._batches.look_again()
-        return self._giving.answer(claim, kv_apart=message.kv_apart)
+        return self._batches.answer(claim, kv_apart=message.kv_apart)
 
     async def on_pull_kv(self, message: PullKv) -> Ack:
-        """The source has room for KV of a batch that it pulled. Raises what ``Giving.kv_wanted`` raises."""
+        """The source has room for KV of a batch that it pulled. Raises what ``TargetBatches.kv_wanted`` raises."""
         self._check_lives()
-        held = self._giving.kv_wanted(message)
+        held = self._batches.kv_wanted(message)
         if held is not None:
-            self._spawn(self._giving.send_kv(held, message))
+            self._tasks.start(self._batches.send_kv(held, message))
         return Ack()
 
     async def on_settle(self, message: Settle) -> Ack:
         """The source has these batches. Without claims it only says that it lives."""
         self._check_lives()
-        await self._giving.settle(message.claim_ids)
+        await self._batches.settle(message.claim_ids)
         return Ack()
 
+    # --- the dissolution ---------------------------------------------------------------------
+
     async def on_dissolve(self, message: Dissolve) -> Dissolved:
-        """Part. Repeating gives the same shares."""
+        """Begun batches stay, untouched ones are shared. Repeating gives the same shares."""
         self._check_lives()
         if self._batches.loaded:
             # The source knows by now; its answer is about to be here.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ASK_TIMEOUT_S):
                     await self._source_knows.wait()
-        shares = await self._parting.dissolve(message, self._check_lives)
-        if not self._has_parted and not self.life.ended:
-            self._has_parted = True
-            self.life.move_to(PairState.DISSOLVED)
-            log.info("pair %s is dissolved: %d kept, %d given", message.pair_id, len(shares.kept), len(shares.given))
-            self._spawn(self._hand_back(shares))
-        return shares
+        async with self._dissolving:
+            if self.shares is None:
+                self.shares = await self._agreed(message)
+                kept = self._batches.take(self.shares.kept)
+                self._serving.announce([s for batch in kept for s in batch.sequences])
+                self._batches.look_again()
+            if not self.life.ended:
+                self.life.move_to(PairState.DISSOLVED)
+                num_kept, num_given = len(self.shares.kept), len(self.shares.given)
+                log.info("pair %s is dissolved: %d kept, %d given", message.pair_id, num_kept, num_given)
+                self._tasks.start(self._hand_back(self.shares))
+            return self.shares
+
+    async def _agreed(self, message: Dissolve) -> Dissolved:
+        while True:
+            self._check_lives()
+            call = self.instance.engine.call(lambda _: self._share(message))
+            if (shares := await asyncio.wrap_future(call)) is not None:
+                return shares
+            await self._changed.wait(LOOK_S)
+
+    def _share(self, message: Dissolve) -> Dissolved | None:
+        """Between two steps; None while a batch is inside a layer that only the source could go on from."""
+        with self._stepper.lock:
+            if self._stepper.is_inside and not self._queue.loaded:
+                return None
+            # The source has what it pulled before it asks for this.
+            for claim in self._queue.open_claims():
+                self._queue.confirm(claim.claim_id)
+            shares = self._queue.dissolve(message.claim_id, source_busy=message.source_busy_s)
+            for claim in shares.given:
+                if not (message.kv_apart and claim.first_layer):
+                    self._queue.confirm(claim.claim_id)
+            finished = tuple(self._stepper.finished)
+        return Dissolved(
+            kept=shares.kept,
+            given=tuple(
+                Given(batch_id=claim.batch_id, first_layer=claim.first_layer, serial=message.first_serial + i)
+                for i, claim in enumerate(shares.given)
+            ),
+            finished=finished,
+            layer_runs=self._stepper.layers.runs(),
+            kv_apart=message.kv_apart,
+        )
 
     async def _hand_back(self, shares: Dissolved) -> None:
+        """Send what was begun of the given batches, free all that are the source's, wait for the end of the kept."""
         try:
-            await self._parting.hand_back(shares, self._link.why_lost)
+            await self._send_given(shares)
+            await self._changed.until(lambda: not self._stepper.batches)
         finally:
             await self._detach()
 
-    @property
-    def shares(self) -> Dissolved | None:
-        """What was agreed at parting."""
-        return self._parting.shares
+    async def _send_given(self, shares: Dissolved) -> None:
+        begun = [
+            (self._stepper.batches[g.batch_id], g)
+            for g in shares.given
+            if g.first_layer and g.batch_id in self._stepper.batches
+        ]
+        await self._drop_all_but({*shares.finished, *(given.batch_id for _, given in begun)})
+        apart = shares.kv_apart
+        sends = [self._batches.send(held, g.first_layer, g.serial, kv_apart=apart) for held, g in begun]
+        for failure in await asyncio.gather(*sends, return_exceptions=True):
+            if failure is not None:
+                log.error("a batch was not handed back: the source computes it", exc_info=failure)
+        while self._queue.open_claims() and not self._link.why_lost():
+            await self._changed.wait(LOOK_S)
+        await self._drop_all_but(set(shares.finished))
+
+    async def _drop_all_but(self, batch_ids: set[str]) -> None:
+        await self._batches.drop([batch_id for batch_id in self._batches.not_taken if batch_id not in batch_ids])
+
+    async def _abandon_kept(self, error: BlitzError) -> None:
+        """The engine failed on what was kept: ordinary steps find out on which request. Before everything is loaded
+        there are none; then those requests end with an error, and gateways try elsewhere."""
+        info = ErrorInfo.of(error)
+
+        def abandon(loop: EngineLoop) -> StepOutput:
+            batches = [held.batch for held in self._stepper.batches.values()]
+            kept = [s for b in batches if b.batch_id not in self._batches.not_taken for s in b.sequences]
+            outputs = []
+            if self._batches.loaded:
+                loop.scheduler.reservations.compute_here(kept)
+            else:
+                for sequence in kept:
+                    if not sequence.finished:
+                        sequence.finished = True
+                        outputs.append(sequence.end("error", info))
+            self._stepper.close()
+            return StepOutput(tuple(outputs))
+
+        async with self._dissolving:  # then it is settled whose they are
+            self._serving.on_output(await asyncio.wrap_future(self.instance.engine.call(abandon)))
+        self._changed.fire()
 
     # --- from the instance -------------------------------------------------------------------
 
@@ -179,7 +258,7 @@ class LiveTarget:
             self._batches.loaded = True
             self._changed.fire()
             self._move_on()
-            self._spawn(self._finish_from_now_on())
+            self._tasks.start(self._finish_from_now_on())
 
     async def _finish_from_now_on(self) -> None:
         """The source has to know before that this one finishes batches: should the two lose each other, it must not
@@ -194,11 +273,11 @@ class LiveTarget:
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Nobody waits for a request any more."""
-        self._spawn(self._batches.cancel(lambda sequence: sequence.key == (request_id, attempt)))
+        self._tasks.start(self._batches.cancel(lambda sequence: sequence.key == (request_id, attempt)))
 
     def cancel_gateway(self, gone: Gone) -> None:
         """Gateways are gone."""
-        self._spawn(self._batches.cancel(lambda s: gone.had(s.gateway_id, s.gateway_incarnation)))
+        self._tasks.start(self._batches.cancel(lambda s: gone.had(s.gateway_id, s.gateway_incarnation)))
 
     # --- inside ------------------------------------------------------------------------------
 
@@ -210,16 +289,8 @@ class LiveTarget:
 
         return call
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._reap)
-
-    def _reap(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task of pair %s broke", self.assignment.pair_id, exc_info=error)
-            self._fail_soon(f"{type(error).__name__}: {error}")
+    def _task_broke(self, error: Exception) -> None:
+        self._fail_soon(f"{type(error).__name__}: {error}")
 
     def _check_lives(self) -> None:
         """The source lives; do we?"""
@@ -234,7 +305,7 @@ class LiveTarget:
     def _finished(self, batch: PromptBatch) -> None:
         self._batches.finished(batch)
         if not self.life.ended:
-            self._spawn(self._tell_finished(batch))
+            self._tasks.start(self._tell_finished(batch))
 
     async def _tell_finished(self, batch: PromptBatch) -> None:
         await self._link.tell_taken(batch.batch_id, loaded=self._batches.loaded)
@@ -250,9 +321,7 @@ class LiveTarget:
 
     def _fail_soon(self, reason: str) -> None:
         if not self.life.ended:
-            task = asyncio.create_task(self.fail(reason))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self.fail(reason))
 
     async def fail(self, reason: str, *, tell: bool = True) -> None:
         """The pair is over: everything that is not owned here is dropped."""
@@ -269,7 +338,7 @@ class LiveTarget:
     def _engine_failed(self, error: Exception) -> None:
         if self._queue.dissolved:
             # What was kept is nobody else's any more, even if the source does not know yet.
-            self._spawn(self._parting.abandon(Unavailable(f"the engine failed: {type(error).__name__}: {error}")))
+            self._tasks.start(self._abandon_kept(Unavailable(f"the engine failed: {type(error).__name__}: {error}")))
         else:
             self._fail_soon(f"the target's engine failed: {error}")
 
@@ -285,6 +354,4 @@ class LiveTarget:
     async def close(self) -> None:
         """The instance or the process goes: leave the pair, and wait for what is under way."""
         await self.fail("the target leaves")
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable
 
 from services.worker.engine.loop import EngineLoop
 from services.worker.instance.instance import Instance
 from services.worker.live.batch import PromptBatch
 from services.worker.live.gates import Gates
-from services.worker.live.target_stepper import TargetBatch, TargetStepper
+from services.worker.live.steppers import TargetBatch, TargetStepper
 from services.worker.live.tensors import Kind, Tensors
 from services.worker.requests.inbox import Serving
 from services.worker.scheduling.sequence import Sequence
 from shared.aio import Wakeup
 from shared.errors import BadRequest, BlitzError, Conflict, Overloaded
-from shared.messages.live import Gate, HandOver
-from shared.zigzag.queue import Queue
+from shared.messages.live import Gate, HandOver, Pull, Pulled, PullKv
+from shared.zigzag.queue import Claim, Policy, Queue, Wait
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class TargetBatches:
         self._known: set[str] = set()
         """All that ever came."""
         self._taking = asyncio.Lock()
-        self.borrowed: dict[str, PromptBatch] = {}
+        self.not_taken: dict[str, PromptBatch] = {}
         """Those whose requests are the source's, by id."""
         self.loaded = False
         """The target has everything."""
@@ -68,9 +70,9 @@ class TargetBatches:
         with self._stepper.lock:
             return tuple(self._stepper.finished)
 
-    # --- taking in ---------------------------------------------------------------------------
+    # --- hand-over ---------------------------------------------------------------------------
 
-    async def take_in(self, message: HandOver) -> TargetBatch | None:
+    async def hand_over(self, message: HandOver) -> TargetBatch | None:
         """Reserve blocks for a batch and queue it; None if it is here already. ``fetch`` must follow.
 
         Raises ``Overloaded`` when there is no room now, ``BadRequest`` when there will never be, ``Conflict`` when the
@@ -79,9 +81,9 @@ class TargetBatches:
         if not message.requests or not 0 < message.layer_s < math.inf or message.serial < 0:
             raise BadRequest(f"batch {message.batch_id!r} cannot be: {message.layer_s!r} s a layer", param="layer_s")
         async with self._taking:  # a repeat must not be answered before what it repeats
-            return await self._take_in(message)
+            return await self._hand_over(message)
 
-    async def _take_in(self, message: HandOver) -> TargetBatch | None:
+    async def _hand_over(self, message: HandOver) -> TargetBatch | None:
         if message.batch_id in self._known:
             return None
         sequences = [self._instance.sequence_of(request) for request in message.requests]
@@ -104,7 +106,7 @@ class TargetBatches:
             self._stepper.batches[batch.batch_id] = held
             self._queue.add(batch.batch_id, message.layer_s, behind_seal=message.behind_seal, absent=True)
             self._gates.added(self._queue, batch.batch_id)
-        self.borrowed[batch.batch_id] = batch
+        self.not_taken[batch.batch_id] = batch
         self._serving.host(message.requests)
         self._changed.fire()
         return held
@@ -127,6 +129,113 @@ class TargetBatches:
             self._queue.arrived(batch.batch_id)
         self.look_again()
 
+    # --- pulls -------------------------------------------------------------------------------
+
+    @property
+    def can_dissolve(self) -> bool:
+        """Cooperation has nothing left to gain. The baselines have none once everything is loaded."""
+        return self._queue.can_dissolve if self._queue.policy is Policy.ZIGZAG else self._queue.loaded
+
+    async def pull(self, message: Pull, check: Callable[[], None]) -> Claim | None:
+        """Claim the earliest batch for the source; waits up to ``wait_s`` for one that it may have. ``give`` must
+        follow. ``check()`` is called before every look, and raises when the pair is over."""
+        deadline_s = time.monotonic() + message.wait_s
+        while True:
+            check()
+            left_s = deadline_s - time.monotonic()
+            with self._stepper.lock:
+                over = self._queue.dissolved or self.can_dissolve
+                found = None if over else self._queue.pull(message.claim_id)
+                # The engine would begin the next layer before this had a chance to look. Once nobody waits, it must
+                # not grant a claim any more that nobody takes.
+                self._stepper.wanted = message.claim_id if isinstance(found, Wait) and left_s > 0 else ""
+            if isinstance(found, Claim):
+                return found
+            if over or left_s <= 0:
+                return None
+            await self._changed.wait(left_s)
+
+    def answer(self, claim: Claim | None, *, kv_apart: bool) -> Pulled:
+        """What the source is told of a pull that found this."""
+        return Pulled(
+            batch_id="" if claim is None else claim.batch_id,
+            first_layer=0 if claim is None else claim.first_layer,
+            layers_ready=self._queue.layers_ready,
+            loaded=self.loaded,
+            can_dissolve=claim is None and self.can_dissolve,
+            kv_apart=kv_apart,
+        )
+
+    async def give(self, claim: Claim, serial: int, *, kv_apart: bool) -> None:
+        """Send what was computed of a claimed batch, once; the source has the rest."""
+        held = self._stepper.batches.get(claim.batch_id)
+        if claim.first_layer and held is not None and not held.is_sent:
+            held.is_sent = True
+            await self.send(held, claim.first_layer, serial, kv_apart=kv_apart)
+
+    async def send(self, held: TargetBatch, num_layers: int, serial: int, *, kv_apart: bool) -> None:
+        """Send a batch's hidden states, and unless it is asked for apart the KV of its first ``num_layers``. A failure
+        of the transport is the source's to notice."""
+        engine, batch = self._instance.engine.loop.engine, held.batch
+        hidden = await asyncio.to_thread(engine.hidden_states, held.activation)
+        transfers = [self._tensors.send(hidden, serial, Kind.PULLED_HIDDEN)]
+        if not kv_apart:
+            kv = await asyncio.to_thread(engine.export_kv, batch.block_tables, batch.lengths, num_layers)
+            if not self._is_held(held):
+                return
+            transfers.append(self._tensors.send(kv, serial, Kind.PULLED_KV))
+        failure = await self._tensors.sent(*transfers)
+        if failure is not None:
+            log.info("batch %s: %s; the source computes it from the beginning", batch.batch_id, failure)
+
+    def kv_wanted(self, message: PullKv) -> TargetBatch | None:
+        """The batch of which the source wants KV; None if it was asked for the same before. ``send_kv`` must follow.
+
+        Raises ``Conflict`` unless the batch is here and the source's, ``BadRequest`` for layers that were not run.
+        """
+        with self._stepper.lock:
+            held = self._stepper.batches.get(message.batch_id)
+            claim = next((c for c in self._queue.open_claims() if c.batch_id == message.batch_id), None)
+        if held is None or claim is None:
+            raise Conflict(f"batch {message.batch_id!r} is not the source's to pull, or settled")
+        if not 0 <= message.first_layer < message.last_layer <= claim.first_layer:
+            layers = f"{message.first_layer}..{message.last_layer}"
+            raise BadRequest(f"KV of layers {layers} of {claim.first_layer} that were run", param="last_layer")
+        if message.first_layer in held.kv_sent:
+            return None
+        held.kv_sent.add(message.first_layer)
+        return held
+
+    async def send_kv(self, held: TargetBatch, message: PullKv) -> None:
+        """Send KV that is wanted. A failure of the transport is the source's to notice."""
+        engine, batch = self._instance.engine.loop.engine, held.batch
+        first, last = message.first_layer, message.last_layer
+        export = functools.partial(engine.export_kv, batch.block_tables, batch.lengths, last, first_layer=first)
+        try:
+            kv = await asyncio.to_thread(export)
+        except Exception:  # what an engine finds in blocks that are another's by now is nobody's concern
+            if self._is_held(held):
+                raise
+            return
+        # Its blocks may have been freed meanwhile, and written.
+        if self._is_held(held):
+            failure = await self._tensors.sent(self._tensors.send_kv(kv, message.serial, first))
+            if failure is not None:
+                log.info("KV of batch %s: %s; the source computes it again", batch.batch_id, failure)
+
+    def _is_held(self, held: TargetBatch) -> bool:
+        with self._stepper.lock:
+            return self._stepper.batches.get(held.batch.batch_id) is held
+
+    async def settle(self, claim_ids: Iterable[str]) -> None:
+        """The source has these: they are free here. Unknown and settled claims are ignored."""
+        with self._stepper.lock:
+            claims = {claim.claim_id: claim for claim in self._queue.open_claims()}
+            settled = [claims[i] for i in claim_ids if i in claims]
+            for claim in settled:
+                self._queue.confirm(claim.claim_id)
+        await self.drop([claim.batch_id for claim in settled])
+
     # --- letting go --------------------------------------------------------------------------
 
     async def drop(self, batch_ids: list[str]) -> None:
@@ -136,14 +245,14 @@ class TargetBatches:
         call = self._instance.engine.call(lambda _: self._stepper.drop(tuple(batch_ids)), between_layers=True)
         await asyncio.wrap_future(call)
         for batch_id in batch_ids:
-            if (batch := self.borrowed.pop(batch_id, None)) is not None:
+            if (batch := self.not_taken.pop(batch_id, None)) is not None:
                 self._serving.unhost(batch.sequences)
         self.look_again()
 
     async def cancel(self, is_gone: Callable[[Sequence], bool]) -> None:
         """Nobody waits any more for the requests of which ``is_gone`` says so."""
         with self._stepper.lock:
-            batches = {id(b): b for b in (*self.borrowed.values(), *(h.batch for h in self._stepper.batches.values()))}
+            batches = {id(b): b for b in (*self.not_taken.values(), *(h.batch for h in self._stepper.batches.values()))}
         gone = [(b, s) for b in batches.values() for s in b.sequences if is_gone(s)]
         if not gone:
             return
@@ -175,9 +284,9 @@ class TargetBatches:
         self.closed = True
         with contextlib.suppress(BlitzError):  # the engine has stopped, and freed everything
             await asyncio.wrap_future(self._instance.engine.call(lambda _: self._stepper.close()))
-        for batch in self.borrowed.values():
+        for batch in self.not_taken.values():
             self._serving.unhost(batch.sequences)
-        self.borrowed.clear()
+        self.not_taken.clear()
         self._changed.fire()
 
     # --- what happens to them ------------------------------------------------------------------
@@ -206,12 +315,12 @@ class TargetBatches:
 
     def finished(self, batch: PromptBatch) -> None:
         """The engine finished a batch: its requests decode here."""
-        self.own((batch.batch_id,))
+        self.take((batch.batch_id,))
         self._changed.fire()
 
-    def own(self, batch_ids: Iterable[str]) -> list[PromptBatch]:
+    def take(self, batch_ids: Iterable[str]) -> list[PromptBatch]:
         """The requests of these are this worker's from now on; those of which that is news."""
-        return [self.borrowed.pop(i) for i in batch_ids if i in self.borrowed]
+        return [self.not_taken.pop(i) for i in batch_ids if i in self.not_taken]
 
     def look_again(self) -> None:
         """There may be a layer to run, or a batch to pull."""

@@ -16,10 +16,9 @@ from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.instance import Instance
 from services.worker.live.handover import HandedOver
-from services.worker.live.kv_fetching import KvFetching
-from services.worker.live.link_to_target import LinkToTarget
-from services.worker.live.pulls import Puller
-from services.worker.live.source_stepper import SourceStepper
+from services.worker.live.links import LinkToTarget
+from services.worker.live.pulls import KvFetching, Puller
+from services.worker.live.steppers import SourceStepper
 from services.worker.live.target import LiveTarget
 from services.worker.live.tensors import Kind, Tensors
 from services.worker.requests.inbox import Serving

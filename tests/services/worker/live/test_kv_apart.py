@@ -12,14 +12,13 @@ import pytest
 
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.engine.torch_engine import Activation, TorchEngine
-from services.worker.live import kv_fetching
+from services.worker.live import pulls
 from services.worker.live.batch import PromptBatch
-from services.worker.live.giving import Giving
 from services.worker.live.handover import HandedOver
-from services.worker.live.kv_fetching import KvFetching
-from services.worker.live.pulls import Puller
+from services.worker.live.pulls import KvFetching, Puller
 from services.worker.live.source import LiveSource
 from services.worker.live.target import LiveTarget
+from services.worker.live.target_batches import TargetBatches
 from services.worker.live.tensors import Tensors
 from shared import subjects
 from shared.errors import BadRequest, Conflict
@@ -81,8 +80,8 @@ async def test_kv_comes_in_pieces_a_window_ahead(
         wire.holds = False
         await burst.start(delay_s=0.05)
         layer_bytes = NUM_TOKENS * burst.source.serving.engine.loop.engine.kv_bytes_per_token_layer
-        monkeypatch.setattr(kv_fetching, "PIECE_BYTES", piece_layers * layer_bytes)
-        monkeypatch.setattr(kv_fetching, "WINDOW_BYTES", ahead * piece_layers * layer_bytes)
+        monkeypatch.setattr(pulls, "PIECE_BYTES", piece_layers * layer_bytes)
+        monkeypatch.setattr(pulls, "WINDOW_BYTES", ahead * piece_layers * layer_bytes)
         burst.target.transport.tamper = wire.tamper
         await burst.ends()
         assert await _split(cluster, burst) > 0
@@ -140,14 +139,14 @@ async def _parted_with_begun_ones(burst: Burst, before: Callable[[], None] = lam
     target = burst.live_target_of(burst.target)
     assert target is not None
     given: list[str] = []
-    hand_back = target._parting.hand_back
+    hand_back = target._hand_back
 
-    async def watched(shares: Dissolved, why_lost: Callable[[], str]) -> None:
+    async def watched(shares: Dissolved) -> None:
         given.extend(g.batch_id for g in shares.given if g.first_layer)
         before()
-        await hand_back(shares, why_lost)
+        await hand_back(shares)
 
-    target._parting.hand_back = watched  # type: ignore[method-assign]
+    target._hand_back = watched  # type: ignore[method-assign]
     return given
 
 
@@ -176,7 +175,7 @@ async def test_what_cannot_be_handed_back_is_freed_at_the_target(
     async with slow_cluster(redis_url, "best_effort", stall_s=0.5) as cluster:
         burst = Burst(cluster)
         await burst.start(delay_s=0.02)
-        given = await _parted_with_begun_ones(burst, lambda: monkeypatch.setattr(Giving, "send", send))
+        given = await _parted_with_begun_ones(burst, lambda: monkeypatch.setattr(TargetBatches, "send", send))
         await burst.ends()
         assert given
         await burst.clean()
@@ -362,8 +361,8 @@ async def test_the_planner_is_told_what_pulls_took_so_far(redis_url: str) -> Non
         async def before() -> None:
             await burst.submit("measured", PROMPTS["r0"])
             await cluster.gateway.end_of("measured")
-            side, request = burst.source.service.parts.pair_roles._as_source, burst.source.bus.request
-            side._pull_s = 0.0625
+            roles, request = burst.source.service.parts.pair_roles, burst.source.bus.request
+            roles.pull_s = 0.0625
 
             async def watched(subject: str, message: Message, *args: object, **kwargs: object) -> object:
                 if isinstance(message, PlanSplit):
@@ -377,5 +376,5 @@ async def test_the_planner_is_told_what_pulls_took_so_far(redis_url: str) -> Non
         assert await _split(cluster, burst) > 0
         assert [split.pull_s for split in asked] == [0.0625]
         await eventually(lambda: burst.source.service.parts.pair_roles.source is None)
-        assert 0 < burst.source.service.parts.pair_roles._as_source._pull_s != 0.0625
+        assert 0 < burst.source.service.parts.pair_roles.pull_s != 0.0625
         await burst.clean()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.live.source_stepper import SourceBatch
+from services.worker.live.steppers import SourceBatch
 from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.schedule import SampledToken
 from services.worker.scheduling.sequence import Sequence

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.worker.live import link_to_source as link_module
-from services.worker.live.link_to_source import LinkToSource
+from services.worker.live import links
+from services.worker.live.links import LinkToSource
 from services.worker.live.pair import PairLife
 from services.worker.live.tensors import Tensors
 from shared import subjects
@@ -57,7 +57,7 @@ class Ends:
 
 @pytest.fixture
 async def ends(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ends]:
-    monkeypatch.setattr(link_module, "RETRY_S", 0.001)
+    monkeypatch.setattr(links, "TELL_RETRY_S", 0.001)
     found = Ends()
     yield found
     for transport in found.transports:

@@ -11,8 +11,8 @@ import pytest
 
 from services.worker import link
 from services.worker.link import LinkLost
-from services.worker.live import link_to_target
-from services.worker.live.link_to_target import LinkToTarget
+from services.worker.live import links
+from services.worker.live.links import LinkToTarget
 from services.worker.live.tensors import Tensors
 from shared import subjects
 from shared.errors import BlitzError, Conflict, Internal, NotFound, Overloaded
@@ -69,7 +69,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def change(**seconds: float) -> None:
         for name, value in seconds.items():
-            monkeypatch.setattr(link if hasattr(link, name) else link_to_target, name, value)
+            monkeypatch.setattr(link if hasattr(link, name) else links, name, value)
 
     change(ASK_TIMEOUT_S=SHORT_S, RETRY_S=0.001, KEEP_ALIVE_S=SHORT_S, GONE_S=NEVER_S)
     return change

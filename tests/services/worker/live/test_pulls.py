@@ -8,7 +8,7 @@ import pytest
 
 from services.worker import link
 from services.worker.link import LinkLost
-from services.worker.live import link_to_target
+from services.worker.live import links
 from shared.errors import DeadlineExceeded, NotFound, Overloaded
 from shared.messages.codec import Message
 from shared.messages.live import HandOver, Pull, PullKv, Settle
@@ -24,7 +24,7 @@ NAMES = "ab"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "RETRY_S", 0.001)
-    monkeypatch.setattr(link_to_target, "LAST_WORD_S", 0.001)
+    monkeypatch.setattr(links, "LAST_WORD_S", 0.001)
 
 
 async def _handed_over(ends: Ends, num_layers: int = 0) -> SourceEnd:

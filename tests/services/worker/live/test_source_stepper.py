@@ -8,7 +8,7 @@ import pytest
 
 from services.worker.engine.loop import EngineLoop
 from services.worker.live.batch import PromptBatch
-from services.worker.live.source_stepper import SourceBatch, SourceStepper
+from services.worker.live.steppers import SourceBatch, SourceStepper
 from services.worker.scheduling.sequence import Sequence
 from shared.errors import EngineBroken, PeerLost
 from shared.transport.base import Buffer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.worker.live.batch import PromptBatch
-from services.worker.live.target_stepper import TargetBatch, TargetStepper
+from services.worker.live.steppers import TargetBatch, TargetStepper
 from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.sequence import Sequence
 from shared.zigzag.batch import State

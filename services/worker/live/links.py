@@ -1,14 +1,17 @@
-"""The source's link to the target: questions about their pair, claims to settle, cancels and signs of life."""
+"""The two ends of what a pair's members say to each other: the source asks, and settles what it has; the target tells
+what it has taken. Each notices that the other is lost."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from typing import TypeVar
 
 from services.worker.link import Link, LinkLost, growing
+from services.worker.live.pair import PairLife
 from services.worker.live.tensors import Tensors
 from shared import subjects
 from shared.bus.base import Bus
@@ -16,7 +19,7 @@ from shared.errors import BlitzError, Conflict, NotFound
 from shared.messages.codec import Message
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
-from shared.messages.live import LiveOffer, PairEnded, Settle, ZigzagAssignment
+from shared.messages.live import LiveOffer, PairEnded, Settle, Taken, ZigzagAssignment
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +28,13 @@ OFFER_RETRY_S = 0.002
 MAX_OFFER_RETRY_S = 0.25
 KEEP_ALIVE_S = 0.5
 LAST_WORD_S = 0.2
+TELL_RETRY_S = 0.05
 
 M = TypeVar("M", bound=Message)
 
 
 class LinkToTarget(Link):
-    """One pair's."""
+    """The source's, of one pair: questions, claims to settle, cancels and signs of life."""
 
     def __init__(self, bus: Bus, worker_id: str, pair_id: str, *, silence_s: float) -> None:
         """``silence_s``: a target that answers nothing for so long is lost."""
@@ -109,3 +113,58 @@ class LinkToTarget(Link):
             await self._bus.publish(subjects.worker_pair_ended(self._worker_id), notice)
         except BlitzError as error:
             log.debug("the target was not told: %s", error)
+
+
+class LinkToSource(Link):
+    """The target's, of one pair."""
+
+    def __init__(
+        self, assignment: ZigzagAssignment, bus: Bus, tensors: Tensors, life: PairLife, *, silence_s: float
+    ) -> None:
+        """``life``: the pair's at the target. ``silence_s``: a source that says nothing for so long is lost."""
+        super().__init__(bus, "the source", silence_s=silence_s)
+        self._pair_id = assignment.pair_id
+        self._source_id = assignment.source.worker_id
+        self._tensors = tensors
+        self._life = life
+        self._heard_s = time.monotonic()
+
+    @property
+    def is_cut(self) -> bool:
+        return self._tensors.peer_is_lost
+
+    def heard(self) -> None:
+        """The source said something now."""
+        self._heard_s = time.monotonic()
+
+    def why_lost(self) -> str:
+        """Why the source counts as lost; empty if it does not. Time in which our own bus is away does not count."""
+        silent_s = self.silent_s(self._heard_s)
+        if silent_s is None:
+            return ""
+        if self.is_cut:
+            return "the connection to the source is lost"
+        return f"the source was silent for {self._silence_s:g} s" if silent_s > self._silence_s else ""
+
+    async def tell_taken(self, *batch_ids: str, loaded: bool) -> bool:
+        """These batches are finished here. Whether the source knows; False if the pair has ended before."""
+        try:
+            await self.ask(
+                subjects.worker_live(self._source_id, "taken"),
+                Taken(pair_id=self._pair_id, batch_ids=batch_ids, loaded=loaded),
+                Ack,
+                not_now=(BlitzError,),
+                pauses=itertools.repeat(TELL_RETRY_S),
+                why_stop=lambda: "the pair has ended" if self._life.ended else "",
+            )
+        except LinkLost:
+            return False
+        return True
+
+    async def tell_ended(self, reason: str, finished: tuple[str, ...]) -> None:
+        """The pair is over; the batches in ``finished`` are the target's. Said once: the source may be gone."""
+        message = PairEnded(pair_id=self._pair_id, reason=reason, finished=finished)
+        try:
+            await self._bus.publish(subjects.worker_pair_ended(self._source_id), message)
+        except BlitzError as error:
+            log.debug("the source was not told: %s", error)
