@@ -72,7 +72,7 @@ def draw(scores: torch.Tensor, best: Floats, rows: Sequence[DrawRow]) -> list[in
     ``best`` [n]: each row's largest score, a finite number. A token of score -inf is never drawn.
     """
     vocab = scores.shape[1]
-    weights = _weights(
+    weights = draw_weights(
         scores,
         torch.from_numpy(best),
         torch.tensor([max(row.temperature, _LEAST_TEMPERATURE) for row in rows], dtype=torch.float32),
@@ -94,7 +94,7 @@ def draw(scores: torch.Tensor, best: Floats, rows: Sequence[DrawRow]) -> list[in
     return token_ids
 
 
-def _weights(scores: torch.Tensor, best: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+def draw_weights(scores: torch.Tensor, best: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """``[n, blocks, BLOCK_TOKENS]``: relative to the likeliest token, whose weight is 1; zeros after the last token."""
     num_rows, vocab = scores.shape
     num_blocks = -(-vocab // BLOCK_TOKENS)

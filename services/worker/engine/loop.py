@@ -86,7 +86,7 @@ class PrefillListener(Protocol):
     """Requests that another instance is to decode (disaggregated serving). Called on the engine's thread."""
 
     def ran_layers(self, sequence: Sequence, num_layers: int) -> None:
-        """So many layers of the request's prefix have KV here; 0: its prefix was begun."""
+        """So many layers of the request's context have KV here; 0: it was begun."""
 
     def computed(self, sequence: Sequence, token: SampledToken) -> None:
         """Its first token was sampled. It is held, unless that was the end."""
@@ -97,7 +97,7 @@ class Witness(Protocol):
     thread."""
 
     def begins(self, sequence: Sequence) -> None:
-        """Its step is next. Returns when whoever waits for the request knows, or cannot be told."""
+        """Its step is next. Returns when those who wait for the request know, or cannot be told."""
 
     def ended(self, sequence: Sequence) -> None:
         """Its step is over, and what it brought was sent. Returns as ``begins``."""
@@ -195,7 +195,7 @@ class EngineLoop:
             started_s = self._clock()
         computed = compute(batch.slices, self._compute, self._engine)
         error = next(iter(computed.failures.values()), None)
-        # Only now: should the engine be broken, they are told by whoever ends the rest.
+        # Only now: should the engine be broken, they are told with the rest.
         outputs = self.scheduler.take_ended()
         outputs += self.scheduler.complete(batch, computed.sampled, computed.failures)
         self._stepped_s = self._clock()
@@ -267,5 +267,5 @@ def _tell(prefill_listener: PrefillListener, pieces: list[ScheduledSlice], num_l
         if piece.sample:
             prefill_listener.ran_layers(piece.sequence, num_layers)
         elif num_layers == 1:
-            # Before the last part of a prefix no layer has its KV whole: this is only to say that it has begun.
+            # Before the last part of a context no layer has its KV whole: this is only to say that it has begun.
             prefill_listener.ran_layers(piece.sequence, 0)

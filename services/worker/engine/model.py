@@ -77,7 +77,7 @@ class DecoderModel:
     ) -> torch.Tensor:
         """One decoder layer on ``hidden [n, hidden_size]``, which it overwrites; writes the layer's KV.
 
-        ``only_rows [m]`` leaves out what nobody reads after the last layer: every token's KV is
+        ``only_rows [m]`` leaves out what is not read after the last layer: every token's KV is
         written, and only those rows are computed on and returned, ``[m, hidden_size]``.
         """
         spec, weights = self.spec, self._layers[index]

@@ -79,8 +79,9 @@ class TorchEngine:
         if layout.num_bytes > arena.capacity_bytes:
             raise BadRequest(f"model of {layout.num_bytes} bytes does not fit an arena of {arena.capacity_bytes}")
         self._kv_pool = kv_pool
-        self._cache = kv_pool.view(spec, block_size, num_blocks)
-        self._model = DecoderModel(layout, arena, self._cache, attention or TorchAttention(spec, block_size))
+        self.cache = kv_pool.view(spec, block_size, num_blocks)
+        """The pages that it writes KV into."""
+        self._model = DecoderModel(layout, arena, self.cache, attention or TorchAttention(spec, block_size))
         self._inv_freq = inverse_frequencies(spec)
         self._dtype = TORCH_DTYPES[spec.dtype]
 
@@ -90,11 +91,11 @@ class TorchEngine:
 
     @property
     def num_blocks(self) -> int:
-        return self._cache.num_blocks
+        return self.cache.num_blocks
 
     @property
     def block_size(self) -> int:
-        return self._cache.block_size
+        return self.cache.block_size
 
     @property
     def hidden_bytes_per_token(self) -> int:
@@ -106,7 +107,7 @@ class TorchEngine:
 
     def prepare(self) -> None:
         """See ``Engine``. Commits the blocks that the first prompt gets."""
-        self._kv_pool.populate(self._cache, -(-PREPARED_TOKENS // self.block_size))
+        self._kv_pool.populate(self.cache, -(-PREPARED_TOKENS // self.block_size))
 
     @torch.inference_mode()
     def embed(self, batch: Batch) -> Activation:
@@ -168,7 +169,7 @@ class TorchEngine:
         slots = self._slots(block_tables, num_tokens)
         # numpy's memory, for it asks for huge pages: 131 MB were filled in 25 ms, torch's in 70 ms (measured).
         flat = np.empty(num_layers * len(slots) * self.kv_bytes_per_token_layer, dtype=np.uint8)
-        self._cache.gather(slots, self._kv_view(flat, num_layers, len(slots)), first_layer)
+        self.cache.gather(slots, self._kv_view(flat, num_layers, len(slots)), first_layer)
         return flat
 
     @torch.inference_mode()
@@ -186,11 +187,11 @@ class TorchEngine:
         num_layers = last_layer - first_layer
         slots = self._slots(block_tables, num_tokens)
         flat = host_bytes(kv, num_layers * len(slots) * self.kv_bytes_per_token_layer, "KV")
-        self._cache.scatter(slots, self._kv_view(flat, num_layers, len(slots)), first_layer)
+        self.cache.scatter(slots, self._kv_view(flat, num_layers, len(slots)), first_layer)
 
     def _kv_view(self, flat: Bytes, num_layers: int, num_tokens: int) -> torch.Tensor:
         """``[num_layers, 2, num_tokens, num_kv_heads, head_dim]``."""
-        return self._tensor(flat).view(num_layers, 2, num_tokens, *self._cache.k[0].shape[2:])
+        return self._tensor(flat).view(num_layers, 2, num_tokens, *self.cache.k[0].shape[2:])
 
     def _slots(self, block_tables: Sequence[Sequence[int]], num_tokens: Sequence[int]) -> torch.Tensor:
         return torch.from_numpy(

@@ -31,7 +31,7 @@ ASK_TIMEOUT_S = 1.5
 RETRY_S = 0.02
 MAX_RETRY_S = 0.3
 GONE_S = 1.0
-"""Nobody answers to the decode worker's name, and a reconnection would have come by now."""
+"""No process answers to the decode worker's name, and a reconnection would have come by now."""
 ROOM_PATIENCE_S = 1.0
 """How long a request that is ready waits for room before it is decoded here."""
 LEASE_S = 10.0

@@ -218,11 +218,11 @@ class KvReceiver:
         """A request was accepted here: nothing to do with those that come from elsewhere."""
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """Nobody waits for a request any more."""
+        """The client of a request has left."""
         self._let_go([(request_id, attempt)])
 
     def cancel_gateway(self, gone: Gone) -> None:
-        """Nor for any of those gateways'."""
+        """So have those of all requests of these gateways."""
         theirs = ((key, reservation.sequence) for key, reservation in self.reservations.items())
         self._let_go(key for key, s in theirs if gone.had(s.gateway_id, s.gateway_incarnation))
 

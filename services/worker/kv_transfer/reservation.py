@@ -42,7 +42,7 @@ class Staging:
 
     def window(self, layer_bytes: int, num_layers: int) -> Window | None:
         """Room for some layers of a request, to be closed; None if there is none now. A request whose one layer is
-        larger than everything gets it when nobody else has anything."""
+        larger than everything gets it when no other request has anything."""
         layers = min(num_layers, WINDOW_LAYERS, max(1, WINDOW_BYTES // layer_bytes))
         layers = min(layers, (STAGING_BYTES - self.used_bytes) // layer_bytes)
         if layers < 1 and self.used_bytes:
@@ -66,7 +66,7 @@ class Window:
 
 
 class DecodeReservation:
-    """Event loop only. Its sequence has its seat and blocks; the instance is pinned until ``unpin``."""
+    """Event loop only. Its sequence has its slot and blocks; the instance is pinned until ``unpin``."""
 
     def __init__(
         self, message: ReserveDecode, sequence: Sequence, instance: Instance, ticket: int, window: Window

@@ -80,13 +80,13 @@ class KvSender:
 
     def ran_layers(self, sequence: Sequence, num_layers: int) -> None:
         """See ``services.worker.engine.loop.PrefillListener``."""
-        prefix = sequence.num_tokens, sequence.block_table
-        self._loop.call_soon_threadsafe(self._on_layers, sequence, *prefix, num_layers)
+        context = sequence.num_tokens, sequence.block_table
+        self._loop.call_soon_threadsafe(self._on_layers, sequence, *context, num_layers)
 
     def computed(self, sequence: Sequence, token: SampledToken) -> None:
         """See ``services.worker.engine.loop.PrefillListener``."""
-        prefix = sequence.num_tokens - 1, sequence.block_table
-        self._loop.call_soon_threadsafe(self._on_computed, sequence, *prefix, token)
+        context = sequence.num_tokens - 1, sequence.block_table
+        self._loop.call_soon_threadsafe(self._on_computed, sequence, *context, token)
 
     def _on_layers(self, sequence: Sequence, num_tokens: int, block_table: Ordered[int], num_layers: int) -> None:
         transfer = self._transfer(sequence, num_tokens)
@@ -119,13 +119,13 @@ class KvSender:
         """A request was accepted; it is not begun."""
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """Nobody waits for a request any more."""
+        """The client of a request has left."""
         transfer = self.transfers.get((request_id, attempt))
         if transfer is not None:
             transfer.unwanted()
 
     def cancel_gateway(self, gone: Gone) -> None:
-        """Nor for any of those gateways'."""
+        """So have those of all requests of these gateways."""
         for transfer in self.transfers.values():
             if gone.had(transfer.sequence.gateway_id, transfer.sequence.gateway_incarnation):
                 transfer.unwanted()

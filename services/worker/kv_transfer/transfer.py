@@ -34,7 +34,7 @@ class KvTransfer:
     """Event loop only."""
 
     def __init__(self, sequence: Sequence, num_tokens: int, place: DecodePlace, instance: Instance) -> None:
-        """``num_tokens``: of its prefix; the sequence may have its first token already."""
+        """``num_tokens``: of its context; the sequence may have its first token already."""
         self.sequence = sequence
         self.place = place
         self.instance = instance
@@ -66,7 +66,7 @@ class KvTransfer:
         self._changed.fire()
 
     def unwanted(self) -> None:
-        """Nobody waits for it any more."""
+        """Its client has left."""
         self._wanted = False
         self._halt()
 

@@ -1,4 +1,4 @@
-"""Which gateways live, and whose requests are nobody's any more.
+"""Which gateways live, and which requests have no gateway any more.
 
 Rules
 - A gateway is a process: an id, and the incarnation that its requests and heartbeats name. What names none (0.1) is of

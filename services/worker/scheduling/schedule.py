@@ -82,7 +82,7 @@ class SchedulerLoad:
 
     queued_requests: int
     queued_tokens: int
-    """Prefix tokens accepted and not yet computed, waiting or running."""
+    """Context tokens accepted and not yet computed, waiting or running."""
     running_requests: int
     running_tokens: int
     """Tokens whose KV running requests hold."""
@@ -94,4 +94,4 @@ class SchedulerLoad:
     oldest_arrived_s: float | None = None
     """Arrival of the earliest request that waits, in the scheduler's clock."""
     prefilling_requests: int = 0
-    """Running requests whose prefix is not computed to its end."""
+    """Running requests whose context is not computed to its end."""

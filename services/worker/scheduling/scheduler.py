@@ -5,7 +5,7 @@ Rules, in order:
 1. First come, first served. ``running`` and then ``waiting`` are always in order of arrival.
 2. Each step has a budget of tokens: decode tokens take it first, then prefills that run, then
    new ones from the head of ``waiting``. A later request never starts before an earlier one.
-3. All blocks of a prefix are taken when it starts, so that they are one run of the pool and a
+3. All blocks of a context are taken when it starts, so that they are one run of the pool and a
    prefill never stops half-way for memory. Decodes take a block when they cross into it.
 4. A decode that finds no block preempts the latest arrival: its blocks are freed, it returns
    to the head of ``waiting`` with its output kept, and computes prompt and output again. The
@@ -285,7 +285,7 @@ class Scheduler:
 
     @property
     def has_prefill(self) -> bool:
-        """Whether a running request's prefix is not computed yet."""
+        """Whether a running request's context is not computed yet."""
         return any(len(s.tokens) - s.num_computed > 1 for s in self.table.running)
 
     @property

@@ -23,14 +23,14 @@ class Sequence:
     """The state of one attempt of one request.
 
     ``output`` starts with the tokens that earlier attempts streamed: they are computed again
-    as part of the prefix, but positions, penalties, ``min_tokens`` and ``max_tokens`` count
+    as part of the context, but positions, penalties, ``min_tokens`` and ``max_tokens`` count
     them as output. ``arrived_s`` is in the scheduler's clock; None takes the time of ``add``.
 
-    Scheduler state, changed by the scheduler only: ``id`` (arrival order), ``num_computed``
-    (tokens whose KV is in ``block_table``), ``first_scheduled_s``, ``reserved`` (it has blocks and is in no
-    step: they stay until it is released), ``finished``. ``decode_at``: who decodes it once
-    its context is computed; None: whoever computes it. ``alone_tokens``: it is computed alone until so many tokens
-    were emitted. ``counts``: the sampler's, which fills it if the request has penalties.
+    Scheduler state, changed by the scheduler only: ``id`` (arrival order), ``num_computed`` (tokens whose KV is in
+    ``block_table``), ``first_scheduled_s``, ``reserved`` (it has blocks and is in no step: they stay until it is
+    released), ``finished``. ``decode_at``: who decodes it once its context is computed; None: the instance that
+    computes it. ``alone_tokens``: it is computed alone until so many tokens were emitted. ``counts``: the sampler's,
+    which fills it if the request has penalties.
     """
 
     __slots__ = (

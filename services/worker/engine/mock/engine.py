@@ -1,7 +1,7 @@
 """An engine without a model: the same interface, deterministic tokens and a timing model.
 
-The token behind a prefix is a function of all its tokens (``next_token``), so a request gives
-the same text however it is chunked, batched, preempted or moved. The prefix is read from a
+The token behind a context is a function of all its tokens (``next_token``), so a request gives
+the same text however it is chunked, batched, preempted or moved. The context is read from a
 fake KV pool (``mock.kv``) through the block table, as a real engine reads it: a scheduler that mixes up
 blocks, positions or ends of slices gets an error or other tokens, not luck. So do two engines that hand a
 batch over: hidden states and KV have a real model's sizes, and say whose they are and how far.
@@ -64,7 +64,7 @@ class MockEngine:
     """``services.worker.engine.base.Engine`` without compute.
 
     ``eos_every`` > 0 ends about one in so many tokens with the row's first end-of-sequence
-    token, where ``min_tokens`` and ``ignore_eos`` allow it. ``verify`` reads the whole prefix
+    token, where ``min_tokens`` and ``ignore_eos`` allow it. ``verify`` reads the whole context
     back at every slice (O(context) a step) instead of only the hash before the slice (O(1)).
     Sampling parameters other than those are accepted and change nothing; logprobs are made up
     and well formed. ``hidden_bytes_per_token`` (8 or more) and ``kv_bytes_per_token_layer`` (even, 24 or
@@ -192,7 +192,7 @@ class MockEngine:
         """Take the layers' time; the first one of a batch that was not resumed writes the KV.
 
         Raises ``ValueError`` for layers out of order, ``RuntimeError`` for a block table that
-        does not hold the prefix, or for blocks that another batch has written.
+        does not hold the context, or for blocks that another batch has written.
         """
         if first != activation.layers_done or activation.next_token or not first <= last <= self._num_layers:
             raise ValueError(f"layers {first}..{last} of {self._num_layers}, but {activation.layers_done} are done")
@@ -232,7 +232,7 @@ class MockEngine:
         self._kv.begin(slots, first, resumed=activation.resumed)
         # What the books take is part of the time: just after a sleep it is a fraction of a millisecond.
         self._sleep_since(layer_s * (last - first), started)
-        # Only now: nobody may export a layer that still runs.
+        # Only now: a layer that still runs must not be exported.
         self._kv.advance(slots, last, resumed=activation.resumed)
 
     def _place(self, activation: MockActivation) -> Slots:
@@ -256,6 +256,6 @@ class MockEngine:
         return activation.hashes
 
     def sample(self, logits: list[int], rows: Sequence[SamplingRow]) -> list[Sampled]:
-        """The token behind each prefix."""
+        """The token behind each context."""
         settings = {"eos_every": self._eos_every, "vocab_size": self.vocab_size}
         return [sample(prefix_hash, row, **settings) for prefix_hash, row in zip(logits, rows, strict=True)]

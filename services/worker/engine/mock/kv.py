@@ -88,7 +88,7 @@ class MockKv:
     def write(self, piece: Slice, slots: list[int]) -> int:
         """Write a slice's KV; returns the hash of the prefix that it ends, and adds its slots to ``slots``.
 
-        Raises ``RuntimeError`` for a block table that does not hold the prefix.
+        Raises ``RuntimeError`` for a block table that does not hold the context.
         """
         size, table = self._block_size, piece.block_table
         end = piece.start + len(piece.token_ids)

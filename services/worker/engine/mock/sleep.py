@@ -30,5 +30,5 @@ class PreciseSleep:
         while (left := deadline - time.perf_counter()) > 0:
             if left > _SPIN_S:
                 time.sleep(left - _SPIN_S)
-        # A stall of the machine is nobody's to make up for.
+        # A stall of the machine is not made up for.
         self._late_s = min(time.perf_counter() - deadline, _MAX_LATE_S)

@@ -12,12 +12,12 @@ _PRINTABLE_FIRST, _PRINTABLE_COUNT = 32, 95
 
 
 def token_of(prefix_hash: int) -> int:
-    """The printable ASCII byte that follows a prefix of this hash."""
+    """The printable ASCII byte that follows a context of this hash."""
     return _PRINTABLE_FIRST + (prefix_hash >> 32) % _PRINTABLE_COUNT
 
 
 def next_token(token_ids: Sequence[int]) -> int:
-    """The token that follows this prefix when no end-of-sequence is drawn."""
+    """The token that follows this context when no end-of-sequence is drawn."""
     return token_of(hash_tokens(token_ids))
 
 

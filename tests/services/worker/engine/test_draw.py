@@ -117,9 +117,9 @@ def test_the_sums_that_a_draw_is_looked_up_in_are_bit_for_bit_those_of_the_row_a
         torch.manual_seed(3)
         scores, ones = torch.randn(9, 33_000), torch.full((9,), 0.7)
         best = scores.amax(-1)
-        together = module._weights(scores, best, ones)
+        together = module.draw_weights(scores, best, ones)
         for i in range(9):
-            alone = module._weights(scores[i : i + 1], best[i : i + 1], ones[:1])
+            alone = module.draw_weights(scores[i : i + 1], best[i : i + 1], ones[:1])
             assert torch.equal(alone[0], together[i])
             assert torch.equal(alone.sum(-1)[0], together.sum(-1)[i])
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -69,9 +69,9 @@ class StagedEngine(MockEngine):
 STAGES = ["embed", "run_layers", "head", "sample"]
 
 
-def loop_of(engine: Engine, **changes: int) -> EngineLoop:
+def loop_of(engine: Engine, clock: Callable[[], float] = lambda: 0.0, **changes: int) -> EngineLoop:
     num_blocks, block_size = engine.num_blocks, engine.block_size
-    return EngineLoop(engine, SchedulerConfig(num_blocks=num_blocks, block_size=block_size, **changes), lambda: 0.0)
+    return EngineLoop(engine, SchedulerConfig(num_blocks=num_blocks, block_size=block_size, **changes), clock)
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int = 12, **params: float) -> Request:
@@ -192,9 +192,8 @@ def test_a_typed_error_of_the_engine_stays_what_it_is() -> None:
 
 
 def test_time_that_went_into_running_again_is_no_measurement() -> None:
-    loop = loop_of(StagedEngine())
     ticks = iter(range(100))
-    loop._clock = lambda: float(next(ticks))
+    loop = loop_of(StagedEngine(), lambda: float(next(ticks)))
     loop.add(request("a", (1, 2, 3, 4)))
     loop.add(request("bad", (BAD, 1)))
     loop.step()

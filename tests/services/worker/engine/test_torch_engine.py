@@ -89,11 +89,11 @@ def test_kv_on_the_wire_is_layers_k_and_v_tokens_heads() -> None:
     sequences = [DrivenSequence(i, prompt_of(n, i), blocks) for i, (n, blocks) in enumerate([(6, (9, 2)), (3, (5,))])]
     engine.run_layers(engine.embed(Batch(tuple(s.next_slice() for s in sequences))), 0, 3)
     kv = torch.from_numpy(engine.export_kv([(9, 2), (5,)], [6, 3], 3)).view(torch.float32)
-    spec = engine._model.spec
-    kv = kv.view(3, 2, 9, spec.num_kv_heads, spec.head_dim)
+    heads_and_dim = engine.cache.k[0].shape[2:]
+    kv = kv.view(3, 2, 9, *heads_and_dim)
     at = [(9, 0), (9, 1), (9, 2), (9, 3), (2, 0), (2, 1), (5, 0), (5, 1), (5, 2)]
     for layer in range(3):
-        for pages, exported in zip((engine._cache.k[layer], engine._cache.v[layer]), kv[layer], strict=True):
+        for pages, exported in zip((engine.cache.k[layer], engine.cache.v[layer]), kv[layer], strict=True):
             assert exported.any(-1).all()
             assert torch.equal(exported, torch.stack([pages[block, offset] for block, offset in at]))
 
@@ -101,12 +101,12 @@ def test_kv_on_the_wire_is_layers_k_and_v_tokens_heads() -> None:
 @pytest.mark.parametrize("first_layer", [0, 1, 2])
 def test_an_import_writes_the_slots_of_its_tokens_and_layers_alone(first_layer: int) -> None:
     engine = loaded_engine("llama", block_size=4)
-    for pages in (*engine._cache.k, *engine._cache.v):
+    for pages in (*engine.cache.k, *engine.cache.v):
         pages.fill_(7)
     kv = torch.zeros(2 * 6 * engine.kv_bytes_per_token_layer, dtype=torch.uint8).numpy()
     engine.import_kv([(9, 2)], [6], first_layer + 2, kv, first_layer=first_layer)
     for layer in range(4):
-        for pages in (engine._cache.k[layer], engine._cache.v[layer]):
+        for pages in (engine.cache.k[layer], engine.cache.v[layer]):
             expected = torch.full_like(pages, 7)
             if first_layer <= layer < first_layer + 2:
                 expected[9] = 0
@@ -140,7 +140,7 @@ def test_later_tokens_depend_on_the_imported_kv(kind: str) -> None:
     taken[0].tokens.append(65)
     piece = taken[0].next_slice()
     right = compute(engine, [piece])
-    layers = engine._cache.k[0], engine._cache.v[0]
+    layers = engine.cache.k[0], engine.cache.v[0]
     for pages in layers:
         pages[taken[0].blocks[1]] = 0
     assert (compute(engine, [piece]) - right).abs().max() > 1e-2
@@ -184,7 +184,7 @@ def test_a_batch_that_samples_nothing_has_no_logits() -> None:
 
 def test_nan_left_in_the_pool_by_another_sequence_does_not_leak() -> None:
     engine, tokens = loaded_engine("llama"), prompt_of(20)
-    for pages in (*engine._cache.k, *engine._cache.v):
+    for pages in (*engine.cache.k, *engine.cache.v):
         pages.fill_(float("nan"))
     sequences = [DrivenSequence(i, tokens, (5 * i, 5 * i + 2)) for i in range(3)]
     logits = compute(engine, [s.next_slice(19 - i) for i, s in enumerate(sequences)])

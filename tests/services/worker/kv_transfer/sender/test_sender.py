@@ -1,126 +1,22 @@
-"""The prefill side: requests leave for a decode worker, or are decoded here, or end; none is lost."""
+"""The prefill side: requests leave for a decode worker, or are decoded here; none is lost."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
-from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 import pytest
 
-from services.worker.engine.base import Activation
-from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.tokens import next_token
-from services.worker.kv_transfer import decode_client, transfer
-from services.worker.scheduling.schedule import SampledToken
+from services.worker.kv_transfer import decode_client
 from shared.errors import BlitzError, Conflict, Internal, Overloaded, Unavailable
 from shared.messages.common import Ack
 from shared.messages.disaggregated import BeginDecode, DecodeReserved, DecodeRoom, RenewDecode, ReserveDecode
-from shared.messages.generation import Cancel
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
-from tests.services.worker.kv_transfer.fakes import PROMPT, FakeDecode, FakePrefill, clean, outcomes
-from tests.services.worker.lone_worker import LoneWorker, lone_worker
-
-SILENCE_S = 0.3
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_client, "ASK_TIMEOUT_S", 0.15)
-    monkeypatch.setattr(decode_client, "GONE_S", 0.15)
-    monkeypatch.setattr(decode_client, "ROOM_PATIENCE_S", 0.15)
-
-
-@pytest.fixture
-async def alone() -> AsyncIterator[LoneWorker]:
-    """The prefill worker. Nothing may be left there."""
-    async with lone_worker(stall_s=SILENCE_S) as alone:
-        await alone.serve()
-        yield alone
-        if alone.worker.instance is not None:
-            await clean(alone)
-
-
-@pytest.fixture
-async def decode(alone: LoneWorker) -> AsyncIterator[FakeDecode]:
-    decode = FakeDecode(alone)
-    await decode.start()
-    yield decode
-    await decode.close()
-
-
-class Gate:
-    """Holds the engine before this layer of any step until it is opened; then it fails there ``failures`` times."""
-
-    def __init__(self, alone: LoneWorker, layer: int) -> None:
-        engine = alone.worker.serving.engine.loop.engine
-        assert isinstance(engine, MockEngine)
-        self.inside = threading.Event()
-        self.failures = 0
-        self._open = threading.Event()
-        real = engine.run_layers
-
-        def run_layers(activation: Activation, first: int, last: int) -> None:
-            if first <= layer < last and not self._open.is_set():
-                self.inside.set()
-                assert self._open.wait(20)
-            if first <= layer < last and self.failures:
-                self.failures -= 1
-                raise RuntimeError("broken")
-            real(activation, first, last)
-
-        engine.run_layers = run_layers  # type: ignore[method-assign]
-
-    def open(self) -> None:
-        self._open.set()
-
-
-async def submit(
-    alone: LoneWorker,
-    decode: FakeDecode,
-    request_id: str = "r",
-    *,
-    prompt: tuple[int, ...] = PROMPT,
-    **fields: object,
-) -> None:
-    instance_id = alone.worker.serving.instance_id
-    await alone.submit(instance_id, request_id, prompt=prompt, decode_at=decode.place, **fields)
-
-
-async def kept(alone: LoneWorker, request_id: str = "r", *, prompt: tuple[int, ...] = PROMPT) -> None:
-    """It was decoded here to its end."""
-    end = await alone.gateway.end_of(request_id)
-    assert end.finish_reason == "length", end
-    assert alone.gateway.tokens(request_id) == expected_tokens(8, prompt)
-
-
-async def ended(alone: LoneWorker, **expected: float) -> None:
-    """These outcomes, and no others."""
-    await eventually(lambda: sum(outcomes(alone).values()) == sum(expected.values()))
-    assert outcomes(alone) == expected
-
-
-async def given_up(alone: LoneWorker, request_id: str = "r", *, prompt: tuple[int, ...] = PROMPT) -> None:
-    """Its attempt ended here, for the gateway to make another one, and was not decoded any further."""
-    end = await alone.gateway.end_of(request_id)
-    assert end.error is not None, end
-    assert end.error.code == "unavailable"
-    assert alone.gateway.tokens(request_id) == expected_tokens(1, prompt)
-    await ended(alone, unknown=1)
-    await clean(alone)
-
-
-async def used_blocks(alone: LoneWorker) -> int:
-    return (await alone.stats()).load.blocks_used
-
-
-async def forever(_: object) -> Ack:
-    await asyncio.Event().wait()
-    return Ack()
-
+from tests.services.worker.kv_transfer.fakes import PROMPT, FakeDecode, FakePrefill, clean
+from tests.services.worker.kv_transfer.sender.steps import SILENCE_S, Gate, ended, forever, given_up, kept, submit
+from tests.services.worker.lone_worker import LoneWorker
 
 # --- the good way --------------------------------------------------------------------------------
 
@@ -337,7 +233,7 @@ async def test_a_decode_worker_that_answers_nonsense(alone: LoneWorker, decode: 
 
 
 @pytest.mark.parametrize("where", ["reserve", "kept", "until_here", "begin"])
-async def test_an_error_that_nobody_foresaw_does_not_park_a_request_for_ever(
+async def test_an_error_that_nobody_foresaw_does_not_hold_a_request_for_ever(
     alone: LoneWorker, decode: FakeDecode, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     def broken(*_: object) -> object:
@@ -453,204 +349,3 @@ async def test_room_that_was_given_back_is_not_renewed(
     gate.open()
     await kept(alone, prompt=PROMPT[:20])
     await ended(alone, kept=1)
-
-
-# --- the end of a request ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["cancel", "gateway", "instance"])
-@pytest.mark.parametrize("stage", ["reserving", "computing", "sending", "beginning"])
-async def test_an_end_at_every_stage(alone: LoneWorker, decode: FakeDecode, stage: str, how: str) -> None:
-    go = asyncio.Event()
-    gate: Gate | None = None
-    reserved = decode.on_reserve
-
-    async def reserve(message: ReserveDecode) -> DecodeReserved:
-        if stage == "reserving":
-            await go.wait()
-        if stage == "sending":
-            return await decode.no_receives(message)
-        return await reserved(message)
-
-    async def begin(_: BeginDecode) -> Ack:
-        await go.wait()
-        return Ack()
-
-    decode.on_reserve, decode.on_begin = reserve, begin
-    if stage == "computing":
-        gate = Gate(alone, 1)
-    await submit(alone, decode)
-    if stage == "reserving":
-        await alone.gateway.tokens_arrived("r", 1)
-    elif stage == "computing":
-        assert gate is not None
-        await eventually(gate.inside.is_set)
-    elif stage == "sending":
-        await eventually(lambda: decode.transport.num_unclaimed)
-    else:
-        await eventually(lambda: decode.begins)
-    service = alone.worker.service
-    if how == "cancel":
-        await alone.gateway.cancel("w0", "r")
-    elif how == "gateway":
-        alone.worker.bus._connected_since_s = 0.0
-        service.parts.serving._gateways._lives[alone.gateway.gateway_id][""].heard_at_s = float("-inf")
-        service.parts.serving.expire()
-    else:
-        alone.worker.serving.fail()
-        leaving = asyncio.create_task(service.parts.scaling._vacate(alone.worker.serving, "gone"))
-    await asyncio.sleep(0.02)
-    if gate is not None:
-        gate.open()
-    go.set()
-    await eventually(lambda: outcomes(alone))
-    assert set(outcomes(alone)) == {"ended"}
-    assert decode.said[-1] == "release", "the decode worker may have begun"
-    assert service.parts.serving._moved.owner_of(("r", 1)) is None
-    if how == "instance":
-        await leaving
-        end = await alone.gateway.end_of("r")
-        assert end.error is not None
-        assert end.error.code == "unavailable", "the gateway is to try it elsewhere"
-    else:
-        assert all(p.finish_reason is None for p in alone.gateway.parts.get(("r", 1), []))
-
-
-async def _release_all(alone: LoneWorker) -> None:
-    """What an engine that stops does not have to do."""
-    engine = alone.worker.serving.engine
-    await asyncio.wrap_future(
-        engine.call(lambda loop: loop.scheduler.reservations.release(list(loop.scheduler.reservations.for_decode)))
-    )
-
-
-@pytest.mark.parametrize("stage", ["reserving", "connecting", "sending", "beginning"])
-async def test_a_cancel_is_noticed_at_once_whatever_is_waited_for(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
-    """No question, connection or transfer ends by itself here, and nobody looks now and then."""
-    monkeypatch.setattr(decode_client, "ASK_TIMEOUT_S", 600.0)
-    monkeypatch.setattr(transfer, "LOOK_S", 600.0)
-    async with lone_worker(stall_s=600.0) as alone:
-        await alone.serve()
-        decode = FakeDecode(alone)
-        await decode.start()
-        waits = asyncio.Event()
-
-        async def wait(*_: object, **__: object) -> object:
-            waits.set()
-            return await forever(_)
-
-        if stage == "reserving":
-            decode.on_reserve = wait  # type: ignore[assignment]
-        elif stage == "connecting":
-            monkeypatch.setattr(alone.worker.service.parts.kv_sender._peers, "channel", wait)
-        elif stage == "sending":
-            decode.on_reserve, decode.on_renew = decode.no_receives, wait  # type: ignore[assignment]
-        else:
-            decode.on_begin = wait  # type: ignore[assignment]
-        await submit(alone, decode)
-        await waits.wait()
-        await alone.gateway.tokens_arrived("r", 1)
-        await alone.gateway.cancel("w0", "r")
-        await ended(alone, ended=1)
-        assert decode.said[-1] == "release"
-        await clean(alone)
-        await decode.close()
-
-
-def _wait_without_the_event_loop(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10.0
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-
-
-@pytest.mark.parametrize("how", ["engine", "gateway"])
-async def test_a_cancel_of_what_is_held_before_the_event_loop_has_heard_of_it(
-    alone: LoneWorker, decode: FakeDecode, how: str
-) -> None:
-    """A prompt of one chunk takes less time than the event loop is busy with other things."""
-    await alone.pause()
-    await submit(alone, decode, prompt=PROMPT[:20])
-    engine = alone.worker.serving.engine
-    alone.resume()
-    _wait_without_the_event_loop(lambda: bool(engine.loop.scheduler.reservations.for_decode))
-    assert not alone.worker.service.parts.kv_sender.transfers
-    if how == "engine":
-        engine.cancel("r", 1).result(10.0)
-    else:
-        alone.worker.service.parts.serving.on_cancel(Cancel(request_id="r", attempt=1))
-    await clean(alone)
-    assert "begin" not in decode.said
-    await submit(alone, decode, "next")
-    await eventually(lambda: outcomes(alone).get("moved"))
-
-
-async def test_an_engine_that_fails_in_the_last_layer_ends_the_request(alone: LoneWorker, decode: FakeDecode) -> None:
-    gate = Gate(alone, alone.worker.serving.engine.loop.engine.num_layers - 1)
-    gate.failures = 2  # a step is tried again
-    await submit(alone, decode, prompt=PROMPT[:20])
-    await eventually(gate.inside.is_set)
-    await eventually(lambda: decode.reserves)
-    gate.open()
-    end = await alone.gateway.end_of("r")
-    assert (end.finish_reason, end.token_ids) == ("error", ())
-    await ended(alone, ended=1)
-    assert decode.said == ["reserve", "release"]
-    await submit(alone, decode, "next")
-    await ended(alone, ended=1, moved=1)
-
-
-async def test_a_request_that_ends_with_its_first_token_stays(alone: LoneWorker, decode: FakeDecode) -> None:
-    gate = Gate(alone, 1)
-    await submit(alone, decode, max_tokens=1)
-    await eventually(lambda: decode.reserves)
-    gate.open()
-    assert (await alone.gateway.end_of("r")).finish_reason == "length"
-    await ended(alone, ended=1)
-    assert "begin" not in decode.said
-
-
-async def test_an_instance_that_drains_lets_its_requests_leave_first(alone: LoneWorker, decode: FakeDecode) -> None:
-    go = asyncio.Event()
-
-    async def begin(_: BeginDecode) -> Ack:
-        await go.wait()
-        return Ack()
-
-    decode.on_begin = begin
-    await submit(alone, decode)
-    await eventually(lambda: decode.begins)
-    await alone.drain(alone.worker.serving.instance_id)
-    await eventually(lambda: alone.worker.serving.state == "draining")
-    assert alone.worker.instance is not None
-    go.set()
-    await ended(alone, moved=1)
-    await eventually(lambda: alone.worker.instance is None)
-
-
-async def test_a_cancel_just_behind_the_acknowledgement_reaches_the_decode_worker(
-    alone: LoneWorker, decode: FakeDecode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin = decode_client.DecodeClient.begin
-
-    async def begin_and_cancel(self: decode_client.DecodeClient, token: SampledToken) -> None:
-        await begin(self, token)
-        alone.worker.service.parts.serving.on_cancel(Cancel(request_id="r", attempt=1))
-
-    monkeypatch.setattr(decode_client.DecodeClient, "begin", begin_and_cancel)
-    await submit(alone, decode)
-    await ended(alone, ended=1)
-    assert decode.releases
-
-
-async def test_close_leaves_nothing_under_way(alone: LoneWorker, decode: FakeDecode) -> None:
-    decode.on_begin = forever
-    await submit(alone, decode)
-    await eventually(lambda: decode.begins)
-    sender = alone.worker.service.parts.kv_sender
-    await sender.close()
-    assert not any(task.get_coro().__qualname__.startswith("KvSender.") for task in asyncio.all_tasks())  # type: ignore[union-attr]
-    assert not sender.transfers
-    await alone.gateway.cancel("w0", "r")
-    await asyncio.sleep(0.02)
-    await _release_all(alone)

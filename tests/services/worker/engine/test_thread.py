@@ -1,0 +1,256 @@
+"""The thread that an engine loop runs on."""
+
+import threading
+import time
+
+import pytest
+
+from services.worker.engine.loop import EngineLoop
+from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.settings import MockTiming
+from services.worker.engine.thread import EngineThread
+from services.worker.scheduling.scheduler import SchedulerConfig
+from shared.errors import Overloaded, Unavailable
+from tests.services.worker.engine.loops import BLOCK_SIZE, NUM_BLOCKS, Partial, expected, make_loop, request
+from tests.services.worker.pausing import pause
+
+
+class Collector:
+    """Takes a thread's outputs; ``wait`` blocks until so many requests have ended."""
+
+    def __init__(self):
+        self.tokens, self.endings = {}, {}
+        self._changed = threading.Condition()
+
+    def __call__(self, step):
+        with self._changed:
+            for out in step.outputs:
+                assert out.request_id not in self.endings
+                self.tokens.setdefault(out.request_id, []).extend(out.token_ids)
+                if out.finish_reason:
+                    self.endings[out.request_id] = out
+            self._changed.notify_all()
+
+    def wait(self, count):
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.endings) >= count, timeout=10)
+
+
+@pytest.fixture
+def running():
+    threads = []
+
+    def start(loop=None, on_output=None):
+        collector = Collector()
+        thread = EngineThread(loop or make_loop(clock=time.monotonic), on_output or collector)
+        thread.start()
+        threads.append(thread)
+        return thread, collector
+
+    yield start
+    for thread in threads:
+        thread.stop()
+        assert thread.join(10)
+
+
+SLOW = MockTiming(layer_base_s=0.002)
+
+
+def slow_loop():
+    engine = MockEngine(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, timing=SLOW)
+    return make_loop(engine, clock=time.monotonic, max_queued_requests=1, max_num_sequences=1)
+
+
+def test_the_thread_runs_requests_from_several_threads(running):
+    thread, collector = running()
+
+    def submit(start):
+        for i in range(start, start + 5):
+            thread.submit(request(f"r{i}", (i, i + 1))).result(10)
+
+    submitters = [threading.Thread(target=submit, args=(n,)) for n in (0, 5, 10)]
+    for t in submitters:
+        t.start()
+    collector.wait(15)
+    for t in submitters:
+        t.join()
+    assert collector.tokens == {f"r{i}": expected((i, i + 1), 6) for i in range(15)}
+
+
+def test_a_refusal_reaches_the_submitter(running):
+    thread, _ = running(slow_loop())
+    pause(thread).result(10)
+    thread.submit(request("a")).result(10)
+    with pytest.raises(Overloaded):
+        thread.submit(request("b")).result(10)
+
+
+def test_a_cancel_frees_blocks_before_its_future_is_done(running):
+    thread, collector = running(slow_loop())
+    thread.submit(request("a", max_tokens=50)).result(10)
+    while thread.stats().load.blocks_used == 0:
+        time.sleep(0.001)
+    assert thread.cancel("a", 0).result(10)
+    assert thread.call(lambda loop: loop.stats().load.blocks_used).result(10) == 0
+    collector.wait(1)
+    assert collector.endings["a"].finish_reason == "cancelled"
+
+
+def test_stop_ends_what_is_left_with_an_error_and_refuses_what_comes_later(running):
+    thread, collector = running(slow_loop())
+    thread.submit(request("a", max_tokens=50)).result(10)
+    thread.stop()
+    assert thread.join(10)
+    assert collector.endings["a"].error.code == "unavailable"
+    with pytest.raises(Unavailable):
+        thread.submit(request("b")).result(10)
+    assert thread.stats().load.blocks_used == 0
+
+
+def test_a_consumer_that_raises_does_not_stop_the_thread(running):
+    collector = Collector()
+
+    def consumer(step):
+        collector(step)
+        raise ValueError("consumer")
+
+    thread, _ = running(on_output=consumer)
+    thread.submit(request("a")).result(10)
+    collector.wait(1)
+    assert not thread.join(0)
+
+
+def test_a_broken_loop_ends_its_requests_and_tells_its_owner():
+    loop, collector, failures = make_loop(), Collector(), []
+    loop.scheduler.schedule = lambda now_s: 1 / 0
+    thread = EngineThread(loop, collector, failures.append)
+    thread.start()
+    thread.submit(request("a"))
+    assert thread.join(10)
+    assert collector.endings["a"].error.code == "engine_broken"
+    assert [f.code for f in failures] == ["engine_broken"]
+
+
+class HeldEngine(MockEngine):
+    """A mock whose layers wait for the test."""
+
+    def __init__(self):
+        super().__init__(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+        self.layers_begun = threading.Semaphore(0)
+        self.go_on = threading.Semaphore(0)
+
+    def run_layers(self, activation, first, last):
+        self.layers_begun.release()
+        assert self.go_on.acquire(timeout=10)
+        super().run_layers(activation, first, last)
+
+    def let_all_go(self):
+        self.go_on.release(10_000)
+
+
+@pytest.fixture
+def held(running):
+    """A thread inside the first layer of a prompt."""
+    engine = HeldEngine()
+    thread, collector = running(make_loop(engine, clock=time.monotonic))
+    thread.submit(request("a")).result(10)
+    assert engine.layers_begun.acquire(timeout=10)
+    yield thread, engine, collector
+    engine.let_all_go()
+
+
+def test_commands_for_between_layers_do_not_wait_for_the_steps_end(held):
+    thread, engine, collector = held
+    ran = []
+    steps = [thread.call(lambda _: ran.append("step"))]
+    layers = [thread.call(lambda _, i=i: ran.append(i), between_layers=True) for i in range(3)]
+    submitted = thread.submit(request("b"))
+    engine.go_on.release()
+    assert engine.layers_begun.acquire(timeout=10), "the second layer of the same step"
+    for future in [*layers, submitted]:
+        assert future.done()
+    assert ran == [0, 1, 2]
+    assert not steps[0].done()
+    engine.let_all_go()
+    steps[0].result(10)
+    assert ran == [0, 1, 2, "step"]
+    collector.wait(2)
+    assert collector.tokens == {name: expected((1, 2, 3, 4, 5), 6) for name in "ab"}
+
+
+def test_a_refusal_between_layers_reaches_the_caller_and_hurts_nobody(held):
+    thread, engine, collector = held
+    failing = thread.call(lambda _: 1 / 0, between_layers=True)
+    engine.let_all_go()
+    with pytest.raises(ZeroDivisionError):
+        failing.result(10)
+    collector.wait(1)
+    assert collector.endings["a"].finish_reason == "length"
+
+
+def test_a_command_that_was_taken_back_is_not_run(held):
+    thread, engine, collector = held
+    ran = []
+    assert thread.call(lambda _: ran.append(1), between_layers=True).cancel()
+    engine.let_all_go()
+    collector.wait(1)
+    assert ran == []
+
+
+def test_commands_for_between_layers_run_though_nothing_steps(running):
+    thread, _ = running()
+    assert thread.call(lambda loop: loop.num_requests, between_layers=True).result(10) == 0
+    pause(thread).result(10)
+    assert thread.call(lambda loop: loop.num_requests, between_layers=True).result(10) == 0
+
+
+def test_commands_given_while_it_stops_are_all_answered(held):
+    thread, engine, _collector = held
+    futures = [thread.call(lambda _: None, between_layers=bool(i % 2)) for i in range(4)]
+    thread.stop()
+    late = [thread.call(lambda _: None, between_layers=bool(i % 2)) for i in range(4)]
+    engine.let_all_go()
+    assert thread.join(10)
+    for future in futures:
+        assert future.exception(0) is None
+    for future in late:
+        assert future.exception(0) is None or isinstance(future.exception(0), Unavailable)
+    with pytest.raises(Unavailable):
+        thread.call(lambda _: None, between_layers=True).result(0)
+
+
+def test_a_thread_with_partial_work_that_is_not_ready_sleeps(running):
+    loop = make_loop(clock=time.monotonic)
+    loop.partial = partial = Partial()
+    asked, ready = [], type(partial).ready
+    steps = []
+    loop.step = lambda step=loop.step: steps.append(1) or step()
+    thread, _ = running(loop)
+    for _ in range(3):
+        thread.call(lambda _: asked.append(ready.fget(partial)), between_layers=True).result(10)
+    assert steps == []
+    thread.call(lambda _: setattr(partial, "layers", 2)).result(10)
+    deadline_s = time.monotonic() + 10
+    while partial.layers and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    thread.call(lambda _: None).result(10)
+    assert len(steps) == 2
+
+
+def test_requests_from_many_threads_come_in_between_layers(running):
+    engine = MockEngine(num_blocks=256, block_size=BLOCK_SIZE, timing=MockTiming(layer_base_s=0.0005))
+    loop = EngineLoop(engine, SchedulerConfig(num_blocks=256, block_size=BLOCK_SIZE), time.monotonic)
+    thread, collector = running(loop)
+
+    def submit(start):
+        for i in range(start, start + 20):
+            thread.submit(request(f"r{i}", (i, i + 1))).result(10)
+            thread.call(lambda loop: loop.scheduler.load(), between_layers=True).result(10)
+
+    submitters = [threading.Thread(target=submit, args=(n,)) for n in (0, 20, 40)]
+    for t in submitters:
+        t.start()
+    for t in submitters:
+        t.join()
+    collector.wait(60)
+    assert collector.tokens == {f"r{i}": expected((i, i + 1), 6) for i in range(60)}
