@@ -90,7 +90,7 @@ class Batch:
     generation: int = 0
     """Counts changes of holder: a pull that names an older one lost a race."""
     gate: int | None = None
-    handed: bool = False
+    released: bool = False
     """The target will run no more of it (best effort only)."""
     absent: bool = False
     """What the target needs to begin it is still on its way; the source may have it back."""

@@ -20,8 +20,8 @@ The target owns the queue. Rules:
    KV is, and those that nobody has begun are shared evenly.
 
 Two baselines change rules 2 and 3 only. *Best effort*: the target stays with a batch as long as its next layer is
-there, up to half of the layers, then hands it over for good and never comes back; the source waits for the earliest to
-be handed over. *Stop the world*: the target runs nothing until it has everything.
+there, up to half of the layers, then releases it for good and never comes back; the source waits for the earliest to
+be released. *Stop the world*: the target runs nothing until it has everything.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class Queue:
             return Wait(head.batch_id, "in_layer")
         if head.gate is not None and head.next_layer < head.gate:
             return Wait(head.batch_id, "gate")
-        if self.policy is Policy.BEST_EFFORT and head.next_layer and not head.handed:
+        if self.policy is Policy.BEST_EFFORT and head.next_layer and not head.released:
             return Wait(head.batch_id, "in_hand")
         return self._claim(claim_id, head)
 
@@ -279,13 +279,13 @@ class Queue:
         waiting = [b for b in self._order if b.state in {State.WAITING, State.RUNNING}]
         if self.loaded:
             own = [b for b in waiting if b.next_layer or b.in_layer]
-            handed = [b for b in own if b.handed]
-            own = [b for b in own if not b.handed]
+            released = [b for b in own if b.released]
+            own = [b for b in own if not b.released]
             busy = sum([b.cost * (self.num_layers - b.next_layer) for b in own])
-            source_busy += sum([b.cost * (self.num_layers - b.next_layer) for b in handed])
+            source_busy += sum([b.cost * (self.num_layers - b.next_layer) for b in released])
             untouched = [(b.batch_id, b.cost * self.num_layers) for b in waiting if not b.next_layer and not b.in_layer]
             shares = share_evenly(untouched, source_busy=source_busy, target_busy=busy)
-            to_source = {b.batch_id for b in handed} | {i for i, side in shares if side is Side.SOURCE}
+            to_source = {b.batch_id for b in released} | {i for i, side in shares if side is Side.SOURCE}
         else:
             if self._in_hand is not None and self._in_hand.in_layer:
                 raise IllegalMove(f"the target is inside a layer of batch {self._in_hand.batch_id!r}")
@@ -328,10 +328,10 @@ class Queue:
     def _choose_best_effort(self) -> Batch | None:
         limit = min(self._layers_ready, self.num_layers // 2)
         held = self._in_hand
-        if held is not None and held.state is State.WAITING and not held.handed:
+        if held is not None and held.state is State.WAITING and not held.released:
             if held.next_layer < limit:
                 return held
-            held.handed = True
+            held.released = True
         if limit == 0:
             return None
         return next((b for b in self._order if b.can_begin and not b.next_layer), None)
