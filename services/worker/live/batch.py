@@ -27,7 +27,7 @@ class PromptBatch:
 
     @property
     def ended(self) -> bool:
-        """Nobody waits for any of it."""
+        """All of its requests have ended."""
         return all(s.finished for s in self.sequences)
 
     @property

@@ -1,4 +1,4 @@
-"""What the source of a pair has lent: batches at the target, and those that wait to go there."""
+"""Batches that the source of a pair handed over to the target, and those that wait for it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class HandedOver:
         self.lock = asyncio.Lock()
         """Held by who changes the backlog, and while batches are on their way to the target."""
         self.num_handed = 0
-        self.given: set[str] = set()
-        """Ids of batches that the target gave back: it does nothing more with them."""
+        self.pulled: set[str] = set()
+        """Ids of batches of those that were pulled: the target does nothing more with them."""
         self._num_batches = 0
 
     async def lend(self, begin: Callable[[], None] = lambda: None) -> None:
@@ -67,7 +67,7 @@ class HandedOver:
             self.backlog.extend(fresh)
             while self.backlog and not until():
                 if self.backlog[0].ended:
-                    self.backlog.popleft()  # nobody waits for it any more
+                    self.backlog.popleft()  # all of its requests were cancelled
                 elif not await self._hand_over(self.backlog[0], tensors, behind_seal):
                     return
 
@@ -107,7 +107,7 @@ class HandedOver:
         self.num_handed += 1
         batch.serial = serial
         for sequence in batch.sequences:
-            if sequence.finished:  # cancelled meanwhile, when nobody knew yet whom to tell
+            if sequence.finished:  # cancelled before its batch counted as handed over
                 self._link.cancel(*sequence.key)
         # The transport cuts nothing off what it is given: the next hand-over need not wait for these to be there.
         tensors.send(await self._embedded(batch), serial, Kind.HANDED_HIDDEN)
@@ -131,7 +131,7 @@ class HandedOver:
 
         ``doubt``: the target may own any of what it has and did not give. These requests end with this error.
         """
-        doubtful = [b for b in self.handed.values() if b.batch_id not in self.given] if doubt is not None else []
+        doubtful = [b for b in self.handed.values() if b.batch_id not in self.pulled] if doubt is not None else []
         batches = [b for b in (*self.handed.values(), *self.backlog) if b not in doubtful]
         self.handed.clear()
         self.backlog.clear()

@@ -84,7 +84,7 @@ class LinkToTarget(Link):
         self._settling.set()
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """Tell the target soon that nobody waits for this request."""
+        """Tell the target soon that this request was cancelled."""
         self._to_cancel.append(Cancel(request_id=request_id, attempt=attempt))
         self._settling.set()
 

@@ -131,7 +131,7 @@ class KvFetching:
                 first, last, piece = posted[0]
                 kv = await self._link.until(piece)
                 if batch.ended:
-                    raise TransferAborted("nobody waits for it any more")
+                    raise TransferAborted("all of its requests were cancelled")
                 posted.popleft()
                 work = functools.partial(engine.import_kv, tables, batch.lengths, last, kv, first_layer=first)
                 await in_thread(work)
@@ -206,7 +206,7 @@ class Puller:
         )
         answer = await self._link.ask_pair("pull", message, Pulled, wait_s=PULL_WAIT_S)
         if answer.batch_id:
-            await self.take(answer.batch_id, answer.first_layer, claim_id, serial, kv_apart=answer.kv_apart)
+            await self.receive(answer.batch_id, answer.first_layer, claim_id, serial, kv_apart=answer.kv_apart)
             self._took(time.monotonic() - started_s)
         else:
             self.free.set()  # it still is, unless something comes in between
@@ -216,10 +216,10 @@ class Puller:
         """Whether there are tags for it."""
         return can_tag_kv(serial, self._instance.layout.num_layers)
 
-    async def take(self, batch_id: str, first_layer: int, claim_id: str, serial: int, *, kv_apart: bool) -> None:
+    async def receive(self, batch_id: str, first_layer: int, claim_id: str, serial: int, *, kv_apart: bool) -> None:
         """Get a batch here that the target gave, and begin it. Its KV follows."""
         batch = self._handed.handed[batch_id]
-        self._handed.given.add(batch_id)
+        self._handed.pulled.add(batch_id)
         pulled, unasked = SourceBatch(batch), None
         if first_layer:
             if not kv_apart:

@@ -144,7 +144,7 @@ class LiveSource:
         self._arrivals.set()
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """Nobody waits for a request any more: the target need not compute it."""
+        """A request was cancelled: the target need not compute it."""
         if self._handed.holds(request_id, attempt):
             self._link.cancel(request_id, attempt)
 
@@ -156,7 +156,7 @@ class LiveSource:
         """The target says that the pair is over, and which batches it owns."""
         if not self.life.ended:
             self._has_last_word = True
-            self._owned_by_target(finished)
+            self._taken_by_target(finished)
         self._link.lose(reason)
 
     def lost(self, reason: str) -> None:
@@ -261,12 +261,12 @@ class LiveSource:
             )
             self.life.move_to(PairState.DISSOLVED)
             self._record.target_runs = answer.layer_runs
-            self._owned_by_target((*answer.finished, *answer.kept))
+            self._taken_by_target((*answer.finished, *answer.kept))
         for given in answer.given:
             if given.first_layer and given.batch_id in self._handed.handed:
                 claim = f"{claim_id}/{given.batch_id}"
                 apart = answer.kv_apart
-                await puller.take(given.batch_id, given.first_layer, claim, given.serial, kv_apart=apart)
+                await puller.receive(given.batch_id, given.first_layer, claim, given.serial, kv_apart=apart)
         await kv.idle()
         if answer.kv_apart and any(given.first_layer for given in answer.given):
             await self._link.settle_now()
@@ -285,7 +285,7 @@ class LiveSource:
         target must finish nothing any more."""
         if self.life.state is PairState.FAILED:
             raise Conflict(f"pair {self.assignment.pair_id} has failed here: {self._failure}")
-        self._owned_by_target(message.batch_ids)
+        self._taken_by_target(message.batch_ids)
         if self._handed.backlog:
             self._arrivals.set()  # there is room at the target now
         if message.loaded and not self._target_loaded:
@@ -296,7 +296,7 @@ class LiveSource:
     def _is_over(self) -> bool:
         return self._target_loaded and self.assignment.policy != "zigzag" and not self.life.ended
 
-    def _owned_by_target(self, batch_ids: Iterable[str]) -> None:
+    def _taken_by_target(self, batch_ids: Iterable[str]) -> None:
         handed = self._handed.handed
         batches = [handed.pop(i) for i in batch_ids if i in handed]
         for batch in batches:

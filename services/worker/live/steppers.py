@@ -342,7 +342,7 @@ class TargetStepper:
             self.ran_layer()
 
     def _end(self, held: TargetBatch, layer: Layer, ran: bool) -> StepOutput:
-        """``ran``: the whole layer; else it was given up, because nobody waits for the batch any more."""
+        """``ran``: the whole layer; else it was given up, because the batch was cancelled."""
         output = StepOutput(())
         adopts = ran and layer.layer + 1 == self.queue.num_layers
         if adopts:
@@ -368,7 +368,7 @@ class TargetStepper:
         self.layers.add(time.time())
 
     def stepped(self, output: StepOutput) -> None:
-        """Nobody asks."""
+        """Only a source asks for its tokens."""
 
 
 def run_part(loop: EngineLoop, batch: PromptBatch, activation: Activation, layer: int, begin: int) -> int:

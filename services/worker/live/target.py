@@ -124,7 +124,7 @@ class LiveTarget:
         """The earliest batch for the source; waits up to ``wait_s`` for one that it may have."""
         claim = await self._batches.pull(message, self._check_lives)
         if claim is not None:
-            self._tasks.start(self._batches.give(claim, message.serial, kv_apart=message.kv_apart))
+            self._tasks.start(self._batches.send_pulled(claim, message.serial, kv_apart=message.kv_apart))
             # What was in the way of a later batch is gone.
             self._batches.look_again()
         return self._batches.answer(claim, kv_apart=message.kv_apart)
@@ -272,7 +272,7 @@ class LiveTarget:
         self._batches.set_gates(gates)
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """Nobody waits for a request any more."""
+        """A request was cancelled."""
         self._tasks.start(self._batches.cancel(lambda sequence: sequence.key == (request_id, attempt)))
 
     def cancel_gateway(self, gone: Gone) -> None:
@@ -337,7 +337,7 @@ class LiveTarget:
 
     def _engine_failed(self, error: Exception) -> None:
         if self._queue.dissolved:
-            # What was kept is nobody else's any more, even if the source does not know yet.
+            # What was kept is the target's alone, even if the source does not know yet.
             self._tasks.start(self._abandon_kept(Unavailable(f"the engine failed: {type(error).__name__}: {error}")))
         else:
             self._fail_soon(f"the target's engine failed: {error}")

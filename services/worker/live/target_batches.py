@@ -1,7 +1,7 @@
-"""The batches of a pair at its target, from taking them in to dropping them.
+"""The batches of a pair at its target, from the hand-over until they are settled, taken or dropped.
 
-The target owns a request from when it finishes its batch, or keeps it when the pair is dissolved. Until then the source
-has it: should the target go, the source computes it; should the source go, the gateway submits it again.
+A batch is the target's once it is taken. Until then it is the source's: should the target go, the source computes it;
+should the source go, the gateway submits it again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TargetBatches:
         """All that ever came."""
         self._taking = asyncio.Lock()
         self.not_taken: dict[str, PromptBatch] = {}
-        """Those whose requests are the source's, by id."""
+        """Those that are the source's, by id."""
         self.loaded = False
         """The target has everything."""
         self.closed = False
@@ -137,8 +137,8 @@ class TargetBatches:
         return self._queue.can_dissolve if self._queue.policy is Policy.ZIGZAG else self._queue.loaded
 
     async def pull(self, message: Pull, check: Callable[[], None]) -> Claim | None:
-        """Claim the earliest batch for the source; waits up to ``wait_s`` for one that it may have. ``give`` must
-        follow. ``check()`` is called before every look, and raises when the pair is over."""
+        """Claim the earliest batch for the source; waits up to ``wait_s`` for one that it may have. ``send_pulled``
+        must follow. ``check()`` is called before every look, and raises when the pair is over."""
         deadline_s = time.monotonic() + message.wait_s
         while True:
             check()
@@ -146,8 +146,8 @@ class TargetBatches:
             with self._stepper.lock:
                 over = self._queue.dissolved or self.can_dissolve
                 found = None if over else self._queue.pull(message.claim_id)
-                # The engine would begin the next layer before this had a chance to look. Once nobody waits, it must
-                # not grant a claim any more that nobody takes.
+                # The engine would begin the next layer before this had a chance to look. Once no pull waits, it must
+                # not grant a claim any more, which the source would not take.
                 self._stepper.wanted = message.claim_id if isinstance(found, Wait) and left_s > 0 else ""
             if isinstance(found, Claim):
                 return found
@@ -166,7 +166,7 @@ class TargetBatches:
             kv_apart=kv_apart,
         )
 
-    async def give(self, claim: Claim, serial: int, *, kv_apart: bool) -> None:
+    async def send_pulled(self, claim: Claim, serial: int, *, kv_apart: bool) -> None:
         """Send what was computed of a claimed batch, once; the source has the rest."""
         held = self._stepper.batches.get(claim.batch_id)
         if claim.first_layer and held is not None and not held.is_sent:
@@ -213,7 +213,7 @@ class TargetBatches:
         export = functools.partial(engine.export_kv, batch.block_tables, batch.lengths, last, first_layer=first)
         try:
             kv = await asyncio.to_thread(export)
-        except Exception:  # what an engine finds in blocks that are another's by now is nobody's concern
+        except Exception:  # what an engine finds in blocks that are another batch's by now does not matter
             if self._is_held(held):
                 raise
             return
@@ -236,10 +236,10 @@ class TargetBatches:
                 self._queue.confirm(claim.claim_id)
         await self.drop([claim.batch_id for claim in settled])
 
-    # --- letting go --------------------------------------------------------------------------
+    # --- dropping ----------------------------------------------------------------------------
 
     async def drop(self, batch_ids: list[str]) -> None:
-        """Free what these have here: they are the source's, or nobody's."""
+        """Free what these have here: they are the source's, or every request of them has ended."""
         if not batch_ids:
             return
         call = self._instance.engine.call(lambda _: self._stepper.drop(tuple(batch_ids)), between_layers=True)
@@ -250,7 +250,7 @@ class TargetBatches:
         self.look_again()
 
     async def cancel(self, is_gone: Callable[[Sequence], bool]) -> None:
-        """Nobody waits any more for the requests of which ``is_gone`` says so."""
+        """The requests of which ``is_gone`` says so are not wanted any more."""
         with self._stepper.lock:
             batches = {id(b): b for b in (*self.not_taken.values(), *(h.batch for h in self._stepper.batches.values()))}
         gone = [(b, s) for b in batches.values() for s in b.sequences if is_gone(s)]
@@ -280,7 +280,7 @@ class TargetBatches:
             return not self._queue.batch(batch.batch_id).in_layer
 
     async def close(self) -> None:
-        """Drop everything that is not owned here. Between two steps, so that none is inside a layer."""
+        """Drop everything that is not taken. Between two steps, so that none is inside a layer."""
         self.closed = True
         with contextlib.suppress(BlitzError):  # the engine has stopped, and freed everything
             await asyncio.wrap_future(self._instance.engine.call(lambda _: self._stepper.close()))
@@ -319,7 +319,7 @@ class TargetBatches:
         self._changed.fire()
 
     def take(self, batch_ids: Iterable[str]) -> list[PromptBatch]:
-        """The requests of these are this worker's from now on; those of which that is news."""
+        """These are the target's from now on; those of which that is news."""
         return [self.not_taken.pop(i) for i in batch_ids if i in self.not_taken]
 
     def look_again(self) -> None:

@@ -179,7 +179,7 @@ async def test_what_the_target_may_own_ends_with_an_error_and_what_it_gave_back_
             ends.source_tensors, behind_seal=False, until=lambda: source.handed.num_handed == 3
         )
         first = next(iter(source.handed.handed))
-        source.handed.given.add(first)
+        source.handed.pulled.add(first)
         doubt = ErrorInfo(code="unavailable", message="who knows")
         await source.handed.end(doubt)
         await source.handed.end(doubt)

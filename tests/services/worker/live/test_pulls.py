@@ -147,7 +147,7 @@ async def test_a_pair_lost_while_hidden_states_are_on_their_way_leaves_the_batch
         source = await _handed_over(ends, 2)
         ends.transports[1].tamper = lambda buffer, tag: (buffer, tag ^ 1 << 60)
         pulling = asyncio.create_task(source.puller.pull())
-        await eventually(lambda: source.handed.given)
+        await eventually(lambda: source.handed.pulled)
         source.link.lose("the target is gone")
         with pytest.raises(LinkLost, match="the target is gone"):
             await pulling
