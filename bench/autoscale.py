@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.command_line import JsonFile, write
 from compose.config import StackConfig
 from compose.demo_model import ensure_demo_model
 from compose.stack import Stack
@@ -118,7 +119,7 @@ def command(
     workers: Annotated[int, typer.Option(help="Workers of the stack.")] = 3,
     model_dir: Annotated[Path | None, typer.Option(help="Checkpoint; by default the demo model.")] = None,
     samples: Annotated[int, typer.Option(help="Requests whose output is compared with the idle instance's.")] = 40,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Replay a trace against a stack of one instance and let the monitor scale it. Other arguments go to ``replay``."""
     document = asyncio.run(measure(model_dir, workers, context.args, num_samples=samples))
@@ -135,7 +136,6 @@ def command(
     ):
         table.add_row(label, str(value))
     console.print(table)
-    if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+    write(json_file, document)
     if replayed["failed"] or document["samples_identical"] != document["samples"]:
         raise typer.Exit(1)

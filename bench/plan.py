@@ -7,14 +7,13 @@ import math
 import random
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.command_line import JsonFile, write
 from bench.stats import Summary
 from services.planner.core.multicast.flows import Flow, Source
 from services.planner.core.multicast.plan import plan
@@ -108,7 +107,7 @@ def command(
     hosts: Annotated[int, typer.Option(min=1, help="Hosts of the smaller cluster.")] = 128,
     scenarios: Annotated[int, typer.Option(min=1, help="Random scenarios per cluster.")] = 300,
     seed: Annotated[int, typer.Option(help="Of the scenarios.")] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Planning time over random sources, flows and targets, at two sizes."""
     if hosts > gpus:
@@ -138,5 +137,4 @@ def command(
     console = Console()
     console.print(table)
     console.print(f"p50 grows {large.p50 / small.p50:.1f} times for ten times the GPUs; n log n: {n_log_n:.1f}")
-    if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+    write(json_file, document)

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench import machine
 from bench.chaos.plan import KINDS, How, parse_kinds
 from bench.chaos.result import Result
 from bench.chaos.run import run
 from bench.chaos.setting import Setting
-from bench.live import machine
+from bench.command_line import JsonFile, check_folder, one_line, say, until_signal, usage, write
 from compose.demo_model import ensure_demo_model
-from compose.errors import StackError
-from shared.errors import BadRequest, BlitzError
+from shared.errors import BadRequest
 
-_INTERRUPTED = 130
 _DEFAULT_WORKERS = 4
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def command(
@@ -53,13 +44,13 @@ def command(
     state_dir: Annotated[
         Path | None, typer.Option(help="Keep the stack's logs there; by default they go.", metavar="DIR")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Load on a stack of its own, while its members are killed at random and instances come and go.
 
     Every answer is compared with the idle stack's. Exit status 1 if one failed or differs.
     """
-    try:
+    with usage():
         setting = Setting(
             seconds=seconds,
             every_s=every,
@@ -73,18 +64,14 @@ def command(
         )
         if roles and setting.workers < _DEFAULT_WORKERS:
             raise BadRequest(f"--roles needs 4 workers at least, not {setting.workers}", param="workers")
-        if json_file is not None and not json_file.absolute().parent.is_dir():
-            raise BadRequest(f"no such directory: {json_file.absolute().parent}", param="json")
-    except BadRequest as error:
-        raise typer.BadParameter(error.message) from error
-    try:
-        result = asyncio.run(_until_signal(setting, model_dir, state_dir))
-    except asyncio.CancelledError:
-        _say("chaos: interrupted; everything was taken down")
-        raise typer.Exit(_INTERRUPTED) from None
-    except (BlitzError, StackError) as error:
-        _say(f"chaos: {error}")
-        raise typer.Exit(1) from error
+        check_folder(json_file)
+
+    async def measure(folder: Path) -> Result:
+        model = model_dir if model_dir is not None else await asyncio.to_thread(ensure_demo_model, folder / "models")
+        return await run(setting, model.absolute(), state_dir or folder / "state", say=say)
+
+    with one_line("chaos"):
+        result = asyncio.run(until_signal("chaos", measure))
     document = result.document()
     Console().print(result_table(result, how))
     if json_file is not None:
@@ -93,25 +80,11 @@ def command(
             f"--signal {how} --engine {engine} --workers {setting.workers} --clients {clients}"
             + (" --roles" if roles else "")
         )
-        document |= {"machine": machine.describe(), "command": asked}
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+        write(json_file, document | {"machine": machine.describe(), "command": asked})
     for problem in result.problems:
-        _say(f"chaos: {problem}")
+        say(f"chaos: {problem}")
     if result.problems:
         raise typer.Exit(1)
-
-
-async def _until_signal(setting: Setting, model_dir: Path | None, state_dir: Path | None) -> Result:
-    """Raises ``CancelledError`` after SIGINT, SIGTERM or SIGHUP, once everything is down."""
-    task = asyncio.current_task()
-    assert task is not None
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, task.cancel)
-    with tempfile.TemporaryDirectory(prefix="blitzscale-chaos-") as name:
-        folder = Path(name)
-        model = model_dir if model_dir is not None else await asyncio.to_thread(ensure_demo_model, folder / "models")
-        return await run(setting, model.absolute(), state_dir or folder / "state", say=_say)
 
 
 def result_table(result: Result, how: How) -> Table:

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from bench import machine
+from bench.command_line import JsonFile, check_folder, one_line, say, until_signal, usage, write
 from bench.control.result import Result
 from bench.control.run import run
 from bench.control.setting import REPORT_INTERVAL_S, Setting
-from bench.live import machine
-from compose.errors import StackError
-from shared.errors import BadRequest, BlitzError
-
-_INTERRUPTED = 130
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
+from shared.errors import BadRequest
 
 
 def command(
@@ -42,13 +32,13 @@ def command(
     state_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep the services' logs there; by default they go.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """What pool, gateways, monitor, planner, NATS and Redis cost with simulated workers, and how fast they are.
 
     Exit status 1 if a request failed or a message was larger than 256 KiB.
     """
-    try:
+    with usage():
         setting = Setting(
             workers=workers, models=models, seconds=seconds, rate=rate, scales=scales, report_interval_s=report_every
         )
@@ -57,19 +47,13 @@ def command(
                 f"{models} models and {setting.probes} scale operations need as many workers, not {workers}",
                 param="workers",
             )
-        if json_file is not None and not json_file.absolute().parent.is_dir():
-            raise BadRequest(f"no such directory: {json_file.absolute().parent}", param="json")
-    except BadRequest as error:
-        raise typer.BadParameter(error.message) from error
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            result = runner.run(_until_signal(setting, state_dir))
-    except asyncio.CancelledError:
-        _say("control: interrupted; everything was taken down")
-        raise typer.Exit(_INTERRUPTED) from None
-    except (BlitzError, StackError) as error:
-        _say(f"control: {error}")
-        raise typer.Exit(1) from error
+        check_folder(json_file)
+
+    async def measure(folder: Path) -> Result:
+        return await run(setting, folder, state_dir=state_dir, say=say)
+
+    with one_line("control"), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        result = runner.run(until_signal("control", measure))
     Console().print(result_table(result))
     if json_file is not None:
         asked = f"blitzscale bench control --workers {workers} --models {models} --seconds {seconds:g} --rate {rate:g}"
@@ -77,22 +61,11 @@ def command(
         if report_every != REPORT_INTERVAL_S:
             asked += f" --report-every {report_every:g}"
         document = result.document() | {"aims": result.aims(), "machine": machine.describe(), "command": asked}
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+        write(json_file, document)
     for problem in result.problems():
-        _say(f"control: {problem}")
+        say(f"control: {problem}")
     if result.problems():
         raise typer.Exit(1)
-
-
-async def _until_signal(setting: Setting, state_dir: Path | None) -> Result:
-    """Raises ``CancelledError`` after SIGINT, SIGTERM or SIGHUP, once everything is down."""
-    task = asyncio.current_task()
-    assert task is not None
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, task.cancel)
-    with tempfile.TemporaryDirectory(prefix="blitzscale-control-") as name:
-        return await run(setting, Path(name), state_dir=state_dir, say=_say)
 
 
 def result_table(result: Result) -> Table:

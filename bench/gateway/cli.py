@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from bench.command_line import JsonFile, check_folder, red_line, say_wrong, write
 from bench.gateway.measure import as_json, measure_all
-from compose.errors import StackError
-from shared.errors import BadRequest, BlitzError
+from shared.errors import BadRequest
 
 
 def _numbers(text: str) -> list[int]:
@@ -60,7 +58,7 @@ def result_table(document: dict[str, Any]) -> Table:
 
 def command(
     *,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")] = None,
+    json_file: JsonFile = None,
     streams: Annotated[str, typer.Option(metavar="N,N", help="Numbers of concurrent streams.")] = "1,64,128",
     seconds: Annotated[float, typer.Option(metavar="S", min=0.5, help="Length of each measurement.")] = 8.0,
 ) -> None:
@@ -69,21 +67,18 @@ def command(
     Starts a stack with one worker and a mock engine (its own time is subtracted from a first
     token's), and then a bare FastAPI and NATS sketch as a reference on the same machine.
     """
-    errors = Console(stderr=True)
-    try:
+    with red_line():
         counts = _numbers(streams)
-        if json_file is not None and not json_file.absolute().parent.is_dir():
-            raise BadRequest(f"no such directory: {json_file.absolute().parent}", param="json")
-        with errors.status("starting") as status, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        check_folder(json_file)
+        with (
+            Console(stderr=True).status("starting") as status,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
             stack, bare = runner.run(measure_all(counts, seconds, on_step=status.update))
-    except (BlitzError, StackError) as error:
-        errors.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(2 if isinstance(error, BadRequest) else 1) from error
     document = as_json(stack, bare, seconds)
     Console().print(result_table(document))
-    if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+    write(json_file, document)
     for example in document["fault_examples"]:
-        errors.print(f"went wrong: {example}", style="red", markup=False, soft_wrap=True)
+        say_wrong(f"went wrong: {example}")
     if any(document["faults"].values()):
         raise typer.Exit(1)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from bench.command_line import JsonFile, check_folder, red_line, say_wrong, write
 from bench.hostile.measure import Outcome, measure_hostile
-from compose.errors import StackError
-from shared.errors import BadRequest, BlitzError
 
 
 def result_table(outcome: Outcome) -> Table:
@@ -36,7 +33,7 @@ def result_table(outcome: Outcome) -> Table:
 
 def command(
     *,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")] = None,
+    json_file: JsonFile = None,
     seconds: Annotated[float, typer.Option(metavar="S", min=1.0, help="Length of each measurement.")] = 20.0,
     connections: Annotated[int, typer.Option(metavar="N", min=1, help="Connections that send nothing.")] = 2000,
     pause: Annotated[float, typer.Option(metavar="S", min=0.0, help="Between a hostile client's requests.")] = 0.2,
@@ -47,21 +44,18 @@ def command(
     Starts a stack with one worker and a mock engine. Fails when the first token takes more than twice its idle time
     and more than 50 ms longer, or the gateway more than 1 GiB.
     """
-    errors = Console(stderr=True)
-    try:
-        if json_file is not None and not json_file.absolute().parent.is_dir():
-            raise BadRequest(f"no such directory: {json_file.absolute().parent}", param="json")
-        with errors.status("starting") as status, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with red_line():
+        check_folder(json_file)
+        with (
+            Console(stderr=True).status("starting") as status,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
             outcome = runner.run(
                 measure_hostile(seconds, idle_connections=connections, pause_s=pause, on_step=status.update)
             )
-    except (BlitzError, StackError) as error:
-        errors.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(2 if isinstance(error, BadRequest) else 1) from error
     Console().print(result_table(outcome))
     Console().print(f"hostile clients: {outcome.hostile.answers}", markup=False, soft_wrap=True)
-    if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(outcome.as_json())) + b"\n")
+    write(json_file, outcome.as_json())
     if not outcome.holds:
-        errors.print(f"does not hold; faults: {outcome.faults}", style="red", markup=False, soft_wrap=True)
+        say_wrong(f"does not hold; faults: {outcome.faults}")
         raise typer.Exit(1)

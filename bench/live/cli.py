@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 import typer
 from rich.console import Console
 
+from bench import machine
+from bench.command_line import JsonFile, say, write
 from bench.lab import system
 from bench.lab.plan import Rate
-from bench.live import machine, table
+from bench.live import table
 from bench.live.measure import measure
 from bench.live.result import EngineResult, document
 from bench.live.workload import EngineKind, Workload
@@ -34,10 +34,6 @@ def _plotter() -> Save:
     return plot.save
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)  # noqa: T201
-
-
 def command(
     *,
     engine: Annotated[Literal["mock", "torch", "both"], typer.Option(help="Engines of the workers, in turn.")] = "both",
@@ -52,7 +48,7 @@ def command(
     live: Annotated[
         bool, typer.Option("--live/--no-live", help="--no-live: load first, with no help for what waits.")
     ] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")] = None,
+    json_file: JsonFile = None,
     png_file: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the timelines there.")] = None,
 ) -> None:
     """Live scaling under a burst: two hosts on this machine, as network namespaces. Needs root and iproute2.
@@ -60,7 +56,7 @@ def command(
     Without them it says so and exits with status 0: there is nothing to measure here.
     """
     if reason := system.missing():
-        _say(f"skipped: {reason}")
+        say(f"skipped: {reason}")
         return
     # As Ctrl-C: what was made is taken away on the way out.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -75,7 +71,7 @@ def command(
             for kind in kinds
         ]
         for workload in workloads:
-            measured = asyncio.run(measure(workload, rate=link, repetitions=repetitions, live=live, say=_say))
+            measured = asyncio.run(measure(workload, rate=link, repetitions=repetitions, live=live, say=say))
             results.append(measured)
     except BadRequest as error:
         raise typer.BadParameter(error.message) from error
@@ -91,7 +87,7 @@ def command(
     )
     if json_file is not None and results:
         written = document(results, machine=machine.describe(), command=asked)
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(written)) + b"\n")
+        write(json_file, written)
     if save is not None and png_file is not None and results:
         save(results, png_file)
     console = Console()
@@ -100,5 +96,5 @@ def command(
     if not problem and not all(result.tokens_identical for result in results):
         problem = "some outputs differ from those of an idle instance"
     if problem:
-        _say(f"live: {problem}")
+        say(f"live: {problem}")
         raise typer.Exit(1)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from bench.command_line import JsonFile, one_line, say, usage, write
 from bench.lab.checkpoint import make_checkpoint, num_layers
 from bench.loaders.measure import measure
 from bench.loaders.result import Result
-from shared.errors import BadRequest, BlitzError
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)  # noqa: T201
 
 
 def _show(result: Result, console: Console) -> None:
@@ -46,24 +40,18 @@ def command(
         Path | None,
         typer.Option(help="Make the checkpoint there, on the disk to measure. By default, where temporary files go."),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """How fast a checkpoint comes into memory: safetensors, the Run:ai streamer, ours from disk and from a peer.
 
     Makes a checkpoint, reads it by every way in turn, each time in a fresh process, with a page cache that is cold and
     one that is warm, and takes the checkpoint away again.
     """
-    try:
+    with one_line("loaders", OSError), usage():
         num_layers(mib)
         with tempfile.TemporaryDirectory(prefix="blitzscale-loaders-", dir=folder) as made:
-            _say(f"making a checkpoint of {mib} MiB in {made}")
+            say(f"making a checkpoint of {mib} MiB in {made}")
             path = make_checkpoint(Path(made) / "models", mib, num_files=files)
-            result = measure(path, repetitions=repetitions, say=_say)
-    except BadRequest as error:
-        raise typer.BadParameter(error.message) from error
-    except (BlitzError, OSError) as error:
-        print(f"loaders: {error}", file=sys.stderr)  # noqa: T201
-        raise typer.Exit(1) from error
-    if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result.document())) + b"\n")
+            result = measure(path, repetitions=repetitions, say=say)
+    write(json_file, result.document())
     _show(result, Console())

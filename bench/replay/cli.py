@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bench.command_line import INTERRUPTED, JsonFile, check_folder, red_line, write
 from bench.replay.plan import Shape, plan_requests
 from bench.replay.record import Collector, Result, as_json
 from bench.replay.report import latency_table, totals_table
@@ -21,11 +21,9 @@ from bench.stream_client import Endpoint, StreamClient
 from bench.traces.reader import read_trace
 from bench.traces.request import Trace
 from bench.traces.synthetic import FIGURES, synthesise
-from shared.errors import BadRequest, BlitzError
+from shared.errors import BadRequest
 
 app = typer.Typer(help="Replay a request trace against a running endpoint and measure it.", add_completion=False)
-
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +106,8 @@ def _run(settings: _Replay, json_file: Path | None, about: dict[str, object]) ->
     console.print(latency_table(result))
     for kind, detail in result.failure_examples.items():
         errors.print(f"{kind}: for example: {detail}", style="yellow", markup=False, soft_wrap=True)
-    if json_file is not None:
-        document = as_json(result, collectors[0], model=models[0], skipped_rows=settings.trace.skipped_rows, **about)
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+    document = as_json(result, collectors[0], model=models[0], skipped_rows=settings.trace.skipped_rows, **about)
+    write(json_file, document)
     if status == 0 and result.completed == 0:
         errors.print("no request completed", style="red")
         status = 1
@@ -152,7 +149,7 @@ def replay(
     sample_outputs: Annotated[
         int, typer.Option(metavar="K", min=0, help="Keep prompt and output of the first K requests in the JSON file.")
     ] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")] = None,
+    json_file: JsonFile = None,
     api_key: Annotated[
         str | None, typer.Option(envvar=["BLITZ_API_KEY", "OPENAI_API_KEY"], help="Sent as bearer token.")
     ] = None,
@@ -162,7 +159,7 @@ def replay(
     Open loop: a request is sent when the trace says, however late the answers are. Prompts are
     random token ids, outputs have exactly the trace's length, and temperature is 0.
     """
-    try:
+    with red_line():
         if not timeout > 0:
             raise BadRequest(f"--timeout must be positive, not {timeout!r}", param="timeout")
         settings = _Replay(
@@ -185,11 +182,7 @@ def replay(
             sample_outputs=sample_outputs,
             seed=seed,
         )
-        if json_file is not None and not json_file.absolute().parent.is_dir():
-            raise BadRequest(f"no such directory: {json_file.absolute().parent}", param="json")
+        check_folder(json_file)
         about: dict[str, object] = {"trace": settings.trace.name, "url": url, "speed": speed, "seed": seed}
         status = _run(settings, json_file, about)
-    except BlitzError as error:
-        Console(stderr=True).print(f"error: {error.message}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(2 if isinstance(error, BadRequest) else 1) from error
     raise typer.Exit(status)

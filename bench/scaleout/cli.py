@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
-from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from bench.command_line import JsonFile, one_line, say, usage, write
 from bench.lab import system
 from bench.lab.plan import Rate
 from bench.scaleout.background import MODES, Background
 from bench.scaleout.measure import measure
 from bench.scaleout.result import Result
 from bench.scaleout.rows import STRATEGIES
-from compose.errors import StackError
-from shared.errors import BadRequest, BlitzError
+from shared.errors import BadRequest
 
 
 def _environment(settings: list[str]) -> dict[str, str]:
@@ -101,19 +98,19 @@ def command(
     worker_env: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of every worker; repeatable.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Scale out over links with a rate: several hosts on this machine, as network namespaces. Needs root and iproute2.
 
     Without them it says so and exits with status 0: there is nothing to measure here.
     """
     if reason := system.missing():
-        print(f"skipped: {reason}", file=sys.stderr)  # noqa: T201
+        say(f"skipped: {reason}")
         return
     # As Ctrl-C: what was made is taken away on the way out.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     chosen = () if strategy == ["none"] else tuple(strategy or STRATEGIES)
-    try:
+    with one_line("scaleout"), usage():
         if unknown := set(chosen) - set(STRATEGIES):
             raise BadRequest(
                 f"{', '.join(sorted(unknown))}: the strategies are {', '.join(STRATEGIES)}", param="strategy"
@@ -127,14 +124,8 @@ def command(
                 strategies=chosen,
                 background=background,
                 worker_env=_environment(worker_env or []),
-                say=lambda line: print(line, file=sys.stderr),  # noqa: T201
+                say=say,
             )
         )
-    except BadRequest as error:
-        raise typer.BadParameter(error.message) from error
-    except (BlitzError, StackError) as error:
-        print(f"scaleout: {error}", file=sys.stderr)  # noqa: T201
-        raise typer.Exit(1) from error
-    if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result.document())) + b"\n")
+    write(json_file, result.document())
     _show(result, Console())

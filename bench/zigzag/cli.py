@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.command_line import JsonFile, write
 from bench.zigzag.measure import equal_cases, example, solver_times, unequal_cases
 
 SMALL = 100
@@ -21,7 +20,7 @@ def command(
     *,
     cases: Annotated[int, typer.Option(min=1, help="Random cases, each with equal and with unequal batches.")] = 2000,
     seed: Annotated[int, typer.Option(help="Of the cases.")] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """ZigZag against best effort, stop the world, the exhaustive optimum and the best split; the ILP's time."""
     rng = random.Random(seed)
@@ -34,8 +33,7 @@ def command(
         "seed": seed,
     }
     _print(Console(), document)
-    if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+    write(json_file, document)
 
 
 def _print(console: Console, document: dict[str, Any]) -> None:

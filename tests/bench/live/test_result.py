@@ -5,7 +5,8 @@ import json
 import pytest
 from rich.console import Console
 
-from bench.live import machine, table
+from bench import machine
+from bench.live import table
 from bench.live.modes import BEST_EFFORT, PLAIN, STOP_THE_WORLD, ZIGZAG
 from bench.live.result import document
 from tests.bench.live.samples import assignment, result, run

@@ -1,0 +1,93 @@
+"""What the command lines of benchmarks share: where the result goes, what they say meanwhile, how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+import typer
+from rich.console import Console
+
+from compose.errors import StackError
+from shared.errors import BadRequest, BlitzError
+
+T = TypeVar("T")
+
+INTERRUPTED = 130
+
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")]
+
+
+def say(line: str) -> None:
+    """On stderr, at once."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def say_wrong(line: str) -> None:
+    """On stderr, in red."""
+    Console(stderr=True).print(line, style="red", markup=False, soft_wrap=True)
+
+
+def check_folder(json_file: Path | None) -> None:
+    """Before anything is measured: raises ``BadRequest`` if the result could not be written."""
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise BadRequest(f"no such directory: {json_file.absolute().parent}", param="json")
+
+
+def write(json_file: Path | None, document: object) -> None:
+    """The result, if it is wanted as a file."""
+    if json_file is not None:
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+
+
+@contextlib.contextmanager
+def usage() -> Iterator[None]:
+    """Input that cannot be is wrong usage of the command line: exit code 2, with its options."""
+    try:
+        yield
+    except BadRequest as error:
+        raise typer.BadParameter(error.message) from error
+
+
+@contextlib.contextmanager
+def one_line(name: str, *expected: type[Exception]) -> Iterator[None]:
+    """A failure that was foreseen, ``expected`` among them, is a line on stderr and exit code 1; an interruption is
+    code 130."""
+    foreseen: tuple[type[Exception], ...] = (BlitzError, StackError, *expected)
+    try:
+        yield
+    except asyncio.CancelledError:
+        say(f"{name}: interrupted; everything was taken down")
+        raise typer.Exit(INTERRUPTED) from None
+    except foreseen as error:
+        say(f"{name}: {error}")
+        raise typer.Exit(1) from error
+
+
+@contextlib.contextmanager
+def red_line() -> Iterator[None]:
+    """A failure that was foreseen is a red line on stderr, and exit code 2 if the input is to blame, else 1."""
+    try:
+        yield
+    except (BlitzError, StackError) as error:
+        say_wrong(f"error: {error}")
+        raise typer.Exit(2 if isinstance(error, BadRequest) else 1) from error
+
+
+async def until_signal(name: str, work: Callable[[Path], Awaitable[T]]) -> T:
+    """Run ``work`` with a temporary folder. Raises ``CancelledError`` after SIGINT, SIGTERM or SIGHUP, once everything
+    is down."""
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, task.cancel)
+    with tempfile.TemporaryDirectory(prefix=f"blitzscale-{name}-") as folder:
+        return await work(Path(folder))
