@@ -22,6 +22,7 @@ Keys (prefix ``blitz:``):
 
 from __future__ import annotations
 
+PREFIX = "blitz:"
 NOT_LEADING = "NOTLEADING"
 """First word of the error that a pool process gets which leads no more."""
 

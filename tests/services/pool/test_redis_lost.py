@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from hashlib import sha1
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from services.pool import scripts
 from services.pool.core.loads import LoadLimits
 from services.pool.leading import LeadingPool, PoolMetrics
 from services.pool.service import PoolService
@@ -135,17 +137,18 @@ async def test_redis_that_fails_again_while_it_is_refilled_costs_nothing(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await give(pool.ask, model("a"))
-    store: Any = pool.store
-    evalsha, failed = store._redis.evalsha, []
+    evalsha: Any = Redis.evalsha
+    lead = sha1(scripts.LEAD.encode(), usedforsecurity=False).hexdigest()
+    failed: list[str] = []
 
-    async def flaky(sha: str, *args: Any) -> Any:
-        if sha != store._lead.sha and len(failed) < 3:
+    async def flaky(redis: Redis, sha: str, *args: Any) -> Any:
+        if sha != lead and len(failed) < 3:
             failed.append(sha)
             raise RedisConnectionError("gone again")
-        return await evalsha(sha, *args)
+        return await evalsha(redis, sha, *args)
 
     await pool.redis.flushdb()
-    monkeypatch.setattr(store._redis, "evalsha", flaky)
+    monkeypatch.setattr(Redis, "evalsha", flaky)
     await eventually(lambda: len(failed) == 3)
 
     async def refilled() -> bool:

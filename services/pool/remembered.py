@@ -1,0 +1,118 @@
+"""All that Redis holds, read by a process that begins to lead."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+from redis.asyncio import Redis
+
+from services.pool.core.leases import Lease
+from services.pool.scripts import PREFIX
+from shared.messages.codec import M, MalformedMessage, decode
+from shared.messages.common import Role
+from shared.messages.registry import Floor, ModelRecord, Unplaced, WorkerHeartbeat
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """All that Redis holds, for a process that begins to lead."""
+
+    models: tuple[ModelRecord, ...]
+    removed: Mapping[str, float]
+    """Names, and when (unix time)."""
+    floors: tuple[Floor, ...]
+    unplaced: tuple[Unplaced, ...]
+    reports: tuple[WorkerHeartbeat, ...]
+    leases: tuple[Lease, ...]
+    """Their ``until_s`` counts from now."""
+    retired: tuple[tuple[str, str], ...]
+    """(worker id, copy id) of copies that may go."""
+
+
+async def remember(redis: Redis, now_s: float, unix_s: float) -> Remembered:
+    """Everything, as of now (``now_s`` monotonic, ``unix_s`` unix time)."""
+    worker_ids = await worker_ids_in(redis)
+    models = await _models(redis)
+    hashes = sorted({m.model_hash for m in models})
+    async with redis.pipeline(transaction=False) as pipe:
+        for worker_id in worker_ids:
+            pipe.hget(f"{PREFIX}worker:{worker_id}", "report")
+            pipe.hmget(f"{PREFIX}lease:{worker_id}", "plan", "model", "role", "epoch")
+            pipe.pttl(f"{PREFIX}lease:{worker_id}")
+        raw = await pipe.execute()
+    async with redis.pipeline(transaction=False) as pipe:
+        for model_hash in hashes:
+            pipe.hgetall(f"{PREFIX}copies:{model_hash}")
+        copies = await pipe.execute()
+    reports = (_readable(r, WorkerHeartbeat, w) for w, r in zip(worker_ids, raw[::3], strict=True))
+    retired = [i.decode() for held in copies for i, serial in held.items() if serial.startswith(b"retired:")]
+    removed = await cast(Any, redis.hgetall(f"{PREFIX}removed"))
+    return Remembered(
+        models=models,
+        removed={name.decode(): float(at_ms) / 1000 for name, at_ms in removed.items()},
+        floors=await _floors(redis, unix_s),
+        unplaced=await _unplaced(redis),
+        reports=tuple(report for report in reports if report is not None),
+        leases=tuple(
+            Lease(w, plan.decode(), model.decode(), _role(role), int(epoch), now_s + max(0, left_ms) / 1000)
+            for w, (plan, model, role, epoch), left_ms in zip(worker_ids, raw[1::3], raw[2::3], strict=True)
+            if plan is not None
+        ),
+        retired=tuple((copy_id.partition("/")[0], copy_id) for copy_id in retired),
+    )
+
+
+async def worker_ids_in(redis: Redis) -> tuple[str, ...]:
+    """Of all workers that Redis holds, in order."""
+    return tuple(sorted(i.decode() for i in await cast(Any, redis.zrange(f"{PREFIX}workers", 0, -1))))
+
+
+async def _models(redis: Redis) -> tuple[ModelRecord, ...]:
+    """All models, in the order of names."""
+    raw = await cast(Any, redis.hgetall(f"{PREFIX}models"))
+    records = (_readable(value, ModelRecord, name.decode()) for name, value in sorted(raw.items()))
+    return tuple(record for record in records if record is not None)
+
+
+async def _floors(redis: Redis, now_s: float) -> tuple[Floor, ...]:
+    """Floors in force at unix time ``now_s``."""
+    raw = await cast(Any, redis.hgetall(f"{PREFIX}floors"))
+    floors = []
+    for _, value in sorted(raw.items()):
+        with contextlib.suppress(msgspec.MsgspecError):  # of another version: as good as none
+            floors.append(msgspec.msgpack.decode(value, type=Floor))
+    return tuple(f for f in floors if f.until_s > now_s)
+
+
+async def _unplaced(redis: Redis) -> tuple[Unplaced, ...]:
+    raw = await cast(Any, redis.get(f"{PREFIX}unplaced"))
+    with contextlib.suppress(msgspec.MsgspecError):  # of another version: as good as none
+        return msgspec.msgpack.decode(raw, type=tuple[Unplaced, ...]) if raw else ()
+    return ()
+
+
+def floor_field(model: str, role: Role) -> str:
+    """Names have no spaces, and colocated instances' floors are where they were before there were roles."""
+    return model if role == "colocated" else f"{model} {role}"
+
+
+def _role(raw: bytes | None) -> Role:
+    return cast(Role, (raw or b"colocated").decode())
+
+
+def _readable(value: bytes | None, kind: type[M], name: str) -> M | None:
+    """The record, or None for one that this version cannot read: one bad entry must not hide the others."""
+    if value is None:
+        return None
+    try:
+        return decode(value, kind)
+    except MalformedMessage as error:
+        log.error("%s in Redis is passed over: %s", name, error)
+        return None
