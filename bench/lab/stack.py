@@ -98,6 +98,11 @@ class LabStack:
         self._buses: dict[Kind, NatsBus] = {}
 
     @property
+    def logs(self) -> Path:
+        """The folder of the processes' logs."""
+        return self._state.logs
+
+    @property
     def admin(self) -> AdminClient:
         """Raises ``RuntimeError`` before the stack has started."""
         if self._admin is None:

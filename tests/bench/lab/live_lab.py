@@ -212,6 +212,11 @@ class LiveLab(Lab):
         await self.until(split, "the planner splits the batches")
         return {gate.batch_id: gate.num_layers for gate in self._assignments[pair.live.pair_id].gates}
 
+    def gates_lapsed(self, pair: Cooperation) -> bool:
+        """Whether the target dropped the split, because a layer was late: on a machine that is busy otherwise."""
+        said = f"pair {pair.live.pair_id}: layers are late"
+        return any(said in log.read_text(errors="replace") for log in self.stack.logs.glob(f"{pair.live.target}*.log"))
+
     # --- faults ------------------------------------------------------------------------------
 
     def set_rates(self, rate: Rate) -> None:

@@ -28,6 +28,8 @@ NUM_HOSTS = 3
 NUM_LAYERS = 8
 SLOW = Rate.parse("12mbit")
 CUT_S = 2.0
+MAX_CASES = 4
+"""In which layers come in time once, also on a busy machine."""
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -124,18 +126,23 @@ async def test_a_load_whose_plan_is_superseded_loses_no_request(lab: LiveLab) ->
     await lab.recovers(2)
 
 
-async def test_gates_hold_both_sides_while_layers_come_in_time(lab: LiveLab) -> None:
-    async with lab.cooperating(UNEVEN) as pair:
-        gates = await lab.gates(pair)
-        # Not one layer is late from now on.
-        lab.set_rates(FAST)
-    # The long prompts are the target's own, and the source passed them by for short ones behind them.
-    assert {0, NUM_LAYERS} <= set(gates.values())
+async def test_gates_hold_both_sides_while_layers_come_in_time(running: LiveLab) -> None:
+    for _ in range(MAX_CASES):
+        running.set_rates(RATE)
+        async with running.case():
+            async with running.cooperating(UNEVEN) as pair:
+                gates = await running.gates(pair)
+                # Not one layer is late from now on.
+                running.set_rates(FAST)
+            # The long prompts are the target's own, and the source passed them by for short ones behind them.
+            assert {0, NUM_LAYERS} <= set(gates.values())
+            assert pair.live.outcome == "dissolved"
+            await running.settled(2)
+        if not running.gates_lapsed(pair):
+            break
     kept = gates.items() & pair.target_layers.items()
     # One may have been pulled before the gates came.
     assert len(kept) >= len(gates) - 1, (gates, pair.live)
-    assert pair.live.outcome == "dissolved"
-    await lab.settled(2)
 
 
 async def test_gates_lapse_when_layers_are_late(lab: LiveLab) -> None:
