@@ -106,7 +106,7 @@ def command(
     ] = 1024,
     hosts: Annotated[int, typer.Option(min=1, help="Hosts of the smaller cluster.")] = 128,
     scenarios: Annotated[int, typer.Option(min=1, help="Random scenarios per cluster.")] = 300,
-    seed: Annotated[int, typer.Option(help="Of the scenarios.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the scenarios.")] = 1,
     json_file: JsonFile = None,
 ) -> None:
     """Planning time over random sources, flows and targets, at two sizes."""

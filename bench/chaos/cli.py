@@ -24,9 +24,9 @@ _DEFAULT_WORKERS = 4
 
 def command(
     *,
-    seconds: Annotated[float, typer.Option(min=1, max=3600, metavar="S", help="How long kills go on.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=1, max=3600, metavar="S", help="How long members are killed.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Decides who is killed when, what is scaled, and what is asked.")] = 0,
-    kill: Annotated[str, typer.Option(metavar="KIND,KIND", help="Whom to kill.")] = ",".join(KINDS),
+    kill: Annotated[str, typer.Option(metavar="KIND,KIND", help="Kinds of members to kill.")] = ",".join(KINDS),
     every: Annotated[float, typer.Option(min=0.1, metavar="S", help="Mean time between two kills.")] = 3.0,
     how: Annotated[
         Literal["KILL", "TERM", "STOP"],
@@ -42,7 +42,7 @@ def command(
     clients: Annotated[int, typer.Option(min=1, max=256, help="Each has one request at a time.")] = 8,
     model_dir: Annotated[Path | None, typer.Option(help="Checkpoint; by default the demo model.")] = None,
     state_dir: Annotated[
-        Path | None, typer.Option(help="Keep the stack's logs there; by default they go.", metavar="DIR")
+        Path | None, typer.Option(help="Keep the stack's logs there; by default they are deleted.", metavar="DIR")
     ] = None,
     json_file: JsonFile = None,
 ) -> None:

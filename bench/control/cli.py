@@ -21,13 +21,13 @@ from shared.errors import BadRequest
 
 def command(
     *,
-    workers: Annotated[int, typer.Option(min=8, max=10_000, help="Simulated, 8 on a host.")] = 1000,
-    models: Annotated[int, typer.Option(min=1, max=5_000, help="Each with an instance that serves.")] = 500,
+    workers: Annotated[int, typer.Option(min=8, max=10_000, help="Simulated workers, 8 on a host.")] = 1000,
+    models: Annotated[int, typer.Option(min=1, max=5_000, help="Models, each with an instance.")] = 500,
     seconds: Annotated[float, typer.Option(metavar="S", min=1.0, max=3600.0, help="Length of the measurement.")] = 60.0,
     rate: Annotated[float, typer.Option(metavar="N", min=1.0, help="Requests per second, over all gateways.")] = 200.0,
     scales: Annotated[float, typer.Option(metavar="N", min=0.0, max=20.0, help="Scale operations per second.")] = 2.0,
     report_every: Annotated[
-        float, typer.Option(metavar="S", min=0.05, max=5.0, help="Between two load reports of a worker.")
+        float, typer.Option(metavar="S", min=0.05, max=5.0, help="Seconds between two load reports.")
     ] = REPORT_INTERVAL_S,
     state_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep the services' logs there; by default they go.")

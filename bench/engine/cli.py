@@ -57,8 +57,8 @@ def _print_sampling(report: dict[str, Any], console: Console) -> None:
 
 def command(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Alternating runs of each side; medians count.")] = 3,
-    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each request writes.")] = 64,
+    repetitions: Annotated[int, typer.Option(min=1, help="Alternating runs of each side (medians).")] = 3,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
     threads: Annotated[int, typer.Option(min=1, help="Threads of both sides.")] = os.cpu_count() or 1,
 ) -> None:
     """Compare the engine's tokens per second with transformers', and drawn tokens with greedy ones, on this machine."""

@@ -39,14 +39,14 @@ def command(
     engine: Annotated[Literal["mock", "torch", "both"], typer.Option(help="Engines of the workers, in turn.")] = "both",
     prompts: Annotated[int, typer.Option(help="Equal prompts that arrive at once.")] = 12,
     layers: Annotated[int, typer.Option(help="Decoder layers of the model.")] = 32,
-    prompt_tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 128,
-    output_tokens: Annotated[int, typer.Option(help="Of each answer; the playback knows nothing of decoding.")] = 4,
-    ratio: Annotated[float, typer.Option(help="Layer-times in which the link brings one layer.")] = 6.0,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
+    output_tokens: Annotated[int, typer.Option(help="Tokens of each answer; the playback models no decoding.")] = 4,
+    ratio: Annotated[float, typer.Option(help="Layer-times that the link takes to bring a layer.")] = 6.0,
     layer_ms: Annotated[float, typer.Option(help="A layer-time of the mock engine; torch's is measured.")] = 10.0,
-    rate: Annotated[str | None, typer.Option(help="Of the links (500mbit), instead of what --ratio gives.")] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Of each mode; medians are reported.")] = 3,
+    rate: Annotated[str | None, typer.Option(help="Rate of the links (500mbit), instead of --ratio.")] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Runs of each mode; medians are reported.")] = 3,
     live: Annotated[
-        bool, typer.Option("--live/--no-live", help="--no-live: load first, with no help for what waits.")
+        bool, typer.Option("--live/--no-live", help="--no-live: load first, without help for waiting prompts.")
     ] = True,
     json_file: JsonFile = None,
     png_file: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the timelines there.")] = None,

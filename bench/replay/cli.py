@@ -130,7 +130,7 @@ def replay(
     synthetic: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"Instead of a file, a look-alike: {', '.join(FIGURES)}.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the synthetic trace and of the prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the synthetic trace and the prompts.")] = 0,
     duration: Annotated[float, typer.Option(metavar="S", help="Seconds of synthetic trace.")] = 300.0,
     speed: Annotated[float, typer.Option(metavar="X", help="Replay X times as fast.")] = 1.0,
     start_at: Annotated[float, typer.Option(metavar="S", help="Skip this much of the trace.")] = 0.0,

@@ -84,8 +84,8 @@ def _show_background(background: Background, console: Console) -> None:
 
 def command(
     *,
-    hosts: Annotated[int, typer.Option(help="Hosts in the lab, the source's among them.")] = 4,
-    rate: Annotated[str, typer.Option(help="Of each host's link, per direction: 500mbit, 1gbit.")] = "1gbit",
+    hosts: Annotated[int, typer.Option(help="Hosts in the lab, including the source's.")] = 4,
+    rate: Annotated[str, typer.Option(help="Rate of each host's link, per direction: 500mbit, 1gbit.")] = "1gbit",
     mib: Annotated[int, typer.Option(help="Size of the model.")] = 128,
     repetitions: Annotated[int, typer.Option(min=1, help="Medians are reported.")] = 3,
     strategy: Annotated[

@@ -19,7 +19,7 @@ TIMED = 200
 def command(
     *,
     cases: Annotated[int, typer.Option(min=1, help="Random cases, each with equal and with unequal batches.")] = 2000,
-    seed: Annotated[int, typer.Option(help="Of the cases.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the cases.")] = 1,
     json_file: JsonFile = None,
 ) -> None:
     """ZigZag against best effort, stop the world, the exhaustive optimum and the best split; the ILP's time."""
