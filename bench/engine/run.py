@@ -11,7 +11,7 @@ import msgspec
 
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.torch_engine import TorchEngine
-from services.worker.scheduling.scheduler import SchedulerConfig
+from services.worker.scheduling.schedule import SchedulerConfig
 from services.worker.scheduling.sequence import Sequence
 from shared.errors import Internal
 from shared.messages.generation import SamplingParams
@@ -68,7 +68,7 @@ def run_engine(
     started_s = time.perf_counter()
     for index, prompt in enumerate(prompts):
         own = msgspec.structs.replace(params, max_tokens=num_tokens, seed=index)
-        loop.add(Sequence(request_id=str(index), attempt=1, gateway_id="bench", prompt=prompt, params=own))
+        loop.add(Sequence(request_id=str(index), attempt=1, gateway_id="bench", prompt=tuple(prompt), params=own))
     while loop.has_work:
         step = loop.step()
         for output in step.outputs if step is not None else ():

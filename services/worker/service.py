@@ -20,6 +20,7 @@ from shared.bus.base import Bus, Subscription
 from shared.ending import closed
 from shared.errors import BlitzError, Unavailable
 from shared.identity import hold, new_incarnation, refuse_if_held
+from shared.messages.common import ErrorInfo
 from shared.messages.copies import DropCopy, HoldCopy
 from shared.messages.generation import AckTerminal, Cancel, GatewayHeartbeat, Resend, Submit
 from shared.messages.scaling import (
@@ -201,7 +202,7 @@ class WorkerService:
         leaves = Unavailable(f"worker {self._config.worker_id} leaves")
 
         def end(loop: EngineLoop) -> None:
-            loop.abort_all(leaves)
+            loop.scheduler.abort_all(ErrorInfo.of(leaves))
             self.parts.serving.on_output(StepOutput(tuple(loop.scheduler.take_ended())))
 
         with contextlib.suppress(BlitzError, TimeoutError):  # whoever is not told asks

@@ -14,18 +14,12 @@ from typing import Protocol
 
 from services.worker.engine.base import Activation, Batch, Engine, Sampled, SamplingRow, Slice, sampling_row
 from services.worker.engine.parts import compute
-from services.worker.scheduling.gateways import Gone
 from services.worker.scheduling.output import TokenOutput
-from services.worker.scheduling.scheduler import (
-    SampledToken,
-    ScheduledSlice,
-    Scheduler,
-    SchedulerConfig,
-    SchedulerLoad,
-)
+from services.worker.scheduling.schedule import SampledToken, ScheduledSlice, SchedulerConfig, SchedulerLoad
+from services.worker.scheduling.scheduler import Scheduler
 from services.worker.scheduling.sequence import Sequence
 from services.worker.scheduling.speed import Speed, SpeedEstimator
-from shared.errors import BlitzError, Internal
+from shared.errors import Internal
 from shared.messages.common import ErrorInfo
 
 
@@ -147,18 +141,6 @@ class EngineLoop:
     def add(self, sequence: Sequence) -> None:
         """Accept a request. Raises what ``Scheduler.add`` raises."""
         self.scheduler.add(sequence, self._clock())
-
-    def cancel(self, request_id: str, attempt: int) -> bool:
-        """End a request as cancelled and free its blocks; False if it is not here."""
-        return self.scheduler.cancel(request_id, attempt) is not None
-
-    def cancel_gateway(self, gone: Gone) -> int:
-        """Cancel the requests of gateways that are gone; returns how many there were."""
-        return len(self.scheduler.cancel_gateway(gone))
-
-    def abort_all(self, error: BlitzError) -> int:
-        """End every request with ``error``; returns how many there were."""
-        return len(self.scheduler.abort_all(ErrorInfo.of(error)))
 
     def step(self) -> StepOutput | None:
         """Compute one batch, or one layer of a partial one; None if there was nothing to do or to report.

@@ -19,6 +19,7 @@ from services.worker.engine.loop import EngineLoop, LoopStats, StepOutput
 from services.worker.scheduling.gateways import Gone
 from services.worker.scheduling.sequence import Sequence
 from shared.errors import BlitzError, EngineBroken, Unavailable
+from shared.messages.common import ErrorInfo
 
 _log = logging.getLogger(__name__)
 
@@ -76,11 +77,11 @@ class EngineThread:
 
     def cancel(self, request_id: str, attempt: int) -> Future[bool]:
         """Cancel a request; False if it is not here. Its blocks are free when the future is done."""
-        return self.call(lambda loop: loop.cancel(request_id, attempt))
+        return self.call(lambda loop: loop.scheduler.cancel(request_id, attempt) is not None)
 
     def cancel_gateway(self, gone: Gone) -> Future[int]:
         """Cancel the requests of gateways that are gone; the number of them."""
-        return self.call(lambda loop: loop.cancel_gateway(gone))
+        return self.call(lambda loop: len(loop.scheduler.cancel_gateway(gone)))
 
     def stop(self, error: BlitzError | None = None) -> None:
         """End the thread after the step in progress; requests still here end with ``error`` (``Unavailable``).
@@ -182,6 +183,6 @@ class EngineThread:
         with self._gate:
             self._closed = True
         self._drain()
-        self._loop.abort_all(self._stop_error)
+        self._loop.scheduler.abort_all(ErrorInfo.of(self._stop_error))
         self._deliver(StepOutput(tuple(self._loop.scheduler.take_ended())))
         self._stats = self._loop.stats()

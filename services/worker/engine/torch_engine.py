@@ -84,26 +84,11 @@ class TorchEngine:
         self._model = DecoderModel(layout, arena, self.cache, attention or TorchAttention(spec, block_size))
         self._inv_freq = inverse_frequencies(spec)
         self._dtype = TORCH_DTYPES[spec.dtype]
-
-    @property
-    def num_layers(self) -> int:
-        return self._model.spec.num_layers
-
-    @property
-    def num_blocks(self) -> int:
-        return self.cache.num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self.cache.block_size
-
-    @property
-    def hidden_bytes_per_token(self) -> int:
-        return self._model.spec.hidden_size * self._dtype.itemsize
-
-    @property
-    def kv_bytes_per_token_layer(self) -> int:
-        return self._model.spec.kv_bytes_per_token // self.num_layers
+        self.num_layers = spec.num_layers
+        self.num_blocks = self.cache.num_blocks
+        self.block_size = block_size
+        self.hidden_bytes_per_token = spec.hidden_size * self._dtype.itemsize
+        self.kv_bytes_per_token_layer = spec.kv_bytes_per_token // spec.num_layers
 
     def prepare(self) -> None:
         """See ``Engine``. Commits the blocks that the first prompt gets."""

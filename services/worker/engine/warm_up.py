@@ -14,7 +14,7 @@ from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.memory.arena import HostArena
-from services.worker.scheduling.scheduler import SchedulerConfig
+from services.worker.scheduling.schedule import SchedulerConfig
 from services.worker.scheduling.sequence import Sequence
 from shared.layout import layout_of
 from shared.messages.generation import SamplingParams

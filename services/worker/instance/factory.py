@@ -14,7 +14,7 @@ from services.worker.engine.mock.engine import MockEngine
 from services.worker.instance.instance import Instance, OnOutput
 from services.worker.memory.arena import HostArena
 from services.worker.memory.weight_copy import WeightCopy
-from services.worker.scheduling.scheduler import SchedulerConfig
+from services.worker.scheduling.schedule import SchedulerConfig
 from shared.aio import in_thread
 from shared.errors import BadCheckpoint, BlitzError, Conflict, NoCapacity
 from shared.layout import ArenaLayout, layout_of

@@ -13,7 +13,7 @@ from services.worker.engine.loop import EngineLoop, PrefillListener, StepOutput,
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.lifecycle import InstanceLifecycle
 from services.worker.memory.weight_copy import WeightCopy
-from services.worker.scheduling.scheduler import SchedulerConfig
+from services.worker.scheduling.schedule import SchedulerConfig
 from services.worker.scheduling.sequence import (
     Sequence,
     check_addresses,

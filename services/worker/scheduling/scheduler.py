@@ -48,8 +48,6 @@ LENT_QUEUE_FACTOR = 2
 """Two instances work on a queue that is lent: it may be twice as long."""
 NO_FAILURES: Mapping[int, ErrorInfo] = MappingProxyType({})
 
-__all__ = ["SampledToken", "ScheduledBatch", "ScheduledSlice", "Scheduler", "SchedulerConfig", "SchedulerLoad"]
-
 
 class Scheduler:
     """Continuous batching over one KV pool."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
 
 from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.token_counts import TokenCounts
@@ -19,80 +19,51 @@ MAX_FIGURE = 1e6
 """Far beyond what gateways take from their clients."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class Sequence:
-    """The state of one attempt of one request.
+    """The state of one attempt of one request. The state of its computation is changed by the scheduler only."""
 
-    ``output`` starts with the tokens that earlier attempts streamed: they are computed again
-    as part of the context, but positions, penalties, ``min_tokens`` and ``max_tokens`` count
-    them as output. ``arrived_s`` is in the scheduler's clock; None takes the time of ``add``.
+    request_id: str
+    attempt: int
+    gateway_id: str
+    gateway_incarnation: str = ""
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    output: list[int] = field(default_factory=list)
+    """Starts with the tokens that earlier attempts streamed: they are computed again as part of the context, but
+    positions, penalties, ``min_tokens`` and ``max_tokens`` count them as output."""
+    arrived_s: float | None = None
+    """In the scheduler's clock; None takes the time of ``add``."""
+    decode_at: DecodePlace | None = None
+    """Who decodes it once its context is computed; None: the instance that computes it."""
+    alone_tokens: int = 0
+    """It is computed alone until so many tokens were emitted."""
 
-    Scheduler state, changed by the scheduler only: ``id`` (arrival order), ``num_computed`` (tokens whose KV is in
-    ``block_table``), ``first_scheduled_s``, ``reserved`` (it has blocks and is in no step: they stay until it is
-    released), ``finished``. ``decode_at``: who decodes it once its context is computed; None: the instance that
-    computes it. ``alone_tokens``: it is computed alone until so many tokens were emitted. ``counts``: the sampler's,
-    which fills it if the request has penalties.
-    """
+    tokens: list[int] = field(init=False)
+    """Prompt and output."""
+    stop_ids: frozenset[int] = field(init=False)
+    counts: TokenCounts = field(init=False, default_factory=TokenCounts)
+    """The sampler's, which fills it if the request has penalties."""
 
-    __slots__ = (
-        "alone_tokens",
-        "arrived_s",
-        "attempt",
-        "block_table",
-        "counts",
-        "decode_at",
-        "eos_token_ids",
-        "finished",
-        "first_scheduled_s",
-        "gateway_id",
-        "gateway_incarnation",
-        "id",
-        "num_computed",
-        "num_emitted",
-        "output",
-        "params",
-        "prompt",
-        "request_id",
-        "reserved",
-        "stop_ids",
-        "tokens",
-    )
+    id: int = field(init=False, default=-1)
+    """Its place in the order of arrival."""
+    num_computed: int = field(init=False, default=0)
+    """Tokens whose KV is in ``block_table``."""
+    num_emitted: int = field(init=False, default=0)
+    block_table: list[int] = field(init=False, default_factory=list)
+    first_scheduled_s: float | None = field(init=False, default=None)
+    reserved: bool = field(init=False, default=False)
+    """It has blocks and is in no step: they stay until it is released."""
+    finished: bool = field(init=False, default=False)
 
-    def __init__(
-        self,
-        *,
-        request_id: str,
-        attempt: int,
-        gateway_id: str,
-        prompt: Tokens[int],
-        params: SamplingParams,
-        eos_token_ids: Iterable[int] = (),
-        output: Tokens[int] = (),
-        arrived_s: float | None = None,
-        decode_at: DecodePlace | None = None,
-        alone_tokens: int = 0,
-        gateway_incarnation: str = "",
-    ) -> None:
-        self.request_id = request_id
-        self.attempt = attempt
-        self.gateway_id = gateway_id
-        self.gateway_incarnation = gateway_incarnation
-        self.prompt = tuple(prompt)
-        self.params = params
-        self.eos_token_ids = tuple(eos_token_ids)
-        self.output = list(output)
-        self.arrived_s = arrived_s
-        self.decode_at = decode_at
-        self.alone_tokens = alone_tokens
+    def __post_init__(self) -> None:
+        self.prompt = tuple(self.prompt)
+        self.output = list(self.output)
         self.tokens = [*self.prompt, *self.output]
-        self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
-        self.counts = TokenCounts()
-        self.id = -1
-        self.num_computed = 0
-        self.num_emitted = 0
-        self.block_table: list[int] = []
-        self.first_scheduled_s: float | None = None
-        self.reserved = False
-        self.finished = False
+        self.stop_ids = frozenset(self.params.stop_token_ids)
+        if not self.params.ignore_eos:
+            self.stop_ids |= frozenset(self.eos_token_ids)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -222,8 +193,8 @@ def sequence_of(request: Submit, eos_token_ids: Iterable[int], arrived_s: float 
         gateway_id=request.gateway_id,
         prompt=request.prompt_token_ids,
         params=request.sampling,
-        eos_token_ids=eos_token_ids,
-        output=request.output_token_ids,
+        eos_token_ids=tuple(eos_token_ids),
+        output=list(request.output_token_ids),
         arrived_s=arrived_s,
         decode_at=request.decode_at,
         alone_tokens=request.alone_tokens,

@@ -90,15 +90,15 @@ class MockEngine:
             raise ValueError(
                 f"hidden states of {hidden_bytes_per_token} bytes per token: the mock needs {HIDDEN_MIN_BYTES}"
             )
-        self._num_layers = num_layers
-        self._num_blocks = num_blocks
-        self._block_size = block_size
+        self.num_layers = num_layers
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         self.vocab_size = vocab_size
         self._timing = timing or MockTiming()
         self._eos_every = eos_every
         self._faults = faults if faults != MockFaults() else None
-        self._hidden_bytes_per_token = hidden_bytes_per_token
-        self._kv_bytes_per_token_layer = kv_bytes_per_token_layer
+        self.hidden_bytes_per_token = hidden_bytes_per_token
+        self.kv_bytes_per_token_layer = kv_bytes_per_token_layer
         precise = PreciseSleep()
         self._sleep = sleep or precise
         self._sleep_since = precise if sleep is None else lambda seconds, _since: sleep(seconds)
@@ -110,26 +110,6 @@ class MockEngine:
             verify=verify,
         )
 
-    @property
-    def num_layers(self) -> int:
-        return self._num_layers
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self._block_size
-
-    @property
-    def hidden_bytes_per_token(self) -> int:
-        return self._hidden_bytes_per_token
-
-    @property
-    def kv_bytes_per_token_layer(self) -> int:
-        return self._kv_bytes_per_token_layer
-
     def prepare(self) -> None:
         """Nothing to do."""
 
@@ -140,13 +120,13 @@ class MockEngine:
     def embed_tokens(self, token_ids: Sequence[int]) -> Buffer:
         """See ``Engine``. Takes no time: the table is read, nothing is computed."""
         check_tokens(np.asarray(token_ids, dtype=np.int64), self.vocab_size)
-        return hidden_of(token_ids, 0, self._hidden_bytes_per_token)
+        return hidden_of(token_ids, 0, self.hidden_bytes_per_token)
 
     def resume(self, batch: Batch, hidden: Buffer, *, next_layer: int) -> MockActivation:
         """See ``Engine``. Raises ``RuntimeError`` for hidden states of other tokens or of another layer."""
-        check_next_layer(next_layer, self._num_layers)
-        check_batch(batch, self._block_size)
-        check_hidden(hidden, _tokens_of(batch), next_layer, self._hidden_bytes_per_token)
+        check_next_layer(next_layer, self.num_layers)
+        check_batch(batch, self.block_size)
+        check_hidden(hidden, _tokens_of(batch), next_layer, self.hidden_bytes_per_token)
         activation = self._begin(batch, next_layer)
         if next_layer > 0:
             activation.resumed = True
@@ -159,8 +139,8 @@ class MockEngine:
 
     def hidden_states(self, activation: MockActivation) -> Buffer:
         """See ``Engine``."""
-        check_whole(activation.layers_done, activation.next_token, self._num_layers)
-        return hidden_of(_tokens_of(activation.batch), activation.layers_done, self._hidden_bytes_per_token)
+        check_whole(activation.layers_done, activation.next_token, self.num_layers)
+        return hidden_of(_tokens_of(activation.batch), activation.layers_done, self.hidden_bytes_per_token)
 
     def export_kv(
         self,
@@ -171,7 +151,7 @@ class MockEngine:
         first_layer: int = 0,
     ) -> Buffer:
         """See ``Engine``. Raises ``RuntimeError`` for layers that have not been run."""
-        check_layers(first_layer, last_layer, self._num_layers)
+        check_layers(first_layer, last_layer, self.num_layers)
         return self._kv.export(self._kv.slots_of(block_tables, num_tokens), first_layer, last_layer)
 
     def import_kv(
@@ -185,7 +165,7 @@ class MockEngine:
     ) -> None:
         """See ``Engine``. Raises ``RuntimeError`` for bytes that are not the KV of these positions and layers, or
         where exactly the layers before are not there already."""
-        check_layers(first_layer, last_layer, self._num_layers)
+        check_layers(first_layer, last_layer, self.num_layers)
         self._kv.load(self._kv.slots_of(block_tables, num_tokens), num_tokens, first_layer, last_layer, kv)
 
     def run_layers(self, activation: MockActivation, first: int, last: int) -> None:
@@ -194,8 +174,8 @@ class MockEngine:
         Raises ``ValueError`` for layers out of order, ``RuntimeError`` for a block table that
         does not hold the context, or for blocks that another batch has written.
         """
-        if first != activation.layers_done or activation.next_token or not first <= last <= self._num_layers:
-            raise ValueError(f"layers {first}..{last} of {self._num_layers}, but {activation.layers_done} are done")
+        if first != activation.layers_done or activation.next_token or not first <= last <= self.num_layers:
+            raise ValueError(f"layers {first}..{last} of {self.num_layers}, but {activation.layers_done} are done")
         if first == last:
             return
         started = time.perf_counter()
@@ -208,7 +188,7 @@ class MockEngine:
         """See ``Engine``. A part reads the weights as a whole batch does."""
         num_tokens = activation.num_tokens
         at = {"next_layer": activation.layers_done, "next_token": activation.next_token}
-        check_part(layer, begin, end, **at, num_layers=self._num_layers, num_tokens=num_tokens)
+        check_part(layer, begin, end, **at, num_layers=self.num_layers, num_tokens=num_tokens)
         started = time.perf_counter()
         layer_s = self._layer_s(end - begin, _context_tokens(activation.batch.part(begin, end)))
         self._run(activation, self._place(activation)[begin:end], layer, layer + 1, layer_s, started)
@@ -250,8 +230,8 @@ class MockEngine:
 
     def head(self, activation: MockActivation) -> list[int]:
         """The prefix hash of each slice that samples. Raises ``ValueError`` before the last layer."""
-        if activation.layers_done != self._num_layers:
-            raise ValueError(f"head after {activation.layers_done} of {self._num_layers} layers")
+        if activation.layers_done != self.num_layers:
+            raise ValueError(f"head after {activation.layers_done} of {self.num_layers} layers")
         self._sleep(self._timing.head_s)
         return activation.hashes
 

@@ -3,7 +3,7 @@
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.tokens import next_token
-from services.worker.scheduling.scheduler import SchedulerConfig
+from services.worker.scheduling.schedule import SchedulerConfig
 from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import SamplingParams
 

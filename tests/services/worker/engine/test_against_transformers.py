@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from services.worker.engine.loop import EngineLoop
-from services.worker.scheduling.scheduler import SchedulerConfig
+from services.worker.scheduling.schedule import SchedulerConfig
 from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import SamplingParams
 from tests.checkpoints import KINDS

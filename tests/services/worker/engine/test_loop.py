@@ -33,12 +33,12 @@ def test_a_cancel_is_reported_once_and_frees_the_blocks():
     loop = make_loop()
     loop.add(request("a"))
     loop.step()
-    assert loop.cancel("a", 0)
+    assert loop.scheduler.cancel("a", 0)
     assert loop.stats().load.blocks_used == 0
     step = loop.step()
     assert [(o.offset, o.token_ids, o.finish_reason) for o in step.outputs] == [(1, (), "cancelled")]
     assert loop.step() is None
-    assert not loop.cancel("a", 0)
+    assert not loop.scheduler.cancel("a", 0)
 
 
 def test_busy_time_counts_steps_only():

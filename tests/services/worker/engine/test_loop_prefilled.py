@@ -6,7 +6,7 @@ from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.tokens import next_token
-from services.worker.scheduling.scheduler import SampledToken, SchedulerConfig
+from services.worker.scheduling.schedule import SampledToken, SchedulerConfig
 from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import DecodePlace, SamplingParams
 
@@ -201,7 +201,7 @@ def test_a_cancelled_held_request_is_reported_though_nothing_else_is_to_do() -> 
     loop, told, _ = loop_of()
     loop.add(request("a"))
     run(loop)
-    assert loop.cancel("a", 0)
+    assert loop.scheduler.cancel("a", 0)
     (step,) = run(loop)
     assert [(o.request_id, o.token_ids, o.finish_reason) for o in step.outputs] == [("a", (), "cancelled")]
     loop.scheduler.reservations.release(told.sequences.values())

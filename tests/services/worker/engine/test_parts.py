@@ -14,7 +14,7 @@ from services.worker.engine.mock.tokens import next_token
 from services.worker.engine.thread import EngineThread
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.scheduling.output import TokenOutput
-from services.worker.scheduling.scheduler import SchedulerConfig
+from services.worker.scheduling.schedule import SchedulerConfig
 from services.worker.scheduling.sequence import Sequence as Request
 from shared.errors import BlitzError, EngineBroken, PeerLost
 from shared.messages.generation import SamplingParams
@@ -229,7 +229,7 @@ def test_an_engine_that_computes_nothing_any_more_ends_the_thread_and_all_its_re
         loop.add(request(f"r{i}", (i, 1)))
     loop.step()
     loop.add(cancelled := request("cancelled", (9,)))
-    loop.cancel(*cancelled.key)
+    loop.scheduler.cancel(*cancelled.key)
     engine.is_broken = True
     thread.start()
     assert thread.join(10)

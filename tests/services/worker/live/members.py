@@ -9,7 +9,7 @@ from services.worker.engine.mock.engine import MockActivation, MockEngine
 from services.worker.engine.mock.tokens import next_token
 from services.worker.live.batch import PromptBatch
 from services.worker.scheduling.output import TokenOutput
-from services.worker.scheduling.scheduler import SchedulerConfig
+from services.worker.scheduling.schedule import SchedulerConfig
 from services.worker.scheduling.sequence import Sequence as Request
 from shared.messages.generation import SamplingParams
 from shared.messages.live import ZigzagAssignment

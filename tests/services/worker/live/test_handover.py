@@ -134,7 +134,7 @@ async def test_cancelled_a_request_is_handed_over_no_more_or_the_target_is_told(
 
         async def cancel(message: Message | None = None) -> None:
             if not isinstance(message, HandOver) or message.requests[0].request_id == "b":
-                await ends.source.on_engine(lambda loop: loop.cancel("b", 1))
+                await ends.source.on_engine(lambda loop: loop.scheduler.cancel("b", 1))
 
         if when == "is asked about":
             ends.before = cancel

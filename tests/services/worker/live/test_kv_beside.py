@@ -80,7 +80,7 @@ def test_blocks_are_kept_while_kv_is_written_into_them(after_steps: int, is_here
     used = source.loop.scheduler.pool.num_used
     steps(source, after_steps)
     for sequence in source.lent:
-        source.loop.cancel(*sequence.key)
+        source.loop.scheduler.cancel(*sequence.key)
     run_all(source.loop)
     assert source.done == [pulled]
     assert source.loop.scheduler.pool.num_used == used
@@ -168,7 +168,7 @@ def test_what_is_decoded_elsewhere_and_whose_kv_is_lost_leaves_with_what_is_comp
 def test_a_batch_of_which_nobody_is_left_before_it_has_blocks_needs_no_kv() -> None:
     source = Source(request("a", 9))
     pulled: SourceBatch = source.pull(batch_of("x", *source.lent), 2)
-    source.loop.cancel("a", 1)
+    source.loop.scheduler.cancel("a", 1)
     source.work.start(pulled)
     run_all(source.loop)
     assert source.done == [pulled]

@@ -162,7 +162,7 @@ async def test_cancelled_a_batch_leaves_nothing_at_either(when: str) -> None:
 
         async def cancel(message: Message | None = None) -> None:
             if message is None or isinstance(message, PullKv):
-                await ends.source.on_engine(lambda loop: loop.cancel("a", 1))
+                await ends.source.on_engine(lambda loop: loop.scheduler.cancel("a", 1))
 
         if when == "before the pull":
             await cancel()

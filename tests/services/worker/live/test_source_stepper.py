@@ -141,7 +141,7 @@ def test_a_batch_that_nobody_waits_for_is_dropped_between_two_layers() -> None:
     pulled = source.start(batch_of("a", a))
     source.start(batch_of("b", b))
     source.work.step()
-    source.loop.cancel("a", 1)
+    source.loop.scheduler.cancel("a", 1)
     assert a.block_table, "the engine had it in hand"
     output = source.work.step()
     assert output is not None
@@ -155,7 +155,7 @@ def test_a_batch_that_nobody_waits_for_is_dropped_between_two_layers() -> None:
 
 def test_a_batch_cancelled_before_it_had_blocks_is_done_at_once() -> None:
     source = Source(request("a"))
-    source.loop.cancel("a", 1)
+    source.loop.scheduler.cancel("a", 1)
     pulled = source.pull(batch_of("a", *source.lent))
     source.work.start(pulled)
     source.work.step()
@@ -169,7 +169,7 @@ def test_one_cancelled_request_of_a_batch_does_not_stop_the_others() -> None:
     source = Source(request("a", 9), request("b", 5))
     source.start(batch_of("x", *source.lent))
     source.work.step()
-    source.loop.cancel("a", 1)
+    source.loop.scheduler.cancel("a", 1)
     outputs = run_all(source.loop)
     assert tokens_of(o for o in outputs if o.request_id == "b") == {"b": expected(source.lent[1])}
     assert source.loop.scheduler.pool.num_used == 0

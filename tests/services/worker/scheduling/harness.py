@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine
 from services.worker.engine.base import Sampled
 from services.worker.engine.mock.tokens import next_token
 from services.worker.scheduling.output import TokenOutput
-from services.worker.scheduling.schedule import ScheduledBatch
-from services.worker.scheduling.scheduler import Scheduler, SchedulerConfig
+from services.worker.scheduling.schedule import ScheduledBatch, SchedulerConfig
+from services.worker.scheduling.scheduler import Scheduler
 from services.worker.scheduling.sequence import Sequence
 from shared.errors import Internal, Overloaded
 from shared.messages.common import ErrorInfo

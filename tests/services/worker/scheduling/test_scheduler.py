@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from services.worker.engine.base import Sampled
 from services.worker.engine.mock.tokens import next_token
 from services.worker.scheduling.gateways import Gone
-from services.worker.scheduling.scheduler import Scheduler, SchedulerConfig
+from services.worker.scheduling.schedule import SchedulerConfig
+from services.worker.scheduling.scheduler import Scheduler
 from services.worker.scheduling.sequence import Sequence
 from shared.errors import Conflict, ContextLengthExceeded, Internal, Overloaded
 from shared.messages.common import ErrorInfo
