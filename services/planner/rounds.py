@@ -205,8 +205,8 @@ class Rounds:
             if step is None:
                 self._settle(one, None)
                 continue
-            if step.planned is not None:
-                clusters.take(step.planned.targets)
+            if step.load is not None:
+                clusters.take(step.load.chains.targets)
             steps.append((one, step, tracer().start_span("planner.plan", context=one.context)))
         for one in late:
             self._put_back(one)

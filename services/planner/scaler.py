@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from opentelemetry import trace
@@ -51,6 +51,15 @@ class ScaleRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """What is to be loaded, and which of its targets scale live."""
+
+    cluster: Cluster
+    chains: WorkerChains
+    selection: Selection
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """What one request comes to in a round. Nothing is leased or told yet."""
 
@@ -58,21 +67,19 @@ class Step:
     plan_id: str
     model: ModelRecord
     decision: Decision
-    cluster: Cluster | None = None
-    """With ``planned``, if anything is to be loaded."""
-    planned: WorkerChains | None = None
-    selection: Selection | None = None
-    sources: Sequence[WorkerRecord] = field(default=())
-    """Workers that have an instance of the model."""
+    workers: Sequence[WorkerRecord]
+    """Those that have an instance of the model."""
+    load: Load | None = None
+    """If anything is to be loaded."""
 
     def lease(self, ttl_s: float, term: int) -> LeaseWorkers | None:
         """What has to be leased for it."""
-        if self.planned is None:
+        if self.load is None:
             return None
         return LeaseWorkers(
             plan_id=self.plan_id,
             model=self.model.name,
-            worker_ids=self.planned.targets,
+            worker_ids=self.load.chains.targets,
             ttl_s=ttl_s,
             role=self.request.role,
             term=term,
@@ -137,7 +144,7 @@ class Scaler:
             return None
         plan_id = f"plan-{secrets.token_hex(6)}"
         if not decision.load:
-            return Step(request, plan_id, model, decision, sources=workers)
+            return Step(request, plan_id, model, decision, workers)
         cluster = clusters.of(
             model,
             remaining_s=self._operations.remaining_s(time.time()),
@@ -153,11 +160,11 @@ class Scaler:
             if decision.revive:
                 # What can be had at once is had; the rest is asked for again.
                 decision = dataclasses.replace(decision, load=0)
-                return Step(request, plan_id, model, decision, sources=workers)
+                return Step(request, plan_id, model, decision, workers)
             raise NoCapacity("; ".join(planned.left_out))
         selection = self._pairs.select(overloaded, planned, request.live, request.role)
         planned = dataclasses.replace(planned, explain=planned.explain + selection.explain)
-        return Step(request, plan_id, model, decision, cluster, planned, selection, workers)
+        return Step(request, plan_id, model, decision, workers, Load(cluster, planned, selection))
 
     def nothing_to_do(self, request: ScaleRequest) -> Operation:
         """The record of a request that was fulfilled already."""
@@ -185,10 +192,10 @@ class Scaler:
         """
         span.set_attributes(_attributes(step))
         with trace.use_span(span):
-            if grant is None or step.planned is None or step.cluster is None or step.selection is None:
+            if grant is None or step.load is None:
                 operation, plan = self._drain_or_revive(step, term)
                 return self._finish(span, operation, self._publish_drain(operation, plan))
-            operation, load = self._load(step, step.planned, step.cluster, step.selection, grant, term)
+            operation, load = self._load(step, step.load, grant, term)
             revive = self._revival(step, term, f"{step.plan_id}-revive") if step.decision.revive else None
             return self._finish(span, operation, self._publish_load(operation, load, revive, term))
 
@@ -198,29 +205,26 @@ class Scaler:
             operation.planned(time.time())
             return operation
 
-    def _load(
-        self, step: Step, planned: WorkerChains, cluster: Cluster, selection: Selection, grant: LeaseGrant, term: int
-    ) -> tuple[Operation, ScalePlan]:
+    def _load(self, step: Step, load: Load, grant: LeaseGrant, term: int) -> tuple[Operation, ScalePlan]:
         now_s = time.time()
-        predicted_s = planned.predicted_s
-        request, model = step.request, step.model
-        limit_s = give_up_s(model.weights_bytes, self._load_floor_gbps, predicted_s.values())
+        request, model, chains = step.request, step.model, load.chains
+        limit_s = give_up_s(model.weights_bytes, self._load_floor_gbps, chains.predicted_s.values())
         plan = scale_plan(
             step.plan_id,
             model,
-            planned,
-            cluster,
+            chains,
+            load.cluster,
             grant,
             planned_at_s=now_s,
             give_up_at_s=now_s + self._leases.ttl_s + limit_s,
             **_header(step, term),
         )
-        pairs = self._pairs.assignments(plan, planned, selection, step.sources)
+        pairs = self._pairs.assignments(plan, chains, load.selection, step.workers)
         operation = Operation.of_plan(plan, pairs)
         _show_pairs(operation, self._pairs.choice(request.live, request.role))
         # Known before it is published: a target's first report may overtake the server's reply.
         self._operations.add(operation)
-        log.info("%s: %s; %s", step.plan_id, request.reason, "; ".join(planned.explain + planned.left_out))
+        log.info("%s: %s; %s", step.plan_id, request.reason, "; ".join(chains.explain + chains.left_out))
         return operation, plan
 
     async def _publish_load(self, operation: Operation, plan: ScalePlan, revive: DrainPlan | None, term: int) -> None:
