@@ -141,7 +141,7 @@ class Clusters:
             if r.instance is not None and _is_copy_of(r, model):
                 instance_id = r.instance.instance_id
                 remaining = (remaining_s or {}).get((name, instance_id))
-                if r.state in ("serving", "draining"):
+                if r.instance.is_complete:
                     leaves = r.state == "draining" or r.stopping
                     copies.append(WorkerCopy(r.worker, "gpu", instance_id, leaves, sending))
                 elif r.state in ("loading", "live") and remaining is not None:

@@ -38,8 +38,11 @@ def record(
         state=host_copy or "ready",
         cached=cached,
     )
+    made = worker_record(worker_id, None if state == "spare" else MODEL, state, **fields)  # type: ignore[arg-type]
+    if made.instance is not None and state in ("serving", "draining"):
+        made = msgspec.structs.replace(made, instance=msgspec.structs.replace(made.instance, weights_digest="whole"))
     return msgspec.structs.replace(
-        worker_record(worker_id, None if state == "spare" else MODEL, state, **fields),  # type: ignore[arg-type]
+        made,
         host_copies=(held,) if host_copy else (),
         nic_egress_gbps=egress_gbps,
         nic_ingress_gbps=ingress_gbps,
