@@ -169,18 +169,17 @@ class Puller:
         link: LinkToTarget,
         stepper: SourceStepper,
         tensors: Tensors,
-        kv: KvFetching,
         *,
         pull_s: float,
     ) -> None:
         """``pull_s``: as measured so far."""
         self._pair_id = pair_id
         self._instance = instance
-        self._kv = kv
         self._handed = handed_over
         self._link = link
         self._stepper = stepper
         self._tensors = tensors
+        self.kv = KvFetching(pair_id, instance, link, stepper, tensors)
         self.num_claims = 0
         self.pull_s = pull_s
         """Seconds that a pull takes, as measured."""
@@ -237,7 +236,7 @@ class Puller:
         await self._begin(pulled)
         del self._handed.handed[batch_id]
         if pulled.first_layer:
-            self._kv.fetch(Coming(pulled, claim_id, serial, unasked))
+            self.kv.fetch(Coming(pulled, claim_id, serial, unasked))
 
     def _expect_kv(self, batch: PromptBatch, num_layers: int, serial: int) -> asyncio.Future[Buffer]:
         """The target sends it whole and unasked."""

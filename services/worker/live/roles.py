@@ -303,7 +303,7 @@ class PairRoles:
         """Leave both pairs and wait for what runs."""
         source = self.source
         if source is not None:
-            await source.leave("the source leaves")
+            await source.fail("the source leaves")
         if self._run is not None:
             self._run.cancel()
             await asyncio.gather(self._run, return_exceptions=True)

@@ -20,7 +20,7 @@ from services.worker.link import LinkLost
 from services.worker.live.handover import HandedOver
 from services.worker.live.links import LinkToTarget
 from services.worker.live.pair import PairLife, PairState
-from services.worker.live.pulls import KvFetching, Puller
+from services.worker.live.pulls import Puller
 from services.worker.live.report import PairRecord
 from services.worker.live.steppers import SourceBatch, SourceStepper
 from services.worker.live.tensors import Tensors
@@ -72,7 +72,6 @@ class LiveSource:
         self._record = PairRecord(assignment, time.time())
         self._tensors: Tensors | None = None
         self._puller: Puller | None = None
-        self._kv: KvFetching | None = None
         self.pull_s = pull_s
         self._handed = HandedOver(assignment, instance, link)
         self._target_loaded = False
@@ -100,23 +99,31 @@ class LiveSource:
         try:
             tensors = await self._offer()
             await self._redirect(tensors)
-            self._kv = kv = KvFetching(self.assignment.pair_id, self.instance, self._link, self._stepper, tensors)
+            self._puller = puller = Puller(
+                self.assignment.pair_id,
+                self.instance,
+                self._handed,
+                self._link,
+                self._stepper,
+                tensors,
+                pull_s=self.pull_s,
+            )
             async with asyncio.TaskGroup() as group:
                 handed_over = group.create_task(self._hand_arrivals(tensors))
                 alive = group.create_task(self._link.keep_alive())
-                puller = await self._pull_until_over(tensors, kv)
+                await self._pull_until_over(puller)
                 # A batch whose hand-over was answered has its hidden states sent: not cancelled in between.
                 self._is_ending = True
                 self._arrivals.set()
                 await handed_over
-                await kv.idle()
+                await puller.kv.idle()
                 alive.cancel()
-            await self._dissolve(puller, kv)
+            await self._dissolve(puller)
         except* (LinkLost, BlitzError) as errors:
-            await self._fail(str(errors.exceptions[0]))
+            await self.fail(str(errors.exceptions[0]))
         except* Exception as errors:  # a bug of ours must not keep what clients wait for
             log.error("pair %s broke", self.assignment.pair_id, exc_info=errors)
-            await self._fail(f"{type(errors.exceptions[0]).__name__}: {errors.exceptions[0]}")
+            await self.fail(f"{type(errors.exceptions[0]).__name__}: {errors.exceptions[0]}")
         await self.until_kv_is_over()
         with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
             await self._handed.end(self._doubt())
@@ -131,13 +138,13 @@ class LiveSource:
 
     async def until_kv_is_over(self) -> None:
         """Until nothing is written into blocks any more but by the engine. Short once the pair is lost."""
-        if self._kv is not None:
-            await self._kv.idle()
+        if self._puller is not None:
+            await self._puller.kv.idle()
 
     async def close(self) -> None:
         """After ``run``, which may have been cancelled: the process ends."""
-        if self._kv is not None:
-            await self._kv.stop()
+        if self._puller is not None:
+            await self._puller.kv.stop()
 
     def arrived(self) -> None:
         """A request was accepted: it goes the way of the others."""
@@ -147,10 +154,6 @@ class LiveSource:
         """A request was cancelled: the target need not compute it."""
         if self._handed.holds(request_id, attempt):
             self._link.cancel(request_id, attempt)
-
-    async def leave(self, reason: str) -> None:
-        """This process ends: the target need not wait."""
-        await self._fail(reason)
 
     def ended_by_target(self, reason: str, finished: Iterable[str]) -> None:
         """The target says that the pair is over, and which batches it owns."""
@@ -216,10 +219,7 @@ class LiveSource:
 
     # --- cooperating, loaded -------------------------------------------------------------------
 
-    async def _pull_until_over(self, tensors: Tensors, kv: KvFetching) -> Puller:
-        pair_id, pull_s = self.assignment.pair_id, self.pull_s
-        puller = Puller(pair_id, self.instance, self._handed, self._link, self._stepper, tensors, kv, pull_s=pull_s)
-        self._puller = puller
+    async def _pull_until_over(self, puller: Puller) -> None:
         await self._handed.call(lambda: self._stepper.stepped(StepOutput(())))  # is it free already?
         while True:
             await puller.until_free()
@@ -236,7 +236,6 @@ class LiveSource:
                 break
             elif self._handed.backlog:
                 await puller.run_from_backlog()
-        return puller
 
     def _look(self) -> None:
         if self._puller is not None:
@@ -244,7 +243,7 @@ class LiveSource:
 
     # --- the end -----------------------------------------------------------------------------
 
-    async def _dissolve(self, puller: Puller, kv: KvFetching) -> None:
+    async def _dissolve(self, puller: Puller) -> None:
         pair_id = self.assignment.pair_id
         claim_id = f"{pair_id}-end"
         async with self._handed.lock:  # nothing is on its way there
@@ -267,7 +266,7 @@ class LiveSource:
                 claim = f"{claim_id}/{given.batch_id}"
                 apart = answer.kv_apart
                 await puller.receive(given.batch_id, given.first_layer, claim, given.serial, kv_apart=apart)
-        await kv.idle()
+        await puller.kv.idle()
         if answer.kv_apart and any(given.first_layer for given in answer.given):
             await self._link.settle_now()
         # Untouched ones are at the target still as far as we know: they come back with all that it does not own.
@@ -309,7 +308,8 @@ class LiveSource:
         self._record.done(pulled.batch, first_layer=pulled.first_layer, num_layers=self._num_layers, at_s=at_s)
         self._done.set()
 
-    async def _fail(self, reason: str) -> None:
+    async def fail(self, reason: str) -> None:
+        """The pair is over here, and the target is told."""
         if not self.life.fail():
             return
         self._failure = reason

@@ -17,7 +17,7 @@ from services.worker.engine.thread import EngineThread
 from services.worker.instance.instance import Instance
 from services.worker.live.handover import HandedOver
 from services.worker.live.links import LinkToTarget
-from services.worker.live.pulls import KvFetching, Puller
+from services.worker.live.pulls import Puller
 from services.worker.live.steppers import SourceStepper
 from services.worker.live.target import LiveTarget
 from services.worker.live.tensors import Kind, Tensors
@@ -319,10 +319,7 @@ class SourceEnd:
             on_free=lambda: loop.call_soon_threadsafe(self.puller.free.set),
             has_room=self.handed.has_room,
         )
-        self.kv = KvFetching("pair", instance, self.link, self.work, ends.source_tensors)
-        self.puller = Puller(
-            "pair", instance, self.handed, self.link, self.work, ends.source_tensors, self.kv, pull_s=0.0
-        )
+        self.puller = Puller("pair", instance, self.handed, self.link, self.work, ends.source_tensors, pull_s=0.0)
         self.link.watch(ends.source_tensors)
 
     async def begin(self, *sequences: Sequence) -> None:
@@ -342,7 +339,7 @@ class SourceEnd:
 
     async def end(self) -> None:
         """As at the end of a pair: what was not taken by the target is computed here."""
-        await self.kv.idle()
+        await self.puller.kv.idle()
         await self.handed.end()
         await eventually(lambda: not self.work.ready)
         await self.member.on_engine(lambda loop: setattr(loop, "partial", None))

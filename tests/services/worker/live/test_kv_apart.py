@@ -15,11 +15,10 @@ from services.worker.engine.torch_engine import Activation, TorchEngine
 from services.worker.live import pulls
 from services.worker.live.batch import PromptBatch
 from services.worker.live.handover import HandedOver
-from services.worker.live.pulls import KvFetching, Puller
+from services.worker.live.pulls import Puller
 from services.worker.live.source import LiveSource
 from services.worker.live.target import LiveTarget
 from services.worker.live.target_batches import TargetBatches
-from services.worker.live.tensors import Tensors
 from shared import subjects
 from shared.errors import BadRequest, Conflict
 from shared.messages.codec import Message
@@ -331,11 +330,10 @@ async def test_a_prompt_that_arrives_as_a_pair_dissolves_has_its_hidden_states_s
         await go_on.wait()
         return await embedded(handing, batch)
 
-    async def held_up(source: LiveSource, tensors: Tensors, kv: KvFetching) -> Puller:
-        puller = await pull_until_over(source, tensors, kv)
+    async def held_up(source: LiveSource, puller: Puller) -> None:
+        await pull_until_over(source, puller)
         over.set()
         await acknowledged.wait()
-        return puller
 
     monkeypatch.setattr(HandedOver, "_embedded", slowly)
     monkeypatch.setattr(LiveSource, "_pull_until_over", held_up)
