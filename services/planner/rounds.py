@@ -20,9 +20,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from services.planner.core.multicast.explain import instances_of
 from services.planner.core.operations.operation import Operation
-from services.planner.core.operations.round_order import Asked, in_order
+from services.planner.core.operations.scale_request import ScaleRequest
 from services.planner.leases import RPC_TIMEOUT_S, Leases
-from services.planner.scaler import Scaler, ScaleRequest, Step
+from services.planner.scaler import Scaler, Step
 from shared.aio import OwnedTasks
 from shared.errors import BlitzError, Conflict, Internal, Unavailable
 from shared.leading import Leader
@@ -186,15 +186,18 @@ class Rounds:
         view = await self._reader.read(timeout_s=RPC_TIMEOUT_S)
         began_s = time.monotonic()
         clusters = self._scaler.clusters(view)
-        asked = [Asked(w, w.request, w.by_hand is not None) for w in waiting]
         steps: list[tuple[_Waiting, Step, trace.Span]] = []
         late: list[_Waiting] = []
-        for one in in_order(asked, clusters.of_model):
+
+        def rank(one: _Waiting) -> tuple[bool, bool, float, str, str]:
+            return one.request.rank(has_instances=bool(clusters.of_model(one.request.model)))
+
+        for one in sorted(waiting, key=rank):
             if steps and time.monotonic() - began_s > MAX_ROUND_S:
                 late.append(one)
                 continue
             try:
-                step = self._scaler.plan(one.request, view, clusters, by_hand=one.by_hand is not None)
+                step = self._scaler.plan(one.request, view, clusters)
             except BlitzError as error:
                 self._refuse(one, error)
                 continue

@@ -26,28 +26,17 @@ from services.planner.core.operations.plan_events import (
     scale_plan,
 )
 from services.planner.core.operations.refusals import Refusals
+from services.planner.core.operations.scale_request import ScaleRequest
 from services.planner.leases import Leases
 from services.planner.live import PairPlanner
 from services.planner.publisher import PlanPublisher
 from shared.errors import BlitzError, ModelNotFound, NoCapacity
-from shared.messages.common import LiveChoice, Role
+from shared.messages.common import LiveChoice
 from shared.messages.registry import LeaseGrant, LeaseWorkers, ModelRecord, WorkerRecord
 from shared.messages.scaling import DrainPlan, ScalePlan
 from shared.registry import RegistryView
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleRequest:
-    """Who wants how many instances of a role, since when, and why; and whether they shall scale live."""
-
-    model: str
-    desired: int
-    triggered_at_s: float
-    reason: str
-    live: LiveChoice = "auto"
-    role: Role = "colocated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +109,10 @@ class Scaler:
         transfers = self._operations.transfers(time.time()) if self._knows_flows else None
         return Clusters(view.workers, transfers=transfers, busy_nic_share=self._busy_nic_share)
 
-    def plan(
-        self, request: ScaleRequest, view: RegistryView, clusters: Clusters, *, by_hand: bool = False
-    ) -> Step | None:
+    def plan(self, request: ScaleRequest, view: RegistryView, clusters: Clusters) -> Step | None:
         """What to do about a request; None when nothing is. Raises ``ModelNotFound``, ``NoCapacity``.
 
-        What was asked for ``by_hand`` is tried even on workers that failed a short while ago, if no others are left.
+        What was asked for by hand is tried even on workers that failed a short while ago, if no others are left.
         """
         model = view.models.get(request.model)
         if model is None:
@@ -149,7 +136,7 @@ class Scaler:
             model,
             remaining_s=self._operations.remaining_s(time.time()),
             avoided=self._refusals.avoided(model.name, time.monotonic()),
-            at_least=decision.load if by_hand else 0,
+            at_least=decision.load if request.by_hand else 0,
         )
         choice = self._pairs.choice(request.live, request.role)
         overloaded = self._pairs.overloaded(model, workers, request.role)

@@ -29,11 +29,12 @@ from services.planner.core.operations.history import (
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import MAX_RECORDS, Operations
 from services.planner.core.operations.refusals import Refusals
+from services.planner.core.operations.scale_request import ScaleRequest
 from services.planner.leases import RPC_TIMEOUT_S, Leases
 from services.planner.live import LiveSettings, PairPlanner
 from services.planner.publisher import PlanPublisher
 from services.planner.rounds import Rounds
-from services.planner.scaler import Scaler, ScaleRequest
+from services.planner.scaler import Scaler
 from services.planner.splitter import Splitter
 from services.planner.tracker import CHECK_INTERVAL_S, OperationTracker
 from shared import subjects
@@ -264,7 +265,9 @@ class PlannerService:
 
     async def _on_start_scale(self, request: StartScale) -> ScaleRecord:
         role, wanted = request.role, instances_of(request.instances, request.role)
-        wish = ScaleRequest(request.model, request.instances, time.time(), f"asked for {wanted}", request.live, role)
+        asked = ScaleRequest(
+            request.model, request.instances, time.time(), f"asked for {wanted}", request.live, role, by_hand=True
+        )
         if request.instances < 0:
             raise BadRequest("instances must not be negative", param="instances")
         if not 0 <= request.hold_s <= MAX_HOLD_S:
@@ -278,7 +281,7 @@ class PlannerService:
         # Set first: the old floor may be above what is asked for now. Set back if nothing comes of it.
         await self._set_floor(request.model, role, request.instances, request.hold_s)
         try:
-            operation = await self._scale_patiently(wish)
+            operation = await self._scale_patiently(asked)
         except BlitzError:
             before = view.floors.get((request.model, role))
             hold_s = max(0.0, before.until_s - time.time()) if before else 0.0
@@ -286,7 +289,7 @@ class PlannerService:
             with contextlib.suppress(BlitzError):
                 await self._set_floor(request.model, role, before.instances if before else 0, hold_s)
             raise
-        return (operation or self._scaler.nothing_to_do(wish)).record()
+        return (operation or self._scaler.nothing_to_do(asked)).record()
 
     async def _set_floor(self, model: str, role: Role, instances: int, hold_s: float) -> None:
         floor = SetFloor(model=model, instances=instances, hold_s=hold_s, role=role, term=self._leader.term)

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from services.planner import rounds
-from services.planner.core.operations.round_order import Asked, in_order
+from services.planner.core.operations.scale_request import ScaleRequest
 from services.planner.leases import Leases
-from services.planner.scaler import ScaleRequest
 from shared import subjects
 from shared.errors import Conflict, DeadlineExceeded
 from shared.leading import Leader
@@ -147,14 +146,10 @@ async def test_a_drain_that_does_not_show_yet_is_not_planned_twice(rig: Rig) -> 
 
 
 def test_by_hand_comes_first_then_models_with_nothing_then_who_waits_longest() -> None:
-    def asked(name: str, at_s: float, *, by_hand: bool = False) -> Asked[str]:
-        return Asked(name, ScaleRequest(name, 1, at_s, "load"), by_hand)
-
-    order = in_order(
-        [asked("late", 9.0), asked("early", 1.0), asked("nothing", 5.0), asked("hand", 8.0, by_hand=True)],
-        lambda name: () if name == "nothing" else (worker_record("w0"),),
-    )
-    assert order == ["hand", "nothing", "early", "late"]
+    asked = [ScaleRequest(name, 1, at_s, "load") for name, at_s in (("late", 9.0), ("early", 1.0), ("nothing", 5.0))]
+    asked.append(ScaleRequest("hand", 1, 8.0, "load", by_hand=True))
+    asked.sort(key=lambda request: request.rank(has_instances=request.model != "nothing"))
+    assert [request.model for request in asked] == ["hand", "nothing", "early", "late"]
 
 
 async def test_what_a_monitor_says_that_leads_no_more_is_not_heard(rig: Rig) -> None:

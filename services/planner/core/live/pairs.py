@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.planner.core.multicast.explain import MAX_EDGES, MAX_NAMES
+from services.planner.core.multicast.explain import MAX_EDGES, MAX_NAMES, shortened
 from shared.messages.common import LiveChoice
 
 
@@ -47,15 +47,9 @@ class Selection:
     @property
     def explain(self) -> tuple[str, ...]:
         """Both in words, long lists cut."""
-        lines = [f"live: {pair.why}" for pair in self.pairs[:MAX_EDGES]]
-        lines += [f"not live: {line}" for line in self.declined[:MAX_NAMES]]
-        left = max(0, len(self.pairs) - MAX_EDGES)
-        if left:
-            lines.append(f"live: and {left} more pairs in the same way")
-        left = max(0, len(self.declined) - MAX_NAMES)
-        if left:
-            lines.append(f"not live: and {left} more instances")
-        return tuple(lines)
+        pairs = shortened([pair.why for pair in self.pairs], MAX_EDGES, " pairs in the same way")
+        declined = shortened(self.declined, MAX_NAMES, " instances")
+        return (*(f"live: {line}" for line in pairs), *(f"not live: {line}" for line in declined))
 
 
 def num_sources(overloaded: Sequence[SourceCandidate], choice: LiveChoice = "auto") -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from services.planner.core.multicast.explain import MAX_NAMES
+from services.planner.core.multicast.explain import MAX_NAMES, shortened
 from services.planner.core.multicast.flows import Flow
 from services.planner.core.multicast.topology import Topology, topology_of, with_copy_holders
 from services.planner.core.multicast.traffic import BUSY_NIC_SHARE, Transfers, serving_flows, transfer_flows
@@ -156,6 +156,7 @@ class Clusters:
         shunned = {w.worker_id: (avoided or {})[w.worker_id] for w in fitting if w.worker_id in (avoided or {})}
         for worker_id in list(shunned)[: max(0, at_least - (len(fitting) - len(shunned)))]:
             del shunned[worker_id]
+        refused = self._registered.refused
         return Cluster(
             topology=topology,
             workers=self._workers,
@@ -165,12 +166,8 @@ class Clusters:
             transfers=self._transfers,
             serving=self._serving,
             refused=(
-                *_lines(
-                    f"worker {name} is left out: {why}"
-                    for name, why in self._registered.refused.items()
-                    if name in could
-                ),
-                *_lines(f"worker {name} is avoided: {why}" for name, why in shunned.items()),
+                *shortened([f"worker {w} is left out: {why}" for w, why in refused.items() if w in could], MAX_NAMES),
+                *shortened([f"worker {w} is avoided: {why}" for w, why in shunned.items()], MAX_NAMES),
             ),
             too_small=f"{small} spare workers' arenas hold less than {model.weights_bytes} bytes" if small else "",
         )
@@ -196,10 +193,3 @@ def _is_copy_of(record: WorkerRecord, model: ModelRecord) -> bool:
 def _holds_on_host(record: WorkerRecord, model: ModelRecord) -> bool:
     wanted = (model.model_hash, model.layout_hash, "ready")
     return any((c.model_hash, c.layout_hash, c.state) == wanted for c in record.host_copies)
-
-
-def _lines(lines: Iterable[str]) -> tuple[str, ...]:
-    every = tuple(lines)
-    if len(every) <= MAX_NAMES:
-        return every
-    return (*every[:MAX_NAMES], f"and {len(every) - MAX_NAMES} more")

@@ -37,9 +37,7 @@ def explain(edges: Sequence[Edge], pruned: Sequence[str], tails: Sequence[str]) 
     leaves = list(dict.fromkeys(edge.leaf for edge in edges))
     if len(edges) > 1:
         lines.append(f"order: next to a copy first, then leaf by leaf ({names(leaves)}), there the fastest first")
-    lines += [_line(edge) for edge in edges[:MAX_EDGES]]
-    if len(edges) > MAX_EDGES:
-        lines.append(f"and {len(edges) - MAX_EDGES} more groups in the same way")
+    lines += shortened([_line(edge) for edge in edges], MAX_EDGES, " groups in the same way")
     if tails:
         lines.append(f"chains end in {names(tails)}")
     return tuple(lines)
@@ -72,6 +70,12 @@ def _network(edge: Edge) -> str:
     why = f"sources on other leaves: those on {edge.leaf} do not suffice" if edge.crosses_leaf else f"leaf {edge.leaf}"
     shared = "; shares a NIC's direction, nothing else is left" if edge.shares else ""
     return f"{why}{shared}{_LATE[edge.late]}"
+
+
+def shortened(lines: Sequence[str], most: int, more: str = "") -> list[str]:
+    """At most so many lines, and how many ``more`` of something there are."""
+    left = len(lines) - most
+    return [*lines[:most], f"and {left} more{more}"] if left > 0 else list(lines)
 
 
 def names(ids: Sequence[str]) -> str:

@@ -127,16 +127,12 @@ def unpublished_leases(
 
 def bounded_record(operation: Operation) -> ScaleRecord:
     """The record of an operation that has ended, as small as a message has to be."""
-    record = operation.record()
-    if len(msgspec.msgpack.encode(record)) <= MAX_RECORD_BYTES:
-        return record
-    record = operation.record(details=False)
-    if len(msgspec.msgpack.encode(record)) <= MAX_RECORD_BYTES:
-        return record
-    targets = tuple(msgspec.structs.replace(t, layer_ready_ms=()) for t in record.targets)
-    record = msgspec.structs.replace(record, targets=targets)
-    if len(msgspec.msgpack.encode(record)) <= MAX_RECORD_BYTES:
-        return record
+    brief = operation.record(details=False)
+    targets = tuple(msgspec.structs.replace(t, layer_ready_ms=()) for t in brief.targets)
+    briefest = msgspec.structs.replace(brief, targets=targets)
+    for record in (operation.record(), brief, briefest):
+        if len(msgspec.msgpack.encode(record)) <= MAX_RECORD_BYTES:
+            return record
     kept = [t for t in targets if t.failure] or targets
     note = f"the record leaves out {len(targets) - len(kept[:500])} of {len(targets)} targets"
     return msgspec.structs.replace(record, targets=tuple(kept[:500]), left_out=(*record.left_out[:50], note))
