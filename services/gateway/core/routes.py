@@ -4,7 +4,7 @@ Rules
 - Each publisher numbers its events. A missing number, or an unknown publisher, asks for a snapshot.
 - An event older than the snapshot that was applied (same publisher) is stale and dropped.
 - A snapshot does not undo newer events that came while its pages were fetched. An event that was heard before the
-  snapshot was asked for, and is beyond it all the same, is not of this registry: whatever it said is undone.
+  snapshot was asked for, and is nevertheless beyond it, is not of this registry: the snapshot undoes it.
 - A worker that cannot be spoken to is no route.
 """
 
@@ -22,7 +22,7 @@ from shared.registry_view import ROUTABLE, RegistryView, route_of
 TAKES_REQUESTS: frozenset[InstanceState] = frozenset({"serving"})
 """Not ``live``: what a live instance computes comes to it through the instance that it cooperates with."""
 MAX_RECENT = 1000
-"""Changes that are remembered while a view of before them is read."""
+"""Changes to remember while a view from before them is being read."""
 
 
 def takes_new(route: Route) -> bool:
@@ -87,7 +87,7 @@ class RouteView:
         """Whether a view was ever applied."""
         self._publisher = ""
         self._sequence = 0
-        """Of the last change that was applied. Those of ``_publisher`` up to it are all in."""
+        """Number of the last change that was applied. All changes of ``_publisher`` up to it are in."""
         self._recent: deque[tuple[int, RegistryChanges]] = deque(maxlen=MAX_RECENT)
         """The newest changes, each with how many were heard by then: a view may be of before them."""
         self.num_heard = 0
@@ -114,7 +114,7 @@ class RouteView:
         return changes
 
     def _apply(self, event: RegistryChanges, changes: RouteChanges) -> None:
-        """As often as one likes: the result is the same."""
+        """Idempotent: applying it again changes nothing."""
         for name in event.removed_models:
             self._remove(name, changes)
         touched: dict[str, dict[str, Route]] = {}
@@ -138,7 +138,7 @@ class RouteView:
         for name, made in touched.items():
             known = self.models.get(name)
             record = records.get(name) or (known.record if known is not None else None)
-            # Of a model that nobody has told of yet: the view that the gap asks for knows it.
+            # Of a model that is not known yet: the view that the gap asks for has it.
             if record is not None:
                 self._set(name, ModelRoutes(record, made), changes)
 
