@@ -1,2 +1,2 @@
 """Which tokens an instance computes next, for which requests, in which KV blocks: pure decisions, without clock, engine
-or network. Start at ``scheduler``."""
+or network. Start at ``scheduler``, and ``batching``."""

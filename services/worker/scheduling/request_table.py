@@ -26,9 +26,16 @@ class RequestTable:
         self.waiting: deque[Sequence] = deque()
         self.waiting_tokens = 0
         self.running: list[Sequence] = []
+        self.lending = False
+        """Requests that have not begun wait for ``Scheduler.lend`` instead of being admitted."""
         self.prefill_tokens_total = 0
         self.preemptions_total = 0
         self._next_id = 0
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether the head of ``waiting`` may run here."""
+        return bool(self.waiting) and (not self.lending or self.waiting[0].stays)
 
     def number(self, sequence: Sequence) -> None:
         """Give it its place in the order of arrival."""

@@ -1,22 +1,11 @@
-"""Which tokens an instance computes next: continuous batching with chunked prefill.
+"""The requests of one instance: accepted, batched step by step, ended.
 
-Rules, in order:
+Which of them the next step computes, ``batching`` decides. Requests that have a slot and blocks here and are in no
+step are ``reservations``.
 
-1. First come, first served. ``running`` and then ``waiting`` are always in order of arrival.
-2. Each step has a budget of tokens: decode tokens take it first, then prefills that run, then
-   new ones from the head of ``waiting``. A later request never starts before an earlier one.
-3. All blocks of a context are taken when it starts, so that they are one run of the pool and a
-   prefill never stops half-way for memory. Decodes take a block when they cross into it.
-4. A decode that finds no block preempts the latest arrival: its blocks are freed, it returns
-   to the head of ``waiting`` with its output kept, and computes prompt and output again. The
-   latest arrival itself just waits. So the oldest request always advances, and nothing starves.
-5. A request that is to be computed alone is in no step with others. It is admitted like any other; then those that are
-   alone and all others together take turns: every second step, while there is one, is one of those, in rotation.
-6. While ``lending`` (live scaling), requests that have not begun are not admitted: ``lend`` takes them out, for another
-   instance to run layers of. Those that have begun (and were preempted) stay, and go on here; so do those that are
-   computed alone. A lent request ends here like any other, unless it is taken back, adopted, or the target's for good.
-
-Requests that have a slot and blocks here and are in no step are ``reservations``.
+While ``lending`` (live scaling), requests that have not begun are not admitted: ``lend`` takes them out, for another
+instance to run layers of. Those that have begun (and were preempted) stay, and go on here; so do those that are
+computed alone. A lent request ends here like any other, unless it is taken back, adopted, or the target's for good.
 
 Pure: no clock, no engine. One batch is in flight at a time.
 """
@@ -27,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Rows
 from types import MappingProxyType
 
+from services.worker.scheduling.batching import ContinuousBatching
 from services.worker.scheduling.gateways import Gone
 from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.request_table import RequestTable
@@ -35,7 +25,6 @@ from services.worker.scheduling.schedule import (
     Queued,
     SampledToken,
     ScheduledBatch,
-    ScheduledSlice,
     SchedulerConfig,
     SchedulerLoad,
 )
@@ -57,22 +46,24 @@ class Scheduler:
         self.table = RequestTable(config)
         self.pool = self.table.pool
         self.reservations = Reservations(self.table)
-        self.lending = False
-        """Requests that have not begun wait for ``lend`` instead of being admitted."""
-        # Kept free at admission so that a new prefill is not the next decode's victim.
-        self._spare_blocks = config.num_blocks // 100
-        self._some_alone = False
-        """Perhaps: a request that is to be computed alone may be here."""
-        self._alone_next = False
-        self._last_alone = -1
+        self._batching = ContinuousBatching(self.table, self.reservations)
         self._in_flight: ScheduledBatch | None = None
         self._ended: list[TokenOutput] = []
         self._decode_tokens_total = 0
 
     @property
+    def lending(self) -> bool:
+        """Whether requests that have not begun wait for ``lend`` instead of being admitted."""
+        return self.table.lending
+
+    @lending.setter
+    def lending(self, lending: bool) -> None:
+        self.table.lending = lending
+
+    @property
     def has_work(self) -> bool:
         """Whether ``schedule``, ``take_ended`` or ``reservations.take_prefilled`` has something to give."""
-        return bool(self.table.running or self._ended or self.reservations.has_prefilled or self._may_admit())
+        return bool(self.table.running or self._ended or self.reservations.has_prefilled or self.table.may_admit)
 
     @property
     def num_requests(self) -> int:
@@ -110,7 +101,7 @@ class Scheduler:
         table.number(sequence)
         table.accepted[sequence.key] = sequence
         table.wait(sequence)
-        self._some_alone = self._some_alone or sequence.alone
+        self._batching.accepted(sequence)
 
     def cancel(self, request_id: str, attempt: int) -> Sequence | None:
         """End a request as cancelled. Its blocks are free at once, or when the batch in flight completes."""
@@ -138,7 +129,7 @@ class Scheduler:
     def lend(self) -> list[Sequence]:
         """Take the requests that have not begun out of the queue, in order. They stay accepted: ``take_back``,
         ``release_to_target`` or a reservation must follow for each that is not cancelled meanwhile."""
-        return self.table.stop_waiting(lambda s: not _stays(s))
+        return self.table.stop_waiting(lambda s: not s.stays)
 
     def take_back(self, sequences: Iterable[Sequence]) -> None:
         """Lent requests wait here again, at their old places; ended ones are left out."""
@@ -156,82 +147,12 @@ class Scheduler:
         """The next batch, or None if there is nothing to compute. ``complete`` or ``fail`` must follow."""
         if self._in_flight is not None:
             raise RuntimeError("a batch is in flight")
-        if not self.table.running and not self._may_admit():
-            return None
-        batch = self._schedule_in_turn(now_s) if self._some_alone else self._schedule_together(now_s)
+        batch = self._batching.next_batch(now_s)
         if batch is not None:
             self.table.prefill_tokens_total += batch.num_prefill_tokens
             self._decode_tokens_total += batch.num_decode_tokens
             self._in_flight = batch
         return batch
-
-    def _schedule_in_turn(self, now_s: float) -> ScheduledBatch | None:
-        batch = self._schedule_alone() if self._alone_next else None
-        if batch is not None:
-            self._alone_next = False
-            return batch
-        batch = self._schedule_together(now_s)
-        if batch is None:
-            return self._schedule_alone()
-        self._alone_next = True
-        self._some_alone = any(s.alone for s in (*self.table.running, *self.table.waiting))
-        return batch
-
-    def _schedule_alone(self) -> ScheduledBatch | None:
-        """A step of one request that is computed alone: the next in order of arrival behind the last that had one."""
-        running = self.table.running
-        candidates = [(s.id <= self._last_alone, s.id, s) for s in running if s.alone]
-        for _, _, sequence in sorted(candidates, key=lambda c: c[:2]):
-            slices: list[ScheduledSlice] = []
-            preempted: list[Sequence] = []
-            start = sequence.num_computed
-            num_prefill_tokens = 0
-            if len(sequence.tokens) - start > 1:
-                num_prefill_tokens = self._prefill(sequence, self.config.max_batch_tokens, slices)
-            else:
-                full = start >= len(sequence.block_table) * self.pool.block_size
-                if full and not self._grow(sequence, running.index(sequence) + 1, preempted):
-                    continue
-                slices.append(ScheduledSlice(sequence, start, 1, True))
-            self._last_alone = sequence.id
-            decodes = 0 if num_prefill_tokens else 1
-            return ScheduledBatch(tuple(slices), num_prefill_tokens, decodes, tuple(preempted), alone=True)
-        return None
-
-    def _schedule_together(self, now_s: float) -> ScheduledBatch | None:
-        budget = self.config.max_batch_tokens
-        slices: list[ScheduledSlice] = []
-        preempted: list[Sequence] = []
-        block_size = self.pool.block_size
-        running = self.table.running
-        prefills: list[Sequence] = []
-        index = 0
-        while index < len(running) and budget > 0:
-            sequence = running[index]
-            index += 1
-            if sequence.alone:
-                continue
-            start = sequence.num_computed
-            if len(sequence.tokens) - start > 1:
-                prefills.append(sequence)
-                continue
-            if start >= len(sequence.block_table) * block_size and not self._grow(sequence, index, preempted):
-                break
-            slices.append(ScheduledSlice(sequence, start, 1, True))
-            budget -= 1
-        num_decode_tokens = len(slices)
-        # A victim arrived later than the decode it yields to, so it is not among these.
-        for sequence in prefills:
-            if budget <= 0:
-                break
-            budget -= self._prefill(sequence, budget, slices)
-        while budget > 0 and not preempted and (admitted := self._admit(now_s)) is not None:
-            if not admitted.alone:
-                budget -= self._prefill(admitted, budget, slices)
-        if not slices:
-            return None  # what is computed outside of steps leaves no room
-        num_prefill_tokens = self.config.max_batch_tokens - budget - num_decode_tokens
-        return ScheduledBatch(tuple(slices), num_prefill_tokens, num_decode_tokens, tuple(preempted))
 
     def complete(
         self, batch: ScheduledBatch, sampled: Rows[SampledToken], failures: Mapping[int, ErrorInfo] = NO_FAILURES
@@ -332,49 +253,6 @@ class Scheduler:
         assert table.waiting_tokens == sum(s.num_tokens for s in table.waiting)
         assert set(table.accepted) <= {s.key for s in here if not s.finished}
 
-    def _grow(self, sequence: Sequence, index: int, preempted: list[Sequence]) -> bool:
-        """Give a decode its next block; ``running[index:]`` may be preempted for it."""
-        table = self.table
-        while not self.pool.can_allocate(1):
-            if len(table.running) <= index:
-                return False
-            victim = table.running.pop()
-            table.free(victim)
-            victim.num_computed = 0
-            table.wait(victim)
-            table.preemptions_total += 1
-            preempted.append(victim)
-        self.pool.append(sequence.block_table)
-        return True
-
-    def _prefill(self, sequence: Sequence, budget: int, slices: list[ScheduledSlice]) -> int:
-        remaining = len(sequence.tokens) - sequence.num_computed
-        count = min(remaining, budget, self.config.prefill_chunk_tokens)
-        slices.append(ScheduledSlice(sequence, sequence.num_computed, count, count == remaining))
-        return count
-
-    def _admit(self, now_s: float) -> Sequence | None:
-        """Move the head of ``waiting`` to ``running`` if a slot and the blocks of its context are free."""
-        table = self.table
-        if not self._may_admit() or self.reservations.free_slots < 1:
-            return None
-        sequence = table.waiting[0]
-        need = self.pool.blocks_for(sequence.num_tokens)
-        if not self.pool.can_allocate(need + (self._spare_blocks if table.running else 0)):
-            return None
-        table.waiting.popleft()
-        table.waiting_tokens -= sequence.num_tokens
-        sequence.block_table = self.pool.allocate(need)
-        if sequence.first_scheduled_s is None:
-            sequence.first_scheduled_s = now_s
-        table.run(sequence)
-        return sequence
-
-    def _may_admit(self) -> bool:
-        """Whether the head of ``waiting`` may run here."""
-        waiting = self.table.waiting
-        return bool(waiting) and (not self.lending or _stays(waiting[0]))
-
     def _queued(self) -> Queued:
         """Those that wait, are lent, or are computed outside of steps."""
         table, reservations = self.table, self.reservations
@@ -395,8 +273,3 @@ class Scheduler:
             self.table.forget(sequence, free=id(sequence) not in flying)
         self.table.running = [s for s in self.table.running if not s.finished]
         self.table.stop_waiting(lambda s: s.finished)
-
-
-def _stays(sequence: Sequence) -> bool:
-    """Whether it is not lent."""
-    return sequence.alone or sequence.has_begun

@@ -79,6 +79,11 @@ class Sequence:
         return self.first_scheduled_s is not None
 
     @property
+    def stays(self) -> bool:
+        """Whether it is not lent."""
+        return self.alone or self.has_begun
+
+    @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and output."""
         return len(self.tokens)
