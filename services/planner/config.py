@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from services.planner.core.live.load import ASSUMED_TOKENS_PER_S
 from services.planner.core.multicast.baselines import STRATEGIES, Strategy
 from services.planner.core.multicast.traffic import BUSY_NIC_SHARE
-from services.planner.live import LIVE_CHOICES, LIVE_POLICIES, LiveSettings
+from services.planner.pair_planner import LIVE_CHOICES, LIVE_POLICIES, LiveSettings
 from shared.bus.nats_stream import StreamLimits
 from shared.service import ServiceConfig, health_settings, process_settings
 from shared.settings import Settings

@@ -28,7 +28,7 @@ from services.planner.core.operations.plan_events import (
 from services.planner.core.operations.refusals import Refusals
 from services.planner.core.operations.scale_request import ScaleRequest
 from services.planner.leases import Leases
-from services.planner.live import PairPlanner
+from services.planner.pair_planner import PairPlanner
 from services.planner.publisher import PlanPublisher
 from shared.errors import BlitzError, ModelNotFound, NoCapacity
 from shared.messages.common import LiveChoice

@@ -31,7 +31,7 @@ from services.planner.core.operations.operations import MAX_RECORDS, Operations
 from services.planner.core.operations.refusals import Refusals
 from services.planner.core.operations.scale_request import ScaleRequest
 from services.planner.leases import RPC_TIMEOUT_S, Leases
-from services.planner.live import LiveSettings, PairPlanner
+from services.planner.pair_planner import LiveSettings, PairPlanner
 from services.planner.publisher import PlanPublisher
 from services.planner.rounds import Rounds
 from services.planner.scaler import Scaler

@@ -10,7 +10,7 @@ from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.refusals import Refusals
 from services.planner.leases import Leases
-from services.planner.live import PairPlanner
+from services.planner.pair_planner import PairPlanner
 from services.planner.record_store import RecordStore
 from shared.aio import OwnedTasks, Wakeup
 from shared.bus.base import Bus

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from services.monitor.core.demand import DemandPolicy
 from services.monitor.service import MonitorService
-from services.planner.live import LiveSettings
+from services.planner.pair_planner import LiveSettings
 from services.planner.service import PlannerService
 from services.pool.service import PoolService
 from services.pool.store import Store

@@ -11,7 +11,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from services.planner.core.multicast.baselines import Strategy
-from services.planner.live import LiveSettings
+from services.planner.pair_planner import LiveSettings
 from services.planner.service import PlannerService
 from shared import subjects
 from shared.messages.codec import Message, decode

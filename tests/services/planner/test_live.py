@@ -15,7 +15,7 @@ from services.planner import splitter
 from services.planner.config import PlannerConfig
 from services.planner.core.live.split import SplitResult, assign
 from services.planner.core.operations import operation, pair_record
-from services.planner.live import LIVE_CHOICES, LIVE_POLICIES, LiveSettings
+from services.planner.pair_planner import LIVE_CHOICES, LIVE_POLICIES, LiveSettings
 from shared import subjects
 from shared.errors import BadRequest, Conflict, NotFound, Unavailable
 from shared.messages.codec import Message

@@ -40,7 +40,7 @@ LIVE_POLICIES: tuple[LivePolicy, ...] = get_args(LivePolicy)
 
 @dataclass(frozen=True, slots=True)
 class LiveSettings:
-    """Defaults where neither the wish nor the model says anything."""
+    """Defaults where neither the request nor the model says anything."""
 
     choice: LiveChoice = "auto"
     policy: LivePolicy = "zigzag"
@@ -86,7 +86,7 @@ class PairPlanner:
         self._load.forget(time.monotonic())
 
     def choice(self, asked: LiveChoice, role: Role) -> LiveChoice:
-        """What a wish for instances of ``role`` comes to. A decode instance never loads live: weights and KV would
+        """What a request for instances of ``role`` comes to. A decode instance never loads live: weights and KV would
         both come in."""
         if role == "decode":
             return "never"
@@ -126,7 +126,7 @@ class PairPlanner:
     def select(
         self, overloaded: tuple[SourceCandidate, ...], planned: WorkerChains, asked: LiveChoice, role: Role
     ) -> Selection:
-        """The pairs between them and the tails of a plan for ``role``, as a wish asks for them."""
+        """The pairs between them and the tails of a plan for ``role``, as the request asks for them."""
         choice = self.choice(asked, role)
         if role == "decode":
             return Selection((), ("decode instances have no prompts to share, and KV comes in beside the weights",))
