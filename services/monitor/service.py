@@ -106,7 +106,7 @@ class MonitorService:
             while not stopping.is_set():
                 if leading.done():
                     leading.result()  # a bug of ours: it must not follow for ever
-                # Cut off from the bus, nothing is known of the load, and nobody hears what is said about it.
+                # Cut off from the bus, nothing is known of the load, and no planner hears what is said about it.
                 connected = self._bus.connected_since_s is not None
                 if connected and (self._refresh.is_set() or time.monotonic() >= next_snapshot_s):
                     self._refresh.clear()

@@ -41,7 +41,7 @@ MAX_ROUND_S = 0.05
 MAX_WAITING = 20_000
 """Models and roles with an unmet demand."""
 UNPLANNED_S = 10.0
-"""A demand that was not repeated for so long is met, or nobody's any more."""
+"""A demand that was not repeated for so long is met, or was dropped."""
 MAX_UNPLANNED_LISTED = 100
 MAX_WHY_CHARS = 500
 
@@ -126,7 +126,7 @@ class Rounds:
             await self._round()
 
     async def close(self) -> None:
-        """Wait for what is being published; nobody decides on the rest."""
+        """Wait for what is being published; the rest is refused."""
         await self._publishing.finish()
         self._demands.clear()
         for waiting in self._by_hand:

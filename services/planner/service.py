@@ -66,8 +66,8 @@ E = TypeVar("E", ScalePlan, DrainPlan, ZigzagAssignment)
 RECOVERY_WAIT_S = 4.0
 """How long a manual scale waits for a registry that just started."""
 MONITOR_TERM_S = 10.0
-"""A monitor whose demands do not get through says them again each second; a term that nobody speaks with any more, for
-so long, keeps no other monitor from being heard."""
+"""A monitor whose demands do not get through says them again each second; a term that no monitor has used
+for so long keeps no other from being heard."""
 MAX_LISTED = 100
 MAX_REFUSED_LISTED = 100
 MAX_PAST_EVENTS = 5000
@@ -197,7 +197,7 @@ class PlannerService:
     async def _recall(self) -> None:
         """Learn from the plan stream and the registry what is under way. Raises ``BlitzError``."""
         if self._led_term == self._leader.term:
-            return  # nobody else led since
+            return  # no other planner led since
         self._operations.reset()
         past = self._bus.past_events
         stored = await past(subjects.scale_records(), ScaleRecord, limit=MAX_RECORDS)

@@ -79,7 +79,7 @@ class Splitter:
                 log.warning("%s: no gates: %s", pair.pair_id, error)
                 outcome = "failed"
             except Exception:
-                # A solver may raise anything, and nobody reads this task's result. The pair goes on without gates.
+                # A solver may raise anything. The pair goes on without gates.
                 log.exception("%s: no gates", pair.pair_id)
                 outcome = "failed"
             span.set_attributes({"blitz.pair_id": pair.pair_id, "blitz.split.outcome": outcome})

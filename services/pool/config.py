@@ -49,7 +49,7 @@ class PoolConfig(ServiceConfig):
 
 
 def _redis_url(url: str) -> str:
-    # What the URL asks for is looked at when a connection is made, which connects to nobody yet.
+    # What the URL asks for is looked at when a connection is made, which opens no connection yet.
     try:
         Redis.from_url(url).connection_pool.make_connection()  # type: ignore[no-untyped-call]
     except (ValueError, TypeError, RedisError) as error:

@@ -20,7 +20,7 @@ from shared.model_spec import ModelSpec
 MAX_AT_ONCE = 2
 TIMEOUT_S = 900.0
 ANSWER_S = 20.0
-"""Answers are given within: NATS lets nobody answer much later."""
+"""Answers are given within this: NATS does not let a service answer much later."""
 KEEP_S = 2.0
 MAX_WAITING = 64
 MAX_KEPT = 4096

@@ -284,7 +284,7 @@ class LeadingPool:
             try:
                 await refuse_if_held(self._bus, subjects.worker_holder(worker_id, rival), f"worker id {worker_id!r}")
             except ValueError:
-                # No process has a name that cannot be part of a subject: there is nobody to ask.
+                # No process has a name that cannot be part of a subject: there is no process to ask.
                 log.warning("worker %s had the incarnation %.80r", worker_id, rival)
         self._holders.take(report)
 

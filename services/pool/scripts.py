@@ -26,7 +26,7 @@ PREFIX = "blitz:"
 NOT_LEADING = "NOTLEADING"
 """First word of the error that a pool process gets which leads no more."""
 
-# The last key is that which lasts while the caller leads; empty: nobody asks.
+# The last key is that which lasts while the caller leads; empty: no check.
 FENCE = """
 if KEYS[#KEYS] ~= '' and redis.call('EXISTS', KEYS[#KEYS]) == 0 then
   return redis.error_reply('NOTLEADING another process leads, or the lease ran out')
@@ -204,8 +204,8 @@ return 1
 
 # KEYS: leader:<service>, terms   ARGV: service, owner, ttl_ms, seat, the owner's last term ('0': it never led),
 #       prefix of the keys that fence ('': none)
-# The owner leads if nobody else does; or, if it never led, in place of a process that had the same seat. A new leader
-# gets a new term, one that was not missed goes on with its own.
+# The owner leads if no other process does; or, if it never led, in place of a process that had the same seat. A new
+# leader gets a new term, one that was not missed goes on with its own.
 # Returns {'1', term, owner, ttl_ms, '1' if the terms were lost} or {'0', term, leader, ms that its lease has left,
 # '1' if its seat is the caller's}.
 LEAD = (

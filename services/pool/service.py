@@ -142,7 +142,7 @@ class PoolService:
             await leading.close()
 
     async def _go_on(self, leading: LeadingPool) -> bool:
-        """Renew the lease; False when another process leads. Without Redis nobody does."""
+        """Renew the lease; False when another process leads. Without Redis none does."""
         term, asked_s = self._term, time.monotonic()
         standing = await self._ask_to_lead()
         if standing is None:

@@ -1,4 +1,4 @@
-"""How batches that nobody has begun are shared between two instances that both have all layers."""
+"""How batches that neither side has begun are shared between two instances that both have all layers."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Grace:
     """Knows since when both the bus and the store work. Times are monotonic seconds."""
 
     def __init__(self, lease_s: float, *, knows_all: bool = False) -> None:
-        """``knows_all``: nobody was there before, so the first wait is left out."""
+        """``knows_all``: there was no worker before, so the first wait is left out."""
         self._lease_s = lease_s
         self._knows_all = knows_all
         self._looked_s = self._hears_since_s = float("-inf")

@@ -37,7 +37,7 @@ class HostMemory:
         self.by_bytes = Ranking()
         """Their hosts, by the bytes of placed copies."""
         self.by_free_bytes = Ranking()
-        """Workers by free bytes that nobody waits for."""
+        """Workers by free bytes that no model waits for."""
         self.by_free_after_drops = Ranking()
         """By free bytes once everything that is dropped is gone."""
         self.by_free_after_evictions = Ranking()
@@ -135,7 +135,7 @@ class HostMemory:
         return self._host_bytes.get(host, 0)
 
     def free_bytes(self, worker_id: str) -> int:
-        """Free bytes that nobody waits for."""
+        """Free bytes that no model waits for."""
         return min(self._workers_memory[worker_id].free_bytes, self.free_after_drops(worker_id))
 
     def free_after_drops(self, worker_id: str) -> int:

@@ -88,8 +88,8 @@ class Models:
         self._removed.update({name: at_s for name, at_s in names.items() if name not in self.entries})
 
     def forget_removed(self, before_s: float, keep: int, in_use: Collection[str]) -> tuple[str, ...]:
-        """Let removals go that nobody can need: of before ``before_s``, and beyond the newest ``keep``; not of models
-        that workers still have something of (``in_use``)."""
+        """Let removals go that are of no more use: of before ``before_s``, and beyond the newest ``keep``; not those of
+        models that workers still have something of (``in_use``)."""
         newest = sorted(self._removed, key=lambda name: (self._removed[name], name), reverse=True)
         surplus = (n for i, n in enumerate(newest) if self._removed[n] < before_s or i >= keep)
         old = tuple(name for name in surplus if name not in in_use)

@@ -70,7 +70,7 @@ class OutstandingSteps:
         self._update(key, entry)
 
     def hold_not_sent(self, key: Key) -> None:
-        """It was decided, and the worker does not know: nobody's failure."""
+        """It was decided, and the worker never heard of it: that counts as no failure."""
         entry = self._entry(key)
         self._end_hold(entry)
         self._update(key, entry)

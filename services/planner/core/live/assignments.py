@@ -25,7 +25,7 @@ def zigzag_assignments(
     """The first revision of each pair's assignment, without gates.
 
     ``sources``: the workers of the serving instances, by instance id. ``predicted_s``: seconds that each target takes
-    once the plan is out; of one of which nobody knows (0) the assignment tells no times. ``startup_s``: from the plan
+    once the plan is out; where that is unknown (0) the assignment tells no times. ``startup_s``: from the plan
     to the first byte.
     """
     pairs = tuple(pairs)

@@ -86,7 +86,7 @@ class ReportedLoad:
 
 
 def _mean_prompt_tokens(queues: Iterable[ModelQueue], reports: Iterable[LoadReport]) -> float:
-    """Of what waits at gateways; else of all that arrived there; else of what waits at instances. 0: nobody knows."""
+    """Of what waits at gateways; else of all that arrived there; else of what waits at instances. 0: unknown."""
     queues, reports = list(queues), list(reports)
     sums = (
         (sum(q.queued_tokens for q in queues), sum(q.queued_requests for q in queues)),

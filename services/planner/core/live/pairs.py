@@ -2,7 +2,7 @@
 
 By default a pair is made only where both hold: loading first and serving then would break the SLO, and an overloaded
 instance is there to cooperate with. Each overloaded instance gets one loading instance: a tail of the chains, which
-feeds nobody, so that its activations and KV compete with no weights. The slowest tail goes to the instance with the
+feeds no other, so that its activations and KV compete with no weights. The slowest tail goes to the instance with the
 longest queue: it is the one that would stand idle longest.
 """
 
@@ -66,7 +66,7 @@ def select_pairs(
 ) -> Selection:
     """Pair ``tails`` with overloaded instances; see the top.
 
-    ``tails``: predicted seconds until each worker that feeds nobody has everything; 0: nobody knows, taken for late.
+    ``tails``: predicted seconds until each worker that feeds no other has everything; 0: unknown, taken for late.
     Only those that may go live (a decode instance never does: weights and KV would both come in). ``choice``:
     ``always`` asks neither for overload nor for lateness, ``never`` makes no pairs. ``margin_s``: predictions this
     close to the slack count as late.

@@ -28,7 +28,7 @@ class SplitRequest:
 def split_request(
     asked: PlanSplit, assignment: ZigzagAssignment, now_s: float, *, ready_at_s: Sequence[float] = ()
 ) -> SplitRequest | None:
-    """The problem as of ``now_s`` (Unix time); None if there is none: nothing waits, or nobody knows when layers come.
+    """The problem as of ``now_s`` (Unix time); None if there is none: nothing waits, or it is unknown when layers come.
 
     ``ready_at_s``: when the target had the layers that it has. The others are expected as late, or early, as the last
     one was; or as late as the next one is by now. The last layer counts as there when everything is: the target

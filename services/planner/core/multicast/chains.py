@@ -183,7 +183,7 @@ class _Hops:
             return ""
         if kind == "gpu":
             return holder
-        # A target that holds the host copy itself reads its own memory; nobody has to send.
+        # A target that holds the host copy itself reads its own memory: no other has to send.
         workers = self._holders[holder]
         return target if target in workers else workers[0]
 

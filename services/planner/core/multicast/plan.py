@@ -32,7 +32,7 @@ class Multicast:
     """Edges one behind the other: the targets of each are the (first) sources of the next."""
     chunk_bytes: int
     tails: tuple[str, ...]
-    """Targets that feed nobody, the slowest first: candidates for live scaling."""
+    """Targets that feed no other, the slowest first: candidates for live scaling."""
     left_out: tuple[str, ...]
     """What was asked for and not planned, and why."""
     pruned: tuple[str, ...]

@@ -69,7 +69,7 @@ class Operation:
     revives: bool = False
     """The targets drain, and are to serve again."""
     recalled: bool = False
-    """It was begun under an earlier planner, and nobody may have seen how it ended."""
+    """It was begun under an earlier planner, and its end may have gone unseen."""
 
     def __post_init__(self, targets: tuple[tuple[str, str], ...], assignments: Iterable[ZigzagAssignment]) -> None:
         self.pairs = {assignment.pair_id: LivePair(assignment) for assignment in assignments}
@@ -229,7 +229,7 @@ class Operation:
         return "the source's worker does not hold its instance any more" if gone else ""
 
     def _is_dead(self, worker_id: str, workers: Mapping[str, WorkerRecord], now_s: float) -> bool:
-        """Whether it has been missing for long. A registry that was emptied knows nobody for a moment."""
+        """Whether it has been missing for long. A registry that was emptied knows no worker for a moment."""
         if worker_id in workers:
             self._missing_since_s.pop(worker_id, None)
             return False
@@ -250,7 +250,7 @@ class Operation:
                     # It counts again: whoever wants it gone has to say so anew.
                     self.fail_target(worker_id, "it serves on: it never heard that it is to drain")
             elif self._came_up(worker, instance_id):
-                # Its own reports were lost, or came before this planner led. When it was, nobody knows.
+                # Its own reports were lost, or came before this planner led. When that was is unknown.
                 target.loaded_s = target.loaded_s or now_s
                 target.serving_s = now_s
             elif now_s > self.deadline_s:

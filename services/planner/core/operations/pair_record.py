@@ -58,13 +58,13 @@ class LivePair:
         self._outcome, self._reason, self._report = report.outcome, report.reason, report
 
     def fail(self, why: str) -> None:
-        """It never begins: nobody was told."""
+        """It never begins: neither member was told."""
         if self.running:
             self._outcome, self._reason = "failed", why
 
     def check(self, target_ended: bool, now_s: float, *, source_gone: str = "") -> None:
         """Stop waiting for a report that does not come. ``target_ended``: the target serves, or has failed.
-        ``source_gone``: why nobody is left to report; empty while somebody is."""
+        ``source_gone``: why no source is left to report; empty while there is one."""
         if self.running and source_gone:
             self._outcome, self._reason = "unknown", source_gone
         if not self.running or not target_ended:
