@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -51,15 +50,21 @@ def redis_probe(socket: Path | None, port: int) -> Probe:
     return probe
 
 
-async def wait_until(probe: Probe, what: str, *, timeout_s: float) -> None:
-    """Ask until the probe answers True. Raises ``StackNotReady`` naming ``what`` at the deadline."""
-    deadline_s = time.monotonic() + timeout_s
+async def until_answer(probe: Probe, *, every_s: float = 0.1) -> None:
+    """Ask until the probe answers True. Cancel it when the process has ended."""
     while True:
         # Refused, reset or silent: not there yet.
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(_ANSWER_S):
                 if await probe():
                     return
-        if time.monotonic() > deadline_s:
-            raise StackNotReady(f"{what} did not answer within {timeout_s:g} s")
-        await asyncio.sleep(_EVERY_S)
+        await asyncio.sleep(every_s)
+
+
+async def wait_until(probe: Probe, what: str, *, timeout_s: float) -> None:
+    """Ask until the probe answers True. Raises ``StackNotReady`` naming ``what`` at the deadline."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await until_answer(probe, every_s=_EVERY_S)
+    except TimeoutError:
+        raise StackNotReady(f"{what} did not answer within {timeout_s:g} s") from None

@@ -7,11 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 
-from compose.probes import Probe
-
 READY_FD_VARIABLE = "BLITZ_READY_FD"
-_ASK_EVERY_S = 0.1
-_ANSWER_S = 2.0
 
 
 class ReadyPipe:
@@ -45,13 +41,3 @@ class ReadyPipe:
         """There is no child: it could not be started."""
         os.close(self.writing)
         os.close(self._reading)
-
-
-async def until_answer(probe: Probe) -> None:
-    """Ask until the probe answers True. Cancel it when the process has ended."""
-    while True:
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(_ANSWER_S):
-                if await probe():
-                    return
-        await asyncio.sleep(_ASK_EVERY_S)

@@ -14,7 +14,6 @@ from typing import NoReturn
 import msgspec
 import uvloop
 
-from bench.control.bus import WatchedBus
 from bench.control.instance import SimInstance
 from bench.control.looker import Looker
 from bench.control.orders import Counts, FleetResult, FleetSpec, Order, Served
@@ -24,8 +23,11 @@ from services.worker.instance.host_group import HostGroup, group_name
 from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.access import NatsAccess
+from shared.bus.base import R
+from shared.bus.nats import NatsBus
 from shared.errors import BlitzError
 from shared.identity import new_incarnation
+from shared.messages.codec import Message
 from shared.messages.load import LoadReport
 from shared.messages.registry import WorkerInfo
 from shared.process import configure_logging
@@ -39,6 +41,28 @@ _AGAIN_S = 1.0
 _MIB = 1024 * 1024
 _ADDRESS_BYTES = 400
 """Of a UCX worker address with a few interfaces."""
+
+
+class WatchedBus(NatsBus):
+    """Times the round trips of heartbeats, as the worker that sends them sees them."""
+
+    heartbeats: list[tuple[float, float]] | None = None
+    """(monotonic start, seconds) of those that were answered, while somebody wants to know."""
+    missed = 0
+    """Heartbeats without an answer in time, meanwhile."""
+
+    async def request(self, subject: str, message: Message, reply: type[R], *, timeout_s: float) -> R:
+        if subject != subjects.pool("heartbeat"):
+            return await super().request(subject, message, reply, timeout_s=timeout_s)
+        begun_s = time.monotonic()
+        try:
+            answer = await super().request(subject, message, reply, timeout_s=timeout_s)
+        except Exception:
+            self.missed += 1
+            raise
+        if self.heartbeats is not None:
+            self.heartbeats.append((begun_s, time.monotonic() - begun_s))
+        return answer
 
 
 class Fleet:

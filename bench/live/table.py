@@ -5,9 +5,15 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from bench.live import aims
 from bench.live.modes import ZIGZAG
 from bench.live.result import FIGURES, RATIOS, EngineResult, Figure
+
+# What the mock engine's figures should reach. The torch engine shares the machine's cores with what it measures.
+AIMED_LAYERS_PER_S = 1.8
+"""Of both instances together while half of the batches wait, in units of one instance alone; at least."""
+AIMED_DEVIATION = 0.10
+"""Of a measured time from its playback; at most."""
+
 
 _NAMES: dict[Figure, str] = {"mean_s": "mean", "p99_s": "p99", "worst_s": "worst"}
 
@@ -38,7 +44,7 @@ def show(result: EngineResult, console: Console) -> None:
     console.print(table)
     console.print("times to first token; playback: with the planned times of layers, recorded: with the recorded ones")
     if is_aimed:
-        console.print(f"aim: within {aims.DEVIATION:.0%} of the playback")
+        console.print(f"aim: within {AIMED_DEVIATION:.0%} of the playback")
     for mode, to in RATIOS:
         if result.of(mode) and result.of(to):
             each = [
@@ -50,7 +56,7 @@ def show(result: EngineResult, console: Console) -> None:
     for mode in result.modes:
         measured, played = result.layers_per_s(mode), result.layers_per_s(mode, "planned")
         if measured is not None:
-            aim = f"; aim: at least {aims.ZIGZAG_LAYERS_PER_S:g}" if is_aimed and mode == ZIGZAG else ""
+            aim = f"; aim: at least {AIMED_LAYERS_PER_S:g}" if is_aimed and mode == ZIGZAG else ""
             console.print(
                 f"{mode.name}: {measured:.2f} times one instance's layers per second while half of the prompts wait "
                 f"(playback {played:.2f}{aim})",

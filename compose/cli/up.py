@@ -17,7 +17,7 @@ from compose.demo_model import ensure_demo_model
 from compose.errors import StackRefused
 from compose.log_lines import ConsoleSink, worth_showing
 from compose.stack import Stack
-from compose.summary import summary
+from shared.messages.admin import Status
 
 _NAME = "blitz"
 
@@ -141,3 +141,29 @@ async def _until_cancelled(stack: Stack, sink: ConsoleSink, timeout_s: float) ->
         for text in summary(stack.url, status, others=stack.urls[1:]):
             sink.write(text)
         await stack.wait_gave_up()
+
+
+def summary(url: str, status: Status, *, others: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Where it is, what it serves, and two ways to try it, ready to paste. ``others``: the URLs of other gateways."""
+    names = [model.name for model in status.models]
+    model = names[0] if names else "MODEL"
+    return (
+        "",
+        f"  BlitzScale serves at {url}  ({len(status.workers)} workers)",
+        *((f"  and at {', '.join(others)}",) if others else ()),
+        f"  models: {', '.join(names) or 'none yet: blitzscale models add MODEL_DIR'}",
+        "",
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
+        f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32}}\'',
+        "",
+        "  from openai import OpenAI",
+        f'  client = OpenAI(base_url="{url}/v1", api_key="none")',
+        '  messages = [{"role": "user", "content": "Hello"}]',
+        f'  stream = client.chat.completions.create(model="{model}", messages=messages, max_tokens=32, stream=True)',
+        "  for chunk in stream:",
+        '      print(chunk.choices[0].delta.content or "", end="", flush=True)',
+        "",
+        f"  blitzscale scale {model} 2 --url {url}      more instances now",
+        f"  blitzscale status --url {url}        what runs;  Ctrl-C here stops everything",
+        "",
+    )
