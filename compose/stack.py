@@ -11,10 +11,8 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 
 from compose import preflight
-from compose.admin import AdminClient
 from compose.child import Child, ChildSpec
 from compose.children import (
     Addresses,
@@ -25,7 +23,6 @@ from compose.children import (
     service_forks,
     service_names,
     service_spec,
-    stop_order,
     worker_forks,
     worker_spec,
 )
@@ -34,8 +31,8 @@ from compose.errors import StackNotReady
 from compose.log_lines import LineSink
 from compose.ports import free_port, next_free_ports
 from compose.preflight import Findings
-from compose.probes import wait_until
 from compose.restart_policy import RestartPolicy
+from compose.running import RunningStack
 from compose.settings_check import check_settings
 from compose.state_dir import StateDir
 from compose.supervisor import Supervisor
@@ -45,7 +42,6 @@ from shared.messages.admin import Status
 from shared.permissions import User
 from shared.settings import Settings
 
-_SERVER_START_S = 20.0
 _POLL_S = 0.1
 
 
@@ -53,7 +49,7 @@ def _ignore_line(name: str, line: str) -> None:
     del name, line
 
 
-class Stack:
+class Stack(RunningStack):
     """Starts with ``async with``; leaving it stops everything in order.
 
     ``sink`` takes the children's lines, ``say`` what the supervisor and ``wait_ready`` have to tell.
@@ -68,40 +64,17 @@ class Stack:
         say: Callable[[str], None] | None = None,
         policy: RestartPolicy | None = None,
     ) -> None:
-        self.config = config
-        self.state_dir = StateDir(config.state_dir)
+        state_dir = StateDir(config.state_dir)
         self._say = say if say is not None else (lambda text: sink("blitzscale", text))
-        self._supervisor = Supervisor(
-            self.state_dir.logs, sink=sink, say=self._say, policy=policy, serves_on=self._serves_on_without
+        supervisor = Supervisor(
+            state_dir.logs, sink=sink, say=self._say, policy=policy, serves_on=self._serves_on_without
         )
+        super().__init__(config, supervisor, state_dir)
         self._was_ready = False
-        self._addresses: Addresses | None = None
-        self._admin: AdminClient | None = None
-        self._worker_forks = worker_forks(config, self.state_dir)
-        self._service_forks = service_forks(config, self.state_dir)
+        self._worker_forks = worker_forks(config, state_dir)
+        self._service_forks = service_forks(config, state_dir)
         self._findings = Findings(num_cuda_devices=0, prefault_bytes=0)
         self._next_worker = config.workers
-
-    @property
-    def addresses(self) -> Addresses:
-        """Raises ``RuntimeError`` before the stack has started."""
-        if self._addresses is None:
-            raise RuntimeError("the stack has not started")
-        return self._addresses
-
-    @property
-    def url(self) -> str:
-        """The first gateway's base URL, reachable from this machine."""
-        return self._url(self.addresses.gateway_port)
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """Those of all gateways."""
-        return (self.url, *(self._url(port) for port in self.addresses.other_gateway_ports))
-
-    def _url(self, port: int) -> str:
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.config.host, self.config.host)
-        return f"http://{host}:{port}"
 
     @property
     def nats_url(self) -> str:
@@ -120,27 +93,6 @@ class Stack:
         """By name: nats, redis, pool, planner, monitor, gateway, worker-0, ...; planner-0, planner-1, ... where there
         are several."""
         return self._supervisor.children
-
-    @property
-    def admin(self) -> AdminClient:
-        """A client of this stack's administration routes."""
-        if self._admin is None:
-            self._admin = AdminClient(self.url, api_key=next(iter(self.config.admin_keys), None))
-        return self._admin
-
-    async def __aenter__(self) -> Stack:
-        try:
-            await self.start()
-        except BaseException:
-            # Also when cancelled half way: what has started must not stay.
-            await self.stop()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
 
     async def start(self) -> None:
         """Check, then start every process. Raises ``StackRefused`` with nothing left behind, ``StackNotReady``."""
@@ -163,25 +115,16 @@ class Stack:
         # What is imported takes longest of all, so it comes first.
         await self._worker_forks.start()
         await self._service_forks.start()
-        start = self._supervisor.start
-        await start(nats_spec(self.config, self.state_dir, addresses))
-        await start(redis_spec(self.config, self.state_dir, addresses))
-        for name in ("nats", "redis"):
-            probe = self.processes[name].spec.probe
-            assert probe is not None
-            await self._supervisor.unless_given_up(wait_until(probe, name, timeout_s=_SERVER_START_S))
+        await self.start_servers(
+            nats_spec(self.config, self.state_dir, addresses), redis_spec(self.config, self.state_dir, addresses)
+        )
         for spec in (*services, *workers):
-            await start(spec)
+            await self._supervisor.start(spec)
 
-    async def stop(self) -> None:
-        """Stop everything in order and give the state directory back. Safe to call twice."""
-        if self._admin is not None:
-            await self._admin.close()
-            self._admin = None
-        await self._supervisor.stop(stop_order(tuple(self.processes)))
+    async def stop_others(self) -> None:
+        """The processes that services were forked from."""
         await self._service_forks.stop()
         await self._worker_forks.stop()
-        self.state_dir.release()
 
     def kill_all(self) -> None:
         """SIGKILL to every process, now: makes a ``stop`` that is under way end at once."""

@@ -7,7 +7,6 @@ import secrets
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
@@ -21,12 +20,11 @@ from compose.children import (
     redis_spec,
     service_names,
     service_spec,
-    stop_order,
 )
 from compose.config import StackConfig
 from compose.errors import StackNotReady
 from compose.ports import free_port, next_free_ports
-from compose.probes import wait_until
+from compose.running import RunningStack
 from compose.state_dir import StateDir
 from compose.supervisor import Supervisor
 from shared.permissions import USERS, Grant
@@ -37,13 +35,12 @@ _POLL_S = 0.05
 _METRICS_S = 10.0
 
 
-class ControlPlane:
+class ControlPlane(RunningStack):
     """Starts with ``async with``, which returns once everything is ready."""
 
     def __init__(self, state_dir: Path, *, gateways: int, say: Callable[[str], None]) -> None:
-        self._state = StateDir(state_dir)
         self._planner_port = free_port()
-        self._config = StackConfig(
+        config = StackConfig(
             models=(),
             state_dir=state_dir,
             workers=1,
@@ -54,43 +51,13 @@ class ControlPlane:
             drain_s=3.0,
             service_env={"planner": {"BLITZ_HEALTH_PORT": str(self._planner_port)}},
         )
-        self._supervisor = Supervisor(self._state.logs, say=say)
+        held = StateDir(state_dir)
+        super().__init__(config, Supervisor(held.logs, say=say), held)
         self.tap_password = secrets.token_urlsafe(16)
-        self._addresses: Addresses | None = None
-
-    async def __aenter__(self) -> ControlPlane:
-        try:
-            await self._start()
-        except BaseException:
-            await self._stop()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stop()
-
-    @property
-    def addresses(self) -> Addresses:
-        """Raises ``RuntimeError`` before the start."""
-        if self._addresses is None:
-            raise RuntimeError("the control plane has not started")
-        return self._addresses
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """The gateways'."""
-        ports = (self.addresses.gateway_port, *self.addresses.other_gateway_ports)
-        return tuple(f"http://127.0.0.1:{port}" for port in ports)
-
-    @property
-    def logs(self) -> Path:
-        return self._state.logs
 
     def worker_environment(self) -> dict[str, str]:
         """The credentials of workers."""
-        return nats_access(self._state, "worker")
+        return nats_access(self.state_dir, "worker")
 
     async def unless_broken(self) -> None:
         """Returns never; raises ``ProcessGaveUp`` when one of these processes cannot be kept running."""
@@ -117,8 +84,9 @@ class ControlPlane:
 
         return await asyncio.to_thread(read)
 
-    async def _start(self) -> None:
-        config, state = self._config, self._state
+    async def start(self) -> None:
+        """Start everything and wait until it is ready."""
+        config, state = self.config, self.state_dir
         state.acquire()
         self._add_tap()
         first = free_port(config.host)
@@ -129,10 +97,7 @@ class ControlPlane:
             gateway_port=first,
             other_gateway_ports=next_free_ports(config.host, first, config.gateways - 1),
         )
-        for spec in (nats_spec(config, state, addresses), redis_spec(config, state, addresses)):
-            await self._supervisor.start(spec)
-            assert spec.probe is not None
-            await self._supervisor.unless_given_up(wait_until(spec.probe, spec.name, timeout_s=READY_S))
+        await self.start_servers(nats_spec(config, state, addresses), redis_spec(config, state, addresses))
         names = (*CONTROL_PLANE, *service_names("gateway", config.gateways))
         for name in names:
             await self._supervisor.start(service_spec(config, state, addresses, name))
@@ -140,7 +105,7 @@ class ControlPlane:
 
     def _add_tap(self) -> None:
         """One user more than the product's, who hears nearly everything and says nothing."""
-        folder = self._state.credentials
+        folder = self.state_dir.credentials
         passwords = {user: (folder / credentials.password_file(user)).read_text().strip() for user in USERS}
         others = {TAP: (self.tap_password, Grant((), tuple(heard())))}
         (folder / credentials.NATS_CONF).write_text(credentials.nats_conf(passwords, others=others), encoding="utf-8")
@@ -153,7 +118,3 @@ class ControlPlane:
         except TimeoutError:
             late = [name for name in names if not self._supervisor.children[name].ready]
             raise StackNotReady(f"not ready after {READY_S:g} s: {', '.join(late)}; see {self.logs}") from None
-
-    async def _stop(self) -> None:
-        await self._supervisor.stop(stop_order(tuple(self._supervisor.children)))
-        self._state.release()

@@ -14,19 +14,17 @@ import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from bench.lab.errors import LabFailed
 from bench.lab.network import Network
 from bench.lab.plan import MANAGEMENT_ADDRESS
 from bench.lab.processes import nats_spec, nats_url, worker_spec
-from compose.admin import AdminClient
-from compose.children import CONTROL_PLANE, Addresses, nats_access, redis_spec, service_spec, stop_order
+from compose.children import CONTROL_PLANE, Addresses, nats_access, redis_spec, service_spec
 from compose.config import StackConfig
 from compose.errors import StackNotReady
 from compose.ports import free_port
-from compose.probes import nats_probe, redis_probe, wait_until
+from compose.running import RunningStack
 from compose.state_dir import StateDir
 from compose.supervisor import Supervisor
 from shared.bus.access import NatsAccess
@@ -42,7 +40,6 @@ from shared.settings import Settings
 
 READY_S = 90.0
 HOLD_S = 600.0
-_SERVER_START_S = 20.0
 _POLL_S = 0.05
 _MIB = 1024 * 1024
 _REGISTRY_S = 5.0
@@ -52,7 +49,7 @@ _QUIET_SHARE = 0.02
 """Of the nominal rate; below it is noise."""
 
 
-class LabStack:
+class LabStack(RunningStack):
     """Starts with ``async with``, which returns once the model serves on one host and all workers are here.
 
     ``worker_env`` is added to every worker's environment (``UCX_*`` settings to try), ``service_env`` to that of the
@@ -80,12 +77,10 @@ class LabStack:
         self._copies_on = range(len(network.hosts)) if copies_on is None else copies_on
         self._quiet = _QUIET_SHARE * network.rate.gbps
         self._checkpoint = checkpoint
-        self._state = StateDir(folder)
         self._mib = -(-weights_bytes // _MIB)
         self._worker_env = dict(worker_env or {})
         self._say = say
-        self._supervisor = Supervisor(self._state.logs, say=say)
-        self._config = StackConfig(
+        config = StackConfig(
             models=(checkpoint,),
             state_dir=folder,
             workers=len(self._hosts),
@@ -93,36 +88,19 @@ class LabStack:
             stop_grace_s=5.0,
             service_env=service_env or {},
         )
-        self._addresses: Addresses | None = None
-        self._admin: AdminClient | None = None
+        state_dir = StateDir(folder)
+        super().__init__(config, Supervisor(state_dir.logs, say=say), state_dir)
         self._buses: dict[Kind, NatsBus] = {}
-
-    @property
-    def logs(self) -> Path:
-        """The folder of the processes' logs."""
-        return self._state.logs
-
-    @property
-    def admin(self) -> AdminClient:
-        """Raises ``RuntimeError`` before the stack has started."""
-        if self._admin is None:
-            raise RuntimeError("the lab's stack has not started")
-        return self._admin
 
     async def bus_as(self, user: Kind) -> NatsBus:
         """A connection that may what this kind of service may. Raises ``RuntimeError`` before the stack has started."""
         if user not in self._buses:
             url, access = (
-                nats_url(self._require_addresses()),
-                NatsAccess.from_env(Settings(nats_access(self._state, user))),
+                nats_url(self.addresses),
+                NatsAccess.from_env(Settings(nats_access(self.state_dir, user))),
             )
             self._buses[user] = await NatsBus.connect(url, name=user, id="bench-lab", access=access)
         return self._buses[user]
-
-    @property
-    def url(self) -> str:
-        """The gateway's. Raises ``RuntimeError`` before the stack has started."""
-        return f"http://127.0.0.1:{self._require_addresses().gateway_port}"
 
     @property
     def model(self) -> str:
@@ -144,29 +122,15 @@ class LabStack:
         """The index of the host that a worker runs on."""
         return int(worker_id.rpartition("-")[2])
 
-    async def __aenter__(self) -> LabStack:
-        try:
-            await self._supervisor.unless_given_up(self._start())
-        except BaseException:
-            # Also when cancelled half way: what has started must not stay.
-            await self.stop()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
+    async def start(self) -> None:
+        """Start everything and wait until the model serves."""
+        await self._supervisor.unless_given_up(self._start())
 
     async def stop(self) -> None:
         """Stop everything in order. Safe to call twice."""
-        if self._admin is not None:
-            await self._admin.close()
-            self._admin = None
         while self._buses:
             await self._buses.popitem()[1].close()
-        await self._supervisor.stop(stop_order(tuple(self._supervisor.children)))
-        self._state.release()
+        await super().stop()
 
     async def use_planner(self, **env: str) -> None:
         """Start the planner again with other settings."""
@@ -245,26 +209,23 @@ class LabStack:
         return record
 
     async def _start(self) -> None:
-        self._state.acquire()
-        socket = self._state.redis_socket
+        self.state_dir.acquire()
+        socket = self.state_dir.redis_socket
         self._addresses = addresses = Addresses(
             nats_port=free_port(MANAGEMENT_ADDRESS),
             redis_port=0 if socket is not None else free_port(),
             redis_socket=socket,
             gateway_port=free_port(),
         )
-        await self._supervisor.start(nats_spec(self._config, self._state, addresses))
-        await self._supervisor.start(redis_spec(self._config, self._state, addresses))
-        await wait_until(nats_probe(MANAGEMENT_ADDRESS, addresses.nats_port), "nats", timeout_s=_SERVER_START_S)
-        await wait_until(redis_probe(addresses.redis_socket, addresses.redis_port), "redis", timeout_s=_SERVER_START_S)
+        await self.start_servers(
+            nats_spec(self.config, self.state_dir, addresses), redis_spec(self.config, self.state_dir, addresses)
+        )
         for name in (*CONTROL_PLANE, "gateway"):
             await self._start_service(name)
-        keys = self._config.admin_keys
-        self._admin = AdminClient(f"http://127.0.0.1:{addresses.gateway_port}", api_key=next(iter(keys), None))
         for host in self._hosts:
             spec = worker_spec(
-                self._config,
-                self._state,
+                self.config,
+                self.state_dir,
                 addresses,
                 host,
                 rate=self._network.rate,
@@ -288,19 +249,12 @@ class LabStack:
                     return
                 last = f"{len(status.workers)} workers, {status.serving(self.model)} instances serve"
             if time.monotonic() > deadline_s:
-                raise StackNotReady(f"waited in vain until {what}: {last}; see {self._state.logs}")
+                raise StackNotReady(f"waited in vain until {what}: {last}; see {self.state_dir.logs}")
             await asyncio.sleep(_POLL_S)
 
     async def _start_service(self, name: str, **env: str) -> None:
-        spec = service_spec(self._config, self._state, self._require_addresses(), name)
-        await self._supervisor.start(
-            replace(spec, env={**spec.env, "BLITZ_NATS_URL": nats_url(self._require_addresses()), **env})
-        )
-
-    def _require_addresses(self) -> Addresses:
-        if self._addresses is None:
-            raise RuntimeError("the lab's stack has not started")
-        return self._addresses
+        spec = service_spec(self.config, self.state_dir, self.addresses, name)
+        await self._supervisor.start(replace(spec, env={**spec.env, "BLITZ_NATS_URL": nats_url(self.addresses), **env}))
 
 
 def _goes_on(record: ScaleRecord) -> bool:

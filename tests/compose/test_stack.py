@@ -329,7 +329,7 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path, fake_env: dict[str, str])
     try:
         up.wait_serving()
         up.process.send_signal(signal.SIGINT)
-        until_sync(lambda: "once more" in up.text())
+        until_sync(lambda: "Ctrl-C again" in up.text())
         assert living(up.pids)
         up.process.send_signal(signal.SIGINT)
         assert up.process.wait(5) == 0
