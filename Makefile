@@ -38,8 +38,9 @@ $(STAMP): pyproject.toml constraints.txt
 up: $(STAMP) ## Start everything and serve until Ctrl-C (ARGS="MODEL_DIR --workers 4 ...")
 	@exec $(BIN)/blitzscale up $(ARGS)
 
+# With byte code kept: each of the test processes, and each service that they start, would compile every module again.
 test: $(STAMP) ## Run the tests (ARGS="-k name ...")
-	@$(BIN)/python -m pytest $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(ARGS)
 
 lint: $(STAMP) ## Check style, types, import order and private names
 	@$(BIN)/ruff check .
