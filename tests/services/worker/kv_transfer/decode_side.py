@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
+from services.worker.engine.loop import EngineLoop
 from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.thread import EngineThread
 from services.worker.kv_transfer.reservation import DecodeReservation
 from shared.messages.generation import Submit
 from shared.transport.base import Buffer
@@ -45,6 +49,20 @@ async def held(alone: LoneWorker) -> threading.Event:
     alone.worker.serving.engine.call(hold)
     await eventually(inside.is_set)
     return go
+
+
+def calls_to(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What the engine's thread is given to run from now on, whether or not it has run it."""
+    calls: list[object] = []
+    real = engine.call
+
+    def call(function: Callable[[EngineLoop], Any], *, between_layers: bool = False) -> Future[Any]:
+        future = real(function, between_layers=between_layers)
+        calls.append(function)
+        return future
+
+    monkeypatch.setattr(engine, "call", call)
+    return calls
 
 
 class Gate:

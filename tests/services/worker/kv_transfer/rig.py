@@ -25,11 +25,11 @@ class Disaggregated:
         self.prefill = prefill
         self.decode = decode
         self.place = DecodePlace(worker_id=decode.worker_id, instance_id=decode.serving.instance_id)
-        self._prompts: dict[str, tuple[int, ...]] = {}
+        self.prompts: dict[str, tuple[int, ...]] = {}
 
     async def submit(self, request_id: str, *, max_tokens: int = 8, prompt: tuple[int, ...] = PROMPT) -> None:
         """One request more, to be decoded at the other worker."""
-        self._prompts[request_id] = prompt
+        self.prompts[request_id] = prompt
         await self.gateway.submit(
             self.prefill.worker_id,
             self.prefill.serving.instance_id,
@@ -44,7 +44,7 @@ class Disaggregated:
         end = await self.gateway.end_of(request_id)
         assert end.finish_reason == "length", end
         tokens = self.gateway.tokens(request_id, repeats=True)
-        assert tokens == expected_tokens(max_tokens, self._prompts[request_id])
+        assert tokens == expected_tokens(max_tokens, self.prompts[request_id])
 
     def decoded_by(self, request_id: str) -> list[str]:
         """The workers that sent tokens of it, in order of their first."""

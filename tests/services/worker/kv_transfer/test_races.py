@@ -186,7 +186,7 @@ async def covered(pair: Disaggregated, request_id: str, count: int) -> None:
         return False
 
     await eventually(ended)
-    tokens = expected_tokens(count, pair._prompts[request_id])
+    tokens = expected_tokens(count, pair.prompts[request_id])
     for part in pair.gateway.parts[request_id, 1]:
         assert part.token_ids == tokens[part.offset : part.offset + len(part.token_ids)], part
 

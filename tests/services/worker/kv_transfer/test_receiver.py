@@ -13,7 +13,7 @@ from shared.errors import BadRequest, Conflict, Overloaded
 from shared.messages.generation import TokenLogprobs
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
-from tests.services.worker.kv_transfer.decode_side import decoded, held, reservations_of, used_blocks
+from tests.services.worker.kv_transfer.decode_side import calls_to, decoded, held, reservations_of, used_blocks
 from tests.services.worker.kv_transfer.fakes import PROMPT, FakePrefill, clean
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
 
@@ -129,12 +129,13 @@ async def test_an_instance_that_drains_takes_no_more_and_waits_for_what_it_promi
 
 
 async def test_an_instance_does_not_go_while_a_reservation_is_on_its_way(
-    alone: LoneWorker, prefill: FakePrefill
+    alone: LoneWorker, prefill: FakePrefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The room is kept on the engine's thread; whoever asks for it hears so a moment later."""
     engine, go = alone.worker.serving.engine, await held(alone)
+    asked = calls_to(engine, monkeypatch)
     asking = asyncio.create_task(prefill.reserve(prefill.request()))
-    await eventually(lambda: not engine._soon.empty())
+    await eventually(lambda: asked)
     instance = alone.worker.serving
     instance.drain()
     idle = asyncio.create_task(instance.idle())
@@ -210,7 +211,7 @@ async def test_a_newer_attempt_that_is_submitted_here_ends_the_reservation_of_an
 # --- many at once --------------------------------------------------------------------------------
 
 
-async def test_reservations_that_come_during_one_step_are_all_made_after_it() -> None:
+async def test_reservations_that_come_during_one_step_are_all_made_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async with lone_worker(max_running_requests=64) as alone:
         prefill = FakePrefill(alone, await alone.serve())
         engine = alone.worker.serving.engine
@@ -219,8 +220,9 @@ async def test_reservations_that_come_during_one_step_are_all_made_after_it() ->
         steps = StepGate(alone)
         await eventually(steps.inside.is_set)
         requests = [prefill.request(f"r{i}", prompt=PROMPT[: 10 + i]) for i in range(40)]
+        asked = calls_to(engine, monkeypatch)
         asking = [asyncio.create_task(prefill.reserve(request)) for request in requests]
-        await eventually(lambda: engine._soon.qsize() == len(requests))
+        await eventually(lambda: len(asked) == len(requests))
         assert not any(task.done() for task in asking)
         steps.open(1)  # and the next one is held again
         answers = await asyncio.gather(*asking)

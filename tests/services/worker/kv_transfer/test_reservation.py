@@ -13,7 +13,15 @@ from services.worker.weights.peers import Peers
 from shared.errors import Conflict, Overloaded, Unavailable
 from shared.transport.base import Channel
 from tests.services.waiting import eventually
-from tests.services.worker.kv_transfer.decode_side import Gate, decoded, expire, held, reservations_of, used_blocks
+from tests.services.worker.kv_transfer.decode_side import (
+    Gate,
+    calls_to,
+    decoded,
+    expire,
+    held,
+    reservations_of,
+    used_blocks,
+)
 from tests.services.worker.kv_transfer.fakes import PROMPT, FakePrefill, clean
 from tests.services.worker.lone_worker import LoneWorker
 from tests.shared.transport.memory import MemoryTransport
@@ -32,11 +40,14 @@ async def test_room_is_refused_to_whom_there_is_no_connection(
     assert len(alone.worker.service.parts.serving._streams) == 0
 
 
-async def test_no_room_is_given_in_an_instance_that_is_gone(alone: LoneWorker, prefill: FakePrefill) -> None:
+async def test_no_room_is_given_in_an_instance_that_is_gone(
+    alone: LoneWorker, prefill: FakePrefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """KV that comes for it would be written into the next model's memory."""
     instance, go = alone.worker.serving, await held(alone)
+    asked = calls_to(instance.engine, monkeypatch)
     asking = asyncio.create_task(prefill.reserve(prefill.request()))
-    await eventually(lambda: not instance.engine._soon.empty())
+    await eventually(lambda: asked)
     instance.fail()
     going = asyncio.create_task(alone.worker.service.parts.kv_receiver.instance_gone(instance, "broken"))
     await asyncio.sleep(0)

@@ -108,7 +108,7 @@ async def test_a_cancel_is_noticed_at_once_whatever_is_waited_for(monkeypatch: p
         if stage == "reserving":
             decode.on_reserve = wait  # type: ignore[assignment]
         elif stage == "connecting":
-            monkeypatch.setattr(alone.worker.service.parts.kv_sender._peers, "channel", wait)
+            monkeypatch.setattr(alone.worker.service.parts.peers, "channel", wait)
         elif stage == "sending":
             decode.on_reserve, decode.on_renew = decode.no_receives, wait  # type: ignore[assignment]
         else:
