@@ -13,14 +13,9 @@ from services.worker.engine.loop import EngineLoop, PrefillListener, StepOutput,
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.lifecycle import InstanceLifecycle
 from services.worker.memory.weight_copy import WeightCopy
+from services.worker.scheduling.request_checks import check_request
 from services.worker.scheduling.schedule import SchedulerConfig
-from services.worker.scheduling.sequence import (
-    Sequence,
-    check_addresses,
-    check_sampling,
-    check_vocabulary,
-    sequence_of,
-)
+from services.worker.scheduling.sequence import Sequence, sequence_of
 from shared.aio import in_thread
 from shared.errors import BadRequest, BlitzError, Conflict, Unavailable
 from shared.layout import ArenaLayout
@@ -161,9 +156,7 @@ class Instance:
         """A request as this instance's scheduler takes it. Raises ``BadRequest`` for tokens that the model lacks, for
         sampling that is out of range, and for names that nobody has."""
         spec = self.record.spec
-        check_vocabulary(request, spec.vocab_size)
-        check_sampling(request, spec.vocab_size)
-        check_addresses(request)
+        check_request(request, spec.vocab_size)
         return sequence_of(request, spec.eos_token_ids)
 
     def check_token(self, token_id: int) -> None:
