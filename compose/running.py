@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from compose.admin import AdminClient
 from compose.child import ChildSpec
@@ -13,6 +14,8 @@ from compose.config import StackConfig
 from compose.probes import wait_until
 from compose.state_dir import StateDir
 from compose.supervisor import Supervisor
+
+T = TypeVar("T")
 
 _SERVER_START_S = 20.0
 
@@ -82,7 +85,12 @@ class RunningStack:
             await self._supervisor.start(spec)
         for spec in (nats, redis):
             assert spec.probe is not None
-            await self._supervisor.unless_given_up(wait_until(spec.probe, spec.name, timeout_s=_SERVER_START_S))
+            await self.unless_given_up(wait_until(spec.probe, spec.name, timeout_s=_SERVER_START_S))
+
+    async def unless_given_up(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``; raises ``ProcessGaveUp`` as soon as a process is given up that the others cannot do
+        without."""
+        return await self._supervisor.unless_given_up(work)
 
     async def stop_others(self) -> None:
         """Stop what is no supervised process, once those have stopped."""

@@ -156,7 +156,7 @@ class Stack(RunningStack):
         for a model that it refuses.
         """
         become_ready = self._become_ready(time.monotonic() + timeout_s, timeout_s)
-        status = await self._supervisor.unless_given_up(become_ready)
+        status = await self.unless_given_up(become_ready)
         self._was_ready = True
         return status
 

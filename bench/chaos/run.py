@@ -57,17 +57,7 @@ async def run(setting: Setting, model: Path, state_dir: Path, *, say: Say = lamb
     stack = Stack(setting.config(model, state_dir), say=say)
     async with stack:
         await stack.wait_ready(READY_S)
-        chaos = asyncio.create_task(_Chaos(setting, stack, model, say).measure())
-        gave_up = asyncio.create_task(stack.wait_gave_up())
-        try:
-            await asyncio.wait({chaos, gave_up}, return_when=asyncio.FIRST_COMPLETED)
-            if not chaos.done():
-                gave_up.result()
-            return chaos.result()
-        finally:
-            for task in (chaos, gave_up):
-                task.cancel()
-            await asyncio.gather(chaos, gave_up, return_exceptions=True)
+        return await stack.unless_given_up(_Chaos(setting, stack, model, say).measure())
 
 
 class _Chaos:

@@ -59,10 +59,6 @@ class ControlPlane(RunningStack):
         """The credentials of workers."""
         return nats_access(self.state_dir, "worker")
 
-    async def unless_broken(self) -> None:
-        """Returns never; raises ``ProcessGaveUp`` when one of these processes cannot be kept running."""
-        raise await self._supervisor.wait_gave_up()
-
     def restarts(self) -> int:
         """Of all processes: none dies here unless something is wrong."""
         return sum(child.num_restarts for child in self._supervisor.children.values())
@@ -101,7 +97,7 @@ class ControlPlane(RunningStack):
         names = (*CONTROL_PLANE, *service_names("gateway", config.gateways))
         for name in names:
             await self._supervisor.start(service_spec(config, state, addresses, name))
-        await self._supervisor.unless_given_up(self._ready(names))
+        await self.unless_given_up(self._ready(names))
 
     def _add_tap(self) -> None:
         """One user more than the product's, who hears nearly everything and says nothing."""

@@ -34,17 +34,7 @@ async def run(setting: Setting, folder: Path, *, state_dir: Path | None = None, 
     probes = [f"probe-{index:02d}" for index in range(setting.probes)]
     paths = await asyncio.to_thread(make_checkpoints, folder / "models", [*models, *probes])
     async with ControlPlane(state_dir or folder / "state", gateways=setting.gateways, say=say) as plane:
-        measuring = asyncio.create_task(_Run(setting, plane, say).measure(paths, models, probes))
-        broken = asyncio.create_task(plane.unless_broken())
-        try:
-            await asyncio.wait({measuring, broken}, return_when=asyncio.FIRST_COMPLETED)
-            if not measuring.done():
-                broken.result()
-            return measuring.result()
-        finally:
-            for task in (measuring, broken):
-                task.cancel()
-            await asyncio.gather(measuring, broken, return_exceptions=True)
+        return await plane.unless_given_up(_Run(setting, plane, say).measure(paths, models, probes))
 
 
 class _Run:

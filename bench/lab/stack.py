@@ -124,7 +124,7 @@ class LabStack(RunningStack):
 
     async def start(self) -> None:
         """Start everything and wait until the model serves."""
-        await self._supervisor.unless_given_up(self._start())
+        await self.unless_given_up(self._start())
 
     async def stop(self) -> None:
         """Stop everything in order. Safe to call twice."""
@@ -173,7 +173,7 @@ class LabStack(RunningStack):
 
     async def scale(self, instances: int, *, timeout_s: float) -> ScaleRecord:
         """Scale and wait for the end. Raises ``LabFailed`` unless every target serves within ``timeout_s``."""
-        return await self._supervisor.unless_given_up(self._scale(instances, time.monotonic() + timeout_s, timeout_s))
+        return await self.unless_given_up(self._scale(instances, time.monotonic() + timeout_s, timeout_s))
 
     async def begin_scale(self, instances: int, *, live: LiveChoice = "auto") -> ScaleRecord:
         """Scale, without waiting: the record as the operation begins. Raises what ``AdminClient.scale`` raises."""
@@ -182,7 +182,7 @@ class LabStack(RunningStack):
     async def ended(self, record: ScaleRecord, instances: int, *, timeout_s: float) -> ScaleRecord:
         """Wait for the end of an operation and of its pairs; its record. Raises as ``scale``."""
         deadline_s = time.monotonic() + timeout_s
-        return await self._supervisor.unless_given_up(self._ended(record, instances, deadline_s, timeout_s))
+        return await self.unless_given_up(self._ended(record, instances, deadline_s, timeout_s))
 
     async def _scale(self, instances: int, deadline_s: float, timeout_s: float) -> ScaleRecord:
         while True:
