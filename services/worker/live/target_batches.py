@@ -53,7 +53,7 @@ class TargetBatches:
         self._changed = changed
         self._known: set[str] = set()
         """All that ever came."""
-        self._taking = asyncio.Lock()
+        self._handing_over = asyncio.Lock()
         self.not_taken: dict[str, PromptBatch] = {}
         """Those that are the source's, by id."""
         self.loaded = False
@@ -80,7 +80,7 @@ class TargetBatches:
         """
         if not message.requests or not 0 < message.layer_s < math.inf or message.serial < 0:
             raise BadRequest(f"batch {message.batch_id!r} cannot be: {message.layer_s!r} s a layer", param="layer_s")
-        async with self._taking:  # a repeat must not be answered before what it repeats
+        async with self._handing_over:  # a repeat must not be answered before what it repeats
             return await self._hand_over(message)
 
     async def _hand_over(self, message: HandOver) -> TargetBatch | None:

@@ -238,8 +238,8 @@ class Ends:
         self.target.copy.complete = num_layers == NUM_LAYERS
         self.pair.layers_ready()
 
-    def hand_over(self, batch_id: str, *sequences: Sequence, serial: int = 0, **changes: object) -> HandOver:
-        """The message."""
+    def message_of(self, batch_id: str, *sequences: Sequence, serial: int = 0, **changes: object) -> HandOver:
+        """A hand-over."""
         message = HandOver(
             pair_id="pair",
             batch_id=batch_id,
@@ -249,9 +249,9 @@ class Ends:
         )
         return msgspec.structs.replace(message, **changes)
 
-    async def give(self, batch_id: str, *sequences: Sequence, serial: int = 0) -> None:
+    async def hand_over(self, batch_id: str, *sequences: Sequence, serial: int = 0) -> None:
         """Hand a batch over, with its hidden states."""
-        await self.pair.on_hand_over(self.hand_over(batch_id, *sequences, serial=serial))
+        await self.pair.on_hand_over(self.message_of(batch_id, *sequences, serial=serial))
         tokens = [token for s in sequences for token in s.tokens]
         self.source_tensors.send(self.source.loop.engine.embed_tokens(tokens), serial, Kind.HANDED_HIDDEN)
 

@@ -20,7 +20,7 @@ SEAL = Seal(pair_id="pair", count=1)
 
 async def test_a_hand_over_that_is_repeated_takes_its_blocks_once() -> None:
     async with running_ends() as ends:
-        message = ends.hand_over("a", request("a", 9))
+        message = ends.message_of("a", request("a", 9))
         await asyncio.gather(*(ends.pair.on_hand_over(message) for _ in range(3)))
         assert ends.target.num_used == 3
         assert ends.requests.hosted == ["a"]
@@ -30,7 +30,7 @@ async def test_a_hand_over_that_is_repeated_takes_its_blocks_once() -> None:
 
 async def test_a_batch_that_was_settled_does_not_come_back_by_a_repeat() -> None:
     async with running_ends() as ends:
-        message = ends.hand_over("a", request("a", 9))
+        message = ends.message_of("a", request("a", 9))
         await ends.pair.on_hand_over(message)
         assert (await ends.pull()).batch_id == "a"
         await ends.settle(0)
@@ -46,14 +46,14 @@ async def test_a_batch_that_was_settled_does_not_come_back_by_a_repeat() -> None
 async def test_what_cannot_be_a_batch_is_refused_and_changes_nothing(changes: dict[str, object]) -> None:
     async with running_ends() as ends:
         with pytest.raises(BadRequest):
-            await ends.pair.on_hand_over(ends.hand_over("a", request("a"), **changes))
+            await ends.pair.on_hand_over(ends.message_of("a", request("a"), **changes))
         await _nothing_was_taken(ends)
 
 
 async def test_a_prompt_that_never_fits_is_refused_and_changes_nothing() -> None:
     async with running_ends() as ends:
         with pytest.raises(BadRequest, match="the target takes up to"):
-            await ends.pair.on_hand_over(ends.hand_over("a", request("a", 64 * 4)))
+            await ends.pair.on_hand_over(ends.message_of("a", request("a", 64 * 4)))
         await _nothing_was_taken(ends)
 
 
@@ -66,8 +66,8 @@ async def _nothing_was_taken(ends: Ends) -> None:
 
 async def test_without_room_nothing_is_taken_and_the_batch_may_come_again() -> None:
     async with running_ends(max_num_sequences=2) as ends:
-        await ends.give("a", request("a", 9))
-        both = ends.hand_over("b", request("b"), request("c"), serial=1)
+        await ends.hand_over("a", request("a", 9))
+        both = ends.message_of("b", request("b"), request("c"), serial=1)
         used = ends.target.num_used
         with pytest.raises(Overloaded):
             await ends.pair.on_hand_over(both)
@@ -84,15 +84,15 @@ async def test_a_queue_is_sealed_once_all_that_waited_is_here_and_again() -> Non
     async with running_ends() as ends:
         with pytest.raises(Conflict):
             await ends.pair.on_seal(SEAL)
-        await ends.give("a", request("a"))
+        await ends.hand_over("a", request("a"))
         await ends.pair.on_seal(SEAL)
         await ends.pair.on_seal(SEAL)
 
 
 async def test_a_batch_is_not_begun_before_its_hidden_states_are_here() -> None:
     async with running_ends() as ends:
-        await ends.pair.on_hand_over(ends.hand_over("late", request("late", 5)))
-        await ends.give("b", request("b", 9), serial=1)
+        await ends.pair.on_hand_over(ends.message_of("late", request("late", 5)))
+        await ends.hand_over("b", request("b", 9), serial=1)
         await ends.load(1)
         await ends.ran(1)
         assert ends.target.watched.ran == [(9, 0)]
@@ -103,7 +103,7 @@ async def test_a_batch_is_not_begun_before_its_hidden_states_are_here() -> None:
 async def test_hidden_states_that_are_lost_are_made_here_once_there_is_an_embedding() -> None:
     async with running_ends(tensors_s=0.1) as ends:
         a = request("a", 5)
-        await ends.pair.on_hand_over(ends.hand_over("a", a))
+        await ends.pair.on_hand_over(ends.message_of("a", a))
         await asyncio.sleep(0.3)
         assert ends.target.watched.ran == []
         await ends.load(NUM_LAYERS)
@@ -116,8 +116,8 @@ async def test_hidden_states_that_are_lost_are_made_here_once_there_is_an_embedd
 
 async def test_cancelled_while_it_waits_a_batch_is_free_at_once() -> None:
     async with running_ends() as ends:
-        await ends.give("a", request("a", 9))
-        await ends.give("b", request("b", 5), serial=1)
+        await ends.hand_over("a", request("a", 9))
+        await ends.hand_over("b", request("b", 5), serial=1)
         ends.pair.cancel("a", 1)
         await eventually(lambda: ends.target.num_used == 2)
         assert ends.requests.unhosted == ["a"]
@@ -126,7 +126,7 @@ async def test_cancelled_while_it_waits_a_batch_is_free_at_once() -> None:
 
 async def test_cancelled_inside_a_layer_a_batch_is_free_at_its_end() -> None:
     async with running_ends() as ends, InsideLayer(ends.target) as layer:
-        await ends.give("a", request("a", 9))
+        await ends.hand_over("a", request("a", 9))
         await ends.load(2)
         await layer.until_inside()
         ends.pair.cancel("a", 1)
@@ -140,7 +140,7 @@ async def test_cancelled_inside_a_layer_a_batch_is_free_at_its_end() -> None:
 
 async def test_cancelled_while_the_source_has_it_a_batch_is_free_when_it_is_settled() -> None:
     async with running_ends() as ends:
-        await ends.give("a", request("a", 9))
+        await ends.hand_over("a", request("a", 9))
         await ends.load(2)
         await ends.ran(2)
         assert (await ends.pull()).first_layer == 2
@@ -157,7 +157,7 @@ async def test_once_the_target_finished_its_batch_a_request_is_cancelled_like_an
     async with running_ends() as ends:
         ends.target.watched.inside = lambda _: time.sleep(0.002)
         await ends.load(NUM_LAYERS)
-        await ends.give("a", request("a", 9, max_tokens=200))
+        await ends.hand_over("a", request("a", 9, max_tokens=200))
         await eventually(lambda: ends.target.tokens().get("a"))
         ends.pair.cancel("a", 1)
         assert await asyncio.wrap_future(ends.target.engine.cancel("a", 1))
@@ -168,7 +168,7 @@ async def test_once_the_target_finished_its_batch_a_request_is_cancelled_like_an
 async def test_one_cancelled_request_does_not_take_the_others_of_its_batch_along() -> None:
     async with running_ends() as ends:
         a, b = request("a", 9), request("b", 5)
-        await ends.give("x", a, b)
+        await ends.hand_over("x", a, b)
         ends.pair.cancel("a", 1)
         await ends.load(NUM_LAYERS)
         await eventually(lambda: "b" in ends.target.finish_reasons())
@@ -177,7 +177,7 @@ async def test_one_cancelled_request_does_not_take_the_others_of_its_batch_along
 
 async def test_a_cancel_of_a_request_that_is_not_here_changes_nothing() -> None:
     async with running_ends() as ends:
-        await ends.give("a", request("a", 9))
+        await ends.hand_over("a", request("a", 9))
         ends.pair.cancel("a", 2)
         ends.pair.cancel("b", 1)
         await asyncio.sleep(0.02)
@@ -191,7 +191,7 @@ async def test_what_the_target_finishes_is_its_own_and_the_source_is_told() -> N
     async with running_ends() as ends:
         a = request("a", 9)
         await ends.load(NUM_LAYERS)
-        await ends.give("a", a)
+        await ends.hand_over("a", a)
         await eventually(lambda: Taken(pair_id="pair", batch_ids=("a",), loaded=True) in ends.taken)
         assert ends.taken[0] == Taken(pair_id="pair", batch_ids=(), loaded=True), "before it finishes any"
         await eventually(lambda: "a" in ends.target.finish_reasons())
@@ -202,12 +202,12 @@ async def test_what_the_target_finishes_is_its_own_and_the_source_is_told() -> N
 @pytest.mark.parametrize("state", ["without hidden states", "waiting", "begun", "inside a layer", "claimed"])
 async def test_when_the_source_is_lost_what_it_owns_is_freed(state: str) -> None:
     async with running_ends() as ends:
-        message = ends.hand_over("a", request("a", 9))
+        message = ends.message_of("a", request("a", 9))
         async with InsideLayer(ends.target) as layer:
             if state == "without hidden states":
                 await ends.pair.on_hand_over(message)
             else:
-                await ends.give("a", request("a", 9))
+                await ends.hand_over("a", request("a", 9))
             if state != "inside a layer":
                 layer.let_go()
             if state in ("begun", "inside a layer", "claimed"):
@@ -236,7 +236,7 @@ async def test_when_the_source_is_lost_what_was_finished_goes_on_here_and_is_nam
     async with running_ends() as ends:
         a = request("a", 9, max_tokens=150)
         await ends.load(NUM_LAYERS)
-        await ends.give("a", a)
+        await ends.hand_over("a", a)
         await eventually(lambda: ends.target.tokens().get("a"))
         await ends.pair.fail("the source is lost")
         assert [e.finished for e in ends.ended] == [("a",)]
@@ -246,7 +246,7 @@ async def test_when_the_source_is_lost_what_was_finished_goes_on_here_and_is_nam
 
 async def test_a_source_that_says_nothing_any_more_is_lost() -> None:
     async with running_ends(silence_s=0.2) as ends:
-        await ends.give("a", request("a", 9))
+        await ends.hand_over("a", request("a", 9))
         await eventually(ends.pair.ended.is_set)
         await ends.target.idle()
         assert [e.reason for e in ends.ended] == ["the source was silent for 0.2 s"]
@@ -255,7 +255,7 @@ async def test_a_source_that_says_nothing_any_more_is_lost() -> None:
 async def test_an_engine_that_fails_ends_the_pair_and_the_source_has_everything() -> None:
     async with running_ends() as ends:
         ends.target.watched.failure = RuntimeError("cuda")
-        await ends.give("a", request("a", 9))
+        await ends.hand_over("a", request("a", 9))
         await ends.load(1)
         await eventually(ends.pair.ended.is_set)
         await ends.target.idle()

@@ -1,4 +1,4 @@
-"""How a pair's target gives batches back: pulls, KV on request, settlement, and the shares at the end."""
+"""How a pair's target gives batches back: pulls, KV on request, settlement, and the shares at the dissolution."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ async def _receives(ends: Ends, serial: int, num_tokens: int) -> bool:
 
 async def test_the_earliest_batch_is_pulled_with_the_layers_that_were_run() -> None:
     async with running_ends() as ends:
-        await ends.give("a", request("a", 9))
-        await ends.give("b", request("b", 5), serial=1)
+        await ends.hand_over("a", request("a", 9))
+        await ends.hand_over("b", request("b", 5), serial=1)
         await ends.load(2)
         await ends.ran(4)
         first, second = await ends.pull(0), await ends.pull(1)
@@ -42,8 +42,8 @@ async def test_the_earliest_batch_is_pulled_with_the_layers_that_were_run() -> N
 
 async def test_a_pull_that_is_repeated_gives_the_same_batch_and_sends_it_once() -> None:
     async with running_ends() as ends:
-        await ends.give("a", request("a", 9))
-        await ends.give("b", request("b", 5), serial=1)
+        await ends.hand_over("a", request("a", 9))
+        await ends.hand_over("b", request("b", 5), serial=1)
         await ends.load(2)
         await ends.ran(4)
         answers = [await ends.pull() for _ in range(ROUNDS)]
@@ -56,8 +56,8 @@ async def test_a_pull_that_is_repeated_gives_the_same_batch_and_sends_it_once() 
 
 async def test_a_pull_repeated_after_its_batch_was_settled_takes_no_other() -> None:
     async with running_ends() as ends:
-        await ends.give("a", request("a", 9))
-        await ends.give("b", request("b", 5), serial=1)
+        await ends.hand_over("a", request("a", 9))
+        await ends.hand_over("b", request("b", 5), serial=1)
         await ends.pull()
         await ends.settle(0)
         assert (await ends.pull()).batch_id in ("", "a")
@@ -66,7 +66,7 @@ async def test_a_pull_repeated_after_its_batch_was_settled_takes_no_other() -> N
 
 async def test_a_pull_waits_for_the_end_of_a_layer() -> None:
     async with running_ends() as ends, InsideLayer(ends.target) as layer:
-        await ends.give("a", request("a", 9))
+        await ends.hand_over("a", request("a", 9))
         await ends.load(2)
         await layer.until_inside()
         pulling = asyncio.create_task(ends.pull(wait_s=10.0))
@@ -80,7 +80,7 @@ async def test_a_pull_waits_for_the_end_of_a_layer() -> None:
 
 async def test_a_pull_that_waited_in_vain_claims_nothing_later() -> None:
     async with running_ends() as ends, InsideLayer(ends.target) as layer:
-        await ends.give("a", request("a", 9))
+        await ends.hand_over("a", request("a", 9))
         await ends.load(2)
         await layer.until_inside()
         assert (await ends.pull(wait_s=0.02)).batch_id == ""
@@ -110,8 +110,8 @@ async def test_a_pull_ends_with_the_pair() -> None:
 
 async def test_settling_frees_a_batch_once_and_knows_no_other() -> None:
     async with running_ends() as ends:
-        await ends.give("a", request("a", 9))
-        await ends.give("b", request("b", 5), serial=1)
+        await ends.hand_over("a", request("a", 9))
+        await ends.hand_over("b", request("b", 5), serial=1)
         await ends.pull()
         for _ in range(ROUNDS):
             await ends.pair.on_settle(Settle(pair_id="pair", claim_ids=("claim-0", "claim-7", "nonsense")))
@@ -121,7 +121,7 @@ async def test_settling_frees_a_batch_once_and_knows_no_other() -> None:
 
 async def test_without_claims_a_settlement_is_a_sign_of_life() -> None:
     async with running_ends(silence_s=0.3) as ends:
-        await ends.give("a", request("a", 9))
+        await ends.hand_over("a", request("a", 9))
         for _ in range(5):
             await asyncio.sleep(0.1)
             await ends.settle()
@@ -146,7 +146,7 @@ async def _receives_kv(ends: Ends, first_layer: int, num_layers: int) -> bool:
 
 async def test_kv_comes_when_it_is_asked_for_and_once() -> None:
     async with running_ends() as ends:
-        await ends.give("a", request("a", 9))
+        await ends.hand_over("a", request("a", 9))
         await ends.load(2)
         await ends.ran(2)
         await ends.pull()
@@ -162,7 +162,7 @@ async def test_kv_comes_when_it_is_asked_for_and_once() -> None:
 @pytest.mark.parametrize("layers", [(0, 3), (1, 1), (2, 1), (-1, 1)])
 async def test_kv_of_layers_that_were_not_run_is_refused(layers: tuple[int, int]) -> None:
     async with running_ends() as ends:
-        await ends.give("a", request("a", 9))
+        await ends.hand_over("a", request("a", 9))
         await ends.load(2)
         await ends.ran(2)
         await ends.pull()
@@ -174,7 +174,7 @@ async def test_kv_of_layers_that_were_not_run_is_refused(layers: tuple[int, int]
 
 async def test_kv_of_what_the_source_has_not_pulled_or_settled_is_refused() -> None:
     async with running_ends() as ends:
-        await ends.give("a", request("a", 9))
+        await ends.hand_over("a", request("a", 9))
         await ends.load(2)
         await ends.ran(2)
         for batch_id in ("a", "b"):
@@ -188,7 +188,7 @@ async def test_kv_of_what_the_source_has_not_pulled_or_settled_is_refused() -> N
 
 async def test_to_a_source_that_knows_no_better_kv_comes_unasked() -> None:
     async with running_ends() as ends:
-        await ends.give("a", request("a", 9))
+        await ends.hand_over("a", request("a", 9))
         await ends.load(2)
         await ends.ran(2)
         await ends.pull(kv_apart=False)
@@ -202,7 +202,7 @@ async def test_to_a_source_that_knows_no_better_kv_comes_unasked() -> None:
 
 async def _four(ends: Ends) -> None:
     for number, name in enumerate("abcd"):
-        await ends.give(name, request(name, 9), serial=number)
+        await ends.hand_over(name, request(name, 9), serial=number)
 
 
 async def test_shares_are_given_again_as_they_were_and_what_is_kept_is_finished_here() -> None:
@@ -224,10 +224,10 @@ async def test_shares_are_given_again_as_they_were_and_what_is_kept_is_finished_
 
 async def test_a_source_that_leaves_early_gets_everything_and_what_was_begun_waits_for_its_settlement() -> None:
     async with running_ends() as ends:
-        await ends.give("a", request("a", 9))
+        await ends.hand_over("a", request("a", 9))
         await ends.load(2)
         await ends.ran(2)
-        await ends.give("b", request("b", 5), serial=1)
+        await ends.hand_over("b", request("b", 5), serial=1)
         await ends.ran(4)
         shares = await ends.dissolve()
         assert shares.kept == shares.finished == ()
@@ -245,7 +245,7 @@ async def test_a_source_that_leaves_early_gets_everything_and_what_was_begun_wai
 
 async def test_a_source_that_is_lost_after_parting_settles_nothing_and_all_is_freed() -> None:
     async with running_ends(silence_s=0.3, tensors_s=0.3) as ends:
-        await ends.give("a", request("a", 9))
+        await ends.hand_over("a", request("a", 9))
         await ends.load(2)
         await ends.ran(2)
         await ends.dissolve()
@@ -256,7 +256,7 @@ async def test_a_source_that_is_lost_after_parting_settles_nothing_and_all_is_fr
 
 async def test_parting_waits_for_the_end_of_a_layer_and_ends_with_the_pair() -> None:
     async with running_ends() as ends, InsideLayer(ends.target) as layer:
-        await ends.give("a", request("a", 9))
+        await ends.hand_over("a", request("a", 9))
         await ends.load(2)
         await layer.until_inside()
         parting = asyncio.create_task(ends.dissolve())
@@ -271,7 +271,7 @@ async def test_parting_waits_for_the_end_of_a_layer_and_ends_with_the_pair() -> 
 async def test_what_was_finished_before_is_named_at_the_end() -> None:
     async with running_ends() as ends:
         await ends.load(NUM_LAYERS)
-        await ends.give("a", request("a", 9))
+        await ends.hand_over("a", request("a", 9))
         await eventually(lambda: "a" in ends.target.finish_reasons())
         assert (await ends.dissolve()).finished == ("a",)
 
@@ -311,7 +311,7 @@ async def test_kept_batches_that_the_engine_cannot_compute_together_are_computed
 
 async def test_hidden_states_of_a_claim_never_come_when_it_has_none() -> None:
     async with running_ends() as ends:
-        await ends.give("a", request("a", 9))
+        await ends.hand_over("a", request("a", 9))
         assert (await ends.pull()).first_layer == 0
         num_bytes = 9 * ends.source.loop.engine.hidden_bytes_per_token
         with pytest.raises((TimeoutError, DeadlineExceeded)):
