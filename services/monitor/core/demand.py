@@ -154,7 +154,7 @@ class ModelDemand:
         reports = [report for _, report in self._instances.values()]
         serving = [r for r in reports if r.state == "serving"]
         capability = self._capability(serving, slo_tbt_s)
-        if self._is_idle(reports):
+        if self.is_idle(reports):
             # Of hundreds of models nearly all, nearly always: nothing asks for more instances than requests.
             load, need, held = _NO_LOAD, _NO_NEED, self._overdue.hold(0.0, 0.0, len(serving), now_s)
         else:
@@ -172,7 +172,7 @@ class ModelDemand:
             desired = min(observed, max(fits, desired)) if heard and self._needed.full(now_s) else observed
         return Verdict(desired, needed, (load, need, self.tokens_per_s))
 
-    def _is_idle(self, reports: Sequence[LoadReport]) -> bool:
+    def is_idle(self, reports: Sequence[LoadReport]) -> bool:
         """Whether there is no request anywhere."""
         for report in reports:
             if report.queued_requests or report.running_requests or report.queued_tokens:

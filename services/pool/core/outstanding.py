@@ -40,7 +40,7 @@ class OutstandingSteps:
         self.num_busy = 0
         """Holds and drops that are outstanding."""
         self._loads = loads
-        self._entries: dict[str, dict[str, Entry]] = {}
+        self.entries: dict[str, dict[str, Entry]] = {}
         """By worker and hash."""
         self._of_model: dict[str, set[str]] = {}
         """Workers with an entry for each hash."""
@@ -117,7 +117,7 @@ class OutstandingSteps:
         if leaving is not None and leaving.incarnation != worker.incarnation:
             self._stays(worker_id)
         loading = {h for h, c in copies.items() if c.state == "loading" and not c.cached}
-        for model_hash in sorted(loading | self._entries.get(worker_id, {}).keys()):
+        for model_hash in sorted(loading | self.entries.get(worker_id, {}).keys()):
             key = worker_id, model_hash
             failures += self._observe_copy(key, worker.host, copies.get(model_hash), now_s)
         return tuple(failures)
@@ -150,12 +150,12 @@ class OutstandingSteps:
 
     def gone(self, worker_id: str) -> None:
         """The worker is dead, or left."""
-        for model_hash in list(self._entries.get(worker_id, ())):
-            entry = self._entries[worker_id][model_hash]
+        for model_hash in list(self.entries.get(worker_id, ())):
+            entry = self.entries[worker_id][model_hash]
             self._end_hold(entry)
             self._end_drop(entry)
-            self._entries[worker_id][model_hash] = Entry()
-            self._update((worker_id, model_hash), self._entries[worker_id][model_hash])
+            self.entries[worker_id][model_hash] = Entry()
+            self._update((worker_id, model_hash), self.entries[worker_id][model_hash])
         self._stays(worker_id)
 
     def expire(self, now_s: float) -> tuple[str, ...]:
@@ -203,11 +203,11 @@ class OutstandingSteps:
 
     def holds(self, worker_id: str) -> dict[str, int]:
         """Bytes of the copies that a worker was told to hold, by hash."""
-        return {h: e.hold.num_bytes for h, e in self._entries.get(worker_id, {}).items() if e.hold is not None}
+        return {h: e.hold.num_bytes for h, e in self.entries.get(worker_id, {}).items() if e.hold is not None}
 
     def told(self, model_hash: str) -> list[str]:
         """Workers that were told to hold a model."""
-        return [w for w in self._of_model.get(model_hash, ()) if self._entries[w][model_hash].hold is not None]
+        return [w for w in self._of_model.get(model_hash, ()) if self.entries[w][model_hash].hold is not None]
 
     def is_dropped(self, key: Key) -> bool:
         """The worker was told to drop its copy."""
@@ -245,12 +245,12 @@ class OutstandingSteps:
     # --- entries -----------------------------------------------------------------------------
 
     def _get(self, key: Key) -> Entry | None:
-        mine = self._entries.get(key[0])
+        mine = self.entries.get(key[0])
         return mine.get(key[1]) if mine is not None else None
 
     def _entry(self, key: Key) -> Entry:
         """To be followed by ``_update``."""
-        mine = self._entries.setdefault(key[0], {})
+        mine = self.entries.setdefault(key[0], {})
         if key[1] not in mine:
             mine[key[1]] = Entry()
             self._of_model.setdefault(key[1], set()).add(key[0])
@@ -261,7 +261,7 @@ class OutstandingSteps:
         if entry.hold is None and (entry.loading is None or entry.overdue):
             self._loads.end(key)
         if entry.is_empty and self._get(key) is entry:
-            _drop_nested(self._entries, *key)
+            _drop_nested(self.entries, *key)
             self._of_model[key[1]].discard(key[0])
             if not self._of_model[key[1]]:
                 del self._of_model[key[1]]

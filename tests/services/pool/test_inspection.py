@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from services.pool import inspection
 from services.pool.inspection import Inspections
-from shared.checkpoint import inspect_checkpoint
+from shared.checkpoint import Checkpoint, inspect_checkpoint
 from shared.errors import BadCheckpoint, InProgress, Overloaded
 from tests.checkpoints import tiny_checkpoint
 
@@ -39,14 +40,14 @@ async def test_a_large_checkpoint_is_read_in_a_process_of_its_own(
 
 
 async def test_who_asks_again_gets_what_goes_on(inspections: Inspections, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, begun = asyncio.Event(), []
+    read, begun = threading.Event(), list[Path]()
 
-    async def slow(path: Path) -> inspection.Inspected:
+    def slow(path: Path) -> Checkpoint:
         begun.append(path)
-        await read.wait()
-        return inspection._inspect(path)
+        read.wait(10.0)
+        return inspect_checkpoint(path)
 
-    monkeypatch.setattr(inspections, "_inspect", slow)
+    monkeypatch.setattr(inspection, "inspect_checkpoint", slow)
     path = tiny_checkpoint("llama")
     with pytest.raises(InProgress):
         await inspections.inspect(path, wait_s=0.02)
@@ -59,16 +60,18 @@ async def test_who_asks_again_gets_what_goes_on(inspections: Inspections, monkey
 
 async def test_checkpoints_that_wait_are_bounded(inspections: Inspections, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection, "MAX_WAITING", 1)
+    over = threading.Event()
 
-    async def for_ever(path: Path) -> inspection.Inspected:
-        await asyncio.Event().wait()
-        raise AssertionError
+    def for_ever(path: Path) -> Checkpoint:
+        over.wait(10.0)
+        raise BadCheckpoint(f"{path} was never read")
 
-    monkeypatch.setattr(inspections, "_inspect", for_ever)
+    monkeypatch.setattr(inspection, "inspect_checkpoint", for_ever)
     with pytest.raises(InProgress):
         await inspections.inspect(Path("/a"), wait_s=0.01)
     with pytest.raises(Overloaded):
         await inspections.inspect(Path("/b"), wait_s=0.01)
+    over.set()
 
 
 async def test_checkpoints_that_were_read_keep_nobody_waiting(

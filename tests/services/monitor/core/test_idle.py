@@ -15,7 +15,7 @@ def _same_twice(seed: int) -> list[tuple[int, float]]:
     """The verdicts of some minutes' moments, idle ones among them, in both ways; they must not differ."""
     rng = random.Random(seed)
     short, long = ModelDemand(DemandPolicy()), ModelDemand(DemandPolicy())
-    long._is_idle = lambda reports: False  # type: ignore[method-assign]
+    long.is_idle = lambda reports: False  # type: ignore[method-assign]
     verdicts, now_s, arrived, observed = [], 100.0, 0, 3
     for _ in range(300):
         now_s += rng.choice((0.1, 0.1, 0.1, 1.0, 3.0))
