@@ -27,7 +27,7 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 NUM_TOKENS = 3
 VOCAB_SIZE = 512
-_PROMPTS = (40, 24, 5)
+PROMPTS = (40, 24, 5)
 _PARAMS = (
     SamplingParams(max_tokens=NUM_TOKENS, seed=0, temperature=0.0, logprobs=1),
     SamplingParams(max_tokens=NUM_TOKENS, seed=0, frequency_penalty=0.1),
@@ -62,7 +62,7 @@ def _run(dtype: Dtype) -> int:
     # Prompts in chunks: with and without a prefix; then decodes, alone and together.
     config = SchedulerConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, prefill_chunk_tokens=24)
     loop = EngineLoop(engine, config, time.monotonic)
-    for index, (length, params) in enumerate(zip(_PROMPTS, _PARAMS, strict=True)):
+    for index, (length, params) in enumerate(zip(PROMPTS, _PARAMS, strict=True)):
         prompt = tuple(range(length))
         loop.add(Sequence(request_id=str(index), attempt=1, gateway_id="warm-up", prompt=prompt, params=params))
     computed = 0

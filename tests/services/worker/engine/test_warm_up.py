@@ -26,9 +26,9 @@ def test_every_dtype_runs_prompts_with_and_without_a_prefix_decodes_and_every_wa
 
     monkeypatch.setattr(torch_cpu.TorchAttention, "run", noted)
     monkeypatch.setattr(sampler, "draw", lambda scores, best, rows: drawn.extend(rows) or draw(scores, best, rows))
-    prompts, written = sum(warm_up._PROMPTS), len(warm_up._PROMPTS) * warm_up.NUM_TOKENS
+    prompts, written = sum(warm_up.PROMPTS), len(warm_up.PROMPTS) * warm_up.NUM_TOKENS
     # The last token of each is not computed.
-    assert warm_up.warm_up() == len(warm_up.DTYPES) * (prompts + written - len(warm_up._PROMPTS))
+    assert warm_up.warm_up() == len(warm_up.DTYPES) * (prompts + written - len(warm_up.PROMPTS))
     for dtype in (torch.float32, torch.bfloat16):
         assert {kind for of, kind in attended if of == dtype} == {"one", "together", "prompt", "prefix"}
     assert {row.keeps_all(warm_up.VOCAB_SIZE) for row in drawn} == {True, False}
