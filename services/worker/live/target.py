@@ -80,7 +80,7 @@ class LiveTarget:
         self._failure = ""
         self._tasks = OwnedTasks(self._task_broke)
         self._queue = Queue(instance.layout.num_layers, Policy(assignment.policy))
-        self._stepper = TargetStepper(
+        self.stepper = TargetStepper(
             instance.engine.loop,
             self._queue,
             decode_interval_s=assignment.slo_tbt_s / 2,
@@ -89,13 +89,13 @@ class LiveTarget:
             on_finished=self._from_engine(self._finished),
             on_broken=self._from_engine(self._engine_failed),
         )
-        self._batches = TargetBatches(
-            instance, self._queue, self._stepper, Gates(assignment), tensors, serving, self._changed
+        self.batches = TargetBatches(
+            instance, self._queue, self.stepper, Gates(assignment), tensors, serving, self._changed
         )
 
     def begin(self) -> None:
         """The offer is accepted: hand-overs may come."""
-        self.instance.engine.call(lambda loop: setattr(loop, "partial", self._stepper))
+        self.instance.engine.call(lambda loop: setattr(loop, "partial", self.stepper))
         self.life.move_to(PairState.REDIRECTING)
         self.layers_ready()
         self._tasks.start(self._watch())
@@ -105,16 +105,16 @@ class LiveTarget:
     async def on_hand_over(self, message: HandOver) -> Ack:
         """Take a batch. Raises what ``TargetBatches.hand_over`` raises."""
         self._check_lives()
-        held = await self._batches.hand_over(message)
+        held = await self.batches.hand_over(message)
         if held is not None:
-            self._tasks.start(self._batches.fetch(held))
+            self._tasks.start(self.batches.fetch(held))
         return Ack()
 
     async def on_seal(self, message: Seal) -> Ack:
         """All that waited is here. Raises ``Conflict`` if a batch is missing."""
         self._check_lives()
-        if self._batches.num_known < message.count:
-            raise Conflict(f"{self._batches.num_known} batches of {message.count} are here")
+        if self.batches.num_known < message.count:
+            raise Conflict(f"{self.batches.num_known} batches of {message.count} are here")
         if self.life.state is PairState.REDIRECTING:
             self.life.move_to(PairState.COOPERATING)
             self._move_on()
@@ -122,25 +122,25 @@ class LiveTarget:
 
     async def on_pull(self, message: Pull) -> Pulled:
         """The earliest batch for the source; waits up to ``wait_s`` for one that it may have."""
-        claim = await self._batches.pull(message, self._check_lives)
+        claim = await self.batches.pull(message, self._check_lives)
         if claim is not None:
-            self._tasks.start(self._batches.send_pulled(claim, message.serial, kv_apart=message.kv_apart))
+            self._tasks.start(self.batches.send_pulled(claim, message.serial, kv_apart=message.kv_apart))
             # What was in the way of a later batch is gone.
-            self._batches.look_again()
-        return self._batches.answer(claim, kv_apart=message.kv_apart)
+            self.batches.look_again()
+        return self.batches.answer(claim, kv_apart=message.kv_apart)
 
     async def on_pull_kv(self, message: PullKv) -> Ack:
         """The source has room for KV of a batch that it pulled. Raises what ``TargetBatches.kv_wanted`` raises."""
         self._check_lives()
-        held = self._batches.kv_wanted(message)
+        held = self.batches.kv_wanted(message)
         if held is not None:
-            self._tasks.start(self._batches.send_kv(held, message))
+            self._tasks.start(self.batches.send_kv(held, message))
         return Ack()
 
     async def on_settle(self, message: Settle) -> Ack:
         """The source has these batches. Without claims it only says that it lives."""
         self._check_lives()
-        await self._batches.settle(message.claim_ids)
+        await self.batches.settle(message.claim_ids)
         return Ack()
 
     # --- the dissolution ---------------------------------------------------------------------
@@ -148,7 +148,7 @@ class LiveTarget:
     async def on_dissolve(self, message: Dissolve) -> Dissolved:
         """Begun batches stay, untouched ones are shared. Repeating gives the same shares."""
         self._check_lives()
-        if self._batches.loaded:
+        if self.batches.loaded:
             # The source knows by now; its answer is about to be here.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ASK_TIMEOUT_S):
@@ -156,9 +156,9 @@ class LiveTarget:
         async with self._dissolving:
             if self.shares is None:
                 self.shares = await self._agreed(message)
-                kept = self._batches.take(self.shares.kept)
+                kept = self.batches.take(self.shares.kept)
                 self._serving.announce([s for batch in kept for s in batch.sequences])
-                self._batches.look_again()
+                self.batches.look_again()
             if not self.life.ended:
                 self.life.move_to(PairState.DISSOLVED)
                 num_kept, num_given = len(self.shares.kept), len(self.shares.given)
@@ -176,8 +176,8 @@ class LiveTarget:
 
     def _share(self, message: Dissolve) -> Dissolved | None:
         """Between two steps; None while a batch is inside a layer that only the source could go on from."""
-        with self._stepper.lock:
-            if self._stepper.is_inside and not self._queue.loaded:
+        with self.stepper.lock:
+            if self.stepper.is_inside and not self._queue.loaded:
                 return None
             # The source has what it pulled before it asks for this.
             for claim in self._queue.open_claims():
@@ -186,7 +186,7 @@ class LiveTarget:
             for claim in shares.given:
                 if not (message.kv_apart and claim.first_layer):
                     self._queue.confirm(claim.claim_id)
-            finished = tuple(self._stepper.finished)
+            finished = tuple(self.stepper.finished)
         return Dissolved(
             kept=shares.kept,
             given=tuple(
@@ -194,7 +194,7 @@ class LiveTarget:
                 for i, claim in enumerate(shares.given)
             ),
             finished=finished,
-            layer_runs=self._stepper.layers.runs(),
+            layer_runs=self.stepper.layers.runs(),
             kv_apart=message.kv_apart,
         )
 
@@ -202,19 +202,19 @@ class LiveTarget:
         """Send what was begun of the given batches, free all that are the source's, wait for the end of the kept."""
         try:
             await self._send_given(shares)
-            await self._changed.until(lambda: not self._stepper.batches)
+            await self._changed.until(lambda: not self.stepper.batches)
         finally:
             await self._detach()
 
     async def _send_given(self, shares: Dissolved) -> None:
         begun = [
-            (self._stepper.batches[g.batch_id], g)
+            (self.stepper.batches[g.batch_id], g)
             for g in shares.given
-            if g.first_layer and g.batch_id in self._stepper.batches
+            if g.first_layer and g.batch_id in self.stepper.batches
         ]
         await self._drop_all_but({*shares.finished, *(given.batch_id for _, given in begun)})
         apart = shares.kv_apart
-        sends = [self._batches.send(held, g.first_layer, g.serial, kv_apart=apart) for held, g in begun]
+        sends = [self.batches.send(held, g.first_layer, g.serial, kv_apart=apart) for held, g in begun]
         for failure in await asyncio.gather(*sends, return_exceptions=True):
             if failure is not None:
                 log.error("a batch was not handed back: the source computes it", exc_info=failure)
@@ -223,7 +223,7 @@ class LiveTarget:
         await self._drop_all_but(set(shares.finished))
 
     async def _drop_all_but(self, batch_ids: set[str]) -> None:
-        await self._batches.drop([batch_id for batch_id in self._batches.not_taken if batch_id not in batch_ids])
+        await self.batches.drop([batch_id for batch_id in self.batches.not_taken if batch_id not in batch_ids])
 
     async def _abandon_kept(self, error: BlitzError) -> None:
         """The engine failed on what was kept: ordinary steps find out on which request. Before everything is loaded
@@ -231,17 +231,17 @@ class LiveTarget:
         info = ErrorInfo.of(error)
 
         def abandon(loop: EngineLoop) -> StepOutput:
-            batches = [held.batch for held in self._stepper.batches.values()]
-            kept = [s for b in batches if b.batch_id not in self._batches.not_taken for s in b.sequences]
+            batches = [held.batch for held in self.stepper.batches.values()]
+            kept = [s for b in batches if b.batch_id not in self.batches.not_taken for s in b.sequences]
             outputs = []
-            if self._batches.loaded:
+            if self.batches.loaded:
                 loop.scheduler.reservations.compute_here(kept)
             else:
                 for sequence in kept:
                     if not sequence.finished:
                         sequence.finished = True
                         outputs.append(sequence.end("error", info))
-            self._stepper.close()
+            self.stepper.close()
             return StepOutput(tuple(outputs))
 
         async with self._dissolving:  # then it is settled whose they are
@@ -253,9 +253,9 @@ class LiveTarget:
     def layers_ready(self) -> None:
         """A layer more is loaded, or everything."""
         copy = self.instance.copy
-        self._batches.set_layers_ready(min(copy.layers_ready, self._queue.num_layers - 1))
-        if copy.complete and not self._batches.loaded:
-            self._batches.loaded = True
+        self.batches.set_layers_ready(min(copy.layers_ready, self._queue.num_layers - 1))
+        if copy.complete and not self.batches.loaded:
+            self.batches.loaded = True
             self._changed.fire()
             self._move_on()
             self._tasks.start(self._finish_from_now_on())
@@ -264,20 +264,20 @@ class LiveTarget:
         """The source has to know before that this one finishes batches: should the two lose each other, it must not
         compute what may be finished here."""
         if await self._link.tell_taken(loaded=True):
-            self._batches.set_layers_ready(self._queue.num_layers)
+            self.batches.set_layers_ready(self._queue.num_layers)
         self._source_knows.set()
 
     def set_gates(self, gates: tuple[Gate, ...]) -> None:
         """A split was computed."""
-        self._batches.set_gates(gates)
+        self.batches.set_gates(gates)
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """A request was cancelled."""
-        self._tasks.start(self._batches.cancel(lambda sequence: sequence.key == (request_id, attempt)))
+        self._tasks.start(self.batches.cancel(lambda sequence: sequence.key == (request_id, attempt)))
 
     def cancel_gateway(self, gone: Gone) -> None:
         """Gateways are gone."""
-        self._tasks.start(self._batches.cancel(lambda s: gone.had(s.gateway_id, s.gateway_incarnation)))
+        self._tasks.start(self.batches.cancel(lambda s: gone.had(s.gateway_id, s.gateway_incarnation)))
 
     # --- inside ------------------------------------------------------------------------------
 
@@ -299,22 +299,22 @@ class LiveTarget:
             raise Conflict(f"pair {self.assignment.pair_id} has failed here: {self._failure}")
 
     def _move_on(self) -> None:
-        if self._batches.loaded and self.life.state is PairState.COOPERATING:
+        if self.batches.loaded and self.life.state is PairState.COOPERATING:
             self.life.move_to(PairState.LOADED)
 
     def _finished(self, batch: PromptBatch) -> None:
-        self._batches.finished(batch)
+        self.batches.finished(batch)
         if not self.life.ended:
             self._tasks.start(self._tell_finished(batch))
 
     async def _tell_finished(self, batch: PromptBatch) -> None:
-        await self._link.tell_taken(batch.batch_id, loaded=self._batches.loaded)
+        await self._link.tell_taken(batch.batch_id, loaded=self.batches.loaded)
 
     async def _watch(self) -> None:
         """Until the pair ends: does the source still live, do layers come as planned?"""
         while not self.life.ended:
             await asyncio.sleep(WATCH_S)
-            if self._batches.lapse_if_late(time.time()):
+            if self.batches.lapse_if_late(time.time()):
                 log.info("pair %s: layers are late, the split is off", self.assignment.pair_id)
             if reason := self._link.why_lost():
                 self._fail_soon(reason)
@@ -330,9 +330,9 @@ class LiveTarget:
         self._failure = reason
         log.warning("pair %s failed: %s", self.assignment.pair_id, reason)
         self._tensors.abort()
-        await self._batches.close()
+        await self.batches.close()
         if tell:
-            await self._link.tell_ended(reason, self._batches.finished_ids)
+            await self._link.tell_ended(reason, self.batches.finished_ids)
         await self._detach()
 
     def _engine_failed(self, error: Exception) -> None:
@@ -344,7 +344,7 @@ class LiveTarget:
 
     async def _detach(self) -> None:
         def detach(loop: EngineLoop) -> None:
-            if loop.partial is self._stepper:
+            if loop.partial is self.stepper:
                 loop.partial = None
 
         with contextlib.suppress(BlitzError):  # the engine has stopped

@@ -267,9 +267,9 @@ async def test_a_target_finishes_nothing_before_the_source_knows_that_it_can(
         await asyncio.wait_for(asked.wait(), 20.0)
         target = burst.live_target_of(burst.target)
         assert target is not None
-        assert target._batches.loaded
-        await eventually(lambda: not target._stepper.ready)  # all that may be run was
-        assert target._stepper.finished == []
+        assert target.batches.loaded
+        await eventually(lambda: not target.stepper.ready)  # all that may be run was
+        assert target.stepper.finished == []
         deaf = False
         await burst.ends()
         await burst.clean()

@@ -279,7 +279,7 @@ async def test_the_source_is_stopped_while_the_target_is_inside_a_long_layer(red
         await burst.live_source()
         target = burst.live_target_of(burst.target)
         assert target is not None
-        await eventually(lambda: target._stepper.is_inside)
+        await eventually(lambda: target.stepper.is_inside)
         stop = asyncio.create_task(burst.source.stop())
         await burst.ends()
         await stop
