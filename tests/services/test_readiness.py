@@ -150,7 +150,8 @@ async def test_a_service_whose_bus_is_gone_for_good_ends_and_says_so(nats: Serve
     proxy.say(REFUSAL)
     for name, process in processes.running.items():
         assert await asyncio.to_thread(process.wait, 20.0) == 1, name
-        last = processes.said(name).splitlines()[-1]
-        assert "gone for good" in last, name
-        assert "authorization failed" in last, name
+        # On a machine that is very busy the stacks of what did not end in time may follow.
+        why = [line for line in processes.said(name).splitlines() if "gone for good" in line]
+        assert why, processes.said(name)
+        assert "authorization failed" in why[-1], name
     await proxy.close()
