@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.messages.common import LivePolicy
+from shared.messages.generation import FinishReason
 from tests.services.cluster import Cluster
 from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.fakes import outcomes_at
@@ -32,17 +33,21 @@ async def test_the_decode_worker_dies_while_two_prefill_instances_cooperate(redi
         await burst.start(delay_s=0.02, role="prefill", max_tokens=8)
         await eventually(lambda: any(outcomes_at(w) for w in (burst.source, burst.target)))
         await burst.decoder.kill()
-        # What it had taken over by then is the gateway's to try again; the two that are left decode the others.
+        # What it had taken over by then, or may have, is the gateway's to try again; the two that are left decode the
+        # others.
         await burst.clean()
-        moved = sum(outcomes_at(w).get("moved", 0) for w in (burst.source, burst.target))
+        moved, unknown = (
+            int(sum(outcomes_at(w).get(how, 0) for w in (burst.source, burst.target))) for how in ("moved", "unknown")
+        )
         assert moved < len(burst.prompts)
-        await eventually(lambda: len(_ended_whole(burst)) >= len(burst.prompts) - moved)
+        await eventually(lambda: len(_ended(burst, "length")) >= len(burst.prompts) - moved - unknown)
+        assert len(_ended(burst, "error")) == unknown
 
 
-def _ended_whole(burst: Burst) -> set[str]:
+def _ended(burst: Burst, reason: FinishReason) -> set[str]:
     parts = [p for b in burst.cluster.gateway.batches for p in b.parts]
-    assert all(p.finish_reason in (None, "length") for p in parts)
-    return {p.request_id for p in parts if p.finish_reason is not None}
+    assert all(p.finish_reason in (None, "length", "error") for p in parts)
+    return {p.request_id for p in parts if p.finish_reason == reason}
 
 
 async def _senders(burst: Burst) -> dict[str, str]:
