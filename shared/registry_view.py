@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shared.messages.common import InstanceState, Role
+from shared.messages.common import SCALED_BY_LOAD, InstanceState, Role
 from shared.messages.registry import Floor, ModelRecord, Route, Unplaced, WorkerHeartbeat, WorkerRecord
 
 ROUTABLE: frozenset[InstanceState] = frozenset({"live", "serving", "draining"})
@@ -74,5 +74,5 @@ def bounded(desired: int, model: ModelRecord, floor: Floor | None, role: Role = 
 
     ``max_instances`` bounds each role by itself; ``min_instances`` speaks of colocated instances only.
     """
-    low = max(model.min_instances if role == "colocated" else 0, floor.instances if floor else 0)
+    low = max(model.min_instances if role in SCALED_BY_LOAD else 0, floor.instances if floor else 0)
     return min(max(desired, low), model.max_instances)

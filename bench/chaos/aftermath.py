@@ -48,7 +48,7 @@ async def look(
             wrong.append(f"{model}, question {question.index}: {got.kind}: {got.detail}")
         elif difference := got.difference(expected[question.index]):
             wrong.append(f"{model}, question {question.index}: {difference}")
-    ended = Counter(s.member for s in strikes if s.how != "STOP")
+    ended = Counter(s.member for s in strikes if s.ends)
     restarts = {name: child.num_restarts - ended[name] for name, child in stack.processes.items()}
     return Aftermath(
         whole_again_s=None if whole_s is None else max(0.0, whole_s - since_s),

@@ -38,7 +38,7 @@ class Gateways:
     def struck(self, strike: Strike) -> None:
         """Before the signal is sent. A stopped gateway keeps its place: what is sent to it waits in its socket."""
         gateway = self._gateways.get(strike.member)
-        if gateway is None or strike.how == "STOP":
+        if gateway is None or not strike.ends:
             return
         gateway.strikes.append(strike)
         gateway.down = True

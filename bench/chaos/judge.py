@@ -45,9 +45,9 @@ def judge(
         return Outcome("different", difference) if difference else Outcome("right")
     why = f"{got.kind}: {got.detail}"
     for strike in gateway_strikes:
-        if strike.how == "STOP" or not _concerns(strike, sent_s, ended_s):
+        if not strike.ends or not _concerns(strike, sent_s, ended_s):
             continue
-        if got.kind == "connect" or (got.kind == "http_503" and strike.how == "TERM"):
+        if got.kind == "connect" or (got.kind == "http_503" and strike.drains):
             return Outcome("refused_without_gateway", why)
         if got.kind in BROKEN and sent_s <= strike.at_s:
             return Outcome("lost_with_gateway", why)
@@ -56,6 +56,6 @@ def judge(
 
 def _concerns(strike: Strike, sent_s: float, ended_s: float) -> bool:
     """Whether the request ended while its gateway did."""
-    gone_s = strike.at_s if strike.how == "KILL" else strike.over_s
+    gone_s = strike.at_s if strike.ends and not strike.drains else strike.over_s
     until_s = math.inf if gone_s is None else gone_s + NOTICED_S
     return strike.at_s <= ended_s <= until_s and (gone_s is None or sent_s <= gone_s)

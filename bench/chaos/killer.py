@@ -58,7 +58,7 @@ class Killer:
                     following.create_task(self._follow(kill, self._strike(kill, member)))
         finally:
             for strike in self.strikes:
-                if strike.how == "STOP" and strike.over_s is None:
+                if not strike.ends and strike.over_s is None:
                     self._continue(strike)
 
     def of(self, member: str) -> list[Strike]:

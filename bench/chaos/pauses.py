@@ -121,11 +121,11 @@ def _until_s(holders: Sequence[Holding], strike: Strike) -> float | None:
     """Until when the stream must have begun to stand still, and be it for a moment; None: it did not have to."""
     moved_s = next((holding.since_s for holding in holders if holding.since_s > strike.at_s), None)
     if moved_s is None:
-        if strike.how == "TERM":
+        if strike.drains:
             # It ended where it was.
             return None
         # It went on where it was, or nobody heard where: the bus was down.
-        moved_s = strike.over_s if strike.how == "STOP" and strike.over_s is not None else strike.at_s
+        moved_s = strike.over_s if not strike.ends and strike.over_s is not None else strike.at_s
     return moved_s + MOVED_WITHIN_S
 
 

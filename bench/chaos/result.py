@@ -126,7 +126,7 @@ class Result:
         """The longest time from SIGTERM to the process's end, by kind."""
         longest: dict[str, float] = {}
         for strike in self.strikes:
-            if strike.how == "TERM" and strike.over_s is not None:
+            if strike.drains and strike.over_s is not None:
                 longest[strike.kind] = max(longest.get(strike.kind, 0.0), round(strike.over_s - strike.at_s, 2))
         return dict(sorted(longest.items()))
 

@@ -22,6 +22,16 @@ class Strike:
     over_s: float | None = None
     """When the process was gone, or, having been stopped, went on; None: not yet."""
 
+    @property
+    def ends(self) -> bool:
+        """The process does not go on."""
+        return self.how != "STOP"
+
+    @property
+    def drains(self) -> bool:
+        """The process may finish what it has begun."""
+        return self.how == "TERM"
+
     def holds(self, at_s: float) -> bool:
         """The member was struck at that time, and neither gone nor continued."""
         return self.at_s <= at_s and (self.over_s is None or at_s < self.over_s)

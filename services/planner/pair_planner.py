@@ -23,7 +23,7 @@ from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BlitzError
 from shared.load_feed import subscribe_load
-from shared.messages.common import LiveChoice, LivePolicy, Role
+from shared.messages.common import TAKES_PROMPTS, LiveChoice, LivePolicy, Role
 from shared.messages.live import ZigzagAssignment
 from shared.messages.load import LoadReport, QueueReport
 from shared.messages.registry import ModelRecord, WorkerRecord
@@ -88,7 +88,7 @@ class PairPlanner:
     def choice(self, asked: LiveChoice, role: Role) -> LiveChoice:
         """What a request for instances of ``role`` comes to. A decode instance never loads live: weights and KV would
         both come in."""
-        if role == "decode":
+        if role not in TAKES_PROMPTS:
             return "never"
         return self._settings.choice if asked == "auto" else asked
 
@@ -118,7 +118,7 @@ class PairPlanner:
             if w.instance is not None
             and w.state == "serving"
             and not w.stopping
-            and w.instance.role != "decode"
+            and w.instance.role in TAKES_PROMPTS
             and (w.instance.model, w.instance.model_hash) == (model.name, model.model_hash)
             and w.instance.instance_id not in leaving
         }
@@ -128,7 +128,7 @@ class PairPlanner:
     ) -> Selection:
         """The pairs between them and the tails of a plan for ``role``, as the request asks for them."""
         choice = self.choice(asked, role)
-        if role == "decode":
+        if role not in TAKES_PROMPTS:
             return Selection((), ("decode instances have no prompts to share, and KV comes in beside the weights",))
         if choice == "never":
             return Selection((), ("asked for" if asked == "never" else "the planner's default is never",))

@@ -23,6 +23,15 @@ LayerIndex = Annotated[int, Meta(ge=-1, lt=MAX_LAYERS)]
 LeaseSeconds = Annotated[float, Meta(gt=0.0, le=3600.0)]
 
 Role = Literal["colocated", "prefill", "decode"]
+TAKES_PROMPTS: frozenset[Role] = frozenset({"colocated", "prefill"})
+"""Roles whose instances take requests from gateways and compute prompts. They may scale live: prompts can be shared."""
+NEEDS_DECODER: frozenset[Role] = frozenset({"prefill"})
+"""Of these, the roles whose requests another instance is to decode."""
+DECODES_FOR_OTHERS: frozenset[Role] = frozenset({"decode"})
+"""Roles whose instances take requests from those."""
+SCALED_BY_LOAD: frozenset[Role] = frozenset({"colocated"})
+"""Roles of which the monitor asks for as many instances as the load needs; of others, for as many as were asked for by
+hand."""
 InstanceState = Literal["spare", "loading", "live", "serving", "draining", "failed"]
 Device = Literal["cpu", "cuda"]
 LivePolicy = Literal["zigzag", "best_effort", "stop_the_world"]

@@ -30,7 +30,7 @@ from tests.services.workers import RunningWorker, worker_config
 from tests.shared.bus.memory import MemoryBroker
 from tests.shared.transport.memory import MemoryFabric
 
-LEASE_S = 0.5
+LEASE_S = 1.0
 POLICY = DemandPolicy(rate_window_s=0.2, down_window_s=0.3)
 HOLD_S = 600.0
 
@@ -59,7 +59,7 @@ class Cluster:
         await self.broker.bus("observer").subscribe(subjects.progress(), ScaleProgress, self.progress.append)
         await self.broker.bus("observer-2").subscribe(subjects.live_reports(), LiveReport, self.live_reports.append)
         metrics = CollectorRegistry()
-        pool = PoolService(self.broker.bus("pool"), self._store, lease_s=LEASE_S, metrics=metrics)
+        pool = PoolService(self.broker.bus("pool"), self._store, lease_s=LEASE_S, first=True, metrics=metrics)
         planner = PlannerService(self.broker.bus("planner"), lease_ttl_s=5.0, live=live, metrics=metrics)
         runs = [pool.run(self._stopping), planner.run(self._stopping)]
         if monitor:

@@ -44,6 +44,7 @@ from services.gateway.core.instance_index import InstanceIndex
 from services.gateway.core.routes import TAKES_REQUESTS, takes_new
 from services.gateway.core.stream import StreamState
 from shared.errors import ContextLengthExceeded, Overloaded
+from shared.messages.common import DECODES_FOR_OTHERS, NEEDS_DECODER, TAKES_PROMPTS
 from shared.messages.load import LoadReport, QueueReport
 from shared.messages.registry import Route
 
@@ -127,7 +128,7 @@ class Router:
         queue.decoders = InstanceIndex(route.instance_id for route in queue.routes.values() if _decodes(route))
         queue.changed = set(queue.routes)
         taking = [_context(route) for route in queue.routes.values() if takes_new(route)]
-        drained = [_context(r) for r in queue.routes.values() if r.state == "draining" and r.role != "decode"]
+        drained = [_context(r) for r in queue.routes.values() if r.state == "draining" and r.role in TAKES_PROMPTS]
         queue.holds_tokens = max(taking, default=0.0)
         queue.may_hold_tokens = max([*taking, *drained], default=0.0)
         queue.waiting.bring_back()
@@ -205,7 +206,7 @@ class Router:
             if instance_id is None:
                 break
             route = queue.routes[instance_id]
-            decode = self._choose_decode(queue, stream) if route.role == "prefill" else None
+            decode = self._choose_decode(queue, stream) if route.role in NEEDS_DECODER else None
             queue.waiting.take(item)
             may_wait = _is_full(route, self.load_of(instance_id), queue.contention)
             decode_id = decode.instance_id if decode is not None else ""
@@ -346,7 +347,7 @@ class Router:
 
 
 def _decodes(route: Route) -> bool:
-    return route.role == "decode" and route.state in TAKES_REQUESTS
+    return route.role in DECODES_FOR_OTHERS and route.state in TAKES_REQUESTS
 
 
 def _context(route: Route) -> float:

@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from shared import subjects
-from shared.messages.common import InstanceState
+from shared.messages.common import TAKES_PROMPTS, InstanceState
 from shared.messages.registry import ModelRecord, Route, RouteTable
 from shared.messages.registry import RouteChanges as RegistryChanges
 from shared.registry_view import ROUTABLE, RegistryView, route_of
@@ -27,7 +27,7 @@ MAX_RECENT = 1000
 
 def takes_new(route: Route) -> bool:
     """Whether an instance gets requests from a gateway at all: a decode instance gets them from prefill instances."""
-    return route.state in TAKES_REQUESTS and route.role != "decode"
+    return route.state in TAKES_REQUESTS and route.role in TAKES_PROMPTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ModelRoutes:
         limits = [
             route.context_tokens
             for route in self.routes.values()
-            if route.context_tokens > 0 and route.state != "live" and route.role != "decode"
+            if route.context_tokens > 0 and route.state != "live" and route.role in TAKES_PROMPTS
         ]
         return min(self.record.spec.max_position, max(limits)) if limits else self.record.spec.max_position
 

@@ -22,6 +22,7 @@ from math import ceil, inf, isfinite
 
 from services.monitor.core.need import Capability, Load, Need, max_decodes, need_of
 from services.monitor.core.windows import CounterWindow, MaxWindow
+from shared.messages.common import SCALED_BY_LOAD, TAKES_PROMPTS
 from shared.messages.load import LoadReport, ModelQueue
 
 MIN_SLACK_S = 0.001
@@ -117,9 +118,9 @@ class ModelDemand:
 
     def on_load(self, report: LoadReport, now_s: float) -> None:
         """An instance reports."""
-        if report.role == "colocated":
+        if report.role in SCALED_BY_LOAD:
             self._instances[report.instance_id] = (now_s, report)
-        elif report.role == "prefill" and report.state == "serving":
+        elif report.role in TAKES_PROMPTS and report.state == "serving":
             self._prefilling[report.instance_id] = now_s
         else:
             self._prefilling.pop(report.instance_id, None)

@@ -286,6 +286,10 @@ async def test_the_source_is_stopped_while_the_target_is_inside_a_long_layer(red
         await burst.clean()
 
 
+MAX_CASES = 3
+"""In which a batch is split between the two once, also on a busy machine."""
+
+
 async def test_long_prompts_of_a_real_model_give_the_same_tokens_as_alone(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,23 +300,28 @@ async def test_long_prompts_of_a_real_model_give_the_same_tokens_as_alone(
         run_part(engine, activation, layer, begin, end)
 
     monkeypatch.setattr(TorchEngine, "run_part", slowly)
-    async with live_cluster(redis_url, engine="torch", kv_bytes=32 << 20, prefill_chunk_tokens=10) as cluster:
-        burst, gateway = Burst(cluster), cluster.gateway
-        alone: dict[str, tuple[int, ...]] = {}
+    for _ in range(MAX_CASES):
+        async with live_cluster(redis_url, engine="torch", kv_bytes=32 << 20, prefill_chunk_tokens=10) as cluster:
+            burst, gateway = Burst(cluster), cluster.gateway
+            alone: dict[str, tuple[int, ...]] = {}
 
-        async def ask_alone() -> None:
-            for request_id, prompt in PROMPTS.items():
-                name, worker = f"alone-{request_id}", burst.source
-                await gateway.submit(worker.worker_id, burst.source_instance_id, name, prompt=prompt, max_tokens=5)
-                await gateway.end_of(name)
-                alone[request_id] = gateway.tokens(name)
+            async def ask_alone(burst: Burst = burst, alone: dict[str, tuple[int, ...]] = alone) -> None:
+                gateway, worker = burst.cluster.gateway, burst.source
+                for request_id, prompt in PROMPTS.items():
+                    name = f"alone-{request_id}"
+                    await gateway.submit(worker.worker_id, burst.source_instance_id, name, prompt=prompt, max_tokens=5)
+                    await gateway.end_of(name)
+                    alone[request_id] = gateway.tokens(name)
 
-        await burst.start(delay_s=0.5, max_tokens=5, before=ask_alone)
-        for request_id in PROMPTS:
-            await gateway.end_of(request_id)
-        assert {r: gateway.tokens(r) for r in PROMPTS} == alone
-        assert await _split(cluster, burst) > 0
-        await burst.clean()
+            await burst.start(delay_s=0.5, max_tokens=5, before=ask_alone)
+            for request_id in PROMPTS:
+                await gateway.end_of(request_id)
+            assert {r: gateway.tokens(r) for r in PROMPTS} == alone
+            num_split = await _split(cluster, burst)
+            await burst.clean()
+        if num_split:
+            break
+    assert num_split > 0
 
 
 # --- the end of a pair ---------------------------------------------------------------------------
