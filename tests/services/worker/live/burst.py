@@ -46,6 +46,13 @@ class Burst:
         self.cluster = cluster
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.decode_at: DecodePlace | None = None
+        self._waits_for_pair = False
+
+    def waits_for_pair(self) -> bool:
+        """The burst is there, and the second instance has not run a layer yet."""
+        if self._waits_for_pair and self._ran_layers() > 0:
+            self._waits_for_pair = False
+        return self._waits_for_pair
 
     async def start(
         self,
@@ -70,6 +77,7 @@ class Burst:
         if before is not None:
             await before()
         self.source.transport.delay_s = delay_s
+        self._waits_for_pair = True
         for request_id in prompts:
             await self.submit(request_id)
         self.plan_id = (await cluster.start_scale(2, live="always", role=role)).plan_id
