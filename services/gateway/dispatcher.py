@@ -1,7 +1,7 @@
 """Runs requests: binds them to instances, feeds their tokens to their sinks, moves them when an instance fails.
 
-Everything here runs on the event loop. Decisions come from ``core``; messages to workers go through the
-``Submitter``, the ``SilenceWatch`` or the ``Outbox``.
+Everything here runs on the event loop. Decisions come from ``core``; messages to workers go through the ``Outbox`` or
+the ``SilenceWatch``.
 """
 
 from __future__ import annotations
@@ -12,23 +12,30 @@ import time
 from collections.abc import Callable
 
 from services.gateway.active_requests import ActiveRequest, ActiveRequests, Sink
+from services.gateway.config import GatewayConfig
 from services.gateway.core import failover
 from services.gateway.core.failover import WorkerLost
-from services.gateway.core.own_time import OwnTime
-from services.gateway.core.patience import Patience
-from services.gateway.core.router import Router
+from services.gateway.core.patience import OwnTime, Patience
+from services.gateway.core.router import Assignment, Router
 from services.gateway.core.routes import RouteChanges, RouteView
 from services.gateway.core.stream import Phase, StreamState, Verdict
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.outbox import Outbox
 from services.gateway.silence_watch import SilenceWatch
-from services.gateway.submitter import Submitter
 from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus
 from shared.bus.departures import Departure
-from shared.errors import BlitzError, EngineBroken, ModelNotFound, NotFound, PoisonRequest, Unavailable
-from shared.messages.generation import FinishReason, StreamPart, TokenBatch
+from shared.errors import (
+    BlitzError,
+    DeadlineExceeded,
+    EngineBroken,
+    ModelNotFound,
+    NotFound,
+    PoisonRequest,
+    Unavailable,
+)
+from shared.messages.generation import DecodePlace, FinishReason, StreamPart, TokenBatch
 from shared.messages.load import LoadReport, QueueReport
 
 log = logging.getLogger(__name__)
@@ -44,30 +51,22 @@ class Dispatcher:
         bus: Bus,
         routes: RouteView,
         metrics: GatewayMetrics,
+        config: GatewayConfig,
         *,
-        gateway_id: str,
         incarnation: str = "",
-        max_queued_requests: int,
-        queue_timeout_s: float,
-        submit_timeout_s: float,
-        stall_s: float,
-        probe_s: float,
-        max_attempts: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
         self._routes = routes
         self._metrics = metrics
-        self._queue_timeout_s = queue_timeout_s
-        self._max_attempts = max_attempts
+        self._config = config
         self._clock = clock
         self.requests = ActiveRequests()
-        self.router = Router(max_queued_requests=max_queued_requests, gateway_id=gateway_id)
-        self.outbox = Outbox(bus, clock)
+        self.router = Router(max_queued_requests=config.max_queued_requests, gateway_id=config.gateway_id)
+        self.outbox = Outbox(bus, clock, config, incarnation)
         self.tasks = OwnedTasks()
         """What is under way for requests."""
-        self._patience = Patience(stall_s=stall_s, probe_s=probe_s, queue_timeout_s=queue_timeout_s)
-        self._gateway_id = gateway_id
+        self._patience = Patience(config.stall_s, config.probe_s, config.queue_timeout_s)
         self._own_time = OwnTime()
         self.silence_watch = SilenceWatch(
             bus,
@@ -78,18 +77,7 @@ class Dispatcher:
             clock,
             self._own_time,
             patience=self._patience,
-            probe_timeout_s=min(MAX_PROBE_TIMEOUT_S, submit_timeout_s),
-        )
-        self._submitter = Submitter(
-            bus,
-            self.silence_watch,
-            self.tasks,
-            self._attempt_failed,
-            clock,
-            on_accepted=self.router.accepted,
-            gateway_id=gateway_id,
-            incarnation=incarnation,
-            timeout_s=submit_timeout_s,
+            probe_timeout_s=min(MAX_PROBE_TIMEOUT_S, config.submit_timeout_s),
         )
         self._next_check_s = -math.inf
 
@@ -100,7 +88,7 @@ class Dispatcher:
 
     def start(self, stream: StreamState, sink: Sink) -> None:
         """Take a request. Raises ``Overloaded`` when its model's queue is full."""
-        deadline_s = self._clock() + self._queue_timeout_s
+        deadline_s = self._clock() + self._config.queue_timeout_s
         self.router.enqueue(stream, deadline_s=deadline_s, retry_after_s=1.0)
         self.requests.add(ActiveRequest(stream, sink, deadline_s))
         self.pump(stream.model)
@@ -130,7 +118,7 @@ class Dispatcher:
 
     def on_queues(self, report: QueueReport) -> None:
         """Take a gateway's queue report."""
-        if report.gateway_id == self._gateway_id:
+        if report.gateway_id == self._config.gateway_id:
             self._own_time.echoed(self._clock())
         self.router.others_reported(report, now_s=self._clock())
 
@@ -158,7 +146,7 @@ class Dispatcher:
         """Bind the model's waiting requests as far as its instances take them."""
         dispatched = self.router.dispatch(model, now_s=self._clock())
         for assignment in dispatched.assignments:
-            self._submitter.submit(self.requests[assignment.request_id], assignment)
+            self._submit(self.requests[assignment.request_id], assignment)
         for request_id, error in dispatched.refused:
             self._fail(self.requests[request_id], error)
 
@@ -167,7 +155,7 @@ class Dispatcher:
         now_s = self._clock()
         self._own_time.tick(now_s)
         for stream in self.router.expired(now_s=now_s):
-            late = f"no instance of model {stream.model!r} took the request within {self._queue_timeout_s:g} s"
+            late = f"no instance of model {stream.model!r} took the request within {self._config.queue_timeout_s:g} s"
             error = self.router.too_long(stream) or Unavailable(late, retry_after_s=1.0)
             self._fail(self.requests[stream.request_id], error)
         for name in list(self._routes.models):
@@ -189,6 +177,37 @@ class Dispatcher:
         self.end_all()
         await self.tasks.close()
         await self.outbox.flush()
+
+    def _submit(self, request: ActiveRequest, assignment: Assignment) -> None:
+        """Begin the next attempt at its assigned instance."""
+        stream, route, decode = request.stream, assignment.route, assignment.decode
+        decode_at = DecodePlace(worker_id=decode.worker_id, instance_id=decode.instance_id) if decode else None
+        stream.submitted_to(route.instance_id, route.worker_id, decode_at, may_wait=assignment.may_wait)
+        request.progress_s = self._clock()
+        request.asked = False
+        request.submitting = True
+        self.tasks.start(self._submitting(request, stream.attempt), request.context)
+
+    async def _submitting(self, request: ActiveRequest, attempt: int) -> None:
+        stream = request.stream
+        worker_id = stream.worker_id
+        try:
+            await self.outbox.submit(stream, attempt)
+        except BlitzError as error:
+            # Tokens, and another worker that took over, prove acceptance even when the answer was lost; a later
+            # attempt is none of ours.
+            if stream.attempt == attempt and stream.phase is Phase.SUBMITTED and stream.worker_id == worker_id:
+                if isinstance(error, DeadlineExceeded):
+                    await self.silence_watch.doubt(request, error)
+                else:
+                    self._attempt_failed(request, error)
+        else:
+            self.silence_watch.spoke(worker_id)
+            if stream.attempt == attempt and stream.worker_id == worker_id:
+                self.router.accepted(stream.request_id)
+        finally:
+            if stream.attempt == attempt:
+                request.submitting = False
 
     def _on_part(self, batch: TokenBatch, part: StreamPart, now_s: float) -> None:
         request = self.requests.find(part.request_id)
@@ -264,7 +283,7 @@ class Dispatcher:
         outcome = failover.after_failure(
             stream,
             error,
-            max_attempts=self._max_attempts,
+            max_attempts=self._config.max_attempts,
             model_registered=model is not None and model.record.model_hash == stream.model_hash,
             died=self._died(stream, error),
         )
@@ -302,7 +321,7 @@ class Dispatcher:
             log.warning("request %s is computed alone: it was running in %s when they died", stream.request_id, workers)
         # A request that kept being sent to workers that were gone has been waiting all the time.
         if outcome.fault or outcome.deaths is not None or stream.phase is Phase.RUNNING:
-            request.deadline_s = max(request.deadline_s, now_s + self._queue_timeout_s)
+            request.deadline_s = max(request.deadline_s, now_s + self._config.queue_timeout_s)
         stream.requeued(fault=outcome.fault, avoid=not outcome.full, deaths=outcome.deaths)
         self.router.requeue(stream, deadline_s=request.deadline_s)
         self.pump(stream.model)

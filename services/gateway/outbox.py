@@ -1,4 +1,4 @@
-"""Messages to workers that need no answer: cancels at once, acknowledgements in batches."""
+"""Messages to workers: submits one by one, cancels at once, acknowledgements in batches."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from services.gateway.config import GatewayConfig
+from services.gateway.core.stream import StreamState
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
-from shared.messages.generation import AckTerminal, Cancel, StreamRef
+from shared.messages.common import Ack
+from shared.messages.generation import AckTerminal, Cancel, StreamRef, Submit
 
 log = logging.getLogger(__name__)
 
@@ -18,15 +21,37 @@ STRAY_PAUSE_S = 1.0
 
 
 class Outbox:
-    """Collects messages inline; ``run`` publishes them."""
+    """Collects cancels and acknowledgements inline; ``run`` publishes them."""
 
-    def __init__(self, bus: Bus, clock: Callable[[], float]) -> None:
+    def __init__(self, bus: Bus, clock: Callable[[], float], config: GatewayConfig, incarnation: str) -> None:
         self._bus = bus
         self._clock = clock
+        self._config = config
+        self._incarnation = incarnation
         self._cancels: list[tuple[str, Cancel]] = []
         self._acks: dict[str, list[StreamRef]] = {}
         self._strays: dict[tuple[str, str, int], float] = {}
         self._filled = asyncio.Event()
+
+    async def submit(self, stream: StreamState, attempt: int) -> None:
+        """Ask the worker to which a stream was submitted to take it, in that attempt. Raises ``BlitzError``."""
+        message = Submit(
+            request_id=stream.request_id,
+            attempt=attempt,
+            gateway_id=self._config.gateway_id,
+            instance_id=stream.instance_id,
+            model=stream.model,
+            prompt_token_ids=stream.prompt_token_ids,
+            sampling=stream.sampling,
+            output_token_ids=tuple(stream.output_token_ids),
+            arrived_at_s=stream.arrived_at_s,
+            decode_at=stream.decode_at,
+            alone_tokens=stream.alone_tokens,
+            gateway_incarnation=self._incarnation,
+            may_wait=stream.may_wait,
+        )
+        subject = subjects.worker_submit(stream.worker_id)
+        await self._bus.request(subject, message, Ack, timeout_s=self._config.submit_timeout_s)
 
     def cancel(self, worker_id: str, request_id: str, attempt: int) -> None:
         """Tell a worker to forget an attempt."""

@@ -1,18 +1,32 @@
-"""The HTTP server around the application: one listening socket, signals left to the process's owner."""
+"""The HTTP server around the application: one listening socket, signals left to the process's owner, and clients'
+connections (uvicorn's protocol) with bounded waiting.
+
+Rules of a connection
+- A request's headers must arrive within the read time-out and within ``MAX_HEAD_BYTES``. The time-out also bounds how
+  long a new connection may send nothing; bytes that trickle in do not extend it.
+- What a client sends after an answer that did not wait for its body is read and dropped for ``LINGER_S``, so that it
+  can read the answer.
+- A client that reads nothing of what waits for it within the send time-out is cut off.
+- The number of connections is limited. Beyond the limit, the connection that has been without a request the longest
+  makes room; if all have one, the new connection is closed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Literal
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from services.gateway.connection import Connection, ConnectionLimits
 from shared.errors import Unavailable
 
 SEND_BUFFER_BYTES = 256 * 1024
@@ -20,6 +34,130 @@ SEND_BUFFER_BYTES = 256 * 1024
 FILES_BESIDE_CONNECTIONS = 128
 _TICK_S = 0.1
 """uvicorn counts on ten in a second."""
+
+log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request: its first line and headers. What comes in one read with its end may be more."""
+LINGER_S = 5.0
+ABORT = "blitz.abort"
+"""In a scope's extensions: closes the connection at once."""
+WRITE_HIGH_BYTES = 64 * 1024
+"""In user space, of one connection; the kernel's part is bounded where the socket is made."""
+
+CutReason = Literal["send_timeout", "read_timeout", "head_too_large", "too_many_connections"]
+
+
+@dataclass
+class ConnectionLimits:
+    """What all connections of a server share."""
+
+    max_connections: int
+    read_timeout_s: float
+    send_timeout_s: float
+    on_cut: Callable[[CutReason], None]
+    idle: dict[Connection, None] = field(default_factory=dict)
+    """Connections without a request, the longest idle first."""
+
+
+class Connection(HttpToolsProtocol):
+    """See the rules above."""
+
+    def __init__(self, *arguments: Any, limits: ConnectionLimits, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._limits = limits
+        self._reading: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+        self._in_head = True
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
+        limits = self._limits
+        limits.idle[self] = None
+        self._reading = self.loop.call_later(limits.read_timeout_s, self._cut, "read_timeout")
+        if len(self.connections) > limits.max_connections:
+            # This connection itself, if no other is idle.
+            next(iter(limits.idle))._cut("too_many_connections")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._limits.idle.pop(self, None)
+        self._stop_reading_timer()
+        self._stop_writing_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._reading is None:
+                self._reading = self.loop.call_later(self._limits.read_timeout_s, self._cut, "read_timeout")
+        super().data_received(data)
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+            self._cut("head_too_large")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT: self.abort}  # type: ignore[dict-item]  # not data
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_reading_timer()
+        self._limits.idle.pop(self, None)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_head = True
+        self._head_bytes = 0
+        if self.cycle is not None and self.cycle.response_complete and not self.transport.is_closing():
+            # Answered before its end: the next request has the rest of the time to linger.
+            self._limits.idle[self] = None
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._in_head:
+            # The answer came before the request's end.
+            self._stop_reading_timer()
+            self._reading = self.loop.call_later(LINGER_S, self.transport.close)
+        elif not self.pipeline:
+            self._rest()
+
+    def _rest(self) -> None:
+        """There is no request: wait for the next one, as long as uvicorn keeps idle connections."""
+        if not self.transport.is_closing():
+            self._stop_reading_timer()
+            self._limits.idle.pop(self, None)
+            self._limits.idle[self] = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._writing is None:
+            self._writing = self.loop.call_later(self._limits.send_timeout_s, self._cut, "send_timeout")
+
+    def resume_writing(self) -> None:
+        self._stop_writing_timer()
+        super().resume_writing()
+
+    def abort(self) -> None:
+        """Close at once; what the client has not read is lost."""
+        self.transport.abort()
+
+    def _cut(self, reason: CutReason) -> None:
+        log.info("connection from %s:%s: closed: %s", *(self.client or ("?", 0)), reason)
+        self._limits.on_cut(reason)
+        self._limits.idle.pop(self, None)
+        self.transport.abort()
+
+    def _stop_reading_timer(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def _stop_writing_timer(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
 
 
 def connection_capacity(wanted: int) -> int:

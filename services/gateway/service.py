@@ -9,18 +9,14 @@ import socket
 import time
 
 from services.gateway.api_keys import ApiKeys
-from services.gateway.byte_budget import ByteBudget
 from services.gateway.config import GatewayConfig
-from services.gateway.connection import ConnectionLimits
 from services.gateway.core.routes import ModelRoutes, RouteChanges, RouteView
 from services.gateway.dispatcher import Dispatcher
-from services.gateway.load_gauges import LoadGauges
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.memory import ByteBudget, ResponseMemory
+from services.gateway.metrics import GatewayMetrics, LoadGauges
 from services.gateway.offload import Offload
-from services.gateway.response_buffer import ResponseMemory
-from services.gateway.server import Server
-from services.gateway.tokenizer import ModelTokenizer
-from services.gateway.tokenizer_store import TokenizerStore
+from services.gateway.server import ConnectionLimits, Server
+from services.gateway.tokenizer import ModelTokenizer, TokenizerStore
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.ending import closed
@@ -73,23 +69,12 @@ class Gateway:
         )
         self.load_gauges = LoadGauges()
         self._incarnation = incarnation or new_incarnation()
-        self.dispatcher = Dispatcher(
-            bus,
-            self.routes,
-            self.metrics,
-            gateway_id=config.gateway_id,
-            incarnation=self._incarnation,
-            max_queued_requests=config.max_queued_requests,
-            queue_timeout_s=config.queue_timeout_s,
-            submit_timeout_s=config.submit_timeout_s,
-            stall_s=config.stall_s,
-            probe_s=config.probe_s,
-            max_attempts=config.max_attempts,
-        )
+        self.dispatcher = Dispatcher(bus, self.routes, self.metrics, config, incarnation=self._incarnation)
         self.seeds = random.Random()
         """Draws the seeds of requests without one. The system seeds it once, not per request."""
         self.draining = False
-        self.metrics.read_gauges_from(lambda: self.load_gauges.gauges(self.routes, self.dispatcher))
+        requests, router = self.dispatcher.requests, self.dispatcher.router
+        self.metrics.read_gauges_from(lambda: self.load_gauges.gauges(self.routes, requests, router))
         self.metrics.read_memory_from(
             lambda: {
                 "request": self.request_memory.used_bytes,

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 
 from services.gateway.active_requests import ActiveRequest, ActiveRequests
 from services.gateway.core.failover import LossReason, WorkerLost
-from services.gateway.core.own_time import OwnTime
-from services.gateway.core.patience import CLOSED, DEPARTED_TIMEOUTS_S, Patience, Reaction
+from services.gateway.core.patience import CLOSED, DEPARTED_TIMEOUTS_S, OwnTime, Patience, Reaction
 from services.gateway.core.stream import Phase
 from services.gateway.metrics import GatewayMetrics
 from shared import subjects

@@ -3,8 +3,8 @@
 Rules
 - An error in the request itself goes to its client: another instance would say the same. So does the error of a
   request that an engine fails on while it computes others.
-- A worker's death does not count as an attempt, unless a request is the cause (``deaths``). Neither does a worker
-  that is gone when a request is sent to it.
+- A worker's death does not count as an attempt, unless a request is the cause (``stream.Deaths``). Neither does a
+  worker that is gone when a request is sent to it.
 - When all tokens have arrived and only the terminal part was lost, the request is complete.
 - Any other failure sends the request back into its queue, until it has failed too often, and the instance gets no
   requests for a moment. A full instance is not a failure: the router decides how long to leave it alone.
@@ -15,8 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from services.gateway.core.deaths import MAX_OTHER_DEATHS, Deaths
-from services.gateway.core.stream import StreamState
+from services.gateway.core.stream import MAX_OTHER_DEATHS, Deaths, StreamState
 from shared.errors import (
     BadRequest,
     BlitzError,

@@ -12,9 +12,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.errors import MethodNotAllowed, error_body, error_headers
 from services.gateway.http.admin import admin_router
-from services.gateway.http.asgi import REQUEST_ID, ClientDisconnected, in_pieces, send_error
+from services.gateway.http.asgi import REQUEST_ID, ClientDisconnected, error_events, in_pieces, send_error
 from services.gateway.http.auth import Access, key_of
-from services.gateway.http.formats import error_events
 from services.gateway.http.generation import Generation
 from services.gateway.http.models import models_router
 from services.gateway.http.operations import operations_router

@@ -1,4 +1,4 @@
-"""The few ASGI pieces that the routes share: reading a body, sending a whole response."""
+"""The few ASGI pieces that the routes share: reading a body, sending a whole response, errors as a response."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.byte_budget import Claim
-from services.gateway.connection import ABORT
 from services.gateway.errors import RequestTimeout, error_body, error_headers
-from services.gateway.response_buffer import MAX_PIECE_BYTES
+from services.gateway.memory import MAX_PIECE_BYTES, Claim
+from services.gateway.server import ABORT
 from shared.errors import BadRequest, BlitzError, PayloadTooLarge
 
 JSON = b"application/json"
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream of events."""
 REQUEST_ID = "blitz.request_id"
 """In a scope: what logs and traces call the request, once it has a name."""
 MAX_DIGITS = 20
@@ -111,3 +112,8 @@ async def send_body(
 async def send_error(send: Send, error: BlitzError, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
     """A typed error as a whole response."""
     await send_body(send, error.http_status, error_body(error), headers=[*error_headers(error), *headers])
+
+
+def error_events(error: BlitzError) -> bytes:
+    """The end of a stream that has begun and cannot continue."""
+    return b"data: " + error_body(error) + b"\n\n" + DONE

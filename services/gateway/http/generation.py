@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from opentelemetry.trace import Span
+from opentelemetry.trace import Span, SpanKind
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import Receive, Scope, Send
 
-from services.gateway import admission
 from services.gateway.api_keys import Bill
-from services.gateway.byte_budget import Claim
 from services.gateway.core.stream import StreamState
-from services.gateway.http.asgi import REQUEST_ID, abort_of, header, in_pieces, read_body, send_body
+from services.gateway.http.asgi import DONE, REQUEST_ID, abort_of, error_events, header, in_pieces, read_body, send_body
 from services.gateway.http.auth import key_of
-from services.gateway.http.choice import Choice, StreamedChoice, WholeChoice
-from services.gateway.http.formats import DONE, ChunkFormat, Reply, Usage, error_events
+from services.gateway.http.choice import Choice, ChunkFormat, Reply, StreamedChoice, Usage, WholeChoice
 from services.gateway.http.logprobs import ChatLogprobs, CompletionLogprobs, LogprobShape
-from services.gateway.http.preparation import Job, Kind, Preparation
-from services.gateway.http.request_span import request_span, set_response_attributes
-from services.gateway.request_bodies.options import Options
-from services.gateway.response_buffer import ResponseBuffer
+from services.gateway.http.preparation import Job, Kind, Preparation, memory_bytes, streams_of, text_output
+from services.gateway.memory import Claim, ResponseBuffer
+from services.gateway.request_bodies.options import Options, SharedBody
 from services.gateway.service import Gateway
 from shared.errors import Internal
+from shared.telemetry import tracer
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -56,7 +55,7 @@ class Generation:
                 scope[REQUEST_ID] = job.response_id
                 # The text goes, the token ids stay.
                 del preparation, body
-                claim.resize(admission.memory_bytes([prompt.token_ids for prompt in job.prompts]))
+                claim.resize(memory_bytes(job))
                 await self._run(job, bill, receive, send, span, abort_of(scope), arrived_s, arrived_at_s)
 
     async def _read(self, scope: Scope, receive: Receive, claim: Claim) -> bytes:
@@ -78,24 +77,7 @@ class Generation:
     ) -> None:
         gateway = self._gateway
         options = bill.limited(job.options, [prompt.token_ids for prompt in job.prompts])
-        param = "messages" if job.kind == "chat" else "prompt"
-        samplings = [
-            admission.sampling_params(options, job.model, p.token_ids, param, gateway.seeds) for p in job.prompts
-        ]
-        ends = admission.end_token_ids(options, job.model)
-        streams = [
-            admission.stream_state(
-                f"{job.response_id}-{index}",
-                job.model,
-                prompt.token_ids,
-                sampling,
-                arrived_at_s=arrived_at_s,
-                key=bill.key,
-                default_max_tokens=options.max_tokens is None,
-                end_token_ids=ends,
-            )
-            for index, (prompt, sampling) in enumerate(zip(job.prompts, samplings, strict=True))
-        ]
+        streams = streams_of(job, options, key=bill.key, arrived_at_s=arrived_at_s, seeds=gateway.seeds)
         bill.charge(streams)
         reply = Reply(job.kind, job.response_id, job.model.record.name, int(arrived_at_s), options.include_usage)
         buffer = gateway.response_memory.open(job.response_id, len(streams), abort)
@@ -154,11 +136,11 @@ class Generation:
     ) -> Choice:
         options = job.options
         shape: LogprobShape | None = None
-        if options.logprobs is not None:
+        if options.sampling.logprobs is not None:
             shape = ChatLogprobs(job.tokenizer) if job.kind == "chat" else CompletionLogprobs(job.tokenizer)
         arguments = (
             buffer,
-            admission.text_output(options, stream, job.tokenizer),
+            text_output(options, stream, job.tokenizer),
             self._gateway.metrics.of(job.model.record.name),
         )
         keywords: dict[str, Any] = {
@@ -229,3 +211,33 @@ async def _send_whole(send: Send, buffer: ResponseBuffer, reply: Reply, choices:
             raise Internal(f"choice {index} has no end")
         parts.append(reply.choice_json(index, choice.text, choice.finish_reason, choice.logprobs_json))
     await send_body(in_pieces(send), 200, reply.whole(parts, _usage(choices)))
+
+
+_propagator = TraceContextTextMapPropagator()
+_PARAMETERS = ("max_tokens", "temperature", "top_p")
+
+
+@contextmanager
+def request_span(operation: str, model: str, body: SharedBody, traceparent: str) -> Iterator[Span]:
+    """A span like ``chat <model>``, child of the caller's ``traceparent`` if it sent one."""
+    context = _propagator.extract({"traceparent": traceparent}) if traceparent else None
+    with tracer().start_as_current_span(f"{operation} {model}", context=context, kind=SpanKind.SERVER) as span:
+        if span.is_recording():
+            span.set_attribute("gen_ai.operation.name", operation)
+            span.set_attribute("gen_ai.system", "blitzscale")
+            span.set_attribute("gen_ai.provider.name", "blitzscale")
+            span.set_attribute("gen_ai.request.model", model)
+            for name in _PARAMETERS:
+                value = getattr(body, name)
+                if value is not None:
+                    span.set_attribute(f"gen_ai.request.{name}", value)
+        yield span
+
+
+def set_response_attributes(span: Span, response_id: str, choices: Sequence[Choice]) -> None:
+    """What came of it."""
+    if span.is_recording():
+        span.set_attribute("gen_ai.response.id", response_id)
+        span.set_attribute("gen_ai.usage.input_tokens", sum(c.num_prompt_tokens for c in choices))
+        span.set_attribute("gen_ai.usage.output_tokens", sum(c.num_tokens for c in choices))
+        span.set_attribute("gen_ai.response.finish_reasons", [c.finish_reason or "unknown" for c in choices])

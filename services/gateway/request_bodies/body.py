@@ -3,6 +3,8 @@
 What a field may be is declared once, in its type; the decoder checks it, and the text of a refusal comes from the
 same type (or from its ``description``, for anything but a plain scalar). ``null`` counts as absent, as with OpenAI:
 declare fields as ``T | None = None``. Fields that are not declared are skipped, unread.
+
+Tokenizing megabytes takes seconds, so a prompt that is too large for any message to a worker is refused by its length.
 """
 
 from __future__ import annotations
@@ -237,3 +239,26 @@ def _wanted_number(member: inspect.IntType | inspect.FloatType) -> str:
 
 def _too_many(limit: int, param: str) -> BadRequest:
     return BadRequest(f"{param} has too many fields and items; at most {limit} are allowed", param=param)
+
+
+_MAX_UTF8_BYTES = 4
+"""Of one character."""
+
+
+def refuse_large_text(text: str, *, max_bytes: int, param: str) -> None:
+    """Raises ``PayloadTooLarge`` for one prompt's text of more than ``max_bytes`` in UTF-8."""
+    if len(text) * _MAX_UTF8_BYTES <= max_bytes:
+        return
+    size_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+    if size_bytes > max_bytes:
+        raise PayloadTooLarge(
+            f"a prompt of {size_bytes} bytes of text is too large; at most {max_bytes} are allowed", param=param
+        )
+
+
+def refuse_many_ids(count: int, *, max_bytes: int, param: str) -> None:
+    """Raises ``PayloadTooLarge`` for more ids than ``max_bytes``: each takes a byte or more on the wire."""
+    if count > max_bytes:
+        raise PayloadTooLarge(
+            f"a prompt of {count} token ids is too large; at most {max_bytes} bytes are allowed", param=param
+        )

@@ -7,8 +7,13 @@ from typing import Annotated
 
 from msgspec import Meta, Raw
 
-from services.gateway.core.prompt_size import refuse_large_text, refuse_many_ids
-from services.gateway.request_bodies.body import MAX_SHOWN_CHARACTERS, read_json, refuse_many_elements
+from services.gateway.request_bodies.body import (
+    MAX_SHOWN_CHARACTERS,
+    read_json,
+    refuse_large_text,
+    refuse_many_elements,
+    refuse_many_ids,
+)
 from services.gateway.request_bodies.options import MAX_LOGPROBS, Options, SharedBody, read_options, refuse_unsupported
 from shared.errors import BadRequest, UnsupportedParameter
 

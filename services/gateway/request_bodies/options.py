@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from services.gateway.request_bodies.body import read_fields, shown
 from shared.errors import BadRequest, UnsupportedParameter
+from shared.messages.generation import SamplingParams
 
 V = TypeVar("V")
 
@@ -122,23 +123,13 @@ class SharedBody(msgspec.Struct, kw_only=True):
 class Options:
     """How to generate and what to return. ``None`` where the default depends on the request."""
 
-    temperature: float
-    top_p: float
-    top_k: int
+    sampling: SamplingParams
+    """But for ``max_tokens`` and ``seed``, which depend on the prompt."""
     seed: int | None
     max_tokens: int | None
     default_max_tokens: int | None
     """Without ``max_tokens``: this many, or fewer if the context leaves fewer; None for all that it leaves."""
-    min_tokens: int
-    ignore_eos: bool
     stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
-    logit_bias: tuple[tuple[int, float], ...]
-    logprobs: int | None
-    """Alternatives per token (0: the token's own alone), None for no log-probabilities."""
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -182,22 +173,27 @@ def read_options(
         raise BadRequest(f"min_tokens {min_tokens} is above max_tokens {max_tokens}", param="min_tokens")
     include_usage = usage is not None and _or(usage.include_usage, False)
     continuous_usage = usage is not None and _or(usage.continuous_usage_stats, False)
-    return Options(
+    sampling = SamplingParams(
+        max_tokens=0,
+        seed=0,
         temperature=_or(body.temperature, 1.0),
         top_p=_or(body.top_p, 1.0),
         top_k=max(_or(body.top_k, 0), 0),
-        seed=body.seed,
-        max_tokens=max_tokens,
-        default_max_tokens=default_max_tokens,
         min_tokens=min_tokens,
         ignore_eos=_or(body.ignore_eos, False),
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         stop_token_ids=_known("stop_token_ids", tuple(body.stop_token_ids or ()), vocab_size),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         presence_penalty=_or(body.presence_penalty, 0.0),
         repetition_penalty=_or(body.repetition_penalty, 1.0),
         logit_bias=_logit_bias(body, vocab_size),
         logprobs=logprobs,
+    )
+    return Options(
+        sampling=sampling,
+        seed=body.seed,
+        max_tokens=max_tokens,
+        default_max_tokens=default_max_tokens,
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         stream=stream,
         include_usage=include_usage,
         continuous_usage=include_usage and continuous_usage,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from services.gateway.config import GatewayConfig
 from services.gateway.core.routes import RouteView
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.metrics import GatewayMetrics
@@ -81,13 +82,15 @@ async def test_a_process_that_ends_is_known_to_without_a_silence(server: Server,
         bus,
         routes,
         metrics,
-        gateway_id="gw-test",
-        max_queued_requests=10,
-        queue_timeout_s=NEVER_S,
-        submit_timeout_s=NEVER_S,
-        stall_s=NEVER_S,
-        probe_s=NEVER_S,
-        max_attempts=3,
+        GatewayConfig(
+            gateway_id="gw-test",
+            max_queued_requests=10,
+            queue_timeout_s=NEVER_S,
+            submit_timeout_s=NEVER_S,
+            stall_s=NEVER_S,
+            probe_s=NEVER_S,
+            max_attempts=3,
+        ),
     )
     running.router.set_routes("m", [worker.route()])
     await bus.watch_departures(running.on_departure)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from services.gateway.config import GatewayConfig
 from services.gateway.core.routes import RouteChanges, RouteView
 from services.gateway.core.stream import StreamState
 from services.gateway.dispatcher import Dispatcher
@@ -42,13 +43,15 @@ def dispatcher(broker: MemoryBroker, worker: FakeWorker, clock: Callable[[], flo
         broker.bus("gateway"),
         RouteView(),
         GatewayMetrics(),
-        gateway_id="gw-test",
-        max_queued_requests=10,
-        queue_timeout_s=5.0,
-        submit_timeout_s=1.0,
-        stall_s=1.0,
-        probe_s=0.5,
-        max_attempts=3,
+        GatewayConfig(
+            gateway_id="gw-test",
+            max_queued_requests=10,
+            queue_timeout_s=5.0,
+            submit_timeout_s=1.0,
+            stall_s=1.0,
+            probe_s=0.5,
+            max_attempts=3,
+        ),
         clock=clock,
     )
     made.router.set_routes("m", [worker.route()])

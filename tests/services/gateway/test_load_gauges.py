@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from services.gateway.load_gauges import FRESH_S, LoadGauges
+from services.gateway.metrics import FRESH_S, LoadGauges
 from shared.messages.load import LoadReport
 
 

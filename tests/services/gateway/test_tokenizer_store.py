@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway import tokenizer_store
-from services.gateway.tokenizer import ModelTokenizer, load_tokenizer
-from services.gateway.tokenizer_store import TokenizerStore
+from services.gateway import tokenizer
+from services.gateway.tokenizer import ModelTokenizer, TokenizerStore, load_tokenizer
 from shared.errors import BadCheckpoint
 from shared.messages.registry import ModelRecord
 from tests.services.gateway.checkpoint import model_record, write_checkpoint
@@ -38,7 +37,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Loads:
         seen.threads.add(threading.current_thread().name)
         return load_tokenizer(folder)
 
-    monkeypatch.setattr(tokenizer_store, "load_tokenizer", noted)
+    monkeypatch.setattr(tokenizer, "load_tokenizer", noted)
     return seen
 
 

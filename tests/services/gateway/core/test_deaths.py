@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from services.gateway.core.deaths import CLEARED_TOKENS, MAX_OTHER_DEATHS, Deaths
 from services.gateway.core.failover import GiveUp, Outcome, Retry, WorkerLost, after_failure
-from services.gateway.core.stream import StreamState
+from services.gateway.core.stream import CLEARED_TOKENS, MAX_OTHER_DEATHS, Deaths, StreamState
 from shared.errors import PoisonRequest, Unavailable
 from shared.messages.generation import SamplingParams, StreamPart
 

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from services.gateway.core.detokenizer import Detokenizer, WindowDetokenizer
-from services.gateway.core.stop_strings import StopScanner
-from services.gateway.core.text_output import TextOutput
+from services.gateway.core.text_output import Detokenizer, StopScanner, TextOutput, WindowDetokenizer
 from services.gateway.tokenizer import ModelTokenizer, load_tokenizer
 from tests.services.gateway.checkpoint import BOS, EOS, VOCAB_SIZE, byte_tokenizer, write_checkpoint
 

@@ -72,7 +72,7 @@ async def test_headers_without_end_are_cut_off(stack: Stack) -> None:
 async def test_a_body_behind_an_answer_is_read_for_a_while_and_then_no_more(
     make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.connection.LINGER_S", 0.2)
+    monkeypatch.setattr("services.gateway.server.LINGER_S", 0.2)
     stack = await make_stack(max_body_bytes=2000)
     head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n".encode()
     reader, writer = await connect(stack, head)
@@ -93,7 +93,7 @@ async def test_a_body_behind_an_answer_is_read_for_a_while_and_then_no_more(
 async def test_a_body_that_ends_behind_its_answer_does_not_keep_the_connection(
     make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.connection.LINGER_S", 0.3)
+    monkeypatch.setattr("services.gateway.server.LINGER_S", 0.3)
     stack = await make_stack(max_body_bytes=2000)
     reader, writer = await connect(stack, f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Length: 3000\r\n\r\n".encode())
     assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")

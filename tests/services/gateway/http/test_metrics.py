@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.gateway import admission
+from services.gateway.http import preparation
 from services.gateway.metrics import GatewayMetrics, Histogram
 from shared import subjects
 from shared.messages.load import LoadReport
@@ -44,7 +44,7 @@ async def test_load_reports_become_gauges(stack: Stack) -> None:
         decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=10, kv_blocks_used=4,
     )  # fmt: skip
     await stack.workers[0].bus.publish(subjects.load(), report)
-    await stack.until(lambda: list(stack.gateway.load_gauges.gauges(stack.gateway.routes, stack.gateway.dispatcher)))
+    await stack.until(stack.gateway.metrics.gauges)
     values = await scrape(stack)
     assert values['vllm:num_requests_running{model_name="tiny"}'] == 3
     assert values['vllm:num_requests_waiting{model_name="tiny"}'] == 2
@@ -75,14 +75,14 @@ async def test_refused_requests_are_neither_prompt_tokens_nor_aborts(make_stack:
 async def test_a_model_removed_while_its_prompt_is_tokenized_is_404_and_not_counted(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode = admission.encode
+    encode = preparation.encode
 
     async def slow(*arguments: Any, **keywords: Any) -> tuple[int, ...]:
         stack.pool.models = []
         await stack.gateway.refresh()
         return await encode(*arguments, **keywords)
 
-    monkeypatch.setattr(admission, "encode", slow)
+    monkeypatch.setattr(preparation, "encode", slow)
     response = await stack.http.post("/v1/completions", json={"model": "tiny", "prompt": "xy"})
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
     values = await scrape(stack)

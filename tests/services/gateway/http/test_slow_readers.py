@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.response_buffer import ResponseMemory
+from services.gateway.memory import ResponseMemory
 from shared.messages.generation import TokenLogprobs
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.http.test_metrics import scrape

@@ -20,7 +20,7 @@ async def test_one_span_per_request_joins_the_callers_trace_and_reaches_the_work
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr("services.gateway.http.request_span.tracer", lambda: provider.get_tracer("test"))
+    monkeypatch.setattr("services.gateway.http.generation.tracer", lambda: provider.get_tracer("test"))
     worker = stack.workers[0]
     parents: list[trace.SpanContext] = []
 
@@ -57,7 +57,7 @@ async def test_a_number_that_no_span_can_carry_is_refused_before_there_is_one(
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr("services.gateway.http.request_span.tracer", lambda: provider.get_tracer("test"))
+    monkeypatch.setattr("services.gateway.http.generation.tracer", lambda: provider.get_tracer("test"))
     body = {"model": "tiny", "prompt": "a", "max_tokens": 10**399, "temperature": 0.5}
     assert (await stack.http.post("/v1/completions", json=body)).status_code == 400
     assert exporter.get_finished_spans() == ()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.core.prompt_size import refuse_large_text, refuse_many_ids
+from services.gateway.request_bodies.body import refuse_large_text, refuse_many_ids
 from shared.errors import PayloadTooLarge
 
 
