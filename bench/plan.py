@@ -15,9 +15,9 @@ from rich.table import Table
 
 from bench.command_line import JsonFile, write
 from bench.stats import Summary
-from services.planner.core.multicast.flows import Flow, Source
 from services.planner.core.multicast.plan import plan
 from services.planner.core.multicast.topology import Gpu, Host, Nic, Topology, build_topology
+from services.planner.core.multicast.traffic import Flow, Source
 
 MODEL_BYTES = 16 << 30
 HOSTS_PER_LEAF = 16

@@ -11,14 +11,13 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter
 
-from services.planner.core.live.assignments import zigzag_assignments
 from services.planner.core.live.load import ASSUMED_TOKENS_PER_S, REPORT_TTL_S, ReportedLoad
-from services.planner.core.live.pairs import Selection, SourceCandidate, select_pairs
+from services.planner.core.live.pairs import Selection, SourceCandidate, select_pairs, zigzag_assignments
 from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.pair_record import LivePair
-from services.planner.publisher import PlanPublisher
+from services.planner.plan_stream import PlanPublisher
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BlitzError

@@ -19,8 +19,8 @@ from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from services.planner.core.multicast.explain import instances_of
+from services.planner.core.operations.decision import ScaleRequest
 from services.planner.core.operations.operation import Operation
-from services.planner.core.operations.scale_request import ScaleRequest
 from services.planner.leases import RPC_TIMEOUT_S, Leases
 from services.planner.scaler import Scaler, Step
 from shared.aio import OwnedTasks

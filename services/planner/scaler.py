@@ -17,7 +17,7 @@ from services.planner.core.multicast.baselines import Strategy, plan_by
 from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.multicast.cluster import Cluster, Clusters
 from services.planner.core.multicast.traffic import BUSY_NIC_SHARE
-from services.planner.core.operations.decision import Decision, decide
+from services.planner.core.operations.decision import Decision, ScaleRequest, decide
 from services.planner.core.operations.operation import Operation, give_up_s
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.plan_events import (
@@ -26,10 +26,9 @@ from services.planner.core.operations.plan_events import (
     scale_plan,
 )
 from services.planner.core.operations.refusals import Refusals
-from services.planner.core.operations.scale_request import ScaleRequest
 from services.planner.leases import Leases
 from services.planner.pair_planner import PairPlanner
-from services.planner.publisher import PlanPublisher
+from services.planner.plan_stream import PlanPublisher
 from shared.errors import BlitzError, ModelNotFound, NoCapacity
 from shared.messages.common import LiveChoice
 from shared.messages.registry import LeaseGrant, LeaseWorkers, ModelRecord, WorkerRecord

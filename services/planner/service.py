@@ -19,6 +19,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 from services.planner.core.multicast.baselines import Strategy
 from services.planner.core.multicast.explain import instances_of
 from services.planner.core.multicast.traffic import BUSY_NIC_SHARE
+from services.planner.core.operations.decision import ScaleRequest
 from services.planner.core.operations.history import (
     drains_from,
     operations_under_way,
@@ -29,10 +30,9 @@ from services.planner.core.operations.history import (
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import MAX_RECORDS, Operations
 from services.planner.core.operations.refusals import Refusals
-from services.planner.core.operations.scale_request import ScaleRequest
 from services.planner.leases import RPC_TIMEOUT_S, Leases
 from services.planner.pair_planner import LiveSettings, PairPlanner
-from services.planner.publisher import PlanPublisher
+from services.planner.plan_stream import PlanPublisher
 from services.planner.rounds import Rounds
 from services.planner.scaler import Scaler
 from services.planner.splitter import Splitter

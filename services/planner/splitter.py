@@ -13,7 +13,7 @@ from services.planner.core.live.request import SplitRequest, gates_in_time, spli
 from services.planner.core.live.split import assign
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.pair_record import LivePair
-from services.planner.publisher import PlanPublisher
+from services.planner.plan_stream import PlanPublisher
 from shared.aio import OwnedTasks
 from shared.errors import BlitzError, Conflict, NotFound
 from shared.messages.common import Ack

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import time
 
-from services.planner.core.operations.history import bounded_record
 from services.planner.core.operations.operation import Operation
-from services.planner.core.operations.operations import Operations
+from services.planner.core.operations.operations import Operations, bounded_record
 from services.planner.core.operations.refusals import Refusals
 from services.planner.leases import Leases
 from services.planner.pair_planner import PairPlanner
-from services.planner.record_store import RecordStore
+from services.planner.plan_stream import RecordStore
 from shared.aio import OwnedTasks, Wakeup
 from shared.bus.base import Bus
 from shared.errors import PlanNotFound

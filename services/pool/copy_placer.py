@@ -15,9 +15,8 @@ from redis.exceptions import RedisError
 from services.pool.core.cluster import Cluster
 from services.pool.core.copies import gpu_copy_id, host_copy_id
 from services.pool.core.loads import LoadLimits
-from services.pool.core.placement import Placer
+from services.pool.core.placement import Drop, Hold, Placement, Placer
 from services.pool.core.registry import Registry
-from services.pool.core.steps import Drop, Hold, Placement
 from services.pool.store import Store
 from shared import subjects
 from shared.aio import OwnedTasks

@@ -21,12 +21,11 @@ from services.pool.core.holders import Holders
 from services.pool.core.loads import LoadLimits
 from services.pool.core.pages import page_of, whole_page
 from services.pool.core.registry import Registry
-from services.pool.grants import LeaseGrants
+from services.pool.leases import LeaseGrants, Terms
 from services.pool.model_admin import ModelAdmin
 from services.pool.refilling import refill_models, refill_workers
 from services.pool.route_publisher import RoutePublisher
 from services.pool.store import Standing, Store
-from services.pool.terms import Terms
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BadRequest, Conflict, Unavailable

@@ -11,8 +11,8 @@ from pathlib import Path
 from services.pool.core.new_model import check_limits, name_of, path_of
 from services.pool.core.registry import Registry
 from services.pool.inspection import Inspections
+from services.pool.leases import Terms
 from services.pool.store import Store
-from services.pool.terms import Terms
 from shared.errors import BadRequest, Conflict, ModelNotFound
 from shared.messages.common import Ack
 from shared.messages.registry import (

@@ -98,11 +98,6 @@ async def _unplaced(redis: Redis) -> tuple[Unplaced, ...]:
     return ()
 
 
-def floor_field(model: str, role: Role) -> str:
-    """Names have no spaces, and colocated instances' floors are where they were before there were roles."""
-    return model if role == "colocated" else f"{model} {role}"
-
-
 def _role(raw: bytes | None) -> Role:
     return cast(Role, (raw or b"colocated").decode())
 

@@ -15,11 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 from shared.errors import BadAddress, PeerLost, TransportError
-from shared.transport.address import check
 from shared.transport.base import Channel
 from shared.transport.control import CLOSES, CONTROL_TAG, Control, Kind
 from shared.transport.transfer import PostedTransfer
-from shared.transport.ucx_worker import UcxWorker
+from shared.transport.ucx_worker import UcxWorker, check
 
 _log = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from heapq import heappop, heappush
 
 import msgspec
 
-from services.pool.core.change_log import ChangeLog
-from services.pool.core.ordered import Ordered
+from services.pool.core.ordered import ChangeLog, Ordered
 from shared.messages.common import Role
 from shared.messages.registry import Floor, ModelRecord, Unplaced
 

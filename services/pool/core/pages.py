@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from services.pool.core.change_log import Names
 from services.pool.core.models import ModelEntry
+from services.pool.core.ordered import Names
 from services.pool.core.registry import Registry, WorkerEntry
 from shared.messages.registry import Snapshot
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.pool.core.change_log import ChangeLog, Names
 from services.pool.core.copies import complete_copies, unknown_hashes
 from services.pool.core.leases import Lease, Leases
 from services.pool.core.models import Models
-from services.pool.core.ordered import Ordered
+from services.pool.core.ordered import ChangeLog, Names, Ordered
 from services.pool.core.route_log import RouteLog
 from shared.messages.common import InstanceState
 from shared.messages.registry import ModelRecord, ModelRoute, Route, WorkerHeartbeat, WorkerRecord

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.planner.core.operations.history import bounded_record, unpublished_leases
+from services.planner.core.operations.history import unpublished_leases
 from services.planner.core.operations.operation import Operation
-from services.planner.core.operations.operations import MAX_RECORDS
+from services.planner.core.operations.operations import MAX_RECORDS, bounded_record
 from shared import subjects
 from shared.errors import NoResponder, PlanNotFound
 from shared.leading import Leader

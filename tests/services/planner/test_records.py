@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from services.planner.record_store import RecordStore
+from services.planner.plan_stream import RecordStore
 from shared.errors import Unavailable
 from shared.messages.codec import Message
 from shared.messages.scaling import ScaleRecord

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.planner import rounds
-from services.planner.core.operations.scale_request import ScaleRequest
+from services.planner.core.operations.decision import ScaleRequest
 from services.planner.leases import Leases
 from shared import subjects
 from shared.errors import Conflict, DeadlineExceeded

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from shared.errors import BadAddress
-from shared.transport.address import check, seal
 from shared.transport.ucx import UcxTransport
+from shared.transport.ucx_worker import check, seal
 
 
 def test_a_sealed_address_is_one() -> None:

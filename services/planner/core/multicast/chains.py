@@ -9,9 +9,8 @@ from services.planner.core.multicast import plan as multicast
 from services.planner.core.multicast.cluster import Cluster, WorkerCopy
 from services.planner.core.multicast.edges import Edge
 from services.planner.core.multicast.explain import names
-from services.planner.core.multicast.flows import Load, Source
 from services.planner.core.multicast.topology import Topology
-from services.planner.core.multicast.traffic import Link
+from services.planner.core.multicast.traffic import Link, Load, Source
 from shared.messages.scaling import Chain, Copy, Hop, Stripe
 
 MAX_FALLBACKS = 8

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from services.planner.core.multicast.explain import MAX_NAMES, shortened
-from services.planner.core.multicast.flows import Flow
 from services.planner.core.multicast.topology import Topology, topology_of, with_copy_holders
-from services.planner.core.multicast.traffic import BUSY_NIC_SHARE, Transfers, serving_flows, transfer_flows
+from services.planner.core.multicast.traffic import BUSY_NIC_SHARE, Flow, Transfers, serving_flows, transfer_flows
 from shared.messages.registry import ModelRecord, WorkerInfo, WorkerRecord
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.planner.core.multicast.edges import Edge
-from services.planner.core.multicast.stripes import ByteRangeStripe
+from services.planner.core.multicast.edges import ByteRangeStripe, Edge
 from shared.messages.common import Role
 
 MAX_NAMES = 8

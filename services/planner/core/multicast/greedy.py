@@ -5,12 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from services.planner.core.multicast.edges import Draft, StripeRate
+from services.planner.core.multicast.edges import Draft, StripeRate, match_gbps
 from services.planner.core.multicast.egress import TOLERANCE_GBPS, Egress, FreeEgress
-from services.planner.core.multicast.flows import Load, Source
-from services.planner.core.multicast.stripes import match_gbps
 from services.planner.core.multicast.targets import Port, TargetGroup, make_group
 from services.planner.core.multicast.topology import Nic, Topology
+from services.planner.core.multicast.traffic import Load, Source
 from shared.messages.scaling import SourceKind
 
 

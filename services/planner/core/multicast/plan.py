@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from services.planner.core.multicast.edges import Draft, Edge, StripeRate
 from services.planner.core.multicast.explain import explain
-from services.planner.core.multicast.flows import Flow, Load, Source
 from services.planner.core.multicast.greedy import Greedy
 from services.planner.core.multicast.targets import TargetGroup, fair_cap_gbps, first_gpus, group_targets, in_order
 from services.planner.core.multicast.timing import FairShares, longest_chain, settle
 from services.planner.core.multicast.topology import Topology
+from services.planner.core.multicast.traffic import Flow, Load, Source
 from shared.errors import BadRequest, BadTopology
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.planner.core.multicast.flows import Load
 from services.planner.core.multicast.topology import Gpu, Nic, Topology
+from services.planner.core.multicast.traffic import Load
 
 
 class Port(msgspec.Struct, gc=False):

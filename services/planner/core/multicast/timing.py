@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from services.planner.core.multicast.edges import Draft, StripeRate
-from services.planner.core.multicast.flows import Load
 from services.planner.core.multicast.targets import fair_rate
 from services.planner.core.multicast.topology import Topology
+from services.planner.core.multicast.traffic import Load
 
 MIN_CHUNK_BYTES = 512 * 1024
 """Below this the cost per message shows: seven hops of TCP took 1.18 of the ideal time with half of it."""

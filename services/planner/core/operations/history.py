@@ -12,9 +12,8 @@ from services.planner.core.operations.plan_events import base_id, whole_plan
 from services.planner.core.operations.target import Direction
 from shared.messages.live import ZigzagAssignment
 from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import DrainPlan, ScalePlan, ScaleRecord
+from shared.messages.scaling import DrainPlan, ScalePlan
 
-MAX_RECORD_BYTES = 200 * 1024
 HEED_S = 15.0
 """Who was told to drain, maybe by an earlier planner, shows it by then, or never will."""
 MAX_PART_DIGITS = 9
@@ -123,16 +122,3 @@ def unpublished_leases(
         if worker.lease_plan_id and worker.lease_plan_id not in published:
             found.setdefault(worker.lease_plan_id, []).append(worker.worker.worker_id)
     return tuple((plan_id, tuple(ids)) for plan_id, ids in found.items())
-
-
-def bounded_record(operation: Operation) -> ScaleRecord:
-    """The record of an operation that has ended, as small as a message has to be."""
-    brief = operation.record(details=False)
-    targets = tuple(msgspec.structs.replace(t, layer_ready_ms=()) for t in brief.targets)
-    briefest = msgspec.structs.replace(brief, targets=targets)
-    for record in (operation.record(), brief, briefest):
-        if len(msgspec.msgpack.encode(record)) <= MAX_RECORD_BYTES:
-            return record
-    kept = [t for t in targets if t.failure] or targets
-    note = f"the record leaves out {len(targets) - len(kept[:500])} of {len(targets)} targets"
-    return msgspec.structs.replace(record, targets=tuple(kept[:500]), left_out=(*record.left_out[:50], note))

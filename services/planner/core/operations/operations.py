@@ -6,6 +6,8 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable
 
+import msgspec
+
 from services.planner.core.multicast.traffic import SETTLING_S, Transfers
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.pair_record import LivePair
@@ -13,6 +15,7 @@ from services.planner.core.operations.plan_events import base_id
 from shared.messages.scaling import ScaleRecord
 
 MAX_RECORDS = 500
+MAX_RECORD_BYTES = 200 * 1024
 
 
 class Operations:
@@ -129,3 +132,16 @@ class Operations:
     def instances_to_drain(self) -> frozenset[str]:
         """What drains, or was told to and may not show it yet."""
         return frozenset([i for o in self.running() if o.direction == "in" for _, i in o.open_targets])
+
+
+def bounded_record(operation: Operation) -> ScaleRecord:
+    """The record of an operation that has ended, as small as a message has to be."""
+    brief = operation.record(details=False)
+    targets = tuple(msgspec.structs.replace(t, layer_ready_ms=()) for t in brief.targets)
+    briefest = msgspec.structs.replace(brief, targets=targets)
+    for record in (operation.record(), brief, briefest):
+        if len(msgspec.msgpack.encode(record)) <= MAX_RECORD_BYTES:
+            return record
+    kept = [t for t in targets if t.failure] or targets
+    note = f"the record leaves out {len(targets) - len(kept[:500])} of {len(targets)} targets"
+    return msgspec.structs.replace(record, targets=tuple(kept[:500]), left_out=(*record.left_out[:50], note))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.pool.core import change_log
+from services.pool.core import ordered
 from services.pool.core.leases import Lease
 from services.pool.core.pages import whole_page
 from services.pool.core.registry import Registry
@@ -61,7 +61,7 @@ def test_only_what_changed_is_told() -> None:
 
 
 def test_who_missed_too_much_is_told_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(change_log, "MAX_GONE", 2)
+    monkeypatch.setattr(ordered, "MAX_GONE", 2)
     registry, follower = Registry("pool-1"), Follower()
     for index in range(6):
         registry.take(heartbeat(f"w{index}"), 0.0, 2.0)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from services.pool.core.cluster import Cluster
 from services.pool.core.loads import LoadLimits
-from services.pool.core.placement import MAX_DROPS, MODEL_VISITS, VISITS, Placer
-from services.pool.core.steps import Drop, Hold, Placement
+from services.pool.core.placement import MAX_DROPS, MODEL_VISITS, VISITS, Drop, Hold, Placement, Placer
 from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat
 from tests.records import model
 from tests.services.pool.deciding import ANY_NUMBER, LATE_S, Outstanding, cluster_of, place

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.pool.core import change_log, pages
+from services.pool.core import ordered, pages
 from services.pool.core.leases import Lease
 from services.pool.core.pages import page_of, whole_page
 from services.pool.core.registry import Registry
@@ -310,7 +310,7 @@ def test_a_version_that_is_not_known_gets_everything(since: str) -> None:
 
 
 def test_who_asks_for_changes_of_too_long_ago_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(change_log, "MAX_GONE", 2)
+    monkeypatch.setattr(ordered, "MAX_GONE", 2)
     registry = filled(5)
     first = page_of(registry, "", "")
     assert first is not None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.planner.core.live.assignments import layers_ready_at_s, zigzag_assignments
-from services.planner.core.live.pairs import Pair
+from services.planner.core.live.pairs import Pair, layers_ready_at_s, zigzag_assignments
 from services.planner.core.multicast.chains import WorkerChains, plan_worker_chains
 from services.planner.core.multicast.cluster import Cluster
 from services.planner.core.operations.plan_events import scale_plan

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from services.planner.core.multicast.flows import Flow, Source
 from services.planner.core.multicast.plan import Multicast
 from services.planner.core.multicast.topology import Gpu, Host, Nic, Topology, build_topology
+from services.planner.core.multicast.traffic import Flow, Source
 
 MODEL_BYTES = 16 << 30
 SLACK = 1e-3

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from services.planner.core.multicast.cluster import cluster_of
-from services.planner.core.multicast.flows import Flow
+from services.planner.core.multicast.traffic import Flow
 from shared.messages.common import InstanceState
 from tests.records import model, worker_record
 from tests.services.planner.core.multicast.clusters import MODEL, MODEL_BYTES, cluster, record

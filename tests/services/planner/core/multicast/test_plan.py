@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from services.planner.core.multicast.flows import Flow, Source
 from services.planner.core.multicast.plan import Multicast, plan
 from services.planner.core.multicast.targets import fair_rate
 from services.planner.core.multicast.topology import Gpu, Host, Nic, Topology, build_topology
+from services.planner.core.multicast.traffic import Flow, Source
 from shared.errors import BadRequest, BadTopology
 from tests.services.planner.core.multicast.plan_checks import (
     MODEL_BYTES,

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.planner.core.multicast.flows import Flow
 from services.planner.core.multicast.topology import topology_of
-from services.planner.core.multicast.traffic import Link, Transfers, serving_flows, transfer_flows
+from services.planner.core.multicast.traffic import Flow, Link, Transfers, serving_flows, transfer_flows
 from shared.messages.registry import WorkerRecord
 from tests.records import model
 from tests.services.planner.core.multicast.clusters import record
