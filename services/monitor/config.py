@@ -25,7 +25,7 @@ class MonitorConfig(ServiceConfig):
         usual = DemandPolicy()
         policy = DemandPolicy(
             rate_window_s=env.number("BLITZ_MONITOR_RATE_WINDOW_S", default=usual.rate_window_s, minimum=0.1),
-            down_window_s=env.number("BLITZ_MONITOR_DOWN_WINDOW_S", default=usual.down_window_s, minimum=0.1),
+            down_window_s=env.number("BLITZ_MONITOR_DOWN_WINDOW_S", default=usual.down_window_s, minimum=0.0),
             slack_s=env.number("BLITZ_MONITOR_SLACK_S", default=usual.slack_s, minimum=0.01),
             prefill_tokens_per_s=env.number("BLITZ_MONITOR_PREFILL_TOKENS_PER_S", default=0.0, minimum=0.0),
             assumed_tokens_per_s=env.number(

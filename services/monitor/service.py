@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
@@ -15,11 +14,12 @@ from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from services.monitor.core.demand import DemandPolicy, ModelDemand, Verdict
 from shared import subjects
+from shared.aio import Wakeup
 from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.leading import Leader
 from shared.load_feed import subscribe_load
-from shared.messages.common import SCALED_BY_LOAD, Role
+from shared.messages.common import SCALED_BY_LOAD, TAKES_PROMPTS, Role
 from shared.messages.load import Demand, LoadReport, QueueReport
 from shared.messages.registry import Floor, ModelRecord, RouteChanges, RouteTable
 from shared.outage import Outage
@@ -45,6 +45,16 @@ class _Group:
     told: bool | None = None
     """Whether the log says that more (True) or fewer are wanted: it gets a line per change of direction."""
     triggered_at_s: float = 0.0
+    idle: int = 0
+    """Instances that another model may have at once, and since when (unix time) so many."""
+    idle_since_s: float = 0.0
+
+    def set_idle(self, idle: int) -> bool:
+        """Whether it is another number than before."""
+        before, self.idle = self.idle, idle
+        if idle > before:
+            self.idle_since_s = time.time()
+        return idle != before
 
 
 @dataclass(slots=True)
@@ -54,10 +64,18 @@ class _Model:
     shown: tuple[int, float] | None = None
     """What the gauges show: desired and needed."""
     groups: dict[Role, _Group] = field(default_factory=lambda: {role: _Group() for role in get_args(Role)})
+    held: bool = False
+    """Whether gateways hold requests for which there is no instance, as of their last reports."""
+
+    @property
+    def has_instances(self) -> bool:
+        """That take requests, now or soon."""
+        return any(group.observed for role, group in self.groups.items() if role in TAKES_PROMPTS)
 
 
 class MonitorService:
-    """Watches every registered model; tells the planner what each needs when it has something else.
+    """Watches every registered model; tells the planner what each needs when it has something else, and which
+    instances it could do without.
 
     Load decides on colocated instances. Those of other roles are as many as somebody asked for by hand.
     """
@@ -84,6 +102,7 @@ class MonitorService:
         self._publisher = f"monitor-{secrets.token_hex(4)}"
         self._sequence = 0
         self._refresh = asyncio.Event()
+        self._urgent = Wakeup()
         self._desired_gauge = Gauge("blitz_monitor_desired_instances", "Verdict", ["model"], registry=metrics)
         self._needed_gauge = Gauge("blitz_monitor_needed_instances", "Load in instances", ["model"], registry=metrics)
         leads = Gauge("blitz_monitor_leads", "1 while this process leads", registry=metrics)
@@ -114,9 +133,7 @@ class MonitorService:
                     await self._take_snapshot()
                 if self._bus.connected_since_s is not None:
                     await self._evaluate(self._bus.connected_since_s)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._interval_s):
-                        await stopping.wait()
+                await self._urgent.wait(self._interval_s)
         finally:
             leading.cancel()
             await asyncio.gather(leading, return_exceptions=True)
@@ -137,8 +154,14 @@ class MonitorService:
         now_s = time.monotonic()
         for queue in report.models:
             model = self._models.get(queue.model)
-            if model is not None:
-                model.demand.on_queue(report.gateway_id, queue, now_s)
+            if model is None:
+                continue
+            model.demand.on_queue(report.gateway_id, queue, now_s)
+            held = queue.queued_requests > 0 and not model.has_instances
+            if held and not model.held:
+                # Somebody waits for a model that sleeps.
+                self._urgent.fire()
+            model.held = held
 
     def _on_routes(self, _event: RouteChanges | RouteTable) -> None:
         # Instances came or went: look at the whole picture at the next turn.
@@ -183,12 +206,17 @@ class MonitorService:
                     model.shown = desired, verdict.needed
                     self._desired_gauge.labels(name).set(desired)
                     self._needed_gauge.labels(name).set(verdict.needed)
-                if desired == group.observed or not self._leader.leads:
+                least = bounded(0, model.record, group.floor, role)
+                changed = group.set_idle(max(0, min(verdict.idle, group.observed - least)))
+                if not self._leader.leads:
+                    group.sent = group.told = None
+                    continue
+                if desired == group.observed and not (group.idle or changed):
                     group.sent = group.told = None
                     continue
                 if desired != group.sent:
                     group.triggered_at_s = time.time()
-                elif now_s - group.sent_at_s < self._repeat_s:
+                elif not changed and now_s - group.sent_at_s < self._repeat_s:
                     continue
                 await self._send(name, role, group, verdict, desired)
                 group.sent, group.sent_at_s = desired, now_s
@@ -225,6 +253,8 @@ class MonitorService:
                 triggered_at_s=group.triggered_at_s,
                 reason=verdict.reason,
                 term=self._leader.term,
+                idle=group.idle,
+                idle_since_s=group.idle_since_s,
             )
             try:
                 # Never later: what was wanted before an outage says nothing about what is wanted after it.
@@ -232,6 +262,9 @@ class MonitorService:
             except BlitzError as error:
                 log.warning("demand for %s not published: %s", name, error)
                 return
+        if desired == group.observed:
+            group.told = None
+            return
         direction = desired > group.observed
         if group.told != direction:
             group.told = direction

@@ -43,6 +43,8 @@ class LoadReport(Message, frozen=True, kw_only=True, tag="load.v1"):
     """A decode step of n requests takes ``decode_base_s + n * decode_request_s``."""
     decode_request_s: Figure = 0.0
     """0 with a base: not known yet, because no step had two requests."""
+    load_s: Figure = 0.0
+    """How long this instance took from its plan to serving; 0 while it loads, and from a worker of 0.1."""
 
 
 class HostLoad(Message, frozen=True, kw_only=True, tag="host_load.v1"):
@@ -111,3 +113,8 @@ class Demand(Message, frozen=True, kw_only=True, tag="demand.v1"):
     reason: str
     term: Count = 0
     """Of the monitor that says so (``shared.messages.registry.Lead``). 0: one of 0.1, which knows no terms."""
+    idle: Count = 0
+    """Of the instances observed, those that another model may have at once: the load does not need them at this moment,
+    nor do limits and floors. From a monitor of 0.1: none."""
+    idle_since_s: Figure = 0.0
+    """When so many became idle."""

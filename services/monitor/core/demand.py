@@ -3,7 +3,9 @@
 ``services.monitor.core.need`` has the formula. Here is what it is fed with, and what becomes of its figure:
 
 - Up at once, to ``ceil(needed)``. Down only when the largest ``needed`` of a whole window would fit fewer instances
-  with room to spare, and no earlier than a window after the connection to the bus: before, silence says nothing.
+  with headroom, or when there was no request anywhere for as long; and no earlier than a window after the connection to
+  the bus: before, silence says nothing. How long the window is, ``services.monitor.core.give_back`` says.
+- A model's last instance stays for the model's keep-alive after its last request.
 - While prompts are overdue, ``needed`` does not fall: it was asked for when they came. If all of these instances serve
   and what is overdue still does not shrink, they are slower than they say: one more is asked for, and so on.
 - New requests go to colocated and to prefill instances. Of what gateways hold and of what arrives there, the share
@@ -20,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf, isfinite
 
+from services.monitor.core.give_back import MAX_WINDOW_S, idle_window_s
 from services.monitor.core.need import Capability, Load, Need, max_decodes, need_of
 from services.monitor.core.windows import CounterWindow, MaxWindow
 from shared.messages.common import SCALED_BY_LOAD, TAKES_PROMPTS
@@ -38,7 +41,10 @@ class DemandPolicy:
     """Knobs of the formula and of its use."""
 
     rate_window_s: float = 1.0
-    down_window_s: float = 2.0
+    down_window_s: float = 0.0
+    """How long an instance that is not needed is kept; 0: for as long as fetching it again would cost."""
+    assumed_load_s: float = 1.0
+    """Until an instance said how long it took to load."""
     slack_s: float = 0.5
     """Within how long a backlog should be drained, where the model has no TTFT objective."""
     prefill_tokens_per_s: float = 0.0
@@ -64,6 +70,8 @@ class Verdict:
     """In instances, before rounding."""
     why: str | tuple[Load, Need, float]
     """In words, or the figures that it rests on: load, need and prompt tokens per second of one instance."""
+    idle: int = 0
+    """Instances that the load does not need at this moment, whatever is kept for later."""
 
     @property
     def reason(self) -> str:
@@ -108,7 +116,11 @@ class ModelDemand:
         self._prefilling: dict[str, float] = {}
         """When each prefill instance that serves reported last."""
         self._gateways: dict[str, _Gateway] = {}
-        self._needed = MaxWindow(policy.down_window_s)
+        self._needed = MaxWindow(MAX_WINDOW_S)
+        self._idle_since_s: float | None = None
+        """Since when there is no request anywhere."""
+        self._load_s = policy.assumed_load_s
+        """How long an instance takes to load: as the last one that loaded says."""
         self._overdue = _Overdue(policy.rate_window_s)
         self._tokens_per_s = 0.0
         self._decode_s = (0.0, 0.0)
@@ -119,6 +131,9 @@ class ModelDemand:
     def on_load(self, report: LoadReport, now_s: float) -> None:
         """An instance reports."""
         if report.role in SCALED_BY_LOAD:
+            known = self._instances.get(report.instance_id)
+            if _is_measured(report.load_s) and (known is None or known[1].load_s != report.load_s):
+                self._load_s = report.load_s
             self._instances[report.instance_id] = (now_s, report)
         elif report.role in TAKES_PROMPTS and report.state == "serving":
             self._prefilling[report.instance_id] = now_s
@@ -145,10 +160,12 @@ class ModelDemand:
         *,
         slo_ttft_s: float = 0.0,
         slo_tbt_s: float = 0.0,
+        keep_alive_s: float = 0.0,
         connected_since_s: float = -inf,
     ) -> Verdict:
         """The verdict when ``observed`` colocated instances serve or are on their way. Objectives of 0: none.
-        ``connected_since_s``: when this process's own connection came up."""
+        ``keep_alive_s``: how long the last instance stays after the last request, if that is longer than it would by
+        itself. ``connected_since_s``: when this process's own connection came up."""
         policy = self._policy
         slack_s = min(max(slo_ttft_s, MIN_SLACK_S), MAX_SLACK_S) if slo_ttft_s > 0 else policy.slack_s
         self._forget(now_s)
@@ -162,16 +179,42 @@ class ModelDemand:
             load = self._load(reports, now_s, slack_s)
             need = need_of(load, capability, slack_s=slack_s)
             self._needed.add(now_s, need.instances)
-            held = self._overdue.hold(load.overdue_tokens, self._needed.largest, len(serving), now_s)
+            lately = self._needed.largest(now_s, self._window_s())
+            held = self._overdue.hold(load.overdue_tokens, lately, len(serving), now_s)
+        if load.requests or load.waiting_tokens:
+            self._idle_since_s = None
+        elif self._idle_since_s is None:
+            self._idle_since_s = now_s
         needed = min(max(need.instances, held), load.requests)
         self._needed.add(now_s, needed)
-        desired = _rounded_up(needed)
+        # What decodes may need next to nothing, but it needs the instance where it does.
+        desired, idle = max(_rounded_up(needed), min(observed, 1 if load.running_requests else 0)), 0
         if desired < observed:
-            # In small steps of evidence: the whole window's peak must fit what would remain.
-            fits = _rounded_up(self._needed.largest / policy.down_headroom)
-            heard = now_s - connected_since_s >= max(policy.down_window_s, policy.report_ttl_s)
-            desired = min(observed, max(fits, desired)) if heard and self._needed.full(now_s) else observed
-        return Verdict(desired, needed, (load, need, self.tokens_per_s))
+            connected_s = now_s - connected_since_s
+            if connected_s >= policy.report_ttl_s:
+                idle = observed - desired
+            desired = min(observed, max(desired, self._kept(now_s, observed, keep_alive_s, connected_s)))
+        return Verdict(desired, needed, (load, need, self.tokens_per_s), idle)
+
+    def _kept(self, now_s: float, observed: int, keep_alive_s: float, connected_s: float) -> int:
+        """Instances that stay for what may come, whatever is needed now."""
+        policy, window_s = self._policy, self._window_s()
+        if connected_s < max(window_s, policy.report_ttl_s):
+            return observed
+        idle_s = now_s - self._idle_since_s if self._idle_since_s is not None else 0.0
+        idle_window = policy.down_window_s or idle_window_s(self._load_s)
+        last = 1 if idle_s < max(idle_window, keep_alive_s) else 0
+        if idle_s >= idle_window:
+            return last
+        if not self._needed.full(now_s, window_s):
+            return observed
+        # In small steps of evidence: the whole window's peak must fit what would remain.
+        return max(last, _rounded_up(self._needed.largest(now_s, window_s) / policy.down_headroom))
+
+    def _window_s(self) -> float:
+        """Whose load has to fit fewer instances. Never shorter than two windows of the rate, or random arrivals
+        would be taken for ups and downs."""
+        return self._policy.down_window_s or max(idle_window_s(self._load_s), 2 * self._policy.rate_window_s)
 
     def is_idle(self, reports: Sequence[LoadReport]) -> bool:
         """Whether there is no request anywhere."""
@@ -204,8 +247,8 @@ class ModelDemand:
             running_requests=running,
             decoding_requests=running - sum(r.prefilling_requests for r in reports),
             memory=used / (blocks * policy.kv_upper_bound) if blocks else 0.0,
-            # Either side may know of one a moment earlier.
-            requests=max(in_gateways, at_instances + sum(g.queue.queued_requests for g in gateways)),
+            # Either side may know of one a moment earlier. Not the sum: one on its way would be two.
+            requests=max(in_gateways, at_instances),
         )
 
     def _arrived(self, now_s: float, within_s: float) -> float:

@@ -47,7 +47,7 @@ class CounterWindow:
 
 
 class MaxWindow:
-    """The largest value within the last ``window_s`` seconds (monotonic deque)."""
+    """The largest value within the last ``window_s`` seconds, or within fewer (monotonic deque)."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -64,11 +64,13 @@ class MaxWindow:
         while self._values[0][0] < at_s - self._window_s:
             self._values.popleft()
 
-    def full(self, now_s: float) -> bool:
-        """Whether values have been recorded for a whole window."""
-        return self._since_s is not None and now_s - self._since_s >= self._window_s
+    def full(self, now_s: float, within_s: float | None = None) -> bool:
+        """Whether values have been recorded for the last ``within_s`` seconds, by default for a whole window."""
+        within_s = self._window_s if within_s is None else min(within_s, self._window_s)
+        return self._since_s is not None and now_s - self._since_s >= within_s
 
-    @property
-    def largest(self) -> float:
-        """The maximum, 0 when nothing was recorded."""
-        return self._values[0][1] if self._values else 0.0
+    def largest(self, now_s: float, within_s: float | None = None) -> float:
+        """The maximum of the last ``within_s`` seconds, by default of the window; 0 when nothing was recorded."""
+        since_s = now_s - (self._window_s if within_s is None else within_s)
+        # The largest come first, and each is later than those that are larger.
+        return next((value for at_s, value in self._values if at_s >= since_s), 0.0)

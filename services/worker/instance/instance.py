@@ -60,6 +60,9 @@ class Instance:
         self.scheduler = scheduler
         self.received_bytes = 0
         self._digest = ""
+        self._begun_s = time.monotonic()
+        self.load_s = 0.0
+        """How long it took to load; 0 until it serves."""
         self._lifecycle = InstanceLifecycle()
         self._lifecycle.move_to("loading")
         loop = EngineLoop(engine, scheduler, time.monotonic)
@@ -111,6 +114,7 @@ class Instance:
         self._digest = self.copy.digest()
         self._start()
         self._lifecycle.move_to("serving")
+        self.load_s = time.monotonic() - self._begun_s
 
     def go_live(self) -> None:
         """Compute with the layers that are there, for another instance's requests. Raises the life cycle's error unless

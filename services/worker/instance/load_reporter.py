@@ -110,4 +110,5 @@ class LoadReporter:
             decode_tokens_per_s=speed.decode_tokens_per_s,
             decode_base_s=speed.decode_base_s,
             decode_request_s=speed.decode_request_s,
+            load_s=instance.load_s,
         )

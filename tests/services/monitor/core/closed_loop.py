@@ -36,6 +36,8 @@ class ClosedLoop:
     reported_tokens_per_s: float | None = None
     slo_ttft_s: float = 0.0
     least: int = 1
+    says_load_s: bool = True
+    """Whether instances report how long they took to load."""
     policy: DemandPolicy = field(default_factory=DemandPolicy)
 
     def __post_init__(self) -> None:
@@ -107,6 +109,7 @@ class ClosedLoop:
                     kv_blocks_used=running,
                     kv_blocks_total=200,
                     prefill_tokens_per_s=self.reported_tokens_per_s or self.tokens_per_s,
+                    load_s=self.load_s if self.says_load_s else 0.0,
                 ),
                 self.now_s,
             )

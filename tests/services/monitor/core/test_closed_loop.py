@@ -93,3 +93,18 @@ def test_when_the_load_ends_the_instances_go() -> None:
     assert loop.counts[-1][1] >= 4
     loop.run((), 30.0)
     assert loop.counts[-1][1] == 1
+
+
+def test_an_instance_that_loads_fast_goes_soon_after_the_last_request() -> None:
+    loop = ClosedLoop(least=0, load_s=0.03, decode_s=0.1)
+    loop.run([(1.0, 100), (1.3, 100), (1.6, 100)], 6.0)
+    ended_s = max(at_s for at_s, _ in loop.waited_s) + 100 / loop.tokens_per_s + loop.decode_s
+    gone_s = min(at_s for at_s, count in loop.counts if at_s > 1.6 and count == 0)
+    assert {count for at_s, count in loop.counts if 1.2 < at_s < gone_s} == {1}
+    assert gone_s - ended_s < 0.5 + 2 * 0.1
+
+
+def test_a_model_that_loads_slowly_is_kept_for_what_may_come() -> None:
+    loop = ClosedLoop(least=0, load_s=3.0, decode_s=0.1)
+    loop.run([(1.0, 100), (9.0, 100)], 12.0)
+    assert loop.least_of(1.3, 9.5) == 1

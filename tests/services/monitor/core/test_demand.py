@@ -86,7 +86,7 @@ def test_a_prompt_on_its_way_from_gateway_to_instance_is_no_second_one() -> None
     demand.on_load(report(queued_tokens=10_000, running_requests=1, prefilling_requests=1), 0.0)
     demand.on_queue("g", queue(10_000, 10_000, requests=1, arrived_requests=1), 0.0)
     # Two reports of it, a moment apart.
-    assert demand.evaluate(0.0, 1).desired <= 2
+    assert demand.evaluate(0.0, 1).desired == 1
     demand.on_queue("g", queue(10_000, arrived_requests=1, inflight=1), 0.1)
     assert demand.evaluate(0.1, 1).desired == 1
 
@@ -350,3 +350,60 @@ def test_a_speed_that_nobody_can_have_measured_is_none() -> None:
     demand.on_queue("g", queue(1000, 1000), 0.0)
     assert demand.evaluate(5.0, 1).desired <= 11
     assert demand.tokens_per_s == MEASURED.assumed_tokens_per_s
+
+
+# --- giving back ---------------------------------------------------------------------------------------
+
+
+def idle_until(demand: ModelDemand, until_s: float, observed: int, *, since_s: float, **objectives: float) -> int:
+    """The verdict at the end of a time in which nothing happens."""
+    now_s, desired = since_s, observed
+    while now_s < until_s:
+        now_s += 0.05
+        demand.on_queue("g", queue(0), now_s)
+        desired = demand.evaluate(now_s, observed, **objectives).desired
+    return desired
+
+
+@pytest.mark.parametrize(("load_s", "window_s"), [(0.03, 0.5), (0.4, 0.8), (5.0, 10.0), (400.0, 60.0)])
+def test_an_idle_instance_is_kept_while_fetching_it_again_would_cost_more(load_s: float, window_s: float) -> None:
+    demand = ModelDemand(DemandPolicy())
+    for step in range(50):
+        now_s = step / 20
+        demand.on_load(report(load_s=load_s, running_requests=1), now_s)
+        demand.on_queue("g", queue(100, inflight=1), now_s)
+        assert demand.evaluate(now_s, 1).desired == 1
+    demand.on_load(report(load_s=load_s), 2.5)
+    assert idle_until(demand, 2.5 + window_s - 0.1, 1, since_s=2.5) == 1
+    assert idle_until(demand, 2.5 + window_s + 0.2, 1, since_s=2.5 + window_s - 0.1) == 0
+
+
+def test_a_fixed_window_is_what_was_asked_for() -> None:
+    demand = ModelDemand(DemandPolicy(down_window_s=3.0))
+    demand.on_load(report(load_s=0.03), 0.0)
+    assert idle_until(demand, 2.9, 1, since_s=0.0) == 1
+    assert idle_until(demand, 3.2, 1, since_s=2.9) == 0
+
+
+def test_the_last_instance_stays_for_the_keep_alive_and_the_others_go() -> None:
+    demand = ModelDemand(DemandPolicy())
+    demand.on_load(report(load_s=0.03), 0.0)
+    assert idle_until(demand, 4.0, 3, since_s=0.0, keep_alive_s=10.0) == 1
+    assert idle_until(demand, 9.9, 1, since_s=4.0, keep_alive_s=10.0) == 1
+    assert idle_until(demand, 10.3, 1, since_s=9.9, keep_alive_s=10.0) == 0
+
+
+def test_what_the_load_does_not_need_now_is_idle_though_it_is_kept() -> None:
+    demand = ModelDemand(POLICY)
+    demand.on_queue("g", queue(0, queued_tokens=1500), 0.0)
+    demand.on_load(report(queued_tokens=1500, queued_requests=15), 0.0)
+    assert demand.evaluate(0.0, 3).idle == 0
+    demand.on_load(report(running_requests=1, kv_blocks_used=1), 0.1)
+    demand.on_queue("g", queue(0, inflight=1), 0.1)
+    verdict = demand.evaluate(0.1, 3)
+    assert (verdict.desired, verdict.idle) == (3, 2)
+    demand.on_load(report(), 0.2)
+    demand.on_queue("g", queue(0), 0.2)
+    assert demand.evaluate(0.2, 3).idle == 3
+    # Silence just after an outage says nothing.
+    assert demand.evaluate(0.2, 3, connected_since_s=0.0).idle == 0

@@ -47,8 +47,8 @@ def test_a_max_window_keeps_the_peak_for_a_window() -> None:
     window = MaxWindow(2.0)
     for at_s, value in ((0.0, 1.0), (1.0, 5.0), (2.0, 2.0)):
         window.add(at_s, value)
-    assert window.largest == 5.0
+    assert window.largest(2.0) == 5.0
     window.add(3.5, 1.0)
-    assert window.largest == 2.0
+    assert window.largest(3.5) == 2.0
     assert window.full(2.0)
     assert not MaxWindow(2.0).full(9.0)
