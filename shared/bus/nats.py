@@ -20,8 +20,7 @@ from shared.bus.access import ANYBODY, NatsAccess
 from shared.bus.base import AsyncListener, Bus, Listener, M, R, Responder, Subscription
 from shared.bus.departures import DepartureListener, departure_of
 from shared.bus.nats_events import EventSubscription
-from shared.bus.nats_link import Link
-from shared.bus.nats_order import drain, drop_unsent, round_trip
+from shared.bus.nats_link import Link, drain, drop_unsent, round_trip
 from shared.bus.nats_service import RpcService
 from shared.bus.nats_stream import RECORD_LIMITS, EventStream, StreamLimits
 from shared.bus.wire import (

@@ -16,7 +16,7 @@ from nats.js import JetStreamContext, api
 from opentelemetry import context as otel_context
 
 from shared.bus.base import AsyncListener, M
-from shared.bus.nats_order import end
+from shared.bus.nats_link import end
 from shared.bus.nats_stream import EventStream
 from shared.bus.refusals import JETSTREAM
 from shared.bus.wire import MalformedLog, enter_sender_context, leave_sender_context

@@ -19,10 +19,9 @@ from nats.micro.service import Endpoint, EndpointStats, Service, ServiceConfig
 from opentelemetry import context as otel_context
 
 from shared.aio import OwnedTasks
-from shared.bus.answer import answer
 from shared.bus.base import M, R, Responder
-from shared.bus.nats_order import drain
-from shared.bus.wire import MalformedLog, check_size, error_headers
+from shared.bus.nats_link import drain
+from shared.bus.wire import MalformedLog, answer, check_size, error_headers
 from shared.ending import ANSWERS_S
 from shared.errors import PayloadTooLarge
 

@@ -1,4 +1,4 @@
-"""What both buses put around a payload: trace context, errors and the count of malformed messages."""
+"""What both buses put around a payload (trace context, errors, the count of malformed messages) and a responder."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from opentelemetry import context as otel_context
 from opentelemetry import propagate, trace
 from prometheus_client import Counter
 
+from shared.bus.base import M, R, Responder
 from shared.errors import BlitzError, Internal, PayloadTooLarge, error_from_code
-from shared.messages.codec import M, MalformedMessage, Message, decode
+from shared.messages.codec import MalformedMessage, Message, decode, encode
 
 Headers = dict[str, str]
 
@@ -138,3 +139,29 @@ def _seconds(text: str | None) -> float | None:
         return None if text is None else float(text)
     except ValueError:
         return None
+
+
+async def answer(
+    payload: bytes,
+    headers: Headers | None,
+    kind: type[M],
+    responder: Responder[M, R],
+    malformed: MalformedLog,
+    subject: str,
+) -> tuple[bytes, Headers | None]:
+    """Run the responder in the sender's trace context: the reply's payload, or an error's headers."""
+    try:
+        request = decode(payload, kind)
+    except MalformedMessage as error:
+        malformed.record(kind, subject, error)
+        return b"", error_headers(error)
+    token = enter_sender_context(headers)
+    try:
+        return encode(await responder(request)), None
+    except BlitzError as error:
+        return b"", error_headers(error)
+    except Exception as error:  # noqa: BLE001 - a bug in one answer must reach its caller and not end the service
+        _log.exception("the responder on %s failed", subject)
+        return b"", error_headers(Internal(f"{type(error).__name__} while answering on {subject}; see its log"))
+    finally:
+        leave_sender_context(token)

@@ -2,7 +2,7 @@
 
 One thread owns the UCX worker and makes every call: it runs the commands that other threads post, lets UCX work,
 hands arriving messages out and ends what completed. ``ucx_worker`` holds the requests in flight,
-``ucx_peers`` the connections, ``ucx_channel`` the sends, ``ucx_receives`` the matching of messages and buffers.
+``ucx_peers`` the connections, ``ucx_transfers`` the sends, and the matching of messages and buffers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from shared.transport.control import CONTROL_TAG
 from shared.transport.mailbox import Mailbox
 from shared.transport.tags import MAX_UNCLAIMED
 from shared.transport.transfer import PostedTransfer
-from shared.transport.ucx_channel import Sends, UcxChannel, array_of
 from shared.transport.ucx_peers import Peer, Peers
-from shared.transport.ucx_receives import Receives
+from shared.transport.ucx_transfers import Receives, UcxChannel, array_of
 from shared.transport.ucx_worker import UcxWorker, open_worker
 
 __all__ = ["UcxChannel", "UcxTransport"]
@@ -60,7 +59,6 @@ class UcxTransport:
         self._worker: UcxWorker
         self._peers: Peers
         self._receives: Receives
-        self._sends: Sends
         started: concurrent.futures.Future[bytes] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name=f"ucx-{name}", daemon=True)
         self._thread.start()
@@ -165,12 +163,11 @@ class UcxTransport:
         self._peers = Peers(
             self._worker,
             self._name,
-            make_channel=lambda peer: UcxChannel(self._sends, peer),
+            make_channel=lambda peer: UcxChannel(self._worker, self._peers, peer, self.post),
             on_lost=self._receives.peer_lost,
             on_broken=self._receives.connection_broke,
             on_cancel=self._receives.cancelled,
         )
-        self._sends = Sends(self._worker, self._peers, self.post)
         started.set_result(self._worker.address)
         try:
             self._serve()
@@ -241,7 +238,7 @@ class UcxTransport:
         self._receives.end(closed)
         for peer in self._peers.all():
             for transfer in tuple(peer.sends):
-                self._sends.abort(transfer, peer)
+                transfer.abort()
         self._peers.farewell(closed)
         deadline_s = time.monotonic() + _FAREWELL_S
         # What has arrived is thrown away, so that its senders are done.

@@ -14,7 +14,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from shared import subjects
-from shared.bus.nats_order import round_trip
+from shared.bus.nats_link import round_trip
 from shared.permissions import KINDS, SERVICE_VERBS, TABLE, USERS, Grant, Row, grant, inbox_prefix
 from tests.servers import Server, guarded_nats_server, password_of
 

@@ -17,12 +17,12 @@ from typing import Generic
 
 from opentelemetry import context as otel_context
 
-from shared.bus.answer import answer
 from shared.bus.base import AsyncListener, Bus, Listener, M, R, Responder, Subscription
 from shared.bus.departures import Departure, DepartureListener
 from shared.bus.wire import (
     Headers,
     MalformedLog,
+    answer,
     check_size,
     enter_sender_context,
     error_headers,

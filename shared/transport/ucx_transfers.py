@@ -1,26 +1,104 @@
-"""Receives over UCX: messages that arrived and buffers that were posted, brought together by tag.
+"""Sends and receives over UCX: the channel to one peer; messages that arrived and buffers that were posted, brought
+together by tag.
 
 Receives are not posted to UCX: each arriving message is taken by a wildcard probe, which shows its tag and length,
 and only then received, straight into the buffer posted for that tag. So a message of the wrong length
 writes nothing, and a receive that no message has matched can be dropped at once. Large messages over
 shared memory and RDMA (rendezvous) have moved no data by then: what waits unclaimed is a handle. Over TCP
 between hosts messages come whole, so their bytes are bounded.
-Everything here runs on the transport's thread.
+All but the channel runs on the transport's thread.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from shared.errors import PeerLost, TransferAborted, TransportError
+from shared.transport.base import CLOSE_TIMEOUT_S, Buffer, Transfer
+from shared.transport.control import CONTROL_TAG, Control, Kind
 from shared.transport.tags import MAX_UNCLAIMED_BYTES, RecentTags
-from shared.transport.transfer import PostedTransfer
-from shared.transport.ucx_peers import Peer
+from shared.transport.transfer import PostedTransfer, ended_within
+from shared.transport.ucx_peers import Peer, Peers
 from shared.transport.ucx_worker import UcxWorker
 
 _log = logging.getLogger(__name__)
+
+
+Post = Callable[[Callable[[], None]], bool]
+"""Runs a command on the transport's thread; False when that has ended."""
+
+
+class UcxChannel:
+    """A ``Channel``; made by ``UcxTransport.connect``. Any thread may use it."""
+
+    def __init__(self, worker: UcxWorker, peers: Peers, peer: Peer, run: Post) -> None:
+        self._worker = worker
+        self._peers = peers
+        self._run = run
+        self.peer = peer
+        self.closed = False
+
+    @property
+    def alive(self) -> bool:
+        """False once the peer is known to be lost or the channel was closed."""
+        return not self.closed and not self.peer.lost
+
+    def send(self, buffer: Buffer, tag: int) -> Transfer:
+        """Post a send; failures end the transfer."""
+        transfer = PostedTransfer(buffer, tag, self._on_abort)
+        if self.closed:
+            transfer.finish(TransferAborted("the channel is closed"))
+            return transfer
+        self.peer.sends.add(transfer)
+        if not self._run(lambda: self._send(transfer)):
+            self._ended(transfer, TransferAborted("the transport is closed"))
+        return transfer
+
+    async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Finish posted sends, then disconnect; after ``timeout_s`` disconnect as ``abort`` does."""
+        pending = [t for t in self.peer.sends.copy() if not t.done]
+        self.closed = True
+        force = not await ended_within(pending, timeout_s)
+        self._run(lambda: self._peers.drop(self, self.peer, force=force))
+
+    def abort(self) -> None:
+        """Disconnect at once; posted sends end with ``TransferAborted``.
+
+        UCX cannot take back a send: a living peer is asked to throw the message away, which ends it. A send to a
+        dead peer of the same host, about whose death UCX says nothing, ends when the transport closes; until
+        then its buffer is quarantined, and the rest of the transport works on, or sleeps.
+        """
+        self.closed = True
+        self._run(lambda: self._peers.drop(self, self.peer, force=True))
+
+    # From here on: the transport's thread, but for ``_on_abort``.
+
+    def _send(self, transfer: PostedTransfer) -> None:
+        try:
+            if transfer.aborted:
+                raise TransferAborted("the send was aborted")
+            if self.peer.lost:
+                raise PeerLost("the peer of this channel is lost")
+            array = array_of(self._worker, transfer)
+            self._worker.send(self.peer.endpoint, array, transfer.tag, lambda error: self._ended(transfer, error))
+        except TransportError as error:
+            self._ended(transfer, error)
+
+    def _on_abort(self, transfer: PostedTransfer) -> None:
+        transfer.aborted = True
+        self._run(lambda: self._cancel(transfer))
+
+    def _cancel(self, transfer: PostedTransfer) -> None:
+        """Ask the peer to throw the message away if it is waiting there."""
+        if not transfer.done and not self.peer.lost:
+            self._peers.tell(self.peer, Control(Kind.CANCEL, transfer.tag))
+
+    def _ended(self, transfer: PostedTransfer, error: Exception | None) -> None:
+        self.peer.sends.discard(transfer)
+        transfer.finish_or_abort(error)
 
 
 class Receives:
@@ -161,3 +239,12 @@ class Receives:
                 self._max_unclaimed,
                 MAX_UNCLAIMED_BYTES >> 20,
             )
+
+
+def array_of(worker: UcxWorker, transfer: PostedTransfer) -> Any:
+    """A transfer's buffer as UCX wants it. Raises ``TransportError`` for a bad tag or buffer."""
+    if not 0 <= transfer.tag < CONTROL_TAG:
+        raise TransportError(f"tag {transfer.tag:#x} is not a 63-bit number")
+    array = worker.array(transfer.buffer)
+    transfer.nbytes = array.nbytes
+    return array
