@@ -15,8 +15,7 @@ from fastapi import APIRouter, Request, Response
 from services.gateway.errors import UnsupportedMediaType
 from services.gateway.http import asgi
 from services.gateway.http.asgi import JSON, header
-from services.gateway.http.pool import pool_of
-from services.gateway.http.status import status_of
+from services.gateway.http.status import pool_of, status_of
 from services.gateway.request_bodies.body import read_body, required
 from services.gateway.service import Gateway
 from shared import subjects

@@ -1,22 +1,35 @@
-"""The registry's state as operators see it."""
+"""The registry's state as operators see it: what runs, and which GPU and host memory holds which model."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
 
 from shared.messages.admin import (
     FloorStatus,
+    HostCopyStatus,
+    InstanceCopy,
     InstanceStatus,
     ModelStatus,
+    PoolHost,
+    PoolModel,
+    PoolStatus,
+    PoolTotals,
     RefusedWorker,
     ReportedLoad,
     Status,
+    StrayCopy,
     WorkerStatus,
 )
 from shared.messages.load import LoadReport
-from shared.messages.registry import InstanceInfo, ModelRecord, WorkerRecord
+from shared.messages.registry import HostCopy, InstanceInfo, ModelRecord, WorkerRecord
 from shared.messages.scaling import RefusedLoad, Unplanned
 from shared.registry import RegistryView
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 def status_of(
@@ -42,83 +55,125 @@ def status_of(
         models=tuple(_model(view.models[name], instances, queued.get(name, 0)) for name in sorted(view.models)),
         instances=tuple(instances),
         workers=tuple(_worker(record) for record in view.workers),
-        floors=tuple(
-            FloorStatus(model=floor.model, role=floor.role, instances=floor.instances, until_s=floor.until_s)
-            for floor in view.floors.values()
-        ),
-        refused=tuple(
-            RefusedWorker(worker=r.worker_id, model=r.model, why=r.why, for_s=r.for_s, failures=r.failures)
-            for r in refused
-        ),
+        floors=tuple(_same(FloorStatus, floor) for floor in view.floors.values()),
+        refused=tuple(_same(RefusedWorker, load, worker=load.worker_id) for load in refused),
         unplanned=tuple(unplanned),
     )
 
 
+def pool_of(view: RegistryView) -> PoolStatus:
+    """The registry as ``/admin/pool`` shows it."""
+    reasons = {entry.model_hash: entry.reason for entry in view.unplaced}
+    hashes = {record.model_hash for record in view.models.values()}
+    models = tuple(_pool_model(view.models[name], view.workers, reasons) for name in sorted(view.models))
+    by_host: dict[str, list[WorkerRecord]] = defaultdict(list)
+    for worker in view.workers:
+        by_host[worker.worker.host].append(worker)
+    hosts = tuple(_pool_host(host, by_host[host]) for host in sorted(by_host))
+    return PoolStatus(
+        models=models,
+        hosts=hosts,
+        strays=tuple(
+            _copy(StrayCopy, worker, copy)
+            for worker in view.workers
+            for copy in worker.host_copies
+            if copy.model_hash not in hashes
+        ),
+        totals=PoolTotals(
+            host_bytes=sum(host.used_bytes for host in hosts),
+            host_capacity_bytes=sum(host.capacity_bytes for host in hosts),
+            models=len(models),
+            models_without_copy=sum(model.invariant != "ok" for model in models),
+            models_without_host_copy=sum(model.host_copy != "ready" for model in models),
+        ),
+    )
+
+
+def _same(kind: type[S], *sources: msgspec.Struct, **own: object) -> S:
+    """A ``kind`` with the fields of the sources that are called the same, and those of its own."""
+    names = kind.__struct_fields__
+    return kind(**{name: getattr(one, name) for one in sources for name in names if hasattr(one, name)} | own)
+
+
 def _model(record: ModelRecord, instances: Sequence[InstanceStatus], queued: int) -> ModelStatus:
     states = [instance.state for instance in instances if instance.model == record.name]
-    return ModelStatus(
-        name=record.name,
-        path=record.path,
-        model_hash=record.model_hash,
-        layout_hash=record.layout_hash,
-        weights_bytes=record.weights_bytes,
+    return _same(
+        ModelStatus,
+        record,
+        record.spec,
         instances=len(states),
         serving=states.count("serving"),
         live=states.count("live"),
         queued_requests=queued,
-        min_instances=record.min_instances,
-        max_instances=record.max_instances,
-        slo_ttft_s=record.slo_ttft_s,
-        slo_tbt_s=record.slo_tbt_s,
-        added_at_s=record.added_at_s,
-        architecture=record.spec.architecture,
-        dtype=record.spec.dtype,
-        num_layers=record.spec.num_layers,
     )
 
 
 def _instance(instance: InstanceInfo, workers: Sequence[str], report: LoadReport | None) -> InstanceStatus:
-    return InstanceStatus(
-        id=instance.instance_id,
-        model=instance.model,
-        state=instance.state,
-        role=instance.role,
-        workers=tuple(workers),
-        layers_ready=instance.layers_ready,
-        weights_digest=instance.weights_digest,
-        epoch=instance.epoch,
-        plan_id=instance.plan_id,
-        context_tokens=instance.context_tokens,
-        max_running_requests=instance.max_running_requests,
-        load=_load(report) if report is not None else None,
-    )
-
-
-def _load(report: LoadReport) -> ReportedLoad:
-    return ReportedLoad(
-        running_requests=report.running_requests,
-        queued_requests=report.queued_requests,
-        queued_tokens=report.queued_tokens,
-        kv_blocks_used=report.kv_blocks_used,
-        kv_blocks_total=report.kv_blocks_total,
-    )
+    load = _same(ReportedLoad, report) if report is not None else None
+    return _same(InstanceStatus, instance, id=instance.instance_id, workers=tuple(workers), load=load)
 
 
 def _worker(record: WorkerRecord) -> WorkerStatus:
-    worker = record.worker
-    return WorkerStatus(
-        id=worker.worker_id,
-        host=worker.host,
-        device=worker.device,
-        engine=worker.engine,
-        state=record.state,
-        stopping=record.stopping,
-        instance=record.instance.instance_id if record.instance is not None else None,
-        model=record.instance.model if record.instance is not None else None,
-        pid=worker.pid,
-        leaf=worker.leaf,
-        nic_gbps=worker.nic_gbps,
-        arena_bytes=worker.arena_bytes,
-        kv_bytes=worker.kv_bytes,
-        lease_plan_id=record.lease_plan_id,
+    instance = record.instance
+    return _same(
+        WorkerStatus,
+        record.worker,
+        record,
+        id=record.worker.worker_id,
+        instance=instance.instance_id if instance is not None else None,
+        model=instance.model if instance is not None else None,
+    )
+
+
+def _pool_model(record: ModelRecord, workers: Sequence[WorkerRecord], reasons: dict[str, str]) -> PoolModel:
+    instances = tuple(
+        _same(
+            InstanceCopy,
+            worker.worker,
+            instance,
+            id=instance.instance_id,
+            worker=worker.worker.worker_id,
+            complete=instance.is_complete,
+        )
+        for worker in workers
+        if (instance := worker.instance) is not None and instance.model_hash == record.model_hash
+    )
+    held = [(w, c) for w in workers for c in w.host_copies if c.model_hash == record.model_hash]
+    states = {copy.state for _, copy in held if not copy.cached}
+    complete = any(i.complete for i in instances) or any(copy.state == "ready" for _, copy in held)
+    host_copy = "ready" if "ready" in states else "loading" if "loading" in states else "none"
+    return _same(
+        PoolModel,
+        record,
+        invariant="ok" if complete else "missing",
+        host_copy=host_copy,
+        reason=_reason(record, complete, host_copy, reasons),
+        instances=instances,
+        host_copies=tuple(_copy(HostCopyStatus, worker, copy) for worker, copy in held),
+        host_bytes=sum(copy.num_bytes for _, copy in held),
+    )
+
+
+def _reason(record: ModelRecord, complete: bool, host_copy: str, reasons: dict[str, str]) -> str:
+    if host_copy == "ready":
+        return ""
+    missing = "no complete copy in any memory" if not complete else "no host copy"
+    if host_copy == "loading":
+        return f"{missing}: one loads"
+    return f"{missing}: {reasons.get(record.model_hash, 'not placed yet')}"
+
+
+def _copy(kind: type[S], worker: WorkerRecord, copy: HostCopy) -> S:
+    return _same(kind, worker.worker, copy, worker=worker.worker.worker_id, bytes=copy.num_bytes)
+
+
+def _pool_host(host: str, workers: Sequence[WorkerRecord]) -> PoolHost:
+    copies = [copy for worker in workers for copy in worker.host_copies]
+    return PoolHost(
+        host=host,
+        workers=tuple(worker.worker.worker_id for worker in workers),
+        capacity_bytes=sum(worker.worker.host_cache_bytes for worker in workers),
+        used_bytes=sum(copy.num_bytes for copy in copies),
+        placed_bytes=sum(copy.num_bytes for copy in copies if not copy.cached),
+        cached_bytes=sum(copy.num_bytes for copy in copies if copy.cached),
     )

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.http.pool import pool_of
-from services.gateway.http.status import status_of
+from services.gateway.http.status import pool_of, status_of
 from shared.messages.load import LoadReport
 from shared.messages.registry import Floor, HostCopy, Unplaced
 from shared.messages.scaling import RefusedLoad, Unplanned

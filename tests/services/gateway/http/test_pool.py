@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from services.gateway.http.pool import pool_of
+from services.gateway.http.status import pool_of
 from shared.messages.admin import PoolStatus, PoolTotals
 from shared.messages.registry import HostCopy, ModelRecord, Unplaced, WorkerRecord
 from shared.registry import RegistryView
