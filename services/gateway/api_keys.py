@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from services.gateway.core.key_limits import Charge, KeyLimits, Standing, pages
 from services.gateway.core.stream import StreamState
 from services.gateway.errors import Forbidden
 from services.gateway.key_file import ApiKey, Signature, digest, read_keys, signature
+from services.gateway.metrics import family
 from services.gateway.request_bodies.options import Options
 from shared import subjects
 from shared.bus.base import Bus
@@ -141,28 +142,14 @@ class ApiKeys:
 
     def families(self) -> Iterator[Metric]:
         """What was counted."""
-        requests = CounterMetricFamily("blitz_gateway_key_requests", "Requests admitted.", labels=["key"])
-        for label, count in sorted(dict(self._requests).items()):
-            requests.add_metric([label], count)
-        yield requests
-        limited = CounterMetricFamily(
-            "blitz_gateway_key_limited", "Requests refused, by the limit that they reached.", labels=["key", "limit"]
-        )
-        for (label, limit), count in sorted(dict(self._limited).items()):
-            limited.add_metric([label, limit], count)
-        yield limited
-        tokens = CounterMetricFamily("blitz_gateway_key_tokens", "Prompt and output tokens used.", labels=["key"])
-        for label, count in sorted(dict(self._tokens).items()):
-            tokens.add_metric([label], count)
-        yield tokens
-        now = GaugeMetricFamily("blitz_gateway_key_open_requests", "Requests of limited keys.", labels=["key"])
-        for label in sorted(set(self._labels)):
-            now.add_metric([label], self._limits.open_requests(label))
-        yield now
-        reads = CounterMetricFamily("blitz_gateway_key_file_reads", "Times the file was read.", labels=["outcome"])
-        for outcome, count in self._reads.items():
-            reads.add_metric([outcome], count)
-        yield reads
+        key = ["key"]
+        yield family("blitz_gateway_key_requests", "Requests admitted.", key, self._requests)
+        refused = "Requests refused, by the limit that they reached."
+        yield family("blitz_gateway_key_limited", refused, ["key", "limit"], self._limited)
+        yield family("blitz_gateway_key_tokens", "Prompt and output tokens used.", key, self._tokens)
+        now = {label: self._limits.open_requests(label) for label in set(self._labels)}
+        yield family("blitz_gateway_key_open_requests", "Requests of limited keys.", key, now, GaugeMetricFamily)
+        yield family("blitz_gateway_key_file_reads", "Times the file was read.", ["outcome"], self._reads)
 
     async def look(self) -> None:
         """Read the file if it has changed. A bad one changes nothing, and is logged."""

@@ -11,10 +11,10 @@ off first.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from services.gateway.errors import ResponseTooLarge
@@ -217,9 +217,14 @@ class ByteBudget:
         self.used_bytes = 0
         self._what = what
 
-    def claim(self) -> Claim:
-        """An empty share; use it as a context."""
-        return Claim(self)
+    @contextlib.contextmanager
+    def claim(self) -> Iterator[Claim]:
+        """A share, empty at first, given back at the end."""
+        claim = Claim(self)
+        try:
+            yield claim
+        finally:
+            claim.resize(0)
 
     def _take(self, num_bytes: int) -> None:
         if num_bytes > 0 and self.used_bytes + num_bytes > self.limit_bytes:
@@ -232,7 +237,7 @@ class ByteBudget:
 
 
 class Claim:
-    """One user's share of a budget, given back at the end of its ``with``."""
+    """One user's share of a budget."""
 
     __slots__ = ("_budget", "num_bytes")
 
@@ -244,11 +249,3 @@ class Claim:
         """Take more or give back. Raises ``Overloaded`` when the budget is used up; then the share stays as it was."""
         self._budget._take(num_bytes - self.num_bytes)
         self.num_bytes = num_bytes
-
-    def __enter__(self) -> Claim:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.resize(0)

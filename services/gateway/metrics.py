@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -30,6 +31,37 @@ E2E_BUCKETS_S = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
     120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
+
+
+_MODEL_COUNTERS = (
+    ("blitz_gateway_failovers", "Attempts given up and continued elsewhere.", "failovers"),
+    ("blitz_gateway_resends", "Times a worker was asked for tokens again.", "resends"),
+    ("blitz_gateway_refusals", "Times an instance said that it is full.", "refusals"),
+    ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
+    ("vllm:generation_tokens", "Tokens generated.", "generation_tokens"),
+)
+_MODEL_GAUGES = (
+    ("vllm:num_requests_running", "Requests running on instances.", "running_requests"),
+    ("vllm:num_requests_waiting", "Requests waiting, here or at instances.", "waiting_requests"),
+    ("vllm:kv_cache_usage_perc", "Share of KV blocks in use (0..1).", "kv_usage"),
+    ("blitz_gateway_queued_requests", "Requests waiting for an instance.", "gateway_queued_requests"),
+    ("blitz_gateway_inflight_requests", "Requests at instances.", "gateway_inflight_requests"),
+)
+
+
+def family(
+    name: str,
+    text: str,
+    labels: list[str],
+    values: Mapping[Any, float],
+    kind: type[CounterMetricFamily | GaugeMetricFamily] = CounterMetricFamily,
+) -> Metric:
+    """A metric with a value for each label, or tuple of labels."""
+    made = kind(name, text, labels=labels)
+    # Copied first, because the event loop may add one in the meantime.
+    for key, value in sorted(dict(values).items()):
+        made.add_metric([str(label) for label in (key if isinstance(key, tuple) else (key,))], value)
+    return made
 
 
 class Histogram:
@@ -101,21 +133,8 @@ class GatewayMetrics:
         """Clients that were cut off, by reason."""
         self.resubmissions: dict[str, int] = {}
         """Attempts continued under a new one, by reason: of ``LossReason``, or an error's code."""
-        self._gauges: Callable[[], Iterable[ModelGauges]] = tuple
-        self._keys: Callable[[], Iterable[Metric]] = tuple
-        self._memory: Callable[[], dict[str, int]] = dict
-
-    def read_gauges_from(self, source: Callable[[], Iterable[ModelGauges]]) -> None:
-        """Where the gauges come from at export."""
-        self._gauges = source
-
-    def read_keys_from(self, source: Callable[[], Iterable[Metric]]) -> None:
-        """Where the metrics of API keys come from at export."""
-        self._keys = source
-
-    def read_memory_from(self, source: Callable[[], dict[str, int]]) -> None:
-        """Where the bytes held for each purpose come from at export."""
-        self._memory = source
+        self.sources: list[Callable[[], Iterable[Metric]]] = []
+        """Further metrics, read at export."""
 
     def of(self, model: str) -> ModelMetrics:
         """The counters of a (registered) model."""
@@ -136,54 +155,23 @@ class GatewayMetrics:
         """One attempt was given up, and its request continues under a new one."""
         self.resubmissions[reason] = self.resubmissions.get(reason, 0) + 1
 
-    def gauges(self) -> tuple[ModelGauges, ...]:
-        """The gauges now. On the event loop, which owns what they are read from."""
-        return tuple(self._gauges())
-
     def families(self, gauges: tuple[ModelGauges, ...]) -> Iterator[Metric]:
         """Everything except the histograms, with these gauges. May run in a thread: counters are only read."""
-        responses = CounterMetricFamily("blitz_gateway_http_responses", "HTTP responses.", labels=["route", "status"])
-        for (route, status), count in sorted(self._responses.items()):
-            responses.add_metric([route, str(status)], count)
-        yield responses
-        yield from self._keys()
-        cuts = CounterMetricFamily("blitz_gateway_cut_off", "Clients cut off by the gateway.", labels=["reason"])
-        for reason, count in sorted(self.cuts.items()):
-            cuts.add_metric([reason], count)
-        yield cuts
-        resubmissions = CounterMetricFamily(
-            "blitz_gateway_resubmissions", "Attempts given up and continued under a new one.", labels=["reason"]
-        )
-        # Copied first, because the event loop may add a reason in the meantime.
-        for reason, count in sorted(dict(self.resubmissions).items()):
-            resubmissions.add_metric([reason], count)
-        yield resubmissions
-        for purpose, num_bytes in sorted(self._memory().items()):
-            yield GaugeMetricFamily(f"blitz_gateway_{purpose}_memory_bytes", f"Held for {purpose}s.", num_bytes)
-        yield from self._counters()
-        yield from self._gauge_families(gauges)
-
-    def _counters(self) -> Iterator[Metric]:
-        rows = (
-            ("blitz_gateway_failovers", "Attempts given up and continued elsewhere.", "failovers"),
-            ("blitz_gateway_resends", "Times a worker was asked for tokens again.", "resends"),
-            ("blitz_gateway_refusals", "Times an instance said that it is full.", "refusals"),
-            ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
-            ("vllm:generation_tokens", "Tokens generated.", "generation_tokens"),
-        )
-        for name, text, attribute in rows:
-            family = CounterMetricFamily(name, text, labels=["model_name"])
-            for model, metrics in sorted(self._models.items()):
-                family.add_metric([model], getattr(metrics, attribute))
-            yield family
-        success = CounterMetricFamily(
-            "vllm:request_success", "Requests ended.", labels=["model_name", "finished_reason"]
-        )
-        for model, metrics in sorted(self._models.items()):
-            # Copied first, because the event loop may add a reason in the meantime.
-            for reason, count in sorted(dict(metrics.finished).items()):
-                success.add_metric([model, reason], count)
-        yield success
+        yield family("blitz_gateway_http_responses", "HTTP responses.", ["route", "status"], self._responses)
+        yield family("blitz_gateway_cut_off", "Clients cut off by the gateway.", ["reason"], self.cuts)
+        resubmitted = "Attempts given up and continued under a new one."
+        yield family("blitz_gateway_resubmissions", resubmitted, ["reason"], self.resubmissions)
+        for source in self.sources:
+            yield from source()
+        # At once, because the event loop may add a model in the meantime.
+        models = list(self._models.items())
+        for name, text, attribute in _MODEL_COUNTERS:
+            yield family(name, text, ["model_name"], {m: getattr(counters, attribute) for m, counters in models})
+        ended = {(m, reason): n for m, counters in models for reason, n in dict(counters.finished).items()}
+        yield family("vllm:request_success", "Requests ended.", ["model_name", "finished_reason"], ended)
+        for name, text, attribute in _MODEL_GAUGES:
+            values = {gauge.model: float(getattr(gauge, attribute)) for gauge in gauges}
+            yield family(name, text, ["model_name"], values, GaugeMetricFamily)
 
     def histograms_text(self) -> str:
         """The histograms as Prometheus text. By hand: of hundreds of models they are nearly all that there is, and a
@@ -206,21 +194,6 @@ class GatewayMetrics:
                     text += [f'{full}_bucket{{le="{bound}",{label}}} {count}\n' for bound, count in buckets]
                     text.append(f"{full}_count{{{label}}} {buckets[-1][1]}\n{full}_sum{{{label}}} {total}\n")
         return "".join(text)
-
-    @staticmethod
-    def _gauge_families(gauges: tuple[ModelGauges, ...]) -> Iterator[Metric]:
-        rows = (
-            ("vllm:num_requests_running", "Requests running on instances.", "running_requests"),
-            ("vllm:num_requests_waiting", "Requests waiting, here or at instances.", "waiting_requests"),
-            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use (0..1).", "kv_usage"),
-            ("blitz_gateway_queued_requests", "Requests waiting for an instance.", "gateway_queued_requests"),
-            ("blitz_gateway_inflight_requests", "Requests at instances.", "gateway_inflight_requests"),
-        )
-        for name, text, attribute in rows:
-            family = GaugeMetricFamily(name, text, labels=["model_name"])
-            for gauge in sorted(gauges, key=lambda g: g.model):
-                family.add_metric([gauge.model], float(getattr(gauge, attribute)))
-            yield family
 
 
 FRESH_S = 3.0

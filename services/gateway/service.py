@@ -7,13 +7,16 @@ import logging
 import random
 import socket
 import time
+from collections.abc import Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from services.gateway.api_keys import ApiKeys
 from services.gateway.config import GatewayConfig
 from services.gateway.core.routes import ModelRoutes, RouteChanges, RouteView
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.memory import ByteBudget, ResponseMemory
-from services.gateway.metrics import GatewayMetrics, LoadGauges
+from services.gateway.metrics import GatewayMetrics, LoadGauges, ModelGauges
 from services.gateway.offload import Offload
 from services.gateway.server import ConnectionLimits, Server
 from services.gateway.tokenizer import ModelTokenizer, TokenizerStore
@@ -73,22 +76,13 @@ class Gateway:
         self.seeds = random.Random()
         """Draws the seeds of requests without one. The system seeds it once, not per request."""
         self.draining = False
-        requests, router = self.dispatcher.requests, self.dispatcher.router
-        self.metrics.read_gauges_from(lambda: self.load_gauges.gauges(self.routes, requests, router))
-        self.metrics.read_memory_from(
-            lambda: {
-                "request": self.request_memory.used_bytes,
-                "response": self.response_memory.used_bytes,
-                "tokenizer": self.tokenizers.num_bytes,
-            }
-        )
         self._spoke: dict[str, tuple[int, bool]] = {}
         """By model: requests that had arrived by its last report, and whether that report had content."""
         self._stale = asyncio.Event()
         self.api_keys = ApiKeys(
             config.api_keys, config.keys_file, gateway_id=config.gateway_id, incarnation=self._incarnation
         )
-        self.metrics.read_keys_from(self.api_keys.families)
+        self.metrics.sources += [self.api_keys.families, self._memory]
         self._outage = Outage(log, "the registry answers again")
         self._rival = ""
         self._rival_heard = asyncio.Event()
@@ -98,6 +92,15 @@ class Gateway:
     def ready(self) -> bool:
         """Whether requests can be served: connected, models known, not on the way out."""
         return self.routes.ready and self.bus.connected_since_s is not None and not self.draining
+
+    def gauges(self) -> tuple[ModelGauges, ...]:
+        """Each model's load now. On the event loop, which owns what it is read from."""
+        return tuple(self.load_gauges.gauges(self.routes, self.dispatcher.requests, self.dispatcher.router))
+
+    def _memory(self) -> Iterator[Metric]:
+        held = {"request": self.request_memory.used_bytes, "response": self.response_memory.used_bytes}
+        for purpose, num_bytes in (held | {"tokenizer": self.tokenizers.num_bytes}).items():
+            yield GaugeMetricFamily(f"blitz_gateway_{purpose}_memory_bytes", f"Held for {purpose}s.", num_bytes)
 
     def connection_limits(self, max_connections: int) -> ConnectionLimits:
         """What this gateway's HTTP server lets connections do."""

@@ -68,8 +68,7 @@ class GatewayApp:
                 matched = scope.get("route")
                 route = getattr(matched, "path", "unmatched")
             elif scope["method"] == "POST":
-                # Events go straight to the server: counting is for the first message only.
-                await hot(scope, receive, _StartWatch(send, counting_send).send)
+                await hot(scope, receive, counting_send)
             else:
                 raise MethodNotAllowed(f"{scope['method']} {scope['path']}: use POST")
         except ClientDisconnected:
@@ -89,24 +88,6 @@ class GatewayApp:
             await send_error(send, error)
         else:
             await send({"type": "http.response.body", "body": error_events(error)})
-
-
-class _StartWatch:
-    """Lets the first message through a watching ``send``, the others through the plain one."""
-
-    __slots__ = ("_started", "_then", "_watching")
-
-    def __init__(self, then: Send, watching: Send) -> None:
-        self._then = then
-        self._watching = watching
-        self._started = False
-
-    async def send(self, message: Message) -> None:
-        if self._started:
-            await self._then(message)
-        else:
-            self._started = True
-            await self._watching(message)
 
 
 def _rest(gateway: Gateway) -> FastAPI:

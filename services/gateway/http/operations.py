@@ -48,7 +48,7 @@ class Scrapes:
             await asyncio.wait([before])
             self._current, self._next = self._next, None
         metrics = self._gateway.metrics
-        return await self._gateway.offload.run(_text, metrics, metrics.gauges())
+        return await self._gateway.offload.run(_text, metrics, self._gateway.gauges())
 
 
 def _text(metrics: GatewayMetrics, gauges: tuple[ModelGauges, ...]) -> bytes:

@@ -44,7 +44,7 @@ async def test_load_reports_become_gauges(stack: Stack) -> None:
         decode_tokens_total=0, busy_s_total=0.0, kv_blocks_total=10, kv_blocks_used=4,
     )  # fmt: skip
     await stack.workers[0].bus.publish(subjects.load(), report)
-    await stack.until(stack.gateway.metrics.gauges)
+    await stack.until(stack.gateway.gauges)
     values = await scrape(stack)
     assert values['vllm:num_requests_running{model_name="tiny"}'] == 3
     assert values['vllm:num_requests_waiting{model_name="tiny"}'] == 2
