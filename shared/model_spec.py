@@ -18,6 +18,10 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_LAYERS = 4096
 MAX_SIZE = 2**31 - 1
 """Of anything else that is counted: what is beyond is no model, and nothing is made by it."""
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_position",
+    "sliding_window",
+)  # fmt: skip
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 
 
@@ -55,26 +59,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        sizes = {
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "max_position": self.max_position,
-        }
-        if self.sliding_window is not None:
-            sizes["sliding_window"] = self.sliding_window
-        for name, value in sizes.items():
-            if not 1 <= value <= MAX_SIZE:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MAX_SIZE:
                 raise ValueError(f"{name} {value} is outside 1..{MAX_SIZE}")
         if not 1 <= self.num_layers <= MAX_LAYERS:
             raise ValueError(f"num_layers {self.num_layers} is outside 1..{MAX_LAYERS}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly")
-        for name, number in (("rms_norm_eps", self.rms_norm_eps), ("rope_theta", self.rope_theta)):
-            if not 0.0 < number < math.inf:
+        for name in ("rms_norm_eps", "rope_theta"):
+            if not 0.0 < (number := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} {number} is no positive number")
 
     @property
@@ -84,21 +78,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise BadCheckpoint(f"config.json: {key} must be a positive integer, not {value!r}")
-    return value
+    return int(_positive(config, key, default, int, "integer"))
 
 
 def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise BadCheckpoint(f"config.json: {key} must be a positive number, not {value!r}")
-    return float(value)
+    return float(_positive(config, key, default, (int, float), "number"))
+
+
+def _positive(config: Mapping[str, Any], key: str, default: Any, kind: Any, what: str) -> Any:
+    value = default if config.get(key) is None else config[key]
+    if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
+        raise BadCheckpoint(f"config.json: {key} must be a positive {what}, not {value!r}")
+    return value
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
@@ -177,8 +168,6 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     num_heads = _positive_int(config, "num_attention_heads")
     num_kv_heads = _positive_int(config, "num_key_value_heads", num_heads)
     hidden_size = _positive_int(config, "hidden_size")
-    if num_heads % num_kv_heads:
-        raise BadCheckpoint(f"config.json: {num_heads} heads cannot share {num_kv_heads} key-value heads evenly")
     if config.get("head_dim") is None and hidden_size % num_heads:
         raise BadCheckpoint(f"config.json: hidden_size {hidden_size} is not a multiple of {num_heads} heads")
     head_dim = _positive_int(config, "head_dim", hidden_size // num_heads)

@@ -35,65 +35,61 @@ class Settings:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
-        self._known: set[str] = set()
 
     def text(self, key: str, *, default: str | None = None) -> str:
         """The value without surrounding blanks."""
-        value = self._value(key)
-        return self._default(key, default) if value is None else value
+        return self._read(key, default, str)
 
     def integer(
         self, key: str, *, default: int | None = None, minimum: int | None = None, maximum: int | None = None
     ) -> int:
         """A whole number within the bounds, which are inclusive."""
-        return self._numeric(key, default, int, "a whole number", minimum, maximum)
+        return self._read(key, default, lambda value: _number(key, value, int, "a whole number", minimum, maximum))
 
     def number(
         self, key: str, *, default: float | None = None, minimum: float | None = None, maximum: float | None = None
     ) -> float:
         """A finite number within the bounds, which are inclusive."""
-        return self._numeric(key, default, float, "a number", minimum, maximum)
+        return self._read(key, default, lambda value: _number(key, value, float, "a number", minimum, maximum))
 
     def boolean(self, key: str, *, default: bool | None = None) -> bool:
         """1, true, yes, on; 0, false, no, off; in any case."""
-        value = self._value(key)
-        if value is None:
-            return self._default(key, default)
-        if value.lower() in _TRUE:
-            return True
-        if value.lower() in _FALSE:
-            return False
-        raise _error(key, value, "must be true or false")
+
+        def convert(value: str) -> bool:
+            if value.lower() not in _TRUE | _FALSE:
+                raise _error(key, value, "must be true or false")
+            return value.lower() in _TRUE
+
+        return self._read(key, default, convert)
 
     def choice(self, key: str, choices: tuple[Choice, ...], *, default: Choice | None = None) -> Choice:
         """One of ``choices``."""
-        value = self._value(key)
-        if value is None:
-            return self._default(key, default)
-        for choice in choices:
-            if value == choice:
-                return choice
-        raise _error(key, value, f"must be one of {', '.join(choices)}")
+
+        def convert(value: str) -> Choice:
+            for choice in choices:
+                if value == choice:
+                    return choice
+            raise _error(key, value, f"must be one of {', '.join(choices)}")
+
+        return self._read(key, default, convert)
 
     def listing(self, key: str, *, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
         """Values separated by commas; blanks around them and empty ones are left out."""
-        value = self._value(key)
-        if value is None:
-            return self._default(key, default)
-        return tuple(item.strip() for item in value.split(",") if item.strip())
+        return self._read(key, default, lambda value: tuple(i.strip() for i in value.split(",") if i.strip()))
 
     def duration_s(self, key: str, *, default: float | None = None, minimum: float = 0.0) -> float:
         """Seconds; takes a unit of ms, s, m or h, and none means seconds."""
-        value = self._value(key)
-        if value is None:
-            return self._default(key, default)
-        match = _DURATION.fullmatch(value)
-        if match is None:
-            raise _error(key, value, "must be a duration such as 250ms, 2s or 5m")
-        seconds = float(match["number"]) * _SECONDS_PER_UNIT[match["unit"]]
-        if seconds < minimum:
-            raise _error(key, value, f"must be at least {minimum:g} s")
-        return seconds
+
+        def convert(value: str) -> float:
+            match = _DURATION.fullmatch(value)
+            if match is None:
+                raise _error(key, value, "must be a duration such as 250ms, 2s or 5m")
+            seconds = float(match["number"]) * _SECONDS_PER_UNIT[match["unit"]]
+            if seconds < minimum:
+                raise _error(key, value, f"must be at least {minimum:g} s")
+            return seconds
+
+        return self._read(key, default, convert)
 
     def log_level(self, key: str, *, default: str = "info") -> str:
         """The name of a level of ``logging``, in any case."""
@@ -133,38 +129,29 @@ class Settings:
         return Path(value)
 
     def _value(self, key: str) -> str | None:
-        self._known.add(key)
         return self._environ.get(key, "").strip() or None
 
-    def _numeric(
-        self,
-        key: str,
-        default: T | None,
-        convert: Callable[[str], T],
-        what: str,
-        minimum: T | None,
-        maximum: T | None,
-    ) -> T:
+    def _read(self, key: str, default: D | None, convert: Callable[[str], D]) -> D:
         value = self._value(key)
-        if value is None:
-            return self._default(key, default)
-        try:
-            number = convert(value)
-        except ValueError as error:
-            raise _error(key, value, f"must be {what}") from error
-        if not math.isfinite(number):
-            raise _error(key, value, f"must be {what}")
-        if minimum is not None and number < minimum:
-            raise _error(key, value, f"must be at least {minimum}")
-        if maximum is not None and number > maximum:
-            raise _error(key, value, f"must be at most {maximum}")
-        return number
-
-    @staticmethod
-    def _default(key: str, default: D | None) -> D:
+        if value is not None:
+            return convert(value)
         if default is None:
             raise SettingsError(f"{key} is not set and has no default", param=key)
         return default
+
+
+def _number(key: str, value: str, convert: Callable[[str], T], what: str, minimum: T | None, maximum: T | None) -> T:
+    try:
+        number = convert(value)
+    except ValueError as error:
+        raise _error(key, value, f"must be {what}") from error
+    if not math.isfinite(number):
+        raise _error(key, value, f"must be {what}")
+    if minimum is not None and number < minimum:
+        raise _error(key, value, f"must be at least {minimum}")
+    if maximum is not None and number > maximum:
+        raise _error(key, value, f"must be at most {maximum}")
+    return number
 
 
 def _error(key: str, value: str, problem: str) -> SettingsError:
