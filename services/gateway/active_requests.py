@@ -31,22 +31,27 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """One accepted request. Times are monotonic."""
+    """One accepted request."""
 
     stream: StreamState
     sink: Sink
     deadline_s: float
-    """Until then it may wait for an instance."""
+    """Until then (monotonic) it may wait for an instance."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     """The caller's trace: submits are made in it."""
     progress_s: float = -math.inf
-    """When the current attempt began, or when its latest new token arrived."""
+    """When the current attempt began, or when its latest new token arrived, in this process's own time."""
     submitting: bool = False
     """The instance has not answered the Submit yet, so it may not know the stream."""
     asking: bool = False
     """A Resend of this stream is on its way."""
     asked: bool = False
     """The gateway has already reacted to the current silence with a Resend."""
+
+    def progressed(self, own_s: float) -> None:
+        """Its silence begins anew."""
+        self.progress_s = own_s
+        self.asked = False
 
 
 @dataclass(slots=True)

@@ -162,7 +162,7 @@ class Dispatcher:
             self.pump(name)
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + self._patience.check_every_s
-            self.silence_watch.check(now_s)
+            self.silence_watch.check()
             self.outbox.forget_strays(now_s)
             self.router.prune(now_s=now_s)
 
@@ -183,8 +183,7 @@ class Dispatcher:
         stream, route, decode = request.stream, assignment.route, assignment.decode
         decode_at = DecodePlace(worker_id=decode.worker_id, instance_id=decode.instance_id) if decode else None
         stream.submitted_to(route.instance_id, route.worker_id, decode_at, may_wait=assignment.may_wait)
-        request.progress_s = self._clock()
-        request.asked = False
+        request.progressed(self._own_time.now_s)
         request.submitting = True
         self.tasks.start(self._submitting(request, stream.attempt), request.context)
 
@@ -221,14 +220,13 @@ class Dispatcher:
             self._on_stray(batch, part)
             return
         if stream.taken_over(part, verdict, instance_id=batch.instance_id, worker_id=batch.worker_id):
-            self._moved(request, now_s)
+            self._moved(request)
         if verdict is Verdict.GAP:
             self.silence_watch.ask(request)
             return
         if verdict is Verdict.DUPLICATE:
             return
-        request.progress_s = now_s
-        request.asked = False
+        request.progressed(self._own_time.now_s)
         reason = part.finish_reason
         if was is Phase.SUBMITTED:
             self.router.started(stream.request_id)
@@ -243,14 +241,13 @@ class Dispatcher:
             return
         self._deliver(request, part, skip, reason, now_s)
 
-    def _moved(self, request: ActiveRequest, now_s: float) -> None:
+    def _moved(self, request: ActiveRequest) -> None:
         """Another instance took the request over: from now on count it there, and send questions and cancels there."""
         stream = request.stream
         self.router.moved(stream.request_id, stream.instance_id)
         # The new holder knows the stream, whatever happens to the Submit to the old one, and its silence starts now.
         request.submitting = False
-        request.progress_s = now_s
-        request.asked = False
+        request.progressed(self._own_time.now_s)
         self.pump(stream.model)
 
     def _deliver(

@@ -118,7 +118,7 @@ class SilenceWatch:
         for request in self._requests.at_worker(worker_id):
             self._probe(request)
 
-    def check(self, now_s: float) -> None:
+    def check(self) -> None:
         """Look for silent streams and workers, and ask them. Does nothing while the bus is away."""
         since_s = self._bus.connected_since_s
         if since_s is None:
@@ -126,7 +126,7 @@ class SilenceWatch:
         if since_s != self._connected_since_s:
             if self._connected_since_s is not None:
                 self._reconnected = True
-                self._tasks.start(self._ask_all_silent_since(since_s))
+                self._tasks.start(self._ask_all_silent_since(self._own_time.now_s))
             self._connected_since_s = since_s
             self._up_since_s = self._own_time.now_s
         doubted: set[str] = set()
@@ -134,7 +134,7 @@ class SilenceWatch:
             worker_id = request.stream.worker_id
             if not worker_id or request.submitting:
                 continue
-            quiet_s = now_s - max(request.progress_s, since_s)
+            quiet_s = self._own_time.now_s - max(request.progress_s, self._up_since_s)
             self._react(request, quiet_s)
             worker_quiet_s = self._own_time.now_s - max(self._spoke_s.get(worker_id, 0.0), self._up_since_s)
             if worker_id not in doubted and self._patience.doubts_worker(quiet_s, worker_quiet_s):
@@ -225,10 +225,10 @@ class SilenceWatch:
     def _any_at(self, worker_id: str) -> ActiveRequest | None:
         return next((r for r in self._requests.at_worker(worker_id) if not r.submitting), None)
 
-    async def _ask_all_silent_since(self, since_s: float) -> None:
+    async def _ask_all_silent_since(self, own_s: float) -> None:
         await asyncio.sleep(REASK_DELAY_S)
         for request in self._requests.all():
-            if request.stream.worker_id and request.progress_s < since_s:
+            if request.stream.worker_id and request.progress_s < own_s:
                 await self._ask_once(request)
 
     async def _ask_once(self, request: ActiveRequest) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 
 from services.gateway.config import GatewayConfig
 from services.gateway.core.routes import RouteChanges, RouteView
@@ -38,7 +36,7 @@ class Ends:
         self.errors.append(error)
 
 
-def dispatcher(broker: MemoryBroker, worker: FakeWorker, clock: Callable[[], float] = time.monotonic) -> Dispatcher:
+def dispatcher(broker: MemoryBroker, worker: FakeWorker) -> Dispatcher:
     made = Dispatcher(
         broker.bus("gateway"),
         RouteView(),
@@ -52,7 +50,6 @@ def dispatcher(broker: MemoryBroker, worker: FakeWorker, clock: Callable[[], flo
             probe_s=0.5,
             max_attempts=3,
         ),
-        clock=clock,
     )
     made.router.set_routes("m", [worker.route()])
     return made
@@ -89,16 +86,14 @@ async def test_a_request_that_is_taken_over_gets_fresh_patience_and_makes_room_a
     broker = MemoryBroker()
     worker = FakeWorker(broker, "w0", pause_after=0, max_running=1)
     await worker.start()
-    clock_s = 10.0
-    running = dispatcher(broker, worker, clock=lambda: clock_s)
+    running = dispatcher(broker, worker)
     running.start(request("first"), Ends())
     running.start(request("second"), Ends())
     taken = running.requests["first"]
-    taken.asked = True
-    clock_s = 12.0
+    taken.asked, taken.progress_s = True, -60.0
     part = StreamPart(request_id="first", attempt=1, offset=0)
     running.on_batch(TokenBatch(worker_id="w1", instance_id="w1-i", parts=(part,)))
-    assert (taken.stream.worker_id, taken.progress_s, taken.asked, taken.submitting) == ("w1", 12.0, False, False)
+    assert (taken.stream.worker_id, taken.progress_s, taken.asked, taken.submitting) == ("w1", 0.0, False, False)
     # Nobody has ticked.
     assert running.requests["second"].stream.worker_id == "w0"
     await running.close()

@@ -162,8 +162,11 @@ async def test_a_worker_that_reports_its_load_is_not_given_up(make_stack: StackF
     assert await answer == TEXT
 
 
-async def test_nobody_is_given_up_by_a_gateway_that_stood_still(make_stack: StackFactory) -> None:
-    stack = await two_workers(make_stack, probe_s=0.3, stall_s=NEVER_S)
+@pytest.mark.parametrize(("probe_s", "stall_s"), [(0.3, NEVER_S), (NEVER_S, 0.7)], ids=["worker", "stream"])
+async def test_nobody_is_given_up_by_a_gateway_that_stood_still(
+    make_stack: StackFactory, probe_s: float, stall_s: float
+) -> None:
+    stack = await two_workers(make_stack, probe_s=probe_s, stall_s=stall_s)
     answer, first, second = await begun(stack)
     for _ in range(3):
         time.sleep(1.5)  # noqa: ASYNC251 - all of the process, as if it were stopped
