@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.otlp import OtlpReceiver
 from tests.servers import nats_server, redis_server
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 LAB = ("tests/bench/lab/", "tests/bench/scaleout/test_measure.py", "tests/bench/live/test_measure.py")
 """What needs the lab, of which a machine has one."""

@@ -32,7 +32,11 @@ from tests.services.pool.giving import give
 from tests.services.pool.host_copies import copy_of, holding
 from tests.shared.bus.memory import MemoryBroker, MemoryBus
 
-LEASE_S = 0.6
+LEASE_S = 1.0
+"""Of pools whose workers are to die within a test."""
+LONG_S = 60.0
+"""A lease that no test sees the end of."""
+BEAT_S = 0.15
 
 
 @dataclass
@@ -166,7 +170,7 @@ class CopyWorker:
 
     async def _keep_beating(self) -> None:
         while True:
-            await asyncio.sleep(LEASE_S / 4)
+            await asyncio.sleep(BEAT_S)
             with contextlib.suppress(BlitzError):
                 await self.beat()
 
@@ -204,11 +208,13 @@ async def running_copy_pool(
     redis_url: str,
     *,
     flush: bool = True,
-    patient: bool = True,
+    lease_s: float = LONG_S,
+    first: bool = True,
     broker: MemoryBroker | None = None,
     loads: LoadLimits | None = None,
 ) -> AsyncIterator[CopyPool]:
-    """A pool; ``patient``: wait until it acts. Workers that are left at the end die."""
+    """A pool that acts at once if it is the ``first``, and else when a lease has passed. Workers that are left at the
+    end die."""
     redis = Redis.from_url(redis_url)
     if flush:
         await redis.flushdb()
@@ -216,10 +222,9 @@ async def running_copy_pool(
     metrics = CollectorRegistry()
     stopping = asyncio.Event()
     store = Store.connect(redis_url)
-    service = PoolService(broker.bus("pool"), store, lease_s=LEASE_S, loads=loads, metrics=metrics)
+    service = PoolService(broker.bus("pool"), store, lease_s=lease_s, first=first, loads=loads, metrics=metrics)
     running = asyncio.create_task(service.run(stopping))
     await service.ready.wait()
-    await asyncio.sleep(LEASE_S + 0.2 if patient else 0.05)
     pool = CopyPool(broker, redis, metrics, broker.bus("client"))
     yield pool
     for worker in pool.workers.values():

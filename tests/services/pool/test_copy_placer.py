@@ -10,6 +10,7 @@ from services.pool.core.loads import LoadLimits
 from shared.messages.copies import HoldCopy
 from tests.records import model
 from tests.services.pool.running import CopyPool, CopyWorker, running_copy_pool
+from tests.services.waiting import eventually
 
 
 def loading(pool: CopyPool) -> int:
@@ -31,7 +32,7 @@ async def test_no_more_copies_load_at_a_time_than_may_and_every_model_gets_its_t
             await pool.add_model(model(name))
         most = most_of_one = 0
         reasons: set[str] = set()
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(40.0):
             while held(pool) != names:
                 most = max(most, loading(pool))
                 of_each = [sum(c.state == "loading" for c in w.copies.values()) for w in pool.workers.values()]
@@ -40,9 +41,12 @@ async def test_no_more_copies_load_at_a_time_than_may_and_every_model_gets_its_t
                 await asyncio.sleep(0.01)
         assert (most, most_of_one <= 2) == (3, True)
         assert "waits its turn: 3 copies are being loaded" in reasons
-        async with asyncio.timeout(5.0):
-            while (await pool.snapshot()).unplaced or pool.metrics.get_sample_value("blitz_pool_loading_copies"):
-                await asyncio.sleep(0.05)
+
+        async def nothing_waits() -> bool:
+            unplaced = (await pool.snapshot()).unplaced
+            return not (unplaced or pool.metrics.get_sample_value("blitz_pool_loading_copies"))
+
+        await eventually(nothing_waits)
 
 
 async def test_a_refusal_gives_its_turn_to_the_next_model(redis_url: str) -> None:
@@ -52,9 +56,7 @@ async def test_a_refusal_gives_its_turn_to_the_next_model(redis_url: str) -> Non
         await worker.start()
         for name in ("a", "b", "c"):
             await pool.add_model(model(name))
-        async with asyncio.timeout(10.0):
-            while held(pool) != ["b", "c"]:
-                await asyncio.sleep(0.02)
+        await eventually(lambda: held(pool) == ["b", "c"])
         assert [request.model.name for request in worker.holds][:1] == ["a"]
 
 
@@ -68,9 +70,7 @@ class Picky(CopyWorker):
 
 async def test_looks_are_measured(redis_url: str) -> None:
     async with running_copy_pool(redis_url) as pool:
-        async with asyncio.timeout(5.0):
-            while not pool.metrics.get_sample_value("blitz_pool_placement_seconds_count"):
-                await asyncio.sleep(0.05)
+        await eventually(lambda: pool.metrics.get_sample_value("blitz_pool_placement_seconds_count"))
 
 
 async def test_a_hold_that_could_not_be_numbered_is_decided_again(
@@ -96,9 +96,7 @@ async def test_a_hold_that_could_not_be_numbered_is_decided_again(
         await pool.worker("w0")
         for name in ("a", "b"):
             await pool.add_model(model(name))
-        async with asyncio.timeout(5.0):
-            while held(pool) != ["a", "b"]:
-                await asyncio.sleep(0.02)
+        await eventually(lambda: held(pool) == ["a", "b"])
         assert failures == 2
 
 
@@ -113,7 +111,5 @@ async def test_a_pool_that_knows_many_workers_answers_between_learning_of_them(
         names = [f"m{index:02}" for index in range(15)]
         for name in names:
             await pool.add_model(model(name))
-        async with asyncio.timeout(15.0):
-            while held(pool) != names:
-                await asyncio.sleep(0.02)
+        await eventually(lambda: held(pool) == names)
         assert {len(worker.copies) for worker in pool.workers.values()} == {1}

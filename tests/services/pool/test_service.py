@@ -38,9 +38,13 @@ from shared.messages.registry import (
 from tests.checkpoints import tiny_checkpoint, write_checkpoint
 from tests.records import heartbeat, model
 from tests.services.pool.giving import give
+from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
 
-LEASE_S = 0.6
+LEASE_S = 1.0
+"""Of pools whose workers are to die within a test."""
+LONG_S = 60.0
+"""A lease that no test sees the end of."""
 
 
 @dataclass
@@ -71,7 +75,9 @@ class Pool:
 
 
 @contextlib.asynccontextmanager
-async def running_pool(redis_url: str, *, flush: bool = True, patient: bool = True) -> AsyncIterator[Pool]:
+async def running_pool(
+    redis_url: str, *, flush: bool = True, lease_s: float = LONG_S, first: bool = False
+) -> AsyncIterator[Pool]:
     redis = Redis.from_url(redis_url)
     if flush:
         await redis.flushdb()
@@ -80,10 +86,9 @@ async def running_pool(redis_url: str, *, flush: bool = True, patient: bool = Tr
     await broker.bus("reader").subscribe(subjects.routes(), RouteTable, tables.append)
     stopping = asyncio.Event()
     store = Store.connect(redis_url)
-    service = PoolService(broker.bus("pool"), store, lease_s=LEASE_S, metrics=CollectorRegistry())
+    service = PoolService(broker.bus("pool"), store, lease_s=lease_s, first=first, metrics=CollectorRegistry())
     running = asyncio.create_task(service.run(stopping))
     await service.ready.wait()
-    await asyncio.sleep(LEASE_S + 0.3 if patient else 0.05)
     yield Pool(broker, redis, tables)
     stopping.set()
     await running
@@ -94,31 +99,35 @@ async def running_pool(redis_url: str, *, flush: bool = True, patient: bool = Tr
 @pytest.fixture
 async def pool(redis_url: str) -> AsyncIterator[Pool]:
     """A pool that just started: it answers, and grants and expires nothing yet."""
-    async with running_pool(redis_url, patient=False) as running:
+    async with running_pool(redis_url) as running:
         yield running
 
 
 @pytest.fixture
 async def granting_pool(redis_url: str) -> AsyncIterator[Pool]:
-    """A pool whose first lease has passed."""
-    async with running_pool(redis_url) as running:
+    """A pool that has no workers to wait for; none of its own falls silent for too long."""
+    async with running_pool(redis_url, first=True) as running:
         yield running
 
 
-async def eventually(condition: object, timeout_s: float = 3.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # type: ignore[operator]
-            await asyncio.sleep(0.02)
+@pytest.fixture
+async def strict_pool(redis_url: str) -> AsyncIterator[Pool]:
+    """A pool that soon takes silent workers for dead."""
+    async with running_pool(redis_url, lease_s=LEASE_S, first=True) as running:
+        yield running
 
 
-async def test_a_silent_worker_is_forgotten_after_its_lease_and_its_route_goes(granting_pool: Pool) -> None:
-    record = await granting_pool.know_model()
-    await granting_pool.beat(heartbeat("w0", record, "serving"))
-    await granting_pool.beat(heartbeat("w1"))
-    await eventually(lambda: granting_pool.tables[-1].routes)
-    assert [r.worker_id for r in granting_pool.tables[-1].routes] == ["w0"]
-    await eventually(lambda: not granting_pool.tables[-1].routes)
-    assert (await granting_pool.snapshot()).workers == ()
+async def test_a_silent_worker_is_forgotten_after_its_lease_and_its_route_goes(strict_pool: Pool) -> None:
+    record = await strict_pool.know_model()
+    await strict_pool.beat(heartbeat("w0", record, "serving"))
+    await strict_pool.beat(heartbeat("w1"))
+
+    async def all_gone() -> bool:
+        return (await strict_pool.snapshot()).workers == ()
+
+    await eventually(all_gone)
+    await eventually(lambda: not strict_pool.tables[-1].routes)
+    assert {route.worker_id for table in strict_pool.tables for route in table.routes} == {"w0"}
 
 
 async def test_an_older_report_does_not_overwrite_a_newer_one(pool: Pool) -> None:
@@ -187,7 +196,7 @@ async def test_a_lease_is_used_up_when_its_worker_reports_under_it(granting_pool
 
 
 async def test_a_started_pool_grants_nothing_until_a_lease_has_passed(redis_url: str) -> None:
-    async with running_pool(redis_url, patient=False) as pool:
+    async with running_pool(redis_url) as pool:
         await pool.know_model()
         await pool.beat(heartbeat("w0"))
         with pytest.raises(Unavailable) as refused:
@@ -195,16 +204,16 @@ async def test_a_started_pool_grants_nothing_until_a_lease_has_passed(redis_url:
         assert refused.value.retry_after_s is not None
 
 
-async def test_a_bus_outage_kills_nobody(granting_pool: Pool) -> None:
-    record = await granting_pool.know_model()
-    await granting_pool.beat(heartbeat("w0", record, "serving"))
-    granting_pool.broker.disconnect()
+async def test_a_bus_outage_kills_nobody(strict_pool: Pool) -> None:
+    record = await strict_pool.know_model()
+    await strict_pool.beat(heartbeat("w0", record, "serving"))
+    strict_pool.broker.disconnect()
     await asyncio.sleep(2 * LEASE_S)
-    granting_pool.broker.reconnect()
-    await asyncio.sleep(LEASE_S / 2)
-    await granting_pool.beat(heartbeat("w0", record, "serving", sequence=2))
+    strict_pool.broker.reconnect()
+    await asyncio.sleep(LEASE_S / 4)
+    await strict_pool.beat(heartbeat("w0", record, "serving", sequence=2))
     await asyncio.sleep(0.2)
-    assert len((await granting_pool.snapshot()).workers) == 1
+    assert len((await strict_pool.snapshot()).workers) == 1
 
 
 async def test_an_emptied_redis_is_filled_again(pool: Pool) -> None:
@@ -212,7 +221,11 @@ async def test_an_emptied_redis_is_filled_again(pool: Pool) -> None:
     await pool.ask("set_floor", SetFloor(model="m", instances=3, hold_s=60.0), Ack)
     await pool.beat(heartbeat("w0", record, "serving"))
     await pool.redis.flushdb()
-    await asyncio.sleep(LEASE_S)
+
+    async def filled() -> bool:
+        return await cast(Any, pool.redis.hget("blitz:worker:w0", "state")) == b"serving"
+
+    await eventually(filled)
     assert not (await pool.beat(heartbeat("w0", record, "serving", sequence=2))).wants_model
     snapshot = await pool.snapshot()
     assert (snapshot.models, [f.instances for f in snapshot.floors]) == ((record,), [3])
@@ -421,14 +434,14 @@ async def test_a_damaged_checkpoint_is_refused_by_name_and_not_registered(
 
 async def test_an_unreadable_entry_in_redis_hides_nothing_else(redis_url: str) -> None:
     record = model("m")
-    async with running_pool(redis_url, patient=False) as pool:
+    async with running_pool(redis_url) as pool:
         await pool.know_model()
         await pool.beat(heartbeat("w0", record, "serving"))
         await cast(Any, pool.redis.hset("blitz:models", "broken", b"\xc1"))
         await cast(Any, pool.redis.hset("blitz:worker:w1", mapping={"report": b"\xc1"}))
         await pool.redis.zadd("blitz:workers", {"w1": 4e15})
         await cast(Any, pool.redis.hset("blitz:floors", "m", b"\xc1"))
-    async with running_pool(redis_url, patient=False, flush=False) as pool:
+    async with running_pool(redis_url, flush=False) as pool:
         snapshot = await pool.snapshot()
         assert [m.name for m in snapshot.models] == ["m"]
         assert [w.worker.worker_id for w in snapshot.workers] == ["w0"]

@@ -31,20 +31,25 @@ from shared.messages.registry import (
 )
 from tests.records import heartbeat, model
 from tests.services.pool.giving import give
+from tests.services.waiting import TIMEOUT_S
 from tests.shared.bus.memory import MemoryBroker
 
 LEASE_S = 0.5
+LONG_S = 60.0
+"""A lease that no test sees the end of."""
 
 
 class Process:
     """A pool process that can be killed: it then never says another word."""
 
-    def __init__(self, broker: MemoryBroker, redis_url: str, name: str, seat: str = "", *, first: bool = False) -> None:
+    def __init__(
+        self, broker: MemoryBroker, redis_url: str, name: str, seat: str, *, first: bool, lease_s: float
+    ) -> None:
         self.bus = broker.bus(name)
         self.store = Store.connect(redis_url)
         self.stopping = asyncio.Event()
         self.service = PoolService(
-            self.bus, self.store, lease_s=LEASE_S, seat=seat, first=first, metrics=CollectorRegistry()
+            self.bus, self.store, lease_s=lease_s, seat=seat, first=first, metrics=CollectorRegistry()
         )
         self.task = asyncio.create_task(self.service.run(self.stopping))
 
@@ -72,15 +77,15 @@ class Pools:
         self.redis_url = redis_url
         self.client = broker.bus("client")
 
-    def start(self, name: str, seat: str = "", *, first: bool = False) -> Process:
-        return Process(self.broker, self.redis_url, name, seat, first=first)
+    def start(self, name: str, seat: str = "", *, first: bool = False, lease_s: float = LEASE_S) -> Process:
+        return Process(self.broker, self.redis_url, name, seat, first=first, lease_s=lease_s)
 
     async def ask(self, operation: str, message: Any, reply: type[Any]) -> Any:
         return await self.client.request(subjects.pool(operation), message, reply, timeout_s=5.0)
 
     async def answered(self, operation: str, message: Any, reply: type[Any]) -> Any:
         """Once somebody answers."""
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(TIMEOUT_S):
             while True:
                 with contextlib.suppress(NoResponder, Unavailable):
                     return await self.ask(operation, message, reply)
@@ -88,7 +93,7 @@ class Pools:
 
     async def answered_unless_recovering(self, operation: str, message: Any, reply: type[Any]) -> Any:
         """Once somebody leads."""
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(TIMEOUT_S):
             while True:
                 try:
                     return await self.ask(operation, message, reply)
@@ -128,13 +133,13 @@ async def test_a_standby_answers_nothing_and_takes_over_what_was_registered(
 
 
 async def test_a_pool_that_stops_makes_way_at_once(pools: Pools) -> None:
-    first = pools.start("pool-a")
+    first = pools.start("pool-a", lease_s=LONG_S)
     await first.service.ready.wait()
-    second = pools.start("pool-b")
+    second = pools.start("pool-b", lease_s=LONG_S)
     await second.service.ready.wait()
     await first.stop()
-    async with asyncio.timeout(LEASE_S):
-        await pools.answered("snapshot", GetSnapshot(), Snapshot)
+    # Long before the lease of the one that stopped would have ended.
+    await pools.answered("snapshot", GetSnapshot(), Snapshot)
     await second.stop()
 
 
@@ -142,7 +147,7 @@ async def test_a_successor_in_the_same_seat_does_not_wait_and_its_predecessor_en
     first = pools.start("pool-a", "pool-0")
     await first.service.ready.wait()
     second = pools.start("pool-b", "pool-0")
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(TIMEOUT_S):
         with pytest.raises(Conflict, match="pool-0"):
             await first.task
     await pools.answered("snapshot", GetSnapshot(), Snapshot)
@@ -155,14 +160,13 @@ LEASE = LeaseWorkers(plan_id="p", model="m", worker_ids=("w0",), ttl_s=5.0)
 
 async def test_the_first_pool_of_all_grants_without_waiting_for_workers_that_it_may_not_know(pools: Pools) -> None:
     """Also none that its successor would not wait for."""
-    first = pools.start("pool-a", "pool-0", first=True)
+    first = pools.start("pool-a", "pool-0", first=True, lease_s=LONG_S)
     await first.service.ready.wait()
     await give(pools.ask, model("m"))
     await pools.ask("heartbeat", heartbeat("w0"), HeartbeatAck)
-    await asyncio.sleep(LEASE_S / 4)
     assert (await pools.ask("lease", LEASE, LeaseGrant)).epochs
     await first.kill()
-    second = pools.start("pool-b", "pool-0")
+    second = pools.start("pool-b", "pool-0", lease_s=LONG_S)
     await second.service.ready.wait()
     with pytest.raises(Unavailable, match="recovering"):
         await pools.answered_unless_recovering("lease", LEASE, LeaseGrant)
@@ -170,9 +174,9 @@ async def test_the_first_pool_of_all_grants_without_waiting_for_workers_that_it_
 
 
 async def test_a_pool_that_was_to_be_the_first_but_waited_for_another_knows_nobody(pools: Pools) -> None:
-    other = pools.start("pool-a")
+    other = pools.start("pool-a", lease_s=LONG_S)
     await other.service.ready.wait()
-    late = pools.start("pool-b", first=True)
+    late = pools.start("pool-b", first=True, lease_s=LONG_S)
     await late.service.ready.wait()
     await give(pools.ask, model("m"))
     await other.stop()
@@ -193,11 +197,12 @@ async def test_a_leader_of_planners_has_a_term_and_what_an_older_one_says_is_ref
     pool = pools.start("pool-a")
     await pool.service.ready.wait()
     await give(pools.ask, model("m"))
-    old = await pools.ask("lead", Lead(service="planner", owner="one", ttl_s=0.3), Leadership)
-    other = await pools.ask("lead", Lead(service="planner", owner="two", ttl_s=0.3), Leadership)
+    old = await pools.ask("lead", Lead(service="planner", owner="one", ttl_s=LONG_S), Leadership)
+    other = await pools.ask("lead", Lead(service="planner", owner="two", ttl_s=LONG_S), Leadership)
     assert (old.leads, other.leads, other.leader, other.term) == (True, False, "one", old.term)
-    await asyncio.sleep(LEASE_S + 0.2)
-    new = await pools.ask("lead", Lead(service="planner", owner="two", ttl_s=5.0), Leadership)
+    await pools.ask("lead", Lead(service="planner", owner="one", term=old.term, ttl_s=0.1), Leadership)
+    await asyncio.sleep(0.2)
+    new = await pools.ask("lead", Lead(service="planner", owner="two", ttl_s=LONG_S), Leadership)
     assert new.leads
     assert new.term > old.term
     floor = SetFloor(model="m", instances=1, hold_s=9.0, term=old.term)
@@ -217,14 +222,11 @@ async def test_a_leader_of_planners_has_a_term_and_what_an_older_one_says_is_ref
 
 
 async def test_the_leases_of_one_round_are_granted_or_refused_one_by_one(pools: Pools) -> None:
-    pool = pools.start("pool-a")
+    pool = pools.start("pool-a", first=True, lease_s=LONG_S)
     await pool.service.ready.wait()
     await give(pools.ask, model("m"))
     for name in ("w0", "w1", "w2"):
         await pools.ask("heartbeat", heartbeat(name), HeartbeatAck)
-    await asyncio.sleep(LEASE_S + 0.3)
-    for name in ("w0", "w1", "w2"):
-        await pools.ask("heartbeat", heartbeat(name, sequence=2), HeartbeatAck)
 
     def lease(plan_id: str, *worker_ids: str, name: str = "m") -> LeaseWorkers:
         return LeaseWorkers(plan_id=plan_id, model=name, worker_ids=worker_ids, ttl_s=5.0)
@@ -243,10 +245,9 @@ async def test_the_leases_of_one_round_are_granted_or_refused_one_by_one(pools: 
 
 
 async def test_a_worker_that_is_about_to_end_is_not_leased(pools: Pools) -> None:
-    pool = pools.start("pool-a")
+    pool = pools.start("pool-a", first=True, lease_s=LONG_S)
     await pool.service.ready.wait()
     await give(pools.ask, model("m"))
-    await asyncio.sleep(LEASE_S + 0.3)
     await pools.ask("heartbeat", heartbeat("w0", stopping=True), HeartbeatAck)
     with pytest.raises(Conflict, match="busy"):
         await pools.ask("lease", LeaseWorkers(plan_id="p", model="m", worker_ids=("w0",), ttl_s=1.0), Ack)
