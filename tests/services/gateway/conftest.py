@@ -18,13 +18,14 @@ from shared.messages.registry import ModelRecord
 from tests.plain_http import http_client, openai_client
 from tests.services.gateway.checkpoint import model_record, write_checkpoint
 from tests.services.gateway.cluster import FakePool, FakeWorker
+from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker, MemoryBus
 
 CONFIG = GatewayConfig(
     gateway_id="gw-test",
-    queue_timeout_s=5.0,
-    submit_timeout_s=0.5,
-    stall_s=0.4,
+    queue_timeout_s=20.0,
+    submit_timeout_s=5.0,
+    stall_s=20.0,
     probe_s=0.2,
     drain_timeout_s=3.0,
 )
@@ -51,11 +52,14 @@ class Stack:
             worker.forget()
         self.pool.added.clear()
 
-    async def until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], object]) -> None:
         """Wait for something to become true."""
-        async with asyncio.timeout(timeout_s):
-            while not condition():
-                await asyncio.sleep(0.005)
+        await eventually(condition)
+
+    async def received(self, num_tokens: int) -> None:
+        """Wait until the gateway has so many tokens of every request."""
+        requests = self.gateway.dispatcher.requests
+        await eventually(lambda: all(len(r.stream.output_token_ids) == num_tokens for r in requests.all()))
 
 
 @pytest.fixture
@@ -82,10 +86,10 @@ async def _stack(record: ModelRecord, num_workers: int, broker: MemoryBroker, **
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     bus_side = asyncio.create_task(gateway.run())
     http_side = asyncio.create_task(server.serve(sockets=[listener]))
-    async with http_client(base_url=url, timeout=10) as http:
+    async with http_client(base_url=url, timeout=60) as http:
         stack = Stack(
             broker, bus, gateway, pool, workers, url, http,
-            openai_client(url, timeout_s=10), server,
+            openai_client(url, timeout_s=60), server,
         )  # fmt: skip
         await stack.until(lambda: gateway.ready and server.started)
         try:

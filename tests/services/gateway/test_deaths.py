@@ -186,7 +186,7 @@ async def test_a_worker_that_was_started_again_had_died_if_its_instance_is_gone(
 
 
 async def test_a_submit_whose_answer_is_lost_is_asked_for(make_stack: StackFactory) -> None:
-    stack = await make_stack(1)
+    stack = await make_stack(1, submit_timeout_s=0.5)
     worker = stack.workers[0]
     worker.script = say(TEXT)
     worker.pause_after = 0
@@ -205,7 +205,7 @@ async def test_a_submit_whose_answer_is_lost_is_asked_for(make_stack: StackFacto
 
 
 async def test_a_submit_that_never_came_to_the_worker_is_a_failed_attempt(make_stack: StackFactory) -> None:
-    stack = await make_stack(2)
+    stack = await make_stack(2, submit_timeout_s=0.5)
     for worker in stack.workers:
         worker.script = say(TEXT)
     deaf, over = stack.workers[0], asyncio.Event()

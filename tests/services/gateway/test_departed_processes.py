@@ -21,6 +21,7 @@ from tests.servers import Server, guarded_nats_server, password_of
 from tests.services.gateway.checkpoint import model_record
 from tests.services.gateway.cluster import FakeWorker
 from tests.services.gateway.test_dispatcher import Ends, request
+from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
 
 WORKER = """
@@ -100,9 +101,7 @@ async def test_a_process_that_ends_is_known_to_without_a_silence(server: Server,
     assert await asyncio.to_thread(process.stdout.readline) == b"submitted\n"
     getattr(process, how)()
     process.communicate()
-    async with asyncio.timeout(10):
-        while not metrics.resubmissions:
-            await asyncio.sleep(0.005)
+    await eventually(lambda: metrics.resubmissions)
     assert metrics.resubmissions == {"closed": 1}
     assert (end.errors, running.num_active) == ([], 1)
     await running.close()

@@ -17,6 +17,7 @@ from shared.messages.generation import GatewayHeartbeat
 from shared.process import ProcessState
 from tests.services.gateway.conftest import CONFIG, Stack
 from tests.services.gateway.test_failover import collect
+from tests.services.waiting import TIMEOUT_S, eventually
 from tests.shared.bus.memory import MemoryBroker
 
 
@@ -24,7 +25,7 @@ async def serve(broker: MemoryBroker, gateway_id: str) -> None:
     gateway = Gateway(broker.bus("twin"), replace(CONFIG, gateway_id=gateway_id))
     listener = listen("127.0.0.1", 0)
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(TIMEOUT_S):
             server = Server(GatewayApp(gateway), drain_timeout_s=1, limits=gateway.connection_limits(100))
             await gateway.serve(server, listener, ProcessState())
     finally:
@@ -48,9 +49,11 @@ OLDER = "0000000000001-abc"
 
 async def heard(broker: MemoryBroker, incarnation: str, *, lives: bool = False) -> asyncio.Task[None]:
     """A gateway that serves under an id, and heard another one of that id, which answers for it if it lives."""
+    other, beats = broker.bus("other"), list[GatewayHeartbeat]()
+    listening = await other.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, beats.append)
     serving = asyncio.create_task(serve(broker, "gw-a"))
-    await asyncio.sleep(0.1)
-    other = broker.bus("other")
+    await eventually(lambda: beats)
+    await listening.close()
     if lives:
         await hold(other, incarnation, subjects.gateway_holder("gw-a"))
     for gateway_id in ("gw-b", "gw-a"):

@@ -29,7 +29,7 @@ async def begun(stack: Stack) -> tuple[asyncio.Task[str], FakeWorker, FakeWorker
     first = busy(stack)
     second = next(w for w in stack.workers if w is not first)
     second.pause_after = None
-    await stack.until(lambda: all(len(r.stream.output_token_ids) == 7 for r in stack.gateway.dispatcher.requests.all()))
+    await stack.received(7)
     return answer, first, second
 
 

@@ -93,7 +93,7 @@ async def test_other_requests_are_answered_while_a_large_body_is_prepared(stack:
 
 
 async def test_requests_that_together_hold_too_much_are_refused_and_leave_nothing(make_stack: StackFactory) -> None:
-    stack = await make_stack(0, request_memory_bytes=100_000, queue_timeout_s=1.0)
+    stack = await make_stack(0, request_memory_bytes=100_000, queue_timeout_s=60.0)
     body = {"model": "tiny", "prompt": [200] * 200}
     waiting = [asyncio.create_task(stack.http.post(TEXT, json=body)) for _ in range(5)]
     await stack.until(lambda: stack.gateway.dispatcher.num_active == 5)
@@ -104,5 +104,6 @@ async def test_requests_that_together_hold_too_much_are_refused_and_leave_nothin
     assert response.headers["retry-after"] == "1"
     assert (await stack.http.post(TEXT, content=b" " * 50_000)).status_code == 429
     assert stack.gateway.dispatcher.num_active == 5
+    stack.gateway.dispatcher.end_all()
     assert [(await task).status_code for task in waiting] == [503] * 5
     assert stack.gateway.request_memory.used_bytes == 0
