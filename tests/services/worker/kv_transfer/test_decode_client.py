@@ -47,7 +47,7 @@ GIVEN_UP = {"reserve": DecodeRefused, "renew": DecodeRefused, "begin": Unavailab
 """What a question ends with that was heard, for all that is known, and is not answered."""
 ERRORS = [Conflict, BadRequest, NotFound, Internal, PayloadTooLarge, TransportError]
 EVERY_QUESTION = pytest.mark.parametrize("what", list(ANSWERS))
-SILENCE_S = 0.2
+SILENCE_S, NEVER_S = 1.0, 600.0
 
 
 class _Instance:
@@ -73,7 +73,7 @@ class Rig:
         params = SamplingParams(max_tokens=9, seed=1)
         sequence = Sequence(request_id="r", attempt=3, gateway_id="g", prompt=(1, 2), params=params, decode_at=place)
         self.transfer = KvTransfer(sequence, 2, place, cast(Any, _Instance()))
-        self.client = DecodeClient(self.mine, cast(Any, _Me()), self.transfer, silence_s=SILENCE_S)
+        self.client = self.patient(NEVER_S)
         self.answers: list[Any] = []
         self.asked: list[Any] = []
 
@@ -81,6 +81,10 @@ class Rig:
         kinds = {"reserve": ReserveDecode, "renew": RenewDecode, "begin": BeginDecode, "release": ReleaseDecode}
         for operation, kind in kinds.items():
             await self.theirs.respond(subjects.worker_decode("w1", operation), kind, self._answer)
+
+    def patient(self, silence_s: float) -> DecodeClient:
+        """A client that believes in this silence."""
+        return DecodeClient(self.mine, cast(Any, _Me()), self.transfer, silence_s=silence_s)
 
     async def ask(self, what: str) -> Any:
         """Any of the questions that are asked until they are answered."""
@@ -115,7 +119,7 @@ class Rig:
 
 @pytest.fixture
 async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
-    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.1)
     monkeypatch.setattr(module, "GONE_S", 0.1)
     monkeypatch.setattr(module, "RETRY_S", 0.005)
     monkeypatch.setattr(module, "ROOM_PATIENCE_S", 0.1)
@@ -167,7 +171,8 @@ async def test_questions_about_room_come_less_and_less_often(rig: Rig, monkeypat
     assert len(set(pauses[15:])) > 1, "those who wait do not all ask at the same moment"
 
 
-async def test_room_that_comes_in_time_is_taken(rig: Rig) -> None:
+async def test_room_that_comes_in_time_is_taken(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROOM_PATIENCE_S", NEVER_S)
     rig.transfer.computed([1], 2, TOKEN)
     rig.answers = [Overloaded("full"), Unavailable("starting"), None, RESERVED]
     assert await rig.client.reserve() == RESERVED
@@ -193,7 +198,7 @@ async def test_a_refusal_is_believed_at_once(rig: Rig, what: str, error: type[Bl
 @EVERY_QUESTION
 @pytest.mark.parametrize("answer", [None, Unavailable("not now")])
 async def test_silence_is_believed_after_a_while(rig: Rig, what: str, answer: Exception | None) -> None:
-    rig.answers = [answer]
+    rig.client, rig.answers = rig.patient(SILENCE_S), [answer]
     with pytest.raises(GIVEN_UP[what], match="nobody answers"):
         await rig.ask(what)
     assert len(rig.asked) > 1
@@ -228,10 +233,11 @@ async def test_a_decode_worker_that_reconnects_is_not_gone(rig: Rig, monkeypatch
 
 @EVERY_QUESTION
 async def test_our_own_outage_is_nobodys_silence(rig: Rig, what: str) -> None:
+    rig.client = rig.patient(SILENCE_S)
     rig.answers = [None, ANSWERS[what]]  # after the outage, one answer is lost
     rig.mine.go_down()
     waits = asyncio.create_task(rig.ask(what))
-    await asyncio.sleep(2 * SILENCE_S)
+    await asyncio.sleep(1.5 * SILENCE_S)
     assert not waits.done()
     rig.mine.go_up()
     await waits
@@ -270,13 +276,14 @@ async def test_layers_are_asked_for_until_they_are_there(rig: Rig) -> None:
 
 
 async def test_layers_that_do_not_come_are_given_up(rig: Rig) -> None:
-    rig.answers = [DecodeRoom(layers_here=2)]
-    with pytest.raises(DecodeRefused, match=r"2 layers in 0\.2 s"):
+    rig.client, rig.answers = rig.patient(SILENCE_S), [DecodeRoom(layers_here=2)]
+    with pytest.raises(DecodeRefused, match=r"2 layers in 1 s"):
         await rig.client.until_here(5, 3)
 
 
 async def test_layers_that_come_slowly_are_waited_for(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each within the limit, all together not."""
+    rig.client = rig.patient(SILENCE_S)
     started_s, here = time.monotonic(), 0
 
     async def answer(_: RenewDecode) -> DecodeRoom:

@@ -96,7 +96,8 @@ async def test_without_room_there_it_is_decoded_here(redis_url: str, monkeypatch
         await pair.clean()
 
 
-async def test_it_waits_a_moment_for_room(redis_url: str) -> None:
+async def test_it_waits_a_moment_for_room(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_client, "ROOM_PATIENCE_S", 10.0)
     async with disaggregated(redis_url, each=_full_soon) as pair:
         await pair.gateway.submit("w1", pair.place.instance_id, "other", max_tokens=5000)
         await pair.submit("r")

@@ -41,18 +41,18 @@ SLOW = MockTiming(layer_base_s=0.01)
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_client, "ASK_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(decode_client, "GONE_S", 0.1)
-    monkeypatch.setattr(decode_client, "ROOM_PATIENCE_S", 0.1)
-    monkeypatch.setattr(decode_client, "LEASE_S", 0.5)
-    monkeypatch.setattr(decode_client, "RENEW_S", 0.1)
+    monkeypatch.setattr(decode_client, "ASK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(decode_client, "GONE_S", 0.5)
+    monkeypatch.setattr(decode_client, "ROOM_PATIENCE_S", 1.0)
+    monkeypatch.setattr(decode_client, "LEASE_S", 2.0)
+    monkeypatch.setattr(decode_client, "RENEW_S", 0.4)
     monkeypatch.setattr(receiver, "MAX_WAIT_S", 0.05)
 
 
 @pytest.fixture
 async def pair(redis_url: str) -> AsyncIterator[Disaggregated]:
-    """Patience of a fraction of a second. Nothing may be left at either worker."""
-    async with disaggregated(redis_url, stall_s=0.3) as pair:
+    """Patience of a second or two. Nothing may be left at either worker."""
+    async with disaggregated(redis_url, stall_s=1.5) as pair:
         yield pair
         await pair.clean()
 
@@ -130,7 +130,7 @@ async def test_questions_and_answers_get_lost(patient_pair: Disaggregated) -> No
 
 async def test_cancels_at_any_moment(redis_url: str) -> None:
     chance = random.Random(3)
-    async with disaggregated(redis_url, stall_s=0.3) as pair:
+    async with disaggregated(redis_url, stall_s=1.5) as pair:
         for number in range(40):
             name = f"r{number}"
             prompt = PROMPT[: chance.randrange(1, 100)]
@@ -254,7 +254,7 @@ def keys(worker: RunningWorker) -> set[tuple[str, int]]:
 
 @pytest.mark.parametrize("then", ["cancel", "attempt"])
 async def test_the_decode_worker_begins_and_is_not_heard_of_again_for_a_while(redis_url: str, then: str) -> None:
-    async with disaggregated(redis_url, stall_s=0.3, mock=SLOW) as pair:
+    async with disaggregated(redis_url, stall_s=1.5, mock=SLOW) as pair:
         here, there = pair.prefill, pair.decode
         begin = there.service.parts.kv_receiver._begin
 

@@ -90,7 +90,7 @@ async def test_kv_comes_in_pieces_a_window_ahead(
 
 
 async def test_first_tokens_come_without_kv_and_what_is_lost_is_computed_again(redis_url: str) -> None:
-    async with slow_cluster(redis_url, stall_s=0.5) as cluster:
+    async with slow_cluster(redis_url, stall_s=1.5) as cluster:
         burst, wire = Burst(cluster), Wire()
         await burst.start(delay_s=0.05)
         burst.target.transport.tamper = wire.tamper
@@ -119,7 +119,7 @@ async def test_the_target_is_killed_while_kv_is_on_its_way(redis_url: str) -> No
 
 
 async def test_cancelled_while_kv_is_on_its_way_a_request_leaves_nothing(redis_url: str) -> None:
-    async with slow_cluster(redis_url, stall_s=0.5) as cluster:
+    async with slow_cluster(redis_url, stall_s=1.5) as cluster:
         burst, wire = Burst(cluster), Wire()
         await burst.start(delay_s=0.05)
         burst.target.transport.tamper = wire.tamper
@@ -171,7 +171,7 @@ async def test_what_cannot_be_handed_back_is_freed_at_the_target(
     async def send(*_: object, **__: object) -> None:
         raise RuntimeError("the device is gone")
 
-    async with slow_cluster(redis_url, "best_effort", stall_s=0.5) as cluster:
+    async with slow_cluster(redis_url, "best_effort", stall_s=1.5) as cluster:
         burst = Burst(cluster)
         await burst.start(delay_s=0.02)
         given = await _parted_with_begun_ones(burst, lambda: monkeypatch.setattr(TargetBatches, "send", send))

@@ -23,7 +23,7 @@ from shared.messages.scaling import Feed, GetFeedState
 from shared.transport.base import Buffer, Channel, Transfer
 from shared.transport.transfer import PostedTransfer
 from tests.checkpoints import tiny_checkpoint
-from tests.services.waiting import eventually
+from tests.services.waiting import TIMEOUT_S, eventually
 from tests.services.worker.weights.feeding_peers import (
     DISK,
     LAYOUT,
@@ -158,7 +158,7 @@ async def test_a_target_whose_predecessor_dies_keeps_what_it_has(between_hosts: 
         await progressed(last)
         lost.die(fabric)
         receiving[1].cancel()
-        await asyncio.wait_for(asyncio.gather(receiving[0], receiving[2]), timeout=10.0)
+        await asyncio.wait_for(asyncio.gather(receiving[0], receiving[2]), timeout=TIMEOUT_S)
         assert same_bytes(last.copy, source.copy)
         assert [name for name, _ in last.asked] == ["p2", "p1"], "the nearest upstream holder"
         assert num_wanted(last.asked[1][1]) < num_wanted(last.asked[0][1]), "from the first missing piece"
@@ -176,7 +176,7 @@ async def test_a_target_whose_source_dies_continues_from_a_fallback() -> None:
         ]
         await progressed(second)
         source.die(fabric)
-        await asyncio.wait_for(asyncio.gather(*receiving), timeout=10.0)
+        await asyncio.wait_for(asyncio.gather(*receiving), timeout=TIMEOUT_S)
         assert same_bytes(first.copy, spare_copy.copy)
         assert same_bytes(second.copy, spare_copy.copy)
         assert [name for name, _ in second.asked] == ["p2"], "whoever is fed by a living member stays with it"
@@ -216,7 +216,7 @@ async def test_a_fill_that_fails_sends_its_readers_elsewhere_at_once() -> None:
         await progressed(last)
         upstream.cancel()
         await failing.sender.end_feeds_of(failing.copy)
-        await asyncio.wait_for(receiving, timeout=10.0)
+        await asyncio.wait_for(receiving, timeout=TIMEOUT_S)
         assert same_bytes(last.copy, source.copy)
 
 
@@ -254,7 +254,7 @@ async def test_a_lost_notice_only_costs_a_look_at_the_feed() -> None:
         await progressed(last)
         upstream.cancel()
         await failing.sender.end_feeds_of(failing.copy)
-        await asyncio.wait_for(receiving, timeout=10.0)
+        await asyncio.wait_for(receiving, timeout=TIMEOUT_S)
         assert same_bytes(last.copy, source.copy)
 
 
@@ -274,7 +274,7 @@ async def test_a_living_sender_whose_link_is_stuck_is_given_up() -> None:
         other.offer("gpu", other.copy)
         fabric.kill(stuck.transport.address)  # answers RPCs, moves no byte
         receiving = target.receive([[stuck.upstream(), other.upstream()]])
-        await asyncio.wait_for(receiving, timeout=10.0)
+        await asyncio.wait_for(receiving, timeout=TIMEOUT_S)
         assert same_bytes(target.copy, other.copy)
 
 
@@ -317,7 +317,7 @@ async def test_what_was_sent_is_waited_for_until_the_link_counts_as_stuck(
             return BufferingChannel(await connect(address, same_host=same_host, timeout_s=timeout_s), delay_s)
 
         monkeypatch.setattr(source.transport, "connect", connect_buffered)
-        await asyncio.wait_for(target.receive([[source.upstream(), other.upstream()]]), timeout=10.0)
+        await asyncio.wait_for(target.receive([[source.upstream(), other.upstream()]]), timeout=TIMEOUT_S)
         assert [name for name, _ in target.asked] == asked
         assert same_bytes(target.copy, other.copy)
 
@@ -352,7 +352,7 @@ async def test_a_feed_that_begins_after_its_copy_failed_is_refused() -> None:
         failing.copies.withdraw("gpu", failing.copy)
         await failing.sender.end_feeds_of(failing.copy)
         go_on.set()
-        await asyncio.wait_for(receiving, timeout=10.0)
+        await asyncio.wait_for(receiving, timeout=TIMEOUT_S)
         assert same_bytes(last.copy, source.copy)
 
 

@@ -14,9 +14,9 @@ from tests.services.worker.lone_worker import LoneWorker, lone_worker
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_client, "ASK_TIMEOUT_S", 0.15)
-    monkeypatch.setattr(decode_client, "GONE_S", 0.15)
-    monkeypatch.setattr(decode_client, "ROOM_PATIENCE_S", 0.15)
+    monkeypatch.setattr(decode_client, "ASK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(decode_client, "GONE_S", 0.5)
+    monkeypatch.setattr(decode_client, "ROOM_PATIENCE_S", 1.0)
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.fakes import PROMPT, FakeDecode, clean, outcomes
 from tests.services.worker.lone_worker import LoneWorker
 
-SILENCE_S = 0.3
+SILENCE_S = 1.5
+"""Longer than a busy machine keeps a process from running, with which nobody is silent."""
 
 
 class Gate:
