@@ -17,7 +17,7 @@ from tests.servers import Server, nats_server
 from tests.shared.bus.memory import MemoryBroker
 
 
-async def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+async def eventually(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
     """Return when ``condition`` holds; AssertionError otherwise."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
@@ -53,7 +53,7 @@ class MemoryPlace:
     async def raw_request(self, subject: str, payload: bytes) -> dict[str, str]:
         answered: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
         assert self.broker.request_raw(subject, payload, None, lambda _, headers: answered.set_result(headers or {}))
-        return await asyncio.wait_for(answered, 2.0)
+        return await asyncio.wait_for(answered, 20.0)
 
     async def raw_event(self, subject: str, payload: bytes) -> None:
         self.broker.append_raw(subject, payload, None, "")
@@ -84,7 +84,7 @@ class NatsPlace:
 
     async def raw_request(self, subject: str, payload: bytes) -> dict[str, str]:
         async with await nats.connect(self.server.url) as client:
-            return (await client.request(subject, payload, timeout=2.0)).headers or {}
+            return (await client.request(subject, payload, timeout=20.0)).headers or {}
 
     async def raw_event(self, subject: str, payload: bytes) -> None:
         async with await nats.connect(self.server.url) as client:

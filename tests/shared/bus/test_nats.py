@@ -44,7 +44,12 @@ async def test_a_frozen_server_counts_as_disconnected_before_a_lease_has_passed(
     before_s = bus.connected_since_s
     nats_place.server.pause()
     try:
-        await eventually(lambda: bus.connected_since_s is None, timeout_s=2.0)
+        # In steps: time in which this process did not run either is not the server's.
+        for _ in range(400):
+            if bus.connected_since_s is None:
+                break
+            await asyncio.sleep(0.005)
+        assert bus.connected_since_s is None, "after two seconds"
     finally:
         nats_place.server.resume()
     await eventually(lambda: bus.connected_since_s is not None)
@@ -62,12 +67,12 @@ async def test_services_answer_discovery_and_count_requests_and_errors(nats_plac
         return Ack()
 
     await bus.respond(on, Cancel, respond)
-    await bus.request(on, CANCEL, Ack, timeout_s=2.0)
+    await bus.request(on, CANCEL, Ack, timeout_s=20.0)
     with pytest.raises(Overloaded):
-        await bus.request(on, Cancel(request_id="r", attempt=1), Ack, timeout_s=2.0)
+        await bus.request(on, Cancel(request_id="r", attempt=1), Ack, timeout_s=20.0)
     async with await nats.connect(nats_place.server.url) as client:
-        info = json.loads((await client.request(f"$SRV.INFO.{name}", timeout=2.0)).data)
-        stats = json.loads((await client.request(f"$SRV.STATS.{name}", timeout=2.0)).data)
+        info = json.loads((await client.request(f"$SRV.INFO.{name}", timeout=20.0)).data)
+        stats = json.loads((await client.request(f"$SRV.STATS.{name}", timeout=20.0)).data)
     assert info["metadata"]["id"] == name
     (endpoint,) = info["endpoints"]
     assert (endpoint["subject"], endpoint["name"]) == (on, on.replace(".", "-"))
@@ -85,7 +90,7 @@ async def test_a_subscription_is_known_to_the_server_when_subscribe_returns(nats
     for _ in range(100):
         on = f"{subjects.PREFIX}.test.{uuid.uuid4().hex}"
         await there.respond(on, Cancel, respond)
-        assert await here.request(on, CANCEL, Ack, timeout_s=2.0) == Ack()
+        assert await here.request(on, CANCEL, Ack, timeout_s=20.0) == Ack()
 
 
 async def test_events_published_between_outage_and_resumption_are_not_lost(nats_place: NatsPlace) -> None:

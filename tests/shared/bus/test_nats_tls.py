@@ -66,8 +66,8 @@ def access(**files: Path) -> NatsAccess:
     )
 
 
-async def asks(url: str, by: NatsAccess) -> None:
-    bus = await NatsBus.connect(url, name="gateway", access=by, connect_timeout_s=2.0)
+async def asks(url: str, by: NatsAccess, *, patience_s: float = 20.0) -> None:
+    bus = await NatsBus.connect(url, name="gateway", access=by, connect_timeout_s=patience_s)
     try:
         with pytest.raises(NoResponder):
             await bus.request(subjects.pool("snapshot"), CANCEL, Ack, timeout_s=5)
@@ -86,7 +86,7 @@ async def test_a_server_whose_certificate_is_signed_is_trusted(
 async def test_a_server_that_nobody_vouches_for_is_refused(start: Start, scheme: str) -> None:
     server = start(first=scheme == "tls")
     with pytest.raises(Unavailable, match=r"(?i)certificate verify failed"):
-        await asks(f"{scheme}://127.0.0.1:{server.port}", access())
+        await asks(f"{scheme}://127.0.0.1:{server.port}", access(), patience_s=4.0)
 
 
 async def test_over_tls_nothing_is_said_to_a_server_without_it(tmp_path: Path, certificates: Path) -> None:
@@ -94,7 +94,7 @@ async def test_over_tls_nothing_is_said_to_a_server_without_it(tmp_path: Path, c
     server.start()
     try:
         with pytest.raises(Unavailable):
-            await asks(f"tls://127.0.0.1:{server.port}", access(ca=certificates / "ca.crt"))
+            await asks(f"tls://127.0.0.1:{server.port}", access(ca=certificates / "ca.crt"), patience_s=2.0)
     finally:
         server.stop()
 
@@ -104,4 +104,4 @@ async def test_a_server_may_want_to_see_certificates_too(start: Start, certifica
     ca = certificates / "ca.crt"
     await asks(url, access(ca=ca, cert=certificates / "client.crt", key=certificates / "client.key"))
     with pytest.raises(Unavailable):
-        await asks(url, access(ca=ca))
+        await asks(url, access(ca=ca), patience_s=2.0)

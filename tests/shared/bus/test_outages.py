@@ -120,7 +120,7 @@ async def test_a_connection_that_ended_for_good_says_why_and_nobody_waits_for_it
     lost = asyncio.create_task(bus.wait_lost())
     # As a server that refuses this process from now on.
     bus._client._transport.write(b"NONSENSE\r\n")  # type: ignore[attr-defined]
-    reason = await asyncio.wait_for(lost, 5.0)
+    reason = await asyncio.wait_for(lost, 20.0)
     assert "protocol" in reason
     await ended_for_good(bus, on)
     nats_place.buses.remove(bus)
@@ -166,7 +166,7 @@ async def test_a_client_that_fails_while_it_reconnects_is_lost(
 
     monkeypatch.setattr(client, "_select_next_server", broken)
     await nats_place.go_down()
-    assert "a fault of the client's" in await asyncio.wait_for(bus.wait_lost(), 5.0)
+    assert "a fault of the client's" in await asyncio.wait_for(bus.wait_lost(), 20.0)
     nats_place.buses.remove(bus)
     await bus.close()
     await nats_place.go_up()
