@@ -19,7 +19,7 @@ from shared.messages.scaling import ScalePlan, ScaleRecord
 from tests.records import worker_record
 from tests.services.fake_pool import FakePool
 from tests.services.planner.rig import Rig, running
-from tests.services.waiting import eventually
+from tests.services.waiting import TIMEOUT_S, eventually
 from tests.shared.bus.memory import MemoryBroker
 
 
@@ -152,12 +152,12 @@ async def test_who_does_not_hear_of_the_pool_does_not_lead() -> None:
     broker = MemoryBroker()
     pool = FakePool(broker)
     await pool.start()
-    leader = Leader(broker.bus("planner"), "planner", ttl_s=0.3)
+    leader = Leader(broker.bus("planner"), "planner", ttl_s=1.0)
     stopping = asyncio.Event()
     assert await leader.win(stopping)
     assert leader.leads
     await pool.bus.close()
-    async with asyncio.timeout(3.0):
+    async with asyncio.timeout(TIMEOUT_S):
         await leader.hold(stopping)
     assert not leader.leads
 
@@ -166,11 +166,11 @@ async def test_a_leader_that_was_replaced_knows_at_its_next_word() -> None:
     broker = MemoryBroker()
     pool = FakePool(broker)
     await pool.start()
-    leader = Leader(broker.bus("planner"), "planner", ttl_s=0.4)
+    leader = Leader(broker.bus("planner"), "planner", ttl_s=1.0)
     stopping = asyncio.Event()
     assert await leader.win(stopping)
     pool.leader = "another"
-    async with asyncio.timeout(3.0):
+    async with asyncio.timeout(TIMEOUT_S):
         await leader.hold(stopping)
     assert not leader.leads
 

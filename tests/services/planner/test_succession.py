@@ -16,7 +16,7 @@ from shared.messages.registry import WorkerRecord
 from shared.messages.scaling import DrainPlan, ListScaleRecords, ScalePlan, ScaleRecords
 from tests.records import worker_record
 from tests.services.planner.rig import Rig, running
-from tests.services.waiting import eventually
+from tests.services.waiting import TIMEOUT_S, eventually
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ async def test_a_planner_that_hangs_takes_no_questions_along(rig: Rig) -> None:
         return ScaleRecords(records=())
 
     await rig.broker.bus("hangs").respond(subjects.planner("records"), ListScaleRecords, hang)
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(TIMEOUT_S):
         for _ in range(10):
             assert await rig.records() == ()
     hangs.set()
@@ -165,7 +165,7 @@ async def test_a_planner_whose_regular_work_breaks_ends_instead_of_limping_on(
         raise ZeroDivisionError
 
     monkeypatch.setattr(Refusals, "forget", breaks)
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(TIMEOUT_S):
         with pytest.raises(ZeroDivisionError):
             await rig.task
     rig.task = asyncio.create_task(asyncio.sleep(0))
