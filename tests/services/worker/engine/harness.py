@@ -34,11 +34,17 @@ def reference_logits(kind: str, tokens: Sequence[int], dtype: str = "float32") -
     return reference_model(kind, dtype)(torch.tensor([list(tokens)])).logits[0].float()
 
 
-@torch.inference_mode()
 def reference_greedy(kind: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """What ``transformers.generate`` writes greedily, end of sequence ignored."""
+    return list(_generated(kind, tuple(prompt), num_tokens))
+
+
+# Several tests ask for the continuation of the same prompt.
+@cache
+@torch.inference_mode()
+def _generated(kind: str, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     generated = reference_model(kind).generate(
-        torch.tensor([list(prompt)]),
+        torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         max_new_tokens=num_tokens,
         min_new_tokens=num_tokens,
@@ -46,7 +52,7 @@ def reference_greedy(kind: str, prompt: Sequence[int], num_tokens: int) -> list[
         eos_token_id=None,
         pad_token_id=0,
     )
-    return [int(token) for token in generated[0, len(prompt) :]]
+    return tuple(int(token) for token in generated[0, len(prompt) :])
 
 
 def loaded_engine(
