@@ -65,15 +65,15 @@ class AdminClient:
 
     async def status(self) -> Status:
         """Models, instances, workers and floors."""
-        return self._as(await self._call("GET", "/admin/status"), Status)
+        return await self._call("GET", "/admin/status", Status)
 
     async def pool(self) -> PoolStatus:
         """Which memory holds which model."""
-        return self._as(await self._call("GET", "/admin/pool"), PoolStatus)
+        return await self._call("GET", "/admin/pool", PoolStatus)
 
     async def models(self) -> tuple[ModelStatus, ...]:
         """The registered models."""
-        return self._as(await self._call("GET", "/admin/models"), ModelList).models
+        return (await self._call("GET", "/admin/models", ModelList)).models
 
     async def add_model(
         self,
@@ -98,11 +98,11 @@ class AdminClient:
             slo_ttft_s=slo_ttft_s,
             slo_tbt_s=slo_tbt_s,
         )
-        return self._as(await self._call("POST", "/admin/models", body=body, timeout_s=ADD_TIMEOUT_S), ModelStatus)
+        return await self._call("POST", "/admin/models", ModelStatus, body=body, timeout_s=ADD_TIMEOUT_S)
 
     async def remove_model(self, name: str) -> None:
         """Unregister a model. Raises ``ModelNotFound``."""
-        await self._call("DELETE", f"/admin/models/{quote(name, safe='')}")
+        await self._call("DELETE", f"/admin/models/{quote(name, safe='')}", msgspec.Raw)
 
     async def scale(
         self, model: str, instances: int, *, hold_s: float, live: LiveChoice = "auto", role: Role = "colocated"
@@ -111,22 +111,22 @@ class AdminClient:
         ``ModelNotFound``."""
         body = ScaleBody(instances=instances, hold_s=hold_s, live=live, role=role)
         path = f"/admin/models/{quote(model, safe='')}/scale"
-        return self._as(await self._call("POST", path, body=body), ScaleRecord)
+        return await self._call("POST", path, ScaleRecord, body=body)
 
     async def scale_record(self, plan_id: str, *, wait_s: float = 0.0) -> ScaleRecord:
         """An operation's record; waits up to ``wait_s`` for it to end. Raises ``PlanNotFound``."""
         path = f"/admin/scale/{quote(plan_id, safe='')}?wait_s={wait_s:g}"
-        return self._as(await self._call("GET", path, timeout_s=wait_s + _TIMEOUT_S), ScaleRecord)
-
-    def _as(self, body: object, kind: type[T]) -> T:
-        try:
-            return msgspec.convert(body, kind)
-        except msgspec.ValidationError as error:
-            raise Internal(f"{self.url} answered with something other than a {kind.__name__}: {error}") from error
+        return await self._call("GET", path, ScaleRecord, timeout_s=wait_s + _TIMEOUT_S)
 
     async def _call(
-        self, method: str, path: str, *, body: msgspec.Struct | None = None, timeout_s: float = _TIMEOUT_S
-    ) -> object:
+        self,
+        method: str,
+        path: str,
+        kind: type[T],
+        *,
+        body: msgspec.Struct | None = None,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> T:
         json = msgspec.to_builtins(body) if body is not None else None
         try:
             response = await self._http.request(method, path, json=json, timeout=timeout_s)
@@ -138,13 +138,12 @@ class AdminClient:
             raise GatewayUnreachable(f"{self.url}{path} did not answer within {timeout_s:g} s") from error
         except httpx.HTTPError as error:
             raise GatewayUnreachable(f"{self.url}{path} broke off: {error or type(error).__name__}") from error
-        if response.is_success:
-            return self._json(response) if response.content else None
-        raise self._error(response, path)
-
-    def _json(self, response: httpx.Response) -> object:
+        if not response.is_success:
+            raise self._error(response, path)
         try:
-            return msgspec.json.decode(response.content)
+            return msgspec.json.decode(response.content, type=kind)
+        except msgspec.ValidationError as error:
+            raise Internal(f"{self.url} answered with something other than a {kind.__name__}: {error}") from error
         except msgspec.DecodeError as error:
             raise Internal(f"{self.url} is not a BlitzScale gateway: its answer is not JSON") from error
 

@@ -62,10 +62,9 @@ class StackConfig:
     """How long each other process may take to stop."""
 
     def __post_init__(self) -> None:
-        counts = {"workers": self.workers, "planners": self.planners, "monitors": self.monitors}
-        for what, count in (counts | {"pools": self.pools, "gateways": self.gateways}).items():
+        for kind, count in self.counts.items():
             if count < 1:
-                raise StackRefused(f"--{what} must be at least 1, not {count}")
+                raise StackRefused(f"--{kind}s must be at least 1, not {count}")
         if self.log_level.upper() not in logging.getLevelNamesMapping():
             raise StackRefused(f"--log-level must be debug, info, warning, error or critical, not {self.log_level!r}")
         for name, slo_s in (("--slo-ttft", self.slo_ttft_s), ("--slo-tbt", self.slo_tbt_s)):
@@ -74,6 +73,12 @@ class StackConfig:
         for name, port in (("--port", self.port), ("the NATS port", self.nats_port)):
             if not 0 <= port <= 65535:
                 raise StackRefused(f"{name} must be between 0 and 65535, not {port}")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Processes of each kind of service, in the order of their health ports; gateways, which have none, last."""
+        counts = {"pool": self.pools, "planner": self.planners, "monitor": self.monitors, "worker": self.workers}
+        return counts | {"gateway": self.gateways}
 
     @property
     def first_health_port(self) -> int:
@@ -86,14 +91,14 @@ class StackConfig:
     @property
     def num_health_ports(self) -> int:
         """How many ports from the first one on are taken at the start."""
-        return self.pools + self.planners + self.monitors + self.workers if self.first_health_port else 0
+        return sum(self.counts.values()) - self.gateways if self.first_health_port else 0
 
     def health_port(self, kind: str, index: int) -> int:
         """Of one process; 0: none, as of a gateway, which answers on the port that it serves."""
-        first = self.first_health_port
-        before = {"pool": 0, "planner": self.pools, "monitor": self.pools + self.planners}
-        before["worker"] = before["monitor"] + self.monitors
-        return first + before[kind] + index if first and kind in before else 0
+        if not self.first_health_port or kind == "gateway":
+            return 0
+        kinds = list(self.counts)
+        return self.first_health_port + sum(self.counts[k] for k in kinds[: kinds.index(kind)]) + index
 
     @property
     def admin_keys(self) -> tuple[str, ...]:

@@ -11,6 +11,12 @@ from typing import BinaryIO, TextIO
 LineSink = Callable[[str, str], None]
 """Takes (process name, line without its end)."""
 
+
+def ignore_line(name: str, line: str) -> None:
+    """A ``LineSink`` that shows nothing."""
+    del name, line
+
+
 _MAX_LINE_BYTES = 64 * 1024
 _MAX_FILE_BYTES = 64 * 1024 * 1024
 _KEPT_LINES = 40

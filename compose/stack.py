@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from compose import preflight
 from compose.child import Child, ChildSpec
 from compose.children import (
+    CONTROL_PLANE,
     Addresses,
     kind_of,
     nats_access,
@@ -28,7 +29,7 @@ from compose.children import (
 )
 from compose.config import StackConfig
 from compose.errors import StackNotReady
-from compose.log_lines import LineSink
+from compose.log_lines import LineSink, ignore_line
 from compose.ports import free_port, next_free_ports
 from compose.preflight import Findings
 from compose.restart_policy import RestartPolicy
@@ -45,10 +46,6 @@ from shared.settings import Settings
 _POLL_S = 0.1
 
 
-def _ignore_line(name: str, line: str) -> None:
-    del name, line
-
-
 class Stack(RunningStack):
     """Starts with ``async with``; leaving it stops everything in order.
 
@@ -60,7 +57,7 @@ class Stack(RunningStack):
         self,
         config: StackConfig,
         *,
-        sink: LineSink = _ignore_line,
+        sink: LineSink = ignore_line,
         say: Callable[[str], None] | None = None,
         policy: RestartPolicy | None = None,
     ) -> None:
@@ -172,9 +169,8 @@ class Stack(RunningStack):
         return {name: child for name, child in self.processes.items() if kind_of(name) == kind}
 
     def _service_names(self) -> tuple[str, ...]:
-        counts = {"pool": self.config.pools, "planner": self.config.planners, "monitor": self.config.monitors}
-        counts["gateway"] = self.config.gateways
-        return tuple(name for kind, count in counts.items() for name in service_names(kind, count))
+        counts = self.config.counts
+        return tuple(name for kind in (*CONTROL_PLANE, "gateway") for name in service_names(kind, counts[kind]))
 
     def _worker_spec(self, index: int) -> ChildSpec:
         return worker_spec(self.config, self.state_dir, self.addresses, index, self._findings, self._worker_forks)

@@ -10,14 +10,10 @@ from typing import Any, TypeVar
 
 from compose.child import Child, ChildSpec
 from compose.errors import ProcessGaveUp, StackRefused
-from compose.log_lines import LineSink, ProcessLog
+from compose.log_lines import LineSink, ProcessLog, ignore_line
 from compose.restart_policy import RestartPolicy
 
 T = TypeVar("T")
-
-
-def _ignore_line(name: str, line: str) -> None:
-    del name, line
 
 
 class Supervisor:
@@ -27,7 +23,7 @@ class Supervisor:
         self,
         logs: Path,
         *,
-        sink: LineSink = _ignore_line,
+        sink: LineSink = ignore_line,
         say: Callable[[str], None] | None = None,
         policy: RestartPolicy | None = None,
         serves_on: Callable[[str], bool] = lambda _: False,

@@ -25,9 +25,9 @@ def pair_lines(pairs: Sequence[LiveRecord], *, encoding: str = "utf-8") -> Itera
         yield from _row("policy", pair.policy)
         yield from _row("why", pair.why)
         yield from _row("outcome", f"{pair.outcome}: {pair.reason}" if pair.reason else pair.outcome)
-        yield from _row("started_ms", _ms(pair.started_ms))
-        yield from _row("first_cooperative_token_ms", _ms(pair.first_cooperative_token_ms))
-        yield from _row("ended_ms", _ms(pair.ended_ms))
+        yield from _row("started_ms", shown_ms(pair.started_ms))
+        yield from _row("first_cooperative_token_ms", shown_ms(pair.first_cooperative_token_ms))
+        yield from _row("ended_ms", shown_ms(pair.ended_ms))
         yield from _batches(pair.batches)
         yield from _timelines(pair, bars)
 
@@ -45,7 +45,7 @@ def _batches(batches: Sequence[LiveBatchRecord]) -> Iterator[str]:
     yield "    batch  requests    tokens  target layers  source layers  first token ms"
     for number, batch in enumerate(batches[:MAX_BATCHES], 1):
         # A batch that ended without a token has none since before the beginning.
-        first = _ms(batch.first_token_ms if batch.first_token_ms >= 0 else None)
+        first = shown_ms(batch.first_token_ms if batch.first_token_ms >= 0 else None)
         yield (
             f"    {number:>5}  {batch.num_requests:>8}  {batch.num_tokens:>8}  {batch.target_layers:>13}  "
             f"{batch.source_layers:>13}  {first:>14}"
@@ -89,5 +89,6 @@ def _can(encoding: str) -> bool:
     return True
 
 
-def _ms(value: float | None) -> str:
+def shown_ms(value: float | None) -> str:
+    """A time; ``-`` for one that is not known."""
     return "-" if value is None else f"{value:.1f}"

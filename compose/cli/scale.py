@@ -10,7 +10,7 @@ import typer
 
 from compose.admin import AdminClient
 from compose.cli.connection import URL_DEFAULT, Json, Url, ask, print_json
-from compose.cli.live_record import pair_lines
+from compose.cli.live_record import pair_lines, shown_ms
 from compose.errors import StackError
 from shared.messages.common import LiveChoice, Role
 from shared.messages.scaling import ScaleRecord
@@ -82,15 +82,15 @@ async def _scale(
 def _print(record: ScaleRecord) -> None:
     if record.direction == "out":
         times = [
-            ("trigger_to_first_byte_ms", _ms(record.trigger_to_first_byte_ms)),
+            ("trigger_to_first_byte_ms", shown_ms(record.trigger_to_first_byte_ms)),
             ("layer_ready_ms", "[" + ", ".join(f"{at_ms:.1f}" for at_ms in record.layer_ready_ms) + "]"),
-            ("trigger_to_loaded_ms", _ms(record.trigger_to_loaded_ms)),
-            ("trigger_to_serving_ms", _ms(record.trigger_to_serving_ms)),
+            ("trigger_to_loaded_ms", shown_ms(record.trigger_to_loaded_ms)),
+            ("trigger_to_serving_ms", shown_ms(record.trigger_to_serving_ms)),
             ("bytes", str(record.bytes)),
             ("gbps", f"{record.gbps:.3f}"),
         ]
     elif record.direction == "in":
-        times = [("trigger_to_spare_ms", _ms(record.trigger_to_spare_ms))]
+        times = [("trigger_to_spare_ms", shown_ms(record.trigger_to_spare_ms))]
     else:
         times = [("reason", record.reason)]
     rows = [
@@ -108,7 +108,3 @@ def _print(record: ScaleRecord) -> None:
         typer.echo(f"{name:<24}  {value}")
     for line in pair_lines(record.live, encoding=sys.stdout.encoding or "ascii"):
         typer.echo(line)
-
-
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"

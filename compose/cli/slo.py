@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,26 +21,18 @@ def _milliseconds(text: str) -> float:
     return value_ms
 
 
-SloTtft = Annotated[
-    float | None,
-    typer.Option(
-        "--slo-ttft",
+def _objective(flag: str, time: str) -> Any:
+    return typer.Option(
+        flag,
         parser=_milliseconds,
         metavar="MS",
-        help="Objective for the time to the first token, in milliseconds.",
+        help=f"Objective for the time {time}, in milliseconds.",
         show_default="the services' own",
-    ),
-]
-SloTbt = Annotated[
-    float | None,
-    typer.Option(
-        "--slo-tbt",
-        parser=_milliseconds,
-        metavar="MS",
-        help="Objective for the time between two tokens, in milliseconds.",
-        show_default="the services' own",
-    ),
-]
+    )
+
+
+SloTtft = Annotated[float | None, _objective("--slo-ttft", "to the first token")]
+SloTbt = Annotated[float | None, _objective("--slo-tbt", "between two tokens")]
 
 
 def seconds(slo_ms: float | None) -> float | None:

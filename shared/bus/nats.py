@@ -7,7 +7,6 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, Generic
 
 import nats.errors
 from nats.aio.msg import Msg
@@ -47,7 +46,6 @@ class NatsBus(Bus):
         self._malformed = MalformedLog()
         self._service = RpcService(link.client, kind, self._malformed, self._forget, about)
         self._subscriptions: set[Subscription] = set()
-        self._events: set[EventSubscription[Any]] = set()
         prefix = f"{kind}-{secrets.token_hex(8)}"
         self._stream = EventStream(link.client, link.refusals, consumer_prefix=prefix)
         self._records = EventStream(
@@ -118,7 +116,21 @@ class NatsBus(Bus):
         await round_trip(self._client)
 
     async def subscribe(self, subject: str, kind: type[M], listener: Listener[M]) -> Subscription:
-        return await self._listen(subject, _Listening(self._malformed, kind, listener).receive)
+        async def receive(msg: Msg) -> None:
+            try:
+                message = decode(msg.data, kind)
+            except MalformedMessage as error:
+                self._malformed.record(kind, msg.subject, error)
+                return
+            token = enter_sender_context(msg.headers)
+            try:
+                listener(message)
+            except Exception:  # noqa: BLE001 - a listener must not raise; one that does loses this message only
+                _log.exception("the listener of %s failed", msg.subject)
+            finally:
+                leave_sender_context(token)
+
+        return await self._listen(subject, receive)
 
     async def watch_departures(self, listener: DepartureListener) -> Subscription:
         async def receive(msg: Msg) -> None:
@@ -214,7 +226,6 @@ class NatsBus(Bus):
         subscription = EventSubscription(self._stream, subject, kind, listener, self._malformed, self._forget)
         await subscription.start()
         self._subscriptions.add(subscription)
-        self._events.add(subscription)
         return subscription
 
     async def wait_lost(self) -> str:
@@ -225,22 +236,20 @@ class NatsBus(Bus):
         for subscription in list(self._subscriptions):
             await subscription.close()
         self._subscriptions.clear()
-        self._events.clear()
         await self._service.stop()
         await round_trip(self._client)
         await self._link.close()
 
     def _forget(self, subscription: Subscription) -> None:
         self._subscriptions.discard(subscription)
-        if isinstance(subscription, EventSubscription):
-            self._events.discard(subscription)
 
     def _on_down(self) -> None:
         drop_unsent(self._client, self._unbuffered)
 
     def _on_up_again(self) -> None:
-        for subscription in self._events:
-            subscription.reconnected()
+        for subscription in self._subscriptions:
+            if isinstance(subscription, EventSubscription):
+                subscription.reconnected()
 
 
 class _Subscribed:
@@ -260,26 +269,3 @@ class _Silent:
 
     async def close(self) -> None:
         pass
-
-
-class _Listening(Generic[M]):
-    """Decode and call, inline."""
-
-    def __init__(self, malformed: MalformedLog, kind: type[M], listener: Listener[M]) -> None:
-        self._malformed = malformed
-        self._kind = kind
-        self._listener = listener
-
-    async def receive(self, msg: Msg) -> None:
-        try:
-            message = decode(msg.data, self._kind)
-        except MalformedMessage as error:
-            self._malformed.record(self._kind, msg.subject, error)
-            return
-        token = enter_sender_context(msg.headers)
-        try:
-            self._listener(message)
-        except Exception:  # noqa: BLE001 - a listener must not raise; one that does loses this message only
-            _log.exception("the listener of %s failed", msg.subject)
-        finally:
-            leave_sender_context(token)

@@ -19,7 +19,7 @@ from nats.micro.service import Endpoint, EndpointStats, Service, ServiceConfig
 from opentelemetry import context as otel_context
 
 from shared.aio import OwnedTasks
-from shared.bus.base import M, R, Responder
+from shared.bus.base import M, R, Responder, Subscription
 from shared.bus.nats_link import drain
 from shared.bus.wire import MalformedLog, answer, check_size, error_headers
 from shared.ending import ANSWERS_S
@@ -40,7 +40,7 @@ class AnswerStats:
 
 
 class RpcEndpoint(Generic[M, R]):
-    """One responder: a task per request, so that a slow answer holds up no other."""
+    """One responder that runs: a task per request, so that a slow answer holds up no other."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class RpcEndpoint(Generic[M, R]):
         responder: Responder[M, R],
         malformed: MalformedLog,
         stats: AnswerStats,
+        on_close: Callable[[Subscription], None],
     ) -> None:
         self._client = client
         self._subject = subject
@@ -57,22 +58,39 @@ class RpcEndpoint(Generic[M, R]):
         self._responder = responder
         self._malformed = malformed
         self._stats = stats
+        self._on_close = on_close
+        self._service: Service
+        self._endpoint: Endpoint
         self._tasks = OwnedTasks()
         self._told = False
         """Whether the log has it that somebody wants no reply."""
 
-    async def handle(self, request: Request) -> None:
-        """Start answering and return, so that the next request is looked at."""
-        self._tasks.start(self._respond(request))
+    async def start(self, service: Service, group: str | None) -> None:
+        """Take requests, each by one process of the ``group``; None: of all."""
+        # Endpoint names take no dots.
+        name = self._subject.replace(".", "-")
+        await service.add_endpoint(name=name, subject=self._subject, handler=self._handle, queue_group=group)
+        self._service, self._endpoint = service, service._endpoints[-1]
 
-    async def drain(self, timeout_s: float) -> None:
-        """Await the answers in progress; those that outlast the timeout are cancelled."""
+    async def close(self) -> None:
+        """Take no more requests. Those that came are answered; answers that take too long are cancelled."""
+        self._on_close(self)
+        if self._endpoint in self._service._endpoints:
+            self._service._endpoints.remove(self._endpoint)
+            subscription = self._endpoint._subscription
+            if subscription is not None:
+                # Not the library's own stop: it would throw away requests that are here already.
+                await drain(self._client, subscription)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(ANSWERS_S):
                 await self._tasks.finish()
         except TimeoutError:
-            _log.warning("cancelled %d answers on %s after %.0f s", len(self._tasks), self._subject, timeout_s)
+            _log.warning("cancelled %d answers on %s after %.0f s", len(self._tasks), self._subject, ANSWERS_S)
             await self._tasks.close()
+
+    async def _handle(self, request: Request) -> None:
+        """Start answering and return, so that the next request is looked at."""
+        self._tasks.start(self._respond(request))
 
     async def _respond(self, request: Request) -> None:
         started_ns = time.perf_counter_ns()
@@ -104,7 +122,7 @@ class RpcService:
         client: Client,
         name: str,
         malformed: MalformedLog,
-        on_close: Callable[[RpcSubscription], None],
+        on_close: Callable[[Subscription], None],
         about: dict[str, str],
     ) -> None:
         """``name``: of the kind of service; ``about``: which one of them this is."""
@@ -119,23 +137,18 @@ class RpcService:
         self._stats: dict[str, AnswerStats] = {}
         self._lock = asyncio.Lock()
 
-    async def add(self, subject: str, kind: type[M], responder: Responder[M, R], *, shared: bool) -> RpcSubscription:
+    async def add(self, subject: str, kind: type[M], responder: Responder[M, R], *, shared: bool) -> Subscription:
         """Answer requests on ``subject`` from when this returns; ``shared`` as ``Bus.respond``."""
         async with self._lock:
             # Handlers inherit the context of the task that subscribes; a request's trace must not.
             token = otel_context.attach(otel_context.Context())
             try:
-                service = await self._started()
                 stats = self._stats.setdefault(subject, AnswerStats())
-                rpc: RpcEndpoint[M, R] = RpcEndpoint(self._client, subject, kind, responder, self._malformed, stats)
-                # Endpoint names take no dots.
-                name = subject.replace(".", "-")
-                group = None if shared else self._own_group
-                await service.add_endpoint(name=name, subject=subject, handler=rpc.handle, queue_group=group)
+                rpc = RpcEndpoint(self._client, subject, kind, responder, self._malformed, stats, self._on_close)
+                await rpc.start(await self._started(), None if shared else self._own_group)
             finally:
                 otel_context.detach(token)
-            endpoint = service._endpoints[-1]
-        return RpcSubscription(self._client, service, endpoint, rpc, self._on_close)
+        return rpc
 
     async def _started(self) -> Service:
         if self._service is None:
@@ -161,32 +174,3 @@ class RpcService:
         endpoint.processing_time = stats.processing_time_ns
         endpoint.average_processing_time = stats.processing_time_ns // max(1, stats.num_requests)
         return {"num_endpoints": len(self._stats)}
-
-
-class RpcSubscription:
-    """A responder that runs."""
-
-    def __init__(
-        self,
-        client: Client,
-        service: Service,
-        endpoint: Endpoint,
-        rpc: RpcEndpoint[M, R],
-        on_close: Callable[[RpcSubscription], None],
-    ) -> None:
-        self._client = client
-        self._on_close = on_close
-        self._service = service
-        self._endpoint = endpoint
-        self._rpc = rpc
-
-    async def close(self) -> None:
-        """Take no more requests; those that came are answered."""
-        self._on_close(self)
-        if self._endpoint in self._service._endpoints:
-            self._service._endpoints.remove(self._endpoint)
-            subscription = self._endpoint._subscription
-            if subscription is not None:
-                # Not the library's own stop: it would throw away requests that are here already.
-                await drain(self._client, subscription)
-        await self._rpc.drain(ANSWERS_S)
