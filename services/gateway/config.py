@@ -70,42 +70,37 @@ class GatewayConfig(ServiceConfig):
             raise SettingsError(
                 f"BLITZ_GATEWAY_ID={gateway_id!r}: use up to 64 letters, digits, '-' and '_'", param="BLITZ_GATEWAY_ID"
             )
+
+        def count(key: str, value: int, *, unit: int = 1, least: int = 1, most: int | None = None) -> int:
+            return unit * env.integer(key, default=value // unit, minimum=least, maximum=most)
+
+        def seconds(key: str, value: float, *, least: float = 0.1) -> float:
+            return env.duration_s(key, default=value, minimum=least)
+
         return cls(
             **process_settings(env),
             host=env.text("BLITZ_GATEWAY_HOST", default=default.host),
-            port=env.integer("BLITZ_GATEWAY_PORT", default=default.port, minimum=0, maximum=65535),
+            port=count("BLITZ_GATEWAY_PORT", default.port, least=0, most=65535),
             gateway_id=gateway_id,
             api_keys=env.listing("BLITZ_API_KEYS", default=()),
             keys_file=env.text("BLITZ_GATEWAY_KEYS_FILE", default=default.keys_file),
             admin_keys=env.listing("BLITZ_ADMIN_KEYS", default=()),
-            max_queued_requests=env.integer("BLITZ_GATEWAY_MAX_QUEUED", default=default.max_queued_requests, minimum=1),
-            queue_timeout_s=env.duration_s(
-                "BLITZ_GATEWAY_QUEUE_TIMEOUT_S", default=default.queue_timeout_s, minimum=0.1
+            max_queued_requests=count("BLITZ_GATEWAY_MAX_QUEUED", default.max_queued_requests),
+            queue_timeout_s=seconds("BLITZ_GATEWAY_QUEUE_TIMEOUT_S", default.queue_timeout_s),
+            submit_timeout_s=seconds("BLITZ_GATEWAY_SUBMIT_TIMEOUT_S", default.submit_timeout_s),
+            stall_s=seconds("BLITZ_GATEWAY_STALL_S", default.stall_s),
+            probe_s=seconds("BLITZ_GATEWAY_PROBE_S", default.probe_s, least=0.05),
+            max_attempts=count("BLITZ_GATEWAY_MAX_ATTEMPTS", default.max_attempts),
+            max_body_bytes=count("BLITZ_GATEWAY_MAX_BODY_BYTES", default.max_body_bytes, least=1024),
+            max_connections=count("BLITZ_GATEWAY_MAX_CONNECTIONS", default.max_connections, least=16),
+            read_timeout_s=seconds("BLITZ_GATEWAY_READ_TIMEOUT_S", default.read_timeout_s),
+            send_timeout_s=seconds("BLITZ_GATEWAY_SEND_TIMEOUT_S", default.send_timeout_s),
+            request_memory_bytes=count("BLITZ_GATEWAY_REQUEST_MEMORY_MIB", default.request_memory_bytes, unit=_MIB),
+            response_memory_bytes=count("BLITZ_GATEWAY_RESPONSE_MEMORY_MIB", default.response_memory_bytes, unit=_MIB),
+            slow_reader_bytes=count("BLITZ_GATEWAY_SLOW_READER_KIB", default.slow_reader_bytes, unit=_KIB, least=64),
+            tokenizer_memory_bytes=count(
+                "BLITZ_GATEWAY_TOKENIZER_MEMORY_MIB", default.tokenizer_memory_bytes, unit=_MIB
             ),
-            submit_timeout_s=env.duration_s(
-                "BLITZ_GATEWAY_SUBMIT_TIMEOUT_S", default=default.submit_timeout_s, minimum=0.1
-            ),
-            stall_s=env.duration_s("BLITZ_GATEWAY_STALL_S", default=default.stall_s, minimum=0.1),
-            probe_s=env.duration_s("BLITZ_GATEWAY_PROBE_S", default=default.probe_s, minimum=0.05),
-            max_attempts=env.integer("BLITZ_GATEWAY_MAX_ATTEMPTS", default=default.max_attempts, minimum=1),
-            max_body_bytes=env.integer("BLITZ_GATEWAY_MAX_BODY_BYTES", default=default.max_body_bytes, minimum=1024),
-            max_connections=env.integer("BLITZ_GATEWAY_MAX_CONNECTIONS", default=default.max_connections, minimum=16),
-            read_timeout_s=env.duration_s("BLITZ_GATEWAY_READ_TIMEOUT_S", default=default.read_timeout_s, minimum=0.1),
-            send_timeout_s=env.duration_s("BLITZ_GATEWAY_SEND_TIMEOUT_S", default=default.send_timeout_s, minimum=0.1),
-            request_memory_bytes=_MIB
-            * env.integer("BLITZ_GATEWAY_REQUEST_MEMORY_MIB", default=default.request_memory_bytes // _MIB, minimum=1),
-            response_memory_bytes=_MIB
-            * env.integer(
-                "BLITZ_GATEWAY_RESPONSE_MEMORY_MIB", default=default.response_memory_bytes // _MIB, minimum=1
-            ),
-            slow_reader_bytes=_KIB
-            * env.integer("BLITZ_GATEWAY_SLOW_READER_KIB", default=default.slow_reader_bytes // _KIB, minimum=64),
-            tokenizer_memory_bytes=_MIB
-            * env.integer(
-                "BLITZ_GATEWAY_TOKENIZER_MEMORY_MIB", default=default.tokenizer_memory_bytes // _MIB, minimum=1
-            ),
-            tokenizer_idle_s=env.duration_s(
-                "BLITZ_GATEWAY_TOKENIZER_IDLE_S", default=default.tokenizer_idle_s, minimum=1
-            ),
-            drain_timeout_s=env.duration_s("BLITZ_GATEWAY_DRAIN_TIMEOUT_S", default=default.drain_timeout_s),
+            tokenizer_idle_s=seconds("BLITZ_GATEWAY_TOKENIZER_IDLE_S", default.tokenizer_idle_s, least=1),
+            drain_timeout_s=seconds("BLITZ_GATEWAY_DRAIN_TIMEOUT_S", default.drain_timeout_s, least=0.0),
         )

@@ -19,7 +19,7 @@ from services.gateway.memory import ByteBudget, ResponseMemory
 from services.gateway.metrics import GatewayMetrics, LoadGauges, ModelGauges
 from services.gateway.offload import Offload
 from services.gateway.server import ConnectionLimits, Server
-from services.gateway.tokenizer import ModelTokenizer, TokenizerStore
+from services.gateway.tokenizer import TokenizerStore
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.ending import closed
@@ -125,10 +125,6 @@ class Gateway:
             raise Unavailable("the gateway does not know the models yet", retry_after_s=1.0)
         raise ModelNotFound(f"the model {name!r} does not exist", param="model")
 
-    async def tokenizer(self, model: ModelRoutes) -> ModelTokenizer:
-        """The model's tokenizer. Raises ``BadCheckpoint``."""
-        return await self.tokenizers.get(model.record)
-
     async def serve(self, server: Server, listener: socket.socket, process: ProcessState) -> None:
         """Serve bus and HTTP until the process must stop, then drain.
 
@@ -162,23 +158,17 @@ class Gateway:
 
     async def run(self) -> None:
         """Subscribe, then keep everything going until cancelled."""
+        bus, gateway_id = self.bus, self.config.gateway_id
         subscriptions: list[Subscription] = []
-        gateway_id = self.config.gateway_id
         try:
-            subscriptions += await hold(self.bus, self._incarnation, subjects.gateway_holder(gateway_id))
-            subscriptions.append(
-                await self.bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, self._on_gateway)
-            )
-            subscriptions.append(
-                await self.bus.subscribe(subjects.tokens(gateway_id), TokenBatch, self.dispatcher.on_batch)
-            )
-            subscriptions.append(
-                await self.bus.subscribe(subjects.route_changes(), RegistryChanges, self._on_route_changes)
-            )
-            subscriptions.append(await self.bus.subscribe(subjects.routes(), RouteTable, self._on_routes))
-            subscriptions += await subscribe_load(self.bus, self._on_load)
-            subscriptions.append(await self.bus.watch_departures(self.dispatcher.on_departure))
-            subscriptions.append(await self.bus.subscribe(subjects.queue(), QueueReport, self.dispatcher.on_queues))
+            subscriptions += await hold(bus, self._incarnation, subjects.gateway_holder(gateway_id))
+            subscriptions.append(await bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, self._on_gateway))
+            subscriptions.append(await bus.subscribe(subjects.tokens(gateway_id), TokenBatch, self.dispatcher.on_batch))
+            subscriptions.append(await bus.subscribe(subjects.route_changes(), RegistryChanges, self._on_route_changes))
+            subscriptions.append(await bus.subscribe(subjects.routes(), RouteTable, self._on_routes))
+            subscriptions += await subscribe_load(bus, self._on_load)
+            subscriptions.append(await bus.watch_departures(self.dispatcher.on_departure))
+            subscriptions.append(await bus.subscribe(subjects.queue(), QueueReport, self.dispatcher.on_queues))
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._end_if_duplicated())
                 tasks.create_task(self.api_keys.run(self.bus))

@@ -1,5 +1,5 @@
 """What each instance holds: this gateway's requests, those promised to a decode instance, and other gateways' by its
-reports.
+reports; and what those gateways want from a model's instances, by theirs.
 
 Rules
 - A request is booked at one instance, and counts there until it is released or another instance takes it over.
@@ -8,6 +8,8 @@ Rules
 - An instance's report counts the requests of all gateways. Requests in it beyond those of ours that the instance had
   accepted by then belong to other gateways. A request of ours that it has accepted, and whose acceptance is still on
   its way here, counts as theirs until the next report: this overestimates rather than underestimates.
+- Each gateway places requests by itself. While others have requests for a model too, it counts their load at the
+  instances, and leaves them their share of what waits there; alone, it takes everything.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from services.gateway.core.stream import StreamState
-from shared.messages.load import LoadReport
+from shared.messages.load import LoadReport, ModelQueue, QueueReport
 
 EXPECTED_OUTPUT_TOKENS = 256
 """``max_tokens`` says little about how long an answer will be, so it counts only up to this."""
@@ -200,3 +202,57 @@ class Bookings:
             promised.promised_requests += sign
             promised.promised_tokens += sign * booking.outstanding_tokens
             self._changed(booking.decode_instance_id)
+
+
+FRESH_QUEUES_S = 2.0
+"""A gateway that has not reported for longer (it does every 0.1 s) wants nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """Of one model."""
+
+    num_gateways: int = 1
+    """Those with requests for the model, this one included."""
+    head_tokens: int = 0
+    """The largest prompt that is next in another gateway's queue."""
+    waiting: bool = False
+    """Whether another gateway has requests that wait."""
+
+
+ALONE = Contention()
+
+
+class OtherGateways:
+    """The latest reports by gateway."""
+
+    def __init__(self, gateway_id: str) -> None:
+        self._gateway_id = gateway_id
+        self._reports: dict[str, tuple[float, dict[str, ModelQueue]]] = {}
+
+    def take(self, report: QueueReport, now_s: float) -> None:
+        """Keep a report; one of this gateway's own is ignored."""
+        if report.gateway_id == self._gateway_id:
+            return
+        wanted = {queue.model: queue for queue in report.models if queue.queued_requests or queue.inflight_requests}
+        if wanted or report.gateway_id in self._reports:
+            self._reports[report.gateway_id] = (now_s, wanted)
+
+    def expire(self, now_s: float) -> None:
+        """Forget the gateways that fell silent."""
+        self._reports = {name: row for name, row in self._reports.items() if now_s - row[0] <= FRESH_QUEUES_S}
+
+    def queued(self, model: str) -> int:
+        """Requests that wait in the others' queues."""
+        return sum(queues[model].queued_requests for _, queues in self._reports.values() if model in queues)
+
+    def about(self, model: str) -> Contention:
+        """What the others want of that model."""
+        wanted = [queues[model] for _, queues in self._reports.values() if model in queues]
+        if not wanted:
+            return ALONE
+        return Contention(
+            num_gateways=1 + len(wanted),
+            head_tokens=max(queue.head_tokens for queue in wanted),
+            waiting=any(queue.queued_requests for queue in wanted),
+        )

@@ -85,7 +85,7 @@ class FairQueue:
         self._items[stream.request_id] = item
         self.num_tokens += stream.num_known_tokens
         heappush(self._deadlines, (item.deadline_s, item))
-        self._enter(item)
+        self._lanes.setdefault(stream.key, _Lane()).add(item)
         if back:
             self._lanes.move_to_end(stream.key, last=False)
 
@@ -140,9 +140,6 @@ class FairQueue:
         for item in items:
             self._strike(item)
         return items
-
-    def _enter(self, item: Waiting) -> None:
-        self._lanes.setdefault(item.stream.key, _Lane()).add(item)
 
     def _strike(self, item: Waiting) -> None:
         del self._items[item.stream.request_id]

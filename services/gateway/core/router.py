@@ -37,8 +37,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from services.gateway.core.bookings import NOTHING, Bookings, InstanceLoad
-from services.gateway.core.contention import ALONE, Contention, OtherGateways
+from services.gateway.core.bookings import ALONE, NOTHING, Bookings, Contention, InstanceLoad, OtherGateways
 from services.gateway.core.fair_queue import FairQueue, Waiting
 from services.gateway.core.instance_index import InstanceIndex
 from services.gateway.core.routes import TAKES_REQUESTS, takes_new

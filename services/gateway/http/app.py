@@ -1,26 +1,119 @@
-"""The ASGI application: access, errors in OpenAI's shape, the hot routes first, FastAPI for the rest."""
+"""The ASGI application: access, errors in OpenAI's shape, the hot routes first, FastAPI for the rest.
+
+Access takes bearer keys for the API, and keys or the loopback interface for administration. Without admin keys, being
+local is all that a client proves, and a browser on this machine is local for every page that it has open. So requests
+that a page of another site can make it send are refused: those that name another origin, and those to a host name
+other than this machine's own (a name whose owner made it point here).
+"""
 
 from __future__ import annotations
 
+import hmac
+import ipaddress
 import logging
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.errors import MethodNotAllowed, error_body, error_headers
+from services.gateway.api_keys import ApiKeys
+from services.gateway.errors import Forbidden, MethodNotAllowed, error_body, error_headers
 from services.gateway.http.admin import admin_router
-from services.gateway.http.asgi import REQUEST_ID, ClientDisconnected, error_events, in_pieces, send_error
-from services.gateway.http.auth import Access, key_of
+from services.gateway.http.asgi import (
+    KEY,
+    REQUEST_ID,
+    ClientDisconnected,
+    error_events,
+    header,
+    in_pieces,
+    key_of,
+    send_error,
+)
 from services.gateway.http.generation import Generation
 from services.gateway.http.models import models_router
 from services.gateway.http.operations import operations_router
 from services.gateway.service import Gateway
-from shared.errors import BadRequest, BlitzError, Internal, NotFound
+from shared.errors import BadRequest, BlitzError, Internal, NotFound, Unauthorized
 
 log = logging.getLogger(__name__)
+
+
+class Access:
+    """Checks one request's right to its path. Health and metrics are open."""
+
+    def __init__(self, api_keys: ApiKeys, admin_keys: tuple[str, ...]) -> None:
+        self._api_keys = api_keys
+        self._admin_keys = tuple(key.encode() for key in admin_keys)
+
+    def check(self, scope: Scope) -> None:
+        """Record the name of the caller's API key for ``key_of``. Raises ``Unauthorized`` or ``Forbidden``."""
+        path: str = scope["path"]
+        if path == "/v1" or path.startswith("/v1/"):
+            if self._api_keys.required:
+                key = self._api_keys.find(_bearer(scope, "an API key"))
+                if key is None:
+                    raise Unauthorized("an API key is needed; the one that was sent is not valid")
+                scope[KEY] = key.name
+        elif path == "/admin" or path.startswith("/admin/"):
+            if self._admin_keys:
+                self._check_admin(scope)
+            else:
+                _check_local(scope)
+
+    def _check_admin(self, scope: Scope) -> None:
+        given = _bearer(scope, "an admin key")
+        if not any(hmac.compare_digest(given, key) for key in self._admin_keys):
+            raise Unauthorized("an admin key is needed; the one that was sent is not valid")
+
+
+def _bearer(scope: Scope, what: str) -> bytes:
+    scheme, _, shown = header(scope, b"authorization").partition(" ")
+    if scheme.lower() != "bearer" or not shown.strip():
+        raise Unauthorized(f"{what} is needed: Authorization: Bearer <key>")
+    return shown.strip().encode("latin-1")
+
+
+def _check_local(scope: Scope) -> None:
+    client = scope.get("client")
+    if client is None or not _is_loopback(client[0]):
+        raise Forbidden("admin routes are open to the loopback interface only; set BLITZ_ADMIN_KEYS for others")
+    host = header(scope, b"host")
+    if not _names_loopback(host):
+        raise Forbidden(
+            f"admin routes without a key are open under 127.0.0.1, localhost and [::1] only, not under Host "
+            f"{host[:80]!r}; set BLITZ_ADMIN_KEYS for others"
+        )
+    origin = header(scope, b"origin")
+    if origin and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
+        raise Forbidden(
+            f"admin routes without a key are closed to pages of other sites, such as Origin {origin[:80]!r}; "
+            "set BLITZ_ADMIN_KEYS for them"
+        )
+
+
+def _names_loopback(host: str) -> bool:
+    """Whether a Host header is this machine's own name or loopback address, with any port."""
+    try:
+        parts = urlsplit(f"//{host}")
+        name, _ = parts.hostname or "", parts.port
+    except ValueError:
+        return False
+    # Nothing but a host and a port: no user, path or query that would hide another host.
+    if parts.netloc != host or "@" in host:
+        return False
+    return name == "localhost" or _is_loopback(name)
+
+
+def _is_loopback(text: str) -> bool:
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
 
 
 class GatewayApp:

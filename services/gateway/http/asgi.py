@@ -17,6 +17,8 @@ DONE = b"data: [DONE]\n\n"
 """The end of a stream of events."""
 REQUEST_ID = "blitz.request_id"
 """In a scope: what logs and traces call the request, once it has a name."""
+KEY = "blitz.key"
+"""In a scope: the name of the caller's API key."""
 MAX_DIGITS = 20
 """Of a length that a client declares."""
 BODY_FACTOR = 4
@@ -33,6 +35,12 @@ def header(scope: Scope, name: bytes) -> str:
         if key == name:
             return bytes(value).decode("latin-1")
     return ""
+
+
+def key_of(scope: Scope) -> str:
+    """The name of the caller's key; empty where none is needed."""
+    name: str = scope.get(KEY, "")
+    return name
 
 
 async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float, claim: Claim) -> bytes:

@@ -120,19 +120,23 @@ class Choice(ABC):
     def __init__(
         self,
         buffer: ResponseBuffer,
+        format_: ChunkFormat,
         output: TextOutput,
         metrics: ModelMetrics,
         *,
         num_prompt_tokens: int,
         arrived_s: float,
         logprobs: LogprobShape | None,
-        opening_text: str = "",
+        opening_text: str,
+        continuous_usage: bool,
     ) -> None:
         self._buffer = buffer
+        self._format = format_
         self._output = output
         self._metrics = metrics
         self._logprobs = logprobs
         self._opening_text = opening_text
+        self._continuous_usage = continuous_usage
         self._arrived_s = arrived_s
         self._last_s = 0.0
         self.num_prompt_tokens = num_prompt_tokens
@@ -142,11 +146,6 @@ class Choice(ABC):
     def num_tokens(self) -> int:
         """Output tokens so far."""
         return self._output.num_tokens
-
-    @property
-    def started(self) -> bool:
-        """Whether a token came."""
-        return self._last_s > 0
 
     def on_tokens(
         self,
@@ -224,12 +223,10 @@ class Choice(ABC):
 class StreamedChoice(Choice):
     """One event per token, also when a token has no text of its own yet (so events can be counted)."""
 
-    def __init__(self, format_: ChunkFormat, *arguments: Any, continuous_usage: bool, **keywords: Any) -> None:
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._format = format_
-        self._continuous_usage = continuous_usage
-        self._role = format_.role()
-        self._plain = self._logprobs is None and not continuous_usage
+        self._role = self._format.role()
+        self._plain = self._logprobs is None and not self._continuous_usage
 
     def _emit(self, text: str, entry: Any) -> None:
         if self._plain:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 
 from opentelemetry.trace import Span, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.api_keys import Bill
 from services.gateway.core.stream import StreamState
-from services.gateway.http.asgi import DONE, REQUEST_ID, abort_of, error_events, header, in_pieces, read_body, send_body
-from services.gateway.http.auth import key_of
+from services.gateway.http.asgi import (
+    DONE,
+    REQUEST_ID,
+    abort_of,
+    error_events,
+    header,
+    in_pieces,
+    key_of,
+    read_body,
+    send_body,
+)
 from services.gateway.http.choice import Choice, ChunkFormat, Reply, StreamedChoice, Usage, WholeChoice
 from services.gateway.http.logprobs import ChatLogprobs, CompletionLogprobs, LogprobShape
 from services.gateway.http.preparation import Job, Kind, Preparation, memory_bytes, streams_of, text_output
@@ -56,66 +63,24 @@ class Generation:
                 # The text goes, the token ids stay.
                 del preparation, body
                 claim.resize(memory_bytes(job))
-                await self._run(job, bill, receive, send, span, abort_of(scope), arrived_s, arrived_at_s)
+                options = bill.limited(job.options, [prompt.token_ids for prompt in job.prompts])
+                streams = streams_of(job, options, key=bill.key, arrived_at_s=arrived_at_s, seeds=gateway.seeds)
+                bill.charge(streams)
+                reply = Reply(job.kind, job.response_id, model.record.name, int(arrived_at_s), options.include_usage)
+                with closing(gateway.response_memory.open(job.response_id, len(streams), abort_of(scope))) as buffer:
+                    choices = [self._choice(job, reply, buffer, i, s, arrived_s) for i, s in enumerate(streams)]
+                    self._admit(streams, choices)
+                    try:
+                        await _answer(reply, options, receive, send, buffer, choices)
+                    finally:
+                        self._end(streams, choices)
+                        set_response_attributes(span, job.response_id, choices)
 
     async def _read(self, scope: Scope, receive: Receive, claim: Claim) -> bytes:
         config = self._gateway.config
         return await read_body(
             scope, receive, max_bytes=config.max_body_bytes, timeout_s=config.read_timeout_s, claim=claim
         )
-
-    async def _run(
-        self,
-        job: Job,
-        bill: Bill,
-        receive: Receive,
-        send: Send,
-        span: Span,
-        abort: Callable[[], None],
-        arrived_s: float,
-        arrived_at_s: float,
-    ) -> None:
-        gateway = self._gateway
-        options = bill.limited(job.options, [prompt.token_ids for prompt in job.prompts])
-        streams = streams_of(job, options, key=bill.key, arrived_at_s=arrived_at_s, seeds=gateway.seeds)
-        bill.charge(streams)
-        reply = Reply(job.kind, job.response_id, job.model.record.name, int(arrived_at_s), options.include_usage)
-        buffer = gateway.response_memory.open(job.response_id, len(streams), abort)
-        try:
-            choices = [
-                self._choice(job, reply, buffer, stream, index, arrived_s) for index, stream in enumerate(streams)
-            ]
-            self._admit(streams, choices)
-            try:
-                await self._answer(reply, options, receive, send, buffer, choices)
-            finally:
-                for stream, choice in zip(streams, choices, strict=True):
-                    if choice.finish_reason is None:
-                        choice.abort()
-                        gateway.dispatcher.cancel(stream.request_id)
-                set_response_attributes(span, job.response_id, choices)
-        finally:
-            buffer.close()
-
-    async def _answer(
-        self,
-        reply: Reply,
-        options: Options,
-        receive: Receive,
-        send: Send,
-        buffer: ResponseBuffer,
-        choices: list[Choice],
-    ) -> None:
-        watcher = asyncio.create_task(_watch(receive, buffer))
-        try:
-            await buffer.wait()
-            if not buffer.disconnected:
-                if options.stream:
-                    await _send_stream(send, buffer, reply, choices, options)
-                else:
-                    await _send_whole(send, buffer, reply, choices)
-        finally:
-            watcher.cancel()
 
     def _admit(self, streams: list[StreamState], choices: list[Choice]) -> None:
         """Start all streams and count them as admitted, or none. Raises ``ModelNotFound``, ``Overloaded``."""
@@ -131,29 +96,47 @@ class Generation:
             raise
         gateway.metrics.of(model).prompt_tokens += sum(len(stream.prompt_token_ids) for stream in streams)
 
+    def _end(self, streams: list[StreamState], choices: list[Choice]) -> None:
+        """The response is over: cancel what still runs for a client that left."""
+        for stream, choice in zip(streams, choices, strict=True):
+            if choice.finish_reason is None:
+                choice.abort()
+                self._gateway.dispatcher.cancel(stream.request_id)
+
     def _choice(
-        self, job: Job, reply: Reply, buffer: ResponseBuffer, stream: StreamState, index: int, arrived_s: float
+        self, job: Job, reply: Reply, buffer: ResponseBuffer, index: int, stream: StreamState, arrived_s: float
     ) -> Choice:
         options = job.options
         shape: LogprobShape | None = None
         if options.sampling.logprobs is not None:
             shape = ChatLogprobs(job.tokenizer) if job.kind == "chat" else CompletionLogprobs(job.tokenizer)
-        arguments = (
+        kind = StreamedChoice if options.stream else WholeChoice
+        return kind(
             buffer,
+            ChunkFormat(reply, index),
             text_output(options, stream, job.tokenizer),
             self._gateway.metrics.of(job.model.record.name),
+            num_prompt_tokens=len(stream.prompt_token_ids),
+            arrived_s=arrived_s,
+            logprobs=shape,
+            opening_text=job.prompts[index].echo,
+            continuous_usage=options.continuous_usage,
         )
-        keywords: dict[str, Any] = {
-            "num_prompt_tokens": len(stream.prompt_token_ids),
-            "arrived_s": arrived_s,
-            "logprobs": shape,
-            "opening_text": job.prompts[index].echo,
-        }
-        if not options.stream:
-            return WholeChoice(*arguments, **keywords)
-        return StreamedChoice(
-            ChunkFormat(reply, index), *arguments, continuous_usage=options.continuous_usage, **keywords
-        )
+
+
+async def _answer(
+    reply: Reply, options: Options, receive: Receive, send: Send, buffer: ResponseBuffer, choices: list[Choice]
+) -> None:
+    watcher = asyncio.create_task(_watch(receive, buffer))
+    try:
+        await buffer.wait()
+        if not buffer.disconnected:
+            if options.stream:
+                await _send_stream(send, buffer, reply, choices, options)
+            else:
+                await _send_whole(send, buffer, reply, choices)
+    finally:
+        watcher.cancel()
 
 
 async def _watch(receive: Receive, buffer: ResponseBuffer) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from services.gateway.core.routes import ModelRoutes
-from services.gateway.http.auth import key_of
+from services.gateway.http.asgi import key_of
 from services.gateway.service import Gateway
 
 

@@ -114,7 +114,7 @@ class Preparation:
 
     async def _chat_job(self, chat: ChatRequest, model: ModelRoutes, max_prompt_bytes: int) -> Job:
         offload = self._gateway.offload
-        tokenizer = await self._gateway.tokenizer(model)
+        tokenizer = await self._gateway.tokenizers.get(model.record)
         template = tokenizer.template
         if template is None:
             raise BadRequest(f"model {model.record.name!r} has no chat template; use /v1/completions", param="messages")
@@ -126,7 +126,7 @@ class Preparation:
 
     async def _completion_job(self, request: CompletionRequest, model: ModelRoutes) -> Job:
         offload = self._gateway.offload
-        tokenizer = await self._gateway.tokenizer(model)
+        tokenizer = await self._gateway.tokenizers.get(model.record)
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
         encoded = iter(
             await encode(tokenizer, texts, offload, add_special_tokens=request.add_special_tokens) if texts else ()

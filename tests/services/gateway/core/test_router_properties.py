@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.gateway.core.contention import ALONE, OtherGateways
+from services.gateway.core.bookings import ALONE, OtherGateways
 from services.gateway.core.router import Router
 from services.gateway.core.stream import StreamState
 from shared.errors import Overloaded

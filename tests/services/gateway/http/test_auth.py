@@ -6,7 +6,7 @@ import pytest
 
 from services.gateway.api_keys import ApiKeys
 from services.gateway.errors import Forbidden
-from services.gateway.http.auth import Access
+from services.gateway.http.app import Access
 
 NO_KEYS = ApiKeys((), "", gateway_id="gw", incarnation="1")
 
