@@ -83,7 +83,7 @@ class Wakeup:
 
 async def in_thread(work: Callable[..., T], *args: object) -> T:
     """Run ``work`` in a thread, to its end also if the caller is cancelled meanwhile: a thread cannot be stopped, and
-    must not write into memory that belongs to somebody else by then."""
+    must not write into memory that has another owner by then."""
     running = asyncio.ensure_future(asyncio.to_thread(work, *args))
     await outlast(running)
     return running.result()
@@ -99,5 +99,5 @@ async def outlast(running: asyncio.Future[Any]) -> None:
             cancelled = error
     if cancelled is not None:
         if not running.cancelled():
-            running.exception()  # retrieved: nobody will ask
+            running.exception()  # retrieved: no caller will ask
         raise cancelled

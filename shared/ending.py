@@ -1,7 +1,7 @@
 """How a process ends: each part in bounded time, then the process itself, whatever hangs.
 
 A part that does not close in its time is named in the log and left behind: the memory, threads and connections that
-it would have given back go with the process. What nobody can leave behind, a native call that never returns, is ended
+it would have given back go with the process. What cannot be left behind, a native call that never returns, is ended
 by ``end_process_within``.
 """
 

@@ -68,13 +68,13 @@ class BadTopology(BadRequest):
 
 
 class BadName(BadRequest, ValueError):
-    """An id that cannot be part of a subject: nobody has it, and nobody could speak to who did."""
+    """An id that cannot be part of a subject: no process has it, and none that had it could be spoken to."""
 
     code = "bad_name"
 
 
 class BadAddress(BadRequest):
-    """Bytes that are no worker's transport address: nobody can be reached there."""
+    """Bytes that are no worker's transport address: no peer can be reached there."""
 
     code = "bad_address"
 
@@ -204,7 +204,7 @@ class EngineBroken(Unavailable):
 
 
 class NoResponder(Unavailable):
-    """Nobody listens on the subject."""
+    """No process listens on the subject."""
 
     code = "no_responder"
 

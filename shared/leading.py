@@ -47,7 +47,7 @@ class Leader:
             raise Unavailable(f"this {self._service} does not lead", retry_after_s=0.5)
 
     async def let_others(self) -> None:
-        """Return while this process leads. Otherwise whoever leads answers; as nobody may, for a moment: raises
+        """Return while this process leads. Otherwise the process that leads answers; for a moment none may: raises
         ``Unavailable``, but not before another had the time to be heard first."""
         if not self.leads:
             await asyncio.sleep(OTHERS_S)
@@ -92,7 +92,7 @@ class Leader:
             self.term, self._until_s = 0, asked_s + self._ttl_s
             return True
         except BlitzError as error:
-            log.debug("nobody says who leads: %s", error)
+            log.debug("the pool does not say who leads: %s", error)
             return False
         if answer.leads:
             self.term, self._until_s = answer.term, asked_s + self._ttl_s

@@ -27,7 +27,7 @@ _JS = "$JS.API"
 
 
 def inbox_prefix(kind: str) -> str:
-    """Where replies to a kind of service arrive: nobody else may listen there."""
+    """Where replies to a kind of service arrive: no other kind may listen there."""
     return f"{INBOX}.{kind}"
 
 
@@ -134,7 +134,7 @@ TABLE: tuple[Row, ...] = (
     _row(subjects.zigzag_assignments, _PLANNER, ("planner", "worker"), stream=subjects.PLAN_STREAM),
     _row(subjects.worker_plans, _PLANNER, _WORKER, stream=subjects.PLAN_STREAM),
     _row(subjects.scale_records, _PLANNER, _PLANNER, stream=subjects.RECORD_STREAM),
-    # The server's own: nobody may send on the first, nobody may listen on the second.
+    # The server's own: no client may send on the first, or listen on the second.
     _row(subjects.departures, (), ("gateway", "planner", "pool")),
     _row(subjects.nobody, KINDS, ()),
 )

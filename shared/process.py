@@ -150,14 +150,14 @@ def _say(name: str, error: BlitzError) -> None:
 
 
 async def _tell_when_ready(process: ProcessState, fd: int) -> None:
-    """Once, to whoever started this process."""
+    """Once, to the process that started this one."""
     while not process.ready:
         await asyncio.sleep(_LOOK_S)
     try:
         os.write(fd, b"ready\n")
         os.close(fd)
     except OSError as error:
-        _log.warning("nobody was told that this process is ready (file %d): %s", fd, error)
+        _log.warning("this process is ready, and its starter could not be told (file %d): %s", fd, error)
 
 
 async def _run_while_connected(name: str, main: Main, process: ProcessState) -> None:

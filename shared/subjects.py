@@ -41,7 +41,7 @@ def _operation(name: str, known: tuple[str, ...]) -> str:
 
 
 def nobody() -> str:
-    """Nobody listens here, and nobody may. Any client may ask, to learn that the server has read all it sent before."""
+    """No process listens here, and none may. A client asks to learn that the server has read all it sent before."""
     return f"{PREFIX}.nobody"
 
 

@@ -11,7 +11,7 @@ from shared.settings import Settings, SettingsError
 
 @dataclass(frozen=True, slots=True)
 class NatsAccess:
-    """Credentials and certificates. All empty: a server that takes anybody, without TLS."""
+    """Credentials and certificates. All empty: a server that takes any client, without TLS."""
 
     user: str = ""
     password: str = field(default="", repr=False)

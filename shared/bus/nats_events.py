@@ -55,7 +55,7 @@ class EventSubscription(Generic[M]):
         self._pending: set[int] = set()
         self._stream_created: datetime | None = None
         self._waits = False
-        """For a stream that nobody had made when this began: all that it will hold came after."""
+        """For a stream that did not exist when this began: all that it will hold came after."""
         self._next_sequence = 0
         self._consumer: JetStreamContext.PushSubscription | None = None
         self._reconnected = asyncio.Event()
@@ -149,7 +149,7 @@ class EventSubscription(Generic[M]):
             try:
                 await self._attach()
             except nats.js.errors.NotFoundError:
-                pass  # nobody has made the stream (again); while there is none there are no events
+                pass  # there is no stream (again) yet, so there are no events
             except Exception as error:  # noqa: BLE001 - whatever the client raises: without a consumer nothing is heard
                 if str(error) != said:
                     expected = isinstance(error, TimeoutError | nats.errors.Error)

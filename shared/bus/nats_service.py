@@ -63,7 +63,7 @@ class RpcEndpoint(Generic[M, R]):
         self._endpoint: Endpoint
         self._tasks = OwnedTasks()
         self._told = False
-        """Whether the log has it that somebody wants no reply."""
+        """Whether the log says already that a sender wants no reply."""
 
     async def start(self, service: Service, group: str | None) -> None:
         """Take requests, each by one process of the ``group``; None: of all."""

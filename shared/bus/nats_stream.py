@@ -72,7 +72,7 @@ class EventStream:
         self._known = False
 
     async def info(self) -> api.StreamInfo:
-        """The stream's state. Raises ``NotFoundError`` where nobody has made it yet, ``nats.errors.Error`` while
+        """The stream's state. Raises ``NotFoundError`` while it does not exist, ``nats.errors.Error`` while
         JetStream is away."""
         return await self.jetstream.stream_info(self.name)
 

@@ -31,7 +31,7 @@ class MalformedMessage(BadRequest):
 
 
 class _Untagged(Message, frozen=True, kw_only=True, tag="never.v0"):
-    """Sent by nobody. msgspec lets a single type's tag be absent; of a union, it must be there."""
+    """Never sent. msgspec lets a single type's tag be absent; of a union, it must be there."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -12,8 +12,8 @@ from shared.messages.codec import Message
 from shared.model_spec import MAX_LAYERS
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
-"""What is counted. Bounded, as all that follows: sums of what was reported stay numbers, and no message makes anybody
-believe in a figure that nobody could have measured."""
+"""What is counted. Bounded, as all that follows: sums of what was reported stay numbers, and no message makes
+its reader believe in a figure that cannot have been measured."""
 Figure = Annotated[float, Meta(ge=0.0, le=1e18)]
 """A measured figure, or a time; nothing that is not a number."""
 SignedCount = Annotated[int, Meta(ge=-(2**53), le=2**53)]

@@ -12,9 +12,9 @@ from shared.messages.generation import Submit, TokenLogprobs
 
 
 class ReserveDecode(Message, frozen=True, kw_only=True, tag="reserve_decode.v1"):
-    """Keep a seat and KV blocks for this request's prefix (prompt, and output of earlier attempts), and receive its KV.
+    """Keep a slot and KV blocks for this request's context (prompt, output of earlier attempts); receive its KV.
 
-    Repeated, it gets the same answer. The room lapses after ``lease_s`` without a ``RenewDecode``.
+    Repeated, it gets the same answer. The reservation lapses after ``lease_s`` without a ``RenewDecode``.
     """
 
     request: Submit
@@ -37,7 +37,7 @@ class DecodeReserved(Message, frozen=True, kw_only=True, tag="decode_reserved.v1
 
 
 class RenewDecode(Message, frozen=True, kw_only=True, tag="renew_decode.v1"):
-    """Keep the room for longer, and say how much is there: at once if ``wait_layers`` are, else a moment later."""
+    """Keep the reservation longer, and say how much is there: at once if ``wait_layers`` are, else a moment later."""
 
     request_id: str
     attempt: int

@@ -58,12 +58,12 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit.v1"):
     arrived_at_s: float = 0.0
     """Unix time at which the gateway accepted the request."""
     decode_at: DecodePlace | None = None
-    """Who decodes it once a prefill instance has computed its prompt. None: whoever computes the prompt."""
+    """Who decodes it once a prefill instance has computed its prompt. None: the instance that computes the prompt."""
     gateway_incarnation: str = ""
     """Which process of that gateway waits for it, as in ``GatewayHeartbeat``. Empty: a gateway of 0.1."""
     may_wait: bool = True
-    """Whether it may wait there for others to end. False: where all seats are taken it is refused (``overloaded``), for
-    the gateway thinks that one is free, and others may have some."""
+    """Whether it may wait there for others to end. False: where all slots are taken it is refused (``overloaded``),
+    because the gateway thinks that one is free, and other instances may have some."""
     alone_tokens: int = 0
     """Until this attempt has brought so many tokens, the request is computed in steps of its own, and the worker says
     before and after each that it is (``StreamPart.computing``): workers died that computed it with others."""

@@ -6,7 +6,7 @@ from shared.messages.codec import Message
 
 
 class GetHolder(Message, frozen=True, kw_only=True, tag="get_holder.v1"):
-    """Whoever holds the id of this subject: say so."""
+    """Do you hold the id of this subject?"""
 
 
 class Holder(Message, frozen=True, kw_only=True, tag="holder.v1"):

@@ -84,7 +84,7 @@ class LiveOffer(Message, frozen=True, kw_only=True, tag="live_offer.v1"):
 
 
 class HandOver(Message, frozen=True, kw_only=True, tag="hand_over.v1"):
-    """Source to target: a batch for its queue. ``Overloaded``: no room for its KV now.
+    """Source to target: a batch for its queue. ``Overloaded``: no capacity for its KV now.
 
     Its hidden states ``[num_tokens, hidden_size]`` follow over the transport, under the tag of ``serial``. Repeating is
     harmless.

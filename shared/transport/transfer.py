@@ -71,7 +71,7 @@ class PostedTransfer:
         ended = asyncio.Event()
 
         def wake(_: Transfer) -> None:
-            # The loop may be gone by the time a quarantined transfer ends; then nobody waits.
+            # The loop may be gone by the time a quarantined transfer ends; then no task waits.
             if not loop.is_closed():
                 loop.call_soon_threadsafe(ended.set)
 
@@ -95,7 +95,7 @@ class PostedTransfer:
     def _call(self, callback: Callable[[Transfer], None]) -> None:
         try:
             callback(self)
-        except Exception:  # noqa: BLE001 - a faulty callback is logged; it must not stop everybody's transfers
+        except Exception:  # noqa: BLE001 - a faulty callback is logged; it must not stop all other transfers
             _log.exception("the done-callback of a transfer raised")
 
 

@@ -119,7 +119,7 @@ class Peers:
             self.tell(peer, Control(Kind.HELLO, peer.dial, peer.same_host, self._worker.address))
 
     def forget_dial(self, address: bytes, lane: int) -> None:
-        """Give a dial up that nobody waits for any more."""
+        """Give up a dial for which no caller waits any more."""
         peer = self._peers.get((address, lane))
         if peer is None or not peer.dial or any(not waiter.cancelled() for waiter in peer.waiters):
             return

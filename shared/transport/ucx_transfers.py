@@ -102,7 +102,7 @@ class UcxChannel:
 
 
 class Receives:
-    """The posted receives of one transport, and the messages that nobody has asked for yet."""
+    """The posted receives of one transport, and the messages that no receive has asked for yet."""
 
     def __init__(self, worker: UcxWorker, name: str, max_unclaimed: int) -> None:
         self._worker = worker

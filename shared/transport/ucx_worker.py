@@ -8,7 +8,7 @@ look: workers of 0.1, which know no seals, connect to sealed addresses as ever. 
 one; anyone who means harm can make one.
 
 Inside a host a receiver copies out of its sender's memory (``process_vm_readv``). Where the sender has died before it
-does, UCX ends the receiver's process, unless somebody takes the endpoint's errors; and only endpoints that are made
+does, UCX ends the receiver's process, unless the process takes the endpoint's errors; and only endpoints that are made
 with error handling, for which UCX then avoids that way of copying, get a handler from ``ucxx``. UCX itself gives any
 endpoint one, by a call that ``ucxx`` does not have: ``_survive_failure`` makes it.
 """
@@ -74,7 +74,7 @@ class _EndpointParams(ctypes.Structure):
 
 
 def _ignore(argument: int | None, endpoint: int | None, status: int) -> None:
-    """Whoever waits learns of it: UCX ends the endpoint's requests with the error."""
+    """Those that wait learn of it: UCX ends the endpoint's requests with the error."""
     del argument, endpoint, status
 
 
