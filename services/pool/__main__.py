@@ -16,15 +16,7 @@ async def serve(config: PoolConfig, process: ProcessState) -> None:
         store = Store.connect(config.redis_url, config.redis_password)
         connection.close_with("the connection to Redis", store.close)
         await store.check_password()
-        pool = PoolService(
-            connection.bus,
-            store,
-            lease_s=config.lease_s,
-            seat=config.seat,
-            first=config.first,
-            model_roots=config.model_roots,
-            loads=config.loads,
-        )
+        pool = PoolService(connection.bus, store, config.pool)
         process.ready_when(pool.ready)
         await pool.run(process.stopping)
 

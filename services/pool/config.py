@@ -15,17 +15,29 @@ from shared.settings import Settings, SettingsError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    """What a pool process has to know beside where Redis is."""
+
+    lease_s: float = 2.0
+    """Of workers; the lease of the process that leads may be longer."""
+    seat: str = ""
+    """Whoever starts this process makes sure that no other one with the same seat lives, so this one takes over from
+    its predecessor at once."""
+    first: bool = False
+    """No worker was started before this process, so if it leads at once it need not wait for any."""
+    model_roots: tuple[Path, ...] = ()
+    """Checkpoints must be below one of these directories; empty: anywhere."""
+    loads: LoadLimits = field(default_factory=LoadLimits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig(ServiceConfig):
     """See ``docs/configuration.md`` for every variable."""
 
     redis_url: str
     redis_password: str | None = field(repr=False)
     """None: as the URL says."""
-    lease_s: float
-    seat: str
-    first: bool
-    model_roots: tuple[Path, ...]
-    loads: LoadLimits
+    pool: PoolSettings
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> PoolConfig:
@@ -36,14 +48,16 @@ class PoolConfig(ServiceConfig):
             **health_settings(env),
             redis_url=_redis_url(env.text("BLITZ_REDIS_URL", default="redis://127.0.0.1:6379/0")),
             redis_password=env.secret("BLITZ_REDIS_PASSWORD"),
-            lease_s=env.number("BLITZ_LEASE_S", default=2.0, minimum=0.2),
-            seat=env.text("BLITZ_POOL_SEAT", default=""),
-            first=env.boolean("BLITZ_POOL_FIRST", default=False),
-            model_roots=_roots(env.text("BLITZ_POOL_MODEL_ROOTS", default="")),
-            loads=LoadLimits(
-                total=env.integer("BLITZ_POOL_LOADS", default=32, minimum=1),
-                per_host=env.integer("BLITZ_POOL_LOADS_PER_HOST", default=2, minimum=1),
-                per_nic=env.integer("BLITZ_POOL_LOADS_PER_NIC", default=2, minimum=1),
+            pool=PoolSettings(
+                lease_s=env.number("BLITZ_LEASE_S", default=2.0, minimum=0.2),
+                seat=env.text("BLITZ_POOL_SEAT", default=""),
+                first=env.boolean("BLITZ_POOL_FIRST", default=False),
+                model_roots=_roots(env.text("BLITZ_POOL_MODEL_ROOTS", default="")),
+                loads=LoadLimits(
+                    total=env.integer("BLITZ_POOL_LOADS", default=32, minimum=1),
+                    per_host=env.integer("BLITZ_POOL_LOADS_PER_HOST", default=2, minimum=1),
+                    per_nic=env.integer("BLITZ_POOL_LOADS_PER_NIC", default=2, minimum=1),
+                ),
             ),
         )
 

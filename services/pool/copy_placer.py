@@ -144,7 +144,7 @@ class CopyPlacer:
     def _read(self, most: int) -> bool:
         """Learn what changed in the registry, of ``most`` workers at most; whether that is all."""
         now_s = time.monotonic()
-        if not self._unread and self._seen != self._registry.log.version:
+        if not self._unread and self._seen != self._registry.version.number:
             changes = self._registry.changes(self._seen)
             self._seen = changes.version
             index = self._cluster.copies

@@ -1,6 +1,6 @@
 """Reading a checkpoint that is to be registered; a large one in a process of its own: hashing holds nothing up.
 
-``python -m services.pool.inspection DIRECTORY`` prints the finding as JSON.
+``python -m services.pool.inspection DIRECTORY`` prints the model's record, or the error, as JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BadCheckpoint, BlitzError, DeadlineExceeded, InProgress, Internal, Overloaded, Unavailable
 from shared.messages.common import ErrorInfo
-from shared.model_spec import ModelSpec
+from shared.messages.registry import ModelRecord
 
 MAX_AT_ONCE = 2
 TIMEOUT_S = 900.0
@@ -27,21 +27,8 @@ MAX_KEPT = 4096
 SMALL_BYTES = 64 * 1024 * 1024
 """Starting a process takes longer than reading so much."""
 MAX_ANSWER_BYTES = 1 << 20
-
-
-class Inspected(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that can be served."""
-
-    path: str
-    model_hash: str
-    layout_hash: str
-    spec: ModelSpec
-    weights_bytes: int
-
-
-class _Finding(msgspec.Struct, frozen=True, kw_only=True):
-    checkpoint: Inspected | None = None
-    error: ErrorInfo | None = None
+REFUSED = 3
+"""Exit status of a process that found no checkpoint that can be served."""
 
 
 class Inspections:
@@ -50,10 +37,12 @@ class Inspections:
     def __init__(self) -> None:
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
         self._running: set[asyncio.subprocess.Process] = set()
-        self._asked: dict[Path, asyncio.Task[Inspected]] = {}
+        self._asked: dict[Path, asyncio.Task[ModelRecord]] = {}
 
-    async def inspect(self, path: Path, *, wait_s: float = ANSWER_S) -> Inspected:
-        """Raises ``BadCheckpoint``; ``InProgress`` if it takes longer than ``wait_s``, after which it goes on for who
+    async def inspect(self, path: Path, *, wait_s: float = ANSWER_S) -> ModelRecord:
+        """The checkpoint's record, without a name yet.
+
+        Raises ``BadCheckpoint``; ``InProgress`` if it takes longer than ``wait_s``, after which it goes on for whoever
         asks again; ``DeadlineExceeded`` after ``TIMEOUT_S``; ``Overloaded`` if too many wait."""
         task = self._asked.get(path)
         if task is None:
@@ -73,14 +62,14 @@ class Inspections:
                 raise
             raise Unavailable(f"this pool does not lead any more: ask again for {path}", retry_after_s=0.5) from None
 
-    def _forget(self, path: Path, done: asyncio.Task[Inspected]) -> None:
+    def _forget(self, path: Path, done: asyncio.Task[ModelRecord]) -> None:
         """What was found stays for a moment: who was told to ask again may not have yet. Errors may be mended."""
         if done.cancelled() or done.exception() is not None:
             self._asked.pop(path, None)
         else:
             asyncio.get_running_loop().call_later(KEEP_S, self._asked.pop, path, None)
 
-    async def _inspect(self, path: Path) -> Inspected:
+    async def _inspect(self, path: Path) -> ModelRecord:
         async with self._turns:
             if await asyncio.to_thread(_num_bytes, path) <= SMALL_BYTES:
                 return await asyncio.to_thread(_inspect, path)
@@ -94,7 +83,7 @@ class Inspections:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
 
-    async def _inspect_apart(self, path: Path) -> Inspected:
+    async def _inspect_apart(self, path: Path) -> ModelRecord:
         command = (sys.executable, "-m", "services.pool.inspection", str(path))
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, limit=MAX_ANSWER_BYTES
@@ -112,14 +101,11 @@ class Inspections:
                     process.kill()
                 await process.wait()
         try:
-            finding = msgspec.json.decode(output, type=_Finding)
+            if process.returncode == REFUSED:
+                raise msgspec.json.decode(output, type=ErrorInfo).as_error()
+            return msgspec.json.decode(output, type=ModelRecord)
         except msgspec.MsgspecError as error:
             raise Internal(f"reading {path} ended with status {process.returncode}") from error
-        if finding.error is not None:
-            raise finding.error.as_error()
-        if finding.checkpoint is None:
-            raise Internal(f"reading {path} found nothing")
-        return finding.checkpoint
 
 
 def _num_bytes(path: Path) -> int:
@@ -129,24 +115,27 @@ def _num_bytes(path: Path) -> int:
         raise BadCheckpoint(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _inspect(path: Path) -> Inspected:
+def _inspect(path: Path) -> ModelRecord:
     checkpoint = inspect_checkpoint(path)
-    return Inspected(
+    return ModelRecord(
+        name="",
         path=str(checkpoint.path),
         model_hash=checkpoint.model_hash,
         layout_hash=checkpoint.layout.hash,
         spec=checkpoint.spec,
         weights_bytes=checkpoint.layout.num_bytes,
+        added_at_s=0.0,
     )
 
 
 def main() -> int:
+    found: ModelRecord | ErrorInfo
     try:
-        finding = _Finding(checkpoint=_inspect(Path(sys.argv[1])))
+        found = _inspect(Path(sys.argv[1]))
     except BlitzError as error:
-        finding = _Finding(error=ErrorInfo.of(error))
-    sys.stdout.buffer.write(msgspec.json.encode(finding))
-    return 0
+        found = ErrorInfo.of(error)
+    sys.stdout.buffer.write(msgspec.json.encode(found))
+    return 0 if isinstance(found, ModelRecord) else REFUSED
 
 
 if __name__ == "__main__":

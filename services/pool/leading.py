@@ -7,23 +7,22 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import get_args
 
 import msgspec
 from prometheus_client import Counter, Gauge
 from redis.exceptions import RedisError
 
+from services.pool.config import PoolSettings
 from services.pool.copy_placer import CopyPlacer, PlacementMetrics
 from services.pool.core.grace import Grace
 from services.pool.core.holders import Holders
-from services.pool.core.loads import LoadLimits
 from services.pool.core.pages import page_of, whole_page
 from services.pool.core.registry import Registry
 from services.pool.leases import LeaseGrants, Terms
 from services.pool.model_admin import ModelAdmin
-from services.pool.refilling import refill_models, refill_workers
+from services.pool.redis_copy import RedisCopy
 from services.pool.route_publisher import RoutePublisher
 from services.pool.store import Standing, Store
 from shared import subjects
@@ -77,27 +76,26 @@ class LeadingPool:
         store: Store,
         standing: Standing,
         metrics: PoolMetrics,
+        settings: PoolSettings,
         *,
         leads_until_s: float,
-        lease_s: float,
-        loads: LoadLimits,
-        model_roots: Sequence[Path] = (),
         knows_all: bool = False,
     ) -> None:
         """``leads_until_s``: as ``leads_until``. ``knows_all``: there is no worker yet that could be unknown, so grants
         need not wait."""
         self._bus = bus
         self._store = store
-        self._lease_s = lease_s
+        self._lease_s = lease_s = settings.lease_s
         self._metrics = metrics
         # Also of this process nothing else had the name: what leads again with its old term numbers anew.
         self.registry = Registry(f"pool-{standing.term}-{secrets.token_hex(4)}")
         self._grace = Grace(lease_s, knows_all=knows_all)
         self._terms = Terms(store)
-        self._copies = CopyPlacer(bus, store, self.registry, metrics.placement, loads)
-        self._models = ModelAdmin(store, self.registry, self._terms, model_roots)
+        self._copies = CopyPlacer(bus, store, self.registry, metrics.placement, settings.loads)
+        self._models = ModelAdmin(store, self.registry, self._terms, settings.model_roots)
         self._grants = LeaseGrants(store, self.registry, self._terms, self._grace)
         self._routes = RoutePublisher(bus, self.registry)
+        self.redis = RedisCopy(store, self.registry, lease_s, self._models.changing)
         self._pages = asyncio.Lock()
         self._holders = Holders()
         self._subscriptions: list[Subscription] = []
@@ -105,30 +103,14 @@ class LeadingPool:
         self._renewed: set[str] = set()
         self._tidy_at_s = time.monotonic() + TIDY_EVERY_S
         """When to look for removals that need not be remembered."""
-        self._redis_run = ""
-        """Which Redis process holds all that is known here."""
         self._leads_until_s = leads_until_s
         self._renewed_lead = asyncio.Event()
         """Set once, by the next renewal of the lease."""
 
     async def open(self) -> None:
         """Learn what Redis holds, then answer. Raises ``RedisError`` or ``BlitzError``; ``close`` then, too."""
-        now_s = time.monotonic()
-        self._redis_run = await self._store.run_id()
-        known = await self._store.remember(now_s, time.time())
+        await self.redis.open()
         await self._terms.open()
-        for model in known.models:
-            self.registry.put_model(model)
-        self.registry.models.load_removed(known.removed)
-        for floor in known.floors:
-            self.registry.models.set_floor(floor)
-        self.registry.models.set_unplaced(known.unplaced)
-        for report in known.reports:
-            self.registry.load(report, now_s + self._lease_s)
-        for lease in known.leases:
-            self.registry.lease(lease)
-        for worker_id, copy_id in known.retired:
-            self.registry.retired(worker_id, copy_id)
         await self._respond("heartbeat", WorkerHeartbeat, self._on_heartbeat)
         await self._respond("add_model", AddModel, self._models.add)
         await self._respond("remove_model", RemoveModel, self._models.remove)
@@ -191,7 +173,10 @@ class LeadingPool:
         now_s = time.monotonic()
         if self._publisher is not None and self._publisher.done():
             self._publisher.result()
-        await self._keep_redis_whole()
+        if not await self.redis.is_whole():
+            log.warning("Redis was started anew, or lost its data: writing the registry's")
+            self.redis_is_away()
+            await self.redis.refill()
         self._grace.observe(now_s, bus_since_s=self._bus.connected_since_s, store_ok=True)
         renewals = self.registry.renewals()
         renewed, self._renewed = self._renewed, set()
@@ -230,23 +215,6 @@ class LeadingPool:
     def redis_is_away(self) -> None:
         """Nothing expires, and nothing is granted, until it has been back for a lease."""
         self._grace.observe(time.monotonic(), bus_since_s=self._bus.connected_since_s, store_ok=False)
-
-    def redis_lost_data(self) -> None:
-        """What is known here is to be written anew, until Redis has all of it."""
-        self._redis_run = ""
-
-    async def _keep_redis_whole(self) -> None:
-        """Give Redis what is known here if it was started anew: whatever it wrote last before that may be lost.
-        Raises ``RedisError``, ``BlitzError``: then at the next call."""
-        run = await self._store.run_id()
-        if run == self._redis_run:
-            return
-        log.warning("Redis was started anew, or lost its data: writing the registry's")
-        self.redis_is_away()
-        async with self._models.changing:
-            await refill_models(self._store, self.registry)
-        await refill_workers(self._store, self.registry, self._lease_s, time.monotonic())
-        self._redis_run = run
 
     # --- workers -----------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from services.pool.core.new_model import check_limits, name_of, path_of
 from services.pool.core.registry import Registry
 from services.pool.inspection import Inspections
@@ -53,14 +55,9 @@ class ModelAdmin:
         check_limits(request)
         path = path_of(request.path, self._roots)
         with tracer().start_as_current_span("pool.add_model", attributes={"blitz.model": name}):
-            checkpoint = await self.inspections.inspect(path)
-            record = ModelRecord(
+            record = msgspec.structs.replace(
+                await self.inspections.inspect(path),
                 name=name,
-                path=checkpoint.path,
-                model_hash=checkpoint.model_hash,
-                layout_hash=checkpoint.layout_hash,
-                spec=checkpoint.spec,
-                weights_bytes=checkpoint.weights_bytes,
                 added_at_s=time.time(),
                 min_instances=request.min_instances,
                 max_instances=request.max_instances,

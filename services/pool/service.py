@@ -11,13 +11,11 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Sequence
-from pathlib import Path
 
 from prometheus_client import REGISTRY, CollectorRegistry
 from redis.exceptions import RedisError
 
-from services.pool.core.loads import LoadLimits
+from services.pool.config import PoolSettings
 from services.pool.leading import LeadingPool, PoolMetrics
 from services.pool.store import Standing, Store
 from shared.bus.base import Bus
@@ -38,27 +36,16 @@ class PoolService:
         self,
         bus: Bus,
         store: Store,
+        settings: PoolSettings | None = None,
         *,
-        lease_s: float,
-        seat: str = "",
-        first: bool = False,
-        model_roots: Sequence[Path] = (),
-        loads: LoadLimits | None = None,
         metrics: CollectorRegistry = REGISTRY,
     ) -> None:
-        """``lease_s``: of workers; that of the process that leads is no shorter than ``MIN_LEAD_S``. ``seat``: whoever
-        starts this process sees to it that no other with the same seat lives, so it takes over from its predecessor at
-        once. ``first``: no worker was started before it, so if it leads at once there is none to wait for.
-        ``model_roots``: checkpoints must be below one of these directories; empty: anywhere.
-        ``loads``: host copies that load at a time."""
         self._bus = bus
         self._store = store
-        self._lease_s = lease_s
-        self._lead_s = max(lease_s, MIN_LEAD_S)
-        self._seat = seat
-        self._first = first
-        self._roots = model_roots
-        self._loads = loads or LoadLimits()
+        self._settings = settings or PoolSettings()
+        self._lead_s = max(self._settings.lease_s, MIN_LEAD_S)
+        self._seat = self._settings.seat
+        self._first = self._settings.first
         self._metrics = PoolMetrics(metrics)
         self._owner = f"pool-{secrets.token_hex(8)}"
         self._term = 0
@@ -111,10 +98,8 @@ class PoolService:
             self._store,
             standing,
             self._metrics,
+            self._settings,
             leads_until_s=asked_s + self._lead_s,
-            lease_s=self._lease_s,
-            model_roots=self._roots,
-            loads=self._loads,
             knows_all=self._first,
         )
         self._first = False
@@ -153,7 +138,7 @@ class PoolService:
             self._replaced = standing.same_seat
             return False
         if standing.terms_lost:
-            leading.redis_lost_data()
+            leading.redis.lost_data()
         elif standing.term != term:
             return False  # others led meanwhile: what is known here may be wrong
         leading.leads_until(asked_s + self._lead_s)
@@ -161,5 +146,5 @@ class PoolService:
 
     async def _pause(self, stopping: asyncio.Event) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(TICK_S, self._lease_s / 5)):
+            async with asyncio.timeout(min(TICK_S, self._settings.lease_s / 5)):
                 await stopping.wait()

@@ -14,6 +14,7 @@ from services.monitor.core.demand import DemandPolicy
 from services.monitor.service import MonitorService
 from services.planner.pair_planner import LiveSettings
 from services.planner.service import PlannerService
+from services.pool.config import PoolSettings
 from services.pool.service import PoolService
 from services.pool.store import Store
 from shared import subjects
@@ -60,7 +61,9 @@ class Cluster:
         await self.broker.bus("observer").subscribe(subjects.progress(), ScaleProgress, self.progress.append)
         await self.broker.bus("observer-2").subscribe(subjects.live_reports(), LiveReport, self.live_reports.append)
         metrics = CollectorRegistry()
-        pool = PoolService(self.broker.bus("pool"), self._store, lease_s=LEASE_S, first=True, metrics=metrics)
+        pool = PoolService(
+            self.broker.bus("pool"), self._store, PoolSettings(lease_s=LEASE_S, first=True), metrics=metrics
+        )
         planner = PlannerService(self.broker.bus("planner"), lease_ttl_s=5.0, live=live, metrics=metrics)
         runs = [pool.run(self._stopping), planner.run(self._stopping)]
         if monitor:

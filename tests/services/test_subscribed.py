@@ -21,7 +21,7 @@ async def test_nothing_is_subscribed_after_a_service_said_that_it_is(redis_url: 
     broker, store, metrics = MemoryBroker(), Store.connect(redis_url), CollectorRegistry()
     bus, stopping = broker.bus(name), asyncio.Event()
     if name == "pool":
-        pool = PoolService(bus, store, lease_s=2.0, metrics=metrics)
+        pool = PoolService(bus, store, metrics=metrics)
         run, subscribed = pool.run(stopping), pool.ready
     elif name == "planner":
         planner = PlannerService(bus, metrics=metrics)

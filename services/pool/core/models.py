@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 
 import msgspec
 
-from services.pool.core.ordered import ChangeLog, Ordered
+from services.pool.core.table import Table, Version
 from shared.messages.common import Role
 from shared.messages.registry import Floor, ModelRecord, Unplaced
 
@@ -32,11 +32,10 @@ class ModelEntry:
 
 
 class Models:
-    """Follows what is asked for; says what changed to the log."""
+    """Follows what is asked for."""
 
-    def __init__(self, log: ChangeLog) -> None:
-        self.entries: Ordered[ModelEntry] = Ordered()
-        self._log = log
+    def __init__(self, version: Version) -> None:
+        self.entries: Table[ModelEntry] = Table(version)
         self._floor_ends: list[tuple[float, str, Role]] = []
         """Heap of (until, model, role); of a floor that is over already its entry means nothing."""
         self._removed: dict[str, float] = {}
@@ -61,7 +60,6 @@ class Models:
         if known is not None:
             entry.floors, entry.unplaced = known.floors, known.unplaced
         self.entries.put(record.name, entry)
-        self._log.changed("model", record.name)
         return True
 
     # --- removals ----------------------------------------------------------------------------
@@ -71,7 +69,6 @@ class Models:
         if self.entries.pop(name) is None:
             return False
         self._removed[name] = now_s
-        self._log.went("model", name)
         return True
 
     def was_removed(self, name: str) -> bool:
@@ -108,12 +105,12 @@ class Models:
         if entry is not None:
             entry.floors[floor.role] = floor
             heappush(self._floor_ends, (floor.until_s, floor.model, floor.role))
-            self._log.changed("model", floor.model)
+            self.entries.changed(floor.model)
 
     def lift_floor(self, name: str, role: Role) -> None:
         entry = self.entries.get(name)
         if entry is not None and entry.floors.pop(role, None) is not None:
-            self._log.changed("model", name)
+            self.entries.changed(name)
 
     def end_floors(self, now_s: float) -> None:
         """Floors that ran out (unix time ``now_s``) are no more."""
@@ -133,5 +130,5 @@ class Models:
             entry = self.entries.get(name)
             if entry is not None and entry.unplaced != found.get(name):
                 entry.unplaced = found.get(name)
-                self._log.changed("model", name)
+                self.entries.changed(name)
         self._unplaced = set(found)

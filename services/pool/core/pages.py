@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from services.pool.core.models import ModelEntry
-from services.pool.core.ordered import Names
 from services.pool.core.registry import Registry, WorkerEntry
+from services.pool.core.table import Table
 from shared.messages.registry import Snapshot
 
 PAGE_BYTES = 192 * 1024
@@ -16,13 +16,12 @@ PAGE_BYTES = 192 * 1024
 
 def page_of(registry: Registry, cursor: str, since: str) -> Snapshot | None:
     """A page of everything, or of what changed ``since``; None for a cursor that is not of this registry."""
-    log = registry.log
-    start = _position(cursor, registry.publisher) if cursor else (log.version, "m", "")
+    start = _position(cursor, registry.publisher) if cursor else (registry.version.number, "m", "")
     if start is None:
         return None
     began, phase, after = start
     since_version = _version(since, registry.publisher)
-    if not log.knows(since_version):
+    if not registry.knows(since_version):
         since_version = 0
     models: list[ModelEntry] = []
     workers: list[WorkerEntry] = []
@@ -37,15 +36,15 @@ def page_of(registry: Registry, cursor: str, since: str) -> Snapshot | None:
             models.append(entry)
         else:
             workers.append(entry)
-    gone = log.gone_since(since_version) if since_version and not cursor else Names()
+    tells_gone = bool(since_version) and not cursor
     return _snapshot(
         models,
         workers,
         next_cursor=next_cursor,
         version=f"{registry.publisher}/{began}",
         partial=bool(since_version),
-        gone_models=gone.models,
-        gone_workers=gone.workers,
+        gone_models=registry.models.entries.gone_since(since_version) if tells_gone else (),
+        gone_workers=registry.workers.gone_since(since_version) if tells_gone else (),
         routes_publisher=registry.publisher,
         routes_sequence=registry.routes.sequence,
     )
@@ -76,13 +75,13 @@ def _entries(
     registry: Registry, since: int, phase: str, after: str
 ) -> Iterator[tuple[str, str, ModelEntry | WorkerEntry]]:
     """From behind that position on: models (``m``), then workers (``w``), each in the order of names."""
-    changed = registry.log.changed_since(since) if since else None
-    if phase == "m":
-        names = registry.models.entries.names_after(after) if changed is None else sorted(changed.models)
-        yield from (("m", name, registry.models.entries[name]) for name in names if name > after)
-        after = ""
-    ids = registry.workers.names_after(after) if changed is None else sorted(changed.workers)
-    yield from (("w", worker_id, registry.workers[worker_id]) for worker_id in ids if worker_id > after)
+    tables: tuple[tuple[str, Table[ModelEntry] | Table[WorkerEntry]], ...]
+    tables = (("m", registry.models.entries), ("w", registry.workers))
+    for kind, table in tables:
+        if kind >= phase:
+            behind = after if kind == phase else ""
+            names = sorted(table.changed_since(since)) if since else table.names_after(behind)
+            yield from ((kind, name, table[name]) for name in names if name > behind)
 
 
 def _position(cursor: str, publisher: str) -> tuple[int, str, str] | None:

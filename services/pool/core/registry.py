@@ -15,17 +15,28 @@ from dataclasses import dataclass
 import msgspec
 
 from services.pool.core.copies import complete_copies, unknown_hashes
-from services.pool.core.leases import Lease, Leases
 from services.pool.core.models import Models
-from services.pool.core.ordered import ChangeLog, Names, Ordered
 from services.pool.core.route_log import RouteLog
-from shared.messages.common import InstanceState
+from services.pool.core.table import Table, Version
+from shared.messages.common import InstanceState, Role
 from shared.messages.registry import ModelRecord, ModelRoute, Route, WorkerHeartbeat, WorkerRecord
 from shared.registry_view import route_of
 
 NIC_STEP = 0.02
 """Of its NIC's bandwidth: traffic that changed by less than this is no change."""
 _encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A worker promised to a plan that it has not reported on yet."""
+
+    worker_id: str
+    plan_id: str
+    model: str
+    role: Role
+    epoch: int
+    until_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +82,11 @@ class Registry:
     def __init__(self, publisher: str) -> None:
         """``publisher``: names this registry's numbering of versions and route changes; no other has the same."""
         self.publisher = publisher
-        self.log = ChangeLog()
-        self.models = Models(self.log)
-        self.workers: Ordered[WorkerEntry] = Ordered()
-        self.leases = Leases()
+        self.version = Version()
+        self.models = Models(self.version)
+        self.workers: Table[WorkerEntry] = Table(self.version)
+        self.leases: dict[str, Lease] = {}
+        """By worker: the newest that it was promised by."""
         self.routes = RouteLog()
         self.states: Counter[InstanceState] = Counter()
         """Living workers by state."""
@@ -102,7 +114,7 @@ class Registry:
             return Taken(accepted=True, store=True)
         if known is not None and not same:
             # A new process knows nothing of a plan that its predecessor was leased for.
-            self.leases.drop(worker_id)
+            self.leases.pop(worker_id, None)
         self._use_up(report)
         changed = known is None or not same or _durable(known.report) != _durable(report)
         stored = known is not None and not changed and known.stored
@@ -114,7 +126,7 @@ class Registry:
         lease = self.leases.get(report.worker.worker_id)
         epoch = report.instance.epoch if report.instance is not None else 0
         if lease is not None and report.state != "spare" and epoch >= lease.epoch:
-            self.leases.drop(lease.worker_id)
+            del self.leases[lease.worker_id]
 
     def _retires(self, report: WorkerHeartbeat) -> bool:
         """Whether it names a copy that may go: Redis decides whether a report of it counts again."""
@@ -169,7 +181,6 @@ class Registry:
         route = known.route if known is not None else None
         entry = WorkerEntry(report, record, len(_encoder.encode(record)), until_s, stored, route)
         self.workers.put(worker_id, entry)
-        self.log.changed("worker", worker_id)
         self._index(worker_id, known, entry)
         self._reroute(entry)
 
@@ -213,13 +224,12 @@ class Registry:
             if entry is None:
                 continue
             self._by_renewal.pop(worker_id, None)
-            self.leases.drop(worker_id)
+            self.leases.pop(worker_id, None)
             self._retired.pop(worker_id, None)
             self.states[entry.record.state] -= 1
             self._index(worker_id, entry, None)
             if entry.route is not None:
                 self.routes.gone(entry.route.model, entry.route.route.instance_id)
-            self.log.went("worker", worker_id)
 
     def silent(self, now_s: float) -> tuple[str, ...]:
         """Workers whose lease ran out."""
@@ -229,12 +239,6 @@ class Registry:
                 break
             dead.append(worker_id)
         return tuple(dead)
-
-    def give_time(self, until_s: float) -> None:
-        """Every lease runs at least until then: renewals may have been missed."""
-        for worker_id in self.workers:
-            self.workers[worker_id].until_s = max(self.workers[worker_id].until_s, until_s)
-            self._by_renewal[worker_id] = max(self._by_renewal[worker_id], until_s)
 
     def renewals(self) -> Mapping[str, float]:
         """Until when each worker's lease runs."""
@@ -253,18 +257,20 @@ class Registry:
 
     def lease(self, lease: Lease) -> None:
         """A worker was promised to a plan."""
-        self.leases.put(lease)
+        self.leases[lease.worker_id] = lease
         self._renew_record(lease.worker_id)
 
     def release(self, plan_id: str, worker_ids: Iterable[str]) -> None:
         """The plan needs these workers no more."""
         for worker_id in worker_ids:
-            if self.leases.drop(worker_id, plan_id):
+            lease = self.leases.get(worker_id)
+            if lease is not None and lease.plan_id == plan_id:
+                del self.leases[worker_id]
                 self._renew_record(worker_id)
 
     def end_leases(self, now_s: float) -> None:
         """Leases that ran out are no more."""
-        for lease in self.leases.ended(now_s):
+        for lease in [lease for lease in self.leases.values() if lease.until_s <= now_s]:
             self.release(lease.plan_id, [lease.worker_id])
 
     def _renew_record(self, worker_id: str) -> None:
@@ -305,17 +311,21 @@ class Registry:
 
     def changes(self, since: int) -> Changes:
         """What changed since that version; 0 for everything. Of a worker: whatever ``WorkerRecord`` shows."""
-        if not self.log.knows(since):
+        if not self.knows(since):
             since = 0
-        changed, gone = self.log.changed_since(since), self.log.gone_since(since) if since else Names()
+        models, workers = self.models.entries, self.workers
         return Changes(
-            version=self.log.version,
+            version=self.version.number,
             whole=not since,
-            gone_models=gone.models,
-            gone_workers=gone.workers,
-            models=tuple(self.models.entries[name].record for name in changed.models),
-            reports=tuple(self.workers[worker_id].report for worker_id in changed.workers),
+            gone_models=models.gone_since(since) if since else (),
+            gone_workers=workers.gone_since(since) if since else (),
+            models=tuple(models[name].record for name in models.changed_since(since)),
+            reports=tuple(workers[worker_id].report for worker_id in workers.changed_since(since)),
         )
+
+    def knows(self, since: int) -> bool:
+        """Whether everything that changed after that version, and went, is known."""
+        return since <= self.version.number and self.models.entries.knows(since) and self.workers.knows(since)
 
     def table(self, name: str) -> tuple[Route, ...]:
         """All routes of a model, in the order of instance ids."""

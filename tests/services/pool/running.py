@@ -12,6 +12,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
+from services.pool.config import PoolSettings
 from services.pool.core.loads import LoadLimits
 from services.pool.service import PoolService
 from services.pool.store import Store
@@ -222,7 +223,8 @@ async def running_copy_pool(
     metrics = CollectorRegistry()
     stopping = asyncio.Event()
     store = Store.connect(redis_url)
-    service = PoolService(broker.bus("pool"), store, lease_s=lease_s, first=first, loads=loads, metrics=metrics)
+    settings = PoolSettings(lease_s=lease_s, first=first, loads=loads or LoadLimits())
+    service = PoolService(broker.bus("pool"), store, settings, metrics=metrics)
     running = asyncio.create_task(service.run(stopping))
     await service.ready.wait()
     pool = CopyPool(broker, redis, metrics, broker.bus("client"))

@@ -15,7 +15,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from services.pool import scripts
-from services.pool.core.loads import LoadLimits
+from services.pool.config import PoolSettings
 from services.pool.leading import LeadingPool, PoolMetrics
 from services.pool.service import PoolService
 from services.pool.store import Standing, Store
@@ -51,7 +51,9 @@ class Pool:
         self.broker = MemoryBroker()
         self.client = self.broker.bus("client")
         self.stopping = asyncio.Event()
-        service = PoolService(self.broker.bus("pool"), self.store, lease_s=LEASE_S, metrics=CollectorRegistry())
+        service = PoolService(
+            self.broker.bus("pool"), self.store, PoolSettings(lease_s=LEASE_S), metrics=CollectorRegistry()
+        )
         self.ready = service.ready
         self.task = asyncio.create_task(service.run(self.stopping))
 
@@ -203,6 +205,6 @@ async def test_who_leads_again_with_its_old_term_numbers_nothing_as_before(pool:
         standing = Standing(leads=True, term=7, leader="me", expires_in_s=2.0)
         metrics = PoolMetrics(CollectorRegistry())
         bus = pool.broker.bus("pool")
-        return LeadingPool(bus, pool.store, standing, metrics, leads_until_s=0.0, lease_s=1.0, loads=LoadLimits())
+        return LeadingPool(bus, pool.store, standing, metrics, PoolSettings(lease_s=1.0), leads_until_s=0.0)
 
     assert made().registry.publisher != made().registry.publisher

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 from safetensors.torch import load_file, save_file
 
+from services.pool.config import PoolSettings
 from services.pool.service import PoolService
 from services.pool.store import Store
 from shared import subjects
@@ -86,7 +87,8 @@ async def running_pool(
     await broker.bus("reader").subscribe(subjects.routes(), RouteTable, tables.append)
     stopping = asyncio.Event()
     store = Store.connect(redis_url)
-    service = PoolService(broker.bus("pool"), store, lease_s=lease_s, first=first, metrics=CollectorRegistry())
+    settings = PoolSettings(lease_s=lease_s, first=first)
+    service = PoolService(broker.bus("pool"), store, settings, metrics=CollectorRegistry())
     running = asyncio.create_task(service.run(stopping))
     await service.ready.wait()
     yield Pool(broker, redis, tables)

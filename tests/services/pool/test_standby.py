@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
+from services.pool.config import PoolSettings
 from services.pool.service import PoolService
 from services.pool.store import Store
 from shared import subjects
@@ -49,7 +50,7 @@ class Process:
         self.store = Store.connect(redis_url)
         self.stopping = asyncio.Event()
         self.service = PoolService(
-            self.bus, self.store, lease_s=lease_s, seat=seat, first=first, metrics=CollectorRegistry()
+            self.bus, self.store, PoolSettings(lease_s=lease_s, seat=seat, first=first), metrics=CollectorRegistry()
         )
         self.task = asyncio.create_task(self.service.run(self.stopping))
 

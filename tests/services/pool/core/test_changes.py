@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.pool.core import ordered
-from services.pool.core.leases import Lease
+from services.pool.core import table
 from services.pool.core.pages import whole_page
-from services.pool.core.registry import Registry
+from services.pool.core.registry import Lease, Registry
 from shared.messages.registry import Floor, ModelRecord, Unplaced, WorkerHeartbeat
 from tests.records import heartbeat, model
 from tests.services.pool.host_copies import copy_of, holding
@@ -61,7 +60,7 @@ def test_only_what_changed_is_told() -> None:
 
 
 def test_who_missed_too_much_is_told_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ordered, "MAX_GONE", 2)
+    monkeypatch.setattr(table, "MAX_GONE", 2)
     registry, follower = Registry("pool-1"), Follower()
     for index in range(6):
         registry.take(heartbeat(f"w{index}"), 0.0, 2.0)
@@ -111,11 +110,11 @@ def test_a_lease_or_floor_in_place_of_another_ends_when_the_new_one_does() -> No
     registry.models.set_floor(Floor(model="m", instances=2, until_s=9.0))
     registry.end_leases(6.0)
     registry.models.end_floors(6.0)
-    assert [lease.plan_id for lease in registry.leases.all()] == ["second"]
+    assert [lease.plan_id for lease in tuple(registry.leases.values())] == ["second"]
     assert [floor.instances for floor in registry.models.floors()] == [2]
     registry.end_leases(9.0)
     registry.models.end_floors(9.0)
-    assert (registry.leases.all(), registry.models.floors()) == ((), ())
+    assert (tuple(registry.leases.values()), registry.models.floors()) == ((), ())
 
 
 def test_what_is_said_of_models_without_a_copy_is_forgotten_once_it_is_not_said_again() -> None:
@@ -124,9 +123,9 @@ def test_what_is_said_of_models_without_a_copy_is_forgotten_once_it_is_not_said_
         registry.put_model(model(name))
     said = {name: Unplaced(model=name, model_hash=f"hash-of-{name}", reason="full") for name in ("a", "b")}
     registry.models.set_unplaced(said.values())
-    version = registry.log.version
+    version = registry.version.number
     registry.models.set_unplaced([said["a"], said["b"]])
-    assert registry.log.version == version
+    assert registry.version.number == version
     registry.put_model(model("a", slo_ttft_s=1.0))
     assert whole_page(registry, "", 1).unplaced == (said["a"], said["b"])
     registry.models.set_unplaced([said["b"]])
