@@ -13,15 +13,7 @@ from shared.service import connected, run
 async def serve(config: PlannerConfig, process: ProcessState) -> None:
     async with connected("planner", config, process) as connection:
         await connection.bus.keep_plan_stream(config.stream)
-        planner = PlannerService(
-            connection.bus,
-            lease_ttl_s=config.lease_ttl_s,
-            load_floor_gbps=config.load_floor_gbps,
-            strategy=config.strategy,
-            knows_flows=config.knows_flows,
-            busy_nic_share=config.busy_nic_share,
-            live=config.live,
-        )
+        planner = PlannerService(connection.bus, config.plans)
         process.ready_when(planner.subscribed)
         await planner.run(process.stopping)
 

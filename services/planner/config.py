@@ -3,27 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import get_args
 
-from services.planner.core.live.load import ASSUMED_TOKENS_PER_S
+from services.planner.core.live.load import ASSUMED_TOKENS_PER_S, REPORT_TTL_S
 from services.planner.core.multicast.baselines import STRATEGIES, Strategy
 from services.planner.core.multicast.traffic import BUSY_NIC_SHARE
-from services.planner.pair_planner import LIVE_CHOICES, LIVE_POLICIES, LiveSettings
 from shared.bus.nats_stream import StreamLimits
+from shared.messages.common import LiveChoice, LivePolicy
 from shared.service import ServiceConfig, health_settings, process_settings
 from shared.settings import Settings
+
+LIVE_CHOICES: tuple[LiveChoice, ...] = get_args(LiveChoice)
+LIVE_POLICIES: tuple[LivePolicy, ...] = get_args(LivePolicy)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSettings:
+    """Defaults where neither the request nor the model says anything."""
+
+    choice: LiveChoice = "auto"
+    policy: LivePolicy = "zigzag"
+    slo_ttft_s: float = 1.0
+    slo_tbt_s: float = 0.1
+    assumed_tokens_per_s: float = ASSUMED_TOKENS_PER_S
+    """Prefill speed of an instance, until one reports it."""
+    report_ttl_s: float = REPORT_TTL_S
+    """Load reports older than this are forgotten."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings:
+    """How plans are made."""
+
+    lease_ttl_s: float = 15.0
+    """How long a leased worker may take to accept its plan."""
+    load_floor_gbps: float = 0.1
+    """A target slower than this on average is given up."""
+    strategy: Strategy = "chain"
+    knows_flows: bool = True
+    """Avoid NICs in use. Without it a plan is made as if no NIC carried anything: what flow-aware planning is compared
+    with."""
+    busy_nic_share: float = BUSY_NIC_SHARE
+    """NICs in use are those that carry more than this share of their bandwidth."""
+    live: LiveSettings = field(default_factory=LiveSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerConfig(ServiceConfig):
     """See ``docs/configuration.md`` for every variable."""
 
-    lease_ttl_s: float
-    load_floor_gbps: float
-    strategy: Strategy
-    knows_flows: bool
-    busy_nic_share: float
-    live: LiveSettings
+    plans: PlanSettings
     stream: StreamLimits
 
     @classmethod
@@ -33,18 +63,22 @@ class PlannerConfig(ServiceConfig):
         return cls(
             **process_settings(env),
             **health_settings(env),
-            lease_ttl_s=env.number("BLITZ_PLANNER_LEASE_TTL_S", default=15.0, minimum=0.5),
-            load_floor_gbps=env.number("BLITZ_PLANNER_LOAD_FLOOR_GBPS", default=0.1, minimum=0.0001),
-            strategy=env.choice("BLITZ_PLANNER_STRATEGY", STRATEGIES, default="chain"),
-            knows_flows=env.boolean("BLITZ_PLANNER_KNOWS_FLOWS", default=True),
-            busy_nic_share=env.number("BLITZ_PLANNER_BUSY_NIC_SHARE", default=BUSY_NIC_SHARE, minimum=0.0, maximum=1.0),
-            live=LiveSettings(
-                choice=env.choice("BLITZ_PLANNER_LIVE", LIVE_CHOICES, default="auto"),
-                policy=env.choice("BLITZ_PLANNER_LIVE_POLICY", LIVE_POLICIES, default="zigzag"),
-                slo_ttft_s=env.number("BLITZ_PLANNER_SLO_TTFT_MS", default=1000.0, minimum=1.0) / 1000,
-                slo_tbt_s=env.number("BLITZ_PLANNER_SLO_TBT_MS", default=100.0, minimum=1.0) / 1000,
-                assumed_tokens_per_s=env.number(
-                    "BLITZ_PLANNER_ASSUMED_TOKENS_PER_S", default=ASSUMED_TOKENS_PER_S, minimum=1.0
+            plans=PlanSettings(
+                lease_ttl_s=env.number("BLITZ_PLANNER_LEASE_TTL_S", default=15.0, minimum=0.5),
+                load_floor_gbps=env.number("BLITZ_PLANNER_LOAD_FLOOR_GBPS", default=0.1, minimum=0.0001),
+                strategy=env.choice("BLITZ_PLANNER_STRATEGY", STRATEGIES, default="chain"),
+                knows_flows=env.boolean("BLITZ_PLANNER_KNOWS_FLOWS", default=True),
+                busy_nic_share=env.number(
+                    "BLITZ_PLANNER_BUSY_NIC_SHARE", default=BUSY_NIC_SHARE, minimum=0.0, maximum=1.0
+                ),
+                live=LiveSettings(
+                    choice=env.choice("BLITZ_PLANNER_LIVE", LIVE_CHOICES, default="auto"),
+                    policy=env.choice("BLITZ_PLANNER_LIVE_POLICY", LIVE_POLICIES, default="zigzag"),
+                    slo_ttft_s=env.number("BLITZ_PLANNER_SLO_TTFT_MS", default=1000.0, minimum=1.0) / 1000,
+                    slo_tbt_s=env.number("BLITZ_PLANNER_SLO_TBT_MS", default=100.0, minimum=1.0) / 1000,
+                    assumed_tokens_per_s=env.number(
+                        "BLITZ_PLANNER_ASSUMED_TOKENS_PER_S", default=ASSUMED_TOKENS_PER_S, minimum=1.0
+                    ),
                 ),
             ),
             stream=StreamLimits(

@@ -6,12 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter
 
-from services.planner.core.live.load import ASSUMED_TOKENS_PER_S, REPORT_TTL_S, ReportedLoad
+from services.planner.config import LiveSettings
+from services.planner.core.live.load import ReportedLoad
 from services.planner.core.live.pairs import Selection, SourceCandidate, select_pairs, zigzag_assignments
 from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.operations.operation import Operation
@@ -22,7 +21,7 @@ from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BlitzError
 from shared.load_feed import subscribe_load
-from shared.messages.common import TAKES_PROMPTS, LiveChoice, LivePolicy, Role
+from shared.messages.common import TAKES_PROMPTS, LiveChoice, Role
 from shared.messages.live import ZigzagAssignment
 from shared.messages.load import LoadReport, QueueReport
 from shared.messages.registry import ModelRecord, WorkerRecord
@@ -32,23 +31,6 @@ log = logging.getLogger(__name__)
 
 MAX_STARTUP_S = 1.0
 _SMOOTHING = 0.7
-
-LIVE_CHOICES: tuple[LiveChoice, ...] = get_args(LiveChoice)
-LIVE_POLICIES: tuple[LivePolicy, ...] = get_args(LivePolicy)
-
-
-@dataclass(frozen=True, slots=True)
-class LiveSettings:
-    """Defaults where neither the request nor the model says anything."""
-
-    choice: LiveChoice = "auto"
-    policy: LivePolicy = "zigzag"
-    slo_ttft_s: float = 1.0
-    slo_tbt_s: float = 0.1
-    assumed_tokens_per_s: float = ASSUMED_TOKENS_PER_S
-    """Prefill speed of an instance, until one reports it."""
-    report_ttl_s: float = REPORT_TTL_S
-    """Load reports older than this are forgotten."""
 
 
 class PairPlanner:

@@ -12,11 +12,11 @@ from typing import Any
 
 from opentelemetry import trace
 
+from services.planner.config import PlanSettings
 from services.planner.core.live.pairs import Selection, num_sources
-from services.planner.core.multicast.baselines import Strategy, plan_by
+from services.planner.core.multicast.baselines import plan_by
 from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.multicast.cluster import Cluster, Clusters
-from services.planner.core.multicast.traffic import BUSY_NIC_SHARE
 from services.planner.core.operations.decision import Decision, ScaleRequest, decide
 from services.planner.core.operations.operation import Operation, give_up_s
 from services.planner.core.operations.operations import Operations
@@ -84,29 +84,21 @@ class Scaler:
         operations: Operations,
         pairs: PairPlanner,
         refusals: Refusals,
-        *,
-        load_floor_gbps: float,
-        strategy: Strategy = "chain",
-        knows_flows: bool = True,
-        busy_nic_share: float = BUSY_NIC_SHARE,
+        settings: PlanSettings,
     ) -> None:
-        """``knows_flows=False`` plans as if no NIC carried anything: what flow-aware planning is compared with."""
         self._publisher = publisher
         self._leases = leases
         self._pairs = pairs
         self._refusals = refusals
-        self._strategy = strategy
-        self._knows_flows = knows_flows
-        self._busy_nic_share = busy_nic_share
         self._operations = operations
-        self._load_floor_gbps = load_floor_gbps
+        self._settings = settings
 
     # --- planning ----------------------------------------------------------------------------
 
     def clusters(self, view: RegistryView) -> Clusters:
         """What a round's plans are made from."""
-        transfers = self._operations.transfers(time.time()) if self._knows_flows else None
-        return Clusters(view.workers, transfers=transfers, busy_nic_share=self._busy_nic_share)
+        transfers = self._operations.transfers(time.time()) if self._settings.knows_flows else None
+        return Clusters(view.workers, transfers=transfers, busy_nic_share=self._settings.busy_nic_share)
 
     def plan(self, request: ScaleRequest, view: RegistryView, clusters: Clusters) -> Step | None:
         """What to do about a request; None when nothing is. Raises ``ModelNotFound``, ``NoCapacity``.
@@ -141,7 +133,7 @@ class Scaler:
         overloaded = self._pairs.overloaded(model, workers, request.role)
         # Every pair needs a tail of its own.
         tails = max(1, min(decision.load, num_sources(overloaded, choice)))
-        planned = plan_by(self._strategy, cluster, decision.load, model.weights_bytes, tails=tails)
+        planned = plan_by(self._settings.strategy, cluster, decision.load, model.weights_bytes, tails=tails)
         if not planned.chains:
             if decision.revive:
                 # What can be had at once is had; the rest is asked for again.
@@ -194,7 +186,7 @@ class Scaler:
     def _load(self, step: Step, load: Load, grant: LeaseGrant, term: int) -> tuple[Operation, ScalePlan]:
         now_s = time.time()
         request, model, chains = step.request, step.model, load.chains
-        limit_s = give_up_s(model.weights_bytes, self._load_floor_gbps, chains.predicted_s.values())
+        limit_s = give_up_s(model.weights_bytes, self._settings.load_floor_gbps, chains.predicted_s.values())
         plan = scale_plan(
             step.plan_id,
             model,

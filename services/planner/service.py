@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
-from services.planner.core.multicast.baselines import Strategy
+from services.planner.config import PlanSettings
 from services.planner.core.multicast.explain import instances_of
-from services.planner.core.multicast.traffic import BUSY_NIC_SHARE
 from services.planner.core.operations.decision import ScaleRequest
 from services.planner.core.operations.history import (
     drains_from,
@@ -31,7 +30,7 @@ from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import MAX_RECORDS, Operations
 from services.planner.core.operations.refusals import Refusals
 from services.planner.leases import RPC_TIMEOUT_S, Leases
-from services.planner.pair_planner import LiveSettings, PairPlanner
+from services.planner.pair_planner import PairPlanner
 from services.planner.plan_stream import PlanPublisher
 from services.planner.rounds import Rounds
 from services.planner.scaler import Scaler
@@ -80,18 +79,11 @@ class PlannerService:
     def __init__(
         self,
         bus: Bus,
+        settings: PlanSettings | None = None,
         *,
-        lease_ttl_s: float = 15.0,
-        load_floor_gbps: float = 0.1,
-        strategy: Strategy = "chain",
-        knows_flows: bool = True,
-        busy_nic_share: float = BUSY_NIC_SHARE,
-        live: LiveSettings | None = None,
         metrics: CollectorRegistry = REGISTRY,
     ) -> None:
-        """``lease_ttl_s``: how long a leased worker may take to accept its plan. ``load_floor_gbps``:
-        a target slower than this on average is given up. ``knows_flows``: avoid NICs in use, which are those that
-        carry more than ``busy_nic_share`` of their bandwidth. ``live``: None takes the usual settings."""
+        settings = settings or PlanSettings()
         self._bus = bus
         self.subscribed = asyncio.Event()
         """Set once demand and requests are heard, here or by a planner that leads."""
@@ -106,9 +98,9 @@ class PlannerService:
         self._reader = RegistryReader(bus)
         self._operations = Operations()
         self._refusals = Refusals()
-        self._leases = Leases(bus, lease_ttl_s)
+        self._leases = Leases(bus, settings.lease_ttl_s)
         self._publisher = PlanPublisher(bus)
-        self._pairs = PairPlanner(self._publisher, self._operations, live or LiveSettings(), metrics)
+        self._pairs = PairPlanner(self._publisher, self._operations, settings.live, metrics)
         self._splitter = Splitter(self._publisher, self._operations, metrics)
         self._scaler = Scaler(
             self._publisher,
@@ -116,10 +108,7 @@ class PlannerService:
             self._operations,
             self._pairs,
             self._refusals,
-            load_floor_gbps=load_floor_gbps,
-            strategy=strategy,
-            knows_flows=knows_flows,
-            busy_nic_share=busy_nic_share,
+            settings,
         )
         self._rounds = Rounds(self._leases, self._reader, self._scaler, leader, metrics)
         self._tracker = OperationTracker(bus, leader, self._operations, self._refusals, self._pairs, self._leases)

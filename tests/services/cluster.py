@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from services.monitor.core.demand import DemandPolicy
 from services.monitor.service import MonitorService
-from services.planner.pair_planner import LiveSettings
+from services.planner.config import LiveSettings, PlanSettings
 from services.planner.service import PlannerService
 from services.pool.config import PoolSettings
 from services.pool.service import PoolService
@@ -64,7 +64,9 @@ class Cluster:
         pool = PoolService(
             self.broker.bus("pool"), self._store, PoolSettings(lease_s=LEASE_S, first=True), metrics=metrics
         )
-        planner = PlannerService(self.broker.bus("planner"), lease_ttl_s=5.0, live=live, metrics=metrics)
+        planner = PlannerService(
+            self.broker.bus("planner"), PlanSettings(lease_ttl_s=5.0, live=live or LiveSettings()), metrics=metrics
+        )
         runs = [pool.run(self._stopping), planner.run(self._stopping)]
         if monitor:
             service = MonitorService(self.broker.bus("monitor"), POLICY, interval_s=0.02, repeat_s=0.1, metrics=metrics)

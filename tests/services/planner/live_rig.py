@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from services.planner.pair_planner import LiveSettings
+from services.planner.config import LiveSettings
 from shared import subjects
 from shared.errors import Unavailable
 from shared.messages.codec import Message

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from services.planner.config import LiveSettings, PlanSettings
 from services.planner.core.multicast.baselines import Strategy
-from services.planner.pair_planner import LiveSettings
 from services.planner.service import PlannerService
 from shared import subjects
 from shared.messages.codec import Message, decode
@@ -76,10 +76,12 @@ class Rig:
         """Start the planner, which may have to wait until it leads."""
         self.planner = PlannerService(
             self.bus,
-            lease_ttl_s=5.0,
-            strategy=self.strategy,
-            knows_flows=self.knows_flows,
-            live=self.live,
+            PlanSettings(
+                lease_ttl_s=5.0,
+                strategy=self.strategy,
+                knows_flows=self.knows_flows,
+                live=self.live or LiveSettings(),
+            ),
             metrics=self.metrics,
         )
         self.task = asyncio.create_task(self.planner.run(self.stopping))

@@ -9,9 +9,8 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from services.planner.config import PlannerConfig
+from services.planner.config import LIVE_CHOICES, LIVE_POLICIES, LiveSettings, PlannerConfig
 from services.planner.core.operations import operation, pair_record
-from services.planner.pair_planner import LIVE_CHOICES, LIVE_POLICIES, LiveSettings
 from shared import subjects
 from shared.errors import Unavailable
 from shared.messages.codec import Message
@@ -338,7 +337,7 @@ async def test_reports_on_unknown_plans_are_ignored(rig: LiveRig) -> None:
 
 
 def test_settings_come_from_the_environment() -> None:
-    assert PlannerConfig.from_env({}).live == LiveSettings()
+    assert PlannerConfig.from_env({}).plans.live == LiveSettings()
     environ = {
         "BLITZ_PLANNER_LIVE": "always",
         "BLITZ_PLANNER_LIVE_POLICY": "best_effort",
@@ -346,7 +345,7 @@ def test_settings_come_from_the_environment() -> None:
         "BLITZ_PLANNER_SLO_TBT_MS": "50",
         "BLITZ_PLANNER_ASSUMED_TOKENS_PER_S": "10",
     }
-    assert PlannerConfig.from_env(environ).live == LiveSettings("always", "best_effort", 0.25, 0.05, 10.0)
+    assert PlannerConfig.from_env(environ).plans.live == LiveSettings("always", "best_effort", 0.25, 0.05, 10.0)
     assert set(LIVE_CHOICES) == {"auto", "always", "never"}
     with pytest.raises(SettingsError, match="BLITZ_PLANNER_LIVE='sometimes'"):
         PlannerConfig.from_env({"BLITZ_PLANNER_LIVE": "sometimes"})

@@ -88,8 +88,7 @@ class Clusters:
                 self._by_hash.setdefault(model_hash, []).append(record)
             if record.state == "spare" and not record.lease_plan_id and not record.stopping:
                 self._spare[record.worker.worker_id] = record
-        self._registered = topology_of(r.worker for r in self.records)
-        topology = self._registered.topology
+        self._topology = topology = topology_of(r.worker for r in self.records)
         known = [r for r in self.records if r.worker.worker_id in topology.gpus]
         self._workers = {r.worker.worker_id: r.worker for r in known}
         running = transfers.running if transfers is not None else ()
@@ -108,11 +107,6 @@ class Clusters:
         for worker_id in worker_ids:
             self._spare.pop(worker_id, None)
 
-    @property
-    def num_spare(self) -> int:
-        """Workers that are left."""
-        return len(self._spare)
-
     def of(
         self,
         model: ModelRecord,
@@ -129,7 +123,7 @@ class Clusters:
         """
         mine = self._by_hash.get(model.model_hash, ())
         holders = {r.worker.worker_id for r in mine if _holds_on_host(r, model)}
-        topology = with_copy_holders(self._registered.topology, (r.worker for r in mine), holders)
+        topology = with_copy_holders(self._topology, (r.worker for r in mine), holders)
         copies: list[WorkerCopy] = []
         loading: list[WorkerCopy] = []
         for r in mine:
@@ -155,7 +149,7 @@ class Clusters:
         shunned = {w.worker_id: (avoided or {})[w.worker_id] for w in fitting if w.worker_id in (avoided or {})}
         for worker_id in list(shunned)[: max(0, at_least - (len(fitting) - len(shunned)))]:
             del shunned[worker_id]
-        refused = self._registered.refused
+        refused = topology.refused
         return Cluster(
             topology=topology,
             workers=self._workers,
@@ -170,18 +164,6 @@ class Clusters:
             ),
             too_small=f"{small} spare workers' arenas hold less than {model.weights_bytes} bytes" if small else "",
         )
-
-
-def cluster_of(
-    records: Iterable[WorkerRecord],
-    model: ModelRecord,
-    *,
-    transfers: Transfers | None = None,
-    remaining_s: Mapping[tuple[str, str], float] | None = None,
-    busy_nic_share: float = BUSY_NIC_SHARE,
-) -> Cluster:
-    """The cluster as one model sees it (``Clusters.of``)."""
-    return Clusters(records, transfers=transfers, busy_nic_share=busy_nic_share).of(model, remaining_s=remaining_s)
 
 
 def _is_copy_of(record: WorkerRecord, model: ModelRecord) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -12,20 +13,78 @@ from services.planner.core.multicast.egress import TOLERANCE_GBPS
 from services.planner.core.multicast.targets import TargetGroup
 from shared.messages.scaling import SourceKind
 
+Via = Literal["scale_up", "host", "network", "disk"]
 
-class ByteRangeStripe(msgspec.Struct, frozen=True, gc=False):
+Late = Literal["", "sends_less", "disturbs"]
+"""Why a group comes after the others: it sends out less than it takes in, or serving has all its NICs."""
+
+
+class ByteRangeStripe(msgspec.Struct, gc=False):
     """Bytes [first_byte, end_byte) of the model, from one copy to one target.
 
-    An executor cuts every layer in the same proportions (``cut``), so that layers still become ready in order.
+    Workers cut every layer in the same proportions, so that layers still become ready in order.
     """
 
     source: str
     source_kind: SourceKind
     target: str
-    first_byte: int
-    end_byte: int
     gbps: float
     """The rate that was planned for it."""
+    from_nic: str = ""
+    """With ``to_nic``: empty inside a host or a scale-up domain."""
+    to_nic: str = ""
+    first_byte: int = 0
+    end_byte: int = 0
+
+
+@dataclass(slots=True)
+class Edge:
+    """All targets get all bytes: each its stripes, and the rest from the others over the scale-up network. Rates, times
+    and byte ranges follow once all edges are known (``timing.settle``)."""
+
+    group: TargetGroup
+    via: Via
+    stripes: list[ByteRangeStripe]
+    parents: list[Edge] = field(compare=False, repr=False)
+    """Edges whose targets send here; the first one is the chain that this edge continues."""
+    crosses_leaf: bool = False
+    shares: bool = False
+    """It shares a direction of a NIC with serving or with another edge: there was no alternative."""
+    gbps: float = 0.0
+    """Bytes of the model per second, as bits: what the stripes carry together."""
+    first_s: float = 0.0
+    finish_s: float = 0.0
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return tuple([gpu.gpu_id for gpu in self.group.gpus])
+
+    @property
+    def leaf(self) -> str:
+        return self.group.leaf
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Who sends, each once, in the order of the stripes."""
+        return tuple(dict.fromkeys(s.source for s in self.stripes))
+
+    @property
+    def late(self) -> Late:
+        if self.via != "network":
+            return ""
+        if self.group.disturbs:
+            return "disturbs"
+        return "sends_less" if self.group.egress_gbps < self.group.ingress_gbps else ""
+
+    def cut(self, num_bytes: int) -> None:
+        """Give each stripe its bytes, in proportion to the planned rates."""
+        total = sum([stripe.gbps for stripe in self.stripes])
+        sent, end = 0.0, 0
+        for stripe in self.stripes:
+            sent += stripe.gbps
+            stripe.first_byte, end = end, int(num_bytes * (sent / total))
+            stripe.end_byte = end
+        self.stripes[-1].end_byte = num_bytes
 
 
 def match_gbps(sending: Sequence[float], receiving: Sequence[float]) -> list[tuple[int, int, float]]:
@@ -33,117 +92,21 @@ def match_gbps(sending: Sequence[float], receiving: Sequence[float]) -> list[tup
 
     Equal lists give one stripe per pair; a wide end feeds, or is fed by, several narrow ones.
     """
-    lanes: list[tuple[int, int, float]] = []
+    stripes: list[tuple[int, int, float]] = []
     i = j = 0
     left = right = 0.0
     while True:
         if left <= TOLERANCE_GBPS:
             if i == len(sending):
-                return lanes
+                return stripes
             left = sending[i]
             i += 1
         if right <= TOLERANCE_GBPS:
             if j == len(receiving):
-                return lanes
+                return stripes
             right = receiving[j]
             j += 1
         gbps = left if left < right else right
-        lanes.append((i - 1, j - 1, gbps))
+        stripes.append((i - 1, j - 1, gbps))
         left -= gbps
         right -= gbps
-
-
-def cut(weights: Sequence[float], num_bytes: int) -> list[int]:
-    """Ends of consecutive ranges of ``num_bytes`` in these proportions; the last one is ``num_bytes``."""
-    total = sum(weights)
-    ends: list[int] = []
-    sent = 0.0
-    for weight in weights:
-        sent += weight
-        ends.append(int(num_bytes * (sent / total)))
-    ends[-1] = num_bytes
-    return ends
-
-
-Via = Literal["scale_up", "host", "network", "disk"]
-
-Late = Literal["", "sends_less", "disturbs"]
-"""Why a group comes after the others: it sends out less than it takes in, or serving has all its NICs."""
-
-
-class StripeRate(msgspec.Struct, gc=False):
-    """Who is to send to whom, and how fast, before the bytes are cut into stripes."""
-
-    source: str
-    kind: SourceKind
-    target: str
-    gbps: float
-    from_nic: str = ""
-    """With ``to_nic``: empty inside a host or a scale-up domain."""
-    to_nic: str = ""
-
-
-class Edge(msgspec.Struct, frozen=True, gc=False):
-    """All targets get all bytes: each its stripes, and the rest from the others over the scale-up network."""
-
-    via: Via
-    targets: tuple[str, ...]
-    stripes: tuple[ByteRangeStripe, ...]
-    gbps: float
-    """Bytes of the model per second, as bits: what the stripes carry together."""
-    finish_s: float
-    leaf: str
-    crosses_leaf: bool
-    shares: bool
-    """It shares a direction of a NIC with serving or with another edge: there was no alternative."""
-    late: Late = ""
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """Who sends, each once, in the order of the stripes."""
-        return tuple(dict.fromkeys(s.source for s in self.stripes))
-
-
-class Draft:
-    """An edge before rates and times are settled."""
-
-    __slots__ = ("crosses_leaf", "finish_s", "first_s", "gbps", "group", "parents", "rates", "shares", "via")
-
-    def __init__(self, group: TargetGroup, via: Via, rates: list[StripeRate], parents: list[Draft]) -> None:
-        self.group = group
-        self.via = via
-        self.rates = rates
-        self.parents = parents
-        """Drafts whose targets send here; the first one is the chain that this edge continues."""
-        self.crosses_leaf = False
-        self.shares = False
-        self.gbps = 0.0
-        self.first_s = 0.0
-        self.finish_s = 0.0
-
-    def edge(self, model_bytes: int) -> Edge:
-        """The settled edge. Stripes are in proportion to their planned rates."""
-        rates = self.rates
-        ends = cut([rate.gbps for rate in rates], model_bytes)
-        stripes = [
-            ByteRangeStripe(rate.source, rate.kind, rate.target, first, end, rate.gbps)
-            for rate, first, end in zip(rates, [0, *ends[:-1]], ends, strict=True)
-        ]
-        group = self.group
-        return Edge(
-            via=self.via,
-            targets=tuple([g.gpu_id for g in group.gpus]),
-            stripes=tuple(stripes),
-            gbps=self.gbps,
-            finish_s=self.finish_s,
-            leaf=group.leaf,
-            crosses_leaf=self.crosses_leaf,
-            shares=self.shares,
-            late=self._late() if self.via == "network" else "",
-        )
-
-    def _late(self) -> Late:
-        group = self.group
-        if group.disturbs:
-            return "disturbs"
-        return "sends_less" if group.egress_gbps < group.ingress_gbps else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from services.planner.core.multicast.edges import Draft, StripeRate, match_gbps
+from services.planner.core.multicast.edges import ByteRangeStripe, Edge, match_gbps
 from services.planner.core.multicast.egress import TOLERANCE_GBPS, Egress, FreeEgress
 from services.planner.core.multicast.targets import Port, TargetGroup, make_group
 from services.planner.core.multicast.topology import Nic, Topology
@@ -35,7 +35,7 @@ class Greedy:
         """Some direction is promised more than it has: rates need a second look."""
         self._sent_gbps: dict[str, float] = {}
         self._taken_in: dict[str, float] = {}
-        self._draft_of: dict[str, Draft] = {}
+        self._edge_of: dict[str, Edge] = {}
         self._in_domain: dict[str, list[str]] = {}
         self._host_copies: dict[str, str] = {}
         self._at_host: dict[str, list[tuple[str, ...]]] = {}
@@ -77,28 +77,28 @@ class Greedy:
         self.source_domains = frozenset(self._in_domain)
         self.source_hosts = frozenset(self._at_host) | frozenset(self._host_copies)
 
-    def plan(self, group: TargetGroup, cap_gbps: float) -> Draft:
+    def plan(self, group: TargetGroup, cap_gbps: float) -> Edge:
         """Spend sources for this group and list it as a source. There must be at least one source."""
         crowded = group.host in self._topology.crowded_hosts
         ported = 0.0 if group.disturbs else group.ingress_gbps
         if crowded:
             group = self._without_taken_ports(group)
             ported = min(ported, group.ingress_gbps)
-        draft = self._scale_up(group)
-        if draft is None and (crowded or group.host in self.source_hosts):
-            draft = self._inside_host(group, min(ported, cap_gbps))
-        if draft is None:
-            draft = self._network(group, cap_gbps) or self._shared(group, cap_gbps)
-        self.joined(draft)
-        return draft
+        edge = self._scale_up(group)
+        if edge is None and (crowded or group.host in self.source_hosts):
+            edge = self._inside_host(group, min(ported, cap_gbps))
+        if edge is None:
+            edge = self._network(group, cap_gbps) or self._shared(group, cap_gbps)
+        self.joined(edge)
+        return edge
 
-    def joined(self, draft: Draft) -> None:
+    def joined(self, edge: Edge) -> None:
         """The group's targets hold a copy (or will, as fast as they forward): their egress joins the list."""
-        group, busy, sent, draft_of = draft.group, self._load.egress, self._sent_gbps, self._draft_of
+        group, busy, sent, edge_of = edge.group, self._load.egress, self._sent_gbps, self._edge_of
         front = self._chains <= 1
         outlets: dict[str, FreeEgress] = {}
         for gpu in group.gpus:
-            draft_of[gpu.gpu_id] = draft
+            edge_of[gpu.gpu_id] = edge
             nic = gpu.nic
             nic_id = nic.nic_id
             if nic_id not in busy and nic_id not in sent and nic_id not in outlets:
@@ -112,7 +112,7 @@ class Greedy:
         if group.host in self._topology.crowded_hosts:
             self._at_host.setdefault(group.host, []).append(tuple([g.gpu_id for g in group.gpus]))
         self.egress.to_front(group.leaf)
-        if self._sharded or draft.via == "disk":
+        if self._sharded or edge.via == "disk":
             # Without stripes a chain is a path: only original copies start another one.
             self._unseen.append(group)
 
@@ -138,37 +138,38 @@ class Greedy:
         rest.disturbs = group.disturbs
         return rest
 
-    def _scale_up(self, group: TargetGroup) -> Draft | None:
+    def _scale_up(self, group: TargetGroup) -> Edge | None:
         """A copy in the group's own domain: it reaches every member over NVLink, and no NIC is used."""
         copies = self._in_domain.get(group.domain)
         if copies is None:
             return None
         gbps = self._topology.scale_up_gbps[group.domain]
-        rates = [StripeRate(copies[0], "gpu", g.gpu_id, gbps / len(group.gpus)) for g in group.gpus]
-        return Draft(group, "scale_up", rates, self._parents(rates))
+        stripes = [ByteRangeStripe(copies[0], "gpu", g.gpu_id, gbps / len(group.gpus)) for g in group.gpus]
+        return Edge(group, "scale_up", stripes, self._parents(stripes))
 
-    def _inside_host(self, group: TargetGroup, ported_gbps: float) -> Draft | None:
+    def _inside_host(self, group: TargetGroup, ported_gbps: float) -> Edge | None:
         """A copy on the same host, if that is as fast as what the network could still give through the group's NICs,
         ``ported_gbps`` at most."""
         receivers = [g for g in group.gpus if g.host == group.host]
         inward = [g.host_link_gbps for g in receivers]
         copy = self._host_copies.get(group.host)
-        rates: list[StripeRate] = []
+        stripes: list[ByteRangeStripe] = []
         neighbour = self._neighbour(group)
         if neighbour is not None:
             outward = [self._topology.gpus[name].host_link_gbps for name in neighbour]
-            rates = [
-                StripeRate(neighbour[i], "gpu", receivers[j].gpu_id, gbps) for i, j, gbps in match_gbps(outward, inward)
+            stripes = [
+                ByteRangeStripe(neighbour[i], "gpu", receivers[j].gpu_id, gbps)
+                for i, j, gbps in match_gbps(outward, inward)
             ]
         elif copy is not None:
-            rates = [StripeRate(copy, "host", g.gpu_id, g.host_link_gbps) for g in receivers]
-        if not rates:
+            stripes = [ByteRangeStripe(copy, "host", g.gpu_id, g.host_link_gbps) for g in receivers]
+        if not stripes:
             return None
         listed = self.egress.listed
         # A NIC that only loops back to itself is no way in.
         own = sum([listed[p.nic.nic_id].gbps for p in group.ports if p.nic.nic_id in listed])
         elsewhere = self.egress.gbps - own
-        if sum([rate.gbps for rate in rates]) < min(ported_gbps, elsewhere) - TOLERANCE_GBPS:
+        if sum([stripe.gbps for stripe in stripes]) < min(ported_gbps, elsewhere) - TOLERANCE_GBPS:
             return None
         if neighbour is not None:
             # Its way out (PCIe) is in use now, so its NIC is no source any more; the end of the chain is.
@@ -181,7 +182,7 @@ class Greedy:
                     else:
                         outlet.holder = heir.gpu_id
             self._at_host[group.host].remove(neighbour)
-        return Draft(group, "host", rates, self._parents(rates))
+        return Edge(group, "host", stripes, self._parents(stripes))
 
     def _neighbour(self, group: TargetGroup) -> tuple[str, ...] | None:
         """Who forwards inside the host: the latest holder there that has not forwarded yet."""
@@ -195,7 +196,7 @@ class Greedy:
             busy = busy or names
         return busy
 
-    def _network(self, group: TargetGroup, cap_gbps: float) -> Draft | None:
+    def _network(self, group: TargetGroup, cap_gbps: float) -> Edge | None:
         """Unspent outlets for every port of the group; they leave the list."""
         ports = group.ports
         scale = min(1.0, cap_gbps / group.ingress_gbps) * group.ingress_gbps / sum([p.gbps for p in ports])
@@ -213,7 +214,7 @@ class Greedy:
             if nic.nic_id in listed:
                 own.append(listed[nic.nic_id])
                 self.egress.withdraw(nic.nic_id)
-        rates: list[StripeRate] = []
+        stripes: list[ByteRangeStripe] = []
         crosses = shares = False
         busy = self._load.egress
         several = len(by_leaf) > 1
@@ -245,8 +246,10 @@ class Greedy:
             left = [o.gbps for o in outlets]
             if left == inward:
                 # The usual case, in a fraction of the time: each sends to one, and nothing is left.
-                rates += [
-                    StripeRate(o.holder, "host" if o.is_host else "gpu", p.gpu_id, gbps, o.nic.nic_id, p.nic.nic_id)
+                stripes += [
+                    ByteRangeStripe(
+                        o.holder, "host" if o.is_host else "gpu", p.gpu_id, gbps, o.nic.nic_id, p.nic.nic_id
+                    )
                     for o, p, gbps in zip(outlets, part, left, strict=True)
                 ]
                 crosses = crosses or any(o.nic.leaf != leaf for o in outlets)
@@ -256,7 +259,7 @@ class Greedy:
                 outlet, port = outlets[i], part[j]
                 nic = outlet.nic
                 kind: SourceKind = "host" if outlet.is_host else "gpu"
-                rates.append(StripeRate(outlet.holder, kind, port.gpu_id, gbps, nic.nic_id, port.nic.nic_id))
+                stripes.append(ByteRangeStripe(outlet.holder, kind, port.gpu_id, gbps, nic.nic_id, port.nic.nic_id))
                 if nic.leaf != leaf:
                     crosses = True
                 if busy and busy.get(nic.nic_id):
@@ -270,14 +273,16 @@ class Greedy:
                 ]
         for outlet in own:
             self.egress.add(outlet)
-        if not rates:
+        if not stripes:
             return None
-        draft = Draft(group, "network", rates, self._parents(rates))
-        shares = shares or group.disturbs or (self.overbooked and any(rate.to_nic in self._taken_in for rate in rates))
-        draft.crosses_leaf, draft.shares = crosses, shares
-        self._book(rates)
-        self._started += not draft.parents
-        return draft
+        edge = Edge(group, "network", stripes, self._parents(stripes))
+        shares = (
+            shares or group.disturbs or (self.overbooked and any(stripe.to_nic in self._taken_in for stripe in stripes))
+        )
+        edge.crosses_leaf, edge.shares = crosses, shares
+        self._book(stripes)
+        self._started += not edge.parents
+        return edge
 
     def _take(self, leaf: str, gbps: float, *, fresh_first: bool) -> list[FreeEgress]:
         if self._sharded:
@@ -285,7 +290,7 @@ class Greedy:
         outlet = self.egress.take_one(leaf, gbps, fresh_first=fresh_first)
         return [] if outlet is None else [outlet]
 
-    def _shared(self, group: TargetGroup, cap_gbps: float) -> Draft:
+    def _shared(self, group: TargetGroup, cap_gbps: float) -> Edge:
         """Every outgoing direction is spent: use the least used one of all copies once more."""
         self.overbooked = True
         for known in self._unseen:
@@ -302,28 +307,27 @@ class Greedy:
         port = group.ports[0]
         gbps = min(nic.gbps, port.gbps, cap_gbps)
         kind: SourceKind = "host" if is_host else "gpu"
-        rates = [StripeRate(holder, kind, port.gpu_id, gbps, nic_id, port.nic.nic_id)]
-        self._book(rates)
+        stripes = [ByteRangeStripe(holder, kind, port.gpu_id, gbps, nic_id, port.nic.nic_id)]
+        self._book(stripes)
         heapq.heappush(self._reusable, (self._use(nic), order, nic_id))
-        draft = Draft(group, "network", rates, self._parents(rates))
-        draft.crosses_leaf, draft.shares = nic.leaf != port.nic.leaf, True
-        return draft
+        edge = Edge(group, "network", stripes, self._parents(stripes))
+        edge.crosses_leaf, edge.shares = nic.leaf != port.nic.leaf, True
+        return edge
 
-    def _book(self, rates: list[StripeRate]) -> None:
+    def _book(self, stripes: list[ByteRangeStripe]) -> None:
         sent, taken_in = self._sent_gbps, self._taken_in
-        for rate in rates:
-            sent[rate.from_nic] = sent.get(rate.from_nic, 0.0) + rate.gbps
-            taken_in[rate.to_nic] = taken_in.get(rate.to_nic, 0.0) + rate.gbps
+        for stripe in stripes:
+            sent[stripe.from_nic] = sent.get(stripe.from_nic, 0.0) + stripe.gbps
+            taken_in[stripe.to_nic] = taken_in.get(stripe.to_nic, 0.0) + stripe.gbps
 
-    def _parents(self, rates: list[StripeRate]) -> list[Draft]:
-        drafts = self._draft_of
-        found: list[Draft] = []
-        last: Draft | None = None
-        for rate in rates:
-            draft = drafts.get(rate.source)
+    def _parents(self, stripes: list[ByteRangeStripe]) -> list[Edge]:
+        edges = self._edge_of
+        found: dict[int, Edge] = {}
+        last: Edge | None = None
+        for stripe in stripes:
+            edge = edges.get(stripe.source)
             # Stripes of one sender mostly follow each other.
-            if draft is not None and draft is not last and rate.kind == "gpu":
-                last = draft
-                if draft not in found:
-                    found.append(draft)
-        return found
+            if edge is not None and edge is not last and stripe.source_kind == "gpu":
+                last = edge
+                found[id(edge)] = edge
+        return list(found.values())

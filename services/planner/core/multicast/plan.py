@@ -1,7 +1,7 @@
 """From sources and targets to forwarding chains: the paper's Figure 11 (section 5.1), completed.
 
 ``plan`` is pure and deterministic (ties go by id; the order of its inputs does not matter). Its four steps live in
-``greedy`` (pruning, the source list, the loop), ``targets`` (grouping and order) and ``stripes`` (sharded transfer).
+``greedy`` (pruning, the source list, the loop), ``targets`` (grouping and order) and ``edges`` (sharded transfer).
 What the figure leaves open is decided where it is done; docs/multicast.md lists it.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from services.planner.core.multicast.edges import Draft, Edge, StripeRate
+from services.planner.core.multicast.edges import ByteRangeStripe, Edge
 from services.planner.core.multicast.explain import explain
 from services.planner.core.multicast.greedy import Greedy
 from services.planner.core.multicast.targets import TargetGroup, fair_cap_gbps, first_gpus, group_targets, in_order
@@ -119,20 +119,30 @@ def _plan(
     greedy = Greedy(topology, copies, load, sharded=sharded, chains=chains)
     ordered = in_order(groups, greedy.leaf_order, greedy.source_domains, greedy.source_hosts)
     chosen = _first(topology, ordered, n, load)
-    drafts: list[Draft] = []
+    edges: list[Edge] = []
     if not copies and chosen:
         head = max(range(len(chosen)), key=lambda i: (topology.hosts[chosen[i].host].ssd_gbps, -i))
         group = chosen.pop(head)
         host = topology.hosts[group.host]
-        drafts.append(Draft(group, "disk", [StripeRate(host.host_id, "disk", group.gpus[0].gpu_id, host.ssd_gbps)], []))
-        greedy.joined(drafts[0])
+        stripe = ByteRangeStripe(host.host_id, "disk", group.gpus[0].gpu_id, host.ssd_gbps)
+        edges.append(Edge(group, "disk", [stripe], []))
+        greedy.joined(edges[0])
     by_network = [g for g in chosen if g.domain not in greedy.source_domains]
     cap_gbps = fair_cap_gbps(by_network, greedy.egress.gbps)
-    drafts += [greedy.plan(group, cap_gbps) for group in chosen]
+    edges += [greedy.plan(group, cap_gbps) for group in chosen]
     ready_s = {s.holder: s.ready_s for s in copies if s.ready_s}
-    shares = FairShares(drafts, topology, load) if greedy.overbooked else None
-    chunk = settle(drafts, shares, topology, ready_s, model_bytes)
-    return _multicast(drafts, model_bytes, chunk, tuple(left_out), pruned)
+    shares = FairShares(edges, topology, load) if greedy.overbooked else None
+    chunk = settle(edges, shares, topology, ready_s, model_bytes)
+    feeding = {id(parent) for edge in edges for parent in edge.parents}
+    ends = sorted((e for e in edges if id(e) not in feeding), key=lambda e: (-e.finish_s, e.targets[0]))
+    return Multicast(
+        edges=tuple(edges),
+        chains=_chains(edges),
+        chunk_bytes=chunk,
+        tails=tuple([target for edge in ends for target in edge.targets]),
+        left_out=tuple(left_out),
+        pruned=pruned,
+    )
 
 
 def _preference(source: Source) -> tuple[bool, bool, float, str]:
@@ -178,28 +188,15 @@ def _first(topology: Topology, ordered: list[TargetGroup], n: int, load: Load) -
     return chosen
 
 
-def _multicast(
-    drafts: list[Draft], model_bytes: int, chunk: int, left_out: tuple[str, ...], pruned: tuple[str, ...]
-) -> Multicast:
-    edges = tuple([draft.edge(model_bytes) for draft in drafts])
-    feeding: set[int] = set()
-    chain_ending_in: dict[int, list[Edge]] = {}
+def _chains(edges: list[Edge]) -> tuple[tuple[Edge, ...], ...]:
+    """Edges one behind the other, as far as each continues a chain that no other has continued."""
+    ending_in: dict[int, list[Edge]] = {}
     chains: list[list[Edge]] = []
-    for draft, edge in zip(drafts, edges, strict=True):
-        feeding.update([id(p) for p in draft.parents])
-        chain = chain_ending_in.pop(id(draft.parents[0]), None) if draft.parents else None
+    for edge in edges:
+        chain = ending_in.pop(id(edge.parents[0]), None) if edge.parents else None
         if chain is None:
             chain = []
             chains.append(chain)
         chain.append(edge)
-        chain_ending_in[id(draft)] = chain
-    ends = [d for d in drafts if id(d) not in feeding]
-    ends.sort(key=lambda d: (-d.finish_s, d.group.gpus[0].gpu_id))
-    return Multicast(
-        edges=edges,
-        chains=tuple([tuple(c) for c in chains]),
-        chunk_bytes=chunk,
-        tails=tuple([g.gpu_id for d in ends for g in d.group.gpus]),
-        left_out=left_out,
-        pruned=pruned,
-    )
+        ending_in[id(edge)] = chain
+    return tuple([tuple(chain) for chain in chains])

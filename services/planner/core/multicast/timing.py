@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from services.planner.core.multicast.edges import Draft, StripeRate
+from services.planner.core.multicast.edges import ByteRangeStripe, Edge
 from services.planner.core.multicast.targets import fair_rate
 from services.planner.core.multicast.topology import Topology
 from services.planner.core.multicast.traffic import Load
@@ -38,32 +38,32 @@ class FairShares:
     Networks share max-min fairly: stripes that want least get all of it, the others the same. Serving flows
     count as much as they take."""
 
-    def __init__(self, drafts: Iterable[Draft], topology: Topology, load: Load) -> None:
+    def __init__(self, edges: Iterable[Edge], topology: Topology, load: Load) -> None:
         leaving: dict[str, list[float]] = {}
         coming: dict[str, list[float]] = {}
-        for draft in drafts:
-            if draft.via == "network":
-                for rate in draft.rates:
-                    leaving.setdefault(rate.from_nic, []).append(rate.gbps)
-                    coming.setdefault(rate.to_nic, []).append(rate.gbps)
+        for edge in edges:
+            if edge.via == "network":
+                for stripe in edge.stripes:
+                    leaving.setdefault(stripe.from_nic, []).append(stripe.gbps)
+                    coming.setdefault(stripe.to_nic, []).append(stripe.gbps)
         nics = topology.nics
         self._leaving_gbps = {n: fair_rate(gbps, load.egress_gbps(nics[n])) for n, gbps in leaving.items()}
         self._coming_gbps = {n: fair_rate(gbps, load.ingress_gbps(nics[n])) for n, gbps in coming.items()}
 
-    def of(self, rate: StripeRate) -> float:
+    def of(self, stripe: ByteRangeStripe) -> float:
         """The share, at most 1."""
-        leaving, coming = self._leaving_gbps[rate.from_nic], self._coming_gbps[rate.to_nic]
-        return min(1.0, leaving / rate.gbps, coming / rate.gbps)
+        leaving, coming = self._leaving_gbps[stripe.from_nic], self._coming_gbps[stripe.to_nic]
+        return min(1.0, leaving / stripe.gbps, coming / stripe.gbps)
 
 
 def settle(
-    drafts: Sequence[Draft],
+    edges: Sequence[Edge],
     shares: FairShares | None,
     topology: Topology,
     ready_s: dict[str, float],
     model_bytes: int,
 ) -> int:
-    """Fill in rates and finish times; returns the chunk size. ``drafts`` come parents first.
+    """Fill in rates, finish times and byte ranges; returns the chunk size. ``edges`` come parents first.
 
     A chain of n hops takes |M|/B + (n-1)·chunk/B, and each stripe its share of |M|, in chunks of its own. A target
     is not done before the copies that feed it. ``shares``: None where no direction is promised more than it has.
@@ -72,29 +72,30 @@ def settle(
     hops = 0
     depth: dict[int, int] = {}
     width = 1
-    for draft in drafts:
-        own = 1 + max([depth[id(p)] for p in draft.parents], default=0)
-        depth[id(draft)] = own
+    for edge in edges:
+        own = 1 + max([depth[id(p)] for p in edge.parents], default=0)
+        depth[id(edge)] = own
         hops = max(hops, own)
-        width = max(width, len(draft.rates))
+        width = max(width, len(edge.stripes))
     chunk = chunk_bytes(model_bytes // width, hops)
     gigabits = model_bytes * 8e-9
-    for draft in drafts:
-        rates = draft.rates
+    for edge in edges:
+        stripes = edge.stripes
         share = 1.0
-        if shares is not None and draft.via == "network":
-            share = min([shares.of(rate) for rate in rates])
-        gbps = sum([rate.gbps for rate in rates]) * share
-        if len(draft.group.gpus) > 1:
-            gbps = min(gbps, topology.scale_up_gbps[draft.group.domain])
-        draft.gbps = gbps
+        if shares is not None and edge.via == "network":
+            share = min([shares.of(stripe) for stripe in stripes])
+        gbps = sum([stripe.gbps for stripe in stripes]) * share
+        if len(edge.group.gpus) > 1:
+            gbps = min(gbps, topology.scale_up_gbps[edge.group.domain])
+        edge.gbps = gbps
         start = done = 0.0
-        for parent in draft.parents:
+        for parent in edge.parents:
             start = max(start, parent.first_s)
             done = max(done, parent.finish_s)
         if ready_s:
-            done = max([done, *[ready_s.get(rate.source, 0.0) for rate in rates]])
-        fill = min(len(rates) * chunk, model_bytes) * 8e-9 / gbps
-        draft.first_s = start + fill
-        draft.finish_s = max(done + fill if done else 0.0, start + gigabits / gbps)
+            done = max([done, *[ready_s.get(stripe.source, 0.0) for stripe in stripes]])
+        fill = min(len(stripes) * chunk, model_bytes) * 8e-9 / gbps
+        edge.first_s = start + fill
+        edge.finish_s = max(done + fill if done else 0.0, start + gigabits / gbps)
+        edge.cut(model_bytes)
     return chunk

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -61,16 +61,17 @@ class Topology:
     """By domain: the slowest member counts."""
     crowded_hosts: frozenset[str]
     """Hosts with more than one scale-up domain: weights may pass inside them without a NIC."""
-    host_nics: dict[str, tuple[str, ...]]
+    refused: dict[str, str] = field(default_factory=dict)
+    """Workers whose facts do not fit together with those of the others, and what is wrong with them."""
 
 
-def build_topology(gpus: Iterable[Gpu], hosts: Iterable[Host] = (), *, multi_host_domains: bool = False) -> Topology:
+def build_topology(gpus: Iterable[Gpu], hosts: Iterable[Host] = ()) -> Topology:
     """Check and index. Hosts that are not given get their first NIC and the fastest host link of their GPUs.
 
     Raises ``BadTopology`` for duplicate ids, empty names, bandwidths that are not positive and finite, a NIC that
-    changes leaf, speed or host, and a scale-up domain across hosts unless ``multi_host_domains``.
+    changes leaf, speed or host, and a scale-up domain across hosts.
     """
-    draft = _Draft(multi_host_domains=multi_host_domains)
+    draft = _Draft()
     for gpu in sorted(gpus, key=lambda g: g.gpu_id):
         draft.add(gpu)
     for host in sorted(hosts, key=lambda h: h.host_id):
@@ -78,17 +79,8 @@ def build_topology(gpus: Iterable[Gpu], hosts: Iterable[Host] = (), *, multi_hos
     return draft.topology()
 
 
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """The topology of the registered workers whose facts fit together."""
-
-    topology: Topology
-    refused: dict[str, str]
-    """The other workers by id, and what is wrong with them."""
-
-
-def topology_of(workers: Iterable[WorkerInfo], copy_holders: Collection[str] = ()) -> Registered:
-    """The topology of registered workers; ``copy_holders`` are those that hold a host copy, which leaves by their NIC.
+def topology_of(workers: Iterable[WorkerInfo]) -> Topology:
+    """The topology of registered workers.
 
     Workers form a scale-up group only where they report the same domain; without one each stands alone, and those of
     one host forward to each other over its memory. NICs are told apart by host and name.
@@ -116,12 +108,10 @@ def topology_of(workers: Iterable[WorkerInfo], copy_holders: Collection[str] = (
             refused[w.worker_id] = error.message
             continue
         ssd_gbps[w.host] = max(ssd_gbps.get(w.host, 0.0), disk)
-        known = first.setdefault(w.host, gpu)
-        if w.worker_id in copy_holders and known.gpu_id not in copy_holders:
-            first[w.host] = gpu
+        first.setdefault(w.host, gpu)
     for name, gpu in first.items():
         draft.add_host(Host(name, gpu.nic, gpu.host_link_gbps, ssd_gbps[name]))
-    return Registered(draft.topology(), refused)
+    return replace(draft.topology(), refused=refused)
 
 
 def with_copy_holders(topology: Topology, workers: Iterable[WorkerInfo], holders: Collection[str]) -> Topology:
@@ -139,8 +129,7 @@ def with_copy_holders(topology: Topology, workers: Iterable[WorkerInfo], holders
 class _Draft:
     """A topology as it is put together. What is refused leaves no trace."""
 
-    def __init__(self, *, multi_host_domains: bool = False) -> None:
-        self._multi_host_domains = multi_host_domains
+    def __init__(self) -> None:
         self._gpus: dict[str, Gpu] = {}
         self._hosts: dict[str, Host] = {}
         self._nics: dict[str, Nic] = {}
@@ -158,7 +147,7 @@ class _Draft:
                 raise BadTopology(f"GPU {gpu.gpu_id!r} has no {name}", param=name)
         _positive(f"GPU {gpu.gpu_id!r}", scale_up_gbps=gpu.scale_up_gbps, host_link_gbps=gpu.host_link_gbps)
         home = self._domain_host.get(gpu.domain, gpu.host)
-        if home != gpu.host and not self._multi_host_domains:
+        if home != gpu.host:
             raise BadTopology(
                 f"scale-up domain {gpu.domain!r} is on hosts {home!r} and {gpu.host!r}", param="scale_up_domain"
             )
@@ -199,10 +188,7 @@ class _Draft:
             if gpu.host not in self._hosts:
                 self._hosts[gpu.host] = Host(gpu.host, gpu.nic, gpu.host_link_gbps)
         crowded = frozenset(host for host, domains in self._domains_at.items() if len(domains) > 1)
-        host_nics: dict[str, tuple[str, ...]] = {}
-        for nic_id, name in self._nic_host.items():
-            host_nics[name] = (*host_nics.get(name, ()), nic_id)
-        return Topology(self._gpus, self._hosts, self._nics, self._scale_up, crowded, host_nics)
+        return Topology(self._gpus, self._hosts, self._nics, self._scale_up, crowded)
 
 
 def _positive(what: str, **gbps: float) -> None:

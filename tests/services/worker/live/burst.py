@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from services.planner.pair_planner import LiveSettings
+from services.planner.config import LiveSettings
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.live.source import LiveSource
 from services.worker.live.target import LiveTarget

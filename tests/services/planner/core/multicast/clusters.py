@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from services.planner.core.multicast.cluster import Cluster, cluster_of
+from services.planner.core.multicast.cluster import Cluster, Clusters
 from services.planner.core.multicast.traffic import Link, Transfers
 from shared.messages.common import InstanceState
 from shared.messages.registry import HostCopy, ModelRecord, WorkerRecord
@@ -59,7 +59,7 @@ def cluster(
     """What the planner sees; ``remaining_s`` by worker id."""
     remaining = {(name, f"i-{name}"): left_s for name, left_s in (remaining_s or {}).items()}
     transfers = Transfers(links, settling) if knows_flows else None
-    return cluster_of(records, MODEL, transfers=transfers, remaining_s=remaining)
+    return Clusters(records, transfers=transfers).of(MODEL, remaining_s=remaining)
 
 
 def paths(chains: tuple[Chain, ...]) -> list[list[tuple[str, str, str]]]:

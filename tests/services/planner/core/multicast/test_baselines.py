@@ -110,9 +110,9 @@ def test_wrong_facts_of_one_worker_stop_no_strategy(strategy: Strategy) -> None:
 
 def test_every_strategy_can_be_configured() -> None:
     assert get_args(Strategy) == STRATEGIES
-    assert PlannerConfig.from_env({}).strategy == "chain"
+    assert PlannerConfig.from_env({}).plans.strategy == "chain"
     for strategy in STRATEGIES:
-        assert PlannerConfig.from_env({"BLITZ_PLANNER_STRATEGY": strategy}).strategy == strategy
+        assert PlannerConfig.from_env({"BLITZ_PLANNER_STRATEGY": strategy}).plans.strategy == strategy
 
 
 def test_an_unknown_strategy_is_refused_with_its_name() -> None:
@@ -122,8 +122,8 @@ def test_an_unknown_strategy_is_refused_with_its_name() -> None:
 
 def test_knowing_flows_can_be_configured() -> None:
     default = PlannerConfig.from_env({})
-    assert (default.knows_flows, default.busy_nic_share) == (True, 0.1)
+    assert (default.plans.knows_flows, default.plans.busy_nic_share) == (True, 0.1)
     naive = PlannerConfig.from_env({"BLITZ_PLANNER_KNOWS_FLOWS": "false", "BLITZ_PLANNER_BUSY_NIC_SHARE": "0.5"})
-    assert (naive.knows_flows, naive.busy_nic_share) == (False, 0.5)
+    assert (naive.plans.knows_flows, naive.plans.busy_nic_share) == (False, 0.5)
     with pytest.raises(SettingsError, match="BLITZ_PLANNER_BUSY_NIC_SHARE"):
         PlannerConfig.from_env({"BLITZ_PLANNER_BUSY_NIC_SHARE": "1.5"})

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.planner.core.multicast.cluster import cluster_of
+from services.planner.core.multicast.cluster import Clusters
 from services.planner.core.multicast.traffic import Flow
 from shared.messages.common import InstanceState
 from tests.records import model, worker_record
@@ -31,7 +31,7 @@ def test_other_weights_and_other_layouts_are_no_copies() -> None:
     others = (model("m", model_hash="other"), model("m", layout_hash="other"))
     records = [worker_record(f"w{i}", other, "serving") for i, other in enumerate(others)]
     records += [record(f"w{2 + i}", host_copy="ready", copy_of=other) for i, other in enumerate(others)]
-    assert cluster_of(records, MODEL).copies == ()
+    assert Clusters(records).of(MODEL).copies == ()
 
 
 @pytest.mark.parametrize("state", ["loading", "live"])

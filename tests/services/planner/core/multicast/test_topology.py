@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from services.planner.core.multicast.topology import Gpu, Host, Nic, build_topology, topology_of
+from services.planner.core.multicast.topology import Gpu, Host, Nic, build_topology, topology_of, with_copy_holders
 from shared.errors import BadTopology
 from tests.records import worker
 
@@ -51,7 +52,7 @@ def test_the_slowest_member_of_a_domain_counts() -> None:
 
 
 def test_workers_of_one_host_share_its_nic_and_stand_alone() -> None:
-    topology = topology_of([worker("w0"), worker("w1"), worker("w2", host="b")]).topology
+    topology = topology_of([worker("w0"), worker("w1"), worker("w2", host="b")])
     assert len({topology.gpus[name].domain for name in ("w0", "w1", "w2")}) == 3
     assert topology.gpus["w0"].nic == topology.gpus["w1"].nic
     assert topology.crowded_hosts == {"host-a"}, "they may forward to each other over its memory"
@@ -60,19 +61,19 @@ def test_workers_of_one_host_share_its_nic_and_stand_alone() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_only_workers_that_report_a_domain_form_a_group(device: str) -> None:
     joined = [worker(f"w{i}", device=device, scale_up_domain="d") for i in range(2)]
-    topology = topology_of([*joined, worker("w2", device=device)]).topology
+    topology = topology_of([*joined, worker("w2", device=device)])
     assert topology.gpus["w0"].domain == topology.gpus["w1"].domain != topology.gpus["w2"].domain
 
 
 def test_nics_of_different_hosts_may_have_the_same_name() -> None:
     found = topology_of([worker("w0", nic="eth0"), worker("w1", nic="eth0", host="b", leaf="leaf-1", nic_gbps=25.0)])
     assert found.refused == {}
-    assert found.topology.gpus["w0"].nic != found.topology.gpus["w1"].nic
+    assert found.gpus["w0"].nic != found.gpus["w1"].nic
 
 
 def test_host_copies_leave_by_the_nic_of_their_holder() -> None:
     workers = [worker("w0", nic="eth0"), worker("w1", nic="eth1"), worker("w2", nic="eth2")]
-    topology = topology_of(workers, {"w1", "w2"}).topology
+    topology = with_copy_holders(topology_of(workers), workers, {"w1", "w2"})
     assert topology.hosts["host-a"].nic == topology.gpus["w1"].nic
 
 
@@ -94,11 +95,11 @@ def test_host_copies_leave_by_the_nic_of_their_holder() -> None:
 def test_a_worker_that_contradicts_others_or_itself_is_left_out_alone(changes: dict[str, object], why: str) -> None:
     workers = [worker("w2"), worker("w1", **changes), worker("w0", scale_up_domain="d")]
     found = topology_of(workers)
-    assert list(found.topology.gpus) == ["w0", "w2"]
+    assert list(found.gpus) == ["w0", "w2"]
     assert list(found.refused) == ["w1"]
     assert re.search(why, found.refused["w1"])
     without = topology_of([w for w in workers if w.worker_id != "w1"])
-    assert found.topology == without.topology, "what is refused leaves no trace"
+    assert replace(found, refused={}) == without, "what is refused leaves no trace"
 
 
 def test_of_two_that_contradict_each_other_the_first_by_id_counts() -> None:

@@ -10,7 +10,7 @@ from tests.services.planner.core.multicast.clusters import record
 
 
 def serving(*records: WorkerRecord, running: tuple[Link, ...] = (), settling: tuple[Link, ...] = ()) -> list[Flow]:
-    return serving_flows(topology_of(r.worker for r in records).topology, records, Transfers(running, settling))
+    return serving_flows(topology_of(r.worker for r in records), records, Transfers(running, settling))
 
 
 def test_a_nic_that_carries_more_than_a_tenth_serves() -> None:
@@ -50,7 +50,7 @@ def test_readings_that_make_no_sense_are_no_traffic(gbps: float) -> None:
 
 
 def test_a_transfer_of_a_worker_that_is_gone_counts_at_the_other_end_only() -> None:
-    topology = topology_of([record("w0").worker]).topology
+    topology = topology_of([record("w0").worker])
     links = (("w0", "gone"), ("gone", "w0"), ("gone", "gone too"))
     assert transfer_flows(topology, links) == [Flow(source="w0"), Flow(target="w0")]
 
