@@ -10,20 +10,20 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter
 
 from services.planner.config import LiveSettings
-from services.planner.core.live.load import ReportedLoad
+from services.planner.core.live.load import LoadView
 from services.planner.core.live.pairs import Selection, SourceCandidate, select_pairs, zigzag_assignments
 from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.pair_record import LivePair
-from services.planner.plan_stream import PlanPublisher
+from services.planner.plan_stream import PlanStream
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BlitzError
 from shared.load_feed import subscribe_load
 from shared.messages.common import TAKES_PROMPTS, LiveChoice, Role
 from shared.messages.live import ZigzagAssignment
-from shared.messages.load import LoadReport, QueueReport
+from shared.messages.load import QueueReport
 from shared.messages.registry import ModelRecord, WorkerRecord
 from shared.messages.scaling import ScalePlan
 
@@ -37,14 +37,12 @@ class PairPlanner:
     """Chooses the pairs of a plan by the load that was reported last, and publishes their assignments."""
 
     def __init__(
-        self, publisher: PlanPublisher, operations: Operations, settings: LiveSettings, metrics: CollectorRegistry
+        self, stream: PlanStream, operations: Operations, settings: LiveSettings, metrics: CollectorRegistry
     ) -> None:
-        self._publisher = publisher
+        self._stream = stream
         self._operations = operations
         self._settings = settings
-        self._load = ReportedLoad(
-            assumed_tokens_per_s=settings.assumed_tokens_per_s, report_ttl_s=settings.report_ttl_s
-        )
+        self._load = LoadView(assumed_tokens_per_s=settings.assumed_tokens_per_s, report_ttl_s=settings.report_ttl_s)
         self._startup_s = 0.0
         """From a plan to the first byte of its weights, as pairs have seen it."""
         self._published = Counter("blitz_planner_pairs_total", "Pairs published", ["policy"], registry=metrics)
@@ -52,15 +50,11 @@ class PairPlanner:
     async def subscribe(self, bus: Bus) -> list[Subscription]:
         """Listen to load."""
         return [
-            *await subscribe_load(bus, self._on_load),
-            await bus.subscribe(subjects.queue(), QueueReport, self._on_queue),
+            *await subscribe_load(bus, lambda report: self._load.on_load(report, time.monotonic())),
+            await bus.subscribe(
+                subjects.queue(), QueueReport, lambda report: self._load.on_queue(report, time.monotonic())
+            ),
         ]
-
-    def _on_load(self, report: LoadReport) -> None:
-        self._load.on_load(report, time.monotonic())
-
-    def _on_queue(self, report: QueueReport) -> None:
-        self._load.on_queue(report, time.monotonic())
 
     def forget(self) -> None:
         """Forget who has been silent for too long."""
@@ -143,7 +137,7 @@ class PairPlanner:
 
     async def _publish(self, pair: LivePair) -> None:
         try:
-            await self._publisher.revision(pair.assignment)
+            await self._stream.revision(pair.assignment)
         except BlitzError as error:
             pair.fail(f"the assignment could not be published: {error}")
             log.warning("%s: its target loads without it: %s", pair.pair_id, error)

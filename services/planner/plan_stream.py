@@ -19,25 +19,27 @@ MAX_SENDING = 64
 """Events of one plan that wait for the stream's word at a time."""
 
 
-class PlanPublisher:
-    """All methods raise what ``Bus.publish_event`` raises. What is published again changes nothing."""
+class PlanStream:
+    """All methods but ``store_records`` raise what ``Bus.publish_event`` raises. Publishing again changes nothing."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
+        self._unheard: dict[str, ScaleRecord] = {}
+        """Records that the stream has not taken yet."""
+        self._storing = False
 
-    async def load(self, plan: ScalePlan) -> None:
+    async def publish(self, plan: ScalePlan | DrainPlan) -> None:
         """First for the record, in parts; then to each target what it has to know."""
-        for part in parts_of(plan):
-            await self._bus.publish_event(subjects.scale_plans(), part, message_id=part.plan_id)
+        if isinstance(plan, ScalePlan):
+            for part in parts_of(plan):
+                await self._bus.publish_event(subjects.scale_plans(), part, message_id=part.plan_id)
+        else:
+            for drain in drain_parts(plan):
+                await self._bus.publish_event(subjects.drain_plans(), drain, message_id=drain.plan_id)
         await self.tell(plan)
-
-    async def drain(self, plan: DrainPlan) -> None:
-        """As ``load``; also a revival."""
-        for part in drain_parts(plan):
-            await self._bus.publish_event(subjects.drain_plans(), part, message_id=part.plan_id)
-        await self.tell(plan)
-        verb = "revive" if plan.revive else "drain"
-        log.info("%s: %s; %s %s", plan.plan_id, plan.reason, verb, ", ".join(t.worker_id for t in plan.targets))
+        if isinstance(plan, DrainPlan):
+            verb = "revive" if plan.revive else "drain"
+            log.info("%s: %s; %s %s", plan.plan_id, plan.reason, verb, ", ".join(t.worker_id for t in plan.targets))
 
     async def tell(self, plan: ScalePlan | DrainPlan) -> None:
         """To each target of a plan what it has to know; for one that has heard it nothing happens. Told again by the
@@ -66,22 +68,13 @@ class PlanPublisher:
             own_id, order = f"{message_id}@{member.worker_id}", WorkerOrder(zigzag=assignment)
             await self._bus.publish_event(subjects.worker_plans(member.worker_id), order, message_id=own_id)
 
-
-class RecordStore:
-    """Each record is stored once, however often ``store`` is called, also at a time."""
-
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
-        self._unheard: dict[str, ScaleRecord] = {}
-        """Records that the stream has not taken yet."""
-        self._storing = False
-
-    def add(self, record: ScaleRecord) -> None:
-        """To be stored."""
+    def add_record(self, record: ScaleRecord) -> None:
+        """Of an operation that ended: to be stored, once."""
         self._unheard[record.plan_id] = record
 
-    async def store(self) -> None:
-        """Store what was added; what the stream does not take now is left for the next call."""
+    async def store_records(self) -> None:
+        """Store what was added; what the stream does not take now is left for the next call. May be called at any time,
+        also while it runs."""
         if self._storing:
             return  # whoever does it goes on until nothing is left
         self._storing = True

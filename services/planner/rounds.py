@@ -44,6 +44,7 @@ UNPLANNED_S = 10.0
 """A demand that was not repeated for so long is met, or was dropped."""
 MAX_UNPLANNED_LISTED = 100
 MAX_WHY_CHARS = 500
+BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
 
 
 @dataclass(eq=False)
@@ -88,13 +89,13 @@ class Rounds:
             "blitz_planner_plan_seconds",
             "Demand received to plan published",
             registry=metrics,
-            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5),
+            buckets=BUCKETS_S,
         )
         self._round_seconds = Histogram(
             "blitz_planner_round_seconds",
             "One round of decisions, from the snapshot to the leases",
             registry=metrics,
-            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5),
+            buckets=BUCKETS_S,
         )
 
     def demand(self, request: ScaleRequest) -> None:

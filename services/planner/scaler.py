@@ -28,7 +28,7 @@ from services.planner.core.operations.plan_events import (
 from services.planner.core.operations.refusals import Refusals
 from services.planner.leases import Leases
 from services.planner.pair_planner import PairPlanner
-from services.planner.plan_stream import PlanPublisher
+from services.planner.plan_stream import PlanStream
 from shared.errors import BlitzError, ModelNotFound, NoCapacity
 from shared.messages.common import LiveChoice
 from shared.messages.registry import LeaseGrant, LeaseWorkers, ModelRecord, WorkerRecord
@@ -79,14 +79,14 @@ class Scaler:
 
     def __init__(
         self,
-        publisher: PlanPublisher,
+        stream: PlanStream,
         leases: Leases,
         operations: Operations,
         pairs: PairPlanner,
         refusals: Refusals,
         settings: PlanSettings,
     ) -> None:
-        self._publisher = publisher
+        self._stream = stream
         self._leases = leases
         self._pairs = pairs
         self._refusals = refusals
@@ -169,21 +169,42 @@ class Scaler:
         That raises ``BlitzError`` if the plan cannot be published; then no lease is held. ``span`` ends with it.
         """
         span.set_attributes(_attributes(step))
+        leased = step.load.chains.targets if grant is not None and step.load is not None else ()
+        plans: list[ScalePlan | DrainPlan] = []
         with trace.use_span(span):
             if grant is None or step.load is None:
                 operation, plan = self._drain_or_revive(step, term)
-                return self._finish(span, operation, self._publish_drain(operation, plan))
-            operation, load = self._load(step, step.load, grant, term)
-            revive = self._revival(step, term, f"{step.plan_id}-revive") if step.decision.revive else None
-            return self._finish(span, operation, self._publish_load(operation, load, revive, term))
+            else:
+                operation, plan = self._load(step, step.load, grant, term)
+                if step.decision.revive:
+                    plans.append(self._revival(step, term, f"{step.plan_id}-revive"))
+        # Known before it is published: a target's first report may overtake the server's reply.
+        self._operations.add(operation)
+        return self._publish(operation, [*plans, plan], leased, term, span)
 
-    async def _finish(self, span: trace.Span, operation: Operation, publishing: Coroutine[Any, Any, None]) -> Operation:
+    async def _publish(
+        self,
+        operation: Operation,
+        plans: Sequence[ScalePlan | DrainPlan],
+        leased: tuple[str, ...],
+        term: int,
+        span: trace.Span,
+    ) -> Operation:
         with trace.use_span(span, end_on_exit=True):
-            await publishing
+            try:
+                for plan in plans:
+                    await self._stream.publish(plan)
+            except BlitzError as error:
+                operation.fail(f"the plan could not be published: {error}")
+                if leased:
+                    self._leases.give_back(operation.plan_id, leased)
+                    await self._leases.release(term)
+                raise
+            await self._pairs.publish(operation)
             operation.planned(time.time())
             return operation
 
-    def _load(self, step: Step, load: Load, grant: LeaseGrant, term: int) -> tuple[Operation, ScalePlan]:
+    def _load(self, step: Step, load: Load, grant: LeaseGrant, term: int) -> tuple[Operation, ScalePlan | DrainPlan]:
         now_s = time.time()
         request, model, chains = step.request, step.model, load.chains
         limit_s = give_up_s(model.weights_bytes, self._settings.load_floor_gbps, chains.predicted_s.values())
@@ -200,24 +221,10 @@ class Scaler:
         pairs = self._pairs.assignments(plan, chains, load.selection, step.workers)
         operation = Operation.of_plan(plan, pairs)
         _show_pairs(operation, self._pairs.choice(request.live, request.role))
-        # Known before it is published: a target's first report may overtake the server's reply.
-        self._operations.add(operation)
         log.info("%s: %s; %s", step.plan_id, request.reason, "; ".join(chains.explain + chains.left_out))
         return operation, plan
 
-    async def _publish_load(self, operation: Operation, plan: ScalePlan, revive: DrainPlan | None, term: int) -> None:
-        try:
-            if revive is not None:
-                await self._publisher.drain(revive)
-            await self._publisher.load(plan)
-        except BlitzError as error:
-            operation.fail(f"the plan could not be published: {error}")
-            self._leases.give_back(plan.plan_id, tuple(m.worker_id for m in plan.targets))
-            await self._leases.release(term)
-            raise
-        await self._pairs.publish(operation)
-
-    def _drain_or_revive(self, step: Step, term: int) -> tuple[Operation, DrainPlan]:
+    def _drain_or_revive(self, step: Step, term: int) -> tuple[Operation, ScalePlan | DrainPlan]:
         # A drain ends when its requests do. A revival that came too late must not be waited for.
         heed_by_s = time.time() + self._leases.ttl_s
         if step.decision.drain:
@@ -227,20 +234,12 @@ class Scaler:
         else:
             plan = self._revival(step, term, step.plan_id)
             operation = Operation.of_drain(plan, "out", heed_by_s)
-        self._operations.add(operation)
         return operation, plan
 
     def _revival(self, step: Step, term: int, plan_id: str) -> DrainPlan:
         plan = drain_plan(plan_id, step.model.name, step.decision.revive, revive=True, **_header(step, term))
         self._operations.overrule_drains(((t.worker_id, t.instance_id) for t in plan.targets), plan.plan_id)
         return plan
-
-    async def _publish_drain(self, operation: Operation, plan: DrainPlan) -> None:
-        try:
-            await self._publisher.drain(plan)
-        except BlitzError as error:
-            operation.fail(f"the plan could not be published: {error}")
-            raise
 
 
 def _attributes(step: Step) -> dict[str, str | int]:

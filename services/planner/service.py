@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
 
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
@@ -31,7 +31,7 @@ from services.planner.core.operations.operations import MAX_RECORDS, Operations
 from services.planner.core.operations.refusals import Refusals
 from services.planner.leases import RPC_TIMEOUT_S, Leases
 from services.planner.pair_planner import PairPlanner
-from services.planner.plan_stream import PlanPublisher
+from services.planner.plan_stream import PlanStream
 from services.planner.rounds import Rounds
 from services.planner.scaler import Scaler
 from services.planner.splitter import Splitter
@@ -50,7 +50,6 @@ from shared.messages.scaling import (
     DrainPlan,
     GetScaleRecord,
     ListScaleRecords,
-    RefusedLoad,
     ScalePlan,
     ScaleProgress,
     ScaleRecord,
@@ -99,11 +98,11 @@ class PlannerService:
         self._operations = Operations()
         self._refusals = Refusals()
         self._leases = Leases(bus, settings.lease_ttl_s)
-        self._publisher = PlanPublisher(bus)
-        self._pairs = PairPlanner(self._publisher, self._operations, settings.live, metrics)
-        self._splitter = Splitter(self._publisher, self._operations, metrics)
+        self._stream = PlanStream(bus)
+        self._pairs = PairPlanner(self._stream, self._operations, settings.live, metrics)
+        self._splitter = Splitter(self._stream, self._operations, metrics)
         self._scaler = Scaler(
-            self._publisher,
+            self._stream,
             self._leases,
             self._operations,
             self._pairs,
@@ -111,7 +110,9 @@ class PlannerService:
             settings,
         )
         self._rounds = Rounds(self._leases, self._reader, self._scaler, leader, metrics)
-        self._tracker = OperationTracker(bus, leader, self._operations, self._refusals, self._pairs, self._leases)
+        self._tracker = OperationTracker(
+            self._stream, leader, self._operations, self._refusals, self._pairs, self._leases
+        )
         self._tasks = OwnedTasks()
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -212,20 +213,20 @@ class PlannerService:
         for operation in self._operations.running():
             plan = plans.get(operation.plan_id)
             if plan is not None and operation.untold_targets and now_s < plan.expires_at_s:
-                self._tasks.start(self._tell_again(plan.plan_id, self._publisher.tell(plan)))
+                self._tasks.start(self._tell_again(plan))
             drain = drains.get(operation.plan_id)
             left = unheeded(drain, operation, view.workers) if drain is not None else None
             if left is not None:
-                self._tasks.start(self._tell_again(left.plan_id, self._publisher.tell(left)))
+                self._tasks.start(self._tell_again(left))
 
     def _mine(self, events: Iterable[E]) -> list[E]:
         return [msgspec.structs.replace(event, term=self._leader.term) for event in events]
 
-    async def _tell_again(self, plan_id: str, telling: Coroutine[Any, Any, None]) -> None:
+    async def _tell_again(self, plan: ScalePlan | DrainPlan) -> None:
         try:
-            await telling
+            await self._stream.tell(plan)
         except BlitzError as error:
-            log.warning("%s: its targets could not be told again: %s", plan_id, error)
+            log.warning("%s: its targets could not be told again: %s", plan.plan_id, error)
 
     async def _check_regularly(self) -> None:
         while True:
@@ -299,18 +300,8 @@ class PlannerService:
 
     async def _on_list_records(self, request: ListScaleRecords) -> ScaleRecords:
         # Pairs without batches and timelines: a list of many would not fit a message.
-        now_s = time.monotonic()
         return ScaleRecords(
             records=tuple(self._operations.newest(min(request.limit, MAX_LISTED))),
-            refused=tuple(
-                RefusedLoad(
-                    worker_id=r.worker_id,
-                    model=r.model,
-                    why=r.why,
-                    for_s=round(r.until_s - now_s, 3),
-                    failures=r.failures,
-                )
-                for r in self._refusals.newest(now_s, MAX_REFUSED_LISTED)
-            ),
+            refused=self._refusals.newest(time.monotonic(), MAX_REFUSED_LISTED),
             unplanned=self._rounds.unplanned(),
         )

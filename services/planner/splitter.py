@@ -13,7 +13,7 @@ from services.planner.core.live.request import SplitRequest, gates_in_time, spli
 from services.planner.core.live.split import assign
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.pair_record import LivePair
-from services.planner.plan_stream import PlanPublisher
+from services.planner.plan_stream import PlanStream
 from shared.aio import OwnedTasks
 from shared.errors import BlitzError, Conflict, NotFound
 from shared.messages.common import Ack
@@ -34,8 +34,8 @@ class Splitter:
     """Only the newest request of a pair is answered, by gates if they gain anything. One split is computed at a time:
     they are bound by the interpreter, so that several at once would only all be late."""
 
-    def __init__(self, publisher: PlanPublisher, operations: Operations, metrics: CollectorRegistry) -> None:
-        self._publisher = publisher
+    def __init__(self, stream: PlanStream, operations: Operations, metrics: CollectorRegistry) -> None:
+        self._stream = stream
         self._operations = operations
         self._turn = asyncio.Lock()
         self._newest: dict[str, _Asked] = {}
@@ -112,7 +112,7 @@ class Splitter:
         if not gates or not self._is_of_use(pair):
             return "late"
         assignment = pair.set_gates(gates)
-        await self._publisher.revision(assignment)
+        await self._stream.revision(assignment)
         log.info(
             "%s: gates for %d batches, mean completion %.3f s instead of %.3f s",
             pair.pair_id,

@@ -10,9 +10,8 @@ from services.planner.core.operations.operations import Operations, bounded_reco
 from services.planner.core.operations.refusals import Refusals
 from services.planner.leases import Leases
 from services.planner.pair_planner import PairPlanner
-from services.planner.plan_stream import RecordStore
+from services.planner.plan_stream import PlanStream
 from shared.aio import OwnedTasks, Wakeup
-from shared.bus.base import Bus
 from shared.errors import PlanNotFound
 from shared.leading import Leader
 from shared.messages.live import LiveReport
@@ -33,7 +32,7 @@ class OperationTracker:
 
     def __init__(
         self,
-        bus: Bus,
+        stream: PlanStream,
         leader: Leader,
         operations: Operations,
         refusals: Refusals,
@@ -45,7 +44,7 @@ class OperationTracker:
         self._refusals = refusals
         self._pairs = pairs
         self._leases = leases
-        self._records = RecordStore(bus)
+        self._stream = stream
         self._changed = Wakeup()
         self._tasks = OwnedTasks()
 
@@ -95,9 +94,9 @@ class OperationTracker:
     async def tell_waiters(self) -> None:
         """Wake who waits for a record, and have the records of what ended stored."""
         for operation in self._operations.just_finished():
-            self._records.add(bounded_record(operation))
+            self._stream.add_record(bounded_record(operation))
         self._changed.fire()
-        await self._records.store()
+        await self._stream.store_records()
 
     def check(self, view: RegistryView) -> None:
         """End targets that are past their deadline, or whose worker is gone or never took the plan; what lost messages

@@ -7,9 +7,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from redis.exceptions import RedisError
 
 from services.pool.core.cluster import Cluster
@@ -39,22 +38,21 @@ RPC_TIMEOUT_S = 2.0
 class PlacementMetrics:
     """What a pool process shows of it, leading or not."""
 
-    def __init__(self, registry: object) -> None:
-        prometheus: Any = registry
-        self.host_bytes = Gauge("blitz_pool_host_copy_bytes", "Bytes of host copies", ["host"], registry=prometheus)
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.host_bytes = Gauge("blitz_pool_host_copy_bytes", "Bytes of host copies", ["host"], registry=registry)
         self.no_copy = Gauge(
-            "blitz_pool_models_without_copy", "Models without a complete copy in any memory", registry=prometheus
+            "blitz_pool_models_without_copy", "Models without a complete copy in any memory", registry=registry
         )
         self.no_host_copy = Gauge(
-            "blitz_pool_models_without_host_copy", "Models without a complete placed host copy", registry=prometheus
+            "blitz_pool_models_without_host_copy", "Models without a complete placed host copy", registry=registry
         )
-        self.loading = Gauge("blitz_pool_loading_copies", "Host copies that load now", registry=prometheus)
-        self.steps = Counter("blitz_pool_placement_steps_total", "Steps sent to workers", ["step"], registry=prometheus)
+        self.loading = Gauge("blitz_pool_loading_copies", "Host copies that load now", registry=registry)
+        self.steps = Counter("blitz_pool_placement_steps_total", "Steps sent to workers", ["step"], registry=registry)
         self.seconds = Histogram(
             "blitz_pool_placement_seconds",
             "Time that a look at what has to be placed keeps the process busy",
             buckets=(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
-            registry=prometheus,
+            registry=registry,
         )
 
 
@@ -170,15 +168,10 @@ class CopyPlacer:
             try:
                 await self._send(step)
             except (RedisError, BlitzError):
+                out = self._cluster.outstanding
                 for unsent in steps[index:]:
-                    self._take_back(unsent)
+                    (out.hold_not_sent if isinstance(unsent, Hold) else out.drop_over)(unsent.key)
                 raise
-
-    def _take_back(self, step: Hold | Drop) -> None:
-        if isinstance(step, Hold):
-            self._cluster.outstanding.hold_not_sent(step.key)
-        else:
-            self._cluster.outstanding.drop_over(step.key)
 
     async def _tell(self, decided: Placement) -> None:
         """Say which models have no host copy, and why."""
@@ -199,8 +192,10 @@ class CopyPlacer:
     async def _send(self, step: Hold | Drop) -> None:
         if isinstance(step, Hold):
             await self._send_hold(step)
-        else:
-            self._send_drop(step)
+            return
+        log.info("placement: worker %s is to drop its host copy of %s: %s", step.worker_id, step.model, step.reason)
+        self._metrics.steps.labels("drop").inc()
+        self._tasks.start(self._ask_to_drop(step))
 
     async def _send_hold(self, step: Hold) -> None:
         first = step.sources[0] if step.sources else None
@@ -229,11 +224,6 @@ class CopyPlacer:
             log.warning("placement: worker %s does not hold %s: %s", step.worker_id, step.record.name, error)
             if self._cluster.copies.report(step.worker_id) is not None:
                 self._cluster.outstanding.hold_failed(step.key, time.monotonic())
-
-    def _send_drop(self, step: Drop) -> None:
-        log.info("placement: worker %s is to drop its host copy of %s: %s", step.worker_id, step.model, step.reason)
-        self._metrics.steps.labels("drop").inc()
-        self._tasks.start(self._ask_to_drop(step))
 
     async def _ask_to_drop(self, step: Drop) -> None:
         subject = subjects.worker_drop_copy(step.worker_id)

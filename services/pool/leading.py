@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import get_args
 
 import msgspec
-from prometheus_client import Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from redis.exceptions import RedisError
 
 from services.pool.config import PoolSettings
@@ -60,10 +60,10 @@ TIDY_EVERY_S = 60.0
 class PoolMetrics:
     """What a pool process shows, leading or not."""
 
-    def __init__(self, registry: object) -> None:
-        self.workers = Gauge("blitz_pool_workers", "Living workers by state", ["state"], registry=registry)  # type: ignore[arg-type]
-        self.expired = Counter("blitz_pool_expired_workers_total", "Workers declared dead", registry=registry)  # type: ignore[arg-type]
-        self.leads = Gauge("blitz_pool_leads", "1 while this process leads", registry=registry)  # type: ignore[arg-type]
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.workers = Gauge("blitz_pool_workers", "Living workers by state", ["state"], registry=registry)
+        self.expired = Counter("blitz_pool_expired_workers_total", "Workers declared dead", registry=registry)
+        self.leads = Gauge("blitz_pool_leads", "1 while this process leads", registry=registry)
         self.placement = PlacementMetrics(registry)
 
 

@@ -112,10 +112,9 @@ class LeaseGrants:
         verdicts = []
         for lease in request.leases:
             try:
-                verdict = LeaseVerdict(plan_id=lease.plan_id, grant=await self._grant(lease))
+                verdicts.append(LeaseVerdict(plan_id=lease.plan_id, grant=await self._grant(lease)))
             except BlitzError as error:
-                verdict = LeaseVerdict.refused(lease.plan_id, error)
-            verdicts.append(verdict)
+                verdicts.append(LeaseVerdict.refused(lease.plan_id, error))
         return LeaseVerdicts(verdicts=tuple(verdicts))
 
     async def release(self, request: ReleaseWorkers) -> Ack:

@@ -10,7 +10,7 @@ from heapq import nsmallest
 
 from services.pool.core.copies import Held, Key, ModelCopies
 from services.pool.core.copy_index import CopyIndex
-from services.pool.core.host_memory import HostMemory
+from services.pool.core.host_memory import HostMemoryUse
 from services.pool.core.loads import LoadLimits, Loads
 from services.pool.core.outstanding import OutstandingSteps
 from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat
@@ -24,7 +24,7 @@ class Cluster:
         self.copies = CopyIndex()
         self.loads = Loads(limits)
         self.outstanding = OutstandingSteps(self.loads)
-        self.memory = HostMemory()
+        self.memory = HostMemoryUse()
         self.version = 0
         """Goes up when anything changed that placement may follow from."""
         self.memory_version = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat, WorkerInfo
@@ -30,16 +29,6 @@ def gpu_copy_id(worker_id: str, instance_id: str) -> str:
 
 def host_copy_id(worker_id: str) -> str:
     return f"{worker_id}/host"
-
-
-def unknown_hashes(
-    report: WorkerHeartbeat, names: Mapping[str, ModelRecord | None], removed: Collection[str]
-) -> tuple[str, ...]:
-    """Hashes of the report's host copies whose models the registry lost (rather than removed, or replaced).
-    ``names``: what is registered under the copies' names."""
-    return tuple(
-        sorted({c.model_hash for c in report.host_copies if names.get(c.model) is None and c.model not in removed})
-    )
 
 
 @dataclass(frozen=True, slots=True)

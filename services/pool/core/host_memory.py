@@ -26,7 +26,7 @@ class _WorkerMemory:
     """Of copies that could be dropped."""
 
 
-class HostMemory:
+class HostMemoryUse:
     """Follows what happens to each worker. Workers that offer nothing only count for the bytes of their hosts."""
 
     def __init__(self) -> None:

@@ -261,7 +261,9 @@ class OutstandingSteps:
         if entry.hold is None and (entry.loading is None or entry.overdue):
             self._loads.end(key)
         if entry.is_empty and self._get(key) is entry:
-            _drop_nested(self.entries, *key)
+            del self.entries[key[0]][key[1]]
+            if not self.entries[key[0]]:
+                del self.entries[key[0]]
             self._of_model[key[1]].discard(key[0])
             if not self._of_model[key[1]]:
                 del self._of_model[key[1]]
@@ -286,9 +288,3 @@ class OutstandingSteps:
 
 def _failed(key: Key, what: str) -> str:
     return f"worker {key[0]} was to hold a copy of model {key[1][:12]} and {what}"
-
-
-def _drop_nested(entries: dict[str, dict[str, Entry]], outer: str, inner: str) -> None:
-    del entries[outer][inner]
-    if not entries[outer]:
-        del entries[outer]

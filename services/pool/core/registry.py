@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.pool.core.copies import complete_copies, unknown_hashes
+from services.pool.core.copies import complete_copies
 from services.pool.core.models import Models
 from services.pool.core.route_log import RouteLog
 from services.pool.core.table import Table, Version
@@ -193,8 +193,7 @@ class Registry:
                 self._held_names[copy.model] -= 1
                 if not self._held_names[copy.model]:
                     del self._held_names[copy.model]
-        old = before.report.instance.model if before is not None and before.report.instance is not None else None
-        new = after.report.instance.model if after is not None and after.report.instance is not None else None
+        old, new = _model_of(before), _model_of(after)
         if old == new:
             return
         if old is not None:
@@ -212,7 +211,9 @@ class Registry:
         before, entry.route = entry.route, made
         if before == made:
             return
-        if before is not None and (made is None or _route_key(before) != _route_key(made)):
+        if before is not None and (
+            made is None or before.model != made.model or before.route.instance_id != made.route.instance_id
+        ):
             self.routes.gone(before.model, before.route.instance_id)
         if made is not None:
             self.routes.put(made)
@@ -301,11 +302,10 @@ class Registry:
     # --- what workers are told ---------------------------------------------------------------
 
     def lost(self, report: WorkerHeartbeat) -> tuple[str, ...]:
-        """Hashes of the host copies whose models are unknown here, and were not removed."""
-        if not report.host_copies:
-            return ()
-        names = {copy.model: self.models.get(copy.model) for copy in report.host_copies}
-        return unknown_hashes(report, names, self.models.removed())
+        """Hashes of the report's host copies whose models the registry lost, rather than removed or replaced."""
+        models = self.models
+        unknown = {c.model_hash for c in report.host_copies if not (models.get(c.model) or models.was_removed(c.model))}
+        return tuple(sorted(unknown))
 
     # --- readers -----------------------------------------------------------------------------
 
@@ -360,5 +360,6 @@ def _record(report: WorkerHeartbeat, lease: Lease | None, before: WorkerRecord |
     )
 
 
-def _route_key(route: ModelRoute) -> tuple[str, str]:
-    return route.model, route.route.instance_id
+def _model_of(entry: WorkerEntry | None) -> str | None:
+    instance = entry.report.instance if entry is not None else None
+    return instance.model if instance is not None else None

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from services.planner.plan_stream import RecordStore
+from services.planner.plan_stream import PlanStream
 from shared.errors import Unavailable
 from shared.messages.codec import Message
 from shared.messages.scaling import ScaleRecord
@@ -34,13 +34,13 @@ async def test_each_record_is_stored_once_however_many_end_together(rig: Rig, mo
     record = await rig.scale(0)
     assert isinstance(record, ScaleRecord)
     monkeypatch.setattr(rig.bus, "publish_event", publish_event)
-    records = RecordStore(rig.bus)
+    stream = PlanStream(rig.bus)
     names = [f"plan-{index}" for index in range(20)]
     for name in names:
-        records.add(msgspec.structs.replace(record, plan_id=name))
+        stream.add_record(msgspec.structs.replace(record, plan_id=name))
     refusals.append(Unavailable("not now"))
-    await records.store()
+    await stream.store_records()
     assert not any(name in stored for name in names)
-    await asyncio.gather(*(records.store() for _ in names))
+    await asyncio.gather(*(stream.store_records() for _ in names))
     assert len(stored) == len(set(stored))
     assert {f"record-{name}" for name in names} <= set(stored)

@@ -16,7 +16,7 @@ ASSUMED_TOKENS_PER_S = 2000.0
 """Prompt tokens per second of an instance, until one reports what it measured."""
 
 
-class ReportedLoad:
+class LoadView:
     """The latest report of each instance and gateway. Times are of any one clock, in seconds."""
 
     def __init__(

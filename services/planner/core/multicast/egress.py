@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -78,23 +77,6 @@ class Egress:
         else:
             entry.grown.append(outlet)
 
-    def grow(self, outlets: Iterable[FreeEgress], *, front: bool) -> None:
-        """``add`` for many."""
-        listed = self.listed
-        for outlet in outlets:
-            nic = outlet.nic
-            entry = self._leaves.get(nic.leaf)
-            if entry is None or nic.nic_id in listed:
-                self.add(outlet, front=front)
-                continue
-            listed[nic.nic_id] = outlet
-            entry.gbps += outlet.gbps
-            self.gbps += outlet.gbps
-            if front:
-                entry.grown.appendleft(outlet)
-            else:
-                entry.grown.append(outlet)
-
     def withdraw(self, nic_id: str) -> None:
         """Take a NIC off the list without using it."""
         outlet = self.listed.pop(nic_id, None)
@@ -108,29 +90,21 @@ class Egress:
         if ring and ring[0] != leaf and leaf in self._leaves:
             ring.rotate(-ring.index(leaf))
 
-    def take(self, leaf: str, gbps: float, *, fresh_first: bool = False) -> list[FreeEgress]:
-        """Spend outlets worth ``gbps``: those of the leaf, and the list's front where they do not suffice."""
+    def take(self, leaf: str, gbps: float, *, fresh_first: bool = False, own_only: bool = False) -> list[FreeEgress]:
+        """Spend outlets worth ``gbps``: those of the leaf and, unless ``own_only``, the list's front where they do not
+        suffice."""
         taken: list[FreeEgress] = []
         missing = gbps
         if leaf in self._leaves:
             if self.leaf_gbps(leaf) >= gbps - TOLERANCE_GBPS:
                 self.to_front(leaf)
             missing = self._take_from(leaf, missing, taken, fresh_first=fresh_first)
-        while missing > TOLERANCE_GBPS and self.listed:
+        while missing > TOLERANCE_GBPS and self.listed and not own_only:
             front = self._ring[0]
             missing = self._take_from(front, missing, taken, fresh_first=fresh_first)
             if missing > TOLERANCE_GBPS:
                 # Empty now; it joins the ring's end and is found again when a target of that leaf is planned.
                 self._ring.rotate(-1)
-        return taken
-
-    def take_own(self, leaf: str, gbps: float, *, fresh_first: bool = False) -> list[FreeEgress]:
-        """Spend outlets of this leaf only, worth ``gbps`` or all it has."""
-        taken: list[FreeEgress] = []
-        if leaf in self._leaves:
-            if self.leaf_gbps(leaf) >= gbps - TOLERANCE_GBPS:
-                self.to_front(leaf)
-            self._take_from(leaf, gbps, taken, fresh_first=fresh_first)
         return taken
 
     def take_one(self, leaf: str, gbps: float, *, fresh_first: bool = False) -> FreeEgress | None:

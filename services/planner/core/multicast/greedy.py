@@ -103,7 +103,8 @@ class Greedy:
             nic_id = nic.nic_id
             if nic_id not in busy and nic_id not in sent and nic_id not in outlets:
                 outlets[nic_id] = FreeEgress(nic, gpu.gpu_id, False, nic.gbps)
-        self.egress.grow(reversed(outlets.values()) if front else outlets.values(), front=front)
+        for outlet in reversed(outlets.values()) if front else outlets.values():
+            self.egress.add(outlet, front=front)
         if outlets and self._borrowed:
             # Now something is left beside them.
             for nic_id in self._borrowed:
@@ -206,11 +207,7 @@ class Greedy:
         listed = self.egress.listed
         for port in ports:
             nic = port.nic
-            members = by_leaf.get(nic.leaf)
-            if members is None:
-                by_leaf[nic.leaf] = [port]
-            else:
-                members.append(port)
+            by_leaf.setdefault(nic.leaf, []).append(port)
             if nic.nic_id in listed:
                 own.append(listed[nic.nic_id])
                 self.egress.withdraw(nic.nic_id)
@@ -227,7 +224,7 @@ class Greedy:
             missing: dict[str, float] = {}
             for leaf, part in by_leaf.items():
                 wanted = scale * sum([p.gbps for p in part])
-                own_leaf[leaf] = self.egress.take_own(leaf, wanted, fresh_first=fresh_first)
+                own_leaf[leaf] = self.egress.take(leaf, wanted, fresh_first=fresh_first, own_only=True)
                 missing[leaf] = max(0.0, wanted - sum([o.gbps for o in own_leaf[leaf]]) - TOLERANCE_GBPS)
             leaves.sort(key=missing.__getitem__)
         for leaf in leaves:
@@ -244,26 +241,13 @@ class Greedy:
             if wanted > TOLERANCE_GBPS:
                 outlets = outlets + self._take(leaf, wanted, fresh_first=fresh_first)
             left = [o.gbps for o in outlets]
-            if left == inward:
-                # The usual case, in a fraction of the time: each sends to one, and nothing is left.
-                stripes += [
-                    ByteRangeStripe(
-                        o.holder, "host" if o.is_host else "gpu", p.gpu_id, gbps, o.nic.nic_id, p.nic.nic_id
-                    )
-                    for o, p, gbps in zip(outlets, part, left, strict=True)
-                ]
-                crosses = crosses or any(o.nic.leaf != leaf for o in outlets)
-                shares = shares or (bool(busy) and any(busy.get(o.nic.nic_id) for o in outlets))
-                continue
             for i, j, gbps in match_gbps(left, inward):
                 outlet, port = outlets[i], part[j]
                 nic = outlet.nic
                 kind: SourceKind = "host" if outlet.is_host else "gpu"
                 stripes.append(ByteRangeStripe(outlet.holder, kind, port.gpu_id, gbps, nic.nic_id, port.nic.nic_id))
-                if nic.leaf != leaf:
-                    crosses = True
-                if busy and busy.get(nic.nic_id):
-                    shares = True
+                crosses = crosses or nic.leaf != leaf
+                shares = shares or nic.nic_id in busy
                 left[i] -= gbps
             if several:
                 surplus += [
@@ -310,9 +294,7 @@ class Greedy:
         stripes = [ByteRangeStripe(holder, kind, port.gpu_id, gbps, nic_id, port.nic.nic_id)]
         self._book(stripes)
         heapq.heappush(self._reusable, (self._use(nic), order, nic_id))
-        edge = Edge(group, "network", stripes, self._parents(stripes))
-        edge.crosses_leaf, edge.shares = nic.leaf != port.nic.leaf, True
-        return edge
+        return Edge(group, "network", stripes, self._parents(stripes), nic.leaf != port.nic.leaf, shares=True)
 
     def _book(self, stripes: list[ByteRangeStripe]) -> None:
         sent, taken_in = self._sent_gbps, self._taken_in

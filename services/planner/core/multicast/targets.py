@@ -78,12 +78,7 @@ def group_targets(topology: Topology, targets: Iterable[str], load: Load) -> lis
     by_domain: dict[str, list[Gpu]] = {}
     gpus = topology.gpus
     for gpu_id in sorted(targets):
-        gpu = gpus[gpu_id]
-        members = by_domain.get(gpu.domain)
-        if members is None:
-            by_domain[gpu.domain] = [gpu]
-        else:
-            members.append(gpu)
+        by_domain.setdefault(gpus[gpu_id].domain, []).append(gpus[gpu_id])
     return [make_group(topology, members, load) for members in by_domain.values()]
 
 

@@ -65,11 +65,11 @@ class Topology:
     """Workers whose facts do not fit together with those of the others, and what is wrong with them."""
 
 
-def build_topology(gpus: Iterable[Gpu], hosts: Iterable[Host] = ()) -> Topology:
+def build_topology(gpus: Iterable[Gpu], hosts: Iterable[Host] = (), *, multi_host_domains: bool = False) -> Topology:
     """Check and index. Hosts that are not given get their first NIC and the fastest host link of their GPUs.
 
     Raises ``BadTopology`` for duplicate ids, empty names, bandwidths that are not positive and finite, a NIC that
-    changes leaf, speed or host, and a scale-up domain across hosts.
+    changes leaf, speed or host, and a scale-up domain across hosts unless ``multi_host_domains``.
     """
     draft = _Draft()
     for gpu in sorted(gpus, key=lambda g: g.gpu_id):
@@ -129,7 +129,8 @@ def with_copy_holders(topology: Topology, workers: Iterable[WorkerInfo], holders
 class _Draft:
     """A topology as it is put together. What is refused leaves no trace."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, multi_host_domains: bool = False) -> None:
+        self._multi_host_domains = multi_host_domains
         self._gpus: dict[str, Gpu] = {}
         self._hosts: dict[str, Host] = {}
         self._nics: dict[str, Nic] = {}
@@ -147,7 +148,7 @@ class _Draft:
                 raise BadTopology(f"GPU {gpu.gpu_id!r} has no {name}", param=name)
         _positive(f"GPU {gpu.gpu_id!r}", scale_up_gbps=gpu.scale_up_gbps, host_link_gbps=gpu.host_link_gbps)
         home = self._domain_host.get(gpu.domain, gpu.host)
-        if home != gpu.host:
+        if home != gpu.host and not self._multi_host_domains:
             raise BadTopology(
                 f"scale-up domain {gpu.domain!r} is on hosts {home!r} and {gpu.host!r}", param="scale_up_domain"
             )

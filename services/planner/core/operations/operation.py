@@ -255,7 +255,7 @@ class Operation:
                 target.serving_s = now_s
             elif now_s > self.deadline_s:
                 self.fail_target(worker_id, "it did not end within the deadline")
-            elif not _works_on(worker, self.plan_id, instance_id):
+            elif worker.lease_plan_id != self.plan_id and not _holds(worker, instance_id):
                 if target.accepted_s is not None:
                     # Back before the registry missed it: a new process under the old id.
                     self.fail_target(worker_id, "the worker died and started again")
@@ -308,10 +308,6 @@ class Operation:
     def _last_ms(self, times: list[float | None]) -> float | None:
         known = [t for t in times if t is not None]
         return self._ms(max(known)) if known and len(known) == len(times) else None
-
-
-def _works_on(worker: WorkerRecord, plan_id: str, instance_id: str) -> bool:
-    return worker.lease_plan_id == plan_id or _holds(worker, instance_id)
 
 
 def _holds(worker: WorkerRecord, instance_id: str) -> bool:

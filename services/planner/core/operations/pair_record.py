@@ -24,7 +24,7 @@ class LivePair:
     def __init__(self, assignment: ZigzagAssignment) -> None:
         self.assignment = assignment
         """Its newest revision."""
-        self._outcome: Outcome = "running"
+        self.outcome: Outcome = "running"
         self._reason = ""
         self._report: LiveReport | None = None
         self._target_ended_s: float | None = None
@@ -34,13 +34,9 @@ class LivePair:
         return self.assignment.pair_id
 
     @property
-    def outcome(self) -> Outcome:
-        return self._outcome
-
-    @property
     def running(self) -> bool:
         """It has not ended, as far as is known."""
-        return self._outcome == "running"
+        return self.outcome == "running"
 
     @property
     def instance_ids(self) -> tuple[str, str]:
@@ -55,25 +51,25 @@ class LivePair:
 
     def apply(self, report: LiveReport) -> None:
         """The source reports. It knows better than whatever was concluded before; repeating changes nothing."""
-        self._outcome, self._reason, self._report = report.outcome, report.reason, report
+        self.outcome, self._reason, self._report = report.outcome, report.reason, report
 
     def fail(self, why: str) -> None:
         """It never begins: neither member was told."""
         if self.running:
-            self._outcome, self._reason = "failed", why
+            self.outcome, self._reason = "failed", why
 
     def check(self, target_ended: bool, now_s: float, *, source_gone: str = "") -> None:
         """Stop waiting for a report that does not come. ``target_ended``: the target serves, or has failed.
         ``source_gone``: why no source is left to report; empty while there is one."""
         if self.running and source_gone:
-            self._outcome, self._reason = "unknown", source_gone
+            self.outcome, self._reason = "unknown", source_gone
         if not self.running or not target_ended:
             return
         # By this process's clock alone: workers' clocks may differ.
         if self._target_ended_s is None:
             self._target_ended_s = now_s
         if now_s - self._target_ended_s >= LIVE_REPORT_WAIT_S:
-            self._outcome, self._reason = "unknown", "the source did not report"
+            self.outcome, self._reason = "unknown", "the source did not report"
 
     def record(self, triggered_at_s: float, *, details: bool = True) -> LiveRecord:
         """The record as of now. ``details``: with its batches and timelines."""
@@ -84,7 +80,7 @@ class LivePair:
             target=pair.target.worker_id,
             policy=pair.policy,
             why=pair.why,
-            outcome=self._outcome,
+            outcome=self.outcome,
             reason=self._reason,
         )
         report = self._report

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from shared.messages.scaling import RefusedLoad
+
 AVOID_S = 1.0
 AVOID_MAX_S = 60.0
 """A worker is avoided for ``AVOID_S``, for twice as long after every further failure, up to this."""
@@ -51,9 +53,14 @@ class Refusals:
         """Workers not to choose for a model now, and why."""
         return {r.worker_id: r.why for r in self._now(now_s) if r.model == model}
 
-    def newest(self, now_s: float, limit: int) -> tuple[Refusal, ...]:
+    def newest(self, now_s: float, limit: int) -> tuple[RefusedLoad, ...]:
         """At most ``limit`` that are in force, the newest first."""
-        return tuple(reversed(list(self._now(now_s))))[:limit]
+        return tuple(
+            RefusedLoad(
+                worker_id=r.worker_id, model=r.model, why=r.why, for_s=round(r.until_s - now_s, 3), failures=r.failures
+            )
+            for r in list(self._now(now_s))[: -limit - 1 : -1]
+        )
 
     def forget(self, now_s: float) -> None:
         """Forget what is long over."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.planner.core.live.load import ASSUMED_TOKENS_PER_S, REPORT_TTL_S, ReportedLoad
+from services.planner.core.live.load import ASSUMED_TOKENS_PER_S, REPORT_TTL_S, LoadView
 from services.planner.core.live.pairs import SourceCandidate
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
 
@@ -46,7 +46,7 @@ def queue(
 
 
 def overloaded(
-    book: ReportedLoad, *instance_ids: str, now_s: float = 0.0, slo_ttft_s: float = 1.0
+    book: LoadView, *instance_ids: str, now_s: float = 0.0, slo_ttft_s: float = 1.0
 ) -> list[SourceCandidate]:
     return list(book.overloaded("m", instance_ids, slo_ttft_s=slo_ttft_s, now_s=now_s))
 
@@ -55,14 +55,14 @@ def overloaded(
 
 
 def test_speed_is_assumed_until_an_instance_reports_it() -> None:
-    assert ReportedLoad().tokens_per_s("m", "i0") == ASSUMED_TOKENS_PER_S
-    book = ReportedLoad(assumed_tokens_per_s=50.0)
+    assert LoadView().tokens_per_s("m", "i0") == ASSUMED_TOKENS_PER_S
+    book = LoadView(assumed_tokens_per_s=50.0)
     book.on_load(load(queued_tokens=9, prefill_tokens_total=400, busy_s_total=0.1), 0.0)
     assert book.tokens_per_s("m", "i0") == 50.0, "one that measures nothing, or a worker of an earlier version"
 
 
 def test_speed_is_the_instances_own() -> None:
-    book = ReportedLoad()
+    book = LoadView()
     book.on_load(load("i0", prefill_tokens_per_s=4000.0), 0.0)
     book.on_load(load("i1", prefill_tokens_per_s=1000.0), 0.0)
     assert book.tokens_per_s("m", "i0") == 4000.0
@@ -72,7 +72,7 @@ def test_speed_is_the_instances_own() -> None:
 
 
 def test_an_instance_that_measured_nothing_is_as_fast_as_the_models_others() -> None:
-    book = ReportedLoad()
+    book = LoadView()
     book.on_load(load("i0", prefill_tokens_per_s=4000.0), 0.0)
     book.on_load(load("i1"), 0.0)
     assert book.tokens_per_s("m", "i1") == book.tokens_per_s("m", "unheard") == 4000.0
@@ -81,13 +81,13 @@ def test_an_instance_that_measured_nothing_is_as_fast_as_the_models_others() -> 
 
 @pytest.mark.parametrize("speed", [float("nan"), float("inf"), -1.0])
 def test_a_speed_that_is_none_is_not_taken(speed: float) -> None:
-    book = ReportedLoad()
+    book = LoadView()
     book.on_load(load("i0", prefill_tokens_per_s=speed), 0.0)
     assert book.tokens_per_s("m", "i0") == ASSUMED_TOKENS_PER_S
 
 
 def test_a_models_speed_outlives_its_instances() -> None:
-    book = ReportedLoad()
+    book = LoadView()
     book.on_load(load("i0", prefill_tokens_per_s=4000.0), 0.0)
     book.forget(REPORT_TTL_S + 1)
     assert book.tokens_per_s("m", "i0") == 4000.0
@@ -97,7 +97,7 @@ def test_a_models_speed_outlives_its_instances() -> None:
 
 
 def test_the_queue_is_its_own_and_an_even_share_of_the_gateways() -> None:
-    book = ReportedLoad(assumed_tokens_per_s=1000.0)
+    book = LoadView(assumed_tokens_per_s=1000.0)
     book.on_load(load("i0", queued_tokens=500), 0.0)
     book.on_load(load("i1", queued_tokens=100), 0.0)
     book.on_queue(queue("g0", requests=1, tokens=300), 0.0)
@@ -107,14 +107,14 @@ def test_the_queue_is_its_own_and_an_even_share_of_the_gateways() -> None:
 
 
 def test_the_slack_is_what_the_earliest_has_left_after_its_own_prefill() -> None:
-    book = ReportedLoad(assumed_tokens_per_s=1000.0)
+    book = LoadView(assumed_tokens_per_s=1000.0)
     book.on_load(load(queued_requests=2, queued_tokens=800, oldest_queued_s=0.25), 0.0)
     (one,) = overloaded(book, "i0", slo_ttft_s=2.0)
     assert one.slack_s == pytest.approx(2.0 - 0.25 - 0.4)
 
 
 def test_the_mean_prompt_is_of_what_waits_at_gateways_else_of_what_arrived_there() -> None:
-    book = ReportedLoad(assumed_tokens_per_s=1000.0)
+    book = LoadView(assumed_tokens_per_s=1000.0)
     book.on_load(load(queued_requests=1, queued_tokens=900), 0.0)
     book.on_queue(queue(arrived=10, arrived_tokens=1000), 0.0)
     assert overloaded(book, "i0")[0].slack_s == pytest.approx(0.9)
@@ -123,24 +123,24 @@ def test_the_mean_prompt_is_of_what_waits_at_gateways_else_of_what_arrived_there
 
 
 def test_nothing_known_is_no_queue_and_all_the_slack() -> None:
-    assert overloaded(ReportedLoad(), "i0", slo_ttft_s=1.5) == [SourceCandidate("i0", 0.0, 1.5)]
-    assert overloaded(ReportedLoad()) == []
+    assert overloaded(LoadView(), "i0", slo_ttft_s=1.5) == [SourceCandidate("i0", 0.0, 1.5)]
+    assert overloaded(LoadView()) == []
 
 
 def test_an_instance_that_reports_nothing_has_its_share_of_the_gateways() -> None:
-    book = ReportedLoad(assumed_tokens_per_s=1000.0)
+    book = LoadView(assumed_tokens_per_s=1000.0)
     book.on_load(load("i0", queued_tokens=500), 0.0)
     book.on_queue(queue(requests=1, tokens=400), 0.0)
     assert [o.queue_s for o in overloaded(book, "i0", "i1")] == [0.7, 0.2]
 
 
 def test_members_of_pairs_are_marked() -> None:
-    found = ReportedLoad().overloaded("m", ("i0", "i1"), slo_ttft_s=1.0, now_s=0.0, in_pairs={"i1"})
+    found = LoadView().overloaded("m", ("i0", "i1"), slo_ttft_s=1.0, now_s=0.0, in_pairs={"i1"})
     assert [(o.instance_id, o.live) for o in found] == [("i0", False), ("i1", True)]
 
 
 def test_only_the_latest_report_counts() -> None:
-    book = ReportedLoad(assumed_tokens_per_s=1000.0)
+    book = LoadView(assumed_tokens_per_s=1000.0)
     for tokens in (900, 100):
         book.on_load(load(queued_tokens=tokens), 0.0)
         book.on_queue(queue(requests=1, tokens=tokens), 0.0)
@@ -148,7 +148,7 @@ def test_only_the_latest_report_counts() -> None:
 
 
 def test_the_silent_are_forgotten() -> None:
-    book = ReportedLoad(assumed_tokens_per_s=1000.0)
+    book = LoadView(assumed_tokens_per_s=1000.0)
     book.on_load(load(queued_tokens=500), 0.0)
     book.on_queue(queue(requests=1, tokens=500), 0.0)
     assert overloaded(book, "i0", now_s=REPORT_TTL_S)[0].queue_s == pytest.approx(1.0)

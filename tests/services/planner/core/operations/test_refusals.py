@@ -9,8 +9,8 @@ def test_a_worker_that_failed_is_avoided_for_longer_each_time() -> None:
     for _ in range(10):
         refusals.failed("w0", "m", "no room", now_s)
         (refusal,) = refusals.newest(now_s, 10)
-        pauses.append(refusal.until_s - now_s)
-        now_s = refusal.until_s
+        pauses.append(refusal.for_s)
+        now_s += refusal.for_s
     assert pauses[:4] == [AVOID_S, 2 * AVOID_S, 4 * AVOID_S, 8 * AVOID_S]
     assert pauses[-1] == AVOID_MAX_S
 
@@ -20,7 +20,7 @@ def test_one_that_never_stops_failing_is_avoided_for_the_longest_time_and_no_fig
     for _ in range(1100):
         refusals.failed("w0", "m", "no room", 0.0)
     (refusal,) = refusals.newest(0.0, 1)
-    assert (refusal.failures, refusal.until_s) == (1100, AVOID_MAX_S)
+    assert (refusal.failures, refusal.for_s) == (1100, AVOID_MAX_S)
 
 
 def test_it_is_avoided_for_that_model_alone_and_says_why() -> None:
