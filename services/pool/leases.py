@@ -6,7 +6,8 @@ from __future__ import annotations
 import time
 
 from services.pool.core.grace import Grace
-from services.pool.core.registry import Lease, Registry
+from services.pool.core.registry import Registry
+from services.pool.core.worker_entry import Lease
 from services.pool.store import Store
 from shared.errors import BadRequest, BlitzError, StaleTerm
 from shared.messages.common import Ack

@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 from redis.asyncio import Redis
 
-from services.pool.core.registry import Lease
+from services.pool.core.worker_entry import Lease
 from services.pool.scripts import PREFIX
 from shared.messages.codec import M, MalformedMessage, decode
 from shared.messages.common import Role

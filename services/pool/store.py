@@ -14,7 +14,7 @@ from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from services.pool import scripts
 from services.pool.core.copies import complete_copies
-from services.pool.core.registry import Lease
+from services.pool.core.worker_entry import Lease
 from services.pool.remembered import Remembered, remember, worker_ids_in
 from services.pool.scripts import PREFIX, floor_field
 from shared.errors import Conflict, ModelNotFound, NoCapacity, NotPermitted, Unavailable

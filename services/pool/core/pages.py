@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from services.pool.core.models import ModelEntry
-from services.pool.core.registry import Registry, WorkerEntry
+from services.pool.core.registry import Registry
 from services.pool.core.table import Table
+from services.pool.core.worker_entry import WorkerEntry
 from shared.messages.registry import Snapshot
 
 PAGE_BYTES = 192 * 1024

@@ -12,31 +12,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 from services.pool.core.copies import complete_copies
 from services.pool.core.models import Models
 from services.pool.core.route_log import RouteLog
 from services.pool.core.table import Table, Version
-from shared.messages.common import InstanceState, Role
-from shared.messages.registry import ModelRecord, ModelRoute, Route, WorkerHeartbeat, WorkerRecord
+from services.pool.core.worker_entry import Lease, WorkerEntry, durable, model_of, num_bytes_of, record_of
+from shared.messages.common import InstanceState
+from shared.messages.registry import ModelRecord, ModelRoute, Route, WorkerHeartbeat
 from shared.registry_view import route_of
-
-NIC_STEP = 0.02
-"""Of its NIC's bandwidth: traffic that changed by less than this is no change."""
-_encoder = msgspec.msgpack.Encoder()
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """A worker promised to a plan that it has not reported on yet."""
-
-    worker_id: str
-    plan_id: str
-    model: str
-    role: Role
-    epoch: int
-    until_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +43,6 @@ class Changes:
     gone_workers: tuple[str, ...]
     models: tuple[ModelRecord, ...]
     reports: tuple[WorkerHeartbeat, ...]
-
-
-@dataclass(slots=True)
-class WorkerEntry:
-    """A living worker."""
-
-    report: WorkerHeartbeat
-    record: WorkerRecord
-    num_bytes: int
-    """Of the record on the wire."""
-    until_s: float
-    stored: bool = False
-    """Redis holds what this report says."""
-    route: ModelRoute | None = None
 
 
 class Registry:
@@ -116,7 +85,7 @@ class Registry:
             # A new process knows nothing of a plan that its predecessor was leased for.
             self.leases.pop(worker_id, None)
         self._use_up(report)
-        changed = known is None or not same or _durable(known.report) != _durable(report)
+        changed = known is None or not same or durable(known.report) != durable(report)
         stored = known is not None and not changed and known.stored
         self._put(report, now_s + lease_s, stored=stored)
         return Taken(accepted=True, store=not stored or self._retires(report))
@@ -168,7 +137,7 @@ class Registry:
     def _put(self, report: WorkerHeartbeat, until_s: float, *, stored: bool) -> None:
         worker_id = report.worker.worker_id
         known = self.workers.get(worker_id)
-        record = _record(report, self.leases.get(worker_id), known.record if known is not None else None)
+        record = record_of(report, self.leases.get(worker_id), known.record if known is not None else None)
         if known is None or until_s != known.until_s:
             self._by_renewal.pop(worker_id, None)
             self._by_renewal[worker_id] = until_s
@@ -179,7 +148,7 @@ class Registry:
             self.states[known.record.state] -= 1
         self.states[report.state] += 1
         route = known.route if known is not None else None
-        entry = WorkerEntry(report, record, len(_encoder.encode(record)), until_s, stored, route)
+        entry = WorkerEntry(report, record, num_bytes_of(record), until_s, stored, route)
         self.workers.put(worker_id, entry)
         self._index(worker_id, known, entry)
         self._reroute(entry)
@@ -193,7 +162,7 @@ class Registry:
                 self._held_names[copy.model] -= 1
                 if not self._held_names[copy.model]:
                     del self._held_names[copy.model]
-        old, new = _model_of(before), _model_of(after)
+        old, new = model_of(before), model_of(after)
         if old == new:
             return
         if old is not None:
@@ -332,34 +301,3 @@ class Registry:
         entries = (self.workers[i].route for i in self._holders.get(name, ()))
         found = (e.route for e in entries if e is not None and e.model == name)
         return tuple(sorted(found, key=lambda route: route.instance_id))
-
-
-def _durable(report: WorkerHeartbeat) -> tuple[object, ...]:
-    """What Redis keeps of a report. Traffic is of the moment."""
-    return report.worker, report.state, report.instance, report.host_copies, report.stopping
-
-
-def _record(report: WorkerHeartbeat, lease: Lease | None, before: WorkerRecord | None) -> WorkerRecord:
-    egress, ingress = report.nic_egress_gbps, report.nic_ingress_gbps
-    if before is not None:
-        step = NIC_STEP * report.worker.nic_gbps
-        changes = abs(before.nic_egress_gbps - egress), abs(before.nic_ingress_gbps - ingress)
-        if max(changes) < step:
-            egress, ingress = before.nic_egress_gbps, before.nic_ingress_gbps
-    return WorkerRecord(
-        worker=report.worker,
-        state=report.state,
-        instance=report.instance,
-        lease_plan_id=lease.plan_id if lease else "",
-        lease_model=lease.model if lease else "",
-        lease_role=lease.role if lease else "colocated",
-        host_copies=report.host_copies,
-        nic_egress_gbps=egress,
-        nic_ingress_gbps=ingress,
-        stopping=report.stopping,
-    )
-
-
-def _model_of(entry: WorkerEntry | None) -> str | None:
-    instance = entry.report.instance if entry is not None else None
-    return instance.model if instance is not None else None

@@ -71,7 +71,7 @@ def build_topology(gpus: Iterable[Gpu], hosts: Iterable[Host] = (), *, multi_hos
     Raises ``BadTopology`` for duplicate ids, empty names, bandwidths that are not positive and finite, a NIC that
     changes leaf, speed or host, and a scale-up domain across hosts unless ``multi_host_domains``.
     """
-    draft = _Draft()
+    draft = _Draft(multi_host_domains=multi_host_domains)
     for gpu in sorted(gpus, key=lambda g: g.gpu_id):
         draft.add(gpu)
     for host in sorted(hosts, key=lambda h: h.host_id):

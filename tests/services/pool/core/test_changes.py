@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from services.pool.core import table
 from services.pool.core.pages import whole_page
-from services.pool.core.registry import Lease, Registry
+from services.pool.core.registry import Registry
+from services.pool.core.worker_entry import Lease
 from shared.messages.registry import Floor, ModelRecord, Unplaced, WorkerHeartbeat
 from tests.records import heartbeat, model
 from tests.services.pool.host_copies import copy_of, holding

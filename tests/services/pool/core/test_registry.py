@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from services.pool.core import pages, table
 from services.pool.core.pages import page_of, whole_page
-from services.pool.core.registry import Lease, Registry
+from services.pool.core.registry import Registry
+from services.pool.core.worker_entry import Lease
 from shared import subjects
 from shared.errors import Conflict
 from shared.messages.codec import encode
