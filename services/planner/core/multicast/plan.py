@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -39,20 +39,26 @@ class Multicast:
     """Sources whose outgoing direction is in use."""
 
     @property
-    def finish_s(self) -> Mapping[str, float]:
-        """Predicted seconds until each target has all bytes."""
-        return {target: edge.finish_s for edge in self.edges for target in edge.targets}
-
-    @property
-    def predicted_finish_s(self) -> float:
-        return max((edge.finish_s for edge in self.edges), default=0.0)
-
-    @property
     def explain(self) -> tuple[str, ...]:
         """Why each source and this order, one line per decision."""
         return explain(self.edges, self.pruned, self.tails)
 
 
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """A plan is tens of thousands of objects and no cycle: the collections that they set off took up to a fifth of
+    the time, and found nothing."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@_no_collections()
 def plan(
     topology: Topology,
     sources: Iterable[Source],
@@ -74,35 +80,6 @@ def plan(
         raise BadRequest(f"cannot plan {n} GPUs in {tails} chains", param="n")
     if model_bytes <= 0:
         raise BadRequest(f"a model of {model_bytes} bytes cannot be sent", param="model_bytes")
-    with _no_collections():
-        return _plan(topology, sources, targets, n, flows, model_bytes, sharded=sharded, tails=tails)
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """A plan is tens of thousands of objects and no cycle: the collections that they set off took up to a fifth of
-    the time, and found nothing."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def _plan(
-    topology: Topology,
-    sources: Iterable[Source],
-    targets: Iterable[str],
-    n: int,
-    flows: Iterable[Flow],
-    model_bytes: int,
-    *,
-    sharded: bool,
-    tails: int,
-) -> Multicast:
     wanted = list(targets)
     copies = sorted(sources, key=_preference)
     _check(topology, copies, wanted)

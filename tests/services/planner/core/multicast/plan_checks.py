@@ -83,6 +83,15 @@ def scenarios(draw: st.DrawFn, *, plain: bool = False) -> Scenario:
     return Scenario(topology, sources, spare, flows)
 
 
+def finish_s(plan: Multicast) -> dict[str, float]:
+    """Predicted seconds until each target has all bytes."""
+    return {target: edge.finish_s for edge in plan.edges for target in edge.targets}
+
+
+def last_finish_s(plan: Multicast) -> float:
+    return max(finish_s(plan).values(), default=0.0)
+
+
 def check_bytes(plan: Multicast, model_bytes: int) -> None:
     """Stripes of each edge partition the bytes; each target is in one edge; who sends holds a copy by then."""
     reached = [t for e in plan.edges for t in e.targets]
