@@ -1,4 +1,4 @@
-"""Of several processes of a kind one leads: by a lease in the pool, which carries a term."""
+"""Of several processes of a kind one leads: it holds a lease from the pool, which carries a term."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TTL_S = 2.0
 ASK_TIMEOUT_S = 1.0
 RETRY_S = 0.1
 OTHERS_S = 0.5
-"""For which who does not lead leaves an answer to others."""
+"""How long a process that does not lead leaves the answer to others."""
 
 
 class Leader:
-    """This process's part in it. It leads from the pool's word until ``TTL_S`` after it asked, by its own clock."""
+    """Whether this process leads: from the pool's answer until ``TTL_S`` after the question, by its own clock."""
 
     def __init__(self, bus: Bus, service: Literal["planner", "monitor"], *, ttl_s: float = TTL_S) -> None:
         self._bus = bus
@@ -70,7 +70,7 @@ class Leader:
             if not await self._ask() and self._until_s == float("-inf"):
                 return
             if self.term != term:
-                return  # others led meanwhile
+                return  # another process led in the meantime
         if not self.leads:
             log.warning("the pool is silent: not leading until it answers")
 

@@ -43,7 +43,7 @@ class _Group:
     sent: int | None = None
     sent_at_s: float = field(default=float("-inf"))
     told: bool | None = None
-    """Whether the log says that more (True) or fewer are wanted: it gets a line per change of direction."""
+    """Whether the log last said that more (True) or fewer are wanted: it gets one line per change of direction."""
     triggered_at_s: float = 0.0
     idle: int = 0
     """Instances that another model may have at once, and since when (unix time) so many."""
@@ -77,7 +77,7 @@ class MonitorService:
     """Watches every registered model; tells the planner what each needs when it has something else, and which
     instances it could do without.
 
-    Load decides on colocated instances. Those of other roles are as many as somebody asked for by hand.
+    Load decides on colocated instances. The number of instances in other roles is what an operator asked for.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class MonitorService:
         self._outage = Outage(log, "the pool answers again")
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Watch until ``stopping``; speak while this process leads. One that follows knows as much as the leader."""
+        """Watch until ``stopping``; publish demand while this process leads. A follower knows as much as the leader."""
         subscriptions = [
             *await subscribe_load(self._bus, self._on_load),
             await self._bus.subscribe(subjects.queue(), QueueReport, self._on_queue),
@@ -124,8 +124,8 @@ class MonitorService:
         try:
             while not stopping.is_set():
                 if leading.done():
-                    leading.result()  # a bug of ours: it must not follow for ever
-                # Cut off from the bus, nothing is known of the load, and no planner hears what is said about it.
+                    leading.result()  # a bug: it must not go on as a follower for ever
+                # While cut off from the bus, the monitor knows nothing of the load, and no planner hears it.
                 connected = self._bus.connected_since_s is not None
                 if connected and (self._refresh.is_set() or time.monotonic() >= next_snapshot_s):
                     self._refresh.clear()
@@ -197,7 +197,7 @@ class MonitorService:
         for name, model in sorted(self._models.items()):
             for role, group in model.groups.items():
                 if role not in SCALED_BY_LOAD and group.floor is None and group.observed <= model.record.max_instances:
-                    # Nobody asked for another number: what is there stays.
+                    # No operator asked for another number: what is there stays.
                     group.sent = group.told = None
                     continue
                 verdict = self._verdict(model, role, group, now_s, connected_since_s)
@@ -257,7 +257,7 @@ class MonitorService:
                 idle_since_s=group.idle_since_s,
             )
             try:
-                # Never later: what was wanted before an outage says nothing about what is wanted after it.
+                # Never sent later: the demand from before an outage says nothing about the demand after it.
                 await self._bus.publish(subjects.demand(), demand, buffer=False)
             except BlitzError as error:
                 log.warning("demand for %s not published: %s", name, error)

@@ -1,4 +1,4 @@
-"""The planner's leases: asked of the pool for the plans of a round, and given back when nothing comes of them."""
+"""The planner's leases: the planner asks the pool for them, a round at a time, and gives back what no plan uses."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ class Leases:
         return LeaseVerdict(plan_id=lease.plan_id, grant=grant)
 
     def give_back(self, plan_id: str, worker_ids: tuple[str, ...]) -> None:
-        """Nothing comes of this lease, if it was granted: to be released. One that is used up stays as it is."""
+        """No plan will use this lease, if it was granted: release it. A lease that is used up stays as it is."""
         self._unused[plan_id, worker_ids] = time.monotonic() + self.ttl_s
 
     async def release(self, term: int) -> None:
-        """Tell the pool what was given back. What it does not hear now is left for the next call."""
+        """Tell the pool what was given back. Whatever it does not hear now is left for the next call."""
         for (plan_id, worker_ids), until_s in list(self._unused.items()):
             request = ReleaseWorkers(plan_id=plan_id, worker_ids=worker_ids, term=term)
             try:
                 if time.monotonic() < until_s:
                     await self._bus.request(subjects.pool("release"), request, Ack, timeout_s=RPC_TIMEOUT_S)
             except StaleTerm:
-                pass  # who leads now frees what was never published
+                pass  # the planner that leads now frees what was never published
             except BlitzError as error:
                 log.info("the lease of %s for %s is released later: %s", ", ".join(worker_ids), plan_id, error)
                 return

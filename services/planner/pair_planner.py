@@ -1,4 +1,4 @@
-"""Live scaling, the planner's side: which instances are overloaded, who is paired with whom, and telling them."""
+"""Live scaling, the planner's side: finds the overloaded instances, chooses the pairs, and tells their members."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PairPlanner:
         ]
 
     def forget(self) -> None:
-        """Forget who has been silent for too long."""
+        """Forget instances and gateways that have been silent for too long."""
         self._load.forget(time.monotonic())
 
     def choice(self, asked: LiveChoice, role: Role) -> LiveChoice:
@@ -125,14 +125,15 @@ class PairPlanner:
         )
 
     def first_layer(self, pair: LivePair, at_s: float) -> None:
-        """A pair's target has its first layer: what came before the first byte, the next plan expects as well."""
+        """A pair's target has its first layer. The next plan expects the same delay before the first byte."""
         expected = pair.assignment.layers_ready_at_s
         if expected:
             late_s = at_s - expected[0]
             self._startup_s = min(MAX_STARTUP_S, max(0.0, self._startup_s + _SMOOTHING * late_s))
 
     async def publish(self, operation: Operation) -> None:
-        """Tell the pairs of a plan that is out. One that cannot be told has failed: its target loads as any other."""
+        """Tell the pairs of a published plan. A pair that cannot be told has failed: its target loads like any
+        other."""
         await asyncio.gather(*[self._publish(pair) for pair in operation.pairs.values()])
 
     async def _publish(self, pair: LivePair) -> None:

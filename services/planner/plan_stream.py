@@ -42,8 +42,8 @@ class PlanStream:
             log.info("%s: %s; %s %s", plan.plan_id, plan.reason, verb, ", ".join(t.worker_id for t in plan.targets))
 
     async def tell(self, plan: ScalePlan | DrainPlan) -> None:
-        """To each target of a plan what it has to know; for one that has heard it nothing happens. Told again by the
-        leader of a new term, it is new to the stream, and valid for those who know of that term."""
+        """Tell each target of a plan what it has to know; a target that has heard it ignores it. When the leader of a
+        new term tells it again, it is new to the stream, and valid for workers that know of that term."""
         if isinstance(plan, ScalePlan):
             orders = [(worker_id, WorkerOrder(scale=own)) for worker_id, own in own_plans(plan)]
         else:
@@ -76,7 +76,7 @@ class PlanStream:
         """Store what was added; what the stream does not take now is left for the next call. May be called at any time,
         also while it runs."""
         if self._storing:
-            return  # whoever does it goes on until nothing is left
+            return  # the call that runs continues until nothing is left
         self._storing = True
         try:
             while self._unheard:

@@ -1,7 +1,7 @@
-"""Rounds of decisions: all that is wanted at one moment, decided from one snapshot, leased in one call.
+"""Rounds of decisions: everything that is wanted at one moment is decided from one snapshot and leased in one call.
 
-Demand is level-triggered: the monitor repeats what is not met, so a demand that a round refuses is dropped. Somebody
-waits for an answer to what was asked for by hand.
+Demand is level-triggered: the monitor repeats what is not met, so a demand that a round refuses is dropped. An operator
+waits for the answer to a request made by hand.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Rounds:
             # Planning and leasing took their time.
             self._leader.check(term)
         except BaseException as error:
-            # The pool may have granted them all the same: its answer was lost, or is not waited for.
+            # The pool may have granted them anyway: its answer was lost, or came too late.
             for lease in leases:
                 if lease is not None:
                     self._leases.give_back(lease.plan_id, lease.worker_ids)
@@ -230,7 +230,7 @@ class Rounds:
         return [next(verdicts) if lease is not None else None for lease in wanted]
 
     def _again(self, one: _Waiting, verdict: LeaseVerdict) -> None:
-        """Others took a worker since the snapshot; the next one shows it."""
+        """Another plan took a worker since the snapshot; the next snapshot shows it."""
         error = verdict.error.as_error() if verdict.error is not None else Conflict("no lease")
         one.tries += 1
         if isinstance(error, Conflict) and one.tries < LEASE_TRIES:
@@ -276,7 +276,7 @@ class Rounds:
         )
 
     def unplanned(self) -> tuple[Unplanned, ...]:
-        """What is asked for and cannot be had, those that wait the longest first."""
+        """What is asked for and cannot be planned, those that wait the longest first."""
         now_s = time.monotonic()
         current = [(r.since_s, about, r) for about, r in self._last_refusal.items() if now_s - r.said_s <= UNPLANNED_S]
         return tuple(

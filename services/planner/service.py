@@ -1,6 +1,6 @@
 """The planner's shell: demand in, plans out, and the record of every scale operation.
 
-Of several planners one leads and does all of it; the others wait. What a leader knows beyond the registry it has from
+Of several planners one leads and does all the work; the others wait. What a leader knows beyond the registry comes from
 the plan stream: plans, and the records of operations that ended.
 """
 
@@ -64,8 +64,8 @@ E = TypeVar("E", ScalePlan, DrainPlan, ZigzagAssignment)
 RECOVERY_WAIT_S = 4.0
 """How long a manual scale waits for a registry that just started."""
 MONITOR_TERM_S = 10.0
-"""A monitor whose demands do not get through says them again each second; a term that no monitor has used
-for so long keeps no other from being heard."""
+"""A monitor repeats its demands each second until they are met. Once no monitor has used a term for this long, an older
+one is heard again."""
 MAX_LISTED = 100
 MAX_REFUSED_LISTED = 100
 MAX_PAST_EVENTS = 5000
@@ -130,7 +130,7 @@ class PlannerService:
         subscriptions: list[Subscription] = []
         deciding: asyncio.Task[None] | None = None
         try:
-            # First: what happens while the past is read is not to be missed.
+            # First, so that nothing is missed while the past is read.
             subscriptions += [
                 *await self._pairs.subscribe(self._bus),
                 await self._bus.subscribe(subjects.live_reports(), LiveReport, self._tracker.on_live_report),
@@ -166,7 +166,7 @@ class PlannerService:
         checking = asyncio.create_task(self._check_regularly())
         try:
             done, _ = await asyncio.wait({holding, checking, deciding}, return_when=asyncio.FIRST_COMPLETED)
-            # What ends before it is told to is a bug of ours: let it surface instead of limping on.
+            # A task that ends by itself is a bug: let it surface instead of limping on.
             for task in done:
                 task.result()
         finally:
@@ -191,11 +191,11 @@ class PlannerService:
         self._operations.reset()
         past = self._bus.past_events
         stored = await past(subjects.scale_records(), ScaleRecord, limit=MAX_RECORDS)
-        # Only those of what has ended say that it has: no other belongs there.
+        # Only operations that ended have records there; ignore anything else.
         records = [record for record in stored if record.status != "running"]
         for record in records:
             self._operations.remember(record)
-        # What was said before, this leader says: of an earlier one workers hear nothing any more.
+        # This leader repeats earlier plans under its own term: workers no longer listen to an earlier leader.
         plans = plans_from(self._mine(await past(subjects.scale_plans(), ScalePlan, limit=MAX_PAST_EVENTS)))
         drains = drains_from(self._mine(await past(subjects.drain_plans(), DrainPlan, limit=MAX_PAST_EVENTS)))
         assignments = self._mine(await past(subjects.zigzag_assignments(), ZigzagAssignment, limit=MAX_PAST_EVENTS))
@@ -209,7 +209,7 @@ class PlannerService:
             await self._tracker.release(plan_id, *worker_ids)
         self._led_term = self._leader.term
         self._tracker.check(view)
-        # Whoever published them may have died before every target had heard.
+        # The planner that published them may have died before every target had heard.
         for operation in self._operations.running():
             plan = plans.get(operation.plan_id)
             if plan is not None and operation.untold_targets and now_s < plan.expires_at_s:
@@ -246,7 +246,7 @@ class PlannerService:
     def _on_demand(self, demand: Demand) -> None:
         now_s = time.monotonic()
         if 0 < demand.term < self._monitor_term and now_s - self._monitor_heard_s < MONITOR_TERM_S:
-            return  # of a monitor that leads no more
+            return  # from a monitor that no longer leads
         if demand.term:
             self._monitor_term, self._monitor_heard_s = demand.term, now_s
         self._rounds.demand(
@@ -275,7 +275,7 @@ class PlannerService:
         except BlitzError:
             before = view.floors.get((request.model, role))
             hold_s = max(0.0, before.until_s - time.time()) if before else 0.0
-            # Fails where another planner leads by now; what is to be told is why nothing came of it.
+            # Fails if another planner leads by now; the caller is told why nothing came of the request.
             with contextlib.suppress(BlitzError):
                 await self._set_floor(request.model, role, before.instances if before else 0, hold_s)
             raise
@@ -286,7 +286,7 @@ class PlannerService:
         await self._bus.request(subjects.pool("set_floor"), floor, Ack, timeout_s=RPC_TIMEOUT_S)
 
     async def _scale_patiently(self, request: ScaleRequest) -> Operation | None:
-        """A registry that recovers grants nothing for a lease; somebody waits for this answer."""
+        """A registry that recovers grants nothing for the time of a lease; the operator waits for this answer."""
         deadline_s = time.monotonic() + RECOVERY_WAIT_S
         while True:
             try:

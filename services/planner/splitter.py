@@ -1,4 +1,4 @@
-"""Splits the waiting batches of pairs on demand, beside everything else that the planner does."""
+"""Splits the waiting batches of pairs on demand, beside the planner's rounds."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Splitter:
         operation = self._operations.get(pair.assignment.plan_id)
         ready_at_s = operation.layers_ready_at_s(pair.assignment.target.worker_id) if operation is not None else ()
         request = split_request(asked, pair.assignment, time.time(), ready_at_s=ready_at_s)
-        # The baselines know no gates.
+        # The baselines use no gates.
         if request is None or pair.assignment.policy != "zigzag":
             return Ack()
         queued = pair.pair_id in self._newest
@@ -86,7 +86,8 @@ class Splitter:
         self._splits.labels(outcome).inc()
 
     async def _answer(self, pair: LivePair) -> str:
-        """Compute until no newer request came meanwhile, then publish what is of use. Returns what came of it."""
+        """Compute until no newer request has come in the meantime, then publish the gates if they help. Returns the
+        outcome."""
         try:
             while True:
                 async with self._turn:

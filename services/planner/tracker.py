@@ -1,4 +1,4 @@
-"""Follows the scale operations under way: from what workers tell, from the registry, and from the time that passes."""
+"""Follows the scale operations under way: from what workers report, from the registry, and by deadlines."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CHECK_INTERVAL_S = 0.5
 MAX_WAIT_S = 30.0
 """Longest that one record RPC waits; callers ask again."""
 BLAMELESS = ("superseded by", "the model was removed")
-"""How a worker begins to say that it gave up a load for no fault of its own."""
+"""How a worker's message begins when it gave up a load through no fault of its own."""
 
 
 class OperationTracker:
-    """Feeds ``operations``, and tells who waits for them; a leader's."""
+    """Updates the operations of a leader, and wakes the callers that wait for their records."""
 
     def __init__(
         self,
@@ -92,15 +92,15 @@ class OperationTracker:
         await self._leases.release(self._leader.term)
 
     async def tell_waiters(self) -> None:
-        """Wake who waits for a record, and have the records of what ended stored."""
+        """Wake the callers that wait for a record, and store the records of operations that ended."""
         for operation in self._operations.just_finished():
             self._stream.add_record(bounded_record(operation))
         self._changed.fire()
         await self._stream.store_records()
 
     def check(self, view: RegistryView) -> None:
-        """End targets that are past their deadline, or whose worker is gone or never took the plan; what lost messages
-        did not tell, the registry does."""
+        """End targets that are past their deadline, or whose worker is gone or never took the plan. The registry
+        replaces reports that were lost."""
         workers = {w.worker.worker_id: w for w in view.workers}
         for operation in self._operations.running():
             before = {worker_id for worker_id, _ in operation.open_targets}
@@ -110,7 +110,7 @@ class OperationTracker:
                     self._failed(operation, worker_id, why)
 
     async def on_get_record(self, request: GetScaleRecord) -> ScaleRecord:
-        """The record, once it has ended or the question waits no longer. Raises ``PlanNotFound``."""
+        """The record, once the operation has ended or the caller's wait is over. Raises ``PlanNotFound``."""
         operation = self._operations.get(request.plan_id)
         if operation is None:
             past = self._operations.past(request.plan_id)

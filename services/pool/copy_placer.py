@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.5
 PAUSE_S = 0.05
-"""Between two looks of which the first had too much to do."""
+"""Between two looks, if the first had too much to do."""
 AT_ONCE = 50
-"""Workers whose news are learnt without a pause: about a millisecond."""
+"""Workers whose reports are read without a pause: about a millisecond."""
 RPC_TIMEOUT_S = 2.0
 
 
 class PlacementMetrics:
-    """What a pool process shows of it, leading or not."""
+    """The metrics of placement, which a pool process shows whether it leads or not."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.host_bytes = Gauge("blitz_pool_host_copy_bytes", "Bytes of host copies", ["host"], registry=registry)
@@ -61,8 +61,8 @@ class CopyPlacer:
 
     It runs in the registry's event loop, a millisecond or two at a time: a thread would hold the interpreter as long.
 
-    What it sent and no report shows yet is known to it alone; after a restart the reports are enough, because nothing
-    is done before every worker had the time for one.
+    Only this object knows what it sent and no report shows yet. After a restart the reports are enough, because it does
+    nothing before every worker has had the time to report.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class CopyPlacer:
         self._begin()
 
     def _begin(self) -> None:
-        """Know nothing."""
+        """Start without any knowledge."""
         self._cluster = Cluster(self._registry.models.removed(), self._limits)
         self._placer = Placer(self._cluster)
         self._seen = 0
@@ -108,8 +108,8 @@ class CopyPlacer:
         except (RedisError, BlitzError) as error:
             log.warning("placement: this look failed: %s", error)
         except Exception:
-            # Whatever broke, the registry goes on. What was known may be wrong now: it is learnt anew, once what was
-            # asked of workers is answered and their reports show it.
+            # Whatever broke, the registry continues. What was known may be wrong now: the placer learns it anew, once
+            # workers have answered what they were asked and their reports show it.
             log.exception("placement: this look failed")
             self._begin()
             self._next_s = time.monotonic() + RPC_TIMEOUT_S
@@ -258,7 +258,7 @@ class CopyPlacer:
                 "placement: the last copy of %s goes with worker %s: no other worker has room", request.model, worker_id
             )
             return
-        # A worker that was not told to drop its copy has reasons of its own.
+        # A worker that was not told to drop its copy has its own reasons.
         held = self._cluster.copies.host_copy(key) is not None
         if on_host and not self._cluster.outstanding.drop_over(key) and held:
             self._cluster.outstanding.give_up(key, now_s)

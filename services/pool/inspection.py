@@ -1,4 +1,4 @@
-"""Reading a checkpoint that is to be registered; a large one in a process of its own: hashing holds nothing up.
+"""Reads a checkpoint before it is registered; a large one in a process of its own, so that hashing holds nothing up.
 
 ``python -m services.pool.inspection DIRECTORY`` prints the model's record, or the error, as JSON.
 """
@@ -32,7 +32,7 @@ REFUSED = 3
 
 
 class Inspections:
-    """A few at a time; the others wait. Who asks for what is being read already gets the same finding."""
+    """A few at a time; the others wait. All callers that ask for the same checkpoint get the same finding."""
 
     def __init__(self) -> None:
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
@@ -46,7 +46,7 @@ class Inspections:
         asks again; ``DeadlineExceeded`` after ``TIMEOUT_S``; ``Overloaded`` if too many wait."""
         task = self._asked.get(path)
         if task is None:
-            # Without those that are read and only kept for who asks again.
+            # Without findings that are only kept for callers that ask again.
             waiting = sum(not asked.done() for asked in self._asked.values())
             if waiting >= MAX_WAITING or len(self._asked) >= MAX_KEPT:
                 raise Overloaded(f"{waiting} checkpoints are being read: ask again later", retry_after_s=1.0)
@@ -63,7 +63,8 @@ class Inspections:
             raise Unavailable(f"this pool does not lead any more: ask again for {path}", retry_after_s=0.5) from None
 
     def _forget(self, path: Path, done: asyncio.Task[ModelRecord]) -> None:
-        """What was found stays for a moment: who was told to ask again may not have yet. Errors may be mended."""
+        """A finding stays for a moment, for callers that were told to ask again. An error does not: it may be
+        mended."""
         if done.cancelled() or done.exception() is not None:
             self._asked.pop(path, None)
         else:

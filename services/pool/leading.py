@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 REMOVED_S = 7 * 24 * 3600.0
 MAX_REMOVED = 1000
-"""Removals that are remembered although no worker has anything of their models."""
+"""Removals that are remembered although no worker has a copy or instance of their models."""
 RENEWAL_WAIT_S = 0.5
 """How long a question waits for a lease that is over to be renewed."""
 TIDY_EVERY_S = 60.0
@@ -68,7 +68,7 @@ class PoolMetrics:
 
 
 class LeadingPool:
-    """From the moment that a process leads until it does no longer. ``open`` before anything else."""
+    """Lives from the moment that a process leads until it no longer does. ``open`` before anything else."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class LeadingPool:
         self._store = store
         self._lease_s = lease_s = settings.lease_s
         self._metrics = metrics
-        # Also of this process nothing else had the name: what leads again with its old term numbers anew.
+        # Unique even within this process: a leader that leads again with its old term starts numbering anew.
         self.registry = Registry(f"pool-{standing.term}-{secrets.token_hex(4)}")
         self._grace = Grace(lease_s, knows_all=knows_all)
         self._terms = Terms(store)
@@ -125,7 +125,7 @@ class LeadingPool:
         self._publisher = asyncio.create_task(self._routes.run())
 
     async def close(self) -> None:
-        """Answer no more; what was asked is answered first."""
+        """Answer what was asked, then stop answering."""
         await self._models.inspections.close()
         for subscription in self._subscriptions:
             await subscription.close()
@@ -145,7 +145,7 @@ class LeadingPool:
             finally:
                 self._routes.wake()
 
-        # Another process that led, and hangs, may still be there.
+        # Another process that led and now hangs may still be subscribed.
         self._subscriptions.append(await self._bus.respond(subjects.pool(operation), kind, guarded, shared=False))
 
     async def _check_leads(self) -> None:
@@ -161,7 +161,7 @@ class LeadingPool:
         raise Unavailable("the registry's Redis does not answer; another pool may lead", retry_after_s=0.5)
 
     def leads_until(self, until_s: float) -> None:
-        """The lease lasts until then (monotonic): nothing is answered later, as another process may lead."""
+        """The lease lasts until then (monotonic); later this process answers nothing, as another may lead."""
         self._leads_until_s = until_s
         self._renewed_lead.set()
         self._renewed_lead = asyncio.Event()
@@ -209,7 +209,7 @@ class LeadingPool:
                 self._metrics.expired.inc()
                 self.registry.forget([worker_id])
             else:
-                # It was heard while Redis forgot it: its next report is stored again.
+                # It reported while Redis forgot it: its next report is stored again.
                 self.registry.is_not_stored(worker_id)
 
     def redis_is_away(self) -> None:
@@ -220,7 +220,7 @@ class LeadingPool:
 
     async def _on_heartbeat(self, report: WorkerHeartbeat) -> HeartbeatAck:
         if not subjects.is_name(report.worker.worker_id):
-            raise BadRequest(f"{report.worker.worker_id[:80]!r} is no id of a worker: nobody could speak to it")
+            raise BadRequest(f"{report.worker.worker_id[:80]!r} is no id of a worker: no message could be sent to it")
         await self._check_holder(report)
         taken = self.registry.take(report, time.monotonic(), self._lease_s)
         self._routes.wake()

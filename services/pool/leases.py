@@ -29,7 +29,7 @@ MAX_TERM_AHEAD_MS = 24 * 3600 * 1000
 
 
 class Terms:
-    """The newest term of each kind, as the store has it. ``open`` first."""
+    """Planners and monitors: which process leads, and the newest term of each kind. ``open`` first."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -45,7 +45,7 @@ class Terms:
         return self._newest.get(service, 0)
 
     def check(self, service: str, term: int) -> None:
-        """Raises ``StaleTerm`` if one of that kind leads with a newer term."""
+        """Raises ``StaleTerm`` if another process of that kind leads with a newer term."""
         if 0 < term < self.newest(service):
             raise StaleTerm(f"a {service} of term {self.newest(service)} leads; yours is {term}")
 
@@ -83,7 +83,7 @@ class LeaseGrants:
         self._grace = grace
 
     async def grant(self, request: LeaseWorkers) -> LeaseGrant:
-        """All of the workers, or none."""
+        """Lease all of the workers, or none."""
         self._check(request.term)
         return await self._grant(request)
 
@@ -106,7 +106,7 @@ class LeaseGrants:
         return grant
 
     async def grant_batch(self, request: LeaseBatch) -> LeaseVerdicts:
-        """Each by itself, in order."""
+        """Grant or refuse each by itself, in order."""
         self._check(request.term)
         if len(request.leases) > MAX_BATCH:
             raise BadRequest(f"{len(request.leases)} leases in one batch are more than {MAX_BATCH}", param="leases")
@@ -119,7 +119,7 @@ class LeaseGrants:
         return LeaseVerdicts(verdicts=tuple(verdicts))
 
     async def release(self, request: ReleaseWorkers) -> Ack:
-        """Those that are the plan's."""
+        """Give back the leases that are the plan's."""
         self._terms.check("planner", request.term)
         await self._store.release(request.plan_id, request.worker_ids)
         self._registry.release(request.plan_id, request.worker_ids)

@@ -47,7 +47,7 @@ class ModelAdmin:
         self._wanted: dict[str, float] = {}
         self.inspections = Inspections()
         self.changing = asyncio.Lock()
-        """So that what is known here follows the changes in the store in their order."""
+        """Held so that the registry follows the changes in the store in their order."""
 
     async def add(self, request: AddModel) -> ModelRecord:
         """Read the checkpoint and register it; the older record if the name has the same weights already."""
@@ -78,7 +78,7 @@ class ModelAdmin:
     async def remove(self, request: RemoveModel) -> Ack:
         """Its instances drain."""
         async with self.changing:
-            # Redis may not know it any more: it did as it was told before, and its answer did not come.
+            # Redis may have removed it already: an earlier answer may have been lost.
             if not await self._store.remove_model(request.name) and self._registry.models.get(request.name) is None:
                 raise ModelNotFound(f"model {request.name!r} is not registered", param="name")
             self._registry.remove_model(request.name, time.time())
@@ -97,7 +97,7 @@ class ModelAdmin:
         """A worker gives a model back that it was asked for."""
         record = request.model
         if self._wanted.pop(record.model_hash, 0.0) < time.monotonic():
-            raise Conflict(f"nobody asked for model {record.name!r}")
+            raise Conflict(f"the pool did not ask for model {record.name!r}")
         name_of(AddModel(path=record.path, name=record.name))
         check_limits(record)
         path_of(record.path, self._roots)

@@ -14,7 +14,7 @@ class RedisCopy:
     """All methods raise what ``Store`` raises. ``open`` first."""
 
     def __init__(self, store: Store, registry: Registry, lease_s: float, changing: asyncio.Lock) -> None:
-        """``changing``: held by whoever changes models, removals and floors."""
+        """``changing``: held while models, removals or floors change."""
         self._store = store
         self._registry = registry
         self._lease_s = lease_s
@@ -41,7 +41,7 @@ class RedisCopy:
             registry.retired(worker_id, copy_id)
 
     def lost_data(self) -> None:
-        """Redis forgot something: it is to be refilled."""
+        """Redis forgot something: refill it."""
         self._run_id = ""
 
     async def is_whole(self) -> bool:
@@ -50,7 +50,7 @@ class RedisCopy:
         return self._run_id == await self._store.run_id()
 
     async def refill(self) -> None:
-        """Have Redis hold what is known here, and nothing else. If this fails, it is to be called again."""
+        """Have Redis hold what is known here, and nothing else. If this fails, call it again."""
         run_id, registry = await self._store.run_id(), self._registry
         async with self._changing:
             models = registry.models
@@ -61,7 +61,7 @@ class RedisCopy:
         self._run_id = run_id
 
     async def _refill_workers(self) -> None:
-        """Workers, and what they reported; of what changes meanwhile, the newest."""
+        """Workers, and what they reported; if a report changes in the meantime, the newest."""
         store, registry = self._store, self._registry
         reports = registry.reports()
         epochs = [r.instance.epoch for r in reports if r.instance is not None]

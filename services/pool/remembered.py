@@ -86,14 +86,14 @@ async def _floors(redis: Redis, now_s: float) -> tuple[Floor, ...]:
     raw = await cast(Any, redis.hgetall(f"{PREFIX}floors"))
     floors = []
     for _, value in sorted(raw.items()):
-        with contextlib.suppress(msgspec.MsgspecError):  # of another version: as good as none
+        with contextlib.suppress(msgspec.MsgspecError):  # of another version: treated as missing
             floors.append(msgspec.msgpack.decode(value, type=Floor))
     return tuple(f for f in floors if f.until_s > now_s)
 
 
 async def _unplaced(redis: Redis) -> tuple[Unplaced, ...]:
     raw = await cast(Any, redis.get(f"{PREFIX}unplaced"))
-    with contextlib.suppress(msgspec.MsgspecError):  # of another version: as good as none
+    with contextlib.suppress(msgspec.MsgspecError):  # of another version: treated as missing
         return msgspec.msgpack.decode(raw, type=tuple[Unplaced, ...]) if raw else ()
     return ()
 
@@ -103,7 +103,7 @@ def _role(raw: bytes | None) -> Role:
 
 
 def _readable(value: bytes | None, kind: type[M], name: str) -> M | None:
-    """The record, or None for one that this version cannot read: one bad entry must not hide the others."""
+    """The record; None if this version cannot read it: one bad entry must not hide the others."""
     if value is None:
         return None
     try:

@@ -26,7 +26,7 @@ from shared.messages.common import Role
 
 PREFIX = "blitz:"
 NOT_LEADING = "NOTLEADING"
-"""First word of the error that a pool process gets which leads no more."""
+"""First word of the error that a pool process gets when it no longer leads."""
 
 
 def floor_field(model: str, role: Role) -> str:

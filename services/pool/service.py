@@ -1,7 +1,7 @@
 """The pool's shell: one process leads, the others wait to.
 
-Leading is a lease in Redis. Every change in Redis asks whether it still holds; so a leader that was stopped for a while
-changes nothing when it goes on, and answers nothing once its lease is over by its own clock.
+Leading is a lease in Redis. Every change in Redis checks that the lease still holds. So a leader that was stopped for a
+while changes nothing when it continues, and answers nothing once its lease is over by its own clock.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PoolService:
         self._replaced = False
         """By a process with the same seat."""
         self._seen_leader = ""
-        """The other process that was said to lead, last."""
+        """The other process that led at the last look."""
         self._outage = Outage(log, "Redis answers again")
         self.ready = asyncio.Event()
         """Set once this process leads and answers, or another does."""
@@ -140,7 +140,7 @@ class PoolService:
         if standing.terms_lost:
             leading.redis.lost_data()
         elif standing.term != term:
-            return False  # others led meanwhile: what is known here may be wrong
+            return False  # another process led in the meantime: what is known here may be wrong
         leading.leads_until(asked_s + self._lead_s)
         return True
 

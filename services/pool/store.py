@@ -29,12 +29,12 @@ _BATCH = 1000
 MAX_CONNECTIONS = 32
 """To Redis, which does one thing at a time: more would only wait there."""
 CONNECTION_WAIT_S = 5.0
-"""For one of them, when more is to be done at once: all workers may register in the same moment."""
+"""The wait for one of them when all are in use: all workers may register in the same moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What became of the wish to lead."""
+    """Whether this process leads, and else which one does."""
 
     leads: bool
     term: int
@@ -43,12 +43,12 @@ class Standing:
     terms_lost: bool = False
     """Redis forgot this owner's term: it lost its data."""
     same_seat: bool = False
-    """The leader that is in the way has the seat of the one that asked."""
+    """The other leader has the same seat as the process that asked."""
 
 
 class Store:
     """All methods raise ``redis.RedisError`` when Redis cannot answer, and, once ``fence`` was called, ``Unavailable``
-    instead of changing anything when this process leads no more."""
+    instead of changing anything when this process no longer leads."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -223,7 +223,7 @@ class Store:
         await self._run(scripts.UNRETIRE, keys=[f"{PREFIX}copies:{model_hash}"], args=[copy_id])
 
     async def set_unplaced(self, unplaced: tuple[Unplaced, ...]) -> None:
-        """Keep the models that have no host copy, for every pool process to show."""
+        """Keep the models that have no host copy, so that every pool process can show them."""
         await self._run(scripts.CALL, args=["SET", f"{PREFIX}unplaced", msgspec.msgpack.encode(unplaced)])
 
     async def add_model(self, record: ModelRecord, *, unless_removed: bool = False) -> ModelRecord | None:
@@ -272,7 +272,7 @@ class Store:
         return str((await cast(Any, self._redis.info("server")))["run_id"])
 
     async def forget_removed(self, names: Sequence[str]) -> None:
-        """Nobody needs to know any more that these models were removed."""
+        """Forget that these models were removed."""
         if names:
             await self._run(scripts.CALL, args=["HDEL", f"{PREFIX}removed", *names])
 

@@ -1,18 +1,19 @@
 """How many colocated instances one model needs, from what its instances and the gateways report.
 
-``services.monitor.core.need`` has the formula. Here is what it is fed with, and what becomes of its figure:
+``services.monitor.core.need`` has the formula. This module decides what goes into it, and what becomes of the result:
 
 - Up at once, to ``ceil(needed)``. Down only when the largest ``needed`` of a whole window would fit fewer instances
   with headroom, or when there was no request anywhere for as long; and no earlier than a window after the connection to
   the bus: before, silence says nothing. How long the window is, ``services.monitor.core.give_back`` says.
 - A model's last instance stays for the model's keep-alive after its last request.
-- While prompts are overdue, ``needed`` does not fall: it was asked for when they came. If all of these instances serve
-  and what is overdue still does not shrink, they are slower than they say: one more is asked for, and so on.
-- New requests go to colocated and to prefill instances. Of what gateways hold and of what arrives there, the share
-  counts that colocated instances have in those that serve. Nothing else of prefill and decode instances counts here.
-- The speed of one instance is a profile's if that is configured, else what its instances report: of several, the
-  fastest, since one that has hardly begun has measured small steps only. Without a report it is what was reported last,
-  and before any what is assumed.
+- While prompts are overdue, ``needed`` does not fall: the instances were asked for when the prompts came. If all of
+  them serve and the overdue prompts still do not become fewer, the instances are slower than they say: the monitor asks
+  for one more, and so on.
+- New requests go to colocated and to prefill instances. Only the share of colocated instances counts, of what gateways
+  hold and of what arrives there. Nothing else of prefill and decode instances counts here.
+- The speed of one instance comes from a profile if one is configured, else from what the instances report: the fastest
+  of them, since an instance that has hardly begun has measured only small steps. Without a current report the last one
+  counts, and before the first an assumed speed.
 - The slack is the model's TTFT objective, or the policy's if it has none.
 """
 
@@ -29,11 +30,12 @@ from shared.messages.common import SCALED_BY_LOAD, TAKES_PROMPTS
 from shared.messages.load import LoadReport, ModelQueue
 
 MIN_SLACK_S = 0.001
-"""No backlog can be drained faster; it keeps a senseless objective from asking for endlessly many instances."""
+"""No backlog can be drained faster; this bound keeps an absurd objective from asking for any number of instances."""
 MIN_FIGURE = 1e-9
-"""A token in thirty years, or a step in a nanosecond: nobody measures that, and dividing by less has no end."""
+"""A token in thirty years, or a step in a nanosecond: no real measurement is smaller, and dividing by less
+overflows."""
 MAX_SLACK_S = 60.0
-"""Arrivals are remembered for so long at most."""
+"""Arrivals are remembered for this long at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class DemandPolicy:
     down_headroom: float = 0.8
     """Scale in only if the window's load fits this share of the remaining instances."""
     report_ttl_s: float = 2.0
-    """Reports older than this are of something dead."""
+    """A report older than this comes from something dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """For people. Put into words when somebody asks: hundreds of verdicts are made ten times a second, and nearly
+        """For people. Put into words only on demand: hundreds of verdicts are made ten times a second, and nearly
         all of them are what is there."""
         if isinstance(self.why, str):
             return self.why
@@ -96,7 +98,7 @@ class _Gateway:
         self._window_s = policy.rate_window_s
         self.tokens = CounterWindow(max(MAX_SLACK_S, policy.rate_window_s))
         self.requests = CounterWindow(policy.rate_window_s)
-        # Nobody knows when it came; what is to be done is the same as if it were now.
+        # When it came is unknown; treating it as if it came now leads to the same verdict.
         self.tokens.burst(now_s, queue.queued_tokens)
         self.requests.burst(now_s, queue.queued_requests)
         self.take(queue, now_s)
@@ -313,7 +315,7 @@ class _Overdue:
 
 
 def _waiting_requests(report: LoadReport) -> int:
-    """Whose prompts are not computed; a worker of 0.1 does not say of which it has begun."""
+    """Requests whose prompts are not computed; a worker of 0.1 does not say which of them it has begun."""
     return max(report.queued_requests + report.prefilling_requests, 1 if report.queued_tokens else 0)
 
 

@@ -79,7 +79,7 @@ def need_of(load: Load, one: Capability, *, slack_s: float) -> Need:
 
 
 def max_decodes(base_s: float, request_s: float, slo_tbt_s: float) -> float:
-    """Requests that one instance can decode at once, each step within the objective; without end where no number of
+    """Requests that one instance can decode at once, each step within the objective; infinite where no number of
     instances would help.
 
     A step of ``n`` takes ``base_s + n * request_s``. If it takes too long however few requests there are, more

@@ -1,6 +1,6 @@
-"""What placement knows: models, workers, their copies and memory, and what was asked of them, kept from changes.
+"""What placement knows: models, workers, their copies and memory, and what workers were asked to do.
 
-``refresh`` derives anew what follows from these, for what changed alone.
+It is updated by each change; ``refresh`` derives again what follows from these, only for what changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Cluster:
         self.outstanding = OutstandingSteps(self.loads)
         self.memory = HostMemoryUse()
         self.version = 0
-        """Goes up when anything changed that placement may follow from."""
+        """Goes up when anything changed that placement depends on."""
         self.memory_version = 0
         """The same, without what only changes which instances serve what."""
         self.needy: set[str] = set()
@@ -34,14 +34,14 @@ class Cluster:
         self.surplus: set[str] = set()
         """Of those with several."""
         self.strangers: dict[str, tuple[tuple[Held, str], ...]] = {}
-        """By worker: its copies of no use, and why."""
+        """By worker: its useless copies, and why they are useless."""
         self.without_copy: set[str] = set()
         """Hashes of registered models without a complete copy in any memory."""
         self.without_host_copy: set[str] = set()
         """Of those without a complete placed host copy."""
         self._removed = removed
         self._unsure: set[str] = set()
-        """Workers of which ``evictable`` may be outdated."""
+        """Workers whose ``evictable`` may be outdated."""
         self._evictable: dict[str, list[tuple[Held, ModelCopies]]] = {}
         self._spare: dict[str, tuple[bool, bool]] = {}
         """By hash: whether a placed copy is not needed (a GPU serves the model), and whether a cached one is not."""
@@ -145,12 +145,12 @@ class Cluster:
         return copies.record if copies is not None else None
 
     def is_lost(self, key: Key) -> bool:
-        """A host copy that does not count: it goes, or never comes."""
+        """A host copy that does not count: it is about to go, or takes too long to load."""
         out = self.outstanding
         return out.is_dropped(key) or out.is_overdue(key) or out.is_going(key)
 
     def wanted_bytes(self, copies: ModelCopies, worker_id: str) -> int | None:
-        """How much room the worker needs for a copy of a registered model; None if it cannot hold one now."""
+        """How many bytes the worker needs for a copy of a registered model; None if it cannot hold one now."""
         key = worker_id, copies.model_hash
         if self.outstanding.is_avoided(key) or self.outstanding.is_dropped(key) or copies.record is None:
             return None
@@ -160,7 +160,7 @@ class Cluster:
 
     @property
     def num_unsure(self) -> int:
-        """Workers of which ``evictable`` may be outdated."""
+        """Workers whose ``evictable`` may be outdated."""
         return len(self._unsure)
 
     def find_evictable(self, most: int | None = None) -> int:
@@ -173,8 +173,8 @@ class Cluster:
         return len(unsure)
 
     def evictable(self, worker_id: str) -> list[tuple[Held, ModelCopies]]:
-        """A worker's copies that its model can do without: it is served by a GPU, or placed elsewhere, too.
-        As of ``find_evictable``."""
+        """A worker's copies that their models can do without, because a GPU serves the model or another host holds it,
+        too. As of ``find_evictable``."""
         return self._evictable.get(worker_id, [])
 
     def _find_evictable(self, worker_id: str) -> list[tuple[Held, ModelCopies]]:

@@ -1,4 +1,4 @@
-"""What the workers' reports say about copies: where complete ones are, and which host copies belong to whom."""
+"""What the workers' reports say about copies: where complete ones are, and which worker has which host copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Key = tuple[str, str]
 def complete_copies(report: WorkerHeartbeat) -> tuple[tuple[str, str, str, bool], ...]:
     """(model hash, copy id, serial, serves) of the report's complete copies. A copy id is unique in the cluster; a host
     copy that was freed or was to go, and is held again, has the same id and another serial. A GPU copy that ``serves``
-    does not want to go."""
+    is to stay."""
     worker_id, found = report.worker.worker_id, []
     if (held := report.instance) is not None and held.is_complete:
         serves = held.state == "serving"
@@ -33,7 +33,7 @@ def host_copy_id(worker_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A host copy, and who has it."""
+    """A host copy, and the worker that has it."""
 
     worker: WorkerInfo
     copy: HostCopy
@@ -70,11 +70,11 @@ class ModelCopies:
 
     @property
     def is_unknown(self) -> bool:
-        """Nobody registered it, nor has it."""
+        """It is not registered, and no worker has it."""
         return self.record is None and not (self.serving or self.draining or self.present)
 
     def register(self, record: ModelRecord | None) -> None:
-        """It is registered by that record now, or no more."""
+        """It is registered with that record now, or (None) no longer registered."""
         self.record = record
         for held in list(self.present.values()):
             self.put(held)
@@ -90,7 +90,7 @@ class ModelCopies:
         self.num_ready += copy.state == "ready"
 
     def take_out(self, worker_id: str) -> None:
-        """The worker has no host copy of this model."""
+        """The worker no longer has a host copy of this model."""
         self.present.pop(worker_id, None)
         held = self.placed.pop(worker_id, None) or self.cached.pop(worker_id, None)
         self.num_ready -= held is not None and held.copy.state == "ready"

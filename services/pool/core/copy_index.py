@@ -1,7 +1,7 @@
-"""All copies in the cluster, by model; kept from what changes, never made anew.
+"""All copies in the cluster, by model; updated by each change, never rebuilt.
 
-What is about models and copies that changed is named until somebody takes the names (``take_changed``), so that whoever
-derives something from the copies derives it again for these alone.
+The index collects the names of models and workers that changed until ``take_changed`` takes them, so that whatever is
+derived from the copies is derived again for these alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CopyIndex:
 
     def __init__(self) -> None:
         self.by_hash: dict[str, ModelCopies] = {}
-        """Of every model that is registered, or of which some worker has something."""
+        """Of every model that is registered, or of which a worker has a copy."""
         self.host_bytes: Counter[str] = Counter()
         """Of all host copies, by host; every host with a worker is in it."""
         self.capacities = Ranking()
@@ -54,7 +54,7 @@ class CopyIndex:
         self._register(record)
 
     def remove_model(self, name: str) -> None:
-        """A model is registered no more."""
+        """A model is no longer registered."""
         record = self._records.pop(name, None)
         if record is None:
             return
@@ -120,7 +120,7 @@ class CopyIndex:
         self._changed_workers.add(worker_id)
 
     def set_leaving(self, worker_id: str, *, leaving: bool) -> None:
-        """Whether a worker stops: what it serves drains, whatever its reports say yet."""
+        """Whether a worker stops: its instance counts as draining, whatever its reports still say."""
         report = self._reports.get(worker_id)
         if report is None or leaving == (worker_id in self._leaving):
             return
@@ -187,7 +187,7 @@ class CopyIndex:
     # --- changes -----------------------------------------------------------------------------
 
     def take_changed(self) -> tuple[set[str], set[str]]:
-        """Hashes of models and ids of workers, of which something else than before holds since the last call."""
+        """Hashes of models and ids of workers that changed since the last call."""
         changed = self._changed_models, self._changed_workers
         self._changed_models, self._changed_workers = set(), set()
         return changed

@@ -7,12 +7,12 @@ from services.pool.core.copies import Held, ModelCopies
 from shared.messages.registry import ModelRecord
 
 Move = tuple[ModelCopies, ModelRecord, str, str]
-"""What is to be held, by which worker, and why."""
+"""The copies and record of the model to hold, the worker that is to hold it, and why."""
 
 
 class Evening:
-    """Looks for one move at a time. What it went through without finding one it does not go through again until
-    some copy or worker changed."""
+    """Looks for one move at a time. It does not look again at what it has searched in vain until a copy or worker
+    changes."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -24,7 +24,7 @@ class Evening:
 
     def find(self, visits: int) -> Move | None:
         """Move one copy if that makes the fuller of two hosts less full than it was. Of ``visits`` looks at most,
-        about; None also when these are used up: then it goes on with the next call."""
+        about; None also when these are used up: the next call then continues."""
         if self._version != self._cluster.memory_version:
             self._version, self._begin, self.is_over = self._cluster.memory_version, 0, False
         if self.is_over:

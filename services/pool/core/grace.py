@@ -1,12 +1,11 @@
 """When silence counts. A bus, Redis or pool outage must not look like a mass death.
 
-A worker is dead when its lease ran out, but a lease can also run out because *we* could not
-hear or store its renewal. So after every outage on our own side, and after start-up, one full
-lease has to pass before anything is expired, or granted: by then every living worker has
-renewed (it renews at least twice per lease).
+A worker is dead when its lease has run out, but a lease also runs out when the pool could not hear or store its
+renewal. So after every outage on the pool's own side, and after start-up, the pool expires and grants nothing until one
+full lease has passed: by then every living worker has renewed (it renews at least twice per lease).
 
-A process that was stopped, or busy, for a while was deaf meanwhile, too: renewals wait in its
-own socket. After that nothing is expired for as long.
+A pool process that was stopped or busy for a while heard nothing either: renewals wait in its own socket. After that it
+expires nothing for as long.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ class Grace:
         self._bus_since_s = bus_since_s
 
     def over(self, now_s: float) -> bool:
-        """Whether everything works, and has for a full lease if there may be anybody to hear from."""
+        """Whether everything works, and has worked for a full lease if there may be workers to hear from."""
         since_s = self._healthy_since_s
         return since_s is not None and (self._knows_all or now_s - since_s >= self._lease_s)
 
     def silence_counts(self, now_s: float) -> bool:
-        """``over``, and this process could hear all the while."""
+        """``over``, and this process could hear workers the whole time."""
         return self.over(now_s) and now_s - self._hears_since_s >= self._lease_s
 
     def check(self, now_s: float) -> None:
-        """Raises ``Unavailable`` until it is ``over``: what is granted earlier may be somebody's already."""
+        """Raises ``Unavailable`` until it is ``over``: what is granted earlier may belong to another plan already."""
         if not self.over(now_s):
             raise Unavailable(
                 "the registry is recovering and grants nothing until a lease has passed",

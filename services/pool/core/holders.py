@@ -2,8 +2,8 @@
 
 Rules
 - The first process to report under an id holds it, and keeps it as long as it answers.
-- A report of another process is taken once the holder does not answer: it is dead, and this one came in its place.
-- A report that says goodbye is never refused: nothing but its own process's entry goes.
+- A report of another process is taken once the holder does not answer: it is dead, and the new process replaces it.
+- A report that says goodbye is never refused: it removes only the entry of its own process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from shared.messages.registry import WorkerHeartbeat
 
 MAX_HOLDERS = 100_000
-"""Beyond that, those that have not reported for longest are forgotten: their ids are free for anybody."""
+"""Beyond that, the holders that have not reported for longest are forgotten: any process can take their ids."""
 
 
 class Holders:

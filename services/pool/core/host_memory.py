@@ -48,7 +48,7 @@ class HostMemoryUse:
         self._claims: set[str] = set()
 
     def put(self, worker: WorkerInfo, *, offers: bool, taken_bytes: int, leaving_bytes: int, placed_bytes: int) -> None:
-        """How a worker's memory is used. What is claimed of it stays claimed."""
+        """How a worker's memory is used. Claims on it stay."""
         worker_id = worker.worker_id
         before = self._workers_memory.get(worker_id)
         free = worker.host_cache_bytes - taken_bytes
@@ -115,7 +115,7 @@ class HostMemoryUse:
         self._rank(worker_id)
 
     def drop_claims(self) -> None:
-        """Nobody waits."""
+        """No model waits any more."""
         for worker_id in sorted(self._claims):
             self._workers_memory[worker_id].claimed_bytes = 0
             if worker_id in self.workers:

@@ -45,7 +45,7 @@ class Loads:
                 self._nics[nic] += 1
 
     def end(self, key: Key) -> None:
-        """It loads no more, or does not count."""
+        """It no longer loads, or does not count."""
         found = self._loading.pop(key, None)
         if found is None:
             return

@@ -37,7 +37,7 @@ class Models:
     def __init__(self, version: Version) -> None:
         self.entries: Table[ModelEntry] = Table(version)
         self._floor_ends: list[tuple[float, str, Role]] = []
-        """Heap of (until, model, role); of a floor that is over already its entry means nothing."""
+        """Heap of (until, model, role); the entry of a floor that was replaced or lifted means nothing."""
         self._removed: dict[str, float] = {}
         self._unplaced: set[str] = set()
         """Names of the models that were named last."""
@@ -65,7 +65,7 @@ class Models:
     # --- removals ----------------------------------------------------------------------------
 
     def remove(self, name: str, now_s: float) -> bool:
-        """A model is registered no more; False if it was not."""
+        """A model is no longer registered; False if it was not."""
         if self.entries.pop(name) is None:
             return False
         self._removed[name] = now_s
@@ -84,8 +84,8 @@ class Models:
         self._removed.update({name: at_s for name, at_s in names.items() if name not in self.entries})
 
     def forget_removed(self, before_s: float, keep: int, in_use: Collection[str]) -> tuple[str, ...]:
-        """Let removals go that are of no more use: of before ``before_s``, and beyond the newest ``keep``; not those of
-        models that workers still have something of (``in_use``)."""
+        """Forget removals from before ``before_s``, and those beyond the newest ``keep``; but not those of models of
+        which workers still have a copy or an instance (``in_use``)."""
         newest = sorted(self._removed, key=lambda name: (self._removed[name], name), reverse=True)
         surplus = (n for i, n in enumerate(newest) if self._removed[n] < before_s or i >= keep)
         old = tuple(name for name in surplus if name not in in_use)
@@ -113,7 +113,7 @@ class Models:
             self.entries.changed(name)
 
     def end_floors(self, now_s: float) -> None:
-        """Floors that ran out (unix time ``now_s``) are no more."""
+        """Remove floors that have run out (unix time ``now_s``)."""
         while self._floor_ends and self._floor_ends[0][0] <= now_s:
             until_s, name, role = heappop(self._floor_ends)
             entry = self.entries.get(name)

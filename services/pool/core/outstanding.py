@@ -1,6 +1,6 @@
-"""What was asked of workers and does not show in their reports yet. Times are monotonic seconds.
+"""What workers were asked to do and do not show in their reports yet. Times are monotonic seconds.
 
-Follows from the reports that say something new, and from alarms: nothing is looked at in vain.
+New reports and alarms update it; nothing is polled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AVOID_MAX_S = 300.0
 """A worker that failed to load a model is not asked for the same model again for ``AVOID_S``; for twice as long after
 every further failure, up to this."""
 GIVEN_UP_S = 10.0
-"""How long a worker's wish to be rid of a last copy counts; it repeats the wish while it lasts."""
+"""How long a worker's request to give up a last copy counts; the worker repeats it while it stands."""
 LEAVING_S = 10.0
 """How long a worker that asked because it stops counts as leaving."""
 
@@ -61,7 +61,8 @@ class OutstandingSteps:
         self._update(key, entry)
 
     def hold_failed(self, key: Key, now_s: float) -> None:
-        """The worker refused, or did not report the copy in time, or lost it while it loaded, or loads it for ever."""
+        """The worker refused, or did not report the copy in time, or lost it while it loaded, or never finishes loading
+        it."""
         entry = self._entry(key)
         self._end_hold(entry)
         failures = entry.avoided.failures + 1 if entry.avoided is not None else 1
@@ -70,7 +71,7 @@ class OutstandingSteps:
         self._update(key, entry)
 
     def hold_not_sent(self, key: Key) -> None:
-        """It was decided, and the worker never heard of it: that counts as no failure."""
+        """It was decided, but the worker was never told: that is not a failure."""
         entry = self._entry(key)
         self._end_hold(entry)
         self._update(key, entry)
@@ -90,7 +91,7 @@ class OutstandingSteps:
         return over
 
     def give_up(self, key: Key, now_s: float) -> None:
-        """A worker wants to be rid of its copy of a model, which is the last."""
+        """A worker wants to give up its copy of a model, which is the last."""
         entry = self._entry(key)
         entry.given_up_until_s = now_s + GIVEN_UP_S
         self._wake(entry.given_up_until_s, key)
@@ -111,7 +112,7 @@ class OutstandingSteps:
     # --- what is seen ------------------------------------------------------------------------
 
     def observe(self, worker: WorkerInfo, copies: Mapping[str, HostCopy], now_s: float) -> tuple[str, ...]:
-        """Strike off what a worker's report shows, by hash; why, for each hold that failed."""
+        """Strike off what a worker's report shows, by hash; returns a reason for each hold that failed."""
         worker_id, failures = worker.worker_id, []
         leaving = self._leaving.get(worker_id)
         if leaving is not None and leaving.incarnation != worker.incarnation:
@@ -159,7 +160,7 @@ class OutstandingSteps:
         self._stays(worker_id)
 
     def expire(self, now_s: float) -> tuple[str, ...]:
-        """Strike off what took too long; why, for each hold that failed."""
+        """Strike off what took too long; returns a reason for each hold that failed."""
         due: set[Key] = set()
         while self._alarms and self._alarms[0][0] <= now_s:
             _, worker_id, model_hash = heappop(self._alarms)
@@ -229,16 +230,16 @@ class OutstandingSteps:
         return entry is not None and entry.overdue
 
     def is_leaving(self, worker_id: str) -> bool:
-        """The worker stops: what it holds is to be replaced, and it gets nothing new."""
+        """The worker stops: its copies must be replaced, and it gets no new ones."""
         return worker_id in self._leaving
 
     def is_going(self, key: Key) -> bool:
-        """A copy that its worker wants to be rid of: to be replaced elsewhere."""
+        """A copy that its worker wants to give up: another worker must get one."""
         entry = self._get(key)
         return key[0] in self._leaving or (entry is not None and entry.given_up_until_s is not None)
 
     def take_changed(self) -> set[Key]:
-        """Of what something else holds since the last call. Without a hash: whether the worker leaves."""
+        """Keys of entries that changed since the last call. Without a hash: whether the worker leaves."""
         changed, self._changed = self._changed, set()
         return changed
 

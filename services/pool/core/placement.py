@@ -5,15 +5,15 @@ Invariant: every registered model has a complete copy in some GPU or host memory
 1. A model without a placed host copy gets one, on the host that holds the fewest bytes of them. It is loaded from a
    GPU that serves the model, else from another host copy, else from disk. One that loads counts as placed.
 2. Of several ready ones all but one are dropped; copies of models that were removed are dropped.
-3. A model of which no copy is left, and that fits nowhere, evicts host copies of models that a GPU serves. A model that
-   is served itself evicts nothing: it has a copy, and two models would push each other out for ever.
+3. A model that has no copy left and fits nowhere evicts host copies of models that a GPU serves. A model that a GPU
+   serves evicts nothing: it has a copy, and two such models would evict each other for ever.
 4. Once all is in place, one copy at a time moves from a fuller host to an emptier one: a second copy, then rule 2.
 5. Only so many copies load at a time: in total, into one host, out of one NIC. Models take turns, those with the
    fewest copies first. A host that loads as many as it may is passed over; a model whose sources all send as many
    as they may waits, and its room is kept for it.
 
 No drop takes a model's last complete copy; should the reports be outdated, the registry refuses it (``retire``).
-Copies of workers that leave do not count as placed, nor do those that load for ever.
+Copies of workers that leave do not count as placed, and neither do copies that take too long to load.
 Copies that workers cache for themselves count as copies, not as placed ones.
 
 A look does a bounded amount of work. Models without a copy are gone through in rounds: what a look does not get to is
@@ -71,7 +71,7 @@ class Placement:
     waiting: frozenset[str] = frozenset()
     """Names of those of them that only wait for their turn."""
     unfinished: bool = False
-    """There was more to look at than one look may: it goes on with the next."""
+    """There was more to look at than one look may: the next one continues."""
 
 
 VISITS = 1000
@@ -79,7 +79,7 @@ VISITS = 1000
 MAX_DROPS = 64
 """Of one look."""
 UNSURE = 100
-"""Workers of which a look finds out what they could do without, before anybody asks."""
+"""Workers for which one look finds the copies to evict ahead of need."""
 MODEL_VISITS = 20
 """What a model costs beside the workers that are compared for it."""
 
@@ -229,7 +229,7 @@ class Placer:
         self._round = []
 
     def _find_place(self, copies: ModelCopies, record: ModelRecord) -> bool:
-        """False: what other models can do without is not known yet."""
+        """False: which copies could be evicted is not known yet."""
         worker_id = self._places.fitting(copies, record, in_turn=True)
         if worker_id is not None:
             self._hold_or_wait(copies, record, worker_id)
@@ -289,7 +289,7 @@ class Placer:
         return not copies.serving and all(going(held.key) for held in cached)
 
     def _evict(self, copies: ModelCopies, record: ModelRecord) -> str:
-        """Makes room and claims it; says what for it waits."""
+        """Makes room and claims it; says what it waits for."""
         evicted = self._places.evicting(copies, record)
         if evicted is None:
             return ""

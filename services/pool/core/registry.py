@@ -34,7 +34,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What a reader in this process has to know since it last asked. What went comes first: it may be back."""
+    """What a reader in this process has missed since it last asked. Apply what went first: it may be back."""
 
     version: int
     whole: bool
@@ -231,7 +231,7 @@ class Registry:
         self._renew_record(lease.worker_id)
 
     def release(self, plan_id: str, worker_ids: Iterable[str]) -> None:
-        """The plan needs these workers no more."""
+        """The plan no longer needs these workers."""
         for worker_id in worker_ids:
             lease = self.leases.get(worker_id)
             if lease is not None and lease.plan_id == plan_id:
@@ -239,7 +239,7 @@ class Registry:
                 self._renew_record(worker_id)
 
     def end_leases(self, now_s: float) -> None:
-        """Leases that ran out are no more."""
+        """End the leases that have run out."""
         for lease in [lease for lease in self.leases.values() if lease.until_s <= now_s]:
             self.release(lease.plan_id, [lease.worker_id])
 
@@ -258,7 +258,7 @@ class Registry:
                 self._reroute(self.workers[worker_id])
 
     def remove_model(self, name: str, now_s: float) -> None:
-        """A model is registered no more; its instances drain."""
+        """A model is no longer registered; its instances drain."""
         if self.models.remove(name, now_s):
             self.routes.remove_model(name)
             for worker_id in self._holders.get(name, ()):
@@ -279,7 +279,7 @@ class Registry:
     # --- readers -----------------------------------------------------------------------------
 
     def changes(self, since: int) -> Changes:
-        """What changed since that version; 0 for everything. Of a worker: whatever ``WorkerRecord`` shows."""
+        """What changed since that version; 0 for everything. A worker has changed if its ``WorkerRecord`` has."""
         if not self.knows(since):
             since = 0
         models, workers = self.models.entries, self.workers

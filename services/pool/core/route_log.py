@@ -16,7 +16,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class RouteLog:
-    """What changed since the last ``take``. The newest word about an instance or model counts."""
+    """What changed since the last ``take``. The newest change of an instance or model counts."""
 
     def __init__(self) -> None:
         self.sequence = 0
@@ -37,7 +37,7 @@ class RouteLog:
         self._routes[key] = route.route
 
     def gone(self, model: str, instance_id: str) -> None:
-        """A route is no more."""
+        """A route is gone."""
         self._routes.pop((model, instance_id), None)
         self._routes[model, instance_id] = None
 
@@ -46,7 +46,7 @@ class RouteLog:
         self._models[record.name] = record
 
     def remove_model(self, name: str) -> None:
-        """A model is no more, and its routes with it."""
+        """A model is gone, and its routes with it."""
         self._models.pop(name, None)
         self._removed[name] = None
         for key in [key for key in self._routes if key[0] == name]:

@@ -1,4 +1,4 @@
-"""What instances and gateways reported last, and what it means for live scaling: how long each queue takes."""
+"""What instances and gateways reported last, and what it means for live scaling: how long each queue will take."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from services.planner.core.live.pairs import SourceCandidate
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
 
 REPORT_TTL_S = 2.0
-"""Reports older than this are of something dead."""
+"""A report older than this comes from something dead."""
 MIN_TOKENS_PER_S = 1e-9
-"""Nobody measures less, and dividing by it has no end."""
+"""No real measurement is smaller, and dividing by less overflows."""
 ASSUMED_TOKENS_PER_S = 2000.0
 """Prompt tokens per second of an instance, until one reports what it measured."""
 
@@ -40,7 +40,7 @@ class LoadView:
         self._gateways[report.gateway_id] = (now_s, report.models)
 
     def forget(self, now_s: float) -> None:
-        """Forget who has been silent for too long."""
+        """Forget instances and gateways that have been silent for too long."""
         ttl_s = self._report_ttl_s
         self._instances = {k: v for k, v in self._instances.items() if now_s - v[0] <= ttl_s}
         self._gateways = {k: v for k, v in self._gateways.items() if now_s - v[0] <= ttl_s}

@@ -4,7 +4,7 @@ that make them do it. Pure.
 By default a pair is made only where both hold: loading first and serving then would break the SLO, and an overloaded
 instance is there to cooperate with. Each overloaded instance gets one loading instance: a tail of the chains, which
 feeds no other, so that its activations and KV compete with no weights. The slowest tail goes to the instance with the
-longest queue: it is the one that would stand idle longest.
+longest queue, since it would otherwise stand idle the longest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SourceCandidate:
 
     instance_id: str
     queue_s: float
-    """Time that it needs alone for what waits."""
+    """Time that it would need alone for what waits."""
     slack_s: float
     """Time that the earliest waiting request has left of its TTFT, its own prefill subtracted; negative: too late."""
     live: bool = False
@@ -58,7 +58,7 @@ class Selection:
 
 
 def num_sources(overloaded: Sequence[SourceCandidate], choice: LiveChoice = "auto") -> int:
-    """How many instances would take a partner: so many tails are of use."""
+    """How many instances would take a partner, and so how many tails are useful."""
     return len(_sources(overloaded, choice)[0])
 
 

@@ -1,4 +1,4 @@
-"""What a pair asks to be split, as the problem that ``zigzag.assign`` takes, and whether the answer is of use."""
+"""What a pair asks to be split, as the problem that ``zigzag.assign`` takes, and whether the answer is still useful."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def split_request(
 def gates_in_time(found: SplitResult, elapsed_s: float) -> tuple[Gate, ...]:
     """The gates to publish ``elapsed_s`` after they were asked for; none unless they still gain something.
 
-    The pair has worked without gates meanwhile. Were that time lost altogether, every batch would be complete so much
-    later than the split says; if that mean still beats the one without gates, the gates come in time.
+    The pair has worked without gates in the meantime. In the worst case that time is lost, and every batch is complete
+    that much later than the split says. If that mean still beats the one without gates, the gates come in time.
     """
     if not found.gates or found.played.mean + elapsed_s >= found.free.mean:
         return ()

@@ -1,7 +1,7 @@
 """The split of waiting batches between a loading and an overloaded instance, computed beforehand (paper, section 5.2).
 
 A split says for each batch how many of its layers the target runs (T), the source running the other S = L - T. It is
-carried out as gates on the pair's queue. Three steps, of which only the last needs to be exact:
+carried out as gates on the pair's queue. There are three steps; only the last has to be exact:
 
 1. ``zigzag_shapes`` looks for good splits in a few milliseconds;
 2. ``zigzag_ilp`` improves the best one with an integer program, within what is left of the time limit;

@@ -1,4 +1,4 @@
-"""What a plan is made from: the registry's facts and our transfers in flight, for one model."""
+"""What a plan is made from: the registry's facts and the transfers in flight, for one model."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Cluster:
     transfers: tuple[Flow, ...] = ()
     """Weights in flight."""
     serving: tuple[Flow, ...] = ()
-    """Traffic that is not ours."""
+    """Traffic that is not part of a plan."""
     refused: tuple[str, ...] = ()
-    """Workers that could take part if their facts did not contradict others', and the contradictions."""
+    """Workers that could take part if what they report did not contradict other workers, and the contradictions."""
     too_small: str = ""
     """Spare workers that cannot hold the model, in words."""
 
@@ -63,7 +63,7 @@ class Cluster:
 
 
 class Clusters:
-    """The registry's facts and our transfers at one moment, from which each model's view of them is made.
+    """The registry's facts and the planner's transfers at one moment, from which each model's ``Cluster`` is made.
 
     What is the same for all models is looked at once, so that a round for many of them costs little more than for one.
     """
@@ -103,7 +103,7 @@ class Clusters:
         return self._by_model.get(name, ())
 
     def take(self, worker_ids: Iterable[str]) -> None:
-        """These workers are spare no more: a plan of this round has them."""
+        """These workers are no longer spare: a plan of this round has them."""
         for worker_id in worker_ids:
             self._spare.pop(worker_id, None)
 

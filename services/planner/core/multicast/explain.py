@@ -1,4 +1,4 @@
-"""Why a plan is as it is, in words; written only when somebody asks."""
+"""Why a plan is as it is, in words; written only on demand."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from shared.errors import BadRequest, BadTopology
 
 @dataclass(frozen=True, slots=True)
 class Multicast:
-    """The plan. ``edges`` are in the order in which they were planned: whoever sends has received in an earlier one."""
+    """The plan. ``edges`` are in the order in which they were planned: every sender has received in an earlier one."""
 
     edges: tuple[Edge, ...]
     chains: tuple[tuple[Edge, ...], ...]

@@ -1,4 +1,4 @@
-"""Copies to read from, and traffic that is there already: weights that we sent on their way, and what serves."""
+"""Copies to read from, and traffic that is there already: the planner's own transfers, and serving traffic."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ Link = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """Weights on their way by plans of ours."""
+    """Weights on their way by this planner's plans."""
 
     running: tuple[Link, ...] = ()
     settling: tuple[Link, ...] = ()
@@ -100,7 +100,7 @@ class Transfers:
 
 
 def transfer_flows(topology: Topology, links: Iterable[Link]) -> list[Flow]:
-    """One flow per link; a worker that the topology does not know (it died) is left away."""
+    """One flow per link; a worker that the topology does not know (it died) is left out."""
     gpus = topology.gpus
     flows = [Flow(source if source in gpus else "", target if target in gpus else "") for source, target in links]
     return [f for f in flows if f.source or f.target]
@@ -109,13 +109,13 @@ def transfer_flows(topology: Topology, links: Iterable[Link]) -> list[Flow]:
 def serving_flows(
     topology: Topology, workers: Iterable[WorkerRecord], transfers: Transfers, busy_share: float = BUSY_NIC_SHARE
 ) -> list[Flow]:
-    """What the NICs carry that is not ours, as one flow per NIC and direction in use.
+    """What the NICs carry beside the planner's transfers, as one flow per NIC and direction in use.
 
-    A reading says how much passes, not whose it is. So a direction that a transfer of ours uses is not looked at: the
-    transfer is a flow already. Nor is one that the pool's transfers may use: weights on their way into host memory,
-    from whichever holder. Any other that carries more than ``busy_share`` of the NIC's bandwidth serves (KV that
-    is shipped, or anything else that should not be disturbed). Workers that share a NIC all report its traffic; it
-    counts once, at the first of them.
+    A reading says how much passes, not whose it is. So the planner ignores a direction that one of its own transfers
+    uses: the transfer is a flow already. It also ignores one that the pool's transfers may use: weights on their way
+    into host memory, from whichever holder. Any other that carries more than ``busy_share`` of the NIC's bandwidth
+    serves (KV that is shipped, or anything else that should not be disturbed). Workers that share a NIC all report its
+    traffic; it counts once, at the first of them.
     """
     gpus = topology.gpus
     records = sorted(workers, key=lambda w: w.worker.worker_id)

@@ -64,7 +64,7 @@ def decide(
     ``in_pairs`` (instance ids), which scale live with another, go last.
     """
     wanted = bounded(desired, model, floor, role)
-    # Instances of other weights that had this name before are none of its: they drain.
+    # Instances of other weights that had this name before do not belong to the model: they drain.
     mine = [
         w
         for w in workers
@@ -85,7 +85,7 @@ def decide(
 
 
 def _leaves(record: WorkerRecord, leaving: Collection[str]) -> bool:
-    """A worker that is about to end counts no more, whatever it still does."""
+    """A worker that is about to end no longer counts, whatever it still does."""
     told = record.state == "serving" and record.instance is not None and record.instance.instance_id in leaving
     return told or record.stopping
 

@@ -15,13 +15,13 @@ from shared.messages.registry import WorkerRecord
 from shared.messages.scaling import DrainPlan, ScalePlan
 
 HEED_S = 15.0
-"""Who was told to drain, maybe by an earlier planner, shows it by then, or never will."""
+"""A worker that was told to drain, maybe by an earlier planner, shows it by then, or never will."""
 MAX_PART_DIGITS = 9
 
 
 def plans_from(events: Iterable[ScalePlan]) -> dict[str, ScalePlan]:
-    """Whole plans by id, oldest first. One of which a part is missing was never published to its end, and is left out:
-    who published it gave its leases back, or did not live to. So is one that no planner can have made."""
+    """Whole plans by id, oldest first. A plan that lacks a part was never fully published and is left out: its planner
+    gave the leases back, or died first. A plan that no planner can have made is left out, too."""
     parts: dict[str, list[ScalePlan]] = {}
     for event in filter(_is_sound, events):
         parts.setdefault(base_id(event.plan_id), []).append(event)
@@ -30,7 +30,7 @@ def plans_from(events: Iterable[ScalePlan]) -> dict[str, ScalePlan]:
 
 
 def _is_sound(plan: ScalePlan) -> bool:
-    """Whether it fits together: the stream is kept, and what is in there once is read at every start."""
+    """Whether it fits together: the stream is kept, so a broken plan would be read again at every start."""
     _, dot, number = plan.plan_id.partition(".")
     hops = [hop for chain in plan.chains for hop in chain.hops]
     targets = {target for hop in hops for target in hop.targets}
@@ -49,7 +49,7 @@ def _number(part: ScalePlan) -> int:
 
 
 def drains_from(events: Iterable[DrainPlan]) -> dict[str, DrainPlan]:
-    """Drains and revivals by id, oldest first, as far as they were published, and somebody can have meant them."""
+    """Drains and revivals by id, oldest first, as far as they were published and make sense."""
     parts: dict[str, list[DrainPlan]] = {}
     for event in events:
         if not isfinite(event.triggered_at_s):
@@ -116,7 +116,7 @@ def unheeded(plan: DrainPlan, operation: Operation, workers: Sequence[WorkerReco
 def unpublished_leases(
     workers: Sequence[WorkerRecord], published: Collection[str]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """(plan id, worker ids) of leases whose plan no worker will ever hear of."""
+    """(plan id, worker ids) of leases whose plan was never published, so that no worker will hear of it."""
     found: dict[str, list[str]] = {}
     for worker in workers:
         if worker.lease_plan_id and worker.lease_plan_id not in published:

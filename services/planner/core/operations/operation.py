@@ -19,12 +19,12 @@ from shared.messages.scaling import DrainPlan, ScalePlan, ScaleProgress, ScaleRe
 DEADLINE_FINISHES = 3.0
 """A target may take this many times its predicted finish, where that is longer than what its bytes alone allow."""
 LOST_WORD_S = 5.0
-"""A target that is late by this, and takes ``DEADLINE_FINISHES`` times as long as predicted, has everything: it said
-so, and was not heard."""
+"""A target that is late by this, and takes ``DEADLINE_FINISHES`` times as long as predicted, has everything: its report
+must have been lost."""
 MISSING_S = 2.0
 """A worker that the registry has not known for this long is dead."""
 LEAST_LOAD_S = 15.0
-"""A target has at least so long, whatever is predicted: predictions do not know what else hosts have to do."""
+"""A target has at least this long, whatever is predicted: predictions do not know what else the hosts have to do."""
 LOAD_FACTOR = 10.0
 """Of its predicted finish, in which a target must have everything."""
 
@@ -61,7 +61,7 @@ class Operation:
     accept_by_s: float = float("inf")
     """A target that has not accepted by then has failed."""
     deadline_s: float = float("inf")
-    """One that has not ended by then, too."""
+    """A target that has not ended by then has failed, too."""
     links: tuple[Link, ...] = ()
     """Who sends weights to whom."""
     predicted_s: Mapping[str, float] = field(default_factory=dict)
@@ -247,7 +247,7 @@ class Operation:
                 if not _holds(worker, instance_id):
                     target.spare_s = now_s  # its own report was lost
                 elif worker.state == "serving" and now_s > self.accept_by_s:
-                    # It counts again: whoever wants it gone has to say so anew.
+                    # It counts again: draining it takes a new plan.
                     self.fail_target(worker_id, "it serves on: it never heard that it is to drain")
             elif self._came_up(worker, instance_id):
                 # Its own reports were lost, or came before this planner led. When that was is unknown.

@@ -26,7 +26,7 @@ class Operations:
         self._by_id: OrderedDict[str, Operation] = OrderedDict()
         # Hundreds are remembered, and a round asks about those that matter for each of its requests.
         self._open: dict[str, Operation] = {}
-        """Those that had not ended when somebody last asked."""
+        """Those that had not ended at the last look."""
         self._settling: dict[str, float] = {}
         """Those whose transfers may just have ended, and since when (unix time) it is known that they have."""
         self._past: OrderedDict[str, ScaleRecord] = OrderedDict()
@@ -46,7 +46,7 @@ class Operations:
             self._past.popitem(last=False)
 
     def reset(self) -> None:
-        """Forget everything: another planner led meanwhile."""
+        """Forget everything: another planner led in the meantime."""
         self._by_id.clear()
         self._open.clear()
         self._settling.clear()

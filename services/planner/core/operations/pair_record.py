@@ -12,7 +12,7 @@ from shared.messages.scaling import LiveBatchRecord, LiveRecord
 LIVE_REPORT_WAIT_S = 60.0
 """How long after its target has ended a pair's report is waited for: long queues are worked off together until then."""
 MAX_BUCKETS = 20_000
-"""Of one timeline; what is beyond is left away."""
+"""Of one timeline; anything beyond is left out."""
 _DEFAULT_BUCKET_S = 0.05
 
 Outcome = Literal["running", "dissolved", "failed", "unknown"]
