@@ -16,6 +16,8 @@ from shared.messages.admin import Status
 from shared.messages.scaling import ScaleRecord
 from tests import plain_http
 
+PATIENCE_S = 60.0
+"""For what takes a second or two where nothing else runs."""
 PROMPT = [5, 17, 33, 2, 90, 41, 7]
 
 
@@ -57,7 +59,7 @@ async def stream(
 
 async def scale(stack: Stack, model: str, instances: int, *, hold_s: float = 60.0) -> ScaleRecord:
     """Scale and wait for the end of the operation."""
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + PATIENCE_S
     while True:
         try:
             record = await stack.admin.scale(model, instances, hold_s=hold_s)
@@ -71,7 +73,7 @@ async def scale(stack: Stack, model: str, instances: int, *, hold_s: float = 60.
     return record
 
 
-async def until(stack: Stack, condition: Callable[[Status], bool], timeout_s: float = 20.0) -> Status:
+async def until(stack: Stack, condition: Callable[[Status], bool], timeout_s: float = PATIENCE_S) -> Status:
     """Poll the status until it fulfils the condition. The registry may be on its way back meanwhile."""
     deadline_s = time.monotonic() + timeout_s
     status: Status | BlitzError

@@ -40,10 +40,10 @@ async def test_load_adds_instances_and_silence_removes_them(tmp_path: Path) -> N
                 return asked
 
             asking = [asyncio.create_task(keep_asking()) for _ in range(24)]
-            await until(stack, lambda s: s.serving(MODEL) == 3, timeout_s=20.0)
+            await until(stack, lambda s: s.serving(MODEL) == 3)
             quiet.set()
             assert sum(await asyncio.gather(*asking)) >= 24
-            await until(stack, lambda s: s.serving(MODEL) == 1 and len(s.instances) == 1, timeout_s=20.0)
+            await until(stack, lambda s: s.serving(MODEL) == 1 and len(s.instances) == 1)
 
 
 async def test_one_long_prompt_asks_for_one_instance_and_many_for_more(tmp_path: Path) -> None:
@@ -63,4 +63,5 @@ async def test_one_long_prompt_asks_for_one_instance_and_many_for_more(tmp_path:
             assert any(r.queued_tokens > 2000 for r in reports), "it was seen to wait"
             assert reports[-1].prefill_tokens_per_s > 0, "and measured"
             await asyncio.gather(*(complete(client, "demo", prompt=long, max_tokens=4) for _ in range(3)))
-            assert max(d.desired for d in demands) in (2, 3)
+            most = max(demands, key=lambda d: d.desired)
+            assert most.desired in (2, 3), most.reason

@@ -17,7 +17,7 @@ from shared.load_feed import subscribe_load
 from shared.messages.common import Role
 from shared.messages.load import LoadReport
 from tests.checkpoints import tiny_checkpoint
-from tests.stack.client import bus, openai_client, stream, until
+from tests.stack.client import PATIENCE_S, bus, openai_client, stream, until
 from tests.stack.conftest import FAST, MODEL, NO_DEMAND, READY_S
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
@@ -50,7 +50,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
 
 async def _scale(stack: Stack, instances: int, role: Role) -> None:
     record = await stack.admin.scale(SPLIT, instances, hold_s=300.0, role=role)
-    record = await stack.admin.scale_record(record.plan_id, wait_s=20.0)
+    record = await stack.admin.scale_record(record.plan_id, wait_s=PATIENCE_S)
     assert record.status == "done", record
     assert record.role == role
     await until(stack, lambda s: sum(i.role == role and i.state == "serving" for i in s.instances) == instances)
@@ -71,7 +71,7 @@ async def test_the_text_is_that_of_one_instance(stack: Stack) -> None:
         def by_role(role: Role) -> LoadReport | None:
             return next((r for r in reports.values() if r.model == SPLIT and r.role == role), None)
 
-        deadline_s = time.monotonic() + 20.0
+        deadline_s = time.monotonic() + PATIENCE_S
         while (decode := by_role("decode")) is None or decode.decode_tokens_total < 2 * len(PROMPTS) * (MAX_TOKENS - 1):
             assert time.monotonic() < deadline_s, reports
             await asyncio.sleep(0.05)
@@ -106,7 +106,7 @@ async def test_a_prefill_instance_is_scaled_live(stack: Stack) -> None:
         reading = [asyncio.create_task(_text(client, SPLIT, prompt)) for prompt in PROMPTS * 3]
         record = await stack.admin.scale(SPLIT, 2, hold_s=60.0, live="always", role="prefill")
         assert await asyncio.gather(*reading) == alone * 3
-        record = await stack.admin.scale_record(record.plan_id, wait_s=20.0)
+        record = await stack.admin.scale_record(record.plan_id, wait_s=PATIENCE_S)
         assert record.status == "done", record
         (pair,) = record.live
         assert pair.outcome in ("dissolved", "failed"), pair

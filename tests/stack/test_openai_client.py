@@ -18,6 +18,7 @@ from shared.load_feed import subscribe_load
 from shared.messages.load import LoadReport
 from tests.checkpoints import tiny_checkpoint
 from tests.plain_http import http_client
+from tests.services.waiting import TIMEOUT_S, eventually
 from tests.stack.client import PROMPT, bus, complete, openai_client
 from tests.stack.conftest import MODEL
 
@@ -121,10 +122,11 @@ async def test_a_cancelled_stream_frees_its_blocks(torch_stack: Stack, client: A
         )
         async for _ in events:
             break
-        assert any(r.kv_blocks_used for r in await _fresh(reports))
+        reports.clear()
+        await eventually(lambda: any(r.kv_blocks_used for r in reports))
         await events.close()
-        async with asyncio.timeout(5):
-            while any(r.kv_blocks_used for r in await _fresh(reports)):
+        async with asyncio.timeout(TIMEOUT_S):
+            while not (fresh := await _fresh(reports)) or any(r.kv_blocks_used for r in fresh):
                 pass
 
 

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI
 
 from compose.stack import Stack
 from tests.plain_http import http_client, openai_client
+from tests.services.waiting import eventually
 from tests.stack.client import complete, scale, stream, until
 from tests.stack.conftest import MODEL, READY_S, mock_config
 
@@ -51,8 +52,27 @@ async def _listed(stack: Stack) -> set[str]:
     return {record["plan_id"] for record in answer.json()["records"]}
 
 
-async def _read(client: AsyncOpenAI) -> str:
-    return "".join([piece async for piece in stream(client, MODEL, max_tokens=TOKENS)])
+class Reader:
+    """Reads one stream."""
+
+    def __init__(self, client: AsyncOpenAI) -> None:
+        self.text = ""
+        self.task = asyncio.create_task(self._read(client))
+
+    async def _read(self, client: AsyncOpenAI) -> None:
+        async for piece in stream(client, MODEL, max_tokens=TOKENS):
+            self.text += piece
+
+
+async def _well_begun(readers: list[Reader], expected: str) -> None:
+    """And far from their ends."""
+    await eventually(lambda: all(len(reader.text) > len(expected) / 5 for reader in readers))
+    assert not any(reader.task.done() for reader in readers)
+
+
+async def _texts(readers: list[Reader]) -> list[str]:
+    await asyncio.gather(*(reader.task for reader in readers))
+    return [reader.text for reader in readers]
 
 
 @pytest.mark.parametrize("kind", ["planner", "pool", "monitor"])
@@ -66,14 +86,13 @@ async def test_another_leads_when_the_leader_is_killed_and_nothing_is_forgotten(
     assert term > 0
     async with _client(stack.urls[0]) as first, _client(stack.urls[1]) as second:
         expected = await complete(first, MODEL, max_tokens=TOKENS)
-        reading = [asyncio.create_task(_read(client)) for client in (first, second) for _ in range(3)]
-        await asyncio.sleep(0.4)
-        assert not any(task.done() for task in reading)
+        readers = [Reader(client) for client in (first, second) for _ in range(3)]
+        await _well_begun(readers, expected)
         stack.kill(leader)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while _newest_term(stack, kind)[0] == term:
                 await asyncio.sleep(0.05)
-        assert await asyncio.gather(*reading) == [expected] * 6
+        assert await _texts(readers) == [expected] * 6
     for instances in (1, 2):
         record = await scale(stack, MODEL, instances)
         assert record.status == "done", record
@@ -84,11 +103,11 @@ async def test_another_leads_when_the_leader_is_killed_and_nothing_is_forgotten(
 async def test_the_other_gateways_streams_do_not_notice_a_killed_one(stack: Stack) -> None:
     async with _client(stack.urls[0]) as first, _client(stack.urls[1]) as second:
         expected = await complete(first, MODEL, max_tokens=TOKENS)
-        reading = [asyncio.create_task(_read(first)) for _ in range(3)]
-        await asyncio.sleep(0.4)
+        readers = [Reader(first) for _ in range(3)]
+        await _well_begun(readers, expected)
         stack.kill("gateway-1")
-        assert await asyncio.gather(*reading) == [expected] * 3
-        async with asyncio.timeout(30):
+        assert await _texts(readers) == [expected] * 3
+        async with asyncio.timeout(60):
             while True:
                 try:
                     assert await complete(second, MODEL, max_tokens=TOKENS) == expected

@@ -52,7 +52,7 @@ async def test_the_two_span_trees(tmp_path: Path, otlp_receiver: OtlpReceiver) -
         async with openai_client(stack) as client:
             await complete(client, MODEL)
         root = f"gateway:text_completion {MODEL}"
-        spans = otlp_receiver.wait_for(lambda s: _is_whole(s, root), 20.0)
+        spans = otlp_receiver.wait_for(lambda s: _is_whole(s, root), 60.0)
 
     (request,) = _named(spans, "worker.request")
     assert _ancestors(spans, request)[-1] == root
