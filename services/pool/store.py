@@ -30,6 +30,7 @@ MAX_CONNECTIONS = 32
 """To Redis, which does one thing at a time: more would only wait there."""
 CONNECTION_WAIT_S = 5.0
 """The wait for one of them when all are in use: all workers may register in the same moment."""
+CONNECT_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Store:
             max_connections=MAX_CONNECTIONS,
             timeout=CONNECTION_WAIT_S,
             socket_timeout=5.0,
-            socket_connect_timeout=2.0,
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
         )
         return cls(Redis.from_pool(pool))
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
@@ -10,6 +11,7 @@ import pytest
 from compose import preflight
 from compose.config import StackConfig, default_state_dir, default_workers, inherited_environment
 from compose.errors import StackRefused
+from compose.ports import free_port
 from compose.state_dir import StateDir
 
 
@@ -151,13 +153,21 @@ def test_every_process_has_a_health_port_of_its_own_once_there_is_a_first(tmp_pa
     assert config(tmp_path).health_port("worker", 1) == 0
 
 
+def hold_behind_a_free_port(holder: socket.socket) -> int:
+    """The free one: the system gives neither of the two to anybody else's connection meanwhile."""
+    while True:
+        free = free_port()
+        with contextlib.suppress(OSError):
+            holder.bind(("127.0.0.1", free + 1))
+            holder.listen(1)
+            return free
+
+
 def test_a_health_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen(1)
-        port = holder.getsockname()[1]
-        with pytest.raises(StackRefused, match=f"port {port} on 127.0.0.1 is in use.*BLITZ_HEALTH_PORT"):
-            preflight.check(config(tmp_path, env={"BLITZ_HEALTH_PORT": str(port - 1)}))
+        free = hold_behind_a_free_port(holder)
+        with pytest.raises(StackRefused, match=f"port {free + 1} on 127.0.0.1 is in use.*BLITZ_HEALTH_PORT"):
+            preflight.check(config(tmp_path, env={"BLITZ_HEALTH_PORT": str(free)}))
 
 
 def test_a_health_port_that_is_none_is_refused(tmp_path: Path) -> None:

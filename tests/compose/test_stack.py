@@ -54,7 +54,7 @@ async def test_everything_starts_serves_the_model_and_stops_in_order(
 ) -> None:
     said: list[str] = []
     async with Stack(stack_config(tmp_path, fake_env, demo_model), say=said.append) as stack:
-        status = await stack.wait_ready(20)
+        status = await stack.wait_ready(60)
         assert set(stack.processes) == NAMES
         assert [model.name for model in status.models] == ["demo"]
         assert status.models[0].path == str(demo_model)
@@ -78,7 +78,7 @@ async def test_several_of_a_kind_have_names_seats_and_ports_of_their_own(
     )
     kinds = ("planner", "monitor", "pool", "gateway")
     async with Stack(config) as stack:
-        await stack.wait_ready(20)
+        await stack.wait_ready(60)
         several = {f"{kind}-{index}" for kind in kinds for index in range(2)}
         assert set(stack.processes) == several | {"nats", "redis", "worker-0"}
         envs = {name: stack.processes[name].spec.env for name in several}
@@ -103,14 +103,14 @@ async def test_one_of_two_that_cannot_start_is_left_down(
 ) -> None:
     config = stack_config(tmp_path, fake_env, demo_model, planners=2, service_env={"planner-1": {"FAKE_BROKEN": "1"}})
     async with Stack(config, policy=QUICK) as stack:
-        await stack.wait_ready(20)
+        await stack.wait_ready(60)
         assert stack.processes["planner-1"].state == "gave_up"
 
 
 async def test_the_models_get_the_stacks_objectives(tmp_path: Path, fake_env: dict[str, str], demo_model: Path) -> None:
     config = stack_config(tmp_path, fake_env, demo_model, workers=1, slo_ttft_s=0.5, slo_tbt_s=0.0625)
     async with Stack(config) as stack:
-        [model] = (await stack.wait_ready(20)).models
+        [model] = (await stack.wait_ready(60)).models
         assert (model.slo_ttft_s, model.slo_tbt_s) == (0.5, 0.0625)
 
 
@@ -136,7 +136,7 @@ async def test_children_get_their_environment(
     per_service = {"worker": {"EXTRA": "all", "BLITZ_WORKER_LEAF": "leaf-7"}, "worker-1": {"EXTRA": "one"}}
     config = stack_config(tmp_path, fake_env, demo_model, service_env=per_service, engine="mock")
     async with Stack(config) as stack:
-        await stack.wait_ready(20)
+        await stack.wait_ready(60)
         found = {
             name: json.loads((tmp_path / "fake" / f"{name}.env").read_text()) for name in NAMES - {"nats", "redis"}
         }
@@ -162,7 +162,7 @@ async def test_children_get_their_environment(
 
 async def test_whatever_dies_comes_back(tmp_path: Path, fake_env: dict[str, str], demo_model: Path) -> None:
     async with Stack(stack_config(tmp_path, fake_env, demo_model), policy=QUICK) as stack:
-        await stack.wait_ready(20)
+        await stack.wait_ready(60)
         before = {name: child.pid for name, child in stack.processes.items()}
         for name in ("nats", "redis", "worker-0", "gateway"):
             stack.kill(name)
@@ -172,7 +172,7 @@ async def test_whatever_dies_comes_back(tmp_path: Path, fake_env: dict[str, str]
 
 async def test_workers_can_be_added_and_taken_away(tmp_path: Path, fake_env: dict[str, str], demo_model: Path) -> None:
     async with Stack(stack_config(tmp_path, fake_env, demo_model, workers=1)) as stack:
-        await stack.wait_ready(20)
+        await stack.wait_ready(60)
         assert await stack.add_worker() == "worker-1"
         await until(lambda: (tmp_path / "fake" / "worker-1").exists())
         pid = stack.processes["worker-0"].pid
@@ -190,7 +190,7 @@ async def test_a_service_that_cannot_start_ends_the_wait_with_its_last_lines(
     stack = Stack(stack_config(tmp_path, fake_env, demo_model, service_env=broken), policy=QUICK)
     with pytest.raises(ProcessGaveUp, match=f"{name}.* keeps dying") as caught:
         async with stack:
-            await stack.wait_ready(20)
+            await stack.wait_ready(60)
     assert caught.value.last_lines[-1] == "the wrong kind of electricity"
 
 
@@ -201,7 +201,7 @@ async def test_one_worker_that_cannot_start_is_left_down_and_the_others_serve(
     said: list[str] = []
     config = stack_config(tmp_path, fake_env, demo_model, service_env=broken)
     async with Stack(config, policy=QUICK, say=said.append) as stack:
-        await stack.wait_ready(20)
+        await stack.wait_ready(60)
         assert stack.processes["worker-0"].ready
         assert stack.processes["worker-1"].state == "gave_up"
         assert any("worker-1 IS GIVEN UP" in text for text in said)
@@ -212,7 +212,7 @@ async def test_servers_and_services_that_die_again_and_again_come_back(
     tmp_path: Path, fake_env: dict[str, str], demo_model: Path
 ) -> None:
     async with Stack(stack_config(tmp_path, fake_env, demo_model), policy=QUICK) as stack:
-        await stack.wait_ready(20)
+        await stack.wait_ready(60)
         for name in ("nats", "redis", "pool", "worker-0"):
             child = stack.processes[name]
             for death in range(1, 2 + QUICK.max_failed_starts):
@@ -228,7 +228,7 @@ async def test_once_it_serves_only_what_requests_need_ends_it(
     tmp_path: Path, fake_env: dict[str, str], demo_model: Path, name: str, ends: bool
 ) -> None:
     async with Stack(stack_config(tmp_path, fake_env, demo_model), policy=QUICK) as stack:
-        await stack.wait_ready(20)
+        await stack.wait_ready(60)
         child = stack.processes[name]
         child.spec = replace(child.spec, argv=(sys.executable, "-c", "raise SystemExit('gone for good')"))
         gave_up = asyncio.ensure_future(stack.wait_gave_up())
@@ -257,7 +257,7 @@ async def test_a_second_stack_on_the_same_state_is_refused_and_disturbs_nothing(
         with pytest.raises(StackRefused, match="another stack"):
             async with Stack(config):
                 pass
-        await stack.wait_ready(20)
+        await stack.wait_ready(60)
 
 
 class Up:

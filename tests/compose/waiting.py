@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Returns when ``condition`` holds; fails the test after ``timeout_s``."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
@@ -15,7 +15,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         await asyncio.sleep(0.02)
 
 
-def until_sync(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def until_sync(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """As ``until``, for tests without a loop."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -28,6 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.ucx
+@pytest.mark.timeout(300)  # five processes that import torch, one after the other
 def test_ours_and_theirs_read_the_same_weights(checkpoint: Path) -> None:
     methods = [BY_NAME[name] for name in ("safetensors", "disk", "network")]
     warm = [Method(m.name, tuple(s for s in m.states if s != "cold"), m.what) for m in methods]

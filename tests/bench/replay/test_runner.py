@@ -31,17 +31,17 @@ async def _replay(server: FakeServer, trace: Trace, **options: Any) -> tuple[Res
 
 
 async def test_measures_times_and_counts_tokens() -> None:
-    async with fake_server(gap_s=0.02) as server:
+    async with fake_server(gap_s=0.1) as server:
         result, collector = await _replay(server, _trace(5, every_s=0.05))
     assert (result.completed, result.failed, result.unfinished) == (5, 0, 0)
     assert (result.input_tokens, result.output_tokens) == (30, 20)
     assert result.tbt_s is not None
     assert result.tbt_s.count == 15
-    assert 0.015 < result.tbt_s.p50 < 0.08
+    assert 0.08 < result.tbt_s.p50 < 0.4
     assert result.e2e_s is not None
     assert result.ttft_s is not None
     assert result.ttft_s.max < result.e2e_s.max
-    assert result.e2e_s.p50 > 0.06
+    assert result.e2e_s.p50 > 0.3
     assert result.duration_s > 0.2
     body = server.bodies[0]
     assert body["max_tokens"] == body["min_tokens"] == 4
@@ -53,13 +53,13 @@ async def test_measures_times_and_counts_tokens() -> None:
 
 
 async def test_requests_are_sent_on_time_however_late_the_answers_are() -> None:
-    async with fake_server(gap_s=0.2) as server:
+    async with fake_server(gap_s=2.0) as server:
         started = time.perf_counter()
-        result, _ = await _replay(server, _trace(10, every_s=0.02))
+        result, _ = await _replay(server, _trace(10, every_s=0.02, output_tokens=1))
         elapsed = time.perf_counter() - started
     assert result.completed == 10
     assert server.most_running == 10
-    assert elapsed < 2.0
+    assert elapsed < 10.0, "one after the other they take 20 s"
 
 
 @pytest.mark.parametrize(
@@ -75,15 +75,15 @@ async def test_requests_are_sent_on_time_however_late_the_answers_are() -> None:
 )
 async def test_failures_are_counted_by_kind_and_do_not_spoil_the_rest(behaviour: str, kind: str) -> None:
     async with fake_server(lambda n: behaviour if n == 1 else "ok") as server:
-        result, _ = await _replay(server, _trace(4, every_s=0.03), timeout_s=0.3)
+        result, _ = await _replay(server, _trace(4, every_s=0.03), timeout_s=1.5)
     assert result.failures == {kind: 1}
     assert result.completed == 3
     assert result.failure_examples[kind]
 
 
 async def test_a_slow_stream_that_keeps_talking_is_no_timeout() -> None:
-    async with fake_server(gap_s=0.1) as server:
-        result, _ = await _replay(server, _trace(1, output_tokens=6), timeout_s=0.3)
+    async with fake_server(gap_s=0.25) as server:
+        result, _ = await _replay(server, _trace(1, output_tokens=6), timeout_s=1.0)
     assert result.completed == 1
 
 
@@ -124,6 +124,8 @@ async def test_cancelling_keeps_what_was_measured() -> None:
         requests = plan_requests(_trace(3, every_s=0.05), Shape())
         collector = Collector(planned=3)
         task = asyncio.create_task(send_all(client, requests, SendOptions(model="fake"), collector))
+        while len(server.bodies) < 3 or not collector.records:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.4)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

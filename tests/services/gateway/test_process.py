@@ -19,11 +19,10 @@ from services.gateway.config import GatewayConfig
 from shared.bus.nats import NatsBus
 from shared.settings import SettingsError
 from tests.plain_http import http_client
+from tests.servers import nats_server
 from tests.services.gateway.checkpoint import model_record
 from tests.services.gateway.cluster import FakePool, FakeWorker, say
 from tests.services.waiting import TIMEOUT_S, eventually
-
-NATS = Path(sys.executable).parent / "nats-server"
 
 
 class NatsBroker:
@@ -38,15 +37,10 @@ class NatsBroker:
 
 @pytest.fixture
 def nats_url(tmp_path: Path) -> Iterator[str]:
-    port = free_port()
-    process = subprocess.Popen(
-        [NATS, "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(tmp_path / "js")],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    yield f"nats://127.0.0.1:{port}"
-    process.kill()
-    process.wait()
+    server = nats_server(tmp_path)
+    server.start()
+    yield server.url
+    server.stop()
 
 
 def environment(nats_url: str, port: int) -> dict[str, str]:
@@ -56,13 +50,7 @@ def environment(nats_url: str, port: int) -> dict[str, str]:
 @pytest.mark.stack
 async def test_sigterm_finishes_streams_and_exits_cleanly(nats_url: str, checkpoint: Path) -> None:
     port = free_port()
-    buses: list[NatsBus] = []
-    async with asyncio.timeout(TIMEOUT_S):
-        while len(buses) < 2:
-            try:
-                buses.append(await NatsBus.connect(nats_url, name="test", connect_timeout_s=5))
-            except Exception:  # noqa: BLE001 - the server may still be starting; the timeout above ends this
-                await asyncio.sleep(0.1)
+    buses = [await NatsBus.connect(nats_url, name="test") for _ in range(2)]
     broker = NatsBroker(list(buses))
     worker = FakeWorker(broker, "w0", script=say("hello world"))  # type: ignore[arg-type]
     worker.pause_after = 5

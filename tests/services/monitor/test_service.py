@@ -26,7 +26,7 @@ from tests.services.fake_pool import FAR_FUTURE_S, FakePool
 from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
 
-POLICY = DemandPolicy(rate_window_s=0.2, down_window_s=0.1, report_ttl_s=0.3, prefill_tokens_per_s=1000.0, slack_s=1.0)
+POLICY = DemandPolicy(rate_window_s=0.2, down_window_s=0.1, report_ttl_s=1.0, prefill_tokens_per_s=1000.0, slack_s=1.0)
 REPEAT_S = 0.1
 
 

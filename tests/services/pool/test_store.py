@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
+from services.pool import store as store_module
 from services.pool.store import Store
 from shared.errors import Unavailable
 from shared.messages.codec import encode
@@ -47,13 +48,13 @@ async def test_epochs_of_leases_and_of_host_copies_never_meet(store: Store) -> N
 
 
 async def test_one_process_leads_until_it_falls_silent(store: Store) -> None:
-    first = await store.lead("planner", "one", 0.2)
-    refused = await store.lead("planner", "two", 0.2)
+    first = await store.lead("planner", "one", 60.0)
+    refused = await store.lead("planner", "two", 60.0)
     assert (first.leads, refused.leads, refused.leader, refused.term) == (True, False, "one", first.term)
-    assert (await store.lead("planner", "one", 0.2, last_term=first.term)).term == first.term
-    assert (await store.lead("monitor", "two", 0.2)).leads
-    await asyncio.sleep(0.25)
-    second = await store.lead("planner", "two", 0.2)
+    assert (await store.lead("monitor", "two", 60.0)).leads
+    assert (await store.lead("planner", "one", 0.1, last_term=first.term)).term == first.term
+    await asyncio.sleep(0.15)
+    second = await store.lead("planner", "two", 60.0)
     assert second.leads
     assert second.term > first.term
     assert not (await store.lead("planner", "one", 0.2, last_term=first.term)).leads
@@ -62,7 +63,7 @@ async def test_one_process_leads_until_it_falls_silent(store: Store) -> None:
 async def test_a_leader_that_nobody_replaced_keeps_its_term(store: Store) -> None:
     first = await store.lead("planner", "one", 0.05)
     await asyncio.sleep(0.1)
-    again = await store.lead("planner", "one", 0.05, last_term=first.term)
+    again = await store.lead("planner", "one", 60.0, last_term=first.term)
     assert (again.term, again.terms_lost) == (first.term, False)
     await store.abdicate("planner", "two")
     assert not (await store.lead("planner", "two", 0.05)).leads
@@ -94,11 +95,12 @@ async def test_a_process_that_leads_no_more_changes_nothing(store: Store, redis_
     other = Store.connect(redis_url)
     for each, owner in ((store, "one"), (other, "two")):
         each.fence(owner)
-    await store.lead("pool", "one", 0.1)
+    first = await store.lead("pool", "one", 60.0)
     await store.add_model(M)
+    await store.lead("pool", "one", 0.1, last_term=first.term)
     await asyncio.sleep(0.15)
-    await other.lead("pool", "two", 5.0)
-    await other.heartbeat(heartbeat("w0"), 5.0)
+    await other.lead("pool", "two", 60.0)
+    await other.heartbeat(heartbeat("w0"), 60.0)
     changes = (
         lambda: store.add_model(model("n")),
         lambda: store.remove_model("m"),
@@ -185,8 +187,14 @@ async def test_what_has_no_host_copy_is_kept_for_every_process(store: Store) -> 
     assert (await store.remember(0.0, 0.0)).unplaced == (entry,)
 
 
-async def test_more_reports_at_once_than_there_are_connections_wait_for_one(store: Store) -> None:
+async def test_more_reports_at_once_than_there_are_connections_wait_for_one(
+    store: Store, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "CONNECTION_WAIT_S", 60.0)
+    monkeypatch.setattr(store_module, "CONNECT_TIMEOUT_S", 60.0)
+    patient = Store.connect(redis_url)
     worker_ids = [f"w{index}" for index in range(300)]
-    await asyncio.gather(*(store.heartbeat(heartbeat(worker_id), 5.0) for worker_id in worker_ids))
+    await asyncio.gather(*(patient.heartbeat(heartbeat(worker_id), 60.0) for worker_id in worker_ids))
+    await patient.close()
     remembered = await store.remember(0.0, 0.0)
     assert {report.worker.worker_id for report in remembered.reports} == set(worker_ids)
