@@ -327,8 +327,7 @@ class Dispatcher:
         """Whether its worker died with it: the worker did not leave on request, and it is not that the bus was away."""
         if isinstance(error, EngineBroken):
             return True
-        connected_since_s = self._bus.connected_since_s
-        if connected_since_s is None or self._clock() - connected_since_s < self._patience.settle_s:
+        if not self.silence_watch.is_settled:
             return False
         model = self._routes.find(stream.model)
         route = model.routes.get(stream.instance_id) if model is not None else None

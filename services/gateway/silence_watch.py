@@ -93,6 +93,12 @@ class SilenceWatch:
         self._up_since_s = 0.0
         self._reconnected = False
 
+    @property
+    def is_settled(self) -> bool:
+        """The bus is up, and has been for so long that a process that was cut off with it would be back."""
+        since_s, up_s = self._bus.connected_since_s, self._own_time.now_s - self._up_since_s
+        return since_s is not None and since_s == self._connected_since_s and up_s >= self._patience.settle_s
+
     def spoke(self, worker_id: str, instance_id: str = "") -> None:
         """The worker sent tokens, or answered."""
         self._spoke_s[worker_id] = self._own_time.now_s
