@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 
 from shared.errors import TransferAborted
 from shared.transport.base import Buffer, Channel, TensorTransport, Transfer
@@ -56,8 +57,10 @@ class TamperingTransport(TensorTransport):
         self.stuck_from: int | None = None
         """Receives from this index on never end, not even when they are aborted."""
         self.delay_s = 0.0
-        """Every message of lane 0 leaves this much later, one after the other."""
-        self._next_free_s = 0.0
+        """Every message of lane 0 leaves this much later, one after the other. Time in which this process is not run
+        delays one message, not all: what the engine computes meanwhile is no more, either."""
+        self._link: SimpleQueue[tuple[float, Callable[[], None]] | None] = SimpleQueue()
+        self._slow: threading.Thread | None = None
 
     @property
     def address(self) -> bytes:
@@ -72,11 +75,18 @@ class TamperingTransport(TensorTransport):
             return PostedTransfer(buffer, tag, lambda _: None)
         return self.real.recv(buffer, tag, source=source.channel if isinstance(source, _TamperingChannel) else source)
 
-    def departure_s(self) -> float:
-        """How long the next message has to wait for the slow link."""
-        now_s = time.monotonic()
-        self._next_free_s = max(now_s, self._next_free_s) + self.delay_s
-        return self._next_free_s - now_s
+    def send_slowly(self, send: Callable[[], None]) -> None:
+        """Once those before it have left, and ``delay_s`` later."""
+        if self._slow is None:
+            self._slow = threading.Thread(target=self._run_slowly, daemon=True)
+            self._slow.start()
+        self._link.put((self.delay_s, send))
+
+    def _run_slowly(self) -> None:
+        while (next_one := self._link.get()) is not None:
+            delay_s, send = next_one
+            time.sleep(delay_s)
+            send()
 
     @property
     def peers(self) -> frozenset[bytes]:
@@ -86,6 +96,7 @@ class TamperingTransport(TensorTransport):
         self.real.forget(address)
 
     async def close(self) -> None:
+        self._link.put(None)
         await self.real.close()
 
 
@@ -113,9 +124,7 @@ class _TamperingChannel(Channel):
                 sent = self.channel.send(buffer, tag)
                 sent.add_done_callback(lambda real: transfer.finish(real.error))
 
-        timer = threading.Timer(self._transport.departure_s(), send)
-        timer.daemon = True
-        timer.start()
+        self._transport.send_slowly(send)
         return transfer
 
     async def close(self, timeout_s: float = 5.0) -> None:

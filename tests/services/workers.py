@@ -55,7 +55,7 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
         "host_cache_keep_alive_s": 600.0,
         "report_interval_s": 0.05,
         "load_by_host": False,
-        "stall_s": 1.0,
+        "stall_s": 3.0,
         "drain_timeout_s": 10.0,
         "mock": MockTiming(),
         "mock_faults": MockFaults(),
