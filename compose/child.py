@@ -17,8 +17,7 @@ from compose.die_with_parent import die_with_parent
 from compose.errors import ProcessGaveUp
 from compose.forking import ForkServer, Process
 from compose.log_lines import LineSink, LineSplitter, ProcessLog
-from compose.probes import Probe, until_answer
-from compose.readiness import READY_FD_VARIABLE, ReadyPipe
+from compose.readiness import READY_FD_VARIABLE, Probe, ReadyPipe, until_answer
 from compose.restart_policy import RestartCounter, RestartPolicy
 
 ChildState = Literal["new", "running", "waiting", "stopped", "gave_up"]

@@ -15,7 +15,7 @@ from compose.child import ChildSpec
 from compose.config import ADMIN_KEYS_VARIABLE, HEALTH_PORT_VARIABLE, StackConfig, inherited_environment
 from compose.forking import ForkServer
 from compose.preflight import Findings
-from compose.probes import nats_probe, redis_probe
+from compose.readiness import nats_probe, redis_probe
 from compose.state_dir import StateDir
 from shared.ending import CLOSING_S
 from shared.permissions import User

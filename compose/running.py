@@ -11,7 +11,7 @@ from compose.admin import AdminClient
 from compose.child import ChildSpec
 from compose.children import Addresses, stop_order
 from compose.config import StackConfig
-from compose.probes import wait_until
+from compose.readiness import wait_until
 from compose.state_dir import StateDir
 from compose.supervisor import Supervisor
 

@@ -12,7 +12,7 @@ from compose.child import ChildSpec
 from compose.children import Addresses
 from compose.config import StackConfig, inherited_environment
 from compose.preflight import Findings
-from compose.probes import nats_probe
+from compose.readiness import nats_probe
 from compose.state_dir import StateDir
 
 _MIB = 1024 * 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from compose.admin import AdminClient
-from compose.cli.connection import URL_DEFAULT, Json, Url, ask, print_json
-from compose.cli.slo import SloTbt, SloTtft, seconds, shown_ms
-from compose.cli.tables import shown_limit
+from compose.cli.options import URL_DEFAULT, Json, SloTbt, SloTtft, Url, ask, seconds, show, shown_ms
+from compose.cli.tables import shown_limit, shown_mib
 from compose.errors import StackError
 from shared.messages.admin import MAX_INSTANCES, ModelStatus
 
@@ -74,10 +74,10 @@ async def _add(client: AdminClient, path: str, limits: dict[str, Any]) -> tuple[
 @app.command("list")
 def list_(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
     """List the registered models."""
-    found = ask(url, lambda client: client.models())
-    if as_json:
-        print_json(found)
-        return
+    show(url, as_json, AdminClient.models, _tables)
+
+
+def _tables(found: Sequence[ModelStatus], _: Console) -> Iterator[Table]:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("name", "serving", "min", "max", "MiB", "what", "TTFT ms", "TBT ms", "path"):
         table.add_column(column, overflow="fold")
@@ -85,9 +85,10 @@ def list_(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
         slos = shown_ms(model.slo_ttft_s), shown_ms(model.slo_tbt_s)
         limits = str(model.min_instances), shown_limit(model.max_instances)
         what = " ".join(text for text in (model.architecture, model.dtype) if text) or "-"
-        mib = f"{model.weights_bytes / 2**20:.1f}"
-        table.add_row(model.name, str(model.serving), *limits, mib, what, *slos, model.path or "-")
-    Console(highlight=False).print(table)
+        table.add_row(
+            model.name, str(model.serving), *limits, shown_mib(model.weights_bytes), what, *slos, model.path or "-"
+        )
+    yield table
 
 
 @app.command("remove")

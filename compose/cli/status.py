@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from compose.cli.connection import URL_DEFAULT, Json, Url, ask, print_json
+from compose.admin import AdminClient
+from compose.cli.options import URL_DEFAULT, Json, Url, show
 from compose.cli.tables import fitting, shown_limit, titled_table
 from shared.messages.admin import InstanceStatus, Status
 
@@ -30,13 +31,7 @@ _SPARED = ("workers", "queued tokens", "role")
 
 def status(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
     """Show models, instances and workers."""
-    found = ask(url, lambda client: client.status())
-    if as_json:
-        print_json(found)
-        return
-    console = Console(highlight=False)
-    for table in tables(found, console):
-        console.print(table)
+    show(url, as_json, AdminClient.status, tables)
 
 
 def tables(found: Status, console: Console) -> tuple[Table, ...]:

@@ -60,3 +60,7 @@ def _width(table: Table, console: Console) -> int:
 
 def shown_limit(max_instances: int) -> str:
     return "-" if max_instances >= MAX_INSTANCES else str(max_instances)
+
+
+def shown_mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f}"

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from compose import preflight
-from compose.cli.slo import SloTbt, SloTtft, seconds
+from compose.cli.options import SloTbt, SloTtft, seconds
 from compose.config import DEFAULT_PORT, StackConfig, default_state_dir, default_workers
 from compose.demo_model import ensure_demo_model
 from compose.errors import StackRefused

@@ -15,7 +15,7 @@ from compose import credentials
 from compose.children import Addresses, nats_spec, redis_spec
 from compose.config import StackConfig
 from compose.ports import free_port
-from compose.probes import nats_probe, redis_probe, wait_until
+from compose.readiness import nats_probe, redis_probe, wait_until
 from compose.state_dir import StateDir
 from compose.supervisor import Supervisor
 from shared import subjects

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from compose.cli.live_record import COLUMNS, MAX_BATCHES, pair_lines, sparkline
+from compose.cli.scale import COLUMNS, MAX_BATCHES, pair_lines, sparkline
 from shared.messages.scaling import LiveBatchRecord, LiveRecord
 
 PAIR = LiveRecord(

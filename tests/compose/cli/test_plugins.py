@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint
 import pytest
 import typer
 
-from compose.cli import plugins, run
+from compose.cli import app, run
 
 GOOD = typer.Typer()
 
@@ -33,8 +33,8 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> None:
         "odd": f"{__name__}:NOT_TYPER",
         "status": f"{__name__}:GOOD",
     }
-    found = [EntryPoint(name, value, plugins.GROUP) for name, value in names.items()]
-    monkeypatch.setattr(plugins, "entry_points", lambda group: found if group == plugins.GROUP else [])
+    found = [EntryPoint(name, value, app.GROUP) for name, value in names.items()]
+    monkeypatch.setattr(app, "entry_points", lambda group: found if group == app.GROUP else [])
 
 
 def test_a_plugins_commands_are_part_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,91 @@
+"""Options and helpers that several commands share.
+
+A model's objectives are milliseconds on the command line, and seconds everywhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import typer
+from rich.console import Console, RenderableType
+
+from compose.admin import AdminClient
+from compose.config import DEFAULT_URL, URL_VARIABLE, admin_key
+
+T = TypeVar("T")
+
+Url = Annotated[str, typer.Option("--url", envvar=URL_VARIABLE, help="The gateway's base URL.", metavar="URL")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+URL_DEFAULT = DEFAULT_URL
+MIN_SLO_MS = 1.0
+MAX_SLO_MS = 3_600_000.0
+
+
+def ask(url: str, question: Callable[[AdminClient], Awaitable[T]]) -> T:
+    """Run ``question`` with a client of the gateway at ``url``; the key comes from ``BLITZ_ADMIN_KEY``."""
+
+    async def asking() -> T:
+        async with AdminClient(url, api_key=admin_key()) as client:
+            return await question(client)
+
+    return asyncio.run(asking())
+
+
+def show(
+    url: str,
+    as_json: bool,
+    question: Callable[[AdminClient], Awaitable[T]],
+    shown: Callable[[T, Console], Iterable[RenderableType]],
+) -> None:
+    """Print what the gateway answers: as JSON for programs, or as ``shown`` makes it for a console."""
+    found = ask(url, question)
+    if as_json:
+        print_json(found)
+        return
+    console = Console(highlight=False)
+    for each in shown(found, console):
+        console.print(each)
+
+
+def print_json(found: object) -> None:
+    """For programs."""
+    typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        value_ms = float(text)
+    except ValueError:
+        value_ms = 0.0
+    # "nan" is a number to float() and in no range.
+    if not MIN_SLO_MS <= value_ms <= MAX_SLO_MS:
+        raise typer.BadParameter(f"{text!r} is not a number of milliseconds from {MIN_SLO_MS:g} to {MAX_SLO_MS:.0f}")
+    return value_ms
+
+
+def _objective(flag: str, time: str) -> Any:
+    return typer.Option(
+        flag,
+        parser=_milliseconds,
+        metavar="MS",
+        help=f"Objective for the time {time}, in milliseconds.",
+        show_default="the services' own",
+    )
+
+
+SloTtft = Annotated[float | None, _objective("--slo-ttft", "to the first token")]
+SloTbt = Annotated[float | None, _objective("--slo-tbt", "between two tokens")]
+
+
+def seconds(slo_ms: float | None) -> float | None:
+    """An option's value as the services take it; None: no objective was given."""
+    return None if slo_ms is None else slo_ms / 1000
+
+
+def shown_ms(slo_s: float) -> str:
+    """An objective in a table; 0 is the services' own."""
+    return f"{slo_s * 1000:g}" if slo_s else "-"
