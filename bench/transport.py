@@ -98,7 +98,7 @@ def measure(
 async def _measure(
     pipe: Connection, chunk_bytes: tuple[int, ...], total_bytes: int, num_rounds: int, window: int | None
 ) -> tuple[Rate, ...]:
-    transport = UcxTransport.start(name="bench-sender")
+    transport = UcxTransport(name="bench-sender")
     channel = await transport.connect(await asyncio.to_thread(pipe.recv), same_host=True)
     data = np.ones(total_bytes, np.uint8)
     moved: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -162,7 +162,7 @@ def _receiver(pipe: Connection) -> None:
 
 
 async def _receive(pipe: Connection) -> None:
-    transport = UcxTransport.start(name="bench-receiver")
+    transport = UcxTransport(name="bench-receiver")
     pipe.send(transport.address)
     while True:
         try:

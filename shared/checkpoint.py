@@ -21,7 +21,7 @@ from shared.layout import ArenaLayout, layout_of
 from shared.model_spec import ModelSpec, parse_config
 from shared.safetensors_header import TensorEntry, read_header
 
-__all__ = ["WEIGHT_DTYPES", "Checkpoint", "TensorEntry", "hash_checkpoint", "inspect_checkpoint"]
+__all__ = ["WEIGHT_DTYPES", "Checkpoint", "TensorEntry", "hash_checkpoint", "inspect_checkpoint", "read_json"]
 
 WEIGHT_DTYPES: dict[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Safetensors dtypes that can be served; cast while loading where the config's dtype differs."""
@@ -55,7 +55,8 @@ class Checkpoint:
         return tuple(sorted({entry.file for entry in self.tensors.values()}))
 
 
-def _read_json(file: Path) -> Mapping[str, Any]:
+def read_json(file: Path) -> Mapping[str, Any]:
+    """The object in one of a checkpoint's files. Raises ``BadCheckpoint`` naming it."""
     try:
         if file.stat().st_size > _MAX_JSON_BYTES:
             raise BadCheckpoint(f"{file.name}: larger than {_MAX_JSON_BYTES} bytes")
@@ -95,7 +96,7 @@ def _shard_name(tensor: str, file_name: object) -> str:
 
 
 def _sharded_tensors(path: Path) -> dict[str, TensorEntry]:
-    weight_map = _read_json(path / INDEX_FILE).get("weight_map")
+    weight_map = read_json(path / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadCheckpoint(f"{INDEX_FILE}: weight_map must be an object that names tensors, not {weight_map!r}")
     places = {tensor: _shard_name(tensor, name) for tensor, name in weight_map.items()}
@@ -193,9 +194,9 @@ def inspect_checkpoint(path: Path, *, with_hash: bool = True) -> Checkpoint:
     """
     if not path.is_dir():
         raise BadCheckpoint(f"{path}: no such directory")
-    config = _read_json(path / CONFIG_FILE)
+    config = read_json(path / CONFIG_FILE)
     has_generation_config = (path / GENERATION_CONFIG_FILE).exists()
-    spec = parse_config(config, _read_json(path / GENERATION_CONFIG_FILE) if has_generation_config else None)
+    spec = parse_config(config, read_json(path / GENERATION_CONFIG_FILE) if has_generation_config else None)
     layout = layout_of(spec)
     if (path / SINGLE_FILE).is_file():
         source, found = SINGLE_FILE, read_header(path / SINGLE_FILE)
@@ -204,6 +205,6 @@ def inspect_checkpoint(path: Path, *, with_hash: bool = True) -> Checkpoint:
     else:
         raise _no_weights(path)
     tensors = _needed_tensors(layout, found, source)
-    _check_tokenizer(_read_json(path / TOKENIZER_FILE), spec.vocab_size)
+    _check_tokenizer(read_json(path / TOKENIZER_FILE), spec.vocab_size)
     checkpoint = Checkpoint(path, spec, layout, tensors, "", layout.num_bytes)
     return replace(checkpoint, model_hash=hash_checkpoint(checkpoint)) if with_hash else checkpoint

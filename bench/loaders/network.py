@@ -50,7 +50,7 @@ class Network(ArenaReader):
         self._runner.run(self._receive(_WARM_UP, 2 * MIN_WINDOW))
 
     async def _open(self) -> UcxTransport:
-        transport = UcxTransport.start(name="bench-receiver")
+        transport = UcxTransport(name="bench-receiver")
         self._pipe.send(transport.address)
         return transport
 
@@ -132,7 +132,7 @@ def _send_from(pipe: Connection, path: str) -> None:
 
 
 async def _serve(pipe: Connection, layout: ArenaLayout, arena: Arena) -> None:
-    transport: TensorTransport = UcxTransport.start(name="bench-sender")
+    transport: TensorTransport = UcxTransport(name="bench-sender")
     channel = await transport.connect(await asyncio.to_thread(pipe.recv), same_host=True)
     pipe.send([arena.unit_checksums(unit) for unit in layout.units])
     chunks = _cut(layout)

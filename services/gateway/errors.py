@@ -43,19 +43,19 @@ class Forbidden(BlitzError):
     http_status = 403
 
 
+_TYPES = {
+    Unauthorized: "authentication_error",
+    Forbidden: "permission_error",
+    NotFound: "not_found_error",
+    Overloaded: "rate_limit_error",
+    Conflict: "conflict_error",
+}
+
+
 def error_type(error: BlitzError) -> str:
     """OpenAI's ``type`` for an error."""
-    if isinstance(error, Unauthorized):
-        return "authentication_error"
-    if isinstance(error, Forbidden):
-        return "permission_error"
-    if isinstance(error, NotFound):
-        return "not_found_error"
-    if isinstance(error, Overloaded):
-        return "rate_limit_error"
-    if isinstance(error, Conflict):
-        return "conflict_error"
-    return "invalid_request_error" if error.http_status < 500 else "server_error"
+    other = "invalid_request_error" if error.http_status < 500 else "server_error"
+    return next((name for kind, name in _TYPES.items() if isinstance(error, kind)), other)
 
 
 def error_body(error: BlitzError) -> bytes:

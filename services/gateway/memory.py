@@ -77,21 +77,6 @@ class ResponseMemory:
 class ResponseBuffer:
     """Between sinks, which write inline, and the one task that sends to the client."""
 
-    __slots__ = (
-        "_abort",
-        "_chunks",
-        "_loop",
-        "_memory",
-        "_waiter",
-        "begun",
-        "disconnected",
-        "error",
-        "held_bytes",
-        "open_choices",
-        "response_id",
-        "sending",
-    )
-
     def __init__(self, memory: ResponseMemory, response_id: str, num_choices: int, abort: Callable[[], None]) -> None:
         self._memory = memory
         self._abort = abort

@@ -8,12 +8,11 @@ would only stall the event loop for longer.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +23,7 @@ from tokenizers import Tokenizer
 
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.core.text_output import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from shared.checkpoint import read_json
 from shared.errors import BadCheckpoint, BadRequest, BlitzError
 from shared.messages.registry import ModelRecord
 
@@ -113,17 +113,7 @@ class ModelTokenizer:
         return str(token).replace("\u2581", " ").encode()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadCheckpoint(f"{path.name}: {error}") from error
-    if not isinstance(value, dict):
-        raise BadCheckpoint(f"{path.name}: must be a JSON object, not {type(value).__name__}")
-    return value
-
-
-def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
+def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     own_file = folder / "chat_template.jinja"
     if own_file.is_file():
         return own_file.read_text(encoding="utf-8")
@@ -134,7 +124,7 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     tokens = {}
     for key in _SPECIAL_TOKEN_KEYS:
         value = config.get(key)
@@ -160,7 +150,7 @@ def load_tokenizer(folder: Path) -> ModelTokenizer:
     except Exception as error:
         raise BadCheckpoint(f"{path}: not a tokenizer: {error}") from error
     config_path = folder / "tokenizer_config.json"
-    config = _read_json(config_path) if config_path.is_file() else {}
+    config = read_json(config_path) if config_path.is_file() else {}
     source = _template_source(folder, config)
     try:
         template = ChatTemplate(source, _special_tokens(config)) if source is not None else None

@@ -40,7 +40,7 @@ async def serve(config: WorkerConfig, process: ProcessState) -> None:
             raise BlitzError("BLITZ_WORKER_DEVICE=cuda: this build serves on the CPU only")
     incarnation = new_incarnation()
     async with connected("worker", config, process, id=config.worker_id, incarnation=incarnation) as connection:
-        transport = UcxTransport.start(name=config.worker_id, on_failure=lambda error: fatal(str(error)))
+        transport = UcxTransport(name=config.worker_id, on_failure=lambda error: fatal(str(error)))
         connection.close_with("the transport", transport.close, if_stuck=lambda: fatal("UCX does not end"))
         node = await asyncio.to_thread(discover, config)
         logging.getLogger("worker").info("%s", node.describe())

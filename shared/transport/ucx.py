@@ -48,9 +48,20 @@ _JOIN_TIMEOUT_S = 10.0
 
 
 class UcxTransport:
-    """A ``TensorTransport``; make it with ``start``."""
+    """A ``TensorTransport``."""
 
-    def __init__(self, *, name: str, max_unclaimed: int, on_failure: Callable[[TransportError], None]) -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        max_unclaimed: int = MAX_UNCLAIMED,
+        on_failure: Callable[[TransportError], None] = lambda _: None,
+    ) -> None:
+        """Create the UCX worker and start its thread. Raises ``TransportError`` when UCX does not start.
+
+        ``max_unclaimed``: messages kept for a receive that is not posted yet; see ``base``.
+        ``on_failure``: called on the transport's thread if that breaks; every transfer then ends.
+        """
         self._name = name
         self._on_failure = on_failure
         self._max_unclaimed = max_unclaimed
@@ -67,21 +78,6 @@ class UcxTransport:
         except TimeoutError:
             self._mailbox.post(self._stop)
             raise TransportError(f"UCX did not start in {_START_TIMEOUT_S} s") from None
-
-    @classmethod
-    def start(
-        cls,
-        *,
-        name: str,
-        max_unclaimed: int = MAX_UNCLAIMED,
-        on_failure: Callable[[TransportError], None] = lambda _: None,
-    ) -> UcxTransport:
-        """Create the UCX worker and its thread. Raises ``TransportError`` when UCX does not start.
-
-        ``max_unclaimed``: messages kept for a receive that is not posted yet; see ``base``.
-        ``on_failure``: called on the transport's thread if that breaks; every transfer then ends.
-        """
-        return cls(name=name, max_unclaimed=max_unclaimed, on_failure=on_failure)
 
     @property
     def address(self) -> bytes:

@@ -74,39 +74,28 @@ class Reply:
 class ChunkFormat:
     """Events of one choice of a streamed answer."""
 
-    __slots__ = ("_head", "_kind", "_prefix", "_tail")
-
     def __init__(self, reply: Reply, index: int) -> None:
-        self._kind = reply.kind
-        head = _encode(reply._head(True))[:-1]
-        self._head = b"data: " + head + b',"choices":[{"index":' + str(index).encode() + b","
-        self._prefix = self._head + (b'"delta":{"content":' if reply.kind == "chat" else b'"text":')
+        chat = reply.kind == "chat"
+        head = b"data: " + _encode(reply._head(True))[:-1] + b',"choices":[{"index":%d,' % index
+        self._prefix = head + (b'"delta":{"content":' if chat else b'"text":')
+        self._closing = b"}" if chat else b""
         self._tail = b',"usage":null}\n\n' if reply.include_usage else b"}\n\n"
-
-    def role(self) -> bytes:
+        self._plain_end = self._closing + b',"logprobs":null,"finish_reason":null}]' + self._tail
+        opening = head + b'"delta":{"role":"assistant","content":""' + self._plain_end
+        self.role = opening if chat else b""
         """The event that opens a chat choice; empty for text completions."""
-        if self._kind != "chat":
-            return b""
-        return (
-            self._head
-            + b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-            + self._tail
-        )
 
     def chunk(self, text: str) -> bytes:
         """An event with nothing but text: the hot path."""
-        if self._kind == "chat":
-            return self._prefix + _encode(text) + b'},"logprobs":null,"finish_reason":null}]' + self._tail
-        return self._prefix + _encode(text) + b',"logprobs":null,"finish_reason":null}]' + self._tail
+        return self._prefix + _encode(text) + self._plain_end
 
     def full_chunk(
         self, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None, usage: Usage | None
     ) -> bytes:
         """An event with anything."""
-        closing = b"}" if self._kind == "chat" else b""
         rest = b',"logprobs":' + _encode(logprobs) + b',"finish_reason":' + _encode(finish_reason) + b"}]"
         tail = b',"usage":' + _encode(usage.as_json()) + b"}\n\n" if usage is not None else self._tail
-        return self._prefix + _encode(text) + closing + rest + tail
+        return self._prefix + _encode(text) + self._closing + rest + tail
 
 
 def event(value: dict[str, Any]) -> bytes:
@@ -225,7 +214,7 @@ class StreamedChoice(Choice):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._role = self._format.role()
+        self._role = self._format.role
         self._plain = self._logprobs is None and not self._continuous_usage
 
     def _emit(self, text: str, entry: Any) -> None:

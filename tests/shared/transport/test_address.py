@@ -29,7 +29,7 @@ def test_anything_else_is_none() -> None:
 @pytest.mark.ucx
 @pytest.mark.parametrize("same_host", [True, False])
 async def test_a_transport_that_is_given_no_address_says_so_and_goes_on(same_host: bool) -> None:
-    one, other = UcxTransport.start(name="one"), UcxTransport.start(name="other")
+    one, other = UcxTransport(name="one"), UcxTransport(name="other")
     try:
         for address in (b"", b"\xff" * 300, other.address[:-1], other.address[:100]):
             with pytest.raises(BadAddress):

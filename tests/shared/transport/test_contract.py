@@ -376,7 +376,7 @@ async def test_a_lost_peer_is_lost_on_every_lane_of_memory() -> None:
 @pytest.mark.ucx
 async def test_a_lost_peer_is_lost_on_every_lane_of_ucx() -> None:
     process, pipe = spawn(killed_peer, False)
-    sender = UcxTransport.start(name="a")
+    sender = UcxTransport(name="a")
     address = await asyncio.to_thread(pipe.recv)
     channels: list[Channel] = [await sender.connect(address, same_host=False, lane=i) for i in (0, 1)]
     pipe.send(sender.address)

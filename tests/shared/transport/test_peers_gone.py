@@ -161,7 +161,7 @@ async def killed(survivor: UcxTransport, *, dial: bool = True) -> tuple[bytes, l
 
 @pytest.mark.ucx
 async def test_killed_peers_of_the_host_leave_nothing_once_they_are_forgotten() -> None:
-    survivor = UcxTransport.start(name="survivor")
+    survivor = UcxTransport(name="survivor")
     for dial in (True, False):
         address, channels, sends = await killed(survivor, dial=dial)
         named = [survivor.recv(np.zeros(8, np.uint8), tag_of(8, c.peer.lane), source=c) for c in channels]  # type: ignore[attr-defined]
@@ -192,7 +192,7 @@ async def test_a_send_to_a_killed_peer_of_the_host_lets_the_thread_sleep(
         num_sleeps += 1
         sleep(mailbox, timeout_s)
 
-    survivor = UcxTransport.start(name="survivor")
+    survivor = UcxTransport(name="survivor")
     address, _, sends = await killed(survivor)
     if forgotten:
         survivor.forget(address)

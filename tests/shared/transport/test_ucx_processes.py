@@ -29,7 +29,7 @@ async def send_all(channel: UcxChannel, data: np.ndarray) -> None:
 @pytest.mark.parametrize("same_host", [True, False])
 async def test_64_mib_in_1_mib_chunks_arrive_in_place(same_host: bool) -> None:
     process, pipe = spawn(receiver, 64, MIB)
-    transport = UcxTransport.start(name="sender")
+    transport = UcxTransport(name="sender")
     channel = await transport.connect(await asyncio.to_thread(pipe.recv), same_host=same_host)
     data = pattern(64, MIB)
     await send_all(channel, data)
@@ -42,7 +42,7 @@ async def test_64_mib_in_1_mib_chunks_arrive_in_place(same_host: bool) -> None:
 async def test_chain_of_three_processes_forwards_every_chunk() -> None:
     last, last_pipe = spawn(receiver, 32, 256 << 10)
     middle, middle_pipe = spawn(forwarder, 32, 256 << 10)
-    transport = UcxTransport.start(name="head")
+    transport = UcxTransport(name="head")
     middle_pipe.send(await asyncio.to_thread(last_pipe.recv))
     channel = await transport.connect(await asyncio.to_thread(middle_pipe.recv), same_host=True)
     data = pattern(32, 256 << 10)
@@ -58,7 +58,7 @@ async def test_chain_of_three_processes_forwards_every_chunk() -> None:
 async def test_survivor_of_a_killed_peer_goes_on(same_host: bool) -> None:
     before = set(os.listdir("/dev/shm"))
     process, pipe = spawn(victim, same_host)
-    transport = UcxTransport.start(name="survivor")
+    transport = UcxTransport(name="survivor")
     channel = await transport.connect(await asyncio.to_thread(pipe.recv), same_host=same_host)
     pipe.send(transport.address)
     assert await asyncio.to_thread(pipe.recv) == "connected"
@@ -85,7 +85,7 @@ async def test_survivor_of_a_killed_peer_goes_on(same_host: bool) -> None:
 
 async def test_sends_to_a_killed_peer_of_the_host_end_with_the_transport() -> None:
     process, pipe = spawn(victim, True)
-    transport = UcxTransport.start(name="survivor")
+    transport = UcxTransport(name="survivor")
     channel = await transport.connect(await asyncio.to_thread(pipe.recv), same_host=True)
     pipe.send(transport.address)
     assert await asyncio.to_thread(pipe.recv) == "connected"

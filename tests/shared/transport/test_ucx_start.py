@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ucx
 _START = """
 import asyncio
 from shared.transport.ucx import UcxTransport
-asyncio.run(UcxTransport.start(name="a").close())
+asyncio.run(UcxTransport(name="a").close())
 """
 
 

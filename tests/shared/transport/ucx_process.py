@@ -34,7 +34,7 @@ def _main(role: Callable[..., Any], pipe: Connection, *args: object) -> None:
 
 async def receiver(pipe: Connection, num_chunks: int, chunk_bytes: int) -> None:
     """Receive one transfer with every receive posted ahead, send its bytes up the pipe."""
-    transport = UcxTransport.start(name="receiver")
+    transport = UcxTransport(name="receiver")
     buffer = np.zeros(num_chunks * chunk_bytes, np.uint8)
     posted = [transport.recv(buffer[i * chunk_bytes : (i + 1) * chunk_bytes], tag_of(1, i)) for i in range(num_chunks)]
     pipe.send(transport.address)
@@ -46,7 +46,7 @@ async def receiver(pipe: Connection, num_chunks: int, chunk_bytes: int) -> None:
 
 async def forwarder(pipe: Connection, num_chunks: int, chunk_bytes: int) -> None:
     """Send every received chunk on to the next process from the done-callback."""
-    transport = UcxTransport.start(name="forwarder")
+    transport = UcxTransport(name="forwarder")
     pipe.send(transport.address)
     channel = await transport.connect(pipe.recv(), same_host=True)
     buffer = np.zeros((num_chunks, chunk_bytes), np.uint8)
@@ -69,7 +69,7 @@ async def forwarder(pipe: Connection, num_chunks: int, chunk_bytes: int) -> None
 
 async def early_sender(pipe: Connection, num_chunks: int, chunk_bytes: int) -> None:
     """Send before anybody receives, then wait to be killed."""
-    transport = UcxTransport.start(name="early")
+    transport = UcxTransport(name="early")
     pipe.send(transport.address)
     channel = await transport.connect(pipe.recv(), same_host=True)
     data = np.ones((num_chunks, chunk_bytes), np.uint8)
@@ -82,7 +82,7 @@ async def early_sender(pipe: Connection, num_chunks: int, chunk_bytes: int) -> N
 
 async def late_receiver(pipe: Connection, num_chunks: int, chunk_bytes: int) -> None:
     """Connect, and receive once told to. Sends the kind of each receive's end up the pipe."""
-    transport = UcxTransport.start(name="late")
+    transport = UcxTransport(name="late")
     pipe.send(transport.address)
     channel = await transport.connect(pipe.recv(), same_host=True)
     pipe.send("connected")
@@ -102,7 +102,7 @@ async def late_receiver(pipe: Connection, num_chunks: int, chunk_bytes: int) -> 
 
 async def victim(pipe: Connection, same_host: bool) -> None:
     """Connect both ways, then wait to be killed."""
-    transport = UcxTransport.start(name="victim")
+    transport = UcxTransport(name="victim")
     pipe.send(transport.address)
     await transport.connect(pipe.recv(), same_host=same_host)
     pipe.send("connected")
