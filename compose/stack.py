@@ -73,17 +73,9 @@ class Stack(RunningStack):
         self._findings = Findings(num_cuda_devices=0, prefault_bytes=0)
         self._next_worker = config.workers
 
-    @property
-    def nats_url(self) -> str:
-        return self.addresses.nats_url
-
     def nats_access(self, user: User) -> NatsAccess:
         """To connect as ``user``."""
         return NatsAccess.from_env(Settings(nats_access(self.state_dir, user)))
-
-    @property
-    def redis_url(self) -> str:
-        return self.addresses.redis_url
 
     @property
     def processes(self) -> Mapping[str, Child]:

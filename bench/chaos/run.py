@@ -83,7 +83,7 @@ class _Chaos:
         )
         # As a gateway, who hears tokens and load.
         access = self._stack.nats_access("gateway")
-        bus = await NatsBus.connect(self._stack.nats_url, name="gateway", id="bench-chaos", access=access)
+        bus = await NatsBus.connect(self._stack.addresses.nats_url, name="gateway", id="bench-chaos", access=access)
         try:
             await self._observer.listen(bus)
             if setting.roles:

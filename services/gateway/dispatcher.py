@@ -135,7 +135,7 @@ class Dispatcher:
                     self.requests[stream.request_id], ModelNotFound(f"model {name!r} was removed", param="model")
                 )
         for name in sorted(changes.models):
-            model = self._routes.find(name)
+            model = self._routes.models.get(name)
             if model is not None:
                 self.router.set_routes(name, model.routes.values())
                 self.pump(name)
@@ -203,7 +203,7 @@ class Dispatcher:
         else:
             self.silence_watch.spoke(worker_id)
             if stream.attempt == attempt and stream.worker_id == worker_id:
-                self.router.accepted(stream.request_id)
+                self.router.bookings.accepted(stream.request_id)
         finally:
             if stream.attempt == attempt:
                 request.submitting = False
@@ -229,7 +229,7 @@ class Dispatcher:
         request.progressed(self._own_time.now_s)
         reason = part.finish_reason
         if was is Phase.SUBMITTED:
-            self.router.started(stream.request_id)
+            self.router.bookings.started(stream.request_id)
             self.pump(stream.model)
         if reason is not None:
             self.outbox.acknowledge(batch.worker_id, part.request_id, part.attempt)
@@ -244,7 +244,7 @@ class Dispatcher:
     def _moved(self, request: ActiveRequest) -> None:
         """Another instance took the request over: from now on count it there, and send questions and cancels there."""
         stream = request.stream
-        self.router.moved(stream.request_id, stream.instance_id)
+        self.router.bookings.moved(stream.request_id, stream.instance_id)
         # The new holder knows the stream, whatever happens to the Submit to the old one, and its silence starts now.
         request.submitting = False
         request.progressed(self._own_time.now_s)
@@ -276,7 +276,7 @@ class Dispatcher:
     def _attempt_failed(self, request: ActiveRequest, error: BlitzError) -> None:
         """Continue elsewhere, or end."""
         stream = request.stream
-        model = self._routes.find(stream.model)
+        model = self._routes.models.get(stream.model)
         outcome = failover.after_failure(
             stream,
             error,
@@ -329,7 +329,7 @@ class Dispatcher:
             return True
         if not self.silence_watch.is_settled:
             return False
-        model = self._routes.find(stream.model)
+        model = self._routes.models.get(stream.model)
         route = model.routes.get(stream.instance_id) if model is not None else None
         if isinstance(error, NotFound):
             return route is None  # it does not know the request, and its instance is gone: the worker was restarted

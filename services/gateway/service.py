@@ -88,11 +88,6 @@ class Gateway:
         self._rival_heard = asyncio.Event()
         self._warned = False
 
-    @property
-    def ready(self) -> bool:
-        """Whether requests can be served: connected, models known, not on the way out."""
-        return self.routes.ready and self.bus.connected_since_s is not None and not self.draining
-
     def gauges(self) -> tuple[ModelGauges, ...]:
         """Each model's load now. On the event loop, which owns what it is read from."""
         return tuple(self.load_gauges.gauges(self.routes, self.dispatcher.requests, self.dispatcher.router))
@@ -118,7 +113,7 @@ class Gateway:
 
     def find_model(self, name: str) -> ModelRoutes:
         """A registered model. Raises ``ModelNotFound``, or ``Unavailable`` before anything is known."""
-        model = self.routes.find(name)
+        model = self.routes.models.get(name)
         if model is not None:
             return model
         if not self.routes.ready:

@@ -79,11 +79,6 @@ class ModelTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """The ids of ``text``."""
-        [ids] = self.encode_all([text], add_special_tokens=add_special_tokens)
-        return ids
-
     def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tuple[int, ...]]:
         """The ids of each text."""
         # encode_batch releases the interpreter lock, encode does not.

@@ -140,7 +140,7 @@ async def test_children_get_their_environment(
         found = {
             name: json.loads((tmp_path / "fake" / f"{name}.env").read_text()) for name in NAMES - {"nats", "redis"}
         }
-        assert {env["BLITZ_NATS_URL"] for env in found.values()} == {stack.nats_url}
+        assert {env["BLITZ_NATS_URL"] for env in found.values()} == {stack.addresses.nats_url}
         for name, env in found.items():
             kind = name.partition("-")[0]
             assert env["BLITZ_NATS_USER"] == kind
@@ -148,7 +148,7 @@ async def test_children_get_their_environment(
             assert env["BLITZ_NATS_PASSWORD"] == env["BLITZ_NATS_CREDS_FILE"] == ""
         assert {env["OTEL_EXPORTER_OTLP_ENDPOINT"] for env in found.values()} == {"http://traces:4318"}
         assert all("OTEL_SERVICE_NAME" not in env for env in found.values())
-        assert found["pool"]["BLITZ_REDIS_URL"] == stack.redis_url
+        assert found["pool"]["BLITZ_REDIS_URL"] == stack.addresses.redis_url
         assert found["pool"]["BLITZ_REDIS_PASSWORD_FILE"] == str(stack.state_dir.credentials / "redis.password")
         assert "BLITZ_REDIS_PASSWORD_FILE" not in found["worker-0"]
         assert f"http://{found['gateway']['BLITZ_GATEWAY_HOST']}:{found['gateway']['BLITZ_GATEWAY_PORT']}" == stack.url

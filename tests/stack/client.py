@@ -91,7 +91,9 @@ async def until(stack: Stack, condition: Callable[[Status], bool], timeout_s: fl
 @contextlib.asynccontextmanager
 async def bus(stack: Stack) -> AsyncIterator[NatsBus]:
     """As a planner, who hears the load of all, and what is wanted."""
-    connected = await NatsBus.connect(stack.nats_url, name="planner", id="test", access=stack.nats_access("planner"))
+    connected = await NatsBus.connect(
+        stack.addresses.nats_url, name="planner", id="test", access=stack.nats_access("planner")
+    )
     try:
         yield connected
     finally:

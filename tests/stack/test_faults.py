@@ -91,7 +91,7 @@ async def test_streams_survive_the_control_plane(stack: Stack) -> None:
 
 async def _client(stack: Stack, user: Kind) -> Client:
     password = stack.nats_access(user).password
-    return await nats.connect(stack.nats_url, user=user, password=password, inbox_prefix=inbox_prefix(user))
+    return await nats.connect(stack.addresses.nats_url, user=user, password=password, inbox_prefix=inbox_prefix(user))
 
 
 @pytest.mark.timeout(300)

@@ -96,7 +96,7 @@ class Router:
         self._max_queued_requests = max_queued_requests
         self._queues: dict[str, _Queue] = {}
         self._model_of: dict[str, str] = {}
-        self._bookings = Bookings(self._load_changed)
+        self.bookings = Bookings(self._load_changed)
         self.others = OtherGateways(gateway_id)
         self._sequences: dict[str, int] = {}
         self._next_sequence = 0
@@ -112,10 +112,6 @@ class Router:
         queue = self._queues.get(model)
         head = queue.waiting.head() if queue is not None else None
         return head.stream.num_known_tokens if head is not None else 0
-
-    def load_of(self, instance_id: str) -> InstanceLoad:
-        """What is at an instance."""
-        return self._bookings.load_of(instance_id)
 
     def set_routes(self, model: str, routes: Iterable[Route]) -> None:
         """Replace a model's instances. Bookings at instances that are gone stay until released."""
@@ -162,31 +158,27 @@ class Router:
 
     def requeue(self, stream: StreamState, *, deadline_s: float) -> None:
         """Put a request whose attempt ended back into its place, even if the queue is full."""
-        self.release(stream.request_id)
+        self.bookings.release(stream.request_id)
         queue = self._queues.setdefault(stream.model, _Queue())
         queue.waiting.push(Waiting(self._sequences[stream.request_id], stream, deadline_s), back=True)
 
     def suspend(self, instance_id: str, *, until_s: float) -> None:
         """Send that instance no requests until then."""
-        self.load_of(instance_id).suspended_until_s = until_s
+        self.bookings.load_of(instance_id).suspended_until_s = until_s
         heappush(self._wakes, (until_s, instance_id))
         self._load_changed(instance_id)
 
     def refused(self, instance_id: str, *, now_s: float) -> None:
         """The instance said that it is full: send it no requests for a while, longer each time."""
-        load = self.load_of(instance_id)
+        load = self.bookings.load_of(instance_id)
         pause_s = min(MAX_FULL_PAUSE_S, FULL_PAUSE_S * 2.0 ** min(load.refusals, 30))
         load.refusals += 1
         self.suspend(instance_id, until_s=max(load.suspended_until_s, now_s + pause_s))
 
     def slots_taken(self, instance_id: str, *, now_s: float) -> None:
         """The instance refused a request that should not wait there: it has no free slot, whatever its reports said."""
-        self.load_of(instance_id).slots_taken_at_s = now_s
+        self.bookings.load_of(instance_id).slots_taken_at_s = now_s
         self._load_changed(instance_id)
-
-    def accepted(self, request_id: str) -> None:
-        """The instance has taken the request."""
-        self._bookings.accepted(request_id)
 
     def dispatch(self, model: str, *, now_s: float) -> Dispatched:
         """Bind as many waiting requests as instances take, in order."""
@@ -207,29 +199,17 @@ class Router:
             route = queue.routes[instance_id]
             decode = self._choose_decode(queue, stream) if route.role in NEEDS_DECODER else None
             queue.waiting.take(item)
-            may_wait = _is_full(route, self.load_of(instance_id), queue.contention)
+            may_wait = _is_full(route, self.bookings.load_of(instance_id), queue.contention)
             decode_id = decode.instance_id if decode is not None else ""
-            self._bookings.book(stream, instance_id, decode_instance_id=decode_id)
+            self.bookings.book(stream, instance_id, decode_instance_id=decode_id)
             assignments.append(Assignment(stream.request_id, route, decode, may_wait))
         return Dispatched(tuple(assignments), tuple(refused))
-
-    def started(self, request_id: str) -> None:
-        """The request's first part came: its prompt no longer waits at the instance."""
-        self._bookings.started(request_id)
-
-    def moved(self, request_id: str, instance_id: str) -> None:
-        """Another instance took the request over, whether it has a route or not. Unknown requests are ignored."""
-        self._bookings.moved(request_id, instance_id)
-
-    def release(self, request_id: str) -> None:
-        """The request holds nothing at its instance any more."""
-        self._bookings.release(request_id)
 
     def finish(self, request_id: str, model: str) -> None:
         """The request has ended, wherever it is."""
         self._sequences.pop(request_id, None)
-        if request_id in self._bookings:
-            self.release(request_id)
+        if request_id in self.bookings:
+            self.bookings.release(request_id)
         elif model in self._queues:
             self._queues[model].waiting.remove(request_id)
 
@@ -252,8 +232,8 @@ class Router:
         model = self._model_of.get(report.instance_id)
         if model is None:
             return
-        self._bookings.reported(report, now_s)
-        load = self.load_of(report.instance_id)
+        self.bookings.reported(report, now_s)
+        load = self.bookings.load_of(report.instance_id)
         if load.refusals and report.queued_requests == 0 and load.suspended_until_s > now_s:
             self.suspend(report.instance_id, until_s=now_s)
 
@@ -269,7 +249,7 @@ class Router:
     def prune(self, *, now_s: float) -> None:
         """Forget the loads of instances that are gone, hold nothing of ours and were promised nothing, and what
         silent instances and gateways reported."""
-        self._bookings.prune(self._model_of.keys(), now_s)
+        self.bookings.prune(self._model_of.keys(), now_s)
         self.others.expire(now_s)
         self._contend()
         self._wake(now_s)
@@ -304,7 +284,7 @@ class Router:
             route = queue.routes.get(instance_id)
             if route is None:
                 continue
-            load = self.load_of(instance_id)
+            load = self.bookings.load_of(instance_id)
             foreign = load.foreign if queue.contention.num_gateways > 1 else NOTHING
             awake = load.suspended_until_s <= now_s
             if instance_id in queue.takers:

@@ -95,10 +95,6 @@ class RouteView:
         self._sequences: dict[str, int] = {}
         self._last_table: dict[str, tuple[str, int]] = {}
 
-    def find(self, name: str) -> ModelRoutes | None:
-        """The model of that name, None when it is not registered."""
-        return self.models.get(name)
-
     def apply_changes(self, event: RegistryChanges) -> RouteChanges:
         """Take one numbered event; ``gap`` in the result asks for a view."""
         if event.publisher == self._publisher and event.sequence <= self._sequence:
@@ -183,15 +179,11 @@ class RouteView:
                 self._sequence = event.sequence
                 self._apply(event, changes)
 
-    @property
-    def follows_changes(self) -> bool:
-        """The pool numbers its changes: its tables are for gateways of 0.1."""
-        return bool(self._publisher)
-
     def apply_table(self, table: RouteTable) -> RouteChanges:
         """Take one event of a pool of 0.1; ``gap`` in the result asks for a view."""
         seen = self._sequences.get(table.publisher)
-        if self.follows_changes or (seen is not None and table.sequence <= seen):
+        # A pool that numbers its changes sends its tables for gateways of 0.1.
+        if self._publisher or (seen is not None and table.sequence <= seen):
             return RouteChanges()
         self._sequences[table.publisher] = table.sequence
         self._last_table[table.name] = (table.publisher, table.sequence)

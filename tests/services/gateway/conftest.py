@@ -91,7 +91,7 @@ async def _stack(record: ModelRecord, num_workers: int, broker: MemoryBroker, **
             broker, bus, gateway, pool, workers, url, http,
             openai_client(url, timeout_s=60), server,
         )  # fmt: skip
-        await stack.until(lambda: gateway.ready and server.started)
+        await stack.until(lambda: gateway.routes.ready and server.started)
         try:
             yield stack
         finally:

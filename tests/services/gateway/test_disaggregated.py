@@ -54,7 +54,7 @@ class Disaggregated:
         return self.stack.gateway.dispatcher.requests[submit.request_id].stream
 
     def load(self, worker: FakeWorker) -> InstanceLoad:
-        return self.stack.gateway.dispatcher.router.load_of(worker.instance_id)
+        return self.stack.gateway.dispatcher.router.bookings.load_of(worker.instance_id)
 
     @property
     def failovers(self) -> int:

@@ -34,7 +34,7 @@ async def test_what_does_not_finish_within_the_drain_ends_with_an_error_and_the_
     serving = asyncio.create_task(gateway.serve(server, listener, process))
     port = listener.getsockname()[1]
     async with http_client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
-        await eventually(lambda: gateway.ready and server.started)
+        await eventually(lambda: gateway.routes.ready and server.started)
         body = {"model": "tiny", "prompt": "a", "stream": True, "max_tokens": 64}
         async with http.stream("POST", "/v1/completions", json=body) as response:
             lines = response.aiter_lines()

@@ -31,7 +31,7 @@ async def test_seats_that_another_gateways_requests_have_are_not_booked_again(ma
     await second.until(lambda: router.others.about("tiny").num_gateways == 2)
     report = structs.replace(load_report(worker.instance_id, running=4), model="tiny")
     await worker.bus.publish(subjects.load(), report)
-    await second.until(lambda: router.load_of(worker.instance_id).foreign.requests == 4)
+    await second.until(lambda: router.bookings.load_of(worker.instance_id).foreign.requests == 4)
     theirs = [asyncio.create_task(collect(second)) for _ in range(4)]
     await second.until(lambda: second.gateway.dispatcher.num_active == 4)
     await asyncio.sleep(0.2)
@@ -48,7 +48,7 @@ async def test_refusals_are_counted_and_asked_for_less_and_less_often(stack: Sta
     answer = asyncio.create_task(collect(stack))
     # The first one was not to wait there: it says no more than that no slot is free.
     await stack.until(lambda: len(worker.submits) == 6)
-    load = stack.gateway.dispatcher.router.load_of(worker.instance_id)
+    load = stack.gateway.dispatcher.router.bookings.load_of(worker.instance_id)
     assert load.refusals >= 4
     worker.refuse_with = None
     assert await answer == "x"
@@ -83,7 +83,9 @@ async def test_a_seat_that_another_gateway_took_a_moment_ago_sends_the_request_t
     await second.until(lambda: len(free.submits) == 1)
     assert [submit.may_wait for submit in taken.submits] == [False, False]
     assert (taken.num_running, free.num_running) == (1, 1)
-    assert not second.gateway.dispatcher.router.load_of(taken.instance_id).refusals, "it is left alone for no time"
+    assert not second.gateway.dispatcher.router.bookings.load_of(taken.instance_id).refusals, (
+        "it is left alone for no time"
+    )
     third = asyncio.create_task(collect(second))
     await second.until(lambda: len(taken.submits) + len(free.submits) == 4)
     for worker in first.workers:

@@ -49,7 +49,7 @@ class Pair:
         await self.stack.until(lambda: self.stream(submit).worker_id == self.target.name)
 
     def load(self, worker: FakeWorker) -> InstanceLoad:
-        return self.stack.gateway.dispatcher.router.load_of(worker.instance_id)
+        return self.stack.gateway.dispatcher.router.bookings.load_of(worker.instance_id)
 
     @property
     def failovers(self) -> int:

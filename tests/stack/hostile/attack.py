@@ -44,7 +44,8 @@ async def connections(stack: Stack) -> AsyncIterator[dict[User, Client]]:
         for user in USERS:
             access = stack.nats_access(user)
             clients[user] = await nats.connect(
-                stack.nats_url, user=access.user, password=access.password, inbox_prefix=inbox_prefix(user).encode(),
+                stack.addresses.nats_url, user=access.user, password=access.password,
+                inbox_prefix=inbox_prefix(user).encode(),
                 error_cb=ignore, name=f"{user}.hostile.x",
             )  # fmt: skip
         yield clients

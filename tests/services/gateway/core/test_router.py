@@ -31,7 +31,7 @@ def test_prompts_not_begun_are_bounded_but_an_idle_instance_takes_any() -> None:
     h.add(stream("huge", 500), stream("small", 10))
     assert h.sent() == [("huge", "a")]
     assert h.sent() == []
-    h.router.started("huge")
+    h.router.bookings.started("huge")
     assert h.sent() == [("small", "a")]
 
 
@@ -109,7 +109,7 @@ def test_requests_leave_the_queue_at_their_deadline_or_with_their_model() -> Non
 
 
 def load(router: Router, name: str) -> tuple[int, int, int, int]:
-    at = router.load_of(name)
+    at = router.bookings.load_of(name)
     return at.inflight_requests, at.unstarted_requests, at.unstarted_tokens, at.outstanding_tokens
 
 
@@ -117,17 +117,17 @@ def test_a_request_that_another_instance_takes_over_counts_there() -> None:
     h = Harness(route("a", running=1))
     h.add(stream("1", 10, max_tokens=5), stream("2"))
     assert h.sent() == [("1", "a")]
-    h.router.moved("1", "b")
+    h.router.bookings.moved("1", "b")
     assert (load(h.router, "a"), load(h.router, "b")) == ((0, 0, 0, 0), (1, 1, 10, 15))
     # The old instance has room again; the new one needs no route to be counted at.
     assert h.sent() == [("2", "a")]
     h.router.prune(now_s=0.0)
     assert load(h.router, "b") == (1, 1, 10, 15)
-    h.router.started("1")
+    h.router.bookings.started("1")
     assert load(h.router, "b") == (1, 0, 0, 15)
-    h.router.moved("1", "a")
+    h.router.bookings.moved("1", "a")
     assert (load(h.router, "a"), load(h.router, "b")) == ((2, 1, 10, 26), (0, 0, 0, 0))
-    h.router.moved("unknown", "b")
+    h.router.bookings.moved("unknown", "b")
     for name in ("1", "2"):
         h.router.finish(name, "m")
     assert (load(h.router, "a"), load(h.router, "b")) == ((0, 0, 0, 0), (0, 0, 0, 0))
@@ -138,7 +138,7 @@ def test_a_request_that_moved_goes_back_into_the_queue_from_where_it_is() -> Non
     one = stream("1")
     h.add(one)
     h.sent()
-    h.router.moved("1", "b")
+    h.router.bookings.moved("1", "b")
     h.router.requeue(one, deadline_s=10.0)
     assert load(h.router, "b") == (0, 0, 0, 0)
     assert h.sent() == [("1", "a")]
@@ -153,7 +153,7 @@ def decode(name: str, *, running: int = 9, state: InstanceState = "serving", con
 
 
 def promised(router: Router, name: str) -> tuple[int, int]:
-    at = router.load_of(name)
+    at = router.bookings.load_of(name)
     return at.promised_requests, at.promised_tokens
 
 
@@ -172,15 +172,15 @@ def test_a_prefill_instances_request_names_the_decode_instance_with_the_fewest_t
     assert h.placed() == [("p", "d1"), ("p", "d2"), ("p", "d2")]
     assert (promised(h.router, "d1"), promised(h.router, "d2")) == ((1, 100), (2, 30))
     # Having arrived, they count as before; among equals the lowest id is chosen.
-    h.router.moved("long", "d1")
+    h.router.bookings.moved("long", "d1")
     h.add(stream("3", 60, max_tokens=10))
     assert h.placed() == [("p", "d2")]
     h.add(stream("4", max_tokens=5))
     assert h.placed() == [("p", "d1")]
-    h.router.moved("3", "d2")
+    h.router.bookings.moved("3", "d2")
     for name in ("long", "4"):
         h.router.finish(name, "m")
-    assert h.router.load_of("d1").decode_tokens == 0
+    assert h.router.bookings.load_of("d1").decode_tokens == 0
     h.add(stream("5", max_tokens=5))
     assert h.placed() == [("p", "d1")]
 
@@ -216,8 +216,8 @@ def test_a_full_decode_instance_makes_no_request_wait_here() -> None:
     for i in range(4):
         h.add(stream(str(i), 500, max_tokens=500))
         assert h.placed() == [("p", "d")]
-        h.router.started(str(i))
-        h.router.moved(str(i), "d")
+        h.router.bookings.started(str(i))
+        h.router.bookings.moved(str(i), "d")
     assert load(h.router, "d") == (4, 0, 0, 4 * 756)
 
 
@@ -225,9 +225,9 @@ def test_a_full_prefill_instance_does() -> None:
     h = Harness(prefill("p", running=1), decode("d"))
     h.add(stream("1", max_tokens=5), stream("2", max_tokens=5))
     assert h.placed() == [("p", "d")]
-    h.router.started("1")
+    h.router.bookings.started("1")
     assert h.placed() == []
-    h.router.moved("1", "d")
+    h.router.bookings.moved("1", "d")
     assert h.placed() == [("p", "d")]
 
 
@@ -251,19 +251,19 @@ def test_a_promise_ends_with_the_booking_however_it_ends() -> None:
     streams = [stream(str(i), max_tokens=5) for i in range(5)]
     h.add(*streams)
     assert h.placed() == [("p", "d")] * 5
-    h.router.started("0")
+    h.router.bookings.started("0")
     assert promised(h.router, "d") == (5, 75)
     h.router.finish("0", "m")
     h.router.requeue(streams[1], deadline_s=10.0)
-    h.router.moved("2", "d")
-    h.router.moved("3", "elsewhere")
-    h.router.release("4")
+    h.router.bookings.moved("2", "d")
+    h.router.bookings.moved("3", "elsewhere")
+    h.router.bookings.release("4")
     assert promised(h.router, "d") == (0, 0)
     assert load(h.router, "d") == (1, 1, 10, 15)
     for name in ("1", "2", "3"):
         h.router.finish(name, "m")
     for instance in ("p", "d", "elsewhere"):
-        assert h.router.load_of(instance) == InstanceLoad(), instance
+        assert h.router.bookings.load_of(instance) == InstanceLoad(), instance
 
 
 def test_what_was_promised_to_an_instance_that_is_gone_is_not_forgotten_before_its_end() -> None:
@@ -274,18 +274,18 @@ def test_what_was_promised_to_an_instance_that_is_gone_is_not_forgotten_before_i
     h.router.prune(now_s=0.0)
     assert promised(h.router, "d") == (1, 15)
     h.router.finish("1", "m")
-    assert h.router.load_of("d") == InstanceLoad()
+    assert h.router.bookings.load_of("d") == InstanceLoad()
 
 
 def test_finishing_everything_leaves_no_load() -> None:
     h = Harness(route("a"), route("b"))
     h.add(*(stream(str(i)) for i in range(6)))
     h.sent()
-    h.router.started("0")
+    h.router.bookings.started("0")
     for i in range(6):
         h.router.finish(str(i), "m")
     for name in ("a", "b"):
-        load = h.router.load_of(name)
+        load = h.router.bookings.load_of(name)
         assert (load.inflight_requests, load.unstarted_requests, load.unstarted_tokens, load.outstanding_tokens) == (
             0,
             0,

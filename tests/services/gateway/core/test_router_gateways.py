@@ -38,9 +38,9 @@ def test_ones_own_requests_in_a_report_are_not_counted_twice() -> None:
     h.add(*(stream(str(i)) for i in range(6)))
     assert len(h.sent()) == 6
     for i in range(6):
-        h.router.accepted(str(i))
+        h.router.bookings.accepted(str(i))
     h.router.reported(load_report("a", running=2, queued=4, queued_tokens=40), now_s=0.0)
-    assert h.router.load_of("a").foreign.requests == 0
+    assert h.router.bookings.load_of("a").foreign.requests == 0
     h.add(stream("6"), stream("7"), stream("8"))
     assert h.sent() == [("6", "a"), ("7", "a")]
 
@@ -83,7 +83,7 @@ def test_what_silent_instances_and_gateways_said_is_forgotten() -> None:
     assert h.sent() == []
     h.router.prune(now_s=4.0)
     assert len(h.sent()) == 1
-    assert h.router.load_of("a").foreign.requests == 0
+    assert h.router.bookings.load_of("a").foreign.requests == 0
 
 
 def test_an_instance_that_is_full_is_left_alone_twice_as_long_each_time() -> None:
@@ -94,15 +94,15 @@ def test_an_instance_that_is_full_is_left_alone_twice_as_long_each_time() -> Non
         [(name, _)] = h.sent(now_s)
         h.router.refused("a", now_s=now_s)
         h.router.requeue(stream(name), deadline_s=99.0)
-        pauses.append(h.router.load_of("a").suspended_until_s - now_s)
+        pauses.append(h.router.bookings.load_of("a").suspended_until_s - now_s)
         assert h.sent(now_s + pauses[-1] - 0.001) == []
         now_s += pauses[-1]
     assert pauses[:3] == pytest.approx([FULL_PAUSE_S, 2 * FULL_PAUSE_S, 4 * FULL_PAUSE_S])
     assert pauses[-1] == pytest.approx(MAX_FULL_PAUSE_S)
     assert len(h.sent(now_s)) == 1
-    h.router.accepted("1")
+    h.router.bookings.accepted("1")
     h.router.refused("a", now_s=now_s)
-    assert h.router.load_of("a").suspended_until_s == pytest.approx(now_s + FULL_PAUSE_S)
+    assert h.router.bookings.load_of("a").suspended_until_s == pytest.approx(now_s + FULL_PAUSE_S)
 
 
 def test_an_instance_without_a_queue_is_asked_again_at_once() -> None:
@@ -142,7 +142,7 @@ def test_an_instance_with_a_free_seat_goes_before_a_full_one_with_less_to_do() -
     h.router.reported(load_report("a", running=4), now_s=0.0)
     h.add(stream("long", 5_000))
     assert where(h) == [("b", False)]
-    h.router.started("long")
+    h.router.bookings.started("long")
     h.add(*(stream(str(i)) for i in range(6)))
     # Three more slots at "b"; then its share of those at "a", which come free in turn; the others wait here.
     assert where(h) == [("b", False)] * 3 + [("a", True)] * 2
@@ -155,7 +155,7 @@ def test_a_seat_that_another_gateway_was_quicker_to_take_costs_no_wait_where_ano
     h.router.slots_taken("a", now_s=0.0)
     h.router.requeue(stream("1"), deadline_s=99.0)
     assert where(h) == [("b", False)]
-    assert h.router.load_of("a").suspended_until_s < 0.0, "it is well"
+    assert h.router.bookings.load_of("a").suspended_until_s < 0.0, "it is well"
     h.router.reported(load_report("a", running=1), now_s=0.1)
     h.add(stream("2"))
     assert where(h, 0.1) == [("a", False)]
@@ -171,8 +171,8 @@ def test_where_no_instance_has_a_seat_requests_line_up_at_one_within_the_gateway
     assert where(h) == [("a", True)] * 2
     assert where(h) == []
     h.router.reported(load_report("a", running=1, queued=2), now_s=0.1)
-    h.router.accepted("0")
-    h.router.accepted("1")
+    h.router.bookings.accepted("0")
+    h.router.bookings.accepted("1")
     h.router.reported(load_report("a", running=3), now_s=0.2)
     assert where(h, 0.2) == [("a", False)]
 

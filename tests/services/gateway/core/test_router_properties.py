@@ -99,10 +99,10 @@ class Machine(RuleBasedStateMachine):
         booked = self.booked[name]
         if what == "accepted":
             booked.accepted = True
-            self.router.accepted(name)
+            self.router.bookings.accepted(name)
         elif what == "started":
             booked.accepted = booked.started = True
-            self.router.started(name)
+            self.router.bookings.started(name)
         elif what in ("finished", "cancelled"):
             del self.booked[name]
             self.router.finish(name, "m")
@@ -170,7 +170,7 @@ class Machine(RuleBasedStateMachine):
         self.contention = self.others.about("m")
         for instance_id in known:
             self.foreign.setdefault(instance_id, (0, 0, 0))
-            at = self.router.load_of(instance_id).foreign
+            at = self.router.bookings.load_of(instance_id).foreign
             self.foreign[instance_id] = (at.requests, at.queued_requests, at.queued_tokens)
 
     # --- what must hold ----------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Machine(RuleBasedStateMachine):
         assert self.router.queued("m")[1] == sum(s.num_known_tokens for s in self.waiting.values())
         for instance_id in INSTANCES:
             mine = [b for b in self.booked.values() if b.instance_id == instance_id]
-            load = self.router.load_of(instance_id)
+            load = self.router.bookings.load_of(instance_id)
             assert load.inflight_requests == len(mine)
             assert load.unstarted_tokens == sum(b.stream.num_known_tokens for b in mine if not b.started)
 

@@ -66,7 +66,7 @@ def test_lost_instances_and_removed_models_are_told() -> None:
     assert not routes.apply_table(table(3, route("b", "draining"))).lost_instances
     changes = routes.apply_table(table(4, model=None))
     assert (changes.removed, changes.lost_instances) == ({"m"}, {"b"})
-    assert routes.find("m") is None
+    assert "m" not in routes.models
 
 
 def test_live_instances_are_known_and_their_loss_is_told() -> None:

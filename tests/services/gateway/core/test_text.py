@@ -32,7 +32,9 @@ def run(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
 @pytest.mark.parametrize("text", TEXTS)
 def test_byte_level_deltas_add_up_and_never_hold_half_a_character(text: str) -> None:
     tokenizer = ModelTokenizer(byte_tokenizer(), None)
-    deltas = run(tokenizer.detokenizer(skip_special_tokens=True), tokenizer.encode(text, add_special_tokens=True))
+    deltas = run(
+        tokenizer.detokenizer(skip_special_tokens=True), tokenizer.encode_all([text], add_special_tokens=True)[0]
+    )
     assert "".join(deltas) == text
     assert "\ufffd" not in "".join(deltas)
 
@@ -130,4 +132,4 @@ def test_loading_reads_template_and_special_tokens(tmp_path: Path) -> None:
     assert tokenizer.template is not None
     text = tokenizer.template.render([{"role": "user", "content": "x"}])
     assert text == "<s><|user|>x<|end|><|assistant|>"
-    assert tokenizer.encode(text, add_special_tokens=False)[0] == BOS
+    assert tokenizer.encode_all([text], add_special_tokens=False)[0][0] == BOS
