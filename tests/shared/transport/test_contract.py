@@ -30,8 +30,8 @@ async def start(request: pytest.FixtureRequest) -> AsyncIterator[Start]:
     started: list[TensorTransport] = []
 
     def make(name: str, **limits: int) -> TensorTransport:
-        kind = fabric if request.param == "memory" else UcxTransport
-        transport = kind.start(name=name, **limits)
+        kind = fabric.start if request.param == "memory" else UcxTransport
+        transport = kind(name=name, **limits)
         started.append(transport)
         return transport
 

@@ -28,7 +28,7 @@ async def start(request: pytest.FixtureRequest) -> AsyncIterator[Start]:
     started: list[TensorTransport] = []
 
     def make(name: str) -> TensorTransport:
-        transport = (fabric if request.param == "memory" else UcxTransport).start(name=name)
+        transport = (fabric.start if request.param == "memory" else UcxTransport)(name=name)
         started.append(transport)
         return transport
 
