@@ -19,6 +19,14 @@ settings.load_profile("any machine")
 
 LAB = ("tests/bench/lab/", "tests/bench/scaleout/test_measure.py", "tests/bench/live/test_measure.py")
 """What needs the lab, of which a machine has one."""
+LONG = (
+    "tests/bench/loaders/test_measure.py",
+    "tests/services/gateway/http/test_hostile_bodies.py",
+    "tests/services/pool/test_stopped.py",
+    "tests/services/worker/engine/test_against_transformers.py",
+    "tests/services/worker/scheduling/test_lending_machine.py",
+)
+"""Modules of few tests that take as long as those with stacks."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -30,19 +38,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return _scope(nodeid)
 
-    config.option.loadscopereorder = False  # pytest_collection_modifyitems has put them in order
+    config.option.loadscopereorder = False  # they are in order: see pytest_collection_modifyitems
     return ByModule(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First what takes longest: the lab, then stacks, then modules by their number of tests. What comes last ends
-    within seconds of each other, and no process waits for one that has begun with a whole stack."""
+    """What takes longest begins first: the lab, stacks, modules with many tests. At the end no process has much left
+    to do while the others are done."""
     sizes = Counter(_scope(item.nodeid) for item in items)
-    stacks = {_scope(item.nodeid) for item in items if item.get_closest_marker("stack") is not None}
+    long = {*LONG, *(_scope(item.nodeid) for item in items if item.get_closest_marker("stack") is not None)}
 
     def place(item: pytest.Item) -> tuple[bool, bool, int, str]:
         scope = _scope(item.nodeid)
-        return scope != "lab", scope not in stacks, -sizes[scope], scope
+        return scope != "lab", scope not in long, -sizes[scope], scope
 
     items.sort(key=place)
 
