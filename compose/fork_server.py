@@ -30,6 +30,8 @@ _PROCESSES = Path("/proc/self")
 
 def main(arguments: list[str]) -> None:
     asked = socket.socket(fileno=int(arguments[0]))
+    # Imports leave next to no garbage: looking for it took a sixth of the time until the first fork (measured).
+    gc.disable()
     for name in arguments[1:]:
         # A module that does not exist is left to the process that needs it, whose error says more.
         with contextlib.suppress(ImportError):
@@ -37,7 +39,6 @@ def main(arguments: list[str]) -> None:
     if len(os.listdir(_PROCESSES / "task")) > 1:
         sys.exit("the imported modules have started threads, which a fork would not have")
     # Not moved or counted by any collection from now on: those pages stay shared.
-    gc.collect()
     gc.freeze()
     supervisor = os.getppid()
     asked.send(b"ready")
@@ -49,6 +50,7 @@ def main(arguments: list[str]) -> None:
         if forked:
             break
     # In the child.
+    gc.enable()
     asked.close()
     _become(order, files, supervisor)
     runpy.run_module(order["module"], run_name="__main__", alter_sys=True)

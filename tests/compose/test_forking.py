@@ -23,13 +23,14 @@ QUICK = RestartPolicy(first_delay_s=0.02, max_delay_s=0.05, stable_s=5.0, max_fa
 
 PRELOADED = "import os\nIMPORTED_BY = os.getpid()\n"
 PROGRAM = """
-import json, os, sys, time
+import gc, json, os, sys, time
 import preloaded
 print(json.dumps({
     "imported_by": preloaded.IMPORTED_BY, "name": __name__, "argv": sys.argv, "cwd": os.getcwd(),
     "own": os.environ["OWN"],
     "others": os.environ.get("OF_THE_SERVER"), "files":
     [fd for fd in sorted(map(int, os.listdir("/proc/self/fd"))) if os.path.exists(f"/proc/self/fd/{fd}")],
+    "collects_garbage": gc.isenabled(), "but_not_what_was_imported": gc.get_freeze_count() > 0,
     "ready_fd": int(os.environ["BLITZ_READY_FD"]), "group": os.getpgrp(), "session": os.getsid(0),
 }))
 sys.stderr.write("to stderr\\n")
@@ -87,6 +88,8 @@ async def test_it_has_what_was_imported_and_is_itself_in_everything_else(
     assert (told["cwd"], told["argv"]) == (str(tmp_path), [str(tmp_path / "program.py")])
     assert told["files"] == [0, 1, 2, told["ready_fd"]]
     assert told["group"] == told["session"] == child.pid
+    assert told["collects_garbage"]
+    assert told["but_not_what_was_imported"]
     process = psutil.Process(child.pid)
     assert process.ppid() == os.getpid()
     assert process.name() == "worker-7"
