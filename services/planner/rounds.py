@@ -139,19 +139,18 @@ class Rounds:
     async def _round(self) -> None:
         waiting = self._take()
         term = self._leader.term
-        leases: list[LeaseWorkers | None] = []
+        leases: list[LeaseWorkers] = []
         try:
             with self._round_seconds.time():
                 steps = await self._decide(waiting)
-                leases += [step.lease(self._leases.ttl_s, term) for _, step, _ in steps]
+                leases += [lease for _, step, _ in steps if (lease := step.lease(self._leases.ttl_s, term)) is not None]
                 verdicts = await self._lease(steps, leases)
             # Planning and leasing took their time.
             self._leader.check(term)
         except BaseException as error:
             # The pool may have granted them anyway: its answer was lost, or came too late.
             for lease in leases:
-                if lease is not None:
-                    self._leases.give_back(lease.plan_id, lease.worker_ids)
+                self._leases.give_back(lease.plan_id, lease.worker_ids)
             if not isinstance(error, Exception):
                 raise
             if not isinstance(error, BlitzError):
@@ -160,7 +159,8 @@ class Rounds:
             for one in waiting:
                 self._refuse(one, error)
             return
-        for (one, step, span), verdict in zip(steps, verdicts, strict=True):
+        for one, step, span in steps:
+            verdict = verdicts.get(step.plan_id)
             if verdict is not None and verdict.grant is None:
                 span.end()
                 self._again(one, verdict)
@@ -217,17 +217,15 @@ class Rounds:
         return steps
 
     async def _lease(
-        self, steps: list[tuple[_Waiting, Step, trace.Span]], wanted: list[LeaseWorkers | None]
-    ) -> list[LeaseVerdict | None]:
-        """One verdict per step; None where nothing is ``wanted``."""
-        leases = [lease for lease in wanted if lease is not None]
+        self, steps: list[tuple[_Waiting, Step, trace.Span]], leases: list[LeaseWorkers]
+    ) -> dict[str, LeaseVerdict]:
+        """The pool's verdicts by plan id."""
         if not leases:
-            return [None] * len(steps)
+            return {}
         # In the trace of what it is for, if it is for one thing.
-        first = next(span for (_, _, span), lease in zip(steps, wanted, strict=True) if lease is not None)
+        first = next(span for _, step, span in steps if step.load is not None)
         with trace.use_span(first):
-            verdicts = iter(await self._leases.grant(tuple(leases)))
-        return [next(verdicts) if lease is not None else None for lease in wanted]
+            return {verdict.plan_id: verdict for verdict in await self._leases.grant(tuple(leases))}
 
     def _again(self, one: _Waiting, verdict: LeaseVerdict) -> None:
         """Another plan took a worker since the snapshot; the next snapshot shows it."""

@@ -65,7 +65,7 @@ class RedisCopy:
         store, registry = self._store, self._registry
         reports = registry.reports()
         epochs = [r.instance.epoch for r in reports if r.instance is not None]
-        await store.raise_epoch(max([*epochs, *(lease.epoch for lease in registry.leases.values())], default=0))
+        await store.next_epoch(max([*epochs, *(lease.epoch for lease in registry.leases.values())], default=0))
         strangers = set(await store.worker_ids()) - set(registry.workers)
         if strangers:
             await store.forget(sorted(strangers))

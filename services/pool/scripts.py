@@ -170,12 +170,12 @@ return out
 """
 )
 
-# KEYS: workers (unused), epoch   Returns a new epoch.
+# KEYS: workers (unused), epoch   ARGV: an epoch that was given out, or 0   Returns a new one.
 NEXT_EPOCH = (
     NOW
     + LAST_EPOCH
     + """
-epoch = string.format('%.0f', epoch + 1)
+epoch = string.format('%.0f', math.max(epoch, tonumber(ARGV[1])) + 1)
 redis.call('SET', KEYS[2], epoch)
 return epoch
 """
@@ -255,17 +255,6 @@ redis.call('DEL', KEYS[1])
 for i = 1, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 return 1
 """
-
-# KEYS: workers (unused), epoch   ARGV: an epoch that was given out
-RAISE_EPOCH = (
-    NOW
-    + LAST_EPOCH
-    + """
-if epoch < tonumber(ARGV[1]) then epoch = tonumber(ARGV[1]) end
-redis.call('SET', KEYS[2], string.format('%.0f', epoch))
-return 1
-"""
-)
 
 # KEYS: (fence)   ARGV: one command
 CALL = "return redis.call(unpack(ARGV))"

@@ -207,9 +207,9 @@ class Store:
         """Give leases back; how many were still the plan's."""
         return int(await self._run(scripts.RELEASE, args=[PREFIX, plan_id, *worker_ids]))
 
-    async def next_epoch(self) -> int:
-        """An epoch that no lease and no other transfer has."""
-        return int(await self._run(scripts.NEXT_EPOCH, keys=[f"{PREFIX}workers", f"{PREFIX}epoch"]))
+    async def next_epoch(self, given: int = 0) -> int:
+        """An epoch that no lease and no other transfer has, higher than one that was ``given`` out."""
+        return int(await self._run(scripts.NEXT_EPOCH, keys=[f"{PREFIX}workers", f"{PREFIX}epoch"], args=[given]))
 
     async def retire(self, model_hash: str, copy_id: str, *, needed: bool, sequence: int = 0) -> bool:
         """Take a copy out of the count; False if it is the last of a model that is ``needed``: it counts on.
@@ -259,10 +259,6 @@ class Store:
         await self._run(scripts.REPLACE, keys=[f"{PREFIX}removed"], args=at_ms)
         encoded = [a for f in floors for a in (floor_field(f.model, f.role), msgspec.msgpack.encode(f))]
         await self._run(scripts.REPLACE, keys=[f"{PREFIX}floors"], args=encoded)
-
-    async def raise_epoch(self, least: int) -> None:
-        """That epoch was given out: no lease gets it again."""
-        await self._run(scripts.RAISE_EPOCH, keys=[f"{PREFIX}workers", f"{PREFIX}epoch"], args=[least])
 
     async def worker_ids(self) -> tuple[str, ...]:
         """Of all workers that Redis holds, in order."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from heapq import nsmallest
 from itertools import groupby
 from typing import Literal
 
@@ -168,25 +167,16 @@ class Places:
             for held in (*copies.placed.values(), *copies.cached.values())
             if held.copy.state == "ready" and not dropped(held.key) and held.worker.worker_id != target.worker_id
         )
-        kinds: list[tuple[Literal["gpu", "host"], Iterable[WorkerInfo]]] = [
-            ("gpu", copies.serving.values()),
-            ("host", ready),
-            ("gpu", copies.draining.values()),
-        ]
-        found: list[tuple[WorkerInfo, Literal["gpu", "host"]]] = []
-        idle: tuple[WorkerInfo, Literal["gpu", "host"]] | None = None
-        for kind, workers in kinds:
-            ordered = [(_distance(w, target), w) for w in workers]
-            self.visits += len(ordered)
-            found += [(w, kind) for _, w in nsmallest(MAX_SOURCES, ordered, key=lambda o: o[0])]
-            if idle is None:
-                able = (o for o in ordered if not self._cluster.loads.is_busy(o[1], target))
-                idle = next(((w, kind) for _, w in nsmallest(1, able, key=lambda o: o[0])), None)
+        kinds: tuple[tuple[Literal["gpu", "host"], Iterable[WorkerInfo]], ...]
+        kinds = (("gpu", copies.serving.values()), ("host", ready), ("gpu", copies.draining.values()))
+        found = [(kind, w) for kind, workers in kinds for w in sorted(workers, key=lambda w: _distance(w, target))]
+        self.visits += len(found)
         if not found:
             return Sources((), None)
+        idle = next((entry for entry in found if not self._cluster.loads.is_busy(entry[1], target)), None)
         first = idle or found[0]
-        ordered_all = [first, *(entry for entry in found if entry != first)]
-        return Sources(tuple(_source(*entry) for entry in ordered_all[:MAX_SOURCES]), first[0], busy=idle is None)
+        ordered = [first, *(entry for entry in found if entry is not first)]
+        return Sources(tuple(_source(w, kind) for kind, w in ordered[:MAX_SOURCES]), first[1], busy=idle is None)
 
 
 def _least_missed(found: tuple[Held, ModelCopies]) -> tuple[bool, int, int, str]:

@@ -117,7 +117,7 @@ async def test_a_process_that_leads_no_more_changes_nothing(store: Store, redis_
         lambda: store.lift_floor("m", "colocated"),
         lambda: store.set_unplaced(()),
         lambda: store.replace_models((), {"x": 0.0}, ()),
-        lambda: store.raise_epoch(1),
+        lambda: store.next_epoch(1),
         lambda: store.forget_removed(("x",)),
     )
     for change in changes:

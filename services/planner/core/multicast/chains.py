@@ -9,7 +9,7 @@ from services.planner.core.multicast import plan as multicast
 from services.planner.core.multicast.cluster import Cluster, WorkerCopy
 from services.planner.core.multicast.edges import Edge
 from services.planner.core.multicast.explain import names
-from services.planner.core.multicast.topology import Topology
+from services.planner.core.multicast.topology import Gpu, Topology
 from services.planner.core.multicast.traffic import Link, Load, Source
 from shared.messages.scaling import Chain, Copy, Hop, Stripe
 
@@ -77,9 +77,14 @@ def plan_worker_chains(cluster: Cluster, num_targets: int, model_bytes: int, *, 
         model_bytes,
         tails=tails,
     )
-    hops = _Hops(cluster, model_bytes)
+    gpus, holders = cluster.topology.gpus, cluster.host_holders()
+    serving = Load.of(cluster.topology, cluster.serving)
     chains = tuple(
-        Chain(hops=tuple(hops.of(edge) for edge in edges), chunk_bytes=planned.chunk_bytes) for edges in planned.chains
+        Chain(
+            hops=tuple(_hop(edge, gpus, holders, serving, model_bytes) for edge in edges),
+            chunk_bytes=planned.chunk_bytes,
+        )
+        for edges in planned.chains
     )
     left_out = left_out_of(cluster, sum(len(edge.targets) for edge in planned.edges), num_targets)
     if not chains:
@@ -151,42 +156,28 @@ def _as_sources(copies: Sequence[WorkerCopy]) -> list[Source]:
     return sources + [Source(host, "host", leaving=all(c.sending for c in held)) for host, held in by_host.items()]
 
 
-class _Hops:
-    """Edges name hosts and byte ranges; hops name workers and shares."""
-
-    def __init__(self, cluster: Cluster, model_bytes: int) -> None:
-        self._gpus = cluster.topology.gpus
-        self._holders = cluster.host_holders()
-        self._serving = Load.of(cluster.topology, cluster.serving)
-        self._model_bytes = model_bytes
-
-    def of(self, edge: Edge) -> Hop:
-        stripes = []
-        for s in edge.stripes:
-            source = self._worker(s.source, s.source_kind, s.target)
-            share = (s.end_byte - s.first_byte) / self._model_bytes
-            capped = edge.via == "network" and self._serves(source, s.target)
-            stripes.append(
-                Stripe(
-                    source=source,
-                    source_kind=s.source_kind,
-                    target=s.target,
-                    share=share,
-                    cap_gbps=share * edge.gbps if capped else 0.0,
-                )
+def _hop(edge: Edge, gpus: dict[str, Gpu], holders: dict[str, list[str]], serving: Load, model_bytes: int) -> Hop:
+    """Edges name hosts and byte ranges; hops name workers and shares. ``holders``: of host copies, by host. ``serving``:
+    traffic that keeps its share of a NIC."""
+    stripes = []
+    for s in edge.stripes:
+        source = s.source
+        if s.source_kind == "disk":
+            source = ""
+        elif s.source_kind == "host":
+            # A target that holds the host copy itself reads its own memory: no other has to send.
+            source = s.target if s.target in holders[s.source] else holders[s.source][0]
+        share = (s.end_byte - s.first_byte) / model_bytes
+        capped = edge.via == "network" and (
+            gpus[source].nic.nic_id in serving.egress or gpus[s.target].nic.nic_id in serving.ingress
+        )
+        stripes.append(
+            Stripe(
+                source=source,
+                source_kind=s.source_kind,
+                target=s.target,
+                share=share,
+                cap_gbps=share * edge.gbps if capped else 0.0,
             )
-        return Hop(targets=edge.targets, stripes=tuple(stripes), predicted_finish_s=edge.finish_s)
-
-    def _worker(self, holder: str, kind: str, target: str) -> str:
-        if kind == "disk":
-            return ""
-        if kind == "gpu":
-            return holder
-        # A target that holds the host copy itself reads its own memory: no other has to send.
-        workers = self._holders[holder]
-        return target if target in workers else workers[0]
-
-    def _serves(self, source: str, target: str) -> bool:
-        """Whether serving has a share of a direction that the stripe takes: it must keep it."""
-        out, into = self._gpus[source].nic.nic_id, self._gpus[target].nic.nic_id
-        return bool(self._serving.egress.get(out) or self._serving.ingress.get(into))
+        )
+    return Hop(targets=edge.targets, stripes=tuple(stripes), predicted_finish_s=edge.finish_s)
