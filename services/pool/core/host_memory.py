@@ -58,8 +58,6 @@ class HostMemoryUse:
             if before == after:
                 return
             self._take_out(before)
-            if before.offers and not (offers and before.worker.host == worker.host):
-                self._offers_no_more(before.worker)
         self._workers_memory[worker_id] = after
         host = worker.host
         self._host_bytes[host] = self._host_bytes.get(host, 0) + placed_bytes
@@ -77,28 +75,24 @@ class HostMemoryUse:
         if memory is None:
             return
         self._take_out(memory)
-        if memory.offers:
-            self._offers_no_more(memory.worker)
         self._claims.discard(worker_id)
 
     def _take_out(self, memory: _WorkerMemory) -> None:
-        host = memory.worker.host
+        worker_id, host = memory.worker.worker_id, memory.worker.host
+        if memory.offers:
+            del self.workers[worker_id]
+            self.hosts[host].discard(worker_id)
+            if not self.hosts[host]:
+                del self.hosts[host]
+                self.by_bytes.discard(host)
+            for ranking in (self.by_free_bytes, self.by_free_after_drops, self.by_free_after_evictions):
+                ranking.discard(worker_id)
         self._host_bytes[host] -= memory.placed_bytes
         self._host_workers[host] -= 1
         if not self._host_workers[host]:
             del self._host_workers[host], self._host_bytes[host]
         elif host in self.hosts:
             self.by_bytes.put(host, self._host_bytes[host])
-
-    def _offers_no_more(self, worker: WorkerInfo) -> None:
-        worker_id, host = worker.worker_id, worker.host
-        del self.workers[worker_id]
-        self.hosts[host].discard(worker_id)
-        if not self.hosts[host]:
-            del self.hosts[host]
-            self.by_bytes.discard(host)
-        for ranking in (self.by_free_bytes, self.by_free_after_drops, self.by_free_after_evictions):
-            ranking.discard(worker_id)
 
     def _rank(self, worker_id: str) -> None:
         after_drops = self.free_after_drops(worker_id)

@@ -157,8 +157,8 @@ def _as_sources(copies: Sequence[WorkerCopy]) -> list[Source]:
 
 
 def _hop(edge: Edge, gpus: dict[str, Gpu], holders: dict[str, list[str]], serving: Load, model_bytes: int) -> Hop:
-    """Edges name hosts and byte ranges; hops name workers and shares. ``holders``: of host copies, by host. ``serving``:
-    traffic that keeps its share of a NIC."""
+    """Edges name hosts and byte ranges; hops name workers and shares. ``holders``: of host copies, by host.
+    ``serving``: traffic that keeps its share of a NIC."""
     stripes = []
     for s in edge.stripes:
         source = s.source

@@ -64,11 +64,6 @@ class Edge:
         return self.group.leaf
 
     @property
-    def sources(self) -> tuple[str, ...]:
-        """Who sends, each once, in the order of the stripes."""
-        return tuple(dict.fromkeys(s.source for s in self.stripes))
-
-    @property
     def late(self) -> Late:
         if self.via != "network":
             return ""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from services.planner.core.multicast.edges import Edge
 from services.planner.core.multicast.plan import Multicast
 from services.planner.core.multicast.topology import Gpu, Host, Nic, Topology, build_topology
 from services.planner.core.multicast.traffic import Flow, Source
@@ -90,6 +91,11 @@ def finish_s(plan: Multicast) -> dict[str, float]:
 
 def last_finish_s(plan: Multicast) -> float:
     return max(finish_s(plan).values(), default=0.0)
+
+
+def senders(edge: Edge) -> tuple[str, ...]:
+    """Each once, in the order of the stripes."""
+    return tuple(dict.fromkeys(s.source for s in edge.stripes))
 
 
 def check_bytes(plan: Multicast, model_bytes: int) -> None:
