@@ -16,7 +16,7 @@ from shared.settings import Settings, SettingsError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
-    """What a pool process has to know beside where Redis is."""
+    """The settings of a pool process, apart from where Redis is."""
 
     lease_s: float = 2.0
     """Of workers; the lease of the process that leads may be longer."""
@@ -63,7 +63,7 @@ class PoolConfig(ServiceConfig):
 
 
 def _redis_url(url: str) -> str:
-    # What the URL asks for is looked at when a connection is made, which opens no connection yet.
+    # redis-py checks the URL when it makes a connection object, which does not connect yet.
     try:
         Redis.from_url(url).connection_pool.make_connection()  # type: ignore[no-untyped-call]
     except (ValueError, TypeError, RedisError) as error:

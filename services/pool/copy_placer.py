@@ -85,12 +85,12 @@ class CopyPlacer:
         self._cluster = Cluster(self._registry.models.removed(), self._limits)
         self._placer = Placer(self._cluster)
         self._seen = 0
-        """The registry's version up to which its changes are known, but for those of ``_unread``."""
+        """The registry's version up to which its changes are known, except for those in ``_unread``."""
         self._unread: deque[WorkerHeartbeat] = deque()
         self._shown = -1
 
     async def close(self) -> None:
-        """Cancel what runs: a worker that already has the request goes on by itself."""
+        """Cancel what runs; a worker that already has its request continues by itself."""
         await self._tasks.close()
 
     def look(self, now_s: float, *, may_act: bool) -> None:
@@ -230,7 +230,7 @@ class CopyPlacer:
         try:
             await self._bus.request(subject, DropCopy(model_hash=step.model_hash), Ack, timeout_s=RPC_TIMEOUT_S)
         except BlitzError as error:
-            # It stays marked until its time is over, so that a worker in trouble is not asked twice a second.
+            # The drop stays marked until it times out, so that a worker in trouble is not asked twice a second.
             log.warning("placement: worker %s does not drop %s: %s", step.worker_id, step.model, error)
 
     async def retire(self, request: RetireCopy, now_s: float) -> None:

@@ -20,12 +20,12 @@ from shared.messages.registry import ModelRecord
 MAX_AT_ONCE = 2
 TIMEOUT_S = 900.0
 ANSWER_S = 20.0
-"""Answers are given within this: NATS does not let a service answer much later."""
+"""Callers get an answer within this time: NATS does not let a service answer much later."""
 KEEP_S = 2.0
 MAX_WAITING = 64
 MAX_KEPT = 4096
 SMALL_BYTES = 64 * 1024 * 1024
-"""Starting a process takes longer than reading so much."""
+"""Reading this much takes less time than starting a process."""
 MAX_ANSWER_BYTES = 1 << 20
 REFUSED = 3
 """Exit status of a process that found no checkpoint that can be served."""

@@ -53,12 +53,12 @@ REMOVED_S = 7 * 24 * 3600.0
 MAX_REMOVED = 1000
 """Removals that are remembered although no worker has a copy or instance of their models."""
 RENEWAL_WAIT_S = 0.5
-"""How long a question waits for a lease that is over to be renewed."""
+"""How long a request waits for this process to renew a lease that has run out."""
 TIDY_EVERY_S = 60.0
 
 
 class PoolMetrics:
-    """What a pool process shows, leading or not."""
+    """The metrics that a pool process shows, whether it leads or not."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.workers = Gauge("blitz_pool_workers", "Living workers by state", ["state"], registry=registry)
@@ -169,7 +169,7 @@ class LeadingPool:
     # --- regular work ------------------------------------------------------------------------
 
     async def tick(self) -> None:
-        """Often called. Raises ``RedisError``, ``Unavailable`` when another process leads by now."""
+        """The regular work; called often. Raises ``RedisError``, ``Unavailable`` when another process leads by now."""
         now_s = time.monotonic()
         if self._publisher is not None and self._publisher.done():
             self._publisher.result()

@@ -22,17 +22,9 @@ Keys (prefix ``blitz:``):
 
 from __future__ import annotations
 
-from shared.messages.common import Role
-
 PREFIX = "blitz:"
 NOT_LEADING = "NOTLEADING"
 """First word of the error that a pool process gets when it no longer leads."""
-
-
-def floor_field(model: str, role: Role) -> str:
-    """Names have no spaces, and colocated instances' floors are where they were before there were roles."""
-    return model if role == "colocated" else f"{model} {role}"
-
 
 # The last key is that which lasts while the caller leads; empty: no check.
 FENCE = """

@@ -16,7 +16,7 @@ from services.pool import scripts
 from services.pool.core.copies import complete_copies
 from services.pool.core.worker_entry import Lease
 from services.pool.remembered import Remembered, remember, worker_ids_in
-from services.pool.scripts import PREFIX, floor_field
+from services.pool.scripts import PREFIX
 from shared.errors import Conflict, ModelNotFound, NoCapacity, NotPermitted, Unavailable
 from shared.messages.codec import decode, encode
 from shared.messages.common import Role
@@ -244,7 +244,7 @@ class Store:
     async def remove_model(self, name: str) -> bool:
         """Forget a model; False if there was none."""
         keys = [f"{PREFIX}models", f"{PREFIX}removed", f"{PREFIX}floors"]
-        fields = [floor_field(name, role) for role in get_args(Role)]
+        fields = [_floor_field(name, role) for role in get_args(Role)]
         return bool(await self._run(scripts.REMOVE_MODEL, keys=keys, args=[name, *fields]))
 
     async def replace_models(
@@ -257,7 +257,7 @@ class Store:
         )
         at_ms = [a for name, at_s in removed.items() for a in (name, str(round(at_s * 1000)))]
         await self._run(scripts.REPLACE, keys=[f"{PREFIX}removed"], args=at_ms)
-        encoded = [a for f in floors for a in (floor_field(f.model, f.role), msgspec.msgpack.encode(f))]
+        encoded = [a for f in floors for a in (_floor_field(f.model, f.role), msgspec.msgpack.encode(f))]
         await self._run(scripts.REPLACE, keys=[f"{PREFIX}floors"], args=encoded)
 
     async def worker_ids(self) -> tuple[str, ...]:
@@ -275,9 +275,14 @@ class Store:
 
     async def set_floor(self, floor: Floor) -> None:
         """Set the manual floor of a model and role, in place of the one before."""
-        field = floor_field(floor.model, floor.role)
+        field = _floor_field(floor.model, floor.role)
         await self._run(scripts.CALL, args=["HSET", f"{PREFIX}floors", field, msgspec.msgpack.encode(floor)])
 
     async def lift_floor(self, model: str, role: Role) -> None:
         """Forget the manual floor of a model and role, if there is one."""
-        await self._run(scripts.CALL, args=["HDEL", f"{PREFIX}floors", floor_field(model, role)])
+        await self._run(scripts.CALL, args=["HDEL", f"{PREFIX}floors", _floor_field(model, role)])
+
+
+def _floor_field(model: str, role: Role) -> str:
+    """Names have no spaces, and colocated instances' floors are where they were before there were roles."""
+    return model if role == "colocated" else f"{model} {role}"

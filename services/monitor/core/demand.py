@@ -152,7 +152,7 @@ class ModelDemand:
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompt tokens per second of one instance, as well as it is known."""
+        """Prompt tokens per second of one instance: the best figure available."""
         return self._policy.prefill_tokens_per_s or self._tokens_per_s or self._policy.assumed_tokens_per_s
 
     def evaluate(

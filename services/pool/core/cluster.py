@@ -17,10 +17,10 @@ from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat
 
 
 class Cluster:
-    """Pure: told of changes, and asked."""
+    """Pure: it is told of changes and answers questions."""
 
     def __init__(self, removed: Collection[str], limits: LoadLimits) -> None:
-        """``removed``: names of models that were removed on purpose, as they are at any time."""
+        """``removed``: names of models that were removed on purpose; a live view."""
         self.copies = CopyIndex()
         self.loads = Loads(limits)
         self.outstanding = OutstandingSteps(self.loads)
@@ -28,7 +28,7 @@ class Cluster:
         self.version = 0
         """Goes up when anything changed that placement depends on."""
         self.memory_version = 0
-        """The same, without what only changes which instances serve what."""
+        """The same, but not for changes of which instances serve what."""
         self.needy: set[str] = set()
         """Hashes of registered models without a placed host copy that counts, and without one on its way."""
         self.surplus: set[str] = set()
@@ -49,7 +49,7 @@ class Cluster:
     # --- changes -----------------------------------------------------------------------------
 
     def put_report(self, report: WorkerHeartbeat, now_s: float) -> tuple[str, ...]:
-        """A worker's newest report; why, for each hold that failed."""
+        """Take a worker's newest report; returns a reason for each hold that failed."""
         if not self.copies.put(report):
             return ()
         worker = report.worker
@@ -61,7 +61,7 @@ class Cluster:
         self.outstanding.gone(worker_id)
 
     def refresh(self) -> None:
-        """To be called after changes, before questions."""
+        """Call this after changes and before questions."""
         asked = self.outstanding.take_changed()
         for worker_id, model_hash in asked:
             if not model_hash:
@@ -101,7 +101,7 @@ class Cluster:
         for model_hash, num_bytes in self.outstanding.holds(worker_id).items() if offers else ():
             held = self.copies.host_copy((worker_id, model_hash))
             taken += num_bytes if held is None else 0
-            # One that the worker has for itself becomes the placed one.
+            # A copy that the worker cached for itself becomes the placed one.
             placed += num_bytes if held is None or (held.cached and held.state != "retired") else 0
         self.memory.put(report.worker, offers=offers, taken_bytes=taken, leaving_bytes=leaving, placed_bytes=placed)
         self._unsure.add(worker_id)
@@ -164,7 +164,8 @@ class Cluster:
         return len(self._unsure)
 
     def find_evictable(self, most: int | None = None) -> int:
-        """Brings ``evictable`` and the ranking that follows from it up to date, for ``most`` workers; for how many."""
+        """Brings ``evictable`` and the ranking that follows from it up to date, for ``most`` workers; returns their
+        number."""
         unsure = sorted(self._unsure) if most is None else nsmallest(most, self._unsure)
         self._unsure.difference_update(unsure)
         for worker_id in unsure:

@@ -18,7 +18,7 @@ class Evening:
         self._cluster = cluster
         self._version = -1
         self._begin = 0
-        """The next of the hosts with copies, the fullest first."""
+        """Where to continue among the hosts with copies, the fullest first."""
         self.is_over = False
         """There is no move."""
 

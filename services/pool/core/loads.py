@@ -56,7 +56,7 @@ class Loads:
 
     @property
     def is_full(self) -> bool:
-        """No further one may begin, anywhere."""
+        """No further copy may begin to load, anywhere."""
         return len(self._loading) >= self._limits.total
 
     def host_is_full(self, host: str) -> bool:

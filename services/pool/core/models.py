@@ -17,7 +17,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A model, and what is known of it beside its record."""
+    """A model's record, and what else is known of the model."""
 
     record: ModelRecord
     record_bytes: int
@@ -27,7 +27,7 @@ class ModelEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Of all this on the wire, about."""
+        """About the size of all this on the wire."""
         return self.record_bytes + 160 * len(self.floors) + (300 if self.unplaced is not None else 0)
 
 
@@ -40,7 +40,7 @@ class Models:
         """Heap of (until, model, role); the entry of a floor that was replaced or lifted means nothing."""
         self._removed: dict[str, float] = {}
         self._unplaced: set[str] = set()
-        """Names of the models that were named last."""
+        """Names of the models in the last call of ``set_unplaced``."""
 
     def get(self, name: str) -> ModelRecord | None:
         entry = self.entries.get(name)

@@ -1,4 +1,4 @@
-"""What a new model may be called, and what may be asked for it."""
+"""Checks of a new model: its name, its path and its limits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_limits(request: AddModel | ModelRecord) -> None:
             param="min_instances",
         )
     for param, slo_s in (("slo_ttft_s", request.slo_ttft_s), ("slo_tbt_s", request.slo_tbt_s)):
-        # What is not a number is in no range.
+        # NaN is in no range.
         if slo_s != 0 and not MIN_SLO_S <= slo_s <= MAX_SLO_S:
             raise BadRequest(
                 f"{param} must be from {MIN_SLO_S:g} to {MAX_SLO_S:g} seconds, or 0 for none, not {slo_s:g}",

@@ -19,7 +19,7 @@ LOAD_TIMEOUT_S = 120.0
 SLOWEST_GBPS = 0.1
 """A copy that loads for longer than ``LOAD_TIMEOUT_S``, and than its bytes take at this rate, does not count."""
 DROP_TIMEOUT_S = 10.0
-"""Then the worker is told again: it may wait for a reader of the copy, or have been refused."""
+"""After this the pool tells the worker again: it may have waited for a reader of the copy, or have been refused."""
 AVOID_S = 10.0
 AVOID_MAX_S = 300.0
 """A worker that failed to load a model is not asked for the same model again for ``AVOID_S``; for twice as long after
@@ -31,7 +31,7 @@ LEAVING_S = 10.0
 
 
 class OutstandingSteps:
-    """Steps from being decided until the reports show them. Lost when the pool restarts: then the reports alone count.
+    """Steps, from the decision until reports show them. They are lost when the pool restarts: then only reports count.
 
     ``loads`` is kept up to date with them.
     """
@@ -250,7 +250,7 @@ class OutstandingSteps:
         return mine.get(key[1]) if mine is not None else None
 
     def _entry(self, key: Key) -> Entry:
-        """To be followed by ``_update``."""
+        """Call ``_update`` after changing it."""
         mine = self.entries.setdefault(key[0], {})
         if key[1] not in mine:
             mine[key[1]] = Entry()

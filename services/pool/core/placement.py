@@ -69,7 +69,7 @@ class Placement:
     steps: tuple[Hold | Drop, ...]
     unplaced: tuple[Unplaced, ...]
     waiting: frozenset[str] = frozenset()
-    """Names of those of them that only wait for their turn."""
+    """Names of the unplaced models that only wait for their turn."""
     unfinished: bool = False
     """There was more to look at than one look may: the next one continues."""
 
@@ -81,7 +81,7 @@ MAX_DROPS = 64
 UNSURE = 100
 """Workers for which one look finds the copies to evict ahead of need."""
 MODEL_VISITS = 20
-"""What a model costs beside the workers that are compared for it."""
+"""What looking at a model costs, beside the workers that are compared for it."""
 
 
 class Placer:
@@ -108,7 +108,7 @@ class Placer:
         """The last whole round's."""
         self._last = Placement((), ())
         self._shown_version = -1
-        """Of the cluster when ``last`` was the whole truth; -1: it was not."""
+        """The cluster's version when ``_last`` was complete; -1: it was not."""
         self._waiting: set[str] = set()
         """Hashes of the models that only wait for their turn."""
 
@@ -283,7 +283,7 @@ class Placer:
         return f"waits for room on worker {worker_id}"
 
     def _may_evict(self, copies: ModelCopies) -> bool:
-        """Nothing else saves the model."""
+        """Whether the model has no other complete copy, so that others may be evicted for it."""
         going = self._cluster.outstanding.is_going
         cached = (h for h in copies.cached.values() if h.copy.state == "ready")
         return not copies.serving and all(going(held.key) for held in cached)

@@ -1,4 +1,4 @@
-"""Where a model's host copy could go: onto which worker, once what is gone from there, and from which source."""
+"""Where a model's host copy could go: onto which worker, after which drops there, and from which source."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shared.messages.registry import ModelRecord, WorkerInfo
 MAX_SOURCES = 8
 """Of one hold: the first is used, the others are for when it dies."""
 FEW = 64
-"""So many workers are compared one by one; of more the first that will do is looked for, host by host."""
+"""Up to this many workers are compared one by one; among more, the first that fits is searched host by host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class Sources:
     found: tuple[CopySource, ...]
     first: WorkerInfo | None
     busy: bool = False
-    """Every one is of a NIC that sends as many copies as it may."""
+    """Every source's NIC sends as many copies as it may."""
 
 
 class Places:
-    """Asks the cluster; counts what that takes."""
+    """Searches the cluster, and counts the work."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.visits = 0
@@ -133,7 +133,7 @@ class Places:
         return tuple(taken)
 
     def why_not(self, copies: ModelCopies, record: ModelRecord) -> str:
-        """Why no worker can hold the model as things are."""
+        """Why no worker can hold the model at the moment."""
         most = self._memory.by_free_bytes.last()
         if most is None:
             return "no worker offers host memory"
@@ -185,7 +185,7 @@ def _least_missed(found: tuple[Held, ModelCopies]) -> tuple[bool, int, int, str]
 
 
 def _never(host: str) -> bool:
-    """Hosts that load as many copies as they may count, too."""
+    """For callers that also accept hosts that load as many copies as they may."""
     return not host
 
 

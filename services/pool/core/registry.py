@@ -1,4 +1,4 @@
-"""The registry in memory: what Redis holds, with what it need not hold (who renewed when, traffic), and its indexes.
+"""The registry in memory: what Redis holds, what it need not hold (renewals, traffic), and indexes.
 
 One pool process leads and is the only one that writes; so what it has in memory is the truth, and Redis is how the next
 one learns it. Each change gets a version: readers ask for what changed since theirs. Times are monotonic seconds.
@@ -27,7 +27,7 @@ class Taken:
     """What a report meant."""
 
     accepted: bool
-    """False: it is older than what is known, or of a process that was replaced."""
+    """False: the report is older than what is known, or comes from a process that was replaced."""
     store: bool = False
     """Redis has to know."""
 
@@ -38,7 +38,7 @@ class Changes:
 
     version: int
     whole: bool
-    """Everything that there is: what was known and is not in it went."""
+    """This is everything: what the reader knew and does not find in it is gone."""
     gone_models: tuple[str, ...]
     gone_workers: tuple[str, ...]
     models: tuple[ModelRecord, ...]
@@ -46,7 +46,7 @@ class Changes:
 
 
 class Registry:
-    """Pure; the service tells it what came, and stores and publishes what it says."""
+    """Pure; the service tells it what happened, and stores and publishes the outcome."""
 
     def __init__(self, publisher: str) -> None:
         """``publisher``: names this registry's numbering of versions and route changes; no other has the same."""
@@ -55,7 +55,7 @@ class Registry:
         self.models = Models(self.version)
         self.workers: Table[WorkerEntry] = Table(self.version)
         self.leases: dict[str, Lease] = {}
-        """By worker: the newest that it was promised by."""
+        """The newest lease of each worker."""
         self.routes = RouteLog()
         self.states: Counter[InstanceState] = Counter()
         """Living workers by state."""

@@ -60,7 +60,7 @@ class Table(Generic[T]):
         self.changed(name)
 
     def changed(self, name: str) -> None:
-        """The entry is another than before."""
+        """The entry has changed in place."""
         self._latest.pop(name, None)
         self._latest[name] = self._version.next()
 
@@ -82,7 +82,7 @@ class Table(Generic[T]):
         return self._names[bisect_right(self._names, name) :]
 
     def knows(self, since: int) -> bool:
-        """Whether all entries are known that went after that version."""
+        """Whether it still knows every entry that went after that version."""
         return since >= self._gone_since
 
     def changed_since(self, since: int) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from shared.messages.common import Role
 from shared.messages.registry import ModelRoute, WorkerHeartbeat, WorkerRecord
 
 NIC_STEP = 0.02
-"""Of its NIC's bandwidth: traffic that changed by less than this is no change."""
+"""A share of the NIC's bandwidth: a smaller change of traffic does not count as one."""
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -49,7 +49,7 @@ def num_bytes_of(record: WorkerRecord) -> int:
 
 
 def durable(report: WorkerHeartbeat) -> tuple[object, ...]:
-    """What Redis keeps of a report. Traffic is of the moment."""
+    """What Redis keeps of a report, which is everything but the traffic at that moment."""
     return report.worker, report.state, report.instance, report.host_copies, report.stopping
 
 

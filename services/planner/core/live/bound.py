@@ -1,4 +1,4 @@
-"""When each batch of a split is complete at the latest: the constraints that replace the paper's C2 and C3.
+"""The latest time at which each batch of a split is complete: constraints that replace the paper's C2 and C3.
 
 With gates in force the target's work is known beforehand: T(i) layers of batch i, each available when it is loaded,
 earliest batch first, one layer at a time. Let R(k) be when layer k (from 0) is loaded and c(i) the time of one layer.

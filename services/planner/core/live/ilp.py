@@ -82,7 +82,7 @@ class _Model:
         for i, cost in enumerate(costs):
             t, s, p, x, z = self.layers[i], self.starts[i], self.frees[i], self.parts[i], self.wholes[i]
             work += (cost * layers) + problem.pull_time
-            # Later than this no clock can be: everything run by one side, after all is loaded.
+            # No clock can be later than this: one side runs everything after all layers are loaded.
             horizon = max(problem.source_free_at, problem.loaded_at[-1]) + work
             self.program += sum_of({t: 1, z: -layers}) >= 0
             self.program += sum_of({t: 1, x: -layers}) <= 0

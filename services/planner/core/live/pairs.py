@@ -44,7 +44,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The pairs, and per instance that got none the reason."""
+    """The pairs, and for each instance without one the reason."""
 
     pairs: tuple[Pair, ...]
     declined: tuple[str, ...]
@@ -69,7 +69,7 @@ def select_pairs(
     choice: LiveChoice = "auto",
     margin_s: float = 0.0,
 ) -> Selection:
-    """Pair ``tails`` with overloaded instances; see the top.
+    """Pair ``tails`` with overloaded instances, as the module's docstring says.
 
     ``tails``: predicted seconds until each worker that feeds no other has everything; 0: unknown, taken for late.
     Only those that may go live (a decode instance never does: weights and KV would both come in). ``choice``:

@@ -57,7 +57,7 @@ class Greedy:
                 self._at_host.setdefault(gpu.host, []).append((gpu.gpu_id,))
             self._remember(nic, source.holder, is_host)
             outlets.setdefault(nic.nic_id, FreeEgress(nic, source.holder, is_host, gbps))
-        # The preferred copy of a host feeds its neighbours first; chain ends are put behind and found before it.
+        # A host's preferred copy feeds its neighbours first. Ends of chains are appended, and so are found before it.
         for copies in self._at_host.values():
             copies.reverse()
         free = [o for o in outlets.values() if not load.egress.get(o.nic.nic_id)]
@@ -106,7 +106,7 @@ class Greedy:
         for outlet in reversed(outlets.values()) if front else outlets.values():
             self.egress.add(outlet, front=front)
         if outlets and self._borrowed:
-            # Now something is left beside them.
+            # Now other outlets are left.
             for nic_id in self._borrowed:
                 self.egress.withdraw(nic_id)
             self._borrowed = []
@@ -167,7 +167,7 @@ class Greedy:
         if not stripes:
             return None
         listed = self.egress.listed
-        # A NIC that only loops back to itself is no way in.
+        # A NIC that would only send to itself does not count.
         own = sum([listed[p.nic.nic_id].gbps for p in group.ports if p.nic.nic_id in listed])
         elsewhere = self.egress.gbps - own
         if sum([stripe.gbps for stripe in stripes]) < min(ported_gbps, elsewhere) - TOLERANCE_GBPS:
@@ -186,7 +186,7 @@ class Greedy:
         return Edge(group, "host", stripes, self._parents(stripes))
 
     def _neighbour(self, group: TargetGroup) -> tuple[str, ...] | None:
-        """Who forwards inside the host: the latest holder there that has not forwarded yet."""
+        """The GPUs that forward inside the host: the latest holder there that has not forwarded yet."""
         gpus, sent = self._topology.gpus, self._sent_gbps
         waiting = self._at_host.get(group.host, ())
         busy: tuple[str, ...] | None = None

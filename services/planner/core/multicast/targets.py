@@ -144,7 +144,7 @@ def fair_cap_gbps(groups: list[TargetGroup], source_gbps: float) -> float:
 
 
 def fair_rate(wanted_gbps: Iterable[float], capacity_gbps: float) -> float:
-    """The most that each may have, so that all together have no more than the capacity; infinite if all fit."""
+    """The most that each may have so that all together do not exceed the capacity; infinite if all fit."""
     wanted = sorted(wanted_gbps)
     left = capacity_gbps
     for index, gbps in enumerate(wanted):

@@ -84,7 +84,8 @@ def _host(end: Gpu | Host) -> str:
 BUSY_NIC_SHARE = 0.1
 """Serving traffic above this share of a NIC's bandwidth counts as a flow."""
 SETTLING_S = 2.0
-"""Workers average what their NICs carry between two reports: for so long a reading may show a transfer that ended."""
+"""Workers average what their NICs carry between two reports: a reading may show a transfer for this long after its
+end."""
 
 Link = tuple[str, str]
 """The workers that send and receive the weights of one stripe."""

@@ -12,7 +12,7 @@ from shared.registry_view import bounded, counted_as
 
 @dataclass(frozen=True, slots=True)
 class ScaleRequest:
-    """Who wants how many instances of a role, since when, and why; and whether they shall scale live."""
+    """How many instances of a model are wanted in a role, since when and why, and whether they shall scale live."""
 
     model: str
     desired: int

@@ -1,4 +1,4 @@
-"""What a planner that begins to lead learns from the plan stream: operations under way, and leases of nothing. Pure."""
+"""What a new leader learns from the plan stream: operations under way, and leases without a plan. Pure."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def operations_under_way(
 
 
 def unheeded(plan: DrainPlan, operation: Operation, workers: Sequence[WorkerRecord]) -> DrainPlan | None:
-    """What to say again of a drain: to the targets that serve as if they had never heard of it."""
+    """The part of a drain to repeat: for targets that serve as if they had never heard of it."""
     serving = {w.worker.worker_id for w in workers if w.state == "serving"}
     still_open = {worker_id for worker_id, _ in operation.open_targets}
     targets = tuple(t for t in plan.targets if t.worker_id in still_open & serving)

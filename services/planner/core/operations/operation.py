@@ -26,7 +26,7 @@ MISSING_S = 2.0
 LEAST_LOAD_S = 15.0
 """A target has at least this long, whatever is predicted: predictions do not know what else the hosts have to do."""
 LOAD_FACTOR = 10.0
-"""Of its predicted finish, in which a target must have everything."""
+"""A target must have everything within this multiple of its predicted finish."""
 
 
 def give_up_s(num_bytes: int, floor_gbps: float, predicted_s: Iterable[float]) -> float:
@@ -53,7 +53,7 @@ class Operation:
     targets: InitVar[tuple[tuple[str, str], ...]]
     """(worker_id, instance_id) each."""
     assignments: InitVar[Iterable[ZigzagAssignment]] = ()
-    """Who of them scales live with whom."""
+    """Which targets scale live, and with which instances."""
     role: Role = "colocated"
     explain: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Operation:
     predicted_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that each target should take once the plan is out; one that should take long has a later deadline."""
     revives: bool = False
-    """The targets drain, and are to serve again."""
+    """The targets drain and shall serve again."""
     recalled: bool = False
     """It was begun under an earlier planner, and its end may have gone unseen."""
 
@@ -80,7 +80,7 @@ class Operation:
 
     @classmethod
     def of_plan(cls, plan: ScalePlan, pairs: Iterable[ZigzagAssignment] = (), *, recalled: bool = False) -> Operation:
-        """The operation that a plan is of. What its targets did since then, their reports and the registry tell."""
+        """The operation that a plan belongs to. Reports and the registry tell what its targets have done since."""
         return cls(
             plan_id=plan.plan_id,
             model=plan.model.name,
@@ -127,7 +127,7 @@ class Operation:
 
     @property
     def finished(self) -> bool:
-        """Whether every target has ended, well or not, and every pair has reported or is not waited for any more."""
+        """Whether every target has ended, well or not, and no pair's report is still expected."""
         if self._failure:
             return True
         return not self.open_targets and not any(pair.running for pair in self.pairs.values())
@@ -172,7 +172,7 @@ class Operation:
         return self._loads(worker_id) and now_s <= (self._planned_s or now_s) + latest_s
 
     def layers_ready_at_s(self, worker_id: str) -> tuple[float, ...]:
-        """When a target had each layer, as far as it has told without a gap."""
+        """When a target had each layer, up to the first layer that it has not reported."""
         target = self._targets.get(worker_id)
         times: list[float] = []
         while target is not None and (at_s := target.layers_s.get(len(times))) is not None:

@@ -32,7 +32,7 @@ class Operations:
         self._past: OrderedDict[str, ScaleRecord] = OrderedDict()
         """Records of operations that ended under an earlier planner."""
         self._told: set[str] = set()
-        """Operations whose records were handed out as finished."""
+        """Operations that ``just_finished`` has returned."""
 
     def add(self, operation: Operation) -> None:
         self._by_id[operation.plan_id] = self._open[operation.plan_id] = operation
@@ -130,7 +130,7 @@ class Operations:
         return frozenset([instance_id for pair in running for instance_id in pair.instance_ids])
 
     def instances_to_drain(self) -> frozenset[str]:
-        """What drains, or was told to and may not show it yet."""
+        """Instances that drain, or were told to and may not show it yet."""
         return frozenset([i for o in self.running() if o.direction == "in" for _, i in o.open_targets])
 
 

@@ -10,7 +10,8 @@ from shared.messages.live import Gate, LayerRuns, LiveReport, ZigzagAssignment
 from shared.messages.scaling import LiveBatchRecord, LiveRecord
 
 LIVE_REPORT_WAIT_S = 60.0
-"""How long after its target has ended a pair's report is waited for: long queues are worked off together until then."""
+"""How long the planner waits for a pair's report after its target has ended: the pair may still work off a long
+queue."""
 MAX_BUCKETS = 20_000
 """Of one timeline; anything beyond is left out."""
 _DEFAULT_BUCKET_S = 0.05
@@ -50,11 +51,11 @@ class LivePair:
         return self.assignment
 
     def apply(self, report: LiveReport) -> None:
-        """The source reports. It knows better than whatever was concluded before; repeating changes nothing."""
+        """The source reports. Its report replaces any earlier conclusion; repeating it changes nothing."""
         self.outcome, self._reason, self._report = report.outcome, report.reason, report
 
     def fail(self, why: str) -> None:
-        """It never begins: neither member was told."""
+        """The pair never begins: neither member was told."""
         if self.running:
             self.outcome, self._reason = "failed", why
 

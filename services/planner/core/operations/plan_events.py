@@ -14,14 +14,14 @@ from shared.messages.registry import LeaseGrant, ModelRecord, WorkerRecord
 from shared.messages.scaling import Chain, ChainMember, DrainPlan, DrainTarget, ScalePlan
 
 PART_TARGETS = 100
-"""Of one part of a plan: some 700 bytes each."""
+"""Targets in one part of a plan: some 700 bytes each."""
 PART_DRAINS = 1000
 MAX_CLIMB = 8
-"""Hops above its own that a target is told of; after them it has the plan's fallbacks, and its disk."""
+"""How many hops above its own a target knows; when those are lost it turns to the plan's fallbacks, then its disk."""
 
 
 class PlanHeader(TypedDict, total=False):
-    """What every plan says of the request that it comes from."""
+    """What every plan says about the request behind it."""
 
     role: Required[Role]
     term: int
