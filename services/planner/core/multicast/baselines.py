@@ -30,15 +30,10 @@ def plan_by(
     Deterministic: ties are broken by worker id. Fewer spare workers than targets give a smaller plan that says so.
     ``tails``: chains to start at least, where copies allow; the baselines' chains are all of one target.
     """
-    match strategy:
-        case "chain":
-            return plan_worker_chains(cluster, num_targets, model_bytes, tails=tails)
-        case "star":
-            return plan_star(cluster, num_targets, model_bytes)
-        case "disk":
-            return plan_disk(cluster, num_targets, model_bytes)
-        case "host-cache":
-            return plan_host_cache(cluster, num_targets, model_bytes)
+    if strategy == "chain":
+        return plan_worker_chains(cluster, num_targets, model_bytes, tails=tails)
+    baselines = {"star": plan_star, "disk": plan_disk, "host-cache": plan_host_cache}
+    return baselines[strategy](cluster, num_targets, model_bytes)
 
 
 def plan_star(cluster: Cluster, num_targets: int, model_bytes: int) -> WorkerChains:
