@@ -20,11 +20,7 @@ from services.planner.core.multicast.cluster import Cluster, Clusters
 from services.planner.core.operations.decision import Decision, ScaleRequest, decide
 from services.planner.core.operations.operation import Operation, give_up_s
 from services.planner.core.operations.operations import Operations
-from services.planner.core.operations.plan_events import (
-    PlanHeader,
-    drain_plan,
-    scale_plan,
-)
+from services.planner.core.operations.plan_events import PlanHeader, drain_plan, scale_plan
 from services.planner.core.operations.refusals import Refusals
 from services.planner.leases import Leases
 from services.planner.pair_planner import PairPlanner

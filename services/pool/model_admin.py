@@ -17,15 +17,7 @@ from services.pool.leases import Terms
 from services.pool.store import Store
 from shared.errors import BadRequest, Conflict, ModelNotFound
 from shared.messages.common import Ack
-from shared.messages.registry import (
-    MAX_HOLD_S,
-    AddModel,
-    Floor,
-    ModelRecord,
-    RemoveModel,
-    RestoreModel,
-    SetFloor,
-)
+from shared.messages.registry import MAX_HOLD_S, AddModel, Floor, ModelRecord, RemoveModel, RestoreModel, SetFloor
 from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
