@@ -69,7 +69,7 @@ class PlanStream:
             await self._bus.publish_event(subjects.worker_plans(member.worker_id), order, message_id=own_id)
 
     def add_record(self, record: ScaleRecord) -> None:
-        """Of an operation that ended: to be stored, once."""
+        """The record of an operation that ended: ``store_records`` stores it, once."""
         self._unheard[record.plan_id] = record
 
     async def store_records(self) -> None:

@@ -165,12 +165,13 @@ class Scaler:
         That raises ``BlitzError`` if the plan cannot be published; then no lease is held. ``span`` ends with it.
         """
         span.set_attributes(_attributes(step))
-        leased = step.load.chains.targets if grant is not None and step.load is not None else ()
         plans: list[ScalePlan | DrainPlan] = []
+        leased: tuple[str, ...] = ()
         with trace.use_span(span):
             if grant is None or step.load is None:
                 operation, plan = self._drain_or_revive(step, term)
             else:
+                leased = step.load.chains.targets
                 operation, plan = self._load(step, step.load, grant, term)
                 if step.decision.revive:
                     plans.append(self._revival(step, term, f"{step.plan_id}-revive"))
