@@ -242,7 +242,7 @@ async def test_a_pool_that_finds_redis_empty_heals_from_the_workers(pool: Pool) 
     await pool.ask("restore_model", RestoreModel(model=record), Ack)
     assert not (await pool.beat(heartbeat("w0", record, "serving", sequence=2))).wants_model
     assert (await pool.snapshot()).models == (record,)
-    await eventually(lambda: pool.tables[-1].routes)
+    await eventually(lambda: pool.tables and pool.tables[-1].routes)
 
 
 async def test_a_model_that_nobody_asked_for_is_not_restored(pool: Pool) -> None:
@@ -257,7 +257,7 @@ async def test_instances_of_a_removed_model_are_stopped_and_not_restored(pool: P
     record = await pool.know_model()
     await pool.beat(heartbeat("w0", record, "serving"))
     await pool.ask("remove_model", RemoveModel(name="m"), Ack)
-    await eventually(lambda: pool.tables[-1].model is None)
+    await eventually(lambda: pool.tables and pool.tables[-1].model is None)
     ack = await pool.beat(heartbeat("w0", record, "serving", sequence=2))
     assert ack.stop_instance == "i-w0"
     assert not ack.wants_model
