@@ -26,6 +26,8 @@ class Offer:
     copy: WeightCopy
     pinned: Callable[[], AbstractContextManager[None]]
     """While the context is open, the copy stays."""
+    instance_id: str = ""
+    """Of a GPU copy."""
 
 
 class Copies:
@@ -52,10 +54,11 @@ class Copies:
         offer = self._offers.get((kind, model_hash))
         return offer if offer is not None and offer.copy.layout.hash == layout_hash else None
 
-    async def wanted(self, kind: CopyKind, model_hash: str, layout_hash: str) -> Offer:
+    async def wanted(self, kind: CopyKind, model_hash: str, layout_hash: str, instance_id: str = "") -> Offer:
         """The copy that somebody asks for. A worker without any GPU copy may be about to get it, and is waited for.
 
-        Raises ``NotFound``.
+        ``instance_id``: whose GPU copy; empty: whichever is there. The copy of a later instance is not what was
+        planned with: it may itself be waiting for whoever asks. Raises ``NotFound``.
         """
         if kind == "gpu" and not any(k == "gpu" for k, _ in self._offers):
             try:
@@ -68,6 +71,8 @@ class Copies:
             raise NotFound(
                 f"this worker holds no {kind} copy of model {model_hash[:12]} with layout {layout_hash[:12]}"
             )
+        if instance_id and offer.instance_id not in ("", instance_id):
+            raise NotFound(f"this worker holds the copy of {offer.instance_id}, and that of {instance_id} no more")
         return offer
 
     async def _notify(self) -> None:

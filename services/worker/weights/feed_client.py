@@ -64,6 +64,7 @@ class FeedClient:
             attempt=attempt,
             pieces=wanted,
             cap_gbps=cap_gbps,
+            instance_id=upstream.instance_id,
         )
         await self._bus.request(subjects.worker_feed(upstream.worker_id), feed, Ack, timeout_s=ASK_TIMEOUT_S)
 

@@ -48,7 +48,8 @@ class WeightMover:
 
     def offer(self, instance: Instance) -> None:
         """Others may read the instance's copy, as far as it is there."""
-        self.copies.offer(Offer("gpu", instance.record.model_hash, instance.copy, instance.pinned))
+        offer = Offer("gpu", instance.record.model_hash, instance.copy, instance.pinned, instance.instance_id)
+        self.copies.offer(offer)
 
     def withdraw(self, instance: Instance) -> None:
         """No new reader gets the instance's copy."""

@@ -99,7 +99,7 @@ class Sender:
         key = (feed.epoch, feed.attempt)
         if not (feed.epoch >= 0 and 0 <= feed.attempt < MAX_ATTEMPTS and feed.cap_gbps >= 0):
             raise BadRequest(f"epoch {feed.epoch}, attempt {feed.attempt} or cap {feed.cap_gbps} is out of range")
-        offer = await self._copies.wanted(feed.kind, feed.model_hash, feed.layout_hash)
+        offer = await self._copies.wanted(feed.kind, feed.model_hash, feed.layout_hash, feed.instance_id)
         with contextlib.ExitStack() as pins:
             # Pinned from here on, not from when the task first runs: a drain may come in between.
             pins.enter_context(offer.pinned())

@@ -23,6 +23,8 @@ class Upstream:
     worker_id: str = ""
     host: str = ""
     transport_address: bytes = b""
+    instance_id: str = ""
+    """Of a GPU copy."""
 
 
 DISK = Upstream("disk")
@@ -105,4 +107,5 @@ def _upstream(plan: ScalePlan, worker_id: str, kind: SourceKind, me: str) -> Ups
     member = plan.member(worker_id)
     if kind == "host" and worker_id == me:
         return Upstream("local", worker_id)
-    return Upstream(kind, worker_id, member.host, member.transport_address)
+    instance_id = member.instance_id if kind == "gpu" else ""
+    return Upstream(kind, worker_id, member.host, member.transport_address, instance_id)

@@ -67,8 +67,8 @@ class Peer:
         everyone[name] = self
         self.offer("gpu", copy)
 
-    def offer(self, kind: str, copy: WeightCopy) -> None:
-        self.copies.offer(Offer(kind, MODEL_HASH, copy, self.pinned))  # type: ignore[arg-type]
+    def offer(self, kind: str, copy: WeightCopy, instance_id: str = "") -> None:
+        self.copies.offer(Offer(kind, MODEL_HASH, copy, self.pinned, instance_id))  # type: ignore[arg-type]
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
@@ -78,8 +78,8 @@ class Peer:
         finally:
             self.pins -= 1
 
-    def upstream(self, kind: str = "gpu", host: str = "h") -> Upstream:
-        return Upstream(kind, self.name, host, self.transport.address)  # type: ignore[arg-type]
+    def upstream(self, kind: str = "gpu", host: str = "h", instance_id: str = "") -> Upstream:
+        return Upstream(kind, self.name, host, self.transport.address, instance_id)  # type: ignore[arg-type]
 
     async def channel(self, address: bytes, host: str) -> Channel:
         return await self.transport.connect(address, same_host=host == "h", timeout_s=2.0)
@@ -157,6 +157,7 @@ class Client:
             attempt=attempt,
             pieces=wanted,
             cap_gbps=cap_gbps,
+            instance_id=upstream.instance_id,
         )
         self.me.asked.append((upstream.worker_id, feed))
         await self._peer(upstream).sender.on_feed(feed)

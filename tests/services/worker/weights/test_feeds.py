@@ -182,6 +182,21 @@ async def test_a_target_whose_source_dies_continues_from_a_fallback() -> None:
         assert [name for name, _ in second.asked] == ["p2"], "whoever is fed by a living member stays with it"
 
 
+async def test_the_copy_of_a_later_instance_is_not_what_was_planned_with() -> None:
+    async with peers(3, random_copy()) as (_, (whole, first, second)):
+        # Each was to read from the other's instance: one of them gave its worker to a new one in the meantime.
+        first.offer("gpu", first.copy, "new")
+        second.offer("gpu", second.copy, "second")
+        receiving = [
+            first.receive([[second.upstream(instance_id="second"), whole.upstream()]]),
+            second.receive([[first.upstream(instance_id="old"), whole.upstream()]]),
+        ]
+        await asyncio.wait_for(asyncio.gather(*receiving), timeout=10.0)
+        assert [name for name, _ in second.asked] == ["p1", "p0"]
+        assert [name for name, _ in first.asked] == ["p2"]
+        assert same_bytes(first.copy, whole.copy)
+
+
 async def test_a_target_without_any_upstream_left_reads_its_disk() -> None:
     path = tiny_checkpoint("llama")
     layout = inspect_checkpoint(path, with_hash=False).layout
