@@ -121,7 +121,7 @@ TABLE: tuple[Row, ...] = (
         },
     ),
     _row(subjects.routes, _POOL, ("gateway", "monitor")),
-    _row(subjects.route_changes, _POOL, ("gateway", "monitor")),
+    _row(subjects.route_changes, _POOL, ("gateway", "monitor", "planner")),
     # Plans and their records.
     *_operations(
         subjects.planner,

@@ -60,6 +60,10 @@ class PairPlanner:
         """Forget instances and gateways that have been silent for too long."""
         self._load.forget(time.monotonic())
 
+    def is_at_work(self, instance_id: str) -> bool:
+        """Whether an instance had requests when it reported last."""
+        return self._load.is_at_work(instance_id)
+
     def choice(self, asked: LiveChoice, role: Role) -> LiveChoice:
         """What a request for instances of ``role`` comes to. A decode instance never loads live: weights and KV would
         both come in."""

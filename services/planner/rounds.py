@@ -18,11 +18,13 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from services.planner.core.fleet.allocation import Want
 from services.planner.core.multicast.explain import instances_of
 from services.planner.core.operations.decision import ScaleRequest
 from services.planner.core.operations.operation import Operation
+from services.planner.fleet import Fleet
 from services.planner.leases import RPC_TIMEOUT_S, Leases
-from services.planner.scaler import Scaler, Step
+from services.planner.scaler import NoSpareWorker, Scaler, Step
 from shared.aio import OwnedTasks
 from shared.errors import BlitzError, Conflict, Internal, Unavailable
 from shared.leading import Leader
@@ -42,6 +44,9 @@ MAX_WAITING = 20_000
 """Models and roles with an unmet demand."""
 UNPLANNED_S = 10.0
 """A demand that was not repeated for so long is met, or was dropped."""
+SHORT_S = 2.5
+"""A demand for which no worker was spare is tried again when one may be, unless it is older than this: the monitor has
+said it again by then if it still stands."""
 MAX_UNPLANNED_LISTED = 100
 MAX_WHY_CHARS = 500
 BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
@@ -72,14 +77,23 @@ class Rounds:
     were asked for by hand."""
 
     def __init__(
-        self, leases: Leases, reader: RegistryReader, scaler: Scaler, leader: Leader, metrics: CollectorRegistry
+        self,
+        leases: Leases,
+        reader: RegistryReader,
+        scaler: Scaler,
+        fleet: Fleet,
+        leader: Leader,
+        metrics: CollectorRegistry,
     ) -> None:
         self._leases = leases
+        self._fleet = fleet
         self._reader = reader
         self._scaler = scaler
         self._leader = leader
         self._demands: dict[tuple[str, Role], _Waiting] = {}
         self._by_hand: list[_Waiting] = []
+        self._short: dict[tuple[str, Role], _Waiting] = {}
+        """Demands for which no worker was spare."""
         self._wake = asyncio.Event()
         self._publishing = OwnedTasks()
         self._last_refusal: dict[tuple[str, Role], _Refusal] = {}
@@ -101,9 +115,18 @@ class Rounds:
     def demand(self, request: ScaleRequest) -> None:
         """In place of what the same model and role wanted before."""
         about = (request.model, request.role)
+        self._short.pop(about, None)
         if about in self._demands or len(self._demands) < MAX_WAITING:
             self._demands[about] = _Waiting(request, otel_context.get_current())
             self._wake.set()
+
+    def try_again(self) -> None:
+        """A worker may be spare, or can be made so: decide again on demands for which none was."""
+        oldest_s = time.monotonic() - SHORT_S
+        short, self._short = self._short, {}
+        for one in short.values():
+            if one.since_s >= oldest_s:
+                self._put_back(one)
 
     async def scale(self, request: ScaleRequest) -> Operation | None:
         """Decide on this, too, in the next round; its operation once published, None if nothing is to do. Raises
@@ -130,6 +153,7 @@ class Rounds:
         """Wait for what is being published; the rest is refused."""
         await self._publishing.finish()
         self._demands.clear()
+        self._short.clear()
         for waiting in self._by_hand:
             self._refuse(waiting, Unavailable("the planner that was asked does not lead any more", retry_after_s=0.5))
         self._by_hand.clear()
@@ -189,6 +213,7 @@ class Rounds:
         clusters = self._scaler.clusters(view)
         steps: list[tuple[_Waiting, Step, trace.Span]] = []
         late: list[_Waiting] = []
+        wants: list[Want] = []
 
         def rank(one: _Waiting) -> tuple[bool, bool, float, str, str]:
             return one.request.rank(has_instances=bool(clusters.of_model(one.request.model)))
@@ -200,6 +225,9 @@ class Rounds:
             try:
                 step = self._scaler.plan(one.request, view, clusters)
             except BlitzError as error:
+                if isinstance(error, NoSpareWorker) and one.by_hand is None:
+                    self._short[one.request.model, one.request.role] = one
+                    wants.append(self._fleet.want(one.request, error.missing, view, clusters))
                 self._refuse(one, error)
                 continue
             except Exception:
@@ -211,9 +239,18 @@ class Rounds:
                 continue
             if step.load is not None:
                 clusters.take(step.load.chains.targets)
+            if step.missing and one.by_hand is None:
+                wants.append(self._fleet.want(one.request, step.missing, view, clusters))
             steps.append((one, step, tracer().start_span("planner.plan", context=one.context)))
         for one in late:
             self._put_back(one)
+        drained = {(s.model.name, s.request.role): len(s.decision.drain) for _, s, _ in steps if s.decision.drain}
+        for request in self._fleet.make_room(wants, view, clusters, drained):
+            step = self._scaler.plan(request, view, clusters)
+            if step is not None:
+                log.info("%s makes room: %s", request.model, request.reason)
+                taking = _Waiting(request, otel_context.get_current())
+                steps.append((taking, step, tracer().start_span("planner.plan")))
         return steps
 
     async def _lease(

@@ -56,6 +56,11 @@ class Step:
     load: Load | None = None
     """If anything is to be loaded."""
 
+    @property
+    def missing(self) -> int:
+        """Instances that no spare worker was left for."""
+        return self.decision.load - len(self.load.chains.targets) if self.load is not None else 0
+
     def lease(self, ttl_s: float, term: int) -> LeaseWorkers | None:
         """What has to be leased for it."""
         if self.load is None:
@@ -68,6 +73,14 @@ class Step:
             role=self.request.role,
             term=term,
         )
+
+
+class NoSpareWorker(NoCapacity):
+    """Not one of the ``missing`` instances has a worker."""
+
+    def __init__(self, message: str, missing: int) -> None:
+        super().__init__(message)
+        self.missing = missing
 
 
 class Scaler:
@@ -97,7 +110,7 @@ class Scaler:
         return Clusters(view.workers, transfers=transfers, busy_nic_share=self._settings.busy_nic_share)
 
     def plan(self, request: ScaleRequest, view: RegistryView, clusters: Clusters) -> Step | None:
-        """What to do about a request; None when nothing is. Raises ``ModelNotFound``, ``NoCapacity``.
+        """What to do about a request; None when nothing is. Raises ``ModelNotFound``, ``NoSpareWorker``.
 
         What was asked for by hand is tried even on workers that failed a short while ago, if no others are left.
         """
@@ -113,6 +126,7 @@ class Scaler:
             self._operations.instances_in_pairs(),
             role=request.role,
             leaving=self._operations.instances_to_drain(),
+            at_work=self._pairs.is_at_work,
         )
         if decision.nothing:
             return None
@@ -135,7 +149,7 @@ class Scaler:
                 # What can be had at once is had; the rest is asked for again.
                 decision = dataclasses.replace(decision, load=0)
                 return Step(request, plan_id, model, decision, workers)
-            raise NoCapacity("; ".join(planned.left_out))
+            raise NoSpareWorker("; ".join(planned.left_out), decision.load)
         selection = self._pairs.select(overloaded, planned, request.live, request.role)
         planned = dataclasses.replace(planned, explain=planned.explain + selection.explain)
         return Step(request, plan_id, model, decision, workers, Load(cluster, planned, selection))

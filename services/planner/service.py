@@ -29,6 +29,7 @@ from services.planner.core.operations.history import (
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import MAX_RECORDS, Operations
 from services.planner.core.operations.refusals import Refusals
+from services.planner.fleet import Fleet
 from services.planner.leases import RPC_TIMEOUT_S, Leases
 from services.planner.pair_planner import PairPlanner
 from services.planner.plan_stream import PlanStream
@@ -45,7 +46,7 @@ from shared.messages.codec import M, R
 from shared.messages.common import Ack, Role
 from shared.messages.live import LiveReport, PlanSplit, ZigzagAssignment
 from shared.messages.load import Demand
-from shared.messages.registry import MAX_HOLD_S, SetFloor
+from shared.messages.registry import MAX_HOLD_S, RouteChanges, SetFloor
 from shared.messages.scaling import (
     DrainPlan,
     GetScaleRecord,
@@ -109,7 +110,8 @@ class PlannerService:
             self._refusals,
             settings,
         )
-        self._rounds = Rounds(self._leases, self._reader, self._scaler, leader, metrics)
+        self._fleet = Fleet(self._operations, self._refusals)
+        self._rounds = Rounds(self._leases, self._reader, self._scaler, self._fleet, leader, metrics)
         self._tracker = OperationTracker(
             self._stream, leader, self._operations, self._refusals, self._pairs, self._leases
         )
@@ -139,6 +141,7 @@ class PlannerService:
             await self._recall()
             subscriptions += [
                 await self._bus.subscribe(subjects.demand(), Demand, self._on_demand),
+                await self._bus.subscribe(subjects.route_changes(), RouteChanges, self._on_routes),
                 await self._respond("split", PlanSplit, self._splitter.on_split),
                 await self._respond("scale", StartScale, self._on_start_scale),
                 await self._respond("record", GetScaleRecord, self._tracker.on_get_record),
@@ -249,9 +252,17 @@ class PlannerService:
             return  # from a monitor that no longer leads
         if demand.term:
             self._monitor_term, self._monitor_heard_s = demand.term, now_s
-        self._rounds.demand(
-            ScaleRequest(demand.model, demand.desired, demand.triggered_at_s, demand.reason, role=demand.role)
-        )
+        self._fleet.on_demand(demand)
+        if not (demand.idle and demand.desired == demand.observed):
+            self._rounds.demand(
+                ScaleRequest(demand.model, demand.desired, demand.triggered_at_s, demand.reason, role=demand.role)
+            )
+        if demand.idle:
+            self._rounds.try_again()
+
+    def _on_routes(self, changes: RouteChanges) -> None:
+        if changes.gone:
+            self._rounds.try_again()
 
     async def _on_start_scale(self, request: StartScale) -> ScaleRecord:
         role, wanted = request.role, instances_of(request.instances, request.role)

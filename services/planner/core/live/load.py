@@ -55,6 +55,11 @@ class LoadView:
             else self._model_tokens_per_s.get(model, 0.0) or self._assumed_tokens_per_s
         )
 
+    def is_at_work(self, instance_id: str) -> bool:
+        """Whether an instance had requests when it reported last."""
+        known = self._instances.get(instance_id)
+        return known is not None and known[1].running_requests + known[1].queued_requests > 0
+
     def overloaded(
         self,
         model: str,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from shared.messages.common import LiveChoice, Role
@@ -53,6 +53,7 @@ def decide(
     *,
     role: Role = "colocated",
     leaving: Collection[str] = (),
+    at_work: Callable[[str], bool] = lambda _: False,
 ) -> Decision:
     """Steps from what ``workers`` run to ``desired`` instances of ``model`` in ``role``; those of other roles are
     left alone. ``floor`` is the role's.
@@ -61,7 +62,8 @@ def decide(
     about to end. ``leaving``: instance ids that were told to drain, and may not show it yet. Workers
     leased for the model and role and not yet reporting count as loading. Scaling in drains the instances
     that serve least, never one that still loads (its plan runs; it can go when it is up). Those of
-    ``in_pairs`` (instance ids), which scale live with another, go last.
+    ``in_pairs`` (instance ids), which scale live with another, go last, and before them those ``at_work``, which have
+    requests.
     """
     wanted = bounded(desired, model, floor, role)
     # Instances of other weights that had this name before do not belong to the model: they drain.
@@ -80,7 +82,7 @@ def decide(
     drain: tuple[WorkerRecord, ...] = ()
     if missing < 0:
         serving = [w for w in counted if w.state == "serving"]
-        drain = tuple(sorted(serving, key=lambda w: _staying(w, in_pairs))[:-missing])
+        drain = tuple(sorted(serving, key=lambda w: _staying(w, in_pairs, at_work))[:-missing])
     return Decision(wanted, len(counted), load, revive, drain)
 
 
@@ -90,7 +92,9 @@ def _leaves(record: WorkerRecord, leaving: Collection[str]) -> bool:
     return told or record.stopping
 
 
-def _staying(record: WorkerRecord, in_pairs: Collection[str]) -> tuple[bool, int, str]:
-    """The newest (highest epoch) go first: the oldest are sources and hold warm KV."""
+def _staying(
+    record: WorkerRecord, in_pairs: Collection[str], at_work: Callable[[str], bool]
+) -> tuple[bool, bool, int, str]:
+    """Of those with as much to do the newest (highest epoch) go first: the oldest are sources and hold warm KV."""
     instance_id, epoch = (record.instance.instance_id, record.instance.epoch) if record.instance else ("", 0)
-    return instance_id in in_pairs, -epoch, record.worker.worker_id
+    return instance_id in in_pairs, at_work(instance_id), -epoch, record.worker.worker_id

@@ -151,6 +151,14 @@ class Operation:
         """Transfers that go on: their target is open and has not reported ``loaded``."""
         return [link for link in self.links if self._loads(link[1])]
 
+    def served_since(self, worker_id: str) -> tuple[float, float] | None:
+        """When a target began to serve, and how many seconds it took to load; None while it does not, or if that was
+        not seen."""
+        target = self._targets.get(worker_id)
+        if target is None or target.serving_s is None:
+            return None
+        return target.serving_s, max(0.0, target.serving_s - (target.accepted_s or target.serving_s))
+
     def settled_links(self, since_s: float) -> list[Link]:
         """Transfers whose target reported ``loaded`` at or after ``since_s``."""
         return [link for link in self.links if (self._targets[link[1]].loaded_s or 0.0) >= since_s]

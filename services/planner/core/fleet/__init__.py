@@ -1,0 +1,1 @@
+"""Which model has which workers, when there are not enough for all."""

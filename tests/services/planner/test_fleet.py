@@ -1,0 +1,146 @@
+"""Models make room for each other when no worker is spare."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.planner import fleet, rounds
+from shared import subjects
+from shared.messages.load import Demand, LoadReport
+from shared.messages.registry import Floor, GoneRoute, RouteChanges, WorkerRecord
+from shared.messages.scaling import DrainPlan, ScalePlan
+from tests.records import model, worker, worker_record
+from tests.services.monitor.core.reports import report
+from tests.services.planner.rig import Rig, running
+from tests.services.waiting import eventually
+
+FAR_FUTURE_S = 4e9
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    """Two workers, both with an instance of ``busy``; ``waits`` has none."""
+    async with running(Rig()) as made:
+        made.pool.models = (model("busy", min_instances=0), model("waits", min_instances=0))
+        made.pool.workers = tuple(worker_record(f"w{i}", made.pool.models[0], "serving", epoch=i + 1) for i in range(2))
+        yield made
+
+
+async def say(
+    rig: Rig, name: str, desired: int, observed: int, *, idle: int = 0, idle_s: float = 0.0, reason: str = "load"
+) -> None:
+    now_s = time.time()
+    demand = Demand(
+        publisher="monitor",
+        sequence=1,
+        published_at_s=now_s,
+        model=name,
+        role="colocated",
+        desired=desired,
+        observed=observed,
+        triggered_at_s=now_s,
+        reason=reason,
+        idle=idle,
+        idle_since_s=now_s - idle_s,
+    )
+    await rig.client.publish(subjects.demand(), demand)
+
+
+async def spare_again(rig: Rig, worker_id: str, name: str = "busy") -> None:
+    """A worker's instance is gone, and the pool says so."""
+    gone = WorkerRecord(worker=worker(worker_id), state="spare", instance=None)
+    rig.pool.workers = tuple(gone if w.worker.worker_id == worker_id else w for w in rig.pool.workers)
+    changes = RouteChanges(
+        publisher="pool", sequence=1, published_at_s=0.0, gone=(GoneRoute(model=name, instance_id=f"i-{worker_id}"),)
+    )
+    await rig.client.publish(subjects.route_changes(), changes)
+
+
+async def test_an_idle_instance_goes_and_its_worker_loads_what_waits_without_another_word(rig: Rig) -> None:
+    await say(rig, "busy", 2, 2, idle=1)
+    await say(rig, "waits", 1, 0)
+    await eventually(lambda: len(rig.plans()) == 1)
+    (drain,) = rig.plans()
+    assert isinstance(drain, DrainPlan)
+    assert (drain.model, drain.desired, [t.worker_id for t in drain.targets]) == ("busy", 1, ["w1"])
+    assert "while waits has requests and no instance and no worker is spare" in drain.reason
+    (shown,) = await rig.unplanned()
+    assert shown.model == "waits"
+    # One is on its way: no second one goes.
+    await say(rig, "waits", 1, 0)
+    await spare_again(rig, "w1")
+    await eventually(lambda: len(rig.plans()) == 2)
+    _, load = rig.plans()
+    assert isinstance(load, ScalePlan)
+    assert (load.model.name, [t.worker_id for t in load.targets]) == ("waits", ["w1"])
+
+
+async def test_what_waits_is_met_as_soon_as_something_becomes_idle(rig: Rig) -> None:
+    await say(rig, "waits", 1, 0)
+    await eventually(lambda: rig.refused("no_capacity") == 1)
+    await say(rig, "busy", 2, 2, idle=2)
+    await eventually(lambda: len(rig.plans()) == 1)
+
+
+async def test_of_several_the_instance_without_requests_goes(rig: Rig) -> None:
+    at_work = report("i-w1", worker_id="w1", model="busy", running_requests=3)
+    await rig.client.publish(subjects.load(), at_work)
+    await rig.client.publish(subjects.load(), report("i-w0", worker_id="w0", model="busy"))
+    heard: list[LoadReport] = []
+    await rig.client.subscribe(subjects.load(), LoadReport, heard.append)
+    await say(rig, "busy", 2, 2, idle=1)
+    await say(rig, "waits", 1, 0)
+    await eventually(lambda: len(rig.plans()) == 1)
+    (drain,) = rig.plans()
+    assert isinstance(drain, DrainPlan)
+    assert [t.worker_id for t in drain.targets] == ["w0"]
+
+
+@pytest.mark.parametrize("why", ["nothing is idle", "said long ago", "a floor", "its arena is small", "asked by hand"])
+async def test_nobody_goes_who_need_not(rig: Rig, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = 0 if why == "nothing is idle" else 2
+    if why == "said long ago":
+        monkeypatch.setattr(fleet, "SAID_S", 0.0)
+    if why == "a floor":
+        rig.pool.floors = (Floor(model="busy", instances=2, until_s=FAR_FUTURE_S),)
+    if why == "its arena is small":
+        rig.pool.models = (rig.pool.models[0], model("waits", min_instances=0, weights_bytes=1 << 30))
+    if why in ("nothing is idle", "said long ago"):
+        # Neither has its share of the time passed.
+        rig.pool.models = (model("busy", min_instances=2), rig.pool.models[1])
+    await say(rig, "busy", 2, 2, idle=idle)
+    if why == "asked by hand":
+        with pytest.raises(Exception, match="no worker is spare"):
+            await rig.scale(1, "waits")
+    else:
+        await say(rig, "waits", 1, 0)
+        await eventually(lambda: rig.refused("no_capacity") == 1)
+    await asyncio.sleep(0.1)
+    assert rig.plans() == []
+
+
+async def test_a_busy_instance_that_served_for_long_goes_for_a_model_without_one(rig: Rig) -> None:
+    await say(rig, "waits", 1, 0)
+    await eventually(lambda: len(rig.plans()) == 1)
+    (drain,) = rig.plans()
+    assert isinstance(drain, DrainPlan)
+    assert (drain.model, len(drain.targets)) == ("busy", 1)
+    assert "its share of the time is over" in drain.reason
+
+
+async def test_a_demand_that_is_not_repeated_is_not_met_when_a_worker_becomes_spare(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "SHORT_S", 0.0)
+    rig.pool.models = (model("busy", min_instances=2), rig.pool.models[1])
+    await say(rig, "waits", 1, 0)
+    await eventually(lambda: rig.refused("no_capacity") == 1)
+    await spare_again(rig, "w1")
+    await asyncio.sleep(0.1)
+    assert rig.plans() == []
+    await say(rig, "waits", 1, 0)
+    await eventually(lambda: len(rig.plans()) == 1)
