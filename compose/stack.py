@@ -33,10 +33,9 @@ from compose.log_lines import LineSink, ignore_line
 from compose.ports import free_port, next_free_ports
 from compose.preflight import Findings
 from compose.restart_policy import RestartPolicy
-from compose.running import RunningStack
 from compose.settings_check import check_settings
 from compose.state_dir import StateDir
-from compose.supervisor import Supervisor
+from compose.supervisor import RunningStack, Supervisor
 from shared.bus.access import NatsAccess
 from shared.errors import Conflict, DeadlineExceeded, Unavailable
 from shared.messages.admin import Status

@@ -24,9 +24,8 @@ from compose.children import (
 from compose.config import StackConfig
 from compose.errors import StackNotReady
 from compose.ports import free_port, next_free_ports
-from compose.running import RunningStack
 from compose.state_dir import StateDir
-from compose.supervisor import Supervisor
+from compose.supervisor import RunningStack, Supervisor
 from shared.permissions import USERS, Grant
 
 READY_S = 60.0

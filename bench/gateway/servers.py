@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.replay.runner import choose_model
 from bench.stream_client import Endpoint, StreamClient
-from compose.binaries import nats_server
+from compose.children import nats_server
 from compose.config import StackConfig
 from compose.demo_model import ensure_demo_model
 from compose.die_with_parent import die_with_parent

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from bench.lab.plan import DATA_DEVICE, MANAGEMENT_ADDRESS, Host, Rate
 from compose import children, credentials
-from compose.binaries import nats_server
 from compose.child import ChildSpec
-from compose.children import Addresses
+from compose.children import Addresses, nats_server
 from compose.config import StackConfig, inherited_environment
 from compose.preflight import Findings
 from compose.readiness import nats_probe

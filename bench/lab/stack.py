@@ -24,9 +24,8 @@ from compose.children import CONTROL_PLANE, Addresses, nats_access, redis_spec, 
 from compose.config import StackConfig
 from compose.errors import StackNotReady
 from compose.ports import free_port
-from compose.running import RunningStack
 from compose.state_dir import StateDir
-from compose.supervisor import Supervisor
+from compose.supervisor import RunningStack, Supervisor
 from shared.bus.access import NatsAccess
 from shared.bus.nats import NatsBus
 from shared.errors import Unavailable

@@ -312,7 +312,7 @@ class Dispatcher:
                 "request %s: attempt %d on %s failed: %s", stream.request_id, stream.attempt, stream.instance_id, error
             )
             self._metrics.of(stream.model).failovers += 1
-            self._metrics.count_resubmission(error.reason if isinstance(error, WorkerLost) else error.code)
+            self._metrics.resubmissions[error.reason if isinstance(error, WorkerLost) else error.code] += 1
         if outcome.deaths is not None and outcome.deaths.suspected:
             workers = ", ".join(outcome.deaths.workers)
             log.warning("request %s is computed alone: it was running in %s when they died", stream.request_id, workers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,14 +102,11 @@ class ModelMetrics:
     failovers: int = 0
     resends: int = 0
     refusals: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
+    finished: Counter[str] = field(default_factory=Counter)
+    """Requests that ended: ``stop``, ``length``, ``abort`` (the client left) or ``error``."""
     ttft_s: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS_S))
     itl_s: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS_S))
     e2e_s: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS_S))
-
-    def count_finished(self, reason: str) -> None:
-        """One request ended: ``stop``, ``length``, ``abort`` (its client left) or ``error``."""
-        self.finished[reason] = self.finished.get(reason, 0) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +126,11 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self._models: dict[str, ModelMetrics] = {}
-        self._responses: dict[tuple[str, int], int] = {}
-        self.cuts: dict[str, int] = {}
+        self.responses: Counter[tuple[str, int]] = Counter()
+        """HTTP responses by route and status. A route is a pattern, never a raw path."""
+        self.cuts: Counter[str] = Counter()
         """Clients that were cut off, by reason."""
-        self.resubmissions: dict[str, int] = {}
+        self.resubmissions: Counter[str] = Counter()
         """Attempts continued under a new one, by reason: of ``LossReason``, or an error's code."""
         self.sources: list[Callable[[], Iterable[Metric]]] = []
         """Further metrics, read at export."""
@@ -143,21 +142,13 @@ class GatewayMetrics:
             metrics = self._models[model] = ModelMetrics()
         return metrics
 
-    def count_response(self, route: str, status: int) -> None:
-        """One HTTP response. ``route`` is a route's pattern, never a raw path."""
-        self._responses[route, status] = self._responses.get((route, status), 0) + 1
-
     def count_cut(self, reason: str) -> None:
         """One client's connection was closed by the gateway, or its response given up."""
-        self.cuts[reason] = self.cuts.get(reason, 0) + 1
-
-    def count_resubmission(self, reason: str) -> None:
-        """One attempt was given up, and its request continues under a new one."""
-        self.resubmissions[reason] = self.resubmissions.get(reason, 0) + 1
+        self.cuts[reason] += 1
 
     def families(self, gauges: tuple[ModelGauges, ...]) -> Iterator[Metric]:
         """Everything except the histograms, with these gauges. May run in a thread: counters are only read."""
-        yield family("blitz_gateway_http_responses", "HTTP responses.", ["route", "status"], self._responses)
+        yield family("blitz_gateway_http_responses", "HTTP responses.", ["route", "status"], self.responses)
         yield family("blitz_gateway_cut_off", "Clients cut off by the gateway.", ["reason"], self.cuts)
         resubmitted = "Attempts given up and continued under a new one."
         yield family("blitz_gateway_resubmissions", resubmitted, ["reason"], self.resubmissions)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from compose.binaries import nats_server
+from compose.children import nats_server
 from compose.cli.app import run
 from compose.credentials import NATS_CONF, REDIS_CONF, REDIS_PASSWORD, files_of_credentials, make, password_file
 from compose.errors import StackRefused

@@ -173,7 +173,7 @@ class GatewayApp:
             log.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
             await self._answer(Internal("internal error; see the gateway's log"), status, send)
             status = status or 500
-        self._metrics.count_response(route or "unmatched", status)
+        self._metrics.responses[route or "unmatched", status] += 1
 
     @staticmethod
     async def _answer(error: BlitzError, status: int, send: Send) -> None:

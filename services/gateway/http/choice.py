@@ -177,7 +177,7 @@ class Choice(ABC):
 
     def on_error(self, error: BlitzError) -> None:
         """See ``Sink``."""
-        self._metrics.count_finished("error")
+        self._metrics.finished["error"] += 1
         self.finish_reason = "error"
         self._buffer.fail(error)
 
@@ -185,7 +185,7 @@ class Choice(ABC):
         """The client left."""
         if self.finish_reason is None:
             self.finish_reason = "abort"
-            self._metrics.count_finished("abort")
+            self._metrics.finished["abort"] += 1
 
     def _open(self, text: str) -> str:
         if self._opening_text:
@@ -194,7 +194,7 @@ class Choice(ABC):
 
     def _end(self, text: str, entry: Any, finish_reason: str, now_s: float) -> None:
         self.finish_reason = finish_reason
-        self._metrics.count_finished(finish_reason)
+        self._metrics.finished[finish_reason] += 1
         self._metrics.e2e_s.observe(now_s - self._arrived_s)
         self._emit_last(self._open(text), entry, finish_reason)
         self._buffer.open_choices -= 1
