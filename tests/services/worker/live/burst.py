@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from services.planner.config import LiveSettings
+from services.worker.engine.mock.engine import MockActivation, MockEngine
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.live.source import LiveSource
 from services.worker.live.target import LiveTarget
@@ -76,11 +78,33 @@ class Burst:
         self.source_instance_id = self.source.serving.instance_id
         if before is not None:
             await before()
+        self._hold_prompts()
         self.source.transport.delay_s = delay_s
         self._waits_for_pair = True
         for request_id in prompts:
             await self.submit(request_id)
         self.plan_id = (await cluster.start_scale(2, live="always", role=role)).plan_id
+
+    def _hold_prompts(self) -> None:
+        """Have the mock's prompts take longer at the source until there is a pair: however long a busy machine takes
+        to form it, there is work to share then."""
+        engine = self.source.serving.engine.loop.engine
+        if not isinstance(engine, MockEngine):
+            return
+        run_layers, run_part = engine.run_layers, engine.run_part
+
+        def run_layers_slowly(activation: MockActivation, first: int, last: int) -> None:
+            if self.waits_for_pair():
+                time.sleep(4 * LAYER_S * (last - first))
+            run_layers(activation, first, last)
+
+        def run_part_slowly(activation: MockActivation, layer: int, begin: int, end: int) -> None:
+            if self.waits_for_pair():
+                time.sleep(4 * LAYER_S * (end - begin) / NUM_TOKENS)
+            run_part(activation, layer, begin, end)
+
+        engine.run_layers = run_layers_slowly  # type: ignore[method-assign]
+        engine.run_part = run_part_slowly  # type: ignore[method-assign]
 
     async def _scale(self, role: Role) -> WorkerRecord:
         """The first instance of a role."""
