@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 RESEND_TOKENS = 50_000
 """Tokens in one message that sends a stream again: well under 1 MB."""
+STOOD_STILL_S = 1.0
+"""Between two looks for silent gateways. A longer gap means that this process heard nothing meanwhile."""
 OWNER_TIMEOUT_S = 0.5
 """Well within a gateway's patience with a question."""
 RESEND_LOGPROBS = 500
@@ -66,6 +69,7 @@ class Serving:
         self._streams = Streams()
         self.spans = RequestSpans(worker_id)
         self._gateways = Gateways()
+        self._looked_s, self._hears_since_s = time.monotonic(), -math.inf
         self._steps: deque[StepOutput] = deque()
         self._stepped = asyncio.Event()
         self._publishing = False
@@ -252,15 +256,19 @@ class Serving:
         self._free(self._gateways.beat(*process, heartbeat.lease_s, time.monotonic()))
 
     def expire(self) -> None:
-        """Free the requests of gateways that are silent for a lease. Their silence counts only
-        while our own connection has been up as long."""
+        """Free the requests of gateways that are silent for a lease. Their silence counts only while our own connection
+        has been up as long, and this process was not kept from running: what they said then waits in its socket. To be
+        called several times per ``STOOD_STILL_S``."""
         now_s = time.monotonic()
+        if now_s - self._looked_s > STOOD_STILL_S:
+            self._hears_since_s = now_s
+        self._looked_s = now_s
         self._streams.expire(now_s)
         self._moved.expire(now_s)
         connected_since_s = self._bus.connected_since_s
         if connected_since_s is None:
             return
-        for gone, lease_s in self._gateways.silent(now_s, now_s - connected_since_s):
+        for gone, lease_s in self._gateways.silent(now_s, now_s - max(connected_since_s, self._hears_since_s)):
             log.warning("gateway %s is silent for %.1f s: its requests are freed", gone.gateway_id, lease_s)
             self._free(gone)
 

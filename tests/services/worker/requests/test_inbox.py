@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 from services.worker.engine.mock.settings import MockTiming
+from services.worker.requests import inbox
 from services.worker.requests.inbox import Serving
 from services.worker.scheduling.gateways import Gone
 from services.worker.scheduling.sequence import Sequence, sequence_of
@@ -18,7 +20,7 @@ from tests.services.fake_gateway import PROMPT, FakeGateway, expected_tokens
 from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
 
-LEASE_S = 0.3
+LEASE_S = 1.0
 
 
 async def test_tokens_come_with_consecutive_offsets_and_one_end(alone: LoneWorker) -> None:
@@ -171,11 +173,11 @@ async def test_a_silent_gateways_requests_are_freed_after_its_lease(alone: LoneW
     await other.start()
     instance_id = await alone.serve()
     await alone.pause()
-    await alone.gateway.beat(LEASE_S)
     await other.beat(60.0)
     await alone.submit(instance_id, "orphan")
     await other.submit("w0", instance_id, "cared-for")
     assert (await alone.stats()).load.queued_requests == 2
+    await alone.gateway.beat(LEASE_S)
     await eventually(lambda: alone.worker.serving.num_requests == 1)
     alone.resume()
     await other.end_of("cared-for")
@@ -187,8 +189,8 @@ async def test_an_outage_of_our_own_bus_is_not_a_gateways_silence() -> None:
     async with lone_worker(report_interval_s=0.01) as alone:
         instance_id = await alone.serve()
         await alone.pause()
-        await alone.gateway.beat(LEASE_S)
         await alone.submit(instance_id, "r")
+        await alone.gateway.beat(LEASE_S)
         alone.broker.disconnect("w0")
         await asyncio.sleep(2 * LEASE_S)
         assert (await alone.stats()).load.queued_requests == 1
@@ -200,6 +202,22 @@ async def test_an_outage_of_our_own_bus_is_not_a_gateways_silence() -> None:
         await asyncio.sleep(2 * LEASE_S)
         alone.resume()
         assert (await alone.gateway.end_of("r")).finish_reason == "length"
+
+
+async def test_a_worker_that_stood_still_takes_no_gateway_for_dead(
+    alone: LoneWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbox, "STOOD_STILL_S", 0.5)
+    instance_id = await alone.serve()
+    await alone.pause()
+    await alone.submit(instance_id, "r")
+    await alone.gateway.beat(LEASE_S)
+    await asyncio.sleep(LEASE_S / 10)  # it is heard
+    time.sleep(1.5 * LEASE_S)  # noqa: ASYNC251 - all of the process, as if it were stopped
+    await asyncio.sleep(LEASE_S / 4)
+    await alone.gateway.beat(60.0)
+    alone.resume()
+    assert (await alone.gateway.end_of("r")).finish_reason == "length"
 
 
 async def test_a_request_that_may_not_wait_is_refused_while_all_seats_are_taken() -> None:
