@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.worker.scheduling.sequence import Sequence as Request
-from services.worker.scheduling.token_counts import TokenCounts
+from services.worker.scheduling.sequence import TokenCounts
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import SamplingParams, TokenLogprobs
 from shared.transport.base import Buffer

@@ -14,20 +14,20 @@ from typing import Protocol
 
 from services.worker.engine.base import Activation, Batch, Engine, Sampled, SamplingRow, Slice, sampling_row
 from services.worker.engine.parts import compute
-from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.schedule import SampledToken, ScheduledSlice, SchedulerConfig, SchedulerLoad
 from services.worker.scheduling.scheduler import Scheduler
 from services.worker.scheduling.sequence import Sequence
 from services.worker.scheduling.speed import Speed, SpeedEstimator
 from shared.errors import Internal
 from shared.messages.common import ErrorInfo
+from shared.messages.generation import StreamPart
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one step produced, and the requests that ended since the step before it."""
 
-    outputs: tuple[TokenOutput, ...]
+    outputs: tuple[StreamPart, ...]
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     busy_s: float = 0.0

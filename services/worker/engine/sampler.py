@@ -22,7 +22,7 @@ import torch
 
 from services.worker.engine.base import Sampled, SamplingRow
 from services.worker.engine.draw import DrawRow, Floats, Ids, draw, uniform
-from services.worker.scheduling.token_counts import TokenCounts
+from services.worker.scheduling.sequence import TokenCounts
 from shared.errors import BadRequest, Internal
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import TokenLogprobs

@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
+import msgspec
+
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.requests.spans import RequestSpans
 from services.worker.requests.streams import NewOwners, Streams
 from services.worker.scheduling.gateways import Gateways, Gone
-from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.sequence import Sequence
 from shared import subjects
 from shared.aio import OwnedTasks
@@ -239,8 +240,7 @@ class Serving:
 
     def announce(self, sequences: Iterable[Sequence]) -> None:
         """Tell the gateways that these requests are this worker's now, before their first tokens do."""
-        outputs = (TokenOutput(s.request_id, s.attempt, s.gateway_id, len(s.output)) for s in sequences)
-        self.on_output(StepOutput(tuple(outputs)))
+        self.on_output(StepOutput(tuple(sequence.taken_over() for sequence in sequences)))
 
     def moved(self, sequences: Iterable[Sequence], worker_id: str) -> None:
         """These requests are another worker's now: what gateways still say here about them goes there."""
@@ -292,13 +292,11 @@ def _pages(part: StreamPart) -> Iterator[StreamPart]:
     starts = range(0, max(1, len(part.token_ids)), step)
     for start in starts:
         is_last = start == starts[-1]
-        yield StreamPart(
-            request_id=part.request_id,
-            attempt=part.attempt,
+        yield msgspec.structs.replace(
+            part,
             offset=part.offset + start,
             token_ids=part.token_ids[start : start + step],
             logprobs=None if part.logprobs is None else part.logprobs[start : start + step],
             finish_reason=part.finish_reason if is_last else None,
             error=part.error if is_last else None,
-            queued_s=part.queued_s,
         )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 
-from services.worker.scheduling.output import TokenOutput
 from shared.errors import BlitzError
-from shared.messages.generation import Submit
+from shared.messages.generation import StreamPart, Submit
 from shared.telemetry import tracer
 
 Key = tuple[str, int]
@@ -54,7 +53,7 @@ class RequestSpans:
             span.set_attribute("blitz.moved_to", worker_id)
             span.end()
 
-    def ended(self, output: TokenOutput) -> None:
+    def ended(self, output: StreamPart) -> None:
         """This was its last output."""
         span = self._spans.pop((output.request_id, output.attempt), None)
         if span is None:

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from services.worker.scheduling.gateways import Gone
-from services.worker.scheduling.output import TokenOutput
 from shared.errors import NotFound
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import FinishReason, StreamPart, TokenLogprobs
@@ -70,7 +69,7 @@ class Streams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def take(self, outputs: Iterable[TokenOutput], now_s: float) -> dict[str, list[StreamPart]]:
+    def take(self, outputs: Iterable[StreamPart], now_s: float) -> dict[str, list[StreamPart]]:
         """Keep a step's outputs; the parts to send, by gateway."""
         parts: dict[str, list[StreamPart]] = {}
         for output in outputs:
@@ -84,19 +83,7 @@ class Streams:
                 stream.queued_s = output.queued_s
             if output.finish_reason is not None:
                 stream.finish_reason, stream.error, stream.ended_at_s = output.finish_reason, output.error, now_s
-            parts.setdefault(stream.gateway_id, []).append(
-                StreamPart(
-                    request_id=output.request_id,
-                    attempt=output.attempt,
-                    offset=output.offset,
-                    token_ids=output.token_ids,
-                    logprobs=output.logprobs,
-                    finish_reason=output.finish_reason,
-                    error=output.error,
-                    queued_s=output.queued_s,
-                    computing=output.computing,
-                )
-            )
+            parts.setdefault(stream.gateway_id, []).append(output)
         return parts
 
     def resend(self, request_id: str, attempt: int, offset: int) -> tuple[str, StreamPart]:

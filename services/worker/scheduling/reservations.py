@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Rows
 
-from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.request_table import RequestTable
 from services.worker.scheduling.schedule import SampledToken
 from services.worker.scheduling.sequence import Sequence
 from shared.errors import Conflict
+from shared.messages.generation import StreamPart
 
 
 class Reservations:
@@ -94,7 +94,7 @@ class Reservations:
         *,
         computed_here: bool = True,
         kv_here: bool = True,
-    ) -> TokenOutput | None:
+    ) -> StreamPart | None:
         """A reserved context was computed and its first token sampled: the request decodes here from now on.
 
         None if it ended meanwhile. ``computed_here``: its context counts as this instance's work. Without ``kv_here``

@@ -18,7 +18,6 @@ from types import MappingProxyType
 
 from services.worker.scheduling.batching import ContinuousBatching
 from services.worker.scheduling.gateways import Gone
-from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.request_table import RequestTable
 from services.worker.scheduling.reservations import Reservations
 from services.worker.scheduling.schedule import (
@@ -31,7 +30,7 @@ from services.worker.scheduling.schedule import (
 from services.worker.scheduling.sequence import Sequence
 from shared.errors import Conflict, ContextLengthExceeded, Overloaded
 from shared.messages.common import ErrorInfo
-from shared.messages.generation import FinishReason
+from shared.messages.generation import FinishReason, StreamPart
 
 LENT_QUEUE_FACTOR = 2
 """Two instances work on a queue that is lent: it may be twice as long."""
@@ -48,7 +47,7 @@ class Scheduler:
         self.reservations = Reservations(self.table)
         self._batching = ContinuousBatching(self.table, self.reservations)
         self._in_flight: ScheduledBatch | None = None
-        self._ended: list[TokenOutput] = []
+        self._ended: list[StreamPart] = []
         self._decode_tokens_total = 0
 
     @property
@@ -156,7 +155,7 @@ class Scheduler:
 
     def complete(
         self, batch: ScheduledBatch, sampled: Rows[SampledToken], failures: Mapping[int, ErrorInfo] = NO_FAILURES
-    ) -> list[TokenOutput]:
+    ) -> list[StreamPart]:
         """Take the tokens of the batch in flight, one per slice that samples, in their order.
 
         Slices in ``failures``, by their place in the batch, could not be computed: they have no token, and their
@@ -167,7 +166,7 @@ class Scheduler:
             raise RuntimeError("this batch is not in flight")
         self._in_flight = None
         table = self.table
-        outputs: list[TokenOutput] = []
+        outputs: list[StreamPart] = []
         tokens = iter(sampled)
         leave = False
         for place, piece in enumerate(batch.slices):
@@ -193,11 +192,11 @@ class Scheduler:
             table.running = [s for s in table.running if not (s.finished or s.reserved)]
         return outputs
 
-    def fail(self, batch: ScheduledBatch, error: ErrorInfo) -> list[TokenOutput]:
+    def fail(self, batch: ScheduledBatch, error: ErrorInfo) -> list[StreamPart]:
         """The batch in flight could not be computed: its requests end with ``error``."""
         return self.complete(batch, (), dict.fromkeys(range(len(batch.slices)), error))
 
-    def take_ended(self) -> list[TokenOutput]:
+    def take_ended(self) -> list[StreamPart]:
         """Terminal outputs of requests that ended outside a step (cancelled, aborted, nothing left to do)."""
         ended, self._ended = self._ended, []
         return ended

@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from typing import Any
 
-from services.worker.scheduling.output import TokenOutput
-from services.worker.scheduling.token_counts import TokenCounts
 from shared.messages.common import ErrorInfo
-from shared.messages.generation import DecodePlace, FinishReason, SamplingParams, Submit, TokenLogprobs
+from shared.messages.generation import DecodePlace, FinishReason, SamplingParams, StreamPart, Submit, TokenLogprobs
+
+
+class TokenCounts:
+    """The distinct tokens of one request, which penalties are computed from.
+
+    It grows with the request: a step costs its new tokens, whatever was there before.
+
+    ``ids``: every token that occurred, in the order of its first appearance, as int64. ``times``: how often each
+    occurs in the output, as float32; 0 for those of the prompt alone.
+    """
+
+    __slots__ = ("_has_prompt", "_index", "_num_output", "ids", "times")
+
+    def __init__(self) -> None:
+        self.ids = array("q")
+        self.times = array("f")
+        self._index: dict[int, int] = {}
+        self._num_output = 0
+        self._has_prompt = False
+
+    def catch_up(self, prompt: Tokens[int], output: Tokens[int]) -> None:
+        """Count what came since the last call. Always the same request's: its output only grows."""
+        if not self._has_prompt:
+            self._has_prompt = True
+            for token_id in prompt:
+                self._at(token_id)
+        for position in range(self._num_output, len(output)):
+            self.times[self._at(output[position])] += 1.0
+        self._num_output = len(output)
+
+    def _at(self, token_id: int) -> int:
+        at = self._index.setdefault(token_id, len(self.ids))
+        if at == len(self.ids):
+            self.ids.append(token_id)
+            self.times.append(0.0)
+        return at
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
@@ -98,35 +135,35 @@ class Sequence:
             return "length"
         return None
 
-    def emit(self, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None) -> TokenOutput:
+    def emit(self, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None) -> StreamPart:
         """The output of the token just appended."""
         first = self.num_emitted == 0
         self.num_emitted += 1
-        return TokenOutput(
-            self.request_id,
-            self.attempt,
-            self.gateway_id,
-            len(self.output) - 1,
-            (token_id,),
-            None if logprobs is None else (logprobs,),
-            finish_reason,
-            self._queued_s() if first else None,
-        )
-
-    def computing(self, begins: bool) -> TokenOutput:
-        """Says that a step of its own begins, or has ended."""
-        return TokenOutput(self.request_id, self.attempt, self.gateway_id, len(self.output), computing=begins)
-
-    def end(self, finish_reason: FinishReason, error: ErrorInfo | None = None) -> TokenOutput:
-        """A terminal output without tokens."""
-        return TokenOutput(
-            self.request_id,
-            self.attempt,
-            self.gateway_id,
-            len(self.output),
+        return StreamPart(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            offset=len(self.output) - 1,
+            token_ids=(token_id,),
+            logprobs=None if logprobs is None else (logprobs,),
             finish_reason=finish_reason,
-            error=error,
+            queued_s=self._queued_s() if first else None,
         )
+
+    def computing(self, begins: bool) -> StreamPart:
+        """Says that a step of its own begins, or has ended."""
+        return self._part(computing=begins)
+
+    def end(self, finish_reason: FinishReason, error: ErrorInfo | None = None) -> StreamPart:
+        """A terminal output without tokens."""
+        return self._part(finish_reason=finish_reason, error=error)
+
+    def taken_over(self) -> StreamPart:
+        """Tells the gateway that the request is this worker's now, before its first token does."""
+        return self._part()
+
+    def _part(self, **said: Any) -> StreamPart:
+        """Of no tokens, behind those that are out."""
+        return StreamPart(request_id=self.request_id, attempt=self.attempt, offset=len(self.output), **said)
 
     def _queued_s(self) -> float | None:
         if self.first_scheduled_s is None or self.arrived_s is None:

@@ -13,11 +13,10 @@ from services.worker.engine.mock.settings import MockFaults
 from services.worker.engine.mock.tokens import next_token
 from services.worker.engine.thread import EngineThread
 from services.worker.engine.torch_engine import TorchEngine
-from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.schedule import SchedulerConfig
 from services.worker.scheduling.sequence import Sequence as Request
 from shared.errors import BlitzError, EngineBroken, PeerLost
-from shared.messages.generation import SamplingParams
+from shared.messages.generation import SamplingParams, StreamPart
 from tests.services.worker.engine.harness import loaded_engine
 
 NUM_BLOCKS, BLOCK_SIZE = 256, 4
@@ -86,10 +85,10 @@ def said(prompt: Sequence[int], count: int = 12) -> tuple[int, ...]:
     return tuple(tokens[len(prompt) :])
 
 
-def run_all(loop: EngineLoop) -> tuple[dict[str, tuple[int, ...]], dict[str, TokenOutput]]:
+def run_all(loop: EngineLoop) -> tuple[dict[str, tuple[int, ...]], dict[str, StreamPart]]:
     """Tokens and ends by request."""
     tokens: dict[str, tuple[int, ...]] = {}
-    ends: dict[str, TokenOutput] = {}
+    ends: dict[str, StreamPart] = {}
     while loop.has_work:
         step = loop.step()
         for out in step.outputs if step else ():
@@ -218,7 +217,7 @@ class BrokenEngine(MockEngine):
 def test_an_engine_that_computes_nothing_any_more_ends_the_thread_and_all_its_requests_once(count: int) -> None:
     engine = BrokenEngine(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     loop = loop_of(engine, max_num_sequences=12)
-    ends: list[TokenOutput] = []
+    ends: list[StreamPart] = []
     failures: list[BlitzError] = []
 
     def on_output(output: StepOutput) -> None:

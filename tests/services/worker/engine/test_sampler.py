@@ -8,7 +8,7 @@ import torch
 
 from services.worker.engine.base import SamplingRow
 from services.worker.engine.sampler import sample_rows
-from services.worker.scheduling.token_counts import TokenCounts
+from services.worker.scheduling.sequence import TokenCounts
 from shared.messages.generation import SamplingParams
 
 

@@ -22,13 +22,12 @@ from services.worker.live.steppers import SourceStepper
 from services.worker.live.target import LiveTarget
 from services.worker.live.tensors import Kind, Tensors
 from services.worker.requests.inbox import Serving
-from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.sequence import Sequence, sequence_of, submit_of
 from shared import subjects
 from shared.errors import BlitzError
 from shared.messages.codec import Message
 from shared.messages.common import Ack
-from shared.messages.generation import Cancel, Submit
+from shared.messages.generation import Cancel, StreamPart, Submit
 from shared.messages.live import (
     Dissolve,
     Dissolved,
@@ -62,7 +61,7 @@ class Member:
         self.state = "serving"
         loop = make_loop(**scheduler)
         self.scheduler = loop.scheduler.config
-        self.outputs: list[TokenOutput] = []
+        self.outputs: list[StreamPart] = []
         self.engine = EngineThread(loop, self._collect)
 
     def _collect(self, output: StepOutput) -> None:
@@ -137,7 +136,7 @@ class Requests:
         self.unhosted: list[str] = []
         self.announced: list[str] = []
         self.moves: list[tuple[str, str]] = []
-        self.outputs: list[TokenOutput] = []
+        self.outputs: list[StreamPart] = []
 
     def host(self, requests: Iterable[Submit]) -> None:
         self.hosted += [r.request_id for r in requests]

@@ -8,10 +8,9 @@ from services.worker.engine.loop import EngineLoop
 from services.worker.engine.mock.engine import MockActivation, MockEngine
 from services.worker.engine.mock.tokens import next_token
 from services.worker.live.batch import PromptBatch
-from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.schedule import SchedulerConfig
 from services.worker.scheduling.sequence import Sequence as Request
-from shared.messages.generation import SamplingParams
+from shared.messages.generation import SamplingParams, StreamPart
 from shared.messages.live import ZigzagAssignment
 from shared.messages.scaling import ChainMember
 
@@ -100,7 +99,7 @@ def batch_of(batch_id: str, *sequences: Request, layer_s: float = 1.0, serial: i
     return PromptBatch(batch_id, serial, sequences, layer_s)
 
 
-def tokens_of(outputs: Iterable[TokenOutput]) -> dict[str, tuple[int, ...]]:
+def tokens_of(outputs: Iterable[StreamPart]) -> dict[str, tuple[int, ...]]:
     """Tokens by request. Asserts consecutive offsets."""
     found: dict[str, tuple[int, ...]] = {}
     for out in outputs:
@@ -110,9 +109,9 @@ def tokens_of(outputs: Iterable[TokenOutput]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def run_all(loop: EngineLoop, limit: int = 500) -> list[TokenOutput]:
+def run_all(loop: EngineLoop, limit: int = 500) -> list[StreamPart]:
     """Steps until there is nothing to do."""
-    outputs: list[TokenOutput] = []
+    outputs: list[StreamPart] = []
     for _ in range(limit):
         if not loop.has_work:
             return outputs

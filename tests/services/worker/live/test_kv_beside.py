@@ -5,18 +5,17 @@ from __future__ import annotations
 import pytest
 
 from services.worker.live.steppers import SourceBatch
-from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.schedule import SampledToken
 from services.worker.scheduling.sequence import Sequence
-from shared.messages.generation import DecodePlace
+from shared.messages.generation import DecodePlace, StreamPart
 from tests.services.worker.live.members import NUM_LAYERS, batch_of, engine_of, expected, request, run_all, tokens_of
 from tests.services.worker.live.test_source_stepper import Source
 
 ELSEWHERE = DecodePlace(worker_id="w9", instance_id="i9")
 
 
-def steps(source: Source, count: int) -> list[TokenOutput]:
-    outputs: list[TokenOutput] = []
+def steps(source: Source, count: int) -> list[StreamPart]:
+    outputs: list[StreamPart] = []
     for _ in range(count):
         step = source.loop.step()
         outputs += step.outputs if step is not None else ()

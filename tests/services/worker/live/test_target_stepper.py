@@ -6,8 +6,8 @@ import pytest
 
 from services.worker.live.batch import PromptBatch
 from services.worker.live.steppers import TargetBatch, TargetStepper
-from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.sequence import Sequence
+from shared.messages.generation import StreamPart
 from shared.zigzag.batch import State
 from shared.zigzag.queue import Claim, Queue
 from tests.services.worker.live.members import (
@@ -102,7 +102,7 @@ def test_with_all_layers_it_finishes_batches_and_their_requests_decode_here() ->
     batch = target.take("x", a, b)
     assert (target.loop.num_requests, target.loop.scheduler.num_requests) == (2, 0)
     target.load(NUM_LAYERS)
-    outputs: list[TokenOutput] = []
+    outputs: list[StreamPart] = []
     for _ in range(NUM_LAYERS):
         step = target.loop.step()
         assert step is not None

@@ -6,16 +6,17 @@ import pytest
 
 from services.worker.requests.streams import TERMINAL_TTL_S, Streams
 from services.worker.scheduling.gateways import Gone
-from services.worker.scheduling.output import TokenOutput
 from shared.errors import NotFound
-from shared.messages.generation import FinishReason, TokenLogprobs
+from shared.messages.generation import FinishReason, StreamPart, TokenLogprobs
 
 
 def output(
     offset: int, *tokens: int, request_id: str = "r", attempt: int = 1, end: FinishReason | None = None
-) -> TokenOutput:
+) -> StreamPart:
     logprobs = tuple(TokenLogprobs(logprob=-float(t)) for t in tokens)
-    return TokenOutput(request_id, attempt, "gw", offset, tokens, logprobs, end)
+    return StreamPart(
+        request_id=request_id, attempt=attempt, offset=offset, token_ids=tokens, logprobs=logprobs, finish_reason=end
+    )
 
 
 @pytest.fixture

@@ -8,13 +8,12 @@ from hypothesis.stateful import RuleBasedStateMachine
 
 from services.worker.engine.base import Sampled
 from services.worker.engine.mock.tokens import next_token
-from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.schedule import ScheduledBatch, SchedulerConfig
 from services.worker.scheduling.scheduler import Scheduler
 from services.worker.scheduling.sequence import Sequence
 from shared.errors import Internal, Overloaded
 from shared.messages.common import ErrorInfo
-from shared.messages.generation import DecodePlace, SamplingParams
+from shared.messages.generation import DecodePlace, SamplingParams, StreamPart
 
 PLACE = DecodePlace(worker_id="w1", instance_id="i1")
 ERROR = ErrorInfo.of(Internal("boom"))
@@ -50,7 +49,7 @@ def sampled(sequence: Sequence) -> Sampled:
     return Sampled(next_token(sequence.tokens))
 
 
-def step(scheduler: Scheduler) -> list[TokenOutput]:
+def step(scheduler: Scheduler) -> list[StreamPart]:
     """One step; ``schedule`` must have something."""
     batch = scheduler.schedule()
     assert batch is not None
@@ -132,7 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.accepted.add(sequence.request_id)
 
-    def record(self, outputs: Iterable[TokenOutput | None]) -> None:
+    def record(self, outputs: Iterable[StreamPart | None]) -> None:
         for out in outputs:
             if out is None:
                 continue

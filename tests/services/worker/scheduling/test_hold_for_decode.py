@@ -8,9 +8,9 @@ import pytest
 
 from services.worker.engine.base import Sampled
 from services.worker.scheduling.gateways import Gone
-from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.scheduler import Scheduler
 from services.worker.scheduling.sequence import sequence_of, submit_of
+from shared.messages.generation import StreamPart
 from tests.services.worker.scheduling.harness import (
     ERROR,
     PLACE,
@@ -177,7 +177,7 @@ def test_a_held_request_ends_once_and_keeps_its_blocks_until_nobody_reads_them(b
     assert scheduler.pool.num_used == 0
 
 
-def names_of(outputs: Iterable[TokenOutput]) -> list[str]:
+def names_of(outputs: Iterable[StreamPart]) -> list[str]:
     return [o.request_id for o in outputs]
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from services.worker.scheduling.gateways import Gone
-from services.worker.scheduling.output import TokenOutput
 from services.worker.scheduling.schedule import SampledToken
 from services.worker.scheduling.sequence import Sequence
+from shared.messages.generation import StreamPart
 from tests.services.worker.scheduling.harness import ERROR, PLACE, SchedulerMachine, sampled
 
 
@@ -26,7 +26,7 @@ class HoldForDecode(SchedulerMachine):
         """By ``take_prefilled``."""
         self.guests: dict[str, Sequence] = {}
 
-    def record(self, outputs: Iterable[TokenOutput | None]) -> None:
+    def record(self, outputs: Iterable[StreamPart | None]) -> None:
         outputs = list(outputs)
         for out in outputs:
             assert out is None or out.request_id not in self.leaving or not out.token_ids, "a held request was decoded"

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from services.worker.scheduling.token_counts import TokenCounts
+from services.worker.scheduling.sequence import TokenCounts
 
 
 def test_ids_are_distinct_and_times_count_the_output_alone() -> None:
