@@ -61,8 +61,8 @@ def write_checkpoint(path: Path, settings: EngineBenchSettings) -> int:
 def load_engine(checkpoint: Checkpoint, num_blocks: int) -> TorchEngine:
     """The engine with all of the checkpoint's weights."""
     layout = checkpoint.layout
-    arena = HostArena.allocate(layout.num_bytes)
-    pool = KvPool.allocate(kv_pool_bytes(layout.spec, BLOCK_SIZE, num_blocks))
+    arena = HostArena(layout.num_bytes)
+    pool = KvPool(kv_pool_bytes(layout.spec, BLOCK_SIZE, num_blocks))
     for unit in layout.units:
         load_unit(checkpoint, layout, unit, arena)
     return TorchEngine(layout, arena, pool, num_blocks=num_blocks, block_size=BLOCK_SIZE)

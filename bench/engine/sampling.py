@@ -81,7 +81,7 @@ def _random_engine(settings: EngineBenchSettings, logits: Logits) -> _TimedEngin
         rope_theta=1e4,
     )
     layout = layout_of(spec)
-    arena = HostArena.allocate(layout.num_bytes)
+    arena = HostArena(layout.num_bytes)
     torch.manual_seed(settings.seed)
     for unit in layout.units:
         for slot in unit.slots:
@@ -91,7 +91,7 @@ def _random_engine(settings: EngineBenchSettings, logits: Logits) -> _TimedEngin
             else:
                 weights.normal_(0.0, HEAD_STD[logits] if slot.name == "head" else WEIGHT_STD)
     num_blocks = settings.sampling_batch_size * settings.blocks_per_request
-    pool = KvPool.allocate(kv_pool_bytes(spec, BLOCK_SIZE, num_blocks))
+    pool = KvPool(kv_pool_bytes(spec, BLOCK_SIZE, num_blocks))
     return _TimedEngine(layout, arena, pool, num_blocks=num_blocks, block_size=BLOCK_SIZE)
 
 

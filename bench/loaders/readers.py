@@ -124,7 +124,7 @@ class ArenaReader(Reader):
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
         self.layout = checkpoint.layout
-        self.arena = HostArena.allocate(self.layout.num_bytes)
+        self.arena = HostArena(self.layout.num_bytes)
         self.arena.prefault(self.layout.num_bytes)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:

@@ -1,10 +1,9 @@
-"""A worker's parts, built in order: each is given those that it needs, which are there by then."""
+"""A worker's parts, built in order: each gets the parts that it needs, which exist by then."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
@@ -37,26 +36,6 @@ METER_INTERVAL_S = 0.1
 """Traffic is averaged over no less: reports may come in bursts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a worker is made of. The service starts, drains and closes them."""
-
-    slot: InstanceSlot
-    factory: InstanceFactory
-    registration: Registration
-    serving: Serving
-    peers: Peers
-    mover: WeightMover
-    store: HostStore
-    host_copies: HostCopies
-    scaling: Scaling
-    pair_roles: PairRoles
-    kv_sender: KvSender
-    kv_receiver: KvReceiver
-    orders: Orders
-    load_reporter: LoadReporter
-
-
 def worker_info(
     config: WorkerConfig, node: NodeFacts, transport: TensorTransport, *, pid: int, incarnation: str
 ) -> WorkerInfo:
@@ -82,92 +61,63 @@ def worker_info(
     )
 
 
-def build(
-    bus: Bus,
-    transport: TensorTransport,
-    config: WorkerConfig,
-    info: WorkerInfo,
-    node: NodeFacts,
-    *,
-    metrics: CollectorRegistry,
-    on_engine_failure: Callable[[BlitzError], None],
-    fatal: Callable[[str], None],
-) -> Parts:
-    """Everything, connected and not yet running. ``on_engine_failure`` is called on the engine's thread; ``fatal(why)``
-    must end the process soon."""
-    worker_id = config.worker_id
-    slot = InstanceSlot()
-    store = HostStore(config.host_cache_bytes, keep_alive_s=config.host_cache_keep_alive_s)
-    held = _Held(slot, store, NicMeter(node.device))
-    registration = Registration(bus, info, held.standing, held.model)
-    peers = Peers(bus, transport, info)
-    slot.when_changed(registration.changed)
-    slot.when_changed(peers.look_soon)
+class Parts:
+    """What a worker is made of, connected and not yet running. The service starts, drains and closes them."""
 
-    serving = Serving(bus, worker_id, slot.current)
-    progress = ProgressReporter(bus, worker_id)
-    mover = WeightMover(bus, transport, info, peers, progress, stall_s=config.stall_s)
-    host_copies = HostCopies(worker_id, store, mover, registration, changed=slot.changed, fatal=fatal)
-    kv_sender = KvSender(bus, info, peers, serving, slot.current, silence_s=config.stall_s, metrics=metrics)
-    factory = InstanceFactory(
-        config,
-        serving.on_output,
-        on_engine_failure,
-        prefill_listener=kv_sender,
-        witness=StepWitness(bus, serving),
-    )
-    scaling = Scaling(worker_id, slot, factory, mover, registration, host_copies, progress, fatal=fatal)
-    pair_roles = PairRoles(
-        bus,
-        transport,
-        worker_id,
-        peers,
-        serving,
-        progress,
-        slot.current,
-        slot.changed,
-        silence_s=config.stall_s,
-    )
-    kv_receiver = KvReceiver(bus, transport, info, peers, serving, slot.current)
-    slot.when_loaded(pair_roles.loaded)
-    for part in (pair_roles, kv_sender, kv_receiver):
-        slot.before_gone(part.instance_gone)
-    serving.cooperate(pair_roles, kv_sender, kv_receiver)
-    orders = Orders(bus, worker_id, scaling.on_scale_plan, scaling.on_drain_plan, pair_roles.on_assignment)
+    def __init__(
+        self,
+        bus: Bus,
+        transport: TensorTransport,
+        config: WorkerConfig,
+        info: WorkerInfo,
+        node: NodeFacts,
+        *,
+        metrics: CollectorRegistry,
+        on_engine_failure: Callable[[BlitzError], None],
+        fatal: Callable[[str], None],
+    ) -> None:
+        """``on_engine_failure`` is called on the engine's thread; ``fatal(why)`` must end the process soon."""
+        worker_id, silence_s = config.worker_id, config.stall_s
+        self.slot = slot = InstanceSlot()
+        self.store = store = HostStore(config.host_cache_bytes, keep_alive_s=config.host_cache_keep_alive_s)
+        held = _Held(slot, store, NicMeter(node.device))
+        self.registration = registration = Registration(bus, info, held.standing, held.model)
+        self.peers = peers = Peers(bus, transport, info)
+        slot.when_changed(registration.changed)
+        slot.when_changed(peers.look_soon)
 
-    def expire() -> None:
-        serving.expire()
-        kv_receiver.expire()
-
-    load_reporter = LoadReporter(
-        bus,
-        worker_id,
-        slot.current,
-        expire,
-        HostGroup(
-            group_name(config.nats_url, config.host) if config.load_by_host else "",
-            config.host,
-            interval_s=config.report_interval_s,
-        ),
-        interval_s=config.report_interval_s,
-        metrics=metrics,
-    )
-    return Parts(
-        slot=slot,
-        factory=factory,
-        registration=registration,
-        serving=serving,
-        peers=peers,
-        mover=mover,
-        store=store,
-        host_copies=host_copies,
-        scaling=scaling,
-        pair_roles=pair_roles,
-        kv_sender=kv_sender,
-        kv_receiver=kv_receiver,
-        orders=orders,
-        load_reporter=load_reporter,
-    )
+        self.serving = serving = Serving(bus, worker_id, slot.current)
+        progress = ProgressReporter(bus, worker_id)
+        self.mover = mover = WeightMover(bus, transport, info, peers, progress, stall_s=silence_s)
+        self.host_copies = HostCopies(worker_id, store, mover, registration, changed=slot.changed, fatal=fatal)
+        self.kv_sender = KvSender(bus, info, peers, serving, slot.current, silence_s=silence_s, metrics=metrics)
+        witness = StepWitness(bus, serving)
+        self.factory = InstanceFactory(
+            config, serving.on_output, on_engine_failure, prefill_listener=self.kv_sender, witness=witness
+        )
+        self.scaling = Scaling(
+            worker_id, slot, self.factory, mover, registration, self.host_copies, progress, fatal=fatal
+        )
+        self.pair_roles = PairRoles(bus, transport, worker_id, peers, serving, progress, slot, silence_s=silence_s)
+        self.kv_receiver = KvReceiver(bus, transport, info, peers, serving, slot.current)
+        slot.when_loaded(self.pair_roles.loaded)
+        for part in (self.pair_roles, self.kv_sender, self.kv_receiver):
+            slot.before_gone(part.instance_gone)
+        serving.cooperate(self.pair_roles, self.kv_sender, self.kv_receiver)
+        self.orders = Orders(
+            bus, worker_id, self.scaling.on_scale_plan, self.scaling.on_drain_plan, self.pair_roles.on_assignment
+        )
+        group = group_name(config.nats_url, config.host) if config.load_by_host else ""
+        interval_s = config.report_interval_s
+        self.load_reporter = LoadReporter(
+            bus,
+            worker_id,
+            slot.current,
+            HostGroup(group, config.host, interval_s=interval_s),
+            at_intervals=(serving.expire, self.kv_receiver.expire),
+            interval_s=interval_s,
+            metrics=metrics,
+        )
 
 
 class _Held:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from services.worker.bootstrap import build, worker_info
+from services.worker.bootstrap import Parts, worker_info
 from services.worker.config import WorkerConfig
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
@@ -70,7 +70,7 @@ class WorkerService:
         self._fatal = fatal
         self._ending: asyncio.Task[None] | None = None
         self.info = worker_info(config, node, transport, pid=pid, incarnation=incarnation or new_incarnation())
-        self.parts = build(
+        self.parts = Parts(
             bus,
             transport,
             config,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from services.worker.memory.arena import HostMemory
 from shared.errors import BadRequest
 from shared.model_spec import ModelSpec
-from shared.transport.base import Buffer
 
 if TYPE_CHECKING:
     import torch
@@ -59,28 +58,8 @@ def kv_pool_bytes(spec: ModelSpec, block_size: int, num_blocks: int) -> int:
     return num_blocks * kv_block_bytes(spec, block_size) + 2 * spec.num_layers * _ALIGN_BYTES
 
 
-class KvPool:
+class KvPool(HostMemory):
     """The buffer. One model uses it at a time."""
-
-    def __init__(self, memory: HostMemory) -> None:
-        self._host = memory
-
-    @classmethod
-    def allocate(cls, capacity_bytes: int) -> KvPool:
-        """Reserve address space; pages are committed when first written."""
-        return cls(HostMemory(capacity_bytes))
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._host.capacity_bytes
-
-    @property
-    def address(self) -> int:
-        return self._host.address
-
-    def memory(self, offset: int, num_bytes: int) -> Buffer:
-        """Writable bytes, for transfers. Raises ``BadRequest`` out of range."""
-        return self._host.memory(offset, num_bytes)
 
     def num_blocks(self, spec: ModelSpec, block_size: int) -> int:
         """How many blocks of that size fit."""
@@ -101,21 +80,17 @@ class KvPool:
             )
         from services.worker.memory.dtypes import TORCH_DTYPES
 
-        self._host.release()
+        self.release()
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         dtype = TORCH_DTYPES[spec.dtype]
         region_bytes = kv_block_bytes(spec, block_size) // (2 * spec.num_layers) * num_blocks
         region_bytes = -(-region_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        pages = [self._host.tensor(i * region_bytes, shape, dtype) for i in range(2 * spec.num_layers)]
+        pages = [self.tensor_at(i * region_bytes, shape, dtype) for i in range(2 * spec.num_layers)]
         return KvCache(tuple(pages[0::2]), tuple(pages[1::2]), num_blocks, block_size)
 
-    def populate(self, cache: KvCache, num_blocks: int) -> None:
+    def populate_blocks(self, cache: KvCache, num_blocks: int) -> None:
         """Commit the first blocks of every layer of ``cache``, this pool's, and change nothing in them. From any
         thread, also while the blocks are used."""
         for pages in (*cache.k, *cache.v):
             blocks = pages[:num_blocks]
-            self._host.populate(blocks.data_ptr() - self._host.address, blocks.nbytes)
-
-    def release(self) -> None:
-        """Give the pages back to the system; contents become zeros. Only for a spare worker."""
-        self._host.release()
+            self.populate(blocks.data_ptr() - self.address, blocks.nbytes)

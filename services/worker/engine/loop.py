@@ -107,7 +107,7 @@ class EngineLoop:
                 f"the engine has {engine.num_blocks} of {engine.block_size}"
             )
         self.scheduler = Scheduler(config)
-        self._engine = engine
+        self.engine = engine
         self._clock = clock
         self._busy_s_total = 0.0
         self._estimator = SpeedEstimator()
@@ -117,10 +117,6 @@ class EngineLoop:
         self.witness: Witness | None = None
         self.between_layers: Callable[[], None] = lambda: None
         """Called between two layers of a step with prompt tokens. It must not step."""
-
-    @property
-    def engine(self) -> Engine:
-        return self._engine
 
     @property
     def has_work(self) -> bool:
@@ -175,7 +171,7 @@ class EngineLoop:
         if alone is not None and self.witness is not None:
             self.witness.begins(alone)
             started_s = self._clock()
-        computed = compute(batch.slices, self._compute, self._engine)
+        computed = compute(batch.slices, self._compute, self.engine)
         error = next(iter(computed.failures.values()), None)
         # Only now: should the engine be broken, they are told with the rest.
         outputs = self.scheduler.take_ended()
@@ -215,7 +211,7 @@ class EngineLoop:
             slices.append(Slice(sequence.id, token_ids, start, sequence.block_table, piece.sample))
             if piece.sample:
                 rows.append(sampling_row(sequence))
-        engine = self._engine
+        engine = self.engine
         activation = engine.embed(Batch(tuple(slices)))
         if any(_is_prefill(piece) for piece in pieces):
             self._run_prompts(activation, pieces)
@@ -229,7 +225,7 @@ class EngineLoop:
         return sampled
 
     def _run_prompts(self, activation: Activation, pieces: Slices[ScheduledSlice]) -> None:
-        engine, prefill_listener = self._engine, self.prefill_listener
+        engine, prefill_listener = self.engine, self.prefill_listener
         leaving = [p for p in pieces if p.sequence.decode_at is not None]
         for layer in range(engine.num_layers):
             engine.run_layers(activation, layer, layer + 1)

@@ -6,7 +6,6 @@ The weight views exist before the weights arrive; a layer may be run once its un
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,16 +56,6 @@ class DecoderModel:
         self._norm = arena.tensor(layout.final.slot("norm"), spec.dtype)
         head = layout.embed.slot("embed") if spec.tied_embeddings else layout.final.slot("head")
         self._head = arena.tensor(head, spec.dtype)
-
-    def plan_attention(
-        self,
-        qo_indptr: Sequence[int],
-        kv_indptr: Sequence[int],
-        kv_indices: Sequence[int],
-        kv_last_page_len: Sequence[int],
-    ) -> AttentionPlan:
-        """See ``AttentionBackend.plan``."""
-        return self._attention.plan(qo_indptr, kv_indptr, kv_indices, kv_last_page_len)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``[n]`` ids to ``[n, hidden_size]``."""

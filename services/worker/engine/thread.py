@@ -43,7 +43,8 @@ class EngineThread:
         *,
         name: str = "engine",
     ) -> None:
-        self._loop = loop
+        self.loop = loop
+        """For what is constant, and for ``call``'s functions. Anything else is the thread's own."""
         self._on_output = on_output
         self._on_failure = on_failure
         self._commands: SimpleQueue[_Command] = SimpleQueue()
@@ -61,11 +62,6 @@ class EngineThread:
     def start(self) -> None:
         """Start the thread. Call once."""
         self._thread.start()
-
-    @property
-    def loop(self) -> EngineLoop:
-        """For what is constant, and for ``call``'s functions. Anything else is the thread's own."""
-        return self._loop
 
     def stats(self) -> LoopStats:
         """The figures after the latest step or command; no locks, never waits."""
@@ -114,7 +110,7 @@ class EngineThread:
                 future.set_exception(self._stop_error)
                 return
             try:
-                result = function(self._loop)
+                result = function(self.loop)
             except Exception as error:  # noqa: BLE001 - whatever it is belongs to the caller, who has the future
                 future.set_exception(error)
             else:
@@ -144,7 +140,7 @@ class EngineThread:
             self._close()
 
     def _serve(self) -> None:
-        loop, commands = self._loop, self._commands
+        loop, commands = self.loop, self._commands
         while not self._stopping:
             if not commands.empty():
                 self._drain()
@@ -168,7 +164,7 @@ class EngineThread:
     def _drain(self) -> None:
         while not self._commands.empty():
             self._commands.get()()
-        self._stats = self._loop.stats()
+        self._stats = self.loop.stats()
 
     def _deliver(self, output: StepOutput | None) -> None:
         if output is None:
@@ -183,6 +179,6 @@ class EngineThread:
         with self._gate:
             self._closed = True
         self._drain()
-        self._loop.scheduler.abort_all(ErrorInfo.of(self._stop_error))
-        self._deliver(StepOutput(tuple(self._loop.scheduler.take_ended())))
-        self._stats = self._loop.stats()
+        self.loop.scheduler.abort_all(ErrorInfo.of(self._stop_error))
+        self._deliver(StepOutput(tuple(self.loop.scheduler.take_ended())))
+        self._stats = self.loop.stats()

@@ -81,7 +81,8 @@ class TorchEngine:
         self._kv_pool = kv_pool
         self.cache = kv_pool.view(spec, block_size, num_blocks)
         """The pages that it writes KV into."""
-        self._model = DecoderModel(layout, arena, self.cache, attention or TorchAttention(spec, block_size))
+        self._attention = attention or TorchAttention(spec, block_size)
+        self._model = DecoderModel(layout, arena, self.cache, self._attention)
         self._inv_freq = inverse_frequencies(spec)
         self._dtype = TORCH_DTYPES[spec.dtype]
         self.num_layers = spec.num_layers
@@ -92,7 +93,7 @@ class TorchEngine:
 
     def prepare(self) -> None:
         """See ``Engine``. Commits the blocks that the first prompt gets."""
-        self._kv_pool.populate(self.cache, -(-PREPARED_TOKENS // self.block_size))
+        self._kv_pool.populate_blocks(self.cache, -(-PREPARED_TOKENS // self.block_size))
 
     @torch.inference_mode()
     def embed(self, batch: Batch) -> Activation:
@@ -199,7 +200,7 @@ class TorchEngine:
             positions.append(at)
             kv_slots.append(np.asarray(table)[at // size] * size + at % size)
         cos, sin = rotation(self._inv_freq, torch.from_numpy(np.concatenate(positions)), self._dtype)
-        plan = self._model.plan_attention(qo_indptr, kv_indptr, kv_indices, last_page_len)
+        plan = self._attention.plan(qo_indptr, kv_indptr, kv_indices, last_page_len)
         return Placement(cos, sin, torch.from_numpy(np.concatenate(kv_slots)), plan)
 
     @torch.inference_mode()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from services.worker.config import WorkerConfig
 from services.worker.engine.base import Engine
 from services.worker.engine.kv_pool import KvPool
-from services.worker.engine.loop import PrefillListener, Witness
+from services.worker.engine.loop import EngineLoop, PrefillListener, StepOutput, Witness
 from services.worker.engine.mock.engine import MockEngine
-from services.worker.instance.instance import Instance, OnOutput
+from services.worker.engine.thread import EngineThread
+from services.worker.instance.instance import Instance
 from services.worker.memory.arena import HostArena
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.scheduling.schedule import SchedulerConfig
@@ -45,19 +47,20 @@ class InstanceFactory:
     def __init__(
         self,
         config: WorkerConfig,
-        on_output: OnOutput,
+        on_output: Callable[[StepOutput], None],
         on_failure: Callable[[BlitzError], None],
         *,
         prefill_listener: PrefillListener | None = None,
         witness: Witness | None = None,
     ) -> None:
+        """All of these are called on the engine's thread."""
         self._prefill_listener = prefill_listener
         self._witness = witness
         self._config = config
         self._on_output = on_output
         self._on_failure = on_failure
-        self._arena = _reserved(HostArena.allocate, config.arena_bytes, "BLITZ_WORKER_ARENA_MIB")
-        self._kv = _reserved(KvPool.allocate, config.kv_bytes, "BLITZ_WORKER_KV_MIB")
+        self._arena = _reserved(HostArena, config.arena_bytes, "BLITZ_WORKER_ARENA_MIB")
+        self._kv = _reserved(KvPool, config.kv_bytes, "BLITZ_WORKER_KV_MIB")
 
     async def prefault(self, stopping: asyncio.Event) -> None:
         """Commit as much of the arena as is configured, unless the worker is stopped meanwhile. Before the first
@@ -87,7 +90,7 @@ class InstanceFactory:
             raise Conflict(f"layout {layout.hash} here, {record.layout_hash} in the plan: different versions?")
         copy = WeightCopy(layout, self._arena)
         engine = await in_thread(self._engine, layout)
-        scheduler = SchedulerConfig(
+        limits = SchedulerConfig(
             num_blocks=engine.num_blocks,
             block_size=engine.block_size,
             context_tokens=record.spec.max_position,
@@ -97,19 +100,9 @@ class InstanceFactory:
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
         )
-        return Instance(
-            record,
-            plan.plan_id,
-            member,
-            copy,
-            engine,
-            scheduler,
-            self._on_output,
-            self._on_failure,
-            role=plan.role,
-            prefill_listener=self._prefill_listener,
-            witness=self._witness,
-        )
+        loop = EngineLoop(engine, limits, time.monotonic)
+        loop.prefill_listener, loop.witness = self._prefill_listener, self._witness
+        return Instance(plan, member, copy, EngineThread(loop, self._on_output, self._on_failure))
 
     def _engine(self, layout: ArenaLayout) -> Engine:
         config = self._config

@@ -8,56 +8,38 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-from services.worker.engine.base import Engine
-from services.worker.engine.loop import EngineLoop, PrefillListener, StepOutput, Witness
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.lifecycle import InstanceLifecycle
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.scheduling.request_checks import check_request
-from services.worker.scheduling.schedule import SchedulerConfig
 from services.worker.scheduling.sequence import Sequence, sequence_of
 from shared.aio import in_thread
-from shared.errors import BadRequest, BlitzError, Conflict, Unavailable
+from shared.errors import BadRequest, Conflict, Unavailable
 from shared.layout import ArenaLayout
-from shared.messages.common import InstanceState, Role
+from shared.messages.common import InstanceState
 from shared.messages.generation import Submit
-from shared.messages.registry import InstanceInfo, ModelRecord
-from shared.messages.scaling import ChainMember
+from shared.messages.registry import InstanceInfo
+from shared.messages.scaling import ChainMember, ScalePlan
 
 log = logging.getLogger(__name__)
 
 STOP_S = 30.0
 """Longest that one engine step may take when an instance is stopped."""
 
-OnOutput = Callable[[StepOutput], None]
-"""Called on the engine thread."""
-
 
 class Instance:
     """From ``loading`` to its end. All methods on the event loop; the engine has a thread of its own."""
 
-    def __init__(
-        self,
-        record: ModelRecord,
-        plan_id: str,
-        member: ChainMember,
-        copy: WeightCopy,
-        engine: Engine,
-        scheduler: SchedulerConfig,
-        on_output: OnOutput,
-        on_failure: Callable[[BlitzError], None],
-        *,
-        role: Role = "colocated",
-        prefill_listener: PrefillListener | None = None,
-        witness: Witness | None = None,
-    ) -> None:
-        self.record = record
-        self.role = role
-        self.plan_id = plan_id
+    def __init__(self, plan: ScalePlan, member: ChainMember, copy: WeightCopy, engine: EngineThread) -> None:
+        """``engine``: not started. It is the instance's from now on."""
+        self.record = plan.model
+        self.role = plan.role
+        self.plan_id = plan.plan_id
         self.instance_id = member.instance_id
         self.epoch = member.epoch
         self.copy = copy
-        self.scheduler = scheduler
+        self.engine = engine
+        self.scheduler = engine.loop.scheduler.config
         self.received_bytes = 0
         self._digest = ""
         self._begun_s = time.monotonic()
@@ -65,12 +47,8 @@ class Instance:
         """How long it took to load; 0 until it serves."""
         self._lifecycle = InstanceLifecycle()
         self._lifecycle.move_to("loading")
-        loop = EngineLoop(engine, scheduler, time.monotonic)
-        loop.prefill_listener = prefill_listener
-        loop.witness = witness
-        self._thread = EngineThread(loop, on_output, on_failure)
         # While the weights come. Nobody waits for it but whoever gives the memory back.
-        self._preparing = asyncio.create_task(in_thread(engine.prepare))
+        self._preparing = asyncio.create_task(in_thread(engine.loop.engine.prepare))
         self._pins = 0
         self._retired = False
         self._started = False
@@ -86,10 +64,6 @@ class Instance:
     @property
     def state(self) -> InstanceState:
         return self._lifecycle.state
-
-    @property
-    def engine(self) -> EngineThread:
-        return self._thread
 
     def info(self) -> InstanceInfo:
         """What the registry should know."""
@@ -125,7 +99,7 @@ class Instance:
     def _start(self) -> None:
         if not self._started:
             self._started = True
-            self._thread.start()
+            self.engine.start()
 
     def drain(self) -> None:
         """Take no new requests. Raises the life cycle's error unless serving."""
@@ -170,7 +144,7 @@ class Instance:
 
     @property
     def num_requests(self) -> int:
-        load = self._thread.stats().load
+        load = self.engine.stats().load
         return load.queued_requests + load.running_requests
 
     async def idle(self) -> bool:
@@ -178,7 +152,7 @@ class Instance:
         while self.state == "draining":
             # The thread's own figures may lag behind a request it was just handed.
             try:
-                queued = await asyncio.wrap_future(self._thread.call(lambda loop: loop.num_requests))
+                queued = await asyncio.wrap_future(self.engine.call(lambda loop: loop.num_requests))
             except Unavailable:
                 return True  # another waiter found it idle first, and stopped the engine
             if queued == 0 and self._pins == 0 and self.state == "draining":
@@ -193,6 +167,6 @@ class Instance:
 
     async def stop(self) -> bool:
         """End what still runs, and the engine's thread; False if a step did not end within ``STOP_S``."""
-        self._thread.stop()
+        self.engine.stop()
         await asyncio.wait({self._preparing})
-        return await asyncio.to_thread(self._thread.join, STOP_S)
+        return await asyncio.to_thread(self.engine.join, STOP_S)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -30,17 +30,17 @@ class LoadReporter:
         bus: Bus,
         worker_id: str,
         instance: Callable[[], Instance | None],
-        expire: Callable[[], None],
         group: HostGroup,
         *,
+        at_intervals: Iterable[Callable[[], None]] = (),
         interval_s: float,
         metrics: CollectorRegistry,
     ) -> None:
-        """``expire()`` is called at every interval: for what is due now and then."""
+        """``at_intervals``: each is called at every interval, for what is due now and then."""
         self._bus = bus
         self._worker_id = worker_id
         self._instance = instance
-        self._expire = expire
+        self._at_intervals = tuple(at_intervals)
         self._group = group
         self._interval_s = interval_s
         self._running_gauge = Gauge("blitz_worker_running_requests", "Running requests", registry=metrics)
@@ -52,7 +52,8 @@ class LoadReporter:
         try:
             while True:
                 await asyncio.sleep(self._interval_s)
-                self._expire()
+                for function in self._at_intervals:
+                    function()
                 report = self._report()
                 if report is None:
                     self._show(0, 0, 0.0)

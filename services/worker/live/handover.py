@@ -138,7 +138,7 @@ class HandedOver:
 
         def end() -> None:
             scheduler = self._instance.engine.loop.scheduler
-            scheduler.lending = False
+            scheduler.table.lending = False
             # Looked at here, not before: a batch may just have been begun.
             scheduler.take_back([s for batch in batches if not batch.begun for s in batch.sequences])
             if doubt is not None:

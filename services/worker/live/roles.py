@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from services.worker.instance.instance import Instance
 from services.worker.instance.progress import ProgressReporter
+from services.worker.instance.slot import InstanceSlot
 from services.worker.live.links import LinkToTarget
 from services.worker.live.report import annotate, declined
 from services.worker.live.source import LiveSource
@@ -65,21 +66,19 @@ class PairRoles:
         peers: Peers,
         serving: Serving,
         progress: ProgressReporter,
-        instance: Callable[[], Instance | None],
-        changed: Callable[[], None],
+        slot: InstanceSlot,
         *,
         silence_s: float,
     ) -> None:
-        """``instance()``: this worker's; ``changed()``: its state did. ``silence_s``: a member that says nothing for so
-        long is gone."""
+        """``slot``: this worker's. ``silence_s``: a member that says nothing for so long is gone."""
         self._bus = bus
         self._transport = transport
         self._worker_id = worker_id
         self._peers = peers
         self._serving = serving
         self._progress = progress
-        self._instance = instance
-        self._changed = changed
+        self._instance = slot.current
+        self._changed = slot.changed
         self._silence_s = silence_s
         self.source: LiveSource | None = None
         """The pair whose source this worker is."""

@@ -190,7 +190,7 @@ class LiveSource:
         if loop.partial is not None:
             raise Conflict(f"{self.instance.instance_id} is in another pair")
         loop.partial = self._stepper
-        loop.scheduler.lending = True
+        loop.scheduler.table.lending = True
 
     async def _hand_arrivals(self, tensors: Tensors) -> None:
         while not self._is_ending:

@@ -51,15 +51,6 @@ class Scheduler:
         self._decode_tokens_total = 0
 
     @property
-    def lending(self) -> bool:
-        """Whether requests that have not begun wait for ``lend`` instead of being admitted."""
-        return self.table.lending
-
-    @lending.setter
-    def lending(self, lending: bool) -> None:
-        self.table.lending = lending
-
-    @property
     def has_work(self) -> bool:
         """Whether ``schedule``, ``take_ended`` or ``reservations.take_prefilled`` has something to give."""
         return bool(self.table.running or self._ended or self.reservations.has_prefilled or self.table.may_admit)
@@ -89,7 +80,7 @@ class Scheduler:
             sequence.finished = True
             self._ended.append(sequence.end(reason))
             return
-        queued, factor = self._queued(), LENT_QUEUE_FACTOR if self.lending else 1
+        queued, factor = self._queued(), LENT_QUEUE_FACTOR if self.table.lending else 1
         if queued.requests >= factor * config.max_queued_requests:
             raise Overloaded(f"{queued.requests} requests are queued, the limit is {config.max_queued_requests}")
         # A queue that is empty takes any prompt that fits the pool, else a long one could never run.

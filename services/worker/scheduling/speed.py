@@ -40,11 +40,7 @@ class SpeedEstimator:
     def __init__(self) -> None:
         self._prefill = _TimeBySize()
         self._decode = _TimeBySize()
-        self._speed = Speed()
-
-    @property
-    def speed(self) -> Speed:
-        return self._speed
+        self.speed = Speed()
 
     def stepped(self, num_prefill_tokens: int, num_decode_tokens: int, seconds: float) -> None:
         """A step of that many tokens took so long through all layers."""
@@ -68,13 +64,13 @@ class SpeedEstimator:
         """Seconds of a step of so many decodes alone; at ``token_s`` each while nothing was measured."""
         if not num_requests:
             return 0.0
-        known = self._speed.decode_base_s + num_requests * self._speed.decode_request_s
+        known = self.speed.decode_base_s + num_requests * self.speed.decode_request_s
         return known or num_requests * token_s
 
     def _update(self) -> None:
         prefill, decode = self._prefill.largest, self._decode.largest
         base_s, request_s = _line(self._decode.times)
-        self._speed = Speed(
+        self.speed = Speed(
             prefill[0] / prefill[1] if prefill else 0.0,
             decode[0] / decode[1] if decode else 0.0,
             base_s,

@@ -71,7 +71,7 @@ class CheckpointReader:
 
     async def _read_pieces(self, checkpoint: Checkpoint, missing: tuple[Piece, ...]) -> None:
         """Others still receive into the same units: only the missing pieces may be touched."""
-        aside = HostArena.allocate(self._copy.layout.num_bytes)  # a unit at a time takes real memory
+        aside = HostArena(self._copy.layout.num_bytes)  # a unit at a time takes real memory
         for unit, pieces in itertools.groupby(missing, key=lambda piece: piece.unit):
             await in_thread(self._load, checkpoint, unit, aside)
             for piece in await in_thread(self._take_over, aside, unit, tuple(pieces)):

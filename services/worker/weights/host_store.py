@@ -90,7 +90,7 @@ class HostStore:
                 f"{free_bytes} of {self.capacity_bytes} are free"
             )
         try:
-            arena = HostArena.allocate(layout.num_bytes)
+            arena = HostArena(layout.num_bytes)
         except (OSError, MemoryError, OverflowError) as error:
             raise NoCapacity(
                 f"no {layout.num_bytes} bytes of memory for a host copy of {record.name}: {error}"

@@ -20,7 +20,7 @@ def _spec(kind: str = "mistral") -> ModelSpec:
 
 
 def test_pages_of_all_layers_lie_apart_inside_of_the_buffer() -> None:
-    spec, pool = _spec(), KvPool.allocate(1 << 20)
+    spec, pool = _spec(), KvPool(1 << 20)
     cache = pool.view(spec, 8)
     assert cache.num_blocks == pool.num_blocks(spec, 8) > 0
     for number, pages in enumerate((*cache.k, *cache.v), start=1):
@@ -32,12 +32,12 @@ def test_pages_of_all_layers_lie_apart_inside_of_the_buffer() -> None:
 
 
 def test_nearly_all_of_the_buffer_is_blocks() -> None:
-    spec, pool = _spec(), KvPool.allocate(8 << 20)
+    spec, pool = _spec(), KvPool(8 << 20)
     assert pool.num_blocks(spec, 16) * kv_block_bytes(spec, 16) > 0.99 * pool.capacity_bytes
 
 
 def test_a_new_view_starts_from_zeros_at_the_same_address() -> None:
-    pool = KvPool.allocate(1 << 20)
+    pool = KvPool(1 << 20)
     address = pool.address
     pool.view(_spec(), 16).k[0].fill_(float("nan"))
     assert not pool.view(_spec("llama"), 16).k[0].any()
@@ -48,7 +48,7 @@ def test_a_new_view_starts_from_zeros_at_the_same_address() -> None:
 @pytest.mark.parametrize("num_blocks", [1, 7, 200])
 def test_a_pool_made_for_so_many_blocks_holds_them(kind: str, num_blocks: int) -> None:
     spec = _spec(kind)
-    pool = KvPool.allocate(kv_pool_bytes(spec, 16, num_blocks))
+    pool = KvPool(kv_pool_bytes(spec, 16, num_blocks))
     assert pool.num_blocks(spec, 16) == num_blocks
     assert pool.view(spec, 16, num_blocks).v[-1].shape[0] == num_blocks
 
@@ -56,7 +56,7 @@ def test_a_pool_made_for_so_many_blocks_holds_them(kind: str, num_blocks: int) -
 @pytest.mark.parametrize("num_blocks", [0, -1, 10_000])
 def test_blocks_that_do_not_fit_are_refused(num_blocks: int) -> None:
     with pytest.raises(BadRequest, match="blocks"):
-        KvPool.allocate(1 << 20).view(_spec(), 16, num_blocks)
+        KvPool(1 << 20).view(_spec(), 16, num_blocks)
 
 
 def _committed(tensor: torch.Tensor) -> bool:
@@ -70,12 +70,12 @@ def _committed(tensor: torch.Tensor) -> bool:
 
 def test_the_first_blocks_of_every_layer_can_be_committed_without_a_change_to_what_is_there() -> None:
     spec = _spec()
-    pool = KvPool.allocate(kv_pool_bytes(spec, 16, 40_000))
+    pool = KvPool(kv_pool_bytes(spec, 16, 40_000))
     cache = pool.view(spec, 16)
     for pages in (*cache.k, *cache.v):
         assert not _committed(pages[:30])
         pages[0, 0] = 7
-    pool.populate(cache, 30)
+    pool.populate_blocks(cache, 30)
     for pages in (*cache.k, *cache.v):
         assert _committed(pages[:30])
         assert not _committed(pages)

@@ -174,7 +174,7 @@ def test_requests_are_added_lent_and_reserved_between_two_layers():
         if found:
             return
         loop.add(request("b"))
-        scheduler.lending = True
+        scheduler.table.lending = True
         found.extend(scheduler.lend())
         assert scheduler.reservations.reserve(found)
 
@@ -182,7 +182,7 @@ def test_requests_are_added_lent_and_reserved_between_two_layers():
     outputs = list(loop.step().outputs)
     assert [s.request_id for s in found] == ["b"]
     scheduler.reservations.release(found)
-    scheduler.lending = False
+    scheduler.table.lending = False
     scheduler.take_back(found)
     while loop.has_work:
         outputs += loop.step().outputs

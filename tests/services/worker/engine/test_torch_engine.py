@@ -149,8 +149,8 @@ def test_later_tokens_depend_on_the_imported_kv(kind: str) -> None:
 def test_an_engine_built_before_its_weights_computes_once_they_are_there() -> None:
     checkpoint = inspect_checkpoint(tiny_checkpoint("llama"), with_hash=False)
     layout = checkpoint.layout
-    arena = HostArena.allocate(layout.num_bytes)
-    engine = TorchEngine(layout, arena, KvPool.allocate(1 << 20))
+    arena = HostArena(layout.num_bytes)
+    engine = TorchEngine(layout, arena, KvPool(1 << 20))
     load_unit(checkpoint, layout, layout.embed, arena)
     load_unit(checkpoint, layout, layout.units[0], arena)
     tokens = prompt_of(20)
@@ -234,6 +234,6 @@ def test_layers_out_of_order_and_an_early_head_are_refused() -> None:
 def test_a_model_that_does_not_fit_the_arena_or_the_pool_is_refused() -> None:
     layout = inspect_checkpoint(tiny_checkpoint("llama"), with_hash=False).layout
     with pytest.raises(BadRequest, match="arena"):
-        TorchEngine(layout, HostArena.allocate(layout.num_bytes - 1), KvPool.allocate(1 << 20))
+        TorchEngine(layout, HostArena(layout.num_bytes - 1), KvPool(1 << 20))
     with pytest.raises(BadRequest, match="KV pool"):
-        TorchEngine(layout, HostArena.allocate(layout.num_bytes), KvPool.allocate(1 << 16), num_blocks=1000)
+        TorchEngine(layout, HostArena(layout.num_bytes), KvPool(1 << 16), num_blocks=1000)

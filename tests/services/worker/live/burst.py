@@ -171,4 +171,4 @@ class Burst:
             await eventually(lambda loop=loop: loop.partial is None and loop.num_requests == 0)
             loop.scheduler.check()
             assert loop.scheduler.pool.num_used == 0
-            assert not loop.scheduler.lending
+            assert not loop.scheduler.table.lending

@@ -327,7 +327,7 @@ class SourceEnd:
         def begin(loop: EngineLoop) -> None:
             for sequence in sequences:
                 loop.add(sequence)
-            loop.scheduler.lending = True
+            loop.scheduler.table.lending = True
             loop.partial = self.work
 
         await self.member.on_engine(begin)

@@ -44,7 +44,7 @@ class Source:
         self.loop.partial = self.work
         for sequence in waiting:
             self.loop.add(sequence)
-        self.loop.scheduler.lending = True
+        self.loop.scheduler.table.lending = True
         self.lent = self.loop.scheduler.lend()
 
     def _free(self) -> None:

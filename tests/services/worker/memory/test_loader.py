@@ -31,7 +31,7 @@ def _load_all(checkpoint: Checkpoint, arena: HostArena) -> list[tuple[int, ...]]
 @pytest.mark.parametrize("sharded", [False, True])
 def test_fused_tensors_hold_the_rows_of_their_parts(kind: str, sharded: bool) -> None:
     checkpoint = inspect_checkpoint(tiny_checkpoint(kind, sharded=sharded), with_hash=False)
-    arena = HostArena.allocate(checkpoint.num_bytes)
+    arena = HostArena(checkpoint.num_bytes)
     _load_all(checkpoint, arena)
     files = {file: load_file(file) for file in checkpoint.weight_files}
     for slot in (slot for unit in checkpoint.layout.units for slot in unit.slots):
@@ -45,7 +45,7 @@ def test_fused_tensors_hold_the_rows_of_their_parts(kind: str, sharded: bool) ->
 def test_weights_of_another_dtype_are_cast(dtype: str) -> None:
     checkpoint = inspect_checkpoint(tiny_checkpoint("llama"), with_hash=False)
     spec = replace_dtype(checkpoint, dtype)
-    arena = HostArena.allocate(spec.num_bytes)
+    arena = HostArena(spec.num_bytes)
     _load_all(spec, arena)
     for unit in spec.layout.units:
         slot = unit.slots[0]
@@ -64,7 +64,7 @@ def replace_dtype(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 def test_checksums_depend_on_the_weights_alone_not_on_what_the_arena_held() -> None:
     checkpoint = inspect_checkpoint(tiny_checkpoint("qwen2"), with_hash=False)
-    clean, dirty = HostArena.allocate(checkpoint.num_bytes), HostArena.allocate(checkpoint.num_bytes)
+    clean, dirty = HostArena(checkpoint.num_bytes), HostArena(checkpoint.num_bytes)
     dirty.memory(0, checkpoint.num_bytes)[:] = 0xAB
     first, second = _load_all(checkpoint, clean), _load_all(checkpoint, dirty)
     assert first == second
@@ -77,7 +77,7 @@ def test_checksums_depend_on_the_weights_alone_not_on_what_the_arena_held() -> N
 
 def test_there_is_one_checksum_for_each_piece_of_a_unit() -> None:
     layout = inspect_checkpoint(tiny_checkpoint("llama"), with_hash=False).layout
-    arena = HostArena.allocate(2 * CHECK_BYTES)
+    arena = HostArena(2 * CHECK_BYTES)
     arena.memory(0, 2 * CHECK_BYTES)[:] = np.arange(2 * CHECK_BYTES) % 251
     unit = replace(layout.units[0], offset=4096, num_bytes=CHECK_BYTES + 4096)
     raw = bytes(arena.memory(4096, CHECK_BYTES + 4096))
@@ -86,7 +86,7 @@ def test_there_is_one_checksum_for_each_piece_of_a_unit() -> None:
 
 
 def test_released_pages_read_as_zeros_at_the_same_address() -> None:
-    arena = HostArena.allocate(1 << 20)
+    arena = HostArena(1 << 20)
     layout = inspect_checkpoint(tiny_checkpoint("llama"), with_hash=False).layout
     view, address = arena.tensor(layout.units[0].slots[0], "float32"), arena.address
     arena.memory(0, 1 << 20)[:] = 7
@@ -101,13 +101,13 @@ def test_released_pages_read_as_zeros_at_the_same_address() -> None:
 @pytest.mark.parametrize(("offset", "num_bytes"), [(-1, 1), (0, 4097), (4096, 1), (0, -1)])
 def test_memory_outside_of_the_arena_is_refused(offset: int, num_bytes: int) -> None:
     with pytest.raises(BadRequest, match="outside"):
-        HostArena.allocate(4096).memory(offset, num_bytes)
+        HostArena(4096).memory(offset, num_bytes)
 
 
 def test_a_file_truncated_after_inspection_is_named(tmp_path: Path) -> None:
     path = Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "copy"))
     checkpoint = inspect_checkpoint(path, with_hash=False)
-    arena = HostArena.allocate(checkpoint.num_bytes)
+    arena = HostArena(checkpoint.num_bytes)
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(BadCheckpoint, match=r"model\.safetensors: tensor model\.norm\.weight: the file ends at byte"):
@@ -119,8 +119,8 @@ def test_a_file_truncated_after_inspection_is_named(tmp_path: Path) -> None:
 
 def test_a_foreign_layout_or_a_small_arena_is_refused() -> None:
     llama, qwen = (inspect_checkpoint(tiny_checkpoint(kind), with_hash=False) for kind in ("llama", "qwen2"))
-    arena = HostArena.allocate(llama.num_bytes)
+    arena = HostArena(llama.num_bytes)
     with pytest.raises(BadRequest, match="layout"):
         load_unit(llama, qwen.layout, qwen.layout.units[0], arena)
     with pytest.raises(BadRequest, match="does not fit"):
-        load_unit(llama, llama.layout, llama.layout.units[0], HostArena.allocate(llama.num_bytes - 1))
+        load_unit(llama, llama.layout, llama.layout.units[0], HostArena(llama.num_bytes - 1))

@@ -41,7 +41,7 @@ def lending(*sequences: Sequence, **changes: int) -> Scheduler:
     scheduler = Scheduler(config(**changes))
     for number, sequence in enumerate(sequences):
         scheduler.add(sequence, float(number))
-    scheduler.lending = True
+    scheduler.table.lending = True
     return scheduler
 
 

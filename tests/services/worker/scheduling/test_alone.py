@@ -114,13 +114,13 @@ def test_it_may_be_preempted_and_preempt_like_any_other() -> None:
 
 def test_it_is_not_lent_and_its_queue_goes_on_while_others_are() -> None:
     scheduler = scheduler_of()
-    scheduler.lending = True
+    scheduler.table.lending = True
     for sequence in (request("a"), request("x", alone=2), request("b")):
         scheduler.add(sequence)
     lent = scheduler.lend()
     assert [s.request_id for s in lent] == ["a", "b"]
     assert run(scheduler)[0] == ["x"]
-    scheduler.lending = False
+    scheduler.table.lending = False
     scheduler.take_back(lent)
     run(scheduler)
     assert [s.output for s in lent] == [said(s) for s in lent]
@@ -183,7 +183,7 @@ def test_slices_that_failed_end_alone(place: int) -> None:
 
 def test_prefixes_that_could_not_be_computed_outside_of_steps_are_computed_in_steps() -> None:
     scheduler = scheduler_of()
-    scheduler.lending = True
+    scheduler.table.lending = True
     mine, cancelled = request("a"), request("gone")
     for sequence in (mine, cancelled):
         scheduler.add(sequence)

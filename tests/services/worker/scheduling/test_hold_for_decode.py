@@ -263,7 +263,7 @@ def test_lent_requests_count_as_queued_beside_one_that_ended_while_it_was_held()
     a = departing("a")
     scheduler = held(a)
     scheduler.add(request("lent", 6))
-    scheduler.lending = True
+    scheduler.table.lending = True
     scheduler.lend()
     scheduler.cancel("a", 0)  # not released yet
     load = scheduler.load()

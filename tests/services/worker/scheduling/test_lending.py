@@ -37,7 +37,7 @@ def test_what_runs_goes_on_while_the_queue_is_lent() -> None:
     scheduler.add(request("runs"))
     step(scheduler)
     scheduler.add(request("waits"))
-    scheduler.lending = True
+    scheduler.table.lending = True
     assert scheduler.has_prefill
     assert not scheduler.has_decodes
     assert names(scheduler.lend()) == ["waits"]
@@ -72,7 +72,7 @@ def test_what_comes_back_waits_at_its_old_place() -> None:
     scheduler.add(request("d"))
     scheduler.take_back([c, a])
     scheduler.take_back([b])
-    scheduler.lending = False
+    scheduler.table.lending = False
     scheduler.check()
     assert in_batch(scheduler) == ["a", "b", "c", "d"]
 
@@ -85,7 +85,7 @@ def test_what_was_cancelled_does_not_come_back() -> None:
     assert [(o.request_id, o.finish_reason) for o in scheduler.take_ended()] == [("a", "cancelled")]
     assert scheduler.cancel("a", 0) is None
     scheduler.take_back(lent)
-    scheduler.lending = False
+    scheduler.table.lending = False
     scheduler.check()
     assert in_batch(scheduler) == ["b"]
 
@@ -109,7 +109,7 @@ def test_a_preempted_request_is_not_lent_but_goes_on_here() -> None:
         step(scheduler)
     assert late.num_emitted, "it was preempted while it decoded"
     scheduler.add(request("c"))
-    scheduler.lending = True
+    scheduler.table.lending = True
     assert names(scheduler.lend()) == ["c"]
     while scheduler.has_work:
         step(scheduler)
@@ -125,7 +125,7 @@ def test_a_preempted_request_at_the_head_does_not_let_lent_ones_in() -> None:
         scheduler.add(sequence)
     while not late.num_emitted or late.block_table:
         step(scheduler)
-    scheduler.lending = True  # nobody has lent yet: ``c`` waits behind ``b``
+    scheduler.table.lending = True  # nobody has lent yet: ``c`` waits behind ``b``
     began: set[str] = set()
     while scheduler.has_work:
         began.update(in_batch(scheduler))
@@ -147,14 +147,14 @@ def test_reserved_requests_have_seats() -> None:
     scheduler = Scheduler(config(max_num_sequences=2))
     scheduler.add(request("runs", max_tokens=9))
     step(scheduler)
-    scheduler.lending = True
+    scheduler.table.lending = True
     for name in "ab":
         scheduler.add(request(name))
     a, b = scheduler.lend()
     assert not scheduler.reservations.reserve([a, b])
     assert scheduler.reservations.reserve([a])
     scheduler.take_back([b])
-    scheduler.lending = False
+    scheduler.table.lending = False
     assert in_batch(scheduler) == ["runs"], "both seats are taken"
     scheduler.reservations.release([a])
     assert in_batch(scheduler) == ["runs", "b"]
@@ -243,7 +243,7 @@ def test_a_cancel_at_every_stage_ends_it_once_and_frees_it(when: str) -> None:
     scheduler.reservations.release(lent)
     assert scheduler.pool.num_used == 0
     scheduler.take_back([a, other])
-    scheduler.lending = False
+    scheduler.table.lending = False
     scheduler.check()
     assert scheduler.num_requests == 1
     assert scheduler.take_ended() == []
@@ -258,7 +258,7 @@ def test_requests_that_are_the_targets_leave_without_a_word() -> None:
     assert scheduler.num_requests == 1
     assert scheduler.take_ended() == []
     scheduler.take_back(lent)
-    scheduler.lending = False
+    scheduler.table.lending = False
     scheduler.check()
     scheduler.add(request("a"))  # it may come again
 
@@ -320,7 +320,7 @@ def test_a_request_that_comes_back_runs_before_later_ones_that_were_adopted() ->
     scheduler.reservations.reserve([b])
     scheduler.reservations.adopt(b, sampled(b))
     scheduler.take_back([a])
-    scheduler.lending = False
+    scheduler.table.lending = False
     preempted: list[str] = []
     while (batch := scheduler.schedule()) is not None:
         preempted += names(batch.preempted)
@@ -334,7 +334,7 @@ def test_a_preempted_prefill_does_not_hold_up_what_has_begun() -> None:
     for sequence in (first, long, late):
         scheduler.add(sequence)
     step(scheduler)
-    scheduler.lending = True
+    scheduler.table.lending = True
     while long.block_table:
         step(scheduler)
     if long.num_emitted or not late.num_emitted or late.block_table:

@@ -26,17 +26,17 @@ class Lending(SchedulerMachine):
 
     @rule()
     def lend(self) -> None:
-        self.scheduler.lending = True
+        self.scheduler.table.lending = True
         lent = self.scheduler.lend()
         assert [s.id for s in lent] == sorted(s.id for s in lent)
         assert not any(s.finished or s.num_emitted or s.block_table for s in lent)
         self.lent |= {s.request_id: s for s in lent}
 
-    @precondition(lambda self: self.scheduler.lending)
+    @precondition(lambda self: self.scheduler.table.lending)
     @rule()
     def stop_lending(self) -> None:
         back = [s for s in self.lent.values() if not s.reserved]
-        self.scheduler.lending = False
+        self.scheduler.table.lending = False
         self.scheduler.take_back(reversed(back))
         self.lent = {name: s for name, s in self.lent.items() if s.reserved}
 

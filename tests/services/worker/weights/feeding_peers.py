@@ -26,7 +26,7 @@ MODEL_HASH = "model"
 
 
 def empty_copy(layout: ArenaLayout = LAYOUT) -> WeightCopy:
-    return WeightCopy(layout, HostArena.allocate(layout.num_bytes))
+    return WeightCopy(layout, HostArena(layout.num_bytes))
 
 
 def random_copy(layout: ArenaLayout = LAYOUT) -> WeightCopy:

@@ -510,7 +510,7 @@ async def test_a_feed_that_runs_is_not_begun_twice() -> None:
 
 def test_a_model_larger_than_the_arena_is_refused() -> None:
     with pytest.raises(TransportError, match="ARENA"):
-        WeightCopy(LAYOUT, HostArena.allocate(4096))
+        WeightCopy(LAYOUT, HostArena(4096))
 
 
 def test_arrivals_are_seen_whoever_cut_the_chunks() -> None:

@@ -53,7 +53,7 @@ def _nothing(*_: object) -> None: ...
 
 
 def inflow(transport: Transport) -> Inflow:
-    copy = WeightCopy(LAYOUT, HostArena.allocate(LAYOUT.num_bytes))
+    copy = WeightCopy(LAYOUT, HostArena(LAYOUT.num_bytes))
     nothing: Any = lambda *_: None  # noqa: E731
     return Inflow(
         cast(Any, transport),

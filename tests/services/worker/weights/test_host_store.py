@@ -7,6 +7,7 @@ import pytest
 
 from services.worker.memory.arena import HostArena
 from services.worker.memory.weight_copy import WeightCopy
+from services.worker.weights import host_store
 from services.worker.weights.host_store import HostStore
 from shared.errors import Conflict, DeadlineExceeded, NoCapacity, NotFound
 from shared.layout import layout_of
@@ -94,7 +95,7 @@ def test_memory_that_the_system_does_not_give_is_no_capacity(monkeypatch: pytest
         raise OSError(12, "Cannot allocate memory")
 
     held = store(1)
-    monkeypatch.setattr(HostArena, "allocate", refuse)
+    monkeypatch.setattr(host_store, "HostArena", refuse)
     with pytest.raises(NoCapacity, match="Cannot allocate"):
         held.reserve(model("a"), cached=False, now_s=0.0)
     assert held.used_bytes == 0
