@@ -100,6 +100,13 @@ class Link:
             await asyncio.sleep(next(between))
         raise LinkLost(reason)
 
+    async def tell(self, subject: str, message: Message) -> None:
+        """Say something once; it may be lost."""
+        try:
+            await self._bus.publish(subject, message)
+        except BlitzError as error:
+            log.debug("%s was not told: %s", self._other, error)
+
     def check(self, error: BlitzError, asked_since_s: float) -> None:
         """A question that is asked since then (``time.monotonic()``) was not answered. Raises ``LinkLost`` if the other
         is gone by all that is known."""

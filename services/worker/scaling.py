@@ -150,33 +150,31 @@ class Scaling:
                 if self._closing or self._loading is None:
                     raise
                 self._loading.uncancel()
-                await self._fail(instance, span, Conflict(self._cancelled))
-                return
+                failure: Exception | None = Conflict(self._cancelled)
             except TimeoutError:
-                await self._fail(
-                    instance, span, DeadlineExceeded("the weights did not come within the plan's deadline")
-                )
-                return
+                failure = DeadlineExceeded("the weights did not come within the plan's deadline")
             except Exception as error:
                 log.warning("%s failed: %s", instance.instance_id, error, exc_info=not isinstance(error, BlitzError))
-                await self._fail(instance, span, error)
-                return
-        if plan.keep_on_host:
+                failure = error
+            else:
+                failure = None
+            if failure is not None:
+                await self._fail(instance, span, failure)
+        if failure is None and plan.keep_on_host:
             await self._host_copies.keep(instance)
 
     async def _fail(self, instance: Instance, span: Span, error: Exception) -> None:
         span.record_exception(error)
         instance.fail()
         self._slot.changed()
-        await self._progress.tell(
-            instance.plan_id, instance.instance_id, "failed", detail=str(error) or type(error).__name__
-        )
+        reason = str(error) or type(error).__name__
+        await self._progress.tell(instance.plan_id, instance.instance_id, "failed", detail=reason)
         if isinstance(error, BuffersStuck):
             # A late write could land in whatever the arena holds next.
-            self._fatal(str(error))
+            self._fatal(reason)
             return
         await self._mover.end_feeds(instance)
-        await self._vacate(instance, str(error) or type(error).__name__)
+        await self._vacate(instance, reason)
 
     async def _cancel_load(self, reason: str) -> None:
         """Cancel what loads and wait until its memory is free."""

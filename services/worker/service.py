@@ -13,7 +13,7 @@ from services.worker.bootstrap import Parts, worker_info
 from services.worker.config import WorkerConfig
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
-from services.worker.instance.retirement import wait_until_retired
+from services.worker.instance.registration import wait_until_retired
 from services.worker.node.facts import NodeFacts
 from shared import subjects
 from shared.bus.base import Bus, Subscription

@@ -30,8 +30,6 @@ class StepOutput:
     outputs: tuple[StreamPart, ...]
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
-    busy_s: float = 0.0
-    """Seconds the step took."""
     error: ErrorInfo | None = None
     """Why a request of the step's batch could not be computed, if one could not: it ended with this."""
     alone: Sequence | None = None
@@ -181,7 +179,7 @@ class EngineLoop:
         self._busy_s_total += busy_s
         if computed.at_once:
             self._estimator.stepped(batch.num_prefill_tokens, batch.num_decode_tokens, busy_s)
-        return StepOutput(tuple(outputs), batch.num_prefill_tokens, batch.num_decode_tokens, busy_s, error, alone)
+        return StepOutput(tuple(outputs), batch.num_prefill_tokens, batch.num_decode_tokens, error, alone)
 
     def measured_prefill(self, num_tokens: int, seconds: float) -> None:
         """So many prompt tokens took so long through all layers, outside of a step."""

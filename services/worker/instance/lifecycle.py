@@ -14,8 +14,6 @@ needed after all. Every move that is not in the table raises, including a move t
 
 from __future__ import annotations
 
-from typing import get_args
-
 from shared.errors import Conflict
 from shared.messages.common import InstanceState
 
@@ -27,8 +25,6 @@ TRANSITIONS: dict[InstanceState, frozenset[InstanceState]] = {
     "draining": frozenset({"spare", "serving", "failed"}),
     "failed": frozenset({"spare"}),
 }
-
-STATES: tuple[InstanceState, ...] = get_args(InstanceState)
 
 
 class IllegalTransition(Conflict):
@@ -45,12 +41,9 @@ class InstanceLifecycle:
     def state(self) -> InstanceState:
         return self._state
 
-    def can_move_to(self, state: InstanceState) -> bool:
-        return state in TRANSITIONS[self._state]
-
     def move_to(self, state: InstanceState) -> InstanceState:
         """Enter ``state``; returns the one left. Raises ``IllegalTransition``."""
-        if not self.can_move_to(state):
+        if state not in TRANSITIONS[self._state]:
             allowed = ", ".join(sorted(TRANSITIONS[self._state]))
             raise IllegalTransition(f"an instance cannot go from {self._state} to {state}; it may go to: {allowed}")
         before, self._state = self._state, state

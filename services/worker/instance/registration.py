@@ -11,7 +11,7 @@ from typing import Literal
 
 from shared import subjects
 from shared.bus.base import Bus
-from shared.errors import BlitzError, DuplicateId
+from shared.errors import BlitzError, Conflict, DuplicateId
 from shared.messages.common import Ack, InstanceState
 from shared.messages.copies import RetireCopy
 from shared.messages.registry import (
@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 FIRST_LEASE_S = 1.0
 """Assumed until the pool tells."""
 RETIRE_TIMEOUT_S = 5.0
+ASK_INTERVAL_S = 0.3
+POOL_SILENT_S = 5.0
+"""A pool that does not answer for so long finds no successor for a copy either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,3 +214,28 @@ class Registration:
 def _log_failure(task: asyncio.Future[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("the planner's term was not taken", exc_info=error)
+
+
+async def wait_until_retired(ask: Callable[[], Awaitable[None]], what: str) -> None:
+    """Return once the pool lets a copy go: another is there, or nobody else could hold one. Otherwise it has another
+    worker load it meanwhile, perhaps from this one. ``ask`` raises ``Conflict`` as long as the copy must stay.
+
+    Returns, too, if the pool cannot be asked. No limit of its own: cancel it.
+    """
+    loop = asyncio.get_running_loop()
+    heard_s, waits = loop.time(), False
+    while True:
+        try:
+            await ask()
+        except Conflict as error:
+            heard_s = loop.time()
+            if not waits:
+                log.info("%s waits for another worker to take it over: %s", what, error)
+            waits = True
+        except BlitzError as error:
+            if loop.time() - heard_s >= POOL_SILENT_S:
+                log.warning("%s goes without the pool's word: %s", what, error)
+                return
+        else:
+            return
+        await asyncio.sleep(ASK_INTERVAL_S)

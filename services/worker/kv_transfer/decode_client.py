@@ -7,13 +7,16 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from typing import TypeVar
 
 from services.worker.kv_transfer.transfer import DecodeRefused, KvTransfer
+from services.worker.link import growing
 from services.worker.scheduling.schedule import SampledToken
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, DeadlineExceeded, NoResponder, Overloaded, Unavailable
+from shared.messages.codec import Message
 from shared.messages.common import Ack
 from shared.messages.disaggregated import (
     BeginDecode,
@@ -37,6 +40,8 @@ ROOM_PATIENCE_S = 1.0
 LEASE_S = 10.0
 RENEW_S = 3.0
 
+M = TypeVar("M", bound=Message)
+
 
 class DecodeClient:
     """One request's. Event loop only. All but ``release`` raise ``RequestEnded`` and ``DecodeRefused``."""
@@ -49,6 +54,8 @@ class DecodeClient:
         self._worker_id = transfer.place.worker_id
         self._key = (transfer.request.request_id, transfer.request.attempt)
         self._silence_s = silence_s
+        self._may_be_heard = False
+        """A question was not answered that may have arrived."""
 
     async def reserve(self) -> DecodeReserved:
         """Ask until there is room."""
@@ -60,22 +67,16 @@ class DecodeClient:
             transport_address=self._me.transport_address,
             lease_s=LEASE_S,
         )
-        asked_since_s, pause_s = time.monotonic(), RETRY_S
+        # The message is as long as the prompt, and others may wait as well.
+        pauses = (pause_s * random.uniform(0.5, 1.0) for pause_s in growing(RETRY_S, MAX_RETRY_S))
         while True:
-            asking = self._bus.request(self._subject("reserve"), message, DecodeReserved, timeout_s=ASK_TIMEOUT_S)
             try:
-                return await transfer.unless_over(asking)
-            except Overloaded as error:
-                asked_since_s = time.monotonic()  # it lives
-                if transfer.token is not None and asked_since_s - transfer.computed_at_s > ROOM_PATIENCE_S:
-                    raise DecodeRefused(str(error)) from error
-            except (Unavailable, DeadlineExceeded) as error:
-                self._judge(error, asked_since_s)
-            except BlitzError as error:
-                raise DecodeRefused(str(error)) from error
-            # The message is as long as the prompt, and others may wait as well.
-            await transfer.pause(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(MAX_RETRY_S, 1.5 * pause_s)
+                return await self._ask("reserve", message, DecodeReserved, time.monotonic(), pauses)
+            except DecodeRefused as why:
+                waited_s = 0.0 if transfer.token is None else time.monotonic() - transfer.computed_at_s
+                if not isinstance(why.__cause__, Overloaded) or waited_s > ROOM_PATIENCE_S:
+                    raise
+            await transfer.pause(next(pauses))
 
     @contextlib.asynccontextmanager
     async def kept(self, reserved: DecodeReserved) -> AsyncIterator[None]:
@@ -88,10 +89,11 @@ class DecodeClient:
             await asyncio.wait({renewing})
 
     async def _renew(self, ticket: int) -> None:
+        message = self._renewal(ticket)
         while True:
             await asyncio.sleep(RENEW_S)
             try:
-                await self._ask_room(ticket, 0)
+                await self._bus.request(self._subject("renew"), message, DecodeRoom, timeout_s=ASK_TIMEOUT_S)
             except (Unavailable, DeadlineExceeded) as error:
                 log.debug("room at %s was not renewed: %s", self._worker_id, error)
             except BlitzError as error:
@@ -101,15 +103,9 @@ class DecodeClient:
     async def until_here(self, ticket: int, num_layers: int) -> int:
         """Ask until so many layers of KV are there; how many there are."""
         here, moved_at_s = -1, time.monotonic()
+        message = self._renewal(ticket, num_layers)
         while True:
-            try:
-                room = await self._transfer.unless_over(self._ask_room(ticket, num_layers))
-            except (Unavailable, DeadlineExceeded) as error:
-                self._judge(error, moved_at_s)
-                await self._transfer.pause(RETRY_S)
-                continue
-            except BlitzError as error:
-                raise DecodeRefused(str(error)) from error
+            room = await self._ask("renew", message, DecodeRoom, moved_at_s)
             if room.layers_here >= num_layers:
                 return room.layers_here
             if room.layers_here > here:
@@ -117,9 +113,8 @@ class DecodeClient:
             if time.monotonic() - moved_at_s > self._silence_s:
                 raise DecodeRefused(f"its KV does not arrive: {here} layers in {self._silence_s:g} s")
 
-    async def _ask_room(self, ticket: int, num_layers: int) -> DecodeRoom:
-        message = RenewDecode(request_id=self._key[0], attempt=self._key[1], ticket=ticket, wait_layers=num_layers)
-        return await self._bus.request(self._subject("renew"), message, DecodeRoom, timeout_s=ASK_TIMEOUT_S)
+    def _renewal(self, ticket: int, num_layers: int = 0) -> RenewDecode:
+        return RenewDecode(request_id=self._key[0], attempt=self._key[1], ticket=ticket, wait_layers=num_layers)
 
     async def begin(self, token: SampledToken) -> None:
         """The decode instance, which has all KV, takes the request over. Raises ``Unavailable`` if it may have done so,
@@ -128,23 +123,13 @@ class DecodeClient:
         message = BeginDecode(
             request_id=self._key[0], attempt=self._key[1], token_id=token.token_id, logprobs=token.logprobs
         )
-        asked_since_s, was_heard = time.monotonic(), False
-        while True:
-            asking = self._bus.request(self._subject("begin"), message, Ack, timeout_s=ASK_TIMEOUT_S)
-            try:
-                await self._transfer.unless_over(asking)
-                return
-            except (Unavailable, DeadlineExceeded) as error:
-                was_heard = was_heard or not isinstance(error, NoResponder)
-                try:
-                    self._judge(error, asked_since_s)
-                except DecodeRefused as why:
-                    if was_heard:
-                        raise Unavailable(f"the decode instance does not answer: {why}") from why
-                    raise
-            except BlitzError as error:
-                raise DecodeRefused(str(error)) from error
-            await self._transfer.pause(RETRY_S)
+        self._may_be_heard = False
+        try:
+            await self._ask("begin", message, Ack, time.monotonic())
+        except DecodeRefused as why:
+            if self._may_be_heard and isinstance(why.__cause__, (Unavailable, DeadlineExceeded)):
+                raise Unavailable(f"the decode instance does not answer: {why}") from why
+            raise
 
     async def release(self) -> None:
         """The request will not come, or has ended after all."""
@@ -154,6 +139,21 @@ class DecodeClient:
 
     def _subject(self, operation: str) -> str:
         return subjects.worker_decode(self._worker_id, operation)
+
+    async def _ask(
+        self, operation: str, message: Message, answer: type[M], since_s: float, pauses: Iterator[float] | None = None
+    ) -> M:
+        """Ask until there is an answer. ``since_s``: as of when silence counts."""
+        while True:
+            asking = self._bus.request(self._subject(operation), message, answer, timeout_s=ASK_TIMEOUT_S)
+            try:
+                return await self._transfer.unless_over(asking)
+            except (Unavailable, DeadlineExceeded) as error:
+                self._may_be_heard = self._may_be_heard or not isinstance(error, NoResponder)
+                self._judge(error, since_s)
+            except BlitzError as error:
+                raise DecodeRefused(str(error)) from error
+            await self._transfer.pause(RETRY_S if pauses is None else next(pauses))
 
     def _judge(self, error: BlitzError, asked_since_s: float) -> None:
         """Raises ``DecodeRefused`` if the decode worker is gone by all that is known."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import time
 from typing import TypeVar
 
@@ -20,8 +19,6 @@ from shared.messages.codec import Message
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel
 from shared.messages.live import LiveOffer, PairEnded, Settle, Taken, ZigzagAssignment
-
-log = logging.getLogger(__name__)
 
 OFFER_RETRY_S = 0.002
 """At first: the target may be about to take its plan."""
@@ -96,8 +93,8 @@ class LinkToTarget(Link):
                     await self._settling.wait()
             self._settling.clear()
             while self._to_cancel:
-                with contextlib.suppress(BlitzError):  # it costs the target some layers
-                    await self._bus.publish(subjects.worker_cancel(self._worker_id), self._to_cancel.pop(0))
+                # One that is lost costs the target some layers.
+                await self.tell(subjects.worker_cancel(self._worker_id), self._to_cancel.pop(0))
             await self.settle_now()
 
     async def settle_now(self) -> None:
@@ -108,11 +105,8 @@ class LinkToTarget(Link):
 
     async def tell_ended(self, reason: str) -> None:
         """The pair is over: the target need not find out by itself."""
-        try:
-            notice = PairEnded(pair_id=self._pair_id, reason=reason)
-            await self._bus.publish(subjects.worker_pair_ended(self._worker_id), notice)
-        except BlitzError as error:
-            log.debug("the target was not told: %s", error)
+        notice = PairEnded(pair_id=self._pair_id, reason=reason)
+        await self.tell(subjects.worker_pair_ended(self._worker_id), notice)
 
 
 class LinkToSource(Link):
@@ -163,8 +157,5 @@ class LinkToSource(Link):
 
     async def tell_ended(self, reason: str, finished: tuple[str, ...]) -> None:
         """The pair is over; the batches in ``finished`` are the target's. Said once: the source may be gone."""
-        message = PairEnded(pair_id=self._pair_id, reason=reason, finished=finished)
-        try:
-            await self._bus.publish(subjects.worker_pair_ended(self._source_id), message)
-        except BlitzError as error:
-            log.debug("the source was not told: %s", error)
+        notice = PairEnded(pair_id=self._pair_id, reason=reason, finished=finished)
+        await self.tell(subjects.worker_pair_ended(self._source_id), notice)

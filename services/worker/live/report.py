@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from opentelemetry.trace import Span
 
@@ -66,17 +67,11 @@ class PairRecord:
 
     def report(self, state: PairState, failure: str, layers: Timeline, tokens: Timeline) -> LiveReport:
         """As a message, at the end of the pair. ``layers``: that the source ran; ``tokens``: that it put out."""
-        assignment = self._assignment
-        return LiveReport(
-            pair_id=assignment.pair_id,
-            plan_id=assignment.plan_id,
-            source=assignment.source.worker_id,
-            target=assignment.target.worker_id,
-            policy=assignment.policy,
+        return _report(
+            self._assignment,
+            self.started_at_s,
             outcome="failed" if state is PairState.FAILED else "dissolved",
             reason=failure,
-            started_at_s=self.started_at_s,
-            ended_at_s=time.time(),
             first_cooperative_token_at_s=self._first_cooperative_at_s,
             batches=tuple(self._batches),
             source_runs=layers.runs(),
@@ -108,15 +103,18 @@ def annotate(span: Span, report: LiveReport) -> None:
 
 def declined(assignment: ZigzagAssignment, reason: str) -> LiveReport:
     """The report on a pair that its source does not begin."""
-    now_s = time.time()
+    return _report(assignment, time.time(), outcome="failed", reason=reason)
+
+
+def _report(assignment: ZigzagAssignment, started_at_s: float, **what: Any) -> LiveReport:
+    """On a pair that is over now."""
     return LiveReport(
         pair_id=assignment.pair_id,
         plan_id=assignment.plan_id,
         source=assignment.source.worker_id,
         target=assignment.target.worker_id,
         policy=assignment.policy,
-        outcome="failed",
-        reason=reason,
-        started_at_s=now_s,
-        ended_at_s=now_s,
+        started_at_s=started_at_s,
+        ended_at_s=time.time(),
+        **what,
     )

@@ -157,7 +157,7 @@ class PairRoles:
         if assignment.target.worker_id == self._worker_id:
             target = self.target
             if assignment.revision and target is not None and target.assignment.pair_id == assignment.pair_id:
-                target.set_gates(assignment.gates)
+                target.batches.set_gates(assignment.gates)
         elif assignment.source.worker_id == self._worker_id and not assignment.revision:
             await self._begin_as_source(assignment)
 

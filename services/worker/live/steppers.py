@@ -48,24 +48,20 @@ class SourceBatch:
     first_layer: int = 0
     hidden: Buffer = None
     kv: Kv = field(init=False)
-    """Changed on the engine's thread only, like the next."""
-    has_failed: bool = False
+    """Changed on the engine's thread only, like all that follows."""
+    next_layer: int = field(init=False)
+    next_token: int = field(init=False, default=0)
+    """Of the next layer: those before it have run."""
+    activation: Activation = field(init=False, default=None)
+    broken: Exception | None = field(init=False, default=None)
+    """It cannot be resumed."""
+    busy_s: float = field(init=False, default=0.0)
+    has_failed: bool = field(init=False, default=False)
     """The engine cannot run it: its requests are computed in ordinary steps."""
 
     def __post_init__(self) -> None:
         self.kv = Kv.COMING if self.first_layer else Kv.HERE
-
-
-@dataclass(slots=True)
-class _Run:
-    pulled: SourceBatch
-    next_layer: int
-    next_token: int = 0
-    """Of the next layer: those before it have run."""
-    activation: Activation = None
-    broken: Exception | None = None
-    """It cannot be run."""
-    busy_s: float = 0.0
+        self.next_layer = self.first_layer
 
 
 class SourceStepper:
@@ -88,7 +84,7 @@ class SourceStepper:
     ) -> None:
         """``has_room()``: asked on the engine's thread, whether the batch that probably comes fits."""
         self._loop = loop
-        self._runs: deque[_Run] = deque()
+        self._runs: deque[SourceBatch] = deque()
         self._on_done = on_done
         self._on_free = on_free
         self._has_room = has_room
@@ -106,7 +102,7 @@ class SourceStepper:
     def remaining_s(self) -> float:
         """Expected seconds until the batches here are done."""
         num_layers = self._loop.engine.num_layers
-        return sum(run.pulled.batch.layer_s * (num_layers - run.next_layer) for run in list(self._runs))
+        return sum(run.batch.layer_s * (num_layers - run.next_layer) for run in list(self._runs))
 
     @property
     def is_free(self) -> bool:
@@ -121,20 +117,19 @@ class SourceStepper:
         now_s = time.monotonic()
         for sequence in pulled.batch.sequences:
             sequence.first_scheduled_s = sequence.first_scheduled_s or now_s
-        run = _Run(pulled, pulled.first_layer)
         if pulled.first_layer and not pulled.batch.ended:
             try:
-                run.activation = self._loop.engine.resume(
+                pulled.activation = self._loop.engine.resume(
                     pulled.batch.as_engine_batch(), pulled.hidden, next_layer=pulled.first_layer
                 )
             except Exception as error:  # noqa: BLE001 - whatever it is, the batch ends with it in its turn
-                run.broken = error
-        self._runs.append(run)
+                pulled.broken = error
+        self._runs.append(pulled)
 
     def kv_over(self, pulled: SourceBatch, *, is_here: bool) -> None:
         """The KV of a batch is whole, or will not come. Its blocks are not written any more."""
         pulled.kv = Kv.HERE if is_here else Kv.LOST
-        if not any(run.pulled is pulled for run in self._runs):
+        if pulled not in self._runs:
             self._join(pulled)
 
     def _join(self, pulled: SourceBatch) -> None:
@@ -151,31 +146,28 @@ class SourceStepper:
         """One layer of the first batch, or a part of one; after the last one its first tokens."""
         if not self._runs:
             return None
-        run = self._runs[0]
-        batch, loop = run.pulled.batch, self._loop
+        pulled = self._runs[0]
+        batch, loop = pulled.batch, self._loop
         if batch.ended:
-            return self._done(run, StepOutput(()))
+            return self._done(pulled, StepOutput(()))
         started_s = time.monotonic()
-        failed = False
-        output: StepOutput | None = None
+        output: StepOutput | None = StepOutput(())
         try:
-            output = self._advance(run)
+            output = self._advance(pulled)
         except Exception:  # an engine may raise anything; ordinary steps find out which request it fails on
             log.exception(
-                "layer %d of batch %s failed: its requests are computed in steps", run.next_layer, batch.batch_id
+                "layer %d of batch %s failed: its requests are computed in steps", pulled.next_layer, batch.batch_id
             )
-            failed = True
+            pulled.has_failed = True
         busy_s = time.monotonic() - started_s
-        run.busy_s += busy_s
+        pulled.busy_s += busy_s
         loop.busy(busy_s)
-        if failed:
-            run.pulled.has_failed = True
-            return self._done(run, StepOutput((), busy_s=busy_s))
         if output is None:
-            return StepOutput((), busy_s=busy_s)
-        layers_run = loop.engine.num_layers - run.pulled.first_layer
-        loop.measured_prefill(batch.num_tokens, run.busy_s * loop.engine.num_layers / layers_run)
-        return self._done(run, output)
+            return StepOutput(())
+        if not pulled.has_failed:
+            layers_run = loop.engine.num_layers - pulled.first_layer
+            loop.measured_prefill(batch.num_tokens, pulled.busy_s * loop.engine.num_layers / layers_run)
+        return self._done(pulled, output)
 
     def ran_layer(self) -> None:
         self.layers.add(time.time())
@@ -186,25 +178,26 @@ class SourceStepper:
         if self.is_free:
             self._on_free()
 
-    def _advance(self, run: _Run) -> StepOutput | None:
+    def _advance(self, pulled: SourceBatch) -> StepOutput | None:
         """One layer, or a part; the output once it was the last."""
-        engine, batch = self._loop.engine, run.pulled.batch
-        if run.broken is not None:
-            raise run.broken
-        if run.activation is None:
-            run.activation = engine.embed(batch.as_engine_batch())
-        run.next_token = run_part(self._loop, batch, run.activation, run.next_layer, run.next_token)
-        if run.next_token:
+        engine, batch = self._loop.engine, pulled.batch
+        if pulled.broken is not None:
+            raise pulled.broken
+        if pulled.activation is None:
+            pulled.activation = engine.embed(batch.as_engine_batch())
+        pulled.next_token = run_part(self._loop, batch, pulled.activation, pulled.next_layer, pulled.next_token)
+        if pulled.next_token:
             return None
-        run.next_layer += 1
+        pulled.next_layer += 1
         self.ran_layer()
-        if run.next_layer < engine.num_layers:
+        if pulled.next_layer < engine.num_layers:
             return None
-        return finish(self._loop, batch, run.activation, kv_here=run.pulled.kv is Kv.HERE)
+        return finish(self._loop, batch, pulled.activation, kv_here=pulled.kv is Kv.HERE)
 
-    def _done(self, run: _Run, output: StepOutput) -> StepOutput:
+    def _done(self, pulled: SourceBatch, output: StepOutput) -> StepOutput:
         self._runs.popleft()
-        scheduler, pulled = self._loop.scheduler, run.pulled
+        pulled.activation = None  # it is large, and the batch's KV may still be on its way
+        scheduler = self._loop.scheduler
         if pulled.kv is Kv.HERE and not pulled.has_failed:
             scheduler.reservations.release([s for s in pulled.batch.sequences if s.finished])
         elif pulled.kv is not Kv.COMING:

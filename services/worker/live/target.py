@@ -31,7 +31,6 @@ from shared.messages.common import Ack, ErrorInfo
 from shared.messages.live import (
     Dissolve,
     Dissolved,
-    Gate,
     Given,
     HandOver,
     Pull,
@@ -78,7 +77,7 @@ class LiveTarget:
         self._source_knows = asyncio.Event()
         """That this one is loaded, or the pair has ended."""
         self._failure = ""
-        self._tasks = OwnedTasks(self._task_broke)
+        self._tasks = OwnedTasks(lambda error: self._fail_soon(f"{type(error).__name__}: {error}"))
         self._queue = Queue(instance.layout.num_layers, Policy(assignment.policy))
         self.stepper = TargetStepper(
             instance.engine.loop,
@@ -267,10 +266,6 @@ class LiveTarget:
             self.batches.set_layers_ready(self._queue.num_layers)
         self._source_knows.set()
 
-    def set_gates(self, gates: tuple[Gate, ...]) -> None:
-        """A split was computed."""
-        self.batches.set_gates(gates)
-
     def cancel(self, request_id: str, attempt: int) -> None:
         """A request was cancelled."""
         self._tasks.start(self.batches.cancel(lambda sequence: sequence.key == (request_id, attempt)))
@@ -288,9 +283,6 @@ class LiveTarget:
             self._event_loop.call_soon_threadsafe(function, *arguments)
 
         return call
-
-    def _task_broke(self, error: Exception) -> None:
-        self._fail_soon(f"{type(error).__name__}: {error}")
 
     def _check_lives(self) -> None:
         """The source lives; do we?"""

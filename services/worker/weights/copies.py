@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from services.worker.memory.weight_copy import WeightCopy
+from shared.aio import Wakeup
 from shared.errors import NotFound
 
 CopyKind = Literal["gpu", "host"]
@@ -35,15 +36,12 @@ class Copies:
 
     def __init__(self) -> None:
         self._offers: dict[tuple[CopyKind, str], Offer] = {}
-        self._changed = asyncio.Condition()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = Wakeup()
 
     def offer(self, offer: Offer) -> None:
         """Others may read this copy from now on."""
         self._offers[offer.kind, offer.model_hash] = offer
-        task = asyncio.create_task(self._notify())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._changed.fire()
 
     def withdraw(self, kind: CopyKind, copy: WeightCopy) -> None:
         """No new reader gets this copy. Those that have it keep their pins."""
@@ -60,10 +58,10 @@ class Copies:
         ``instance_id``: whose GPU copy; empty: whichever is there. The copy of a later instance is not what was
         planned with: it may itself be waiting for whoever asks. Raises ``NotFound``.
         """
-        if kind == "gpu" and not any(k == "gpu" for k, _ in self._offers):
+        if kind == "gpu":
             try:
-                async with asyncio.timeout(ARRIVAL_WAIT_S), self._changed:
-                    await self._changed.wait_for(lambda: any(k == "gpu" for k, _ in self._offers))
+                async with asyncio.timeout(ARRIVAL_WAIT_S):
+                    await self._changed.until(lambda: any(k == "gpu" for k, _ in self._offers))
             except TimeoutError:
                 raise NotFound(f"this worker holds no GPU copy, {ARRIVAL_WAIT_S:g} s after it was asked") from None
         offer = self.find(kind, model_hash, layout_hash)
@@ -74,7 +72,3 @@ class Copies:
         if instance_id and offer.instance_id not in ("", instance_id):
             raise NotFound(f"this worker holds the copy of {offer.instance_id}, and that of {instance_id} no more")
         return offer
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()

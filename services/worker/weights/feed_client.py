@@ -25,7 +25,7 @@ _KINDS: tuple[CopyKind, ...] = ("host", "gpu")
 
 
 class FeedClient:
-    """``receiving.Upstreams`` for one fill."""
+    """How one fill talks to those that it receives from."""
 
     def __init__(
         self,
@@ -48,9 +48,11 @@ class FeedClient:
         self._chunk_bytes = chunk_bytes
 
     async def connect(self, upstream: Upstream) -> Channel:
+        """Raises ``TransportError`` or ``DeadlineExceeded``."""
         return await self._peers.channel(upstream.transport_address, upstream.host)
 
     async def ask(self, upstream: Upstream, attempt: int, wanted: bytes, cap_gbps: float) -> None:
+        """Let it send these pieces. Raises what the sender answers, or the bus."""
         feed = Feed(
             plan_id=self._plan_id,
             model_hash=self._model.model_hash,
@@ -69,21 +71,25 @@ class FeedClient:
         await self._bus.request(subjects.worker_feed(upstream.worker_id), feed, Ack, timeout_s=ASK_TIMEOUT_S)
 
     async def stop(self, upstream: Upstream, attempt: int) -> None:
+        """Tell it that nothing more of this feed is taken; the message may be lost. Raises nothing."""
         with contextlib.suppress(BlitzError):  # its own watch ends it, later
             notice = StopFeed(epoch=self._epoch, attempt=attempt)
             await self._bus.publish(subjects.worker_stop_feed(upstream.worker_id), notice)
 
     @property
     def bus_up_s(self) -> float:
+        """For how long this worker's own bus connection is up now; 0 while it is down."""
         since_s = self._bus.connected_since_s
         return 0.0 if since_s is None else max(1e-3, time.monotonic() - since_s)
 
     async def is_starved(self, upstream: Upstream, attempt: int) -> bool:
+        """Whether the living feed waits for its own upstream. Raises ``NotFound`` or ``NoResponder`` if it is dead."""
         request = GetFeedState(epoch=self._epoch, attempt=attempt)
         subject = subjects.worker_feed_state(upstream.worker_id)
         return (await self._bus.request(subject, request, FeedState, timeout_s=STATE_TIMEOUT_S)).starved
 
     async def checksums(self, upstream: Upstream, unit: int) -> tuple[int, ...]:
+        """The unit's checksums, as it verified them. Raises what the sender answers, or the bus."""
         request = GetChecksums(
             model_hash=self._model.model_hash,
             layout_hash=self._model.layout_hash,
@@ -94,6 +100,7 @@ class FeedClient:
         return (await self._bus.request(subject, request, UnitChecksums, timeout_s=ASK_TIMEOUT_S)).checksums
 
     async def fetch_again(self, upstream: Upstream, index: int, unit: int, offset: int, num_bytes: int) -> None:
+        """Let it send a bad block again. Raises what the sender answers, or the bus."""
         request = FetchRange(
             plan_id=self._plan_id,
             model_hash=self._model.model_hash,
@@ -112,6 +119,7 @@ class FeedClient:
 
     @contextlib.contextmanager
     def local_copy(self) -> Iterator[WeightCopy]:
+        """A complete copy in this process's memory, pinned. Raises ``NotFound``."""
         for kind in _KINDS:
             offer = self._copies.find(kind, self._model.model_hash, self._model.layout_hash)
             if offer is not None and offer.copy.complete:

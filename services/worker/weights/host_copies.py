@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from services.worker.instance.instance import Instance
-from services.worker.instance.registration import Registration
-from services.worker.instance.retirement import ASK_INTERVAL_S, wait_until_retired
+from services.worker.instance.registration import ASK_INTERVAL_S, Registration, wait_until_retired
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.copies import Offer
 from services.worker.weights.host_store import DROP_TIMEOUT_S, HostStore

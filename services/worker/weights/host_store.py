@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from services.worker.memory.arena import HostArena
 from services.worker.memory.weight_copy import WeightCopy
+from shared.aio import Wakeup
 from shared.errors import Conflict, DeadlineExceeded, NoCapacity, NotFound
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.registry import HostCopy, ModelRecord
@@ -55,8 +56,7 @@ class HostStore:
         self.keep_alive_s = keep_alive_s
         self._held: dict[str, _Held] = {}
         self._serial = 0
-        self._unpinned = asyncio.Condition()
-        self._waking: set[asyncio.Task[None]] = set()
+        self._changed = Wakeup()
 
     @property
     def used_bytes(self) -> int:
@@ -143,25 +143,12 @@ class HostStore:
             yield
         finally:
             held.pins -= 1
-            if held.pins == 0 and held.retired:
-                self._wake()
+            self._changed.fire()
 
-    def _wake(self) -> None:
-        task = asyncio.get_running_loop().create_task(self._notify())
-        self._waking.add(task)
-        task.add_done_callback(self._waking.discard)
-
-    async def _notify(self) -> None:
-        async with self._unpinned:
-            self._unpinned.notify_all()
-
-    def retire(self, model_hash: str) -> bool:
-        """The copy is a source no more, while the pool is asked whether it may go; False if there is none."""
-        held = self._held.get(model_hash)
-        if held is None:
-            return False
-        held.retired = True
-        return True
+    def retire(self, model_hash: str) -> None:
+        """The copy is a source no more, while the pool is asked whether it may go."""
+        if (held := self._held.get(model_hash)) is not None:
+            held.retired = True
 
     def keep(self, model_hash: str) -> None:
         """The pool refused: the copy is the last of its model. It gets another serial: should the pool have agreed,
@@ -170,7 +157,7 @@ class HostStore:
             held.retired = False
             self._serial += 1
             held.serial = self._serial
-            self._wake()
+            self._changed.fire()
 
     async def drop(self, model_hash: str, *, timeout_s: float = DROP_TIMEOUT_S) -> bool:
         """Retire a copy and free its memory once nobody pins it; False if there is none, or it was kept meanwhile.
@@ -182,15 +169,16 @@ class HostStore:
             return False
         held.retired = True
         try:
-            async with asyncio.timeout(timeout_s), self._unpinned:
-                await self._unpinned.wait_for(lambda: held.pins == 0 or not held.retired)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.until(lambda: held.pins == 0 or not held.retired)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the host copy of {held.record.name} is still in use after {timeout_s:g} s ({held.pins} pins)"
             ) from None
         if self._held.get(model_hash) is not held or not held.retired:
             return False
-        self._free(model_hash)
+        # Views of the arena may outlive it; its pages must not.
+        self._held.pop(model_hash).arena.release()
         return True
 
     def expiring(self, now_s: float) -> tuple[str, ...]:
@@ -200,10 +188,6 @@ class HostStore:
             for model_hash, held in sorted(self._held.items())
             if held.idle and now_s - held.used_at_s >= self.keep_alive_s
         )
-
-    def _free(self, model_hash: str) -> None:
-        # Views of the arena may outlive it; its pages must not.
-        self._held.pop(model_hash).arena.release()
 
     def report(self) -> tuple[HostCopy, ...]:
         """For the heartbeat, in the order of model hashes."""

@@ -11,19 +11,18 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
 
 from services.worker.memory.pieces import MAX_ATTEMPTS, REFETCH_INDEX, Piece, cut, deal, wanted_bits
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.checkpoint_reader import CheckpointReader
+from services.worker.weights.feed_client import FeedClient
 from services.worker.weights.flow import Inflow
 from services.worker.weights.outcome import SETTLE_S, BuffersStuck, Outcome, ends_soon
 from services.worker.weights.upstreams import StripeSources, Upstream
 from shared.aio import in_thread
 from shared.errors import BlitzError, DeadlineExceeded, NoResponder, NotFound, TransportError
 from shared.messages.scaling import FeedEnded
-from shared.transport.base import Channel, TensorTransport
+from shared.transport.base import TensorTransport
 from shared.transport.tags import tag_of
 
 log = logging.getLogger(__name__)
@@ -38,35 +37,6 @@ RECONNECT_S = 5.0
 """After a bus outage others may take this long to be back: until then nobody is dead for not being there."""
 
 
-class Upstreams(Protocol):
-    """How a fill talks to those that it receives from."""
-
-    async def connect(self, upstream: Upstream) -> Channel:
-        """Raises ``TransportError`` or ``DeadlineExceeded``."""
-
-    async def ask(self, upstream: Upstream, attempt: int, wanted: bytes, cap_gbps: float) -> None:
-        """Let it send these pieces. Raises what the sender answers, or the bus."""
-
-    async def stop(self, upstream: Upstream, attempt: int) -> None:
-        """Tell it that nothing more of this feed is taken; the word may be lost. Raises nothing."""
-
-    @property
-    def bus_up_s(self) -> float:
-        """For how long this worker's own bus connection is up now; 0 while it is down."""
-
-    async def is_starved(self, upstream: Upstream, attempt: int) -> bool:
-        """Whether the living feed waits for its own upstream. Raises ``NotFound`` or ``NoResponder`` if it is dead."""
-
-    async def checksums(self, upstream: Upstream, unit: int) -> tuple[int, ...]:
-        """The unit's checksums, as it verified them. Raises what the sender answers, or the bus."""
-
-    async def fetch_again(self, upstream: Upstream, index: int, unit: int, offset: int, num_bytes: int) -> None:
-        """Let it send a bad block again. Raises what the sender answers, or the bus."""
-
-    def local_copy(self) -> AbstractContextManager[WeightCopy]:
-        """A complete copy in this process's memory, pinned. Raises ``NotFound``."""
-
-
 class Fill:
     """One copy on its way in. ``run`` once; the other methods on the event loop, meanwhile."""
 
@@ -75,7 +45,7 @@ class Fill:
         copy: WeightCopy,
         checkpoint_path: str,
         transport: TensorTransport,
-        upstreams: Upstreams,
+        upstreams: FeedClient,
         epoch: int,
         chunk_bytes: int,
         stripes: Sequence[StripeSources],

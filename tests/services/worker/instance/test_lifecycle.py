@@ -1,11 +1,14 @@
 """The instance's state table."""
 
 import itertools
+from typing import get_args
 
 import pytest
 
-from services.worker.instance.lifecycle import STATES, IllegalTransition, InstanceLifecycle
+from services.worker.instance.lifecycle import IllegalTransition, InstanceLifecycle
+from shared.messages.common import InstanceState
 
+STATES = get_args(InstanceState)
 ALLOWED = {
     ("spare", "loading"),
     ("loading", "live"),

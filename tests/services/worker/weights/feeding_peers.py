@@ -127,7 +127,7 @@ class Peer:
 
 
 class Client:
-    """``receiving.Upstreams`` by plain calls."""
+    """``FeedClient`` by plain calls."""
 
     def __init__(self, me: Peer, chunk_bytes: int, layout_hash: str) -> None:
         self.me = me

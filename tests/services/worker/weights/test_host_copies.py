@@ -274,7 +274,7 @@ async def test_a_stopped_worker_waits_no_longer_than_its_drain_timeout() -> None
 
 
 async def test_a_stopped_worker_does_not_wait_for_a_pool_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.worker.instance.retirement.POOL_SILENT_S", 0.3)
+    monkeypatch.setattr("services.worker.instance.registration.POOL_SILENT_S", 0.3)
     async with lone_worker(host_cache_bytes=4 * MIB) as alone:
         await hold(alone)
         await held(alone)

@@ -173,12 +173,14 @@ async def test_a_refused_retirement_is_undone() -> None:
     held = store(1)
     record = ready(held, "a")
     serial = held.report()[0].serial
-    assert held.retire("hash-of-a")
+    held.retire("hash-of-a")
+    assert held.report()[0].state == "retired"
     assert held.find("hash-of-a", record.layout_hash) is None
     held.keep("hash-of-a")
     assert held.find("hash-of-a", record.layout_hash) is not None
     assert held.report()[0].serial > serial, "a registry that let it go, and was not heard, counts it again"
-    assert not held.retire("hash-of-b")
+    held.retire("hash-of-b")
+    assert [copy.model_hash for copy in held.report()] == ["hash-of-a"]
 
 
 async def test_a_drop_that_is_taken_back_frees_nothing() -> None:

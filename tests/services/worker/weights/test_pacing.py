@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.weights.pacing import BURST_S, TokenBucket
+from services.worker.weights.flow import BURST_S, TokenBucket
 
 RATE = 1e9 / 8
 """Bytes per second of 1 Gbps."""
