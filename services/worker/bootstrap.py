@@ -20,7 +20,7 @@ from services.worker.live.roles import PairRoles
 from services.worker.node.facts import NodeFacts
 from services.worker.node.nic_meter import NicMeter
 from services.worker.orders import Orders
-from services.worker.requests.inbox import Serving
+from services.worker.requests.inbox import Inbox
 from services.worker.requests.witness import StepWitness
 from services.worker.scaling import Scaling
 from services.worker.weights.host_copies import HostCopies
@@ -86,24 +86,24 @@ class Parts:
         slot.when_changed(registration.changed)
         slot.when_changed(peers.look_soon)
 
-        self.serving = serving = Serving(bus, worker_id, slot.current)
+        self.inbox = inbox = Inbox(bus, worker_id, slot.current)
         progress = ProgressReporter(bus, worker_id)
         self.mover = mover = WeightMover(bus, transport, info, peers, progress, stall_s=silence_s)
         self.host_copies = HostCopies(worker_id, store, mover, registration, changed=slot.changed, fatal=fatal)
-        self.kv_sender = KvSender(bus, info, peers, serving, slot.current, silence_s=silence_s, metrics=metrics)
-        witness = StepWitness(bus, serving)
+        self.kv_sender = KvSender(bus, info, peers, inbox, slot.current, silence_s=silence_s, metrics=metrics)
+        witness = StepWitness(bus, inbox)
         self.factory = InstanceFactory(
-            config, serving.on_output, on_engine_failure, prefill_listener=self.kv_sender, witness=witness
+            config, inbox.on_output, on_engine_failure, prefill_listener=self.kv_sender, witness=witness
         )
         self.scaling = Scaling(
             worker_id, slot, self.factory, mover, registration, self.host_copies, progress, fatal=fatal
         )
-        self.pair_roles = PairRoles(bus, transport, worker_id, peers, serving, progress, slot, silence_s=silence_s)
-        self.kv_receiver = KvReceiver(bus, transport, info, peers, serving, slot.current)
+        self.pair_roles = PairRoles(bus, transport, worker_id, peers, inbox, progress, slot, silence_s=silence_s)
+        self.kv_receiver = KvReceiver(bus, transport, info, peers, inbox, slot.current)
         slot.when_loaded(self.pair_roles.loaded)
         for part in (self.pair_roles, self.kv_sender, self.kv_receiver):
             slot.before_gone(part.instance_gone)
-        serving.cooperate(self.pair_roles, self.kv_sender, self.kv_receiver)
+        inbox.cooperate(self.pair_roles, self.kv_sender, self.kv_receiver)
         self.orders = Orders(
             bus, worker_id, self.scaling.on_scale_plan, self.scaling.on_drain_plan, self.pair_roles.on_assignment
         )
@@ -114,7 +114,7 @@ class Parts:
             worker_id,
             slot.current,
             HostGroup(group, config.host, interval_s=interval_s),
-            at_intervals=(serving.expire, self.kv_receiver.expire),
+            at_intervals=(inbox.expire, self.kv_receiver.expire),
             interval_s=interval_s,
             metrics=metrics,
         )

@@ -94,14 +94,14 @@ class WorkerService:
         parts = self.parts
         await parts.factory.prefault(stopping)
         await parts.factory.warm_up()
-        worker_id, serving, sender = self._config.worker_id, parts.serving, parts.mover.sender
+        worker_id, inbox, sender = self._config.worker_id, parts.inbox, parts.mover.sender
         # Before anything is listened to that another process of this id is meant by.
         await refuse_if_held(self._bus, subjects.worker_holder(worker_id), f"worker id {worker_id!r}")
         await parts.orders.subscribe()
         subscriptions: list[Subscription] = [
             *await hold(self._bus, self.info.incarnation, *self._holder_subjects()),
-            await self._bus.respond(subjects.worker_submit(worker_id), Submit, serving.on_submit),
-            await self._bus.respond(subjects.worker_resend(worker_id), Resend, serving.on_resend),
+            await self._bus.respond(subjects.worker_submit(worker_id), Submit, inbox.on_submit),
+            await self._bus.respond(subjects.worker_resend(worker_id), Resend, inbox.on_resend),
             await self._bus.respond(subjects.worker_feed(worker_id), Feed, sender.on_feed),
             await self._bus.respond(subjects.worker_feed_state(worker_id), GetFeedState, sender.on_feed_state),
             await self._bus.respond(subjects.worker_checksums(worker_id), GetChecksums, sender.on_checksums),
@@ -110,9 +110,9 @@ class WorkerService:
             await self._bus.subscribe(subjects.worker_feed_ended(worker_id), FeedEnded, parts.mover.on_feed_ended),
             await self._bus.respond(subjects.worker_hold_copy(worker_id), HoldCopy, parts.host_copies.on_hold),
             await self._bus.respond(subjects.worker_drop_copy(worker_id), DropCopy, parts.host_copies.on_drop),
-            await self._bus.subscribe(subjects.worker_cancel(worker_id), Cancel, serving.on_cancel),
-            await self._bus.subscribe(subjects.worker_ack(worker_id), AckTerminal, serving.on_ack),
-            await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, serving.on_gateway),
+            await self._bus.subscribe(subjects.worker_cancel(worker_id), Cancel, inbox.on_cancel),
+            await self._bus.subscribe(subjects.worker_ack(worker_id), AckTerminal, inbox.on_ack),
+            await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, inbox.on_gateway),
             parts.orders,
             *await parts.pair_roles.subscribe(),
             *await parts.kv_receiver.subscribe(),
@@ -123,7 +123,7 @@ class WorkerService:
                 parts.registration.run(parts.scaling.on_stop_instance, parts.orders.planner_term),
                 parts.peers.run(),
                 parts.host_copies.run(),
-                serving.publish_forever(),
+                inbox.publish_forever(),
                 parts.load_reporter.run(),
             )
         ]
@@ -159,7 +159,7 @@ class WorkerService:
     async def _drain(self) -> None:
         """Take nothing new, finish what runs, and see the copies here taken over. New requests are routed elsewhere
         meanwhile, and new copies placed elsewhere."""
-        self.parts.serving.admitting = False
+        self.parts.inbox.admitting = False
         self.parts.scaling.leaving = True
         self.parts.registration.stopping()
         instance = self.parts.slot.current()
@@ -195,7 +195,7 @@ class WorkerService:
 
     async def _finish(self, instance: Instance) -> None:
         await instance.idle()
-        await self.parts.serving.flushed()
+        await self.parts.inbox.flushed()
 
     async def _hand_back(self, instance: Instance) -> None:
         """Tell gateways of the requests that are left: their attempts end here, and it was no worker's death."""
@@ -203,12 +203,12 @@ class WorkerService:
 
         def end(loop: EngineLoop) -> None:
             loop.scheduler.abort_all(ErrorInfo.of(leaves))
-            self.parts.serving.on_output(StepOutput(tuple(loop.scheduler.take_ended())))
+            self.parts.inbox.on_output(StepOutput(tuple(loop.scheduler.take_ended())))
 
         with contextlib.suppress(BlitzError, TimeoutError):  # whoever is not told asks
             async with asyncio.timeout(HAND_BACK_S):
                 await asyncio.wrap_future(instance.engine.call(end))
-                await self.parts.serving.flushed()
+                await self.parts.inbox.flushed()
 
     async def _let_go(self, instance: Instance) -> None:
         """Others read the copy until the pool does not need it any more, and then to the end of what they began."""
@@ -234,7 +234,7 @@ class WorkerService:
                 instance.fail()
             with contextlib.suppress(BlitzError, TimeoutError):  # they find out by themselves
                 async with asyncio.timeout(LAST_WORDS_S):
-                    await self.parts.serving.flushed()
+                    await self.parts.inbox.flushed()
                     await self.parts.registration.confirmed(LAST_WORDS_S)
                     await self._bus.flush()
         finally:  # whatever breaks here, a process without an engine must not stay

@@ -49,7 +49,8 @@ class Instance:
         self._lifecycle.move_to("loading")
         # While the weights come. Nobody waits for it but whoever gives the memory back.
         self._preparing = asyncio.create_task(in_thread(engine.loop.engine.prepare))
-        self._pins = 0
+        self.num_pins = 0
+        """Those who read the copy, or have capacity here for a request that comes."""
         self._retired = False
         self._started = False
         self.on_layer_ready: Callable[[], None] = lambda: None
@@ -119,11 +120,11 @@ class Instance:
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
         """Others read the copy, or have room here for a request that comes: it must not go."""
-        self._pins += 1
+        self.num_pins += 1
         try:
             yield
         finally:
-            self._pins -= 1
+            self.num_pins -= 1
 
     def check_admits(self, instance_id: str) -> None:
         """Raises ``Conflict`` unless this very instance takes requests now."""
@@ -155,14 +156,14 @@ class Instance:
                 queued = await asyncio.wrap_future(self.engine.call(lambda loop: loop.num_requests))
             except Unavailable:
                 return True  # another waiter found it idle first, and stopped the engine
-            if queued == 0 and self._pins == 0 and self.state == "draining":
+            if queued == 0 and self.num_pins == 0 and self.state == "draining":
                 return True
             await asyncio.sleep(0.01)
         return False
 
     def retire(self) -> bool:
         """It is on its way out and cannot be revived any more; False if it was revived, or is read, after all."""
-        self._retired = self.state == "draining" and self._pins == 0
+        self._retired = self.state == "draining" and self.num_pins == 0
         return self._retired
 
     async def stop(self) -> bool:

@@ -14,7 +14,7 @@ from services.worker.engine.base import Sampled
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.reservation import DecodeReservation, Staging
-from services.worker.requests.inbox import Serving
+from services.worker.requests.inbox import Inbox
 from services.worker.scheduling.gateways import Gone
 from services.worker.weights.peers import Peers
 from shared import subjects
@@ -56,14 +56,14 @@ class KvReceiver:
         transport: TensorTransport,
         me: WorkerInfo,
         peers: Peers,
-        serving: Serving,
+        inbox: Inbox,
         instance: Callable[[], Instance | None],
     ) -> None:
         self._bus = bus
         self._transport = transport
         self._me = me
         self._peers = peers
-        self._serving = serving
+        self._inbox = inbox
         self._instance = instance
         self.reservations: dict[Key, DecodeReservation] = {}
         """Changed here alone."""
@@ -105,7 +105,7 @@ class KvReceiver:
     async def _reserve(self, message: ReserveDecode) -> DecodeReservation:
         request, instance = message.request, self._instance()
         key = (request.request_id, request.attempt)
-        if instance is None or not self._serving.admitting:
+        if instance is None or not self._inbox.admitting:
             raise Conflict(f"worker {self._me.worker_id} has no instance that takes requests")
         instance.check_admits(request.instance_id)
         if key in self._begun:
@@ -132,7 +132,7 @@ class KvReceiver:
         if not reserved:
             raise Overloaded(f"no room for {sequence.num_tokens} tokens of KV now")
         reservation = DecodeReservation(message, sequence, instance, next(self._tickets), window)
-        self._serving.host((request,))
+        self._inbox.host((request,))
         try:
             await reservation.connect(self._transport, self._peers)
             if self._instance() is not instance or instance.state not in ("serving", "draining"):
@@ -146,7 +146,7 @@ class KvReceiver:
 
     async def _give_up_older(self, request: Submit, instance: Instance) -> None:
         """Earlier attempts at a request, whose prefill instance may be dead. Raises ``Conflict`` for a newer one."""
-        self._serving.supersede(request, instance)
+        self._inbox.supersede(request, instance)
         for key in [k for k in self.reservations if k[0] == request.request_id]:
             await self._drop(self.reservations.pop(key))
 
@@ -179,21 +179,21 @@ class KvReceiver:
     async def _begin(self, reservation: DecodeReservation, message: BeginDecode) -> None:
         sequence = reservation.sequence
         token = Sampled(message.token_id, message.logprobs)
-        self._serving.spans.open(reservation.message.request, "worker.decode")
+        self._inbox.spans.open(reservation.message.request, "worker.decode")
 
         def adopt(loop: EngineLoop) -> None:
             output = loop.scheduler.reservations.adopt(sequence, token, time.monotonic(), computed_here=False)
             # Said on this thread, for the next step's tokens come after it. The gateway has the token already, most
             # likely; here it is kept in case it asks.
             if output is not None:
-                self._serving.on_output(StepOutput((output,)))
+                self._inbox.on_output(StepOutput((output,)))
             if not sequence.finished:
-                self._serving.announce([sequence])
+                self._inbox.announce([sequence])
 
         try:
             await asyncio.wrap_future(reservation.instance.engine.call(adopt, between_layers=True))
         except BlitzError as error:
-            self._serving.spans.refused(sequence.key, error)
+            self._inbox.spans.refused(sequence.key, error)
             raise
         self._begun[sequence.key] = None
         if len(self._begun) > MAX_BEGUN:
@@ -211,7 +211,7 @@ class KvReceiver:
                 await self._drop(reservation)
             elif key in self._begun:
                 # The other side has not heard that it is decoded here.
-                self._serving.on_cancel(Cancel(request_id=message.request_id, attempt=message.attempt))
+                self._inbox.on_cancel(Cancel(request_id=message.request_id, attempt=message.attempt))
         return Ack()
 
     def arrived(self) -> None:
@@ -255,7 +255,7 @@ class KvReceiver:
     async def _drop(self, reservation: DecodeReservation) -> None:
         """Free the room of one that is in ``reservations`` no more."""
         await reservation.stop()  # nothing is written into its blocks any more
-        self._serving.unhost([reservation.sequence])
+        self._inbox.unhost([reservation.sequence])
         call = reservation.instance.engine.call(
             lambda loop: loop.scheduler.reservations.release([reservation.sequence]), between_layers=True
         )

@@ -23,7 +23,7 @@ from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.decode_client import DecodeClient
 from services.worker.kv_transfer.reservation import kv_tag
 from services.worker.kv_transfer.transfer import DecodeRefused, KvTransfer, RequestEnded
-from services.worker.requests.inbox import Serving
+from services.worker.requests.inbox import Inbox
 from services.worker.scheduling.gateways import Gone
 from services.worker.scheduling.schedule import SampledToken
 from services.worker.scheduling.sequence import Sequence
@@ -51,7 +51,7 @@ class KvSender:
         bus: Bus,
         me: WorkerInfo,
         peers: Peers,
-        serving: Serving,
+        inbox: Inbox,
         instance: Callable[[], Instance | None],
         *,
         silence_s: float,
@@ -61,7 +61,7 @@ class KvSender:
         self._bus = bus
         self._me = me
         self._peers = peers
-        self._serving = serving
+        self._inbox = inbox
         self._instance = instance
         self._silence_s = silence_s
         self._loop = asyncio.get_running_loop()
@@ -135,7 +135,7 @@ class KvSender:
     async def _run(self, transfer: KvTransfer) -> None:
         sequence, worker_id = transfer.sequence, transfer.place.worker_id
         client = DecodeClient(self._bus, self._me, transfer, silence_s=self._silence_s)
-        with trace.use_span(self._serving.spans.of(sequence.key), end_on_exit=False):
+        with trace.use_span(self._inbox.spans.of(sequence.key), end_on_exit=False):
             try:
                 outcome = await self._hand_over(transfer, client)
             except DecodeRefused as why:
@@ -168,7 +168,7 @@ class KvSender:
             token = await transfer.until_computed()
         await client.begin(token)
         transfer.check()  # a cancel from now on is passed on
-        self._serving.moved([sequence], transfer.place.worker_id)
+        self._inbox.moved([sequence], transfer.place.worker_id)
         transfer.instance.engine.call(lambda loop: loop.scheduler.reservations.release_to_decoder(sequence))
         return "moved"
 

@@ -47,13 +47,13 @@ class PairRecord:
         self.target_runs: LayerRuns | None = None
         self._assignment = assignment
         self._batches: list[LiveBatch] = []
-        self._first_cooperative_at_s: float | None = None
+        self.first_cooperative_at_s: float | None = None
 
     def done(self, batch: PromptBatch, *, first_layer: int, num_layers: int, at_s: float) -> None:
         """A batch is done at the source, which ran it from ``first_layer`` of ``num_layers`` on, or it is the target's
         (then these are equal, and ``at_s`` is when the source heard of it)."""
-        if 0 < first_layer < num_layers and self._first_cooperative_at_s is None:
-            self._first_cooperative_at_s = at_s
+        if 0 < first_layer < num_layers and self.first_cooperative_at_s is None:
+            self.first_cooperative_at_s = at_s
         self._batches.append(
             LiveBatch(
                 batch_id=batch.batch_id,
@@ -72,7 +72,7 @@ class PairRecord:
             self.started_at_s,
             outcome="failed" if state is PairState.FAILED else "dissolved",
             reason=failure,
-            first_cooperative_token_at_s=self._first_cooperative_at_s,
+            first_cooperative_token_at_s=self.first_cooperative_at_s,
             batches=tuple(self._batches),
             source_runs=layers.runs(),
             target_runs=self.target_runs,

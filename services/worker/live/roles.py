@@ -18,7 +18,7 @@ from services.worker.live.report import annotate, declined
 from services.worker.live.source import LiveSource
 from services.worker.live.target import LiveTarget
 from services.worker.live.tensors import Tensors
-from services.worker.requests.inbox import Serving
+from services.worker.requests.inbox import Inbox
 from services.worker.scheduling.gateways import Gone
 from services.worker.weights.peers import TENSOR_LANE, Peers
 from shared import subjects
@@ -64,7 +64,7 @@ class PairRoles:
         transport: TensorTransport,
         worker_id: str,
         peers: Peers,
-        serving: Serving,
+        inbox: Inbox,
         progress: ProgressReporter,
         slot: InstanceSlot,
         *,
@@ -75,7 +75,7 @@ class PairRoles:
         self._transport = transport
         self._worker_id = worker_id
         self._peers = peers
-        self._serving = serving
+        self._inbox = inbox
         self._progress = progress
         self._instance = slot.current
         self._changed = slot.changed
@@ -198,7 +198,7 @@ class PairRoles:
             self._changed()
 
         self.source = LiveSource(
-            assignment, instance, link, connect, self._serving, ask_split, lending, pull_s=self.pull_s
+            assignment, instance, link, connect, self._inbox, ask_split, lending, pull_s=self.pull_s
         )
         self._run = asyncio.create_task(self._cooperate(self.source))
 
@@ -243,7 +243,7 @@ class PairRoles:
         if self._instance() is not instance or instance.state != "loading" or self.target is not None:
             raise Conflict(f"{wanted.instance_id} is {instance.state}: no pair")
         instance.go_live()
-        target = LiveTarget(assignment, instance, self._bus, tensors, self._serving, silence_s=self._silence_s)
+        target = LiveTarget(assignment, instance, self._bus, tensors, self._inbox, silence_s=self._silence_s)
         self.target = target
         instance.on_layer_ready = target.layers_ready
         target.begin()

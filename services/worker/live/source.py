@@ -24,7 +24,7 @@ from services.worker.live.pulls import Puller
 from services.worker.live.report import PairRecord
 from services.worker.live.steppers import SourceBatch, SourceStepper
 from services.worker.live.tensors import Tensors
-from services.worker.requests.inbox import Serving
+from services.worker.requests.inbox import Inbox
 from shared.errors import BlitzError, Conflict, Unavailable
 from shared.messages.common import Ack, ErrorInfo
 from shared.messages.live import (
@@ -50,7 +50,7 @@ class LiveSource:
         instance: Instance,
         link: LinkToTarget,
         connect: Callable[[], Awaitable[Tensors]],
-        serving: Serving,
+        inbox: Inbox,
         ask_split: Callable[[PlanSplit], Awaitable[None]],
         lending: Callable[[bool], None],
         *,
@@ -64,32 +64,32 @@ class LiveSource:
         self.life = PairLife()
         self._link = link
         self._connect = connect
-        self._serving = serving
+        self._inbox = inbox
         self._ask_split = ask_split
         self._lending = lending
         self._event_loop = asyncio.get_running_loop()
         self._num_layers = instance.layout.num_layers
-        self._record = PairRecord(assignment, time.time())
+        self.record = PairRecord(assignment, time.time())
         self._tensors: Tensors | None = None
         self._puller: Puller | None = None
         self.pull_s = pull_s
-        self._handed = HandedOver(assignment, instance, link)
-        self._target_loaded = False
+        self.handed_over = HandedOver(assignment, instance, link)
+        self.target_loaded = False
         """It finishes batches itself, and owns their requests then: not before it has heard that this is known here."""
         self._has_last_word = False
         """The target ended the pair, and said what it owns."""
         self._failure = ""
         self._arrivals = asyncio.Event()
-        self._is_ending = False
+        self.is_ending = False
         """Nothing more is handed over."""
         self._done = asyncio.Event()
         self._stepper = SourceStepper(
             instance.engine.loop,
             decode_interval_s=assignment.slo_tbt_s / 2,
-            start_at_s=self._record.started_at_s,
+            start_at_s=self.record.started_at_s,
             on_done=lambda pulled: self._from_engine(self._batch_done, pulled, time.time()),
             on_free=lambda: self._from_engine(self._look),
-            has_room=self._handed.has_room,
+            has_room=self.handed_over.has_room,
         )
 
     # --- the whole of it ---------------------------------------------------------------------
@@ -102,7 +102,7 @@ class LiveSource:
             self._puller = puller = Puller(
                 self.assignment.pair_id,
                 self.instance,
-                self._handed,
+                self.handed_over,
                 self._link,
                 self._stepper,
                 tensors,
@@ -113,7 +113,7 @@ class LiveSource:
                 alive = group.create_task(self._link.keep_alive())
                 await self._pull_until_over(puller)
                 # A batch whose hand-over was answered has its hidden states sent: not cancelled in between.
-                self._is_ending = True
+                self.is_ending = True
                 self._arrivals.set()
                 await handed_over
                 await puller.kv.idle()
@@ -126,15 +126,15 @@ class LiveSource:
             await self.fail(f"{type(errors.exceptions[0]).__name__}: {errors.exceptions[0]}")
         await self.until_kv_is_over()
         with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
-            await self._handed.end(self._doubt())
+            await self.handed_over.end(self._doubt())
             while self._stepper.ready:
                 self._done.clear()
                 await self._done.wait()
-            await self._handed.call(self._detach)
+            await self.handed_over.call(self._detach)
         self._lending(False)
         if self._puller is not None:
             self.pull_s = self._puller.pull_s
-        return self._record.report(self.life.state, self._failure, self._stepper.layers, self._stepper.tokens)
+        return self.record.report(self.life.state, self._failure, self._stepper.layers, self._stepper.tokens)
 
     async def until_kv_is_over(self) -> None:
         """Until nothing is written into blocks any more but by the engine. Short once the pair is lost."""
@@ -152,7 +152,7 @@ class LiveSource:
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """A request was cancelled: the target need not compute it."""
-        if self._handed.holds(request_id, attempt):
+        if self.handed_over.holds(request_id, attempt):
             self._link.cancel(request_id, attempt)
 
     def ended_by_target(self, reason: str, finished: Iterable[str]) -> None:
@@ -176,7 +176,7 @@ class LiveSource:
         return tensors
 
     async def _redirect(self, tensors: Tensors) -> None:
-        handed_over = self._handed
+        handed_over = self.handed_over
         await handed_over.lend(self._begin_lending)
         self._lending(True)
         await handed_over.hand_over(tensors, behind_seal=False)
@@ -193,15 +193,15 @@ class LiveSource:
         loop.scheduler.table.lending = True
 
     async def _hand_arrivals(self, tensors: Tensors) -> None:
-        while not self._is_ending:
+        while not self.is_ending:
             await self._arrivals.wait()
             self._arrivals.clear()
-            if not self._is_ending:
-                await self._handed.lend()
-                await self._handed.hand_over(tensors, behind_seal=True, until=lambda: self._is_ending)
+            if not self.is_ending:
+                await self.handed_over.lend()
+                await self.handed_over.hand_over(tensors, behind_seal=True, until=lambda: self.is_ending)
 
     async def _ask_for_split(self) -> None:
-        waiting = [SplitBatch(batch_id=b.batch_id, layer_s=b.layer_s) for b in self._handed.handed.values()]
+        waiting = [SplitBatch(batch_id=b.batch_id, layer_s=b.layer_s) for b in self.handed_over.handed.values()]
         measured = self.instance.engine.loop.prefill_token_s > 0
         if self.assignment.policy != "zigzag" or not measured or len({b.layer_s for b in waiting}) < 2:
             return  # equal batches need no split, and without a measurement there is none
@@ -220,21 +220,21 @@ class LiveSource:
     # --- cooperating, loaded -------------------------------------------------------------------
 
     async def _pull_until_over(self, puller: Puller) -> None:
-        await self._handed.call(lambda: self._stepper.stepped(StepOutput(())))  # is it free already?
+        await self.handed_over.call(lambda: self._stepper.stepped(StepOutput(())))  # is it free already?
         while True:
             await puller.until_free()
             if self._is_over():
                 break
             answer = await puller.pull()
-            self._target_loaded = self._target_loaded or answer.loaded
-            if self._target_loaded and self.life.state is PairState.COOPERATING:
+            self.target_loaded = self.target_loaded or answer.loaded
+            if self.target_loaded and self.life.state is PairState.COOPERATING:
                 self.life.move_to(PairState.LOADED)
             if answer.batch_id:
-                if self._handed.backlog:
+                if self.handed_over.backlog:
                     self._arrivals.set()  # there is room at the target now
             elif answer.can_dissolve or self.instance.state != "serving":
                 break
-            elif self._handed.backlog:
+            elif self.handed_over.backlog:
                 await puller.run_from_backlog()
 
     def _look(self) -> None:
@@ -246,7 +246,7 @@ class LiveSource:
     async def _dissolve(self, puller: Puller) -> None:
         pair_id = self.assignment.pair_id
         claim_id = f"{pair_id}-end"
-        async with self._handed.lock:  # nothing is on its way there
+        async with self.handed_over.lock:  # nothing is on its way there
             answer = await self._link.ask_pair(
                 "dissolve",
                 Dissolve(
@@ -254,15 +254,15 @@ class LiveSource:
                     claim_id=claim_id,
                     first_serial=puller.num_claims,
                     source_busy_s=self._stepper.remaining_s,
-                    kv_apart=puller.can_take_kv_apart(puller.num_claims + len(self._handed.handed)),
+                    kv_apart=puller.can_take_kv_apart(puller.num_claims + len(self.handed_over.handed)),
                 ),
                 Dissolved,
             )
             self.life.move_to(PairState.DISSOLVED)
-            self._record.target_runs = answer.layer_runs
+            self.record.target_runs = answer.layer_runs
             self._taken_by_target((*answer.finished, *answer.kept))
         for given in answer.given:
-            if given.first_layer and given.batch_id in self._handed.handed:
+            if given.first_layer and given.batch_id in self.handed_over.handed:
                 claim = f"{claim_id}/{given.batch_id}"
                 apart = answer.kv_apart
                 await puller.receive(given.batch_id, given.first_layer, claim, given.serial, kv_apart=apart)
@@ -274,7 +274,7 @@ class LiveSource:
     def _doubt(self) -> ErrorInfo | None:
         """What requests end with that the target may own, or not. Two instances must not go on with one attempt, whose
         tokens need not agree; another attempt goes on from the tokens that the gateway has."""
-        if self.life.state is not PairState.FAILED or not self._target_loaded or self._has_last_word:
+        if self.life.state is not PairState.FAILED or not self.target_loaded or self._has_last_word:
             return None
         target = self.assignment.target.worker_id
         return ErrorInfo.of(Unavailable(f"{target} may have finished the prompt, and does not answer: {self._failure}"))
@@ -285,27 +285,27 @@ class LiveSource:
         if self.life.state is PairState.FAILED:
             raise Conflict(f"pair {self.assignment.pair_id} has failed here: {self._failure}")
         self._taken_by_target(message.batch_ids)
-        if self._handed.backlog:
+        if self.handed_over.backlog:
             self._arrivals.set()  # there is room at the target now
-        if message.loaded and not self._target_loaded:
-            self._target_loaded = True
+        if message.loaded and not self.target_loaded:
+            self.target_loaded = True
             self._look()  # the baselines part now, busy or not
         return Ack()
 
     def _is_over(self) -> bool:
-        return self._target_loaded and self.assignment.policy != "zigzag" and not self.life.ended
+        return self.target_loaded and self.assignment.policy != "zigzag" and not self.life.ended
 
     def _taken_by_target(self, batch_ids: Iterable[str]) -> None:
-        handed = self._handed.handed
+        handed = self.handed_over.handed
         batches = [handed.pop(i) for i in batch_ids if i in handed]
         for batch in batches:
-            self._record.done(batch, first_layer=self._num_layers, num_layers=self._num_layers, at_s=time.time())
+            self.record.done(batch, first_layer=self._num_layers, num_layers=self._num_layers, at_s=time.time())
         sequences = [s for batch in batches for s in batch.sequences]
-        self._serving.moved(sequences, self.assignment.target.worker_id)
+        self._inbox.moved(sequences, self.assignment.target.worker_id)
         self.instance.engine.call(lambda loop: loop.scheduler.release_to_target(sequences), between_layers=True)
 
     def _batch_done(self, pulled: SourceBatch, at_s: float) -> None:
-        self._record.done(pulled.batch, first_layer=pulled.first_layer, num_layers=self._num_layers, at_s=at_s)
+        self.record.done(pulled.batch, first_layer=pulled.first_layer, num_layers=self._num_layers, at_s=at_s)
         self._done.set()
 
     async def fail(self, reason: str) -> None:

@@ -22,7 +22,7 @@ from services.worker.live.pair import PairLife, PairState
 from services.worker.live.steppers import TargetStepper
 from services.worker.live.target_batches import TargetBatches
 from services.worker.live.tensors import Tensors
-from services.worker.requests.inbox import Serving
+from services.worker.requests.inbox import Inbox
 from services.worker.scheduling.gateways import Gone
 from shared.aio import OwnedTasks, Wakeup
 from shared.bus.base import Bus
@@ -57,7 +57,7 @@ class LiveTarget:
         instance: Instance,
         bus: Bus,
         tensors: Tensors,
-        serving: Serving,
+        inbox: Inbox,
         *,
         silence_s: float,
     ) -> None:
@@ -67,7 +67,7 @@ class LiveTarget:
         self.life = PairLife()
         self.ended = asyncio.Event()
         self._tensors = tensors
-        self._serving = serving
+        self._inbox = inbox
         self._link = LinkToSource(assignment, bus, tensors, self.life, silence_s=silence_s)
         self._event_loop = asyncio.get_running_loop()
         self._changed = Wakeup()
@@ -89,7 +89,7 @@ class LiveTarget:
             on_broken=self._from_engine(self._engine_failed),
         )
         self.batches = TargetBatches(
-            instance, self._queue, self.stepper, Gates(assignment), tensors, serving, self._changed
+            instance, self._queue, self.stepper, Gates(assignment), tensors, inbox, self._changed
         )
 
     def begin(self) -> None:
@@ -156,7 +156,7 @@ class LiveTarget:
             if self.shares is None:
                 self.shares = await self._agreed(message)
                 kept = self.batches.take(self.shares.kept)
-                self._serving.announce([s for batch in kept for s in batch.sequences])
+                self._inbox.announce([s for batch in kept for s in batch.sequences])
                 self.batches.look_again()
             if not self.life.ended:
                 self.life.move_to(PairState.DISSOLVED)
@@ -244,7 +244,7 @@ class LiveTarget:
             return StepOutput(tuple(outputs))
 
         async with self._dissolving:  # then it is settled whose they are
-            self._serving.on_output(await asyncio.wrap_future(self.instance.engine.call(abandon)))
+            self._inbox.on_output(await asyncio.wrap_future(self.instance.engine.call(abandon)))
         self._changed.fire()
 
     # --- from the instance -------------------------------------------------------------------

@@ -20,7 +20,7 @@ from services.worker.live.batch import PromptBatch
 from services.worker.live.gates import Gates
 from services.worker.live.steppers import TargetBatch, TargetStepper
 from services.worker.live.tensors import Kind, Tensors
-from services.worker.requests.inbox import Serving
+from services.worker.requests.inbox import Inbox
 from services.worker.scheduling.sequence import Sequence
 from shared.aio import Wakeup
 from shared.errors import BadRequest, BlitzError, Conflict, Overloaded
@@ -40,7 +40,7 @@ class TargetBatches:
         stepper: TargetStepper,
         gates: Gates,
         tensors: Tensors,
-        serving: Serving,
+        inbox: Inbox,
         changed: Wakeup,
     ) -> None:
         """``changed`` fires when the queue did."""
@@ -49,7 +49,7 @@ class TargetBatches:
         self._stepper = stepper
         self._gates = gates
         self._tensors = tensors
-        self._serving = serving
+        self._inbox = inbox
         self._changed = changed
         self._known: set[str] = set()
         """All that ever came."""
@@ -107,7 +107,7 @@ class TargetBatches:
             self._queue.add(batch.batch_id, message.layer_s, behind_seal=message.behind_seal, absent=True)
             self._gates.added(self._queue, batch.batch_id)
         self.not_taken[batch.batch_id] = batch
-        self._serving.host(message.requests)
+        self._inbox.host(message.requests)
         self._changed.fire()
         return held
 
@@ -246,7 +246,7 @@ class TargetBatches:
         await asyncio.wrap_future(call)
         for batch_id in batch_ids:
             if (batch := self.not_taken.pop(batch_id, None)) is not None:
-                self._serving.unhost(batch.sequences)
+                self._inbox.unhost(batch.sequences)
         self.look_again()
 
     async def cancel(self, is_gone: Callable[[Sequence], bool]) -> None:
@@ -285,7 +285,7 @@ class TargetBatches:
         with contextlib.suppress(BlitzError):  # the engine has stopped, and freed everything
             await asyncio.wrap_future(self._instance.engine.call(lambda _: self._stepper.close()))
         for batch in self.not_taken.values():
-            self._serving.unhost(batch.sequences)
+            self._inbox.unhost(batch.sequences)
         self.not_taken.clear()
         self._changed.fire()
 

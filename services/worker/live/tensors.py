@@ -57,7 +57,8 @@ class Tensors:
         self._channel = channel
         self._epoch = epoch
         self._timeout_s = timeout_s
-        self._posted: set[Transfer] = set()
+        self.posted: set[Transfer] = set()
+        """Transfers that are not done; changed here alone."""
 
     @property
     def peer_is_lost(self) -> bool:
@@ -102,10 +103,10 @@ class Tensors:
 
     def abort(self) -> None:
         """Give up what is posted. Buffers stay quarantined until their transfers are done."""
-        for transfer in list(self._posted):
+        for transfer in list(self.posted):
             transfer.abort()
 
     def _keep(self, transfer: Transfer) -> Transfer:
-        self._posted.add(transfer)
-        transfer.add_done_callback(self._posted.discard)
+        self.posted.add(transfer)
+        transfer.add_done_callback(self.posted.discard)
         return transfer

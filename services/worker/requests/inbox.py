@@ -59,7 +59,7 @@ class Cooperation(Protocol):
         """Nor for any of those gateways'."""
 
 
-class Serving:
+class Inbox:
     """Event loop only, except ``on_output``, which the engine thread calls."""
 
     def __init__(self, bus: Bus, worker_id: str, instance: Callable[[], Instance | None]) -> None:
@@ -67,14 +67,15 @@ class Serving:
         self._worker_id = worker_id
         self._instance = instance
         self._loop = asyncio.get_running_loop()
-        self._streams = Streams()
+        self.streams = Streams()
+        """What gateways may still ask for; changed here alone, like the next."""
         self.spans = RequestSpans(worker_id)
         self._gateways = Gateways()
         self._looked_s, self._hears_since_s = time.monotonic(), -math.inf
         self._steps: deque[StepOutput] = deque()
         self._stepped = asyncio.Event()
         self._publishing = False
-        self._moved = NewOwners()
+        self.new_owners = NewOwners()
         self._tasks = OwnedTasks()
         self.admitting = True
         self._cooperations: tuple[Cooperation, ...] = ()
@@ -112,7 +113,7 @@ class Serving:
     async def _publish(self, step: StepOutput) -> None:
         instance = self._instance()
         instance_id = instance.instance_id if instance else ""
-        for gateway_id, parts in self._streams.take(step.outputs, time.monotonic()).items():
+        for gateway_id, parts in self.streams.take(step.outputs, time.monotonic()).items():
             await self._send(gateway_id, instance_id, parts)
         for output in step.outputs:
             if output.finish_reason is not None:
@@ -137,12 +138,12 @@ class Serving:
         instance.check_admits(request.instance_id)
         sequence = instance.sequence_of(request)
         offset, key = len(request.output_token_ids), (request.request_id, request.attempt)
-        if self._moved.owner_of(key) is not None:
+        if self.new_owners.owner_of(key) is not None:
             return Ack()  # the submit was repeated: it runs elsewhere by now
-        older = self._streams.attempt_of(request.request_id)
+        older = self.streams.attempt_of(request.request_id)
         if older is None and not request.may_wait:
             self._check_seat(instance)
-        if not self._streams.open(*key, request.gateway_id, offset, incarnation=request.gateway_incarnation):
+        if not self.streams.open(*key, request.gateway_id, offset, incarnation=request.gateway_incarnation):
             return Ack()  # the submit was repeated: it runs already
         if older is not None:
             self._give_up(instance, request.request_id, older)
@@ -151,7 +152,7 @@ class Serving:
         try:
             await asyncio.wrap_future(instance.engine.submit(sequence))
         except BlitzError as error:
-            self._streams.forget(*key)
+            self.streams.forget(*key)
             self.spans.refused(key, error)
             raise
         for cooperation in self._cooperations:
@@ -161,7 +162,7 @@ class Serving:
     def _check_seat(self, instance: Instance) -> None:
         """Raises ``Overloaded`` if as many requests are here as may run."""
         seats = instance.scheduler.max_num_sequences
-        if (taken := self._streams.num_open) >= seats:
+        if (taken := self.streams.num_open) >= seats:
             raise Overloaded(f"all {seats} seats of {instance.instance_id} are taken ({taken} requests)")
 
     def _give_up(self, instance: Instance, request_id: str, attempt: int) -> None:
@@ -173,26 +174,26 @@ class Serving:
     def on_cancel(self, request: Cancel) -> None:
         """The gateway wants no more of a request."""
         instance = self._instance()
-        self._streams.forget(request.request_id, request.attempt)
+        self.streams.forget(request.request_id, request.attempt)
         if instance is not None:
             instance.engine.cancel(request.request_id, request.attempt)
         for cooperation in self._cooperations:
             cooperation.cancel(request.request_id, request.attempt)
-        owner = self._moved.owner_of((request.request_id, request.attempt))
+        owner = self.new_owners.owner_of((request.request_id, request.attempt))
         if owner is not None:
             self._tasks.start(self._tell(owner, request))
 
     def on_ack(self, message: AckTerminal) -> None:
         """The gateway has these streams' ends."""
         for stream in message.streams:
-            self._streams.forget(stream.request_id, stream.attempt)
+            self.streams.forget(stream.request_id, stream.attempt)
 
     async def on_resend(self, request: Resend) -> Ack:
         """Send a stream's tokens again. Raises ``NotFound`` when they are not here, nor where they went."""
-        owner = self._moved.owner_of((request.request_id, request.attempt))
+        owner = self.new_owners.owner_of((request.request_id, request.attempt))
         if owner is not None:
             return await self._ask_owner(owner, request)
-        gateway_id, part = self._streams.resend(request.request_id, request.attempt, request.offset)
+        gateway_id, part = self.streams.resend(request.request_id, request.attempt, request.offset)
         instance = self._instance()
         for page in _pages(part):
             await self._send(gateway_id, instance.instance_id if instance else "", [page])
@@ -219,13 +220,13 @@ class Serving:
         for request in requests:
             gateway = request.gateway_id, request.gateway_incarnation
             key, offset = (request.request_id, request.attempt), len(request.output_token_ids)
-            self._streams.open(*key, gateway[0], offset, incarnation=gateway[1])
+            self.streams.open(*key, gateway[0], offset, incarnation=gateway[1])
             self._free(self._gateways.spoke(*gateway, now_s))
 
     def supersede(self, request: Submit, instance: Instance) -> None:
         """Another worker's request is about to be hosted: earlier attempts at it are given up. Raises ``Conflict`` for
         one that is newer."""
-        known = self._streams.attempt_of(request.request_id)
+        known = self.streams.attempt_of(request.request_id)
         if known is not None and known > request.attempt:
             raise Conflict(
                 f"attempt {known} of request {request.request_id} is here already, {request.attempt} is over"
@@ -236,7 +237,7 @@ class Serving:
     def unhost(self, sequences: Iterable[Sequence]) -> None:
         """They are the other worker's alone."""
         for sequence in sequences:
-            self._streams.forget(*sequence.key)
+            self.streams.forget(*sequence.key)
 
     def announce(self, sequences: Iterable[Sequence]) -> None:
         """Tell the gateways that these requests are this worker's now, before their first tokens do."""
@@ -245,9 +246,9 @@ class Serving:
     def moved(self, sequences: Iterable[Sequence], worker_id: str) -> None:
         """These requests are another worker's now: what gateways still say here about them goes there."""
         gone = [s for s in sequences if not s.finished]
-        self._moved.add([s.key for s in gone], worker_id, time.monotonic())
+        self.new_owners.add([s.key for s in gone], worker_id, time.monotonic())
         for sequence in gone:
-            self._streams.forget(*sequence.key)
+            self.streams.forget(*sequence.key)
             self.spans.moved(sequence.key, worker_id)
 
     def on_gateway(self, heartbeat: GatewayHeartbeat) -> None:
@@ -263,8 +264,8 @@ class Serving:
         if now_s - self._looked_s > STOOD_STILL_S:
             self._hears_since_s = now_s
         self._looked_s = now_s
-        self._streams.expire(now_s)
-        self._moved.expire(now_s)
+        self.streams.expire(now_s)
+        self.new_owners.expire(now_s)
         connected_since_s = self._bus.connected_since_s
         if connected_since_s is None:
             return
@@ -278,7 +279,7 @@ class Serving:
             return
         if gone.earlier:
             log.info("gateway %s was started again: what it had asked for before is freed", gone.gateway_id)
-        self._streams.forget_gateway(gone)
+        self.streams.forget_gateway(gone)
         instance = self._instance()
         if instance is not None:
             instance.engine.cancel_gateway(gone)

@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from services.worker.engine.loop import StepOutput
-from services.worker.requests.inbox import Serving
+from services.worker.requests.inbox import Inbox
 from services.worker.scheduling.sequence import Sequence
 from shared.bus.base import Bus
 
@@ -25,9 +25,9 @@ SAY_S = 1.0
 class StepWitness:
     """See ``services.worker.engine.loop.Witness``. Made on the event loop, called on the engine's thread."""
 
-    def __init__(self, bus: Bus, serving: Serving) -> None:
+    def __init__(self, bus: Bus, inbox: Inbox) -> None:
         self._bus = bus
-        self._serving = serving
+        self._inbox = inbox
         self._loop = asyncio.get_running_loop()
 
     def begins(self, sequence: Sequence) -> None:
@@ -38,7 +38,7 @@ class StepWitness:
             self._say(sequence, begins=False)
 
     def _say(self, sequence: Sequence, *, begins: bool) -> None:
-        self._serving.on_output(StepOutput((sequence.computing(begins),)))
+        self._inbox.on_output(StepOutput((sequence.computing(begins),)))
         sent = self._sent()
         try:
             future = asyncio.run_coroutine_threadsafe(sent, self._loop)
@@ -59,5 +59,5 @@ class StepWitness:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SAY_S):
-                await self._serving.flushed()
+                await self._inbox.flushed()
                 await self._bus.flush()

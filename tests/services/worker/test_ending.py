@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from services.worker.service import WorkerService
+from shared.registry import RegistryReader
 from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
 
@@ -53,11 +54,17 @@ async def test_a_part_that_does_not_close_keeps_no_worker(hang: Callable[[Worker
         await stop(alone)
 
 
-async def test_a_task_that_loses_its_cancellation_keeps_no_worker() -> None:
+async def test_a_task_that_loses_its_cancellation_keeps_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     async with lone_worker() as alone:
-        alone.worker.service.parts.peers._look = _hangs  # type: ignore[method-assign, assignment]
+        asked = asyncio.Event()
+
+        async def read(*_: object, **__: object) -> None:
+            asked.set()
+            await _hangs()
+
+        monkeypatch.setattr(RegistryReader, "read", read)
         alone.worker.service.parts.peers.look_soon()
-        await asyncio.sleep(1.0)
+        await asyncio.wait_for(asked.wait(), 10.0)
         await stop(alone)
 
 

@@ -37,7 +37,8 @@ class Heard:
         self.broker = MemoryBroker()
         self.planner = self.broker.bus("planner")
         self.all: list[str] = []
-        self.orders = Orders(self.broker.bus("w0"), "w0", self._scale, self._drain, self._zigzag)
+        self.bus = self.broker.bus("w0")
+        self.orders = Orders(self.bus, "w0", self._scale, self._drain, self._zigzag)
         self._number = 0
 
     async def _scale(self, order: ScalePlan) -> None:
@@ -130,7 +131,7 @@ async def test_plans_for_everybody_that_can_be_heard_in_part_only_are_not_heard_
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(orders_module, "NO_TERM_S", 0.0)
-    bus = heard.orders._bus
+    bus = heard.bus
     real, refused = bus.subscribe_events, True
 
     async def subscribe_events(subject: str, kind: type, listener: object) -> object:

@@ -415,6 +415,11 @@ class MemoryResponding(Generic[M, R]):
         except Unavailable as error:
             _log.warning("could not send a reply on %s: %s", self.subject, error)
 
+    def cancel_answers(self) -> None:
+        """Whoever waits for an answer gets none."""
+        for task in self._tasks:
+            task.cancel()
+
     async def close(self) -> None:
         if self in self.bus.broker.responders:
             self.bus.broker.responders.remove(self)

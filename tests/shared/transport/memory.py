@@ -159,6 +159,11 @@ class MemoryTransport:
         await asyncio.to_thread(self._thread.join, _CLOSE_S)
 
     @property
+    def num_expected(self) -> int:
+        """Receives that are posted and have no message yet."""
+        return len(self._expected)
+
+    @property
     def num_unclaimed(self) -> int:
         """Messages that wait for their receive."""
         return len(self._unclaimed)
@@ -215,7 +220,7 @@ class MemoryTransport:
         elif (expected := self._expected.pop(send.tag, None)) is not None:
             self._deliver(send, data, sender, expected[0], expected[1])
         else:
-            self._set_aside(send, data, sender)
+            self.set_aside(send, data, sender)
 
     # From here on: the transport's thread.
 
@@ -277,7 +282,7 @@ class MemoryTransport:
         else:
             self._expected[transfer.tag] = (transfer, view, source)
 
-    def _set_aside(self, send: PostedTransfer, data: memoryview, sender: MemoryTransport) -> None:
+    def set_aside(self, send: PostedTransfer, data: memoryview, sender: MemoryTransport) -> None:
         if (same := self._unclaimed.pop(send.tag, None)) is not None:
             same[2].post(same[0].finish)
         self._unclaimed[send.tag] = (send, data, sender)

@@ -75,7 +75,7 @@ def test_a_chunk_of_several_tiles_gathers_its_prefix_once_and_makes_its_mask_onc
     plan = backend.plan([0, 48], [0, 30], pages, [BLOCK_SIZE])
     masks: list[torch.Tensor] = []
     gathers: list[int] = []
-    attend, keys_of = torch_cpu.scaled_dot_product_attention, TorchAttention._keys
+    attend, index_select = torch_cpu.scaled_dot_product_attention, torch.Tensor.index_select
 
     def noted(*args: torch.Tensor, attn_mask: torch.Tensor | None = None, **kwargs: object) -> torch.Tensor:
         assert attn_mask is not None
@@ -83,12 +83,12 @@ def test_a_chunk_of_several_tiles_gathers_its_prefix_once_and_makes_its_mask_onc
         masks.append(attn_mask)
         return attend(*args, attn_mask=attn_mask, **kwargs)
 
-    def counted(self: TorchAttention, pages: object, cache: torch.Tensor) -> torch.Tensor:
+    def counted(cache: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
         gathers.append(id(cache))
-        return keys_of(self, pages, cache)
+        return index_select(cache, dim, index)
 
     monkeypatch.setattr(torch_cpu, "scaled_dot_product_attention", noted)
-    monkeypatch.setattr(TorchAttention, "_keys", counted)
+    monkeypatch.setattr(torch.Tensor, "index_select", counted)
     caches = [torch.randn(NUM_BLOCKS, BLOCK_SIZE, 2, 16) for _ in range(4)]
     q = torch.randn(48, 4, 16)
     for k_cache, v_cache in (caches[:2], caches[2:]):

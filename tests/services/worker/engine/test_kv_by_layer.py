@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from services.worker.engine.attention.torch_cpu import TorchAttention
 from services.worker.engine.base import Engine
 from services.worker.engine.mock.engine import MockEngine
+from services.worker.engine.mock.sleep import PreciseSleep
 from services.worker.engine.torch_engine import TorchEngine
 from shared.errors import BadRequest
 from tests.checkpoints import KINDS
@@ -55,17 +58,18 @@ def prompt_layers(engine: Engine, lengths: tuple[int, ...] = LENGTHS) -> list[np
 def in_the_middle_of_a_layer(engine: Engine, hook: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Run ``hook`` on the engine thread inside of every ``run_layers`` from now on."""
     if isinstance(engine, MockEngine):
-        monkeypatch.setattr(engine, "_sleep_since", lambda *_: hook())
+        # Its layers' time is counted from their begin; that of the rest of a step is not.
+        monkeypatch.setattr(PreciseSleep, "__call__", lambda _self, _s, since=None: None if since is None else hook())
         return
     assert isinstance(engine, TorchEngine)
-    attention = engine._model._attention
-    run = attention.run
+    run, pages = TorchAttention.run, engine.cache.k
 
-    def hooked(*args: object) -> torch.Tensor:
-        hook()  # this layer's KV is written, its hidden states are not
-        return run(*args)
+    def hooked(attention: TorchAttention, plan: Any, q: torch.Tensor, *caches: torch.Tensor) -> torch.Tensor:
+        if any(caches[0] is keys for keys in pages):
+            hook()  # this layer's KV is written, its hidden states are not
+        return run(attention, plan, q, *caches)
 
-    monkeypatch.setattr(attention, "run", hooked)
+    monkeypatch.setattr(TorchAttention, "run", hooked)
 
 
 @each_engine

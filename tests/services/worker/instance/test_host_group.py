@@ -199,7 +199,8 @@ def test_processes_of_another_user_are_not_listened_to(host: Host, monkeypatch: 
         "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
         "name = chr(0) + sys.argv[2]\n"
         "if sys.argv[1] == 'gatherer':\n    s.bind(name); s.listen(5)\nelse:\n    s.connect(name)\n"
-        "print('there', flush=True)\nsys.stdin.read()"
+        "print('there', flush=True)\nsys.stdin.readline()\n"
+        "if sys.argv[1] == 'member':\n    print(s.recv(1), flush=True)\nsys.stdin.read()"
     )
     if side == "member":
         host.add("a")
@@ -213,7 +214,11 @@ def test_processes_of_another_user_are_not_listened_to(host: Host, monkeypatch: 
         if side == "gatherer":
             host.add("a")
         assert [host.round() for _ in range(5)] == [{"a": ["a"]}] * 5
-        assert host.groups["a"]._members == []
+        if side == "member":
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "b''\n", "it was let in"
     finally:
         process.kill()
         process.communicate()

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from services.worker import service
+from services.worker.orders import Orders
 from shared.errors import Unavailable
 from shared.messages.registry import HeartbeatAck
 from tests.services.waiting import eventually
@@ -52,14 +53,19 @@ async def test_a_pool_that_is_away_is_said_once_and_that_it_is_back(
     assert caplog.text.count("the pool did not take our report: Redis is away") == 1
 
 
-async def test_reports_go_on_while_the_planners_plans_cannot_be_subscribed_to(alone: LoneWorker) -> None:
-    async def hangs(_: int) -> None:
+async def test_reports_go_on_while_the_planners_plans_cannot_be_subscribed_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging = asyncio.Event()
+
+    async def hangs(*_: object) -> None:
+        hanging.set()
         await asyncio.Event().wait()
 
-    alone.worker.service.parts.registration._planner_term = hangs
-    alone.pool.ack = HeartbeatAck(lease_s=0.1)
-    known = len(alone.pool.heartbeats)
-    await eventually(lambda: len(alone.pool.heartbeats) > known + 5)
+    monkeypatch.setattr(Orders, "planner_term", hangs)
+    async with lone_worker() as alone:
+        alone.pool.ack = HeartbeatAck(lease_s=0.1)
+        await asyncio.wait_for(hanging.wait(), 10.0)
+        known = len(alone.pool.heartbeats)
+        await eventually(lambda: len(alone.pool.heartbeats) > known + 5)
 
 
 async def test_a_registry_that_lost_the_model_gets_it_back(alone: LoneWorker) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.worker.engine.loop import EngineLoop
@@ -89,11 +90,9 @@ class Gate:
 
 def expire(alone: LoneWorker, reservation: DecodeReservation, monkeypatch: pytest.MonkeyPatch) -> asyncio.Task[object]:
     """Its lease lapses; the task that drops it."""
-    keeper, renewed_at_s = alone.worker.service.parts.kv_receiver, reservation.renewed_at_s
     before = asyncio.all_tasks()
     with monkeypatch.context() as patch:
-        patch.setattr(reservation, "renewed_at_s", float("-inf"))
-        patch.setattr(alone.worker.bus, "_connected_since_s", renewed_at_s - 3600.0)
-        keeper.expire()
+        patch.setattr(reservation, "message", msgspec.structs.replace(reservation.message, lease_s=-1.0))
+        alone.worker.service.parts.kv_receiver.expire()
     (task,) = asyncio.all_tasks() - before
     return asyncio.create_task(asyncio.wait({task}))

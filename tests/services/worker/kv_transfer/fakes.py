@@ -156,7 +156,7 @@ async def clean(alone: LoneWorker) -> None:
         return await asyncio.wrap_future(engine.call(state)) == (0, 0, 0, 0)
 
     await eventually(empty, timeout_s=2.0)
-    assert worker.serving._pins == 0, "an instance that drains would wait for ever"
+    assert worker.serving.num_pins == 0, "an instance that drains would wait for ever"
 
 
 class FakeDecode:
@@ -195,8 +195,7 @@ class FakeDecode:
         """Whoever waits for an answer gets none."""
         for responder in self.bus.broker.responders:
             if responder.bus is self.bus:
-                for task in responder._tasks:
-                    task.cancel()
+                responder.cancel_answers()
         await self.bus.close()
         await self.transport.close()
 

@@ -111,8 +111,7 @@ class Rig:
 
     async def close(self) -> None:
         for responder in list(self.theirs.broker.responders):
-            for task in responder._tasks:
-                task.cancel()
+            responder.cancel_answers()
         await self.theirs.close()
         await self.mine.close()
 

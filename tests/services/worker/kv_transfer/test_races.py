@@ -25,6 +25,7 @@ from shared.bus.wire import Headers
 from shared.errors import BlitzError
 from shared.messages.common import Ack
 from shared.messages.disaggregated import BeginDecode
+from shared.messages.generation import GatewayHeartbeat
 from shared.transport.base import Buffer
 from tests.services.fake_gateway import expected_tokens
 from tests.services.tampering import corrupt, index_of, lose_from
@@ -253,16 +254,19 @@ def keys(worker: RunningWorker) -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("then", ["cancel", "attempt"])
-async def test_the_decode_worker_begins_and_is_not_heard_of_again_for_a_while(redis_url: str, then: str) -> None:
+async def test_the_decode_worker_begins_and_is_not_heard_of_again_for_a_while(
+    redis_url: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with disaggregated(redis_url, stall_s=1.5, mock=SLOW) as pair:
         here, there = pair.prefill, pair.decode
-        begin = there.service.parts.kv_receiver._begin
+        unpin = DecodeReservation.unpin
 
-        async def begin_and_go(reservation: DecodeReservation, message: BeginDecode) -> None:
-            await begin(reservation, message)
+        def unpin_and_go(reservation: DecodeReservation) -> None:
+            """It is decoded there now, and that is not said."""
+            unpin(reservation)
             there.bus.go_down()
 
-        there.service.parts.kv_receiver._begin = begin_and_go  # type: ignore[method-assign]
+        monkeypatch.setattr(DecodeReservation, "unpin", unpin_and_go)
         await pair.submit("r", max_tokens=3000)
         end = await pair.gateway.end_of("r")
         assert end.error is not None
@@ -272,7 +276,7 @@ async def test_the_decode_worker_begins_and_is_not_heard_of_again_for_a_while(re
         assert pair.outcomes() == {"unknown": 1}
         assert keys(here) == set(), "both would decode it"
         assert keys(there) == {("r", 1)}
-        there.service.parts.kv_receiver._begin = begin  # type: ignore[method-assign]
+        monkeypatch.setattr(DecodeReservation, "unpin", unpin)
         there.bus.go_up()
         if then == "cancel":
             await pair.gateway.cancel("w1", "r")
@@ -301,16 +305,13 @@ async def test_room_that_lapsed_and_was_given_anew_is_not_taken_for_the_first(re
         assert pair.outcomes() == {"kept": 1}
 
 
-async def test_a_gateway_that_only_the_decode_worker_finds_silent(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_gateway_that_only_the_decode_worker_finds_silent(redis_url: str) -> None:
     async with disaggregated(redis_url, stall_s=5.0, mock=MockTiming(layer_base_s=0.03)) as pair:
         await pair.submit("r")
         there = pair.decode
         await eventually(lambda: there.service.parts.kv_receiver.reservations)
-        monkeypatch.setattr(there.bus, "_connected_since_s", 0.0)
-        there.service.parts.serving._gateways._lives["gw"][""].heard_at_s = float("-inf")
-        there.service.parts.serving.expire()
+        there.service.parts.inbox.on_gateway(GatewayHeartbeat(gateway_id="gw", lease_s=0.0))
+        there.service.parts.inbox.expire()
         await whole(pair, "r", PROMPT, 8)
         assert pair.decoded_by("r") == ["w0"]
         await pair.clean()
@@ -446,13 +447,13 @@ async def test_no_kv_comes_before_its_receive_however_slow_the_connection(
     patient_pair: Disaggregated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aside: list[int] = []
-    set_aside = MemoryTransport._set_aside
+    set_aside = MemoryTransport.set_aside
 
     def noted(self: Any, send: Any, *rest: Any) -> None:
         aside.append(send.tag)
         set_aside(self, send, *rest)
 
-    monkeypatch.setattr(MemoryTransport, "_set_aside", noted)
+    monkeypatch.setattr(MemoryTransport, "set_aside", noted)
     peers = patient_pair.decode.service.parts.peers
     channel = peers.channel
 

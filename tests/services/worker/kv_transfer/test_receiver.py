@@ -92,11 +92,11 @@ async def test_what_cannot_be_decoded_here_is_refused(alone: LoneWorker, prefill
     for lease_s in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(BadRequest):
             await prefill.reserve(prefill.request(), lease_s=lease_s)
-    alone.worker.service.parts.serving.admitting = False
+    alone.worker.service.parts.inbox.admitting = False
     with pytest.raises(Conflict):
         await prefill.reserve(prefill.request())
     assert await used_blocks(alone) == 0
-    assert len(alone.worker.service.parts.serving._streams) == 0
+    assert len(alone.worker.service.parts.inbox.streams) == 0
 
 
 async def test_no_seat_is_taken_twice(alone: LoneWorker, prefill: FakePrefill) -> None:

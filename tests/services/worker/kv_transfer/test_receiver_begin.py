@@ -36,7 +36,7 @@ async def test_begin_after_a_release_is_refused(alone: LoneWorker, prefill: Fake
         await prefill.begin(request)
     await prefill.release(request)
     assert not alone.gateway.parts
-    assert len(alone.worker.service.parts.serving._streams) == 0
+    assert len(alone.worker.service.parts.inbox.streams) == 0
 
 
 async def test_a_release_of_what_is_decoded_here_ends_it_without_a_word(
@@ -83,7 +83,7 @@ async def test_begin_of_an_attempt_that_runs_here_anyway_is_refused(alone: LoneW
     request = prefill.request()
     await prefill.arrive(request)
     await alone.pause()
-    alone.worker.service.parts.serving._streams.forget("r", 1)
+    alone.worker.service.parts.inbox.streams.forget("r", 1)
     await alone.submit(request.instance_id, "r", prompt=PROMPT)
     with pytest.raises(Conflict):
         await prefill.begin(request)

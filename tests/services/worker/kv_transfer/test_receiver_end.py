@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from shared.errors import Conflict
+from shared.messages.generation import GatewayHeartbeat
 from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.decode_side import Gate, decoded, expire, reservations_of, used_blocks
 from tests.services.worker.kv_transfer.fakes import FakePrefill, clean
@@ -23,7 +24,7 @@ async def test_a_reservation_that_is_not_renewed_lapses(alone: LoneWorker, prefi
     await prefill.renew(renewed, reserved)
     await prefill.reserve(request, lease_s=0.05)
     await eventually(lambda: set(reservations_of(alone)) == {("kept", 1), ("renewed", 1)})
-    await eventually(lambda: alone.worker.serving._pins == 2)
+    await eventually(lambda: alone.worker.serving.num_pins == 2)
     assert await used_blocks(alone) == 14
     with pytest.raises(Conflict):
         await prefill.begin(request)
@@ -108,17 +109,14 @@ async def test_an_end_of_room_that_was_given_anew_meanwhile_is_not_the_new_ones(
     await decoded(alone, request)
 
 
-async def test_room_of_a_gateway_that_is_silent_here_is_freed(
-    alone: LoneWorker, prefill: FakePrefill, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_room_of_a_gateway_that_is_silent_here_is_freed(alone: LoneWorker, prefill: FakePrefill) -> None:
     """For all that the prefill worker knows, it may be alive."""
     silent, kept = prefill.request("silent", gateway_id="gone"), prefill.request("kept")
     reserved = await prefill.reserve(silent)
     await prefill.reserve(kept)
-    serving = alone.worker.service.parts.serving
-    serving._gateways._lives["gone"][""].heard_at_s = float("-inf")
-    monkeypatch.setattr(alone.worker.bus, "_connected_since_s", 0.0)
-    serving.expire()
+    inbox = alone.worker.service.parts.inbox
+    inbox.on_gateway(GatewayHeartbeat(gateway_id="gone", lease_s=0.0))
+    inbox.expire()
     await eventually(lambda: set(reservations_of(alone)) == {("kept", 1)})
     with pytest.raises(Conflict):
         await prefill.renew(silent, reserved)
@@ -171,4 +169,8 @@ async def test_room_that_cannot_be_freed_is_said(
         patch.setattr(reservation, "stop", breaks)
         await alone.gateway.cancel("w0", "r")
         await eventually(lambda: "a bug of ours" in caplog.text)
-    await alone.worker.service.parts.kv_receiver._drop(reservation)
+    await reservation.stop()
+    call = reservation.instance.engine.call(lambda loop: loop.scheduler.reservations.release([reservation.sequence]))
+    await asyncio.wrap_future(call)
+    reservation.unpin()
+    alone.worker.service.parts.inbox.unhost([reservation.sequence])

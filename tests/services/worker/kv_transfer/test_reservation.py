@@ -37,7 +37,7 @@ async def test_room_is_refused_to_whom_there_is_no_connection(
     with pytest.raises(Conflict, match="no connection"):
         await prefill.reserve(prefill.request())
     await clean(alone)
-    assert len(alone.worker.service.parts.serving._streams) == 0
+    assert len(alone.worker.service.parts.inbox.streams) == 0
 
 
 async def test_no_room_is_given_in_an_instance_that_is_gone(
@@ -72,7 +72,7 @@ async def test_kv_that_does_not_come_frees_its_room_at_once(alone: LoneWorker, p
     else:
         await prefill.send(reserved, dict(enumerate(layers)))
     await clean(alone)
-    assert len(alone.worker.service.parts.serving._streams) == 0
+    assert len(alone.worker.service.parts.inbox.streams) == 0
     for ask in (prefill.begin(request), prefill.renew(request, reserved)):
         with pytest.raises(Conflict, match="no room is kept"):
             await ask
@@ -128,7 +128,7 @@ async def test_receives_are_posted_a_window_ahead(
     for here in range(len(layers) + 1):
         assert await prefill.renew(request, reserved, wait_layers=here) == here
         posted = min(2, len(layers) - here)
-        await eventually(lambda posted=posted: len(real._expected) == posted)
+        await eventually(lambda posted=posted: real.num_expected == posted)
         if here < len(layers):
             await prefill.send(reserved, {here: layers[here]})
     await prefill.begin(request)

@@ -21,7 +21,7 @@ from services.worker.live.pulls import Puller
 from services.worker.live.steppers import SourceStepper
 from services.worker.live.target import LiveTarget
 from services.worker.live.tensors import Kind, Tensors
-from services.worker.requests.inbox import Serving
+from services.worker.requests.inbox import Inbox
 from services.worker.scheduling.sequence import Sequence, sequence_of, submit_of
 from shared import subjects
 from shared.errors import BlitzError
@@ -129,7 +129,7 @@ class InsideLayer:
 
 
 class Requests:
-    """``Serving``, which writes down what it is told."""
+    """``Inbox``, which writes down what it is told."""
 
     def __init__(self) -> None:
         self.hosted: list[str] = []
@@ -207,7 +207,7 @@ class Ends:
             cast(Instance, self.target),
             self.buses[1],
             self.target_tensors,
-            cast(Serving, self.requests),
+            cast(Inbox, self.requests),
             silence_s=self.silence_s,
         )
         for member in (self.source, self.target):

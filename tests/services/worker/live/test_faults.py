@@ -193,8 +193,9 @@ async def test_a_question_about_a_request_that_moved_is_answered_by_its_owner(re
         burst = Burst(cluster)
         await burst.start(delay_s=0.02, max_tokens=60)
         gateway = cluster.gateway
-        await eventually(lambda: len(burst.source.service.parts.serving._moved) > 0)
-        (request_id, attempt), _ = next(iter(burst.source.service.parts.serving._moved._owners.items()))
+        owner_of, attempt = burst.source.service.parts.inbox.new_owners.owner_of, 1
+        await eventually(lambda: any(owner_of((r, attempt)) for r in burst.prompts))
+        request_id = next(r for r in burst.prompts if owner_of((r, attempt)))
         await eventually(lambda: len(_had(cluster, request_id)) > 3)
         before = len(gateway.batches)
         await gateway.resend(burst.source.worker_id, request_id, attempt=attempt, offset=0)
@@ -218,8 +219,8 @@ async def test_a_loaded_target_that_is_cut_off_leaves_no_attempt_with_two_owners
         burst, gateway = Burst(cluster), cluster.gateway
         await burst.start(delay_s=0.01, max_tokens=3)
         source = await burst.live_source()
-        await eventually(lambda: source._target_loaded)
-        assert len(source._handed.handed) > 2
+        await eventually(lambda: source.target_loaded)
+        assert len(source.handed_over.handed) > 2
         burst.target.bus.go_down()  # it computes on, and nobody can ask it what
         assert (await _report(cluster)).outcome == "failed"
         burst.target.bus.go_up()

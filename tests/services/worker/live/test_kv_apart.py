@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import pytest
 
+from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.engine.torch_engine import Activation, TorchEngine
 from services.worker.live import pulls
 from services.worker.live.batch import PromptBatch
-from services.worker.live.handover import HandedOver
 from services.worker.live.pulls import Puller
-from services.worker.live.source import LiveSource
 from services.worker.live.target import LiveTarget
 from services.worker.live.target_batches import TargetBatches
 from shared import subjects
@@ -96,7 +96,7 @@ async def test_first_tokens_come_without_kv_and_what_is_lost_is_computed_again(r
         burst.target.transport.tamper = wire.tamper
         source = await burst.live_source()
         await eventually(lambda: wire.lost)
-        await eventually(lambda: source._record._first_cooperative_at_s is not None)
+        await eventually(lambda: source.record.first_cooperative_at_s is not None)
         wire.holds = False
         await burst.ends()
         assert await _split(cluster, burst) > 0
@@ -110,8 +110,8 @@ async def test_the_target_is_killed_while_kv_is_on_its_way(redis_url: str) -> No
         await burst.start(delay_s=0.2)
         burst.target.transport.tamper = wire.tamper
         source = await burst.live_source()
-        await eventually(lambda: source._record._first_cooperative_at_s is not None)
-        assert not source._target_loaded
+        await eventually(lambda: source.record.first_cooperative_at_s is not None)
+        assert not source.target_loaded
         await burst.target.kill()
         await burst.ends()
         assert await _preemptions(burst) > 0
@@ -138,14 +138,18 @@ async def _parted_with_begun_ones(burst: Burst, before: Callable[[], None] = lam
     target = burst.live_target_of(burst.target)
     assert target is not None
     given: list[str] = []
-    hand_back = target._hand_back
+    agreed: list[Dissolved] = []
+    take = target.batches.take
 
-    async def watched(shares: Dissolved) -> None:
-        given.extend(g.batch_id for g in shares.given if g.first_layer)
-        before()
-        await hand_back(shares)
+    def watched(batch_ids: Iterable[str]) -> list[PromptBatch]:
+        """The first word after the two have agreed: nothing is sent yet."""
+        if target.shares is not None and not agreed:
+            agreed.append(target.shares)
+            given.extend(g.batch_id for g in target.shares.given if g.first_layer)
+            before()
+        return take(batch_ids)
 
-    target._hand_back = watched  # type: ignore[method-assign]
+    target.batches.take = watched  # type: ignore[method-assign]
     return given
 
 
@@ -335,21 +339,23 @@ async def test_a_prompt_that_arrives_as_a_pair_dissolves_has_its_hidden_states_s
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits until they are given up: that would take an hour here."""
-    embedded, pull_until_over = HandedOver._embedded, LiveSource._pull_until_over
-    over, acknowledged, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    embed_tokens, pull, event_loop = MockEngine.embed_tokens, Puller.pull, asyncio.get_running_loop()
+    over, acknowledged, go_on = asyncio.Event(), asyncio.Event(), threading.Event()
 
-    async def slowly(handing: HandedOver, batch: PromptBatch) -> Buffer:
-        acknowledged.set()
-        await go_on.wait()
-        return await embedded(handing, batch)
+    def slowly(engine: MockEngine, token_ids: Sequence[int]) -> Buffer:
+        event_loop.call_soon_threadsafe(acknowledged.set)
+        assert go_on.wait(20.0)
+        return embed_tokens(engine, token_ids)
 
-    async def held_up(source: LiveSource, puller: Puller) -> None:
-        await pull_until_over(source, puller)
-        over.set()
-        await acknowledged.wait()
+    async def held_up(puller: Puller) -> Pulled:
+        answer = await pull(puller)
+        if answer.can_dissolve:
+            over.set()
+            await acknowledged.wait()
+        return answer
 
-    monkeypatch.setattr(HandedOver, "_embedded", slowly)
-    monkeypatch.setattr(LiveSource, "_pull_until_over", held_up)
+    monkeypatch.setattr(MockEngine, "embed_tokens", slowly)
+    monkeypatch.setattr(Puller, "pull", held_up)
     async with slow_cluster(redis_url, stall_s=3600.0) as cluster:
         burst = Burst(cluster)
         await burst.start(delay_s=0.02, prompts={})
@@ -357,7 +363,7 @@ async def test_a_prompt_that_arrives_as_a_pair_dissolves_has_its_hidden_states_s
         source = burst.source.service.parts.pair_roles.source
         assert source is not None
         await burst.submit("late", PROMPTS["r0"])
-        await eventually(lambda: source._is_ending or source.life.ended)
+        await eventually(lambda: source.is_ending or source.life.ended)
         go_on.set()
         await burst.ends()
         await burst.clean()

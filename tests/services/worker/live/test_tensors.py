@@ -91,11 +91,11 @@ async def test_both_members_send_under_the_same_numbers(pair: Pair) -> None:
 async def test_a_buffer_is_kept_until_it_is_sent(pair: Pair) -> None:
     source, target = await pair.start()
     transfer = source.send(bytes_of(3), 0, Kind.HANDED_HIDDEN)  # nobody else holds the buffer
-    assert source._posted == {transfer}
+    assert source.posted == {transfer}
     assert (await target.receive(1000, 0, Kind.HANDED_HIDDEN) == 3).all()
     await transfer.wait()
-    assert not source._posted
-    assert not target._posted
+    assert not source.posted
+    assert not target.posted
 
 
 async def test_a_message_of_another_size_is_an_error(pair: Pair) -> None:
@@ -110,7 +110,7 @@ async def test_what_never_comes_is_given_up_in_time() -> None:
     _, target = await pair.start()
     with pytest.raises(DeadlineExceeded):
         await target.receive(10, 0, Kind.PULLED_KV)
-    await eventually(lambda: not target._posted)
+    await eventually(lambda: not target.posted)
     for transport in pair.transports:
         await transport.close()
 
@@ -118,8 +118,8 @@ async def test_what_never_comes_is_given_up_in_time() -> None:
 async def test_a_receive_that_is_cancelled_leaves_its_buffer_to_nobody(pair: Pair) -> None:
     source, target = await pair.start()
     receiving = asyncio.create_task(target.receive(1000, 0, Kind.PULLED_KV))
-    await eventually(lambda: target._posted)
-    (transfer,) = target._posted
+    await eventually(lambda: target.posted)
+    (transfer,) = target.posted
     receiving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await receiving
@@ -132,12 +132,12 @@ async def test_giving_up_ends_everything_that_is_posted(pair: Pair) -> None:
     source, _target = await pair.start()
     transfers = [source.send(bytes_of(1), serial, Kind.HANDED_HIDDEN) for serial in range(3)]
     receiving = asyncio.create_task(source.receive(10, 0, Kind.PULLED_KV))
-    await eventually(lambda: len(source._posted) == 4)
+    await eventually(lambda: len(source.posted) == 4)
     source.abort()
     assert isinstance(await source.sent(*transfers), TransferAborted)
     with pytest.raises(TransferAborted):
         await receiving
-    await eventually(lambda: not source._posted)
+    await eventually(lambda: not source.posted)
 
 
 async def test_the_first_error_of_several_sends_is_told(pair: Pair) -> None:
@@ -153,7 +153,7 @@ async def test_a_lost_peer_is_noticed_and_ends_what_waits_for_it(pair: Pair) -> 
     source, _ = await pair.start()
     assert not source.peer_is_lost
     receiving = asyncio.create_task(source.receive(10, 0, Kind.PULLED_KV))
-    await eventually(lambda: source._posted)
+    await eventually(lambda: source.posted)
     pair.kill_target()
     with pytest.raises(TransportError, match="lost"):
         await receiving

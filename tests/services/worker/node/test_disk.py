@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.node import disk
 from services.worker.node.disk import measure_ssd_gbps
 
 MIB = 1 << 20
@@ -28,14 +27,19 @@ def test_a_file_system_without_direct_reads_is_measured_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped: list[int] = []
-    real = os.posix_fadvise
+    real, control = os.posix_fadvise, fcntl.fcntl
 
     def fadvise(descriptor: int, offset: int, length: int, advice: int) -> None:
         dropped.append(length)
         real(descriptor, offset, length, advice)
 
+    def no_direct(descriptor: int, operation: int, flags: int = 0) -> int:
+        if operation == fcntl.F_SETFL and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return control(descriptor, operation, flags)
+
     monkeypatch.setattr(os, "posix_fadvise", fadvise)
-    monkeypatch.setattr(disk, "_set_direct", lambda descriptor, *, direct: False)
+    monkeypatch.setattr(fcntl, "fcntl", no_direct)
     assert measure_ssd_gbps(tmp_path, max_bytes=16 * MIB) is not None
     assert dropped == [16 * MIB], "its pages leave the cache before they are read"
 

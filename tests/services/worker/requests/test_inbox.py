@@ -9,7 +9,7 @@ import pytest
 
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.requests import inbox
-from services.worker.requests.inbox import Serving
+from services.worker.requests.inbox import Inbox
 from services.worker.scheduling.gateways import Gone
 from services.worker.scheduling.sequence import Sequence, sequence_of
 from shared import subjects
@@ -113,7 +113,7 @@ async def test_a_resend_in_the_middle_of_a_stream_leaves_no_gap(alone: LoneWorke
     alone.broker.disconnect("gateway-gw")  # what is sent now is lost to it
     alone.resume()
     await eventually(lambda: alone.worker.serving.num_requests == 0)
-    await alone.worker.service.parts.serving.flushed()
+    await alone.worker.service.parts.inbox.flushed()
     alone.broker.reconnect("gateway-gw")
     await alone.gateway.resend("w0", "r")
     await alone.gateway.end_of("r")
@@ -358,8 +358,8 @@ class Partner:
         self.told.append(("cancel_gateway", gone.gateway_id))
 
 
-def serving_of(alone: LoneWorker) -> Serving:
-    return alone.worker.service.parts.serving
+def serving_of(alone: LoneWorker) -> Inbox:
+    return alone.worker.service.parts.inbox
 
 
 def a_submit(request_id: str = "r", *, attempt: int = 1, output: tuple[int, ...] = ()) -> Submit:

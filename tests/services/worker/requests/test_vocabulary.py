@@ -34,7 +34,7 @@ async def test_a_submit_with_an_unknown_token_is_refused_and_changes_nothing(
         await alone.submit(instance_id, "bad", **{where: (1, token_id, 2)})
     assert (await alone.gateway.end_of("good")).finish_reason == "length"
     assert alone.gateway.tokens("good") == expected_tokens(30)
-    assert len(alone.worker.service.parts.serving._streams) == 1, "the good one's, which is not acknowledged"
+    assert len(alone.worker.service.parts.inbox.streams) == 1, "the good one's, which is not acknowledged"
     await alone.submit(instance_id, "bad", prompt=(*PROMPT, VOCAB_SIZE - 1))
     assert (await alone.gateway.end_of("bad")).finish_reason == "length"
 

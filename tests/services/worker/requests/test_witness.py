@@ -8,7 +8,7 @@ import pytest
 
 from services.worker.engine.base import Activation, Batch
 from services.worker.engine.mock.engine import MockEngine
-from services.worker.requests.witness import StepWitness
+from services.worker.requests.inbox import Inbox
 from tests.services.fake_gateway import PROMPT, expected_tokens
 from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker
@@ -89,7 +89,7 @@ async def test_a_word_that_cannot_be_sent_holds_the_engine_for_a_moment_only(
     async def never(self: object) -> None:
         await asyncio.sleep(3600)
 
-    monkeypatch.setattr(StepWitness, "_sent", never)
+    monkeypatch.setattr(Inbox, "flushed", never)
     instance_id = await alone.serve()
     await alone.submit(instance_id, "x", alone_tokens=1)
     await alone.gateway.end_of("x")

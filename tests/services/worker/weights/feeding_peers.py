@@ -51,7 +51,9 @@ class Peer:
         self.copy = copy
         self.epoch = 100 + len(everyone)
         self.copies = Copies()
-        self.sender = Sender(self.copies, self.channel, self.tell, stall_s=stall_s)
+        self.dial = self.channel
+        """How its sender connects."""
+        self.sender = Sender(self.copies, lambda address, host: self.dial(address, host), self.tell, stall_s=stall_s)
         self.fill: Fill | None = None
         self.ready: list[int] = []
         self.first_bytes = 0

@@ -354,14 +354,14 @@ async def test_a_feed_that_begins_after_its_copy_failed_is_refused() -> None:
     async with peers(3, random_copy(), stall_s=0.5) as (_, (source, failing, last)):
         connecting = asyncio.Event()
         go_on = asyncio.Event()
-        connect = failing.sender._connect
+        connect = failing.dial
 
         async def slowly(address: bytes, host: str) -> Channel:
             connecting.set()
             await go_on.wait()
             return await connect(address, host)
 
-        failing.sender._connect = slowly
+        failing.dial = slowly
         receiving = last.receive([[failing.upstream(), source.upstream()]])
         await connecting.wait()
         failing.copies.withdraw("gpu", failing.copy)

@@ -210,8 +210,8 @@ async def test_a_fill_that_breaks_in_an_unheard_of_way_frees_its_copy(
 async def test_a_cached_copy_that_the_pool_needs_does_not_make_way() -> None:
     async with lone_worker(host_cache_bytes=model_record().weights_bytes) as alone:
         other = msgspec.structs.replace(alone.model, name="other", model_hash="hash-of-other")
-        inside(alone)._store.reserve(other, cached=True, now_s=0.0)
-        copy = inside(alone)._store.find("hash-of-other", other.layout_hash)
+        alone.worker.service.parts.store.reserve(other, cached=True, now_s=0.0)
+        copy = alone.worker.service.parts.store.find("hash-of-other", other.layout_hash)
         assert copy is not None
         for unit in range(len(copy.layout.units)):
             copy.mark_ready(unit)
@@ -232,7 +232,7 @@ async def test_a_copy_that_may_go_goes_after_its_readers_however_long_they_read(
     monkeypatch.setattr("services.worker.weights.host_copies.EXPIRE_INTERVAL_S", 0.05)
     await hold(holder)
     await held(holder)
-    with inside(holder)._store.pinned(holder.model.model_hash):
+    with holder.worker.service.parts.store.pinned(holder.model.model_hash):
         await drop(holder)
         await eventually(lambda: [c.state for c in copies(holder)] == ["retired"])
         await asyncio.sleep(1.2)
@@ -256,7 +256,7 @@ async def test_a_stopped_worker_keeps_its_copies_until_the_pool_lets_them_go(hol
         await hold(holder, epoch=1001)
     offered = holder.worker.service.parts.mover.copies
     assert all(offered.find(k, holder.model.model_hash, holder.model.layout_hash) for k in ("gpu", "host"))
-    with inside(holder)._store.pinned(holder.model.model_hash):
+    with holder.worker.service.parts.store.pinned(holder.model.model_hash):
         holder.pool.retire_error = None
         await eventually(lambda: not offered.find("host", holder.model.model_hash, holder.model.layout_hash))
         await asyncio.sleep(0.2)

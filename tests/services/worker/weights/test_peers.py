@@ -59,8 +59,8 @@ class Cluster:
         self.fabric = MemoryFabric()
         self.transports = {f"w{i}": self.fabric.start(name=f"w{i}") for i in range(5)}
         self.recording = Recording(self.transports["w0"])
-        me = worker("w0", transport_address=self.transports["w0"].address)
-        self.peers = Peers(self.broker.bus("w0"), self.recording, me, interval_s=0.02, gone_after_s=0.2)  # type: ignore[arg-type]
+        self.me = worker("w0", transport_address=self.transports["w0"].address)
+        self.peers = Peers(self.broker.bus("w0"), self.recording, self.me, interval_s=0.02, gone_after_s=0.2)  # type: ignore[arg-type]
 
     def record(
         self,
@@ -194,7 +194,7 @@ async def test_lanes_for_tensors_are_connected_ahead(cluster: Cluster) -> None:
 
 
 async def test_a_worker_whose_part_changes_looks_again_soon(cluster: Cluster) -> None:
-    lazy = Peers(cluster.broker.bus("w0"), cluster.recording, cluster.peers._me, interval_s=3600.0)  # type: ignore[arg-type]
+    lazy = Peers(cluster.broker.bus("w0"), cluster.recording, cluster.me, interval_s=3600.0)  # type: ignore[arg-type]
     running = asyncio.create_task(lazy.run())
     await asyncio.sleep(0)
     for _ in range(2):

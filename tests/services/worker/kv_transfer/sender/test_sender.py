@@ -175,7 +175,7 @@ async def test_whose_outcome_is_unknown_is_not_decoded_here_as_well(
     await submit(alone, decode)
     await given_up(alone)
     assert how == "gone" or decode.said[-1] == "release"
-    assert alone.worker.service.parts.serving._moved.owner_of(("r", 1)) is None
+    assert alone.worker.service.parts.inbox.new_owners.owner_of(("r", 1)) is None
 
 
 async def test_our_own_outage_is_not_the_decode_workers_silence(alone: LoneWorker, decode: FakeDecode) -> None:

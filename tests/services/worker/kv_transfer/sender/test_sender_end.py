@@ -10,9 +10,10 @@ import pytest
 
 from services.worker.kv_transfer import decode_client, transfer
 from services.worker.scheduling.schedule import SampledToken
+from services.worker.service import WorkerService
 from shared.messages.common import Ack
 from shared.messages.disaggregated import BeginDecode, DecodeReserved, ReserveDecode
-from shared.messages.generation import Cancel
+from shared.messages.generation import Cancel, GatewayHeartbeat
 from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.fakes import PROMPT, FakeDecode, clean, outcomes
 from tests.services.worker.kv_transfer.sender.steps import (
@@ -59,12 +60,11 @@ async def test_an_end_at_every_stage(alone: LoneWorker, decode: FakeDecode, stag
     if how == "cancel":
         await alone.gateway.cancel("w0", "r")
     elif how == "gateway":
-        alone.worker.bus._connected_since_s = 0.0
-        service.parts.serving._gateways._lives[alone.gateway.gateway_id][""].heard_at_s = float("-inf")
-        service.parts.serving.expire()
+        service.parts.inbox.on_gateway(GatewayHeartbeat(gateway_id=alone.gateway.gateway_id, lease_s=0.0))
+        service.parts.inbox.expire()
     else:
         alone.worker.serving.fail()
-        leaving = asyncio.create_task(service.parts.scaling._vacate(alone.worker.serving, "gone"))
+        leaving = asyncio.create_task(_go(service))
     await asyncio.sleep(0.02)
     if gate is not None:
         gate.open()
@@ -72,7 +72,7 @@ async def test_an_end_at_every_stage(alone: LoneWorker, decode: FakeDecode, stag
     await eventually(lambda: outcomes(alone))
     assert set(outcomes(alone)) == {"ended"}
     await eventually(lambda: decode.said[-1] == "release")  # the decode worker may have begun
-    assert service.parts.serving._moved.owner_of(("r", 1)) is None
+    assert service.parts.inbox.new_owners.owner_of(("r", 1)) is None
     if how == "instance":
         await leaving
         end = await alone.gateway.end_of("r")
@@ -80,6 +80,16 @@ async def test_an_end_at_every_stage(alone: LoneWorker, decode: FakeDecode, stag
         assert end.error.code == "unavailable", "the gateway is to try it elsewhere"
     else:
         assert all(p.finish_reason is None for p in alone.gateway.parts.get(("r", 1), []))
+
+
+async def _go(service: WorkerService) -> None:
+    """As when a scale operation empties the slot."""
+    instance = service.parts.slot.current()
+    assert instance is not None
+    await service.parts.slot.going(instance, "gone")
+    await instance.stop()
+    service.parts.mover.withdraw(instance)
+    service.parts.slot.clear()
 
 
 async def _release_all(alone: LoneWorker) -> None:
@@ -144,7 +154,7 @@ async def test_a_cancel_of_what_is_held_before_the_event_loop_has_heard_of_it(
     if how == "engine":
         engine.cancel("r", 1).result(10.0)
     else:
-        alone.worker.service.parts.serving.on_cancel(Cancel(request_id="r", attempt=1))
+        alone.worker.service.parts.inbox.on_cancel(Cancel(request_id="r", attempt=1))
     await clean(alone)
     assert "begin" not in decode.said
     await submit(alone, decode, "next")
@@ -201,7 +211,7 @@ async def test_a_cancel_just_behind_the_acknowledgement_reaches_the_decode_worke
 
     async def begin_and_cancel(self: decode_client.DecodeClient, token: SampledToken) -> None:
         await begin(self, token)
-        alone.worker.service.parts.serving.on_cancel(Cancel(request_id="r", attempt=1))
+        alone.worker.service.parts.inbox.on_cancel(Cancel(request_id="r", attempt=1))
 
     monkeypatch.setattr(decode_client.DecodeClient, "begin", begin_and_cancel)
     await submit(alone, decode)
