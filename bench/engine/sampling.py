@@ -17,10 +17,11 @@ import msgspec
 import torch
 
 from bench.engine.run import BLOCK_SIZE, GREEDY, EngineBenchSettings, prompts_of, run_engine
-from services.worker.engine.base import Sampled, SamplingRow
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.memory.arena import HostArena
+from services.worker.scheduling.schedule import Sampled
+from services.worker.scheduling.sequence import Sequence as Request
 from shared.layout import layout_of
 from shared.messages.generation import SamplingParams
 from shared.model_spec import ModelSpec
@@ -57,7 +58,7 @@ class _TimedEngine(TorchEngine):
 
     sample_s: list[float]
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+    def sample(self, logits: torch.Tensor, rows: Sequence[Request]) -> list[Sampled]:
         started_s = time.perf_counter()
         sampled = super().sample(logits, rows)
         if len(rows) > 1:

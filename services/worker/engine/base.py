@@ -16,10 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from services.worker.scheduling.schedule import Sampled
 from services.worker.scheduling.sequence import Sequence as Request
-from services.worker.scheduling.sequence import TokenCounts
-from shared.messages.common import ErrorInfo
-from shared.messages.generation import SamplingParams, TokenLogprobs
 from shared.transport.base import Buffer
 
 
@@ -59,35 +57,6 @@ class Batch:
                 slices.append(Slice(piece.sequence_id, token_ids, piece.start + first, piece.block_table, sample))
             begin, end = begin - count, end - count
         return Batch(tuple(slices))
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """How to sample for one slice with ``sample`` set.
-
-    ``prompt`` and ``output`` feed the penalties and give the draw its position. ``counts``: of this request, kept
-    from step to step, so that penalties need not count again; the sampler alone reads and changes it.
-    """
-
-    params: SamplingParams
-    eos_token_ids: tuple[int, ...]
-    prompt: Sequence[int]
-    output: Sequence[int]
-    counts: TokenCounts | None = None
-
-
-def sampling_row(request: Request) -> SamplingRow:
-    """How a request's next token is chosen."""
-    return SamplingRow(request.params, request.eos_token_ids, request.prompt, request.output, request.counts)
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """One sampled token. With ``error`` there is none: this row's request ends with it, the others go on."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-    error: ErrorInfo | None = None
 
 
 Activation = Any
@@ -194,5 +163,8 @@ class Engine(Protocol):
     def head(self, activation: Activation) -> Logits:
         """Final norm and head of the tokens that are sampled."""
 
-    def sample(self, logits: Logits, rows: Sequence[SamplingRow]) -> list[Sampled]:
-        """One token per row. Draws depend on (seed, position) only, never on the batch."""
+    def sample(self, logits: Logits, rows: Sequence[Request]) -> list[Sampled]:
+        """The next token of each request, one per row of ``logits``.
+
+        Draws depend on (seed, position) only, never on the batch. ``counts`` of a request are the sampler's alone.
+        """

@@ -12,9 +12,9 @@ from collections.abc import Sequence as Slices
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from services.worker.engine.base import Activation, Batch, Engine, Sampled, SamplingRow, Slice, sampling_row
+from services.worker.engine.base import Activation, Batch, Engine, Slice
 from services.worker.engine.parts import compute
-from services.worker.scheduling.schedule import SampledToken, ScheduledSlice, SchedulerConfig, SchedulerLoad
+from services.worker.scheduling.schedule import Sampled, ScheduledSlice, SchedulerConfig, SchedulerLoad
 from services.worker.scheduling.scheduler import Scheduler
 from services.worker.scheduling.sequence import Sequence
 from services.worker.scheduling.speed import Speed, SpeedEstimator
@@ -80,7 +80,7 @@ class PrefillListener(Protocol):
     def ran_layers(self, sequence: Sequence, num_layers: int) -> None:
         """So many layers of the request's context have KV here; 0: it was begun."""
 
-    def computed(self, sequence: Sequence, token: SampledToken) -> None:
+    def computed(self, sequence: Sequence, token: Sampled) -> None:
         """Its first token was sampled. It is held, unless that was the end."""
 
 
@@ -201,14 +201,14 @@ class EngineLoop:
 
     def _compute(self, pieces: Slices[ScheduledSlice]) -> list[Sampled]:
         slices: list[Slice] = []
-        rows: list[SamplingRow] = []
+        rows: list[Sequence] = []
         for piece in pieces:
             sequence, start, count = piece.sequence, piece.start, piece.num_tokens
             tokens = sequence.tokens
             token_ids = (tokens[start],) if count == 1 else tuple(tokens[start : start + count])
             slices.append(Slice(sequence.id, token_ids, start, sequence.block_table, piece.sample))
             if piece.sample:
-                rows.append(sampling_row(sequence))
+                rows.append(sequence)
         engine = self.engine
         activation = engine.embed(Batch(tuple(slices)))
         if any(_is_prefill(piece) for piece in pieces):

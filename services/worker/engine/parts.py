@@ -9,8 +9,9 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.worker.engine.base import Batch, Engine, Sampled, SamplingRow, Slice
-from services.worker.scheduling.schedule import ScheduledSlice
+from services.worker.engine.base import Batch, Engine, Slice
+from services.worker.scheduling.schedule import Sampled, ScheduledSlice
+from services.worker.scheduling.sequence import Sequence as Request
 from shared.errors import BlitzError, EngineBroken, RequestFailed
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import SamplingParams
@@ -20,7 +21,8 @@ _log = logging.getLogger(__name__)
 Run = Callable[[Sequence[ScheduledSlice]], list[Sampled]]
 """Computes slices together: one token for each that samples, in order. Raises whatever the engine raises."""
 
-_PROBE = SamplingRow(SamplingParams(max_tokens=1, seed=0, temperature=0.0), (), (0,), ())
+_GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+_PROBE = Request(request_id="probe", attempt=0, gateway_id="", prompt=(0,), params=_GREEDY)
 
 
 @dataclass(slots=True)

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from services.worker.engine.base import Sampled, SamplingRow
 from services.worker.engine.draw import DrawRow, Floats, Ids, draw, uniform
-from services.worker.scheduling.sequence import TokenCounts
+from services.worker.scheduling.schedule import Sampled
+from services.worker.scheduling.sequence import Sequence as Request
 from shared.errors import BadRequest, Internal
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import TokenLogprobs
@@ -31,7 +31,7 @@ _ROWS_AT_ONCE = 32
 """Bounds the copies: 32 rows of 128k tokens are 16 MiB each."""
 
 
-def sample_rows(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+def sample_rows(logits: torch.Tensor, rows: Sequence[Request]) -> list[Sampled]:
     """One token per row of ``logits`` [n, vocab], any float dtype and device. ``logits`` is not changed."""
     if logits.shape[0] != len(rows):
         raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} rows of parameters")
@@ -42,7 +42,7 @@ def sample_rows(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampl
     return sampled
 
 
-def _sample(raw: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+def _sample(raw: torch.Tensor, rows: Sequence[Request]) -> list[Sampled]:
     """``raw`` [n, vocab] float32 on the CPU."""
     errors: dict[int, ErrorInfo] = {}
     best, greedy = _best(raw)
@@ -79,25 +79,25 @@ def _best(scores: torch.Tensor) -> tuple[Floats, Ids]:
     return np.take_along_axis(table, greedy[:, None], axis=-1)[:, 0], greedy
 
 
-def _draw_row(row: SamplingRow) -> DrawRow:
+def _draw_row(row: Request) -> DrawRow:
     params = row.params
     return DrawRow(uniform(params.seed, len(row.output)), params.temperature, max(0, params.top_k), params.top_p)
 
 
-def _masks_ends(row: SamplingRow) -> bool:
+def _masks_ends(row: Request) -> bool:
     return len(row.output) < row.params.min_tokens
 
 
-def _penalises(row: SamplingRow) -> bool:
+def _penalises(row: Request) -> bool:
     params = row.params
     return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
 
 
-def _is_adjusted(row: SamplingRow) -> bool:
+def _is_adjusted(row: Request) -> bool:
     return bool(row.params.logit_bias) or _masks_ends(row) or _penalises(row)
 
 
-def _adjust(scores: Floats, row: SamplingRow) -> ErrorInfo | None:
+def _adjust(scores: Floats, row: Request) -> ErrorInfo | None:
     """Apply mask, bias and penalties to one row [vocab] in place; the error of a bad bias."""
     params, vocab = row.params, len(scores)
     if _masks_ends(row):
@@ -114,9 +114,9 @@ def _adjust(scores: Floats, row: SamplingRow) -> ErrorInfo | None:
     return None
 
 
-def _penalise(scores: Floats, row: SamplingRow) -> None:
+def _penalise(scores: Floats, row: Request) -> None:
     params = row.params
-    counts = TokenCounts() if row.counts is None else row.counts
+    counts = row.counts
     counts.catch_up(row.prompt, row.output)
     # Copies: an array whose memory somebody holds cannot grow.
     ids, times = np.array(counts.ids), np.array(counts.times)
@@ -135,7 +135,7 @@ def _inside(ids: Ids, vocab: int) -> Ids:
     return ids[(ids >= 0) & (ids < vocab)]
 
 
-def _logprobs(raw: torch.Tensor, token_ids: Sequence[int], rows: Sequence[SamplingRow]) -> list[TokenLogprobs | None]:
+def _logprobs(raw: torch.Tensor, token_ids: Sequence[int], rows: Sequence[Request]) -> list[TokenLogprobs | None]:
     """Of the rows that ask for them, those with equally many alternatives together."""
     by_count: defaultdict[int, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):

@@ -10,7 +10,7 @@ import torch
 
 from services.worker.engine.attention.base import AttentionBackend
 from services.worker.engine.attention.torch_cpu import TorchAttention
-from services.worker.engine.base import Batch, Sampled, SamplingRow
+from services.worker.engine.base import Batch
 from services.worker.engine.handoff import (
     Bytes,
     check_batch,
@@ -28,6 +28,8 @@ from services.worker.engine.rope import inverse_frequencies, rotation
 from services.worker.engine.sampler import sample_rows
 from services.worker.memory.arena import Arena
 from services.worker.memory.dtypes import TORCH_DTYPES
+from services.worker.scheduling.schedule import Sampled
+from services.worker.scheduling.sequence import Sequence as Request
 from shared.errors import BadRequest
 from shared.layout import ArenaLayout
 from shared.transport.base import Buffer
@@ -245,6 +247,6 @@ class TorchEngine:
             raise BadRequest(f"head of a batch whose next layer is {activation.next_layer} of {self.num_layers}")
         return self._model.head(activation.hidden)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+    def sample(self, logits: torch.Tensor, rows: Sequence[Request]) -> list[Sampled]:
         """One token per row; see ``sampler``."""
         return sample_rows(logits, rows)

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -87,7 +88,9 @@ class LoadReporter:
         if instance is None or instance.state not in ("live", "serving", "draining"):
             return None
         stats = instance.engine.stats()
-        load, speed, now_s = stats.load, stats.speed, time.monotonic()
+        figures = asdict(stats.load) | asdict(stats.speed)
+        now_s = time.monotonic()
+        oldest_arrived_s = figures.pop("oldest_arrived_s") or now_s
         return LoadReport(
             worker_id=self._worker_id,
             instance_id=instance.instance_id,
@@ -95,21 +98,8 @@ class LoadReporter:
             state=instance.state,
             role=instance.role,
             published_at_s=time.time(),
-            queued_requests=load.queued_requests,
-            queued_tokens=load.queued_tokens,
-            running_requests=load.running_requests,
-            running_tokens=load.running_tokens,
-            prefill_tokens_total=load.prefill_tokens_total,
-            decode_tokens_total=load.decode_tokens_total,
             busy_s_total=stats.busy_s_total,
-            kv_blocks_total=load.blocks_total,
-            kv_blocks_used=load.blocks_used,
-            preemptions_total=load.preemptions_total,
-            oldest_queued_s=max(0.0, now_s - (load.oldest_arrived_s or now_s)),
-            prefilling_requests=load.prefilling_requests,
-            prefill_tokens_per_s=speed.prefill_tokens_per_s,
-            decode_tokens_per_s=speed.decode_tokens_per_s,
-            decode_base_s=speed.decode_base_s,
-            decode_request_s=speed.decode_request_s,
             load_s=instance.load_s,
+            oldest_queued_s=max(0.0, now_s - oldest_arrived_s),
+            **figures,
         )

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from services.worker.kv_transfer.transfer import DecodeRefused, KvTransfer
 from services.worker.link import growing
-from services.worker.scheduling.schedule import SampledToken
+from services.worker.scheduling.schedule import Sampled
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, DeadlineExceeded, NoResponder, Overloaded, Unavailable
@@ -116,7 +116,7 @@ class DecodeClient:
     def _renewal(self, ticket: int, num_layers: int = 0) -> RenewDecode:
         return RenewDecode(request_id=self._key[0], attempt=self._key[1], ticket=ticket, wait_layers=num_layers)
 
-    async def begin(self, token: SampledToken) -> None:
+    async def begin(self, token: Sampled) -> None:
         """The decode instance, which has all KV, takes the request over. Raises ``Unavailable`` if it may have done so,
         and cannot be asked."""
         self._transfer.check()  # nothing is asked for that is not wanted

@@ -10,12 +10,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from weakref import WeakValueDictionary
 
-from services.worker.engine.base import Sampled
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.reservation import DecodeReservation, Staging
 from services.worker.requests.inbox import Inbox
 from services.worker.scheduling.gateways import Gone
+from services.worker.scheduling.schedule import Sampled
 from services.worker.weights.peers import Peers
 from shared import subjects
 from shared.aio import OwnedTasks
@@ -267,14 +267,12 @@ class KvReceiver:
 
     async def instance_gone(self, instance: Instance, _reason: str) -> None:
         """The instance's engine is about to stop, and its memory to be another model's."""
-        gone = [
-            (key, reservation) for key, reservation in self.reservations.items() if reservation.instance is instance
-        ]
-        await asyncio.gather(*(self._failed(key, reservation) for key, reservation in gone))
+        gone = [row for row in self.reservations.items() if row[1].instance is instance]
+        await asyncio.gather(*(self._failed(*row) for row in gone))
 
     async def close(self) -> None:
         """Drop all room."""
-        await asyncio.gather(*(self._failed(key, reservation) for key, reservation in list(self.reservations.items())))
+        await asyncio.gather(*(self._failed(*row) for row in list(self.reservations.items())))
         await self._drops.finish()
 
     def _lock(self, request_id: str) -> asyncio.Lock:

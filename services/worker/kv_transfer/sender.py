@@ -25,7 +25,7 @@ from services.worker.kv_transfer.reservation import kv_tag
 from services.worker.kv_transfer.transfer import DecodeRefused, KvTransfer, RequestEnded
 from services.worker.requests.inbox import Inbox
 from services.worker.scheduling.gateways import Gone
-from services.worker.scheduling.schedule import SampledToken
+from services.worker.scheduling.schedule import Sampled
 from services.worker.scheduling.sequence import Sequence
 from services.worker.weights.peers import TENSOR_LANE, Peers
 from shared.aio import OwnedTasks
@@ -83,7 +83,7 @@ class KvSender:
         context = sequence.num_tokens, sequence.block_table
         self._loop.call_soon_threadsafe(self._on_layers, sequence, *context, num_layers)
 
-    def computed(self, sequence: Sequence, token: SampledToken) -> None:
+    def computed(self, sequence: Sequence, token: Sampled) -> None:
         """See ``services.worker.engine.loop.PrefillListener``."""
         context = sequence.num_tokens - 1, sequence.block_table
         self._loop.call_soon_threadsafe(self._on_computed, sequence, *context, token)
@@ -93,7 +93,7 @@ class KvSender:
         if transfer is not None:
             transfer.ran_layers(block_table, num_layers)
 
-    def _on_computed(self, sequence: Sequence, num_tokens: int, block_table: Ordered[int], token: SampledToken) -> None:
+    def _on_computed(self, sequence: Sequence, num_tokens: int, block_table: Ordered[int], token: Sampled) -> None:
         transfer, instance = self._transfer(sequence, num_tokens), self._instance()
         if transfer is not None:
             transfer.computed(block_table, transfer.instance.engine.loop.engine.num_layers, token)

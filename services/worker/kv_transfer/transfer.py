@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from services.worker.instance.instance import Instance
-from services.worker.scheduling.schedule import SampledToken
+from services.worker.scheduling.schedule import Sampled
 from services.worker.scheduling.sequence import Sequence, submit_of
 from shared.aio import Wakeup
 from shared.messages.generation import DecodePlace, Submit
@@ -44,7 +44,7 @@ class KvTransfer:
         self.num_tokens = num_tokens
         self.block_table: Ordered[int] = ()
         self.layers_done = 0
-        self.token: SampledToken | None = None
+        self.token: Sampled | None = None
         self.computed_at_s = 0.0
         """In monotonic time, once there is a token."""
         self._wanted = True
@@ -59,7 +59,7 @@ class KvTransfer:
             self.block_table, self.layers_done = block_table, num_layers
             self._changed.fire()
 
-    def computed(self, block_table: Ordered[int], num_layers: int, token: SampledToken) -> None:
+    def computed(self, block_table: Ordered[int], num_layers: int, token: Sampled) -> None:
         """The prompt is computed; the request is held, or has ended."""
         self.token, self.computed_at_s = token, time.monotonic()
         self.ran_layers(block_table, num_layers)
@@ -116,7 +116,7 @@ class KvTransfer:
             await self._changed.wait(LOOK_S)
             self.check()
 
-    async def until_computed(self) -> SampledToken:
+    async def until_computed(self) -> Sampled:
         """The first token. Raises ``RequestEnded``, whatever the decode instance does."""
         while self.token is None and not self.is_over:
             await self._changed.wait(LOOK_S)

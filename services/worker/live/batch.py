@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ordered
 
-from services.worker.engine.base import Batch, SamplingRow, Slice, sampling_row
+from services.worker.engine.base import Batch, Slice
 from services.worker.scheduling.sequence import Sequence, submit_of
 from shared.messages.generation import Submit
 
@@ -47,10 +47,6 @@ class PromptBatch:
     def as_engine_batch(self) -> Batch:
         """For an engine whose blocks the sequences hold."""
         return Batch(tuple(Slice(s.id, tuple(s.tokens), 0, s.block_table, sample=True) for s in self.sequences))
-
-    def sampling_rows(self) -> list[SamplingRow]:
-        """One per sequence, in order."""
-        return [sampling_row(s) for s in self.sequences]
 
     def submits(self, instance_id: str, model: str) -> tuple[Submit, ...]:
         """The requests, as the target has to know them."""

@@ -51,115 +51,8 @@ class Coming:
     unasked: asyncio.Future[Buffer] | None = None
 
 
-class KvFetching:
-    """Event loop only."""
-
-    def __init__(
-        self, pair_id: str, instance: Instance, link: LinkToTarget, stepper: SourceStepper, tensors: Tensors
-    ) -> None:
-        self._pair_id = pair_id
-        self._engine_thread = instance.engine
-        self._link = link
-        self._stepper = stepper
-        self._tensors = tensors
-        self._queue: deque[Coming] = deque()
-        self._running: asyncio.Task[None] | None = None
-
-    def fetch(self, coming: Coming) -> None:
-        """Begin soon. The batch was begun at the source, and has its blocks there."""
-        self._queue.append(coming)
-        if self._running is None or self._running.done():
-            self._running = asyncio.create_task(self._run())
-
-    async def idle(self) -> None:
-        """Until nothing is fetched, and nothing written into any block, any more. Short once the pair is lost."""
-        if self._running is not None:
-            await asyncio.wait({self._running})
-
-    async def stop(self) -> None:
-        """At the end of the process."""
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait({self._running})
-
-    async def _run(self) -> None:
-        while self._queue:
-            coming = self._queue.popleft()
-            is_here = await self._fetch(coming)
-            self._link.settle(coming.claim_id)
-            with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
-                await self._say_over(coming.pulled, is_here)
-
-    async def _say_over(self, pulled: SourceBatch, is_here: bool) -> None:
-        call = self._engine_thread.call(lambda _: self._stepper.kv_over(pulled, is_here=is_here), between_layers=True)
-        await asyncio.wrap_future(call)
-
-    async def _fetch(self, coming: Coming) -> bool:
-        batch = coming.pulled.batch
-        try:
-            await self._receive(coming)
-        except (LinkLost, BlitzError) as error:
-            log.log(
-                logging.DEBUG if batch.ended else logging.WARNING,
-                "batch %s is computed again: its KV does not come: %s",
-                *(batch.batch_id, error),
-            )
-        except Exception:  # an engine may raise anything about KV that is not right
-            log.exception("batch %s is computed again: its KV cannot be imported", batch.batch_id)
-        else:
-            return True
-        return False
-
-    async def _receive(self, coming: Coming) -> None:
-        """Raises ``LinkLost``, ``BlitzError``, or what the engine raises."""
-        pulled, engine = coming.pulled, self._engine_thread.loop.engine
-        batch, tables = pulled.batch, pulled.batch.block_tables
-        layer_bytes = batch.num_tokens * engine.kv_bytes_per_token_layer
-        each = pulled.first_layer if coming.unasked is not None else max(1, PIECE_BYTES // layer_bytes)
-        ahead = max(1, WINDOW_BYTES // (each * layer_bytes))
-        firsts = deque(range(0, pulled.first_layer, each))
-        posted: deque[tuple[int, int, asyncio.Future[Buffer]]] = deque()
-        try:
-            while firsts or posted:
-                while firsts and len(posted) < ahead:
-                    first = firsts.popleft()
-                    last = min(first + each, pulled.first_layer)
-                    piece = coming.unasked
-                    if piece is None:
-                        piece = asyncio.ensure_future(self._ask(coming, first, last, (last - first) * layer_bytes))
-                    posted.append((first, last, piece))
-                first, last, piece = posted[0]
-                kv = await self._link.until(piece)
-                if batch.ended:
-                    raise TransferAborted("all of its requests were cancelled")
-                posted.popleft()
-                work = functools.partial(engine.import_kv, tables, batch.lengths, last, kv, first_layer=first)
-                await in_thread(work)
-        finally:
-            for _, _, piece in posted:
-                piece.cancel()
-            await asyncio.gather(*(piece for _, _, piece in posted), return_exceptions=True)
-
-    async def _ask(self, coming: Coming, first: int, last: int, num_bytes: int) -> Buffer:
-        receiving = asyncio.ensure_future(self._tensors.receive_kv(num_bytes, coming.serial, first))
-        receiving.add_done_callback(lambda done: done.cancelled() or done.exception())  # the question may fail first
-        try:
-            await asyncio.sleep(0)  # the receive is posted
-            message = PullKv(
-                pair_id=self._pair_id,
-                batch_id=coming.pulled.batch.batch_id,
-                serial=coming.serial,
-                first_layer=first,
-                last_layer=last,
-            )
-            await self._link.ask_pair("pull_kv", message, Ack)
-            return await receiving
-        finally:
-            receiving.cancel()
-
-
 class Puller:
-    """One batch after the other. Everything raises ``LinkLost`` when the target is gone."""
+    """One batch after the other. Event loop only. What pulls raises ``LinkLost`` when the target is gone."""
 
     def __init__(
         self,
@@ -179,7 +72,8 @@ class Puller:
         self._link = link
         self._stepper = stepper
         self._tensors = tensors
-        self.kv = KvFetching(pair_id, instance, link, stepper, tensors)
+        self._coming: deque[Coming] = deque()
+        self._fetching: asyncio.Task[None] | None = None
         self.num_claims = 0
         self.pull_s = pull_s
         """Seconds that a pull takes, as measured."""
@@ -236,7 +130,7 @@ class Puller:
         await self._begin(pulled)
         del self._handed.handed[batch_id]
         if pulled.first_layer:
-            self.kv.fetch(Coming(pulled, claim_id, serial, unasked))
+            self._fetch_soon(Coming(pulled, claim_id, serial, unasked))
 
     def _expect_kv(self, batch: PromptBatch, num_layers: int, serial: int) -> asyncio.Future[Buffer]:
         """The target sends it whole and unasked."""
@@ -272,3 +166,94 @@ class Puller:
         self.pull_s += _SMOOTHING * (seconds - self.pull_s)
         layer_s = max((b.layer_s for b in self._handed.handed.values()), default=0.0)
         self._stepper.lead_s = min(self.pull_s, MAX_LEAD_LAYERS * layer_s)
+
+    # --- KV ----------------------------------------------------------------------------------
+
+    def _fetch_soon(self, coming: Coming) -> None:
+        """The batch was begun at the source, and has its blocks there."""
+        self._coming.append(coming)
+        if self._fetching is None or self._fetching.done():
+            self._fetching = asyncio.create_task(self._fetch_all())
+
+    async def until_kv_is_over(self) -> None:
+        """Until nothing is fetched, and nothing written into any block, any more. Short once the pair is lost."""
+        if self._fetching is not None:
+            await asyncio.wait({self._fetching})
+
+    async def stop(self) -> None:
+        """At the end of the process."""
+        if self._fetching is not None:
+            self._fetching.cancel()
+            await asyncio.wait({self._fetching})
+
+    async def _fetch_all(self) -> None:
+        while self._coming:
+            coming = self._coming.popleft()
+            is_here = await self._fetch(coming)
+            self._link.settle(coming.claim_id)
+            over = functools.partial(self._stepper.kv_over, coming.pulled, is_here=is_here)
+            with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
+                await self._handed.call(over)
+
+    async def _fetch(self, coming: Coming) -> bool:
+        batch = coming.pulled.batch
+        try:
+            await self._receive(coming)
+        except (LinkLost, BlitzError) as error:
+            log.log(
+                logging.DEBUG if batch.ended else logging.WARNING,
+                "batch %s is computed again: its KV does not come: %s",
+                *(batch.batch_id, error),
+            )
+        except Exception:  # an engine may raise anything about KV that is not right
+            log.exception("batch %s is computed again: its KV cannot be imported", batch.batch_id)
+        else:
+            return True
+        return False
+
+    async def _receive(self, coming: Coming) -> None:
+        """Raises ``LinkLost``, ``BlitzError``, or what the engine raises."""
+        pulled, engine = coming.pulled, self._instance.engine.loop.engine
+        batch, tables = pulled.batch, pulled.batch.block_tables
+        layer_bytes = batch.num_tokens * engine.kv_bytes_per_token_layer
+        each = pulled.first_layer if coming.unasked is not None else max(1, PIECE_BYTES // layer_bytes)
+        ahead = max(1, WINDOW_BYTES // (each * layer_bytes))
+        firsts = deque(range(0, pulled.first_layer, each))
+        posted: deque[tuple[int, int, asyncio.Future[Buffer]]] = deque()
+        try:
+            while firsts or posted:
+                while firsts and len(posted) < ahead:
+                    first = firsts.popleft()
+                    last = min(first + each, pulled.first_layer)
+                    piece = coming.unasked
+                    if piece is None:
+                        piece = asyncio.ensure_future(self._ask(coming, first, last, (last - first) * layer_bytes))
+                    posted.append((first, last, piece))
+                first, last, piece = posted[0]
+                kv = await self._link.until(piece)
+                if batch.ended:
+                    raise TransferAborted("all of its requests were cancelled")
+                posted.popleft()
+                work = functools.partial(engine.import_kv, tables, batch.lengths, last, kv, first_layer=first)
+                await in_thread(work)
+        finally:
+            for _, _, piece in posted:
+                piece.cancel()
+            await asyncio.gather(*(piece for _, _, piece in posted), return_exceptions=True)
+
+    async def _ask(self, coming: Coming, first: int, last: int, num_bytes: int) -> Buffer:
+        receiving = asyncio.ensure_future(self._tensors.receive_kv(num_bytes, coming.serial, first))
+        receiving.add_done_callback(lambda done: done.cancelled() or done.exception())  # the question may fail first
+        try:
+            await asyncio.sleep(0)  # the receive is posted
+            message = PullKv(
+                pair_id=self._pair_id,
+                batch_id=coming.pulled.batch.batch_id,
+                serial=coming.serial,
+                first_layer=first,
+                last_layer=last,
+            )
+            await self._link.ask_pair("pull_kv", message, Ack)
+            return await receiving
+        finally:
+            receiving.cancel()

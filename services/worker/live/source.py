@@ -116,7 +116,7 @@ class LiveSource:
                 self.is_ending = True
                 self._arrivals.set()
                 await handed_over
-                await puller.kv.idle()
+                await puller.until_kv_is_over()
                 alive.cancel()
             await self._dissolve(puller)
         except* (LinkLost, BlitzError) as errors:
@@ -139,12 +139,12 @@ class LiveSource:
     async def until_kv_is_over(self) -> None:
         """Until nothing is written into blocks any more but by the engine. Short once the pair is lost."""
         if self._puller is not None:
-            await self._puller.kv.idle()
+            await self._puller.until_kv_is_over()
 
     async def close(self) -> None:
         """After ``run``, which may have been cancelled: the process ends."""
         if self._puller is not None:
-            await self._puller.kv.stop()
+            await self._puller.stop()
 
     def arrived(self) -> None:
         """A request was accepted: it goes the way of the others."""
@@ -266,7 +266,7 @@ class LiveSource:
                 claim = f"{claim_id}/{given.batch_id}"
                 apart = answer.kv_apart
                 await puller.receive(given.batch_id, given.first_layer, claim, given.serial, kv_apart=apart)
-        await puller.kv.idle()
+        await puller.until_kv_is_over()
         if answer.kv_apart and any(given.first_layer for given in answer.given):
             await self._link.settle_now()
         # Untouched ones are at the target still as far as we know: they come back with all that it does not own.

@@ -375,7 +375,7 @@ def finish(loop: EngineLoop, batch: PromptBatch, activation: Activation, *, kv_h
     """Norm, head and sampling of a batch that ran all layers: its requests decode here from now on, or with
     ``kv_here`` false once their KV is whole."""
     engine = loop.engine
-    sampled = engine.sample(engine.head(activation), batch.sampling_rows())
+    sampled = engine.sample(engine.head(activation), batch.sequences)
     now_s = time.monotonic()
     adopt = functools.partial(loop.scheduler.reservations.adopt, now_s=now_s, kv_here=kv_here)
     outputs = [adopt(s, token) for s, token in zip(batch.sequences, sampled, strict=True)]

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from services.worker.scheduling.blocks import BlockPool
-from services.worker.scheduling.schedule import SampledToken, SchedulerConfig
+from services.worker.scheduling.schedule import Sampled, SchedulerConfig
 from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import StreamPart
 
@@ -59,7 +59,7 @@ class RequestTable:
         """Put it into ``running``, at its place."""
         bisect.insort(self.running, sequence, key=_arrival)
 
-    def take_token(self, sequence: Sequence, token: SampledToken) -> StreamPart:
+    def take_token(self, sequence: Sequence, token: Sampled) -> StreamPart:
         """The output of a token just sampled; an end forgets the sequence."""
         if token.error is not None:
             output = sequence.end("error", token.error)

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Rows
 
 from services.worker.scheduling.request_table import RequestTable
-from services.worker.scheduling.schedule import SampledToken
+from services.worker.scheduling.schedule import Sampled
 from services.worker.scheduling.sequence import Sequence
 from shared.errors import Conflict
 from shared.messages.generation import StreamPart
@@ -32,8 +32,8 @@ class Reservations:
         """By identity: another instance's request may have the key of one that is here."""
         self._for_decode: dict[int, Sequence] = {}
         """By identity."""
-        self._prefilled: list[tuple[Sequence, SampledToken]] = []
-        self._incomplete: dict[int, SampledToken] = {}
+        self._prefilled: list[tuple[Sequence, Sampled]] = []
+        self._incomplete: dict[int, Sampled] = {}
         """First tokens of held requests whose KV is on its way, and which another instance is to decode then."""
 
     @property
@@ -89,7 +89,7 @@ class Reservations:
     def adopt(
         self,
         sequence: Sequence,
-        token: SampledToken,
+        token: Sampled,
         now_s: float = 0.0,
         *,
         computed_here: bool = True,
@@ -157,14 +157,14 @@ class Reservations:
                 self._table.preemptions_total += 1
         self.compute_here(sequences)
 
-    def hold_for_decode(self, sequence: Sequence, token: SampledToken) -> None:
+    def hold_for_decode(self, sequence: Sequence, token: Sampled) -> None:
         """The first token of a request that another instance is to decode: unless it has ended with it, it keeps its
         slot and blocks, and is not decoded."""
         self._prefilled.append((sequence, token))
         if not sequence.finished:
             self._hold(sequence)
 
-    def take_prefilled(self) -> list[tuple[Sequence, SampledToken]]:
+    def take_prefilled(self) -> list[tuple[Sequence, Sampled]]:
         """Requests that are to be decoded elsewhere, with the first tokens that they got since the last call.
 
         Those that have not ended with it are held.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from services.worker.scheduling.sequence import Sequence
 from shared.messages.common import ErrorInfo
@@ -56,15 +55,13 @@ class ScheduledBatch:
     """Its only slice is of a request that is computed alone."""
 
 
-class SampledToken(Protocol):
-    """What ``complete`` reads of a sampled token (``services.worker.engine.base.Sampled``)."""
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One sampled token. With ``error`` there is none: its request ends with it, the others of the batch go on."""
 
-    @property
-    def token_id(self) -> int: ...
-    @property
-    def logprobs(self) -> TokenLogprobs | None: ...
-    @property
-    def error(self) -> ErrorInfo | None: ...
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: ErrorInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +75,7 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLoad:
-    """Gauges now, and counters over the scheduler's life."""
+    """Gauges now, and counters over the scheduler's life, by the names that they have in load reports."""
 
     queued_requests: int
     queued_tokens: int
@@ -86,8 +83,8 @@ class SchedulerLoad:
     running_requests: int
     running_tokens: int
     """Tokens whose KV running requests hold."""
-    blocks_used: int
-    blocks_total: int
+    kv_blocks_used: int
+    kv_blocks_total: int
     prefill_tokens_total: int
     decode_tokens_total: int
     preemptions_total: int

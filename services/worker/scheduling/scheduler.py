@@ -22,7 +22,7 @@ from services.worker.scheduling.request_table import RequestTable
 from services.worker.scheduling.reservations import Reservations
 from services.worker.scheduling.schedule import (
     Queued,
-    SampledToken,
+    Sampled,
     ScheduledBatch,
     SchedulerConfig,
     SchedulerLoad,
@@ -145,7 +145,7 @@ class Scheduler:
         return batch
 
     def complete(
-        self, batch: ScheduledBatch, sampled: Rows[SampledToken], failures: Mapping[int, ErrorInfo] = NO_FAILURES
+        self, batch: ScheduledBatch, sampled: Rows[Sampled], failures: Mapping[int, ErrorInfo] = NO_FAILURES
     ) -> list[StreamPart]:
         """Take the tokens of the batch in flight, one per slice that samples, in their order.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.worker.engine.base import Batch, Sampled, SamplingRow
+from services.worker.engine.base import Batch
 from services.worker.engine.handoff import (
     check_batch,
     check_layers,
@@ -29,6 +29,8 @@ from services.worker.engine.mock.kv import MockKv, Slots
 from services.worker.engine.mock.settings import MockFaults, MockTiming
 from services.worker.engine.mock.sleep import PreciseSleep
 from services.worker.engine.mock.tokens import sample
+from services.worker.scheduling.schedule import Sampled
+from services.worker.scheduling.sequence import Sequence as Request
 from shared.transport.base import Buffer
 
 BYTE_TOKENS = 256
@@ -235,7 +237,7 @@ class MockEngine:
         self._sleep(self._timing.head_s)
         return activation.hashes
 
-    def sample(self, logits: list[int], rows: Sequence[SamplingRow]) -> list[Sampled]:
+    def sample(self, logits: list[int], rows: Sequence[Request]) -> list[Sampled]:
         """The token behind each context."""
         settings = {"eos_every": self._eos_every, "vocab_size": self.vocab_size}
         return [sample(prefix_hash, row, **settings) for prefix_hash, row in zip(logits, rows, strict=True)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.worker.engine.base import Sampled, SamplingRow
 from services.worker.engine.mock.kv import extend_hash, hash_tokens
+from services.worker.scheduling.schedule import Sampled
+from services.worker.scheduling.sequence import Sequence as Request
 from shared.messages.generation import TokenLogprobs
 
 _PRINTABLE_FIRST, _PRINTABLE_COUNT = 32, 95
@@ -21,7 +22,7 @@ def next_token(token_ids: Sequence[int]) -> int:
     return token_of(hash_tokens(token_ids))
 
 
-def sample(prefix_hash: int, row: SamplingRow, *, eos_every: int, vocab_size: int) -> Sampled:
+def sample(prefix_hash: int, row: Request, *, eos_every: int, vocab_size: int) -> Sampled:
     """The token behind a context of this hash. About one in ``eos_every`` is the end of the sequence, if that is not
     0."""
     params = row.params

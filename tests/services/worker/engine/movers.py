@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.worker.engine.base import Activation, Batch, Engine, SamplingRow
+from services.worker.engine.base import Activation, Batch, Engine
 from services.worker.engine.mock.engine import MockEngine
+from services.worker.scheduling.sequence import Sequence as Request
 from shared.messages.generation import SamplingParams
 from tests.services.worker.engine.harness import DrivenSequence, loaded_engine, prompt_of
 
@@ -137,7 +138,7 @@ def sample(engine: Engine, sequences: Sequence[DrivenSequence], activation: Acti
     """Extend each sequence by its greedy token; returns the logits."""
     logits = engine.head(activation)
     greedy = SamplingParams(max_tokens=99, seed=0, temperature=0.0, ignore_eos=True)
-    rows = [SamplingRow(greedy, (), s.tokens, ()) for s in sequences]
+    rows = [Request(request_id="r", attempt=1, gateway_id="g", prompt=s.tokens, params=greedy) for s in sequences]
     for sequence, sampled in zip(sequences, engine.sample(logits, rows), strict=True):
         sequence.tokens.append(sampled.token_id)
     return logits

@@ -17,7 +17,7 @@ def test_tokens_are_the_same_however_the_pool_and_the_budget_force_the_batches(c
     tokens, endings = run_all(loop)
     assert tokens == {name: expected(prompt, 14) for name, prompt in prompts.items()}
     assert {e.finish_reason for e in endings.values()} == {"length"}
-    assert loop.stats().load.blocks_used == 0
+    assert loop.stats().load.kv_blocks_used == 0
 
 
 def test_a_continuation_gives_the_tokens_that_were_missing():
@@ -34,7 +34,7 @@ def test_a_cancel_is_reported_once_and_frees_the_blocks():
     loop.add(request("a"))
     loop.step()
     assert loop.scheduler.cancel("a", 0)
-    assert loop.stats().load.blocks_used == 0
+    assert loop.stats().load.kv_blocks_used == 0
     step = loop.step()
     assert [(o.offset, o.token_ids, o.finish_reason) for o in step.outputs] == [(1, (), "cancelled")]
     assert loop.step() is None

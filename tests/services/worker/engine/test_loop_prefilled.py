@@ -6,7 +6,7 @@ from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.tokens import next_token
-from services.worker.scheduling.schedule import SampledToken, SchedulerConfig
+from services.worker.scheduling.schedule import Sampled, SchedulerConfig
 from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import DecodePlace, SamplingParams
 
@@ -45,7 +45,7 @@ class Told:
             tables, lengths = [sequence.block_table], [sequence.num_tokens]
             self._loop.engine.export_kv(tables, lengths, num_layers)  # raises unless it is all there
 
-    def computed(self, sequence: Sequence, token: SampledToken) -> None:
+    def computed(self, sequence: Sequence, token: Sampled) -> None:
         assert token.error is not None or sequence.output == [token.token_id]
         assert sequence.reserved != sequence.finished, "held, or over"
         self.computed_at.append(len(self.said))

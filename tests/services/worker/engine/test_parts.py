@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from services.worker.engine.base import Activation, Batch, Engine, Logits, Sampled, SamplingRow
+from services.worker.engine.base import Activation, Batch, Engine, Logits
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.settings import MockFaults
 from services.worker.engine.mock.tokens import next_token
 from services.worker.engine.thread import EngineThread
 from services.worker.engine.torch_engine import TorchEngine
-from services.worker.scheduling.schedule import SchedulerConfig
+from services.worker.scheduling.schedule import Sampled, SchedulerConfig
 from services.worker.scheduling.sequence import Sequence as Request
 from shared.errors import BlitzError, EngineBroken, PeerLost
 from shared.messages.generation import SamplingParams, StreamPart
@@ -59,7 +59,7 @@ class StagedEngine(MockEngine):
         self._strike("head", activation.batch)
         return activation, super().head(activation)
 
-    def sample(self, logits: Logits, rows: Sequence[SamplingRow]) -> list[Sampled]:
+    def sample(self, logits: Logits, rows: Sequence[Request]) -> list[Sampled]:
         activation, hashes = logits
         self._strike("sample", activation.batch)
         return super().sample(hashes, rows)

@@ -6,15 +6,20 @@ from collections import Counter
 import pytest
 import torch
 
-from services.worker.engine.base import SamplingRow
 from services.worker.engine.sampler import sample_rows
-from services.worker.scheduling.sequence import TokenCounts
+from services.worker.scheduling.sequence import Sequence as Request
 from shared.messages.generation import SamplingParams
 
 
 def row(output=(), prompt=(1,), eos=(0,), **params):
     values = {"max_tokens": 100, "seed": 7, "temperature": 0.0, **params}
-    return SamplingRow(SamplingParams(**values), tuple(eos), tuple(prompt), tuple(output))
+    return request(SamplingParams(**values), prompt, output, tuple(eos))
+
+
+def request(params, prompt, output=(), eos=()):
+    return Request(
+        request_id="r", attempt=1, gateway_id="g", prompt=prompt, output=output, params=params, eos_token_ids=eos
+    )
 
 
 def sample(logits, *rows):
@@ -118,11 +123,12 @@ class Counting(list):
 def test_penalties_count_each_token_once_over_all_steps_of_a_request():
     torch.manual_seed(4)
     params = SamplingParams(max_tokens=100, seed=7, temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.4)
-    prompt, output, counts = Counting(range(50)), Counting(), TokenCounts()
+    prompt, output, kept_request = Counting(range(50)), Counting(), request(params, range(50))
+    kept_request.prompt, kept_request.output = prompt, output
     for _ in range(40):
         logits = torch.randn(1, 60)
-        (kept,) = sample_rows(logits, [SamplingRow(params, (), prompt, output, counts)])
-        assert kept == sample_rows(logits, [SamplingRow(params, (), list(range(50)), [*list.__iter__(output)])])[0]
+        (kept,) = sample_rows(logits, [kept_request])
+        assert kept == sample_rows(logits, [request(params, range(50), list.__iter__(output))])[0]
         output.append(kept.token_id)
     assert prompt.num_read == 50
     assert output.num_read == 39

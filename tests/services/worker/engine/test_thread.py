@@ -88,10 +88,10 @@ def test_a_refusal_reaches_the_submitter(running):
 def test_a_cancel_frees_blocks_before_its_future_is_done(running):
     thread, collector = running(slow_loop())
     thread.submit(request("a", max_tokens=50)).result(10)
-    while thread.stats().load.blocks_used == 0:
+    while thread.stats().load.kv_blocks_used == 0:
         time.sleep(0.001)
     assert thread.cancel("a", 0).result(10)
-    assert thread.call(lambda loop: loop.stats().load.blocks_used).result(10) == 0
+    assert thread.call(lambda loop: loop.stats().load.kv_blocks_used).result(10) == 0
     collector.wait(1)
     assert collector.endings["a"].finish_reason == "cancelled"
 
@@ -104,7 +104,7 @@ def test_stop_ends_what_is_left_with_an_error_and_refuses_what_comes_later(runni
     assert collector.endings["a"].error.code == "unavailable"
     with pytest.raises(Unavailable):
         thread.submit(request("b")).result(10)
-    assert thread.stats().load.blocks_used == 0
+    assert thread.stats().load.kv_blocks_used == 0
 
 
 def test_a_consumer_that_raises_does_not_stop_the_thread(running):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
 from services.worker.config import WorkerConfig
-from services.worker.engine.base import Engine
 from services.worker.engine.kv_pool import KvPool
+from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.instance.factory import InstanceFactory
 from services.worker.memory.arena import HostMemory
 from shared.errors import Conflict, NoCapacity
-from shared.layout import ArenaLayout
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
@@ -145,14 +145,13 @@ async def test_a_plan_that_comes_while_an_instance_is_built_finds_it_loading(
     alone: LoneWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built, go_on = threading.Event(), threading.Event()
-    engine = InstanceFactory._engine
 
-    def slowly(factory: InstanceFactory, layout: ArenaLayout) -> Engine:
+    def slowly(**settings: Any) -> MockEngine:
         built.set()
         assert go_on.wait(20.0)
-        return engine(factory, layout)
+        return MockEngine(**settings)
 
-    monkeypatch.setattr(InstanceFactory, "_engine", slowly)
+    monkeypatch.setattr("services.worker.instance.factory.MockEngine", slowly)
     first, second = alone.plan(epoch=10), alone.plan(epoch=11)
     scaling = alone.worker.service.parts.scaling
     accepting = [asyncio.create_task(scaling.on_scale_plan(first))]

@@ -27,7 +27,7 @@ def reservations_of(alone: LoneWorker) -> dict[tuple[str, int], DecodeReservatio
 
 
 async def used_blocks(alone: LoneWorker) -> int:
-    return (await alone.stats()).load.blocks_used
+    return (await alone.stats()).load.kv_blocks_used
 
 
 async def decoded(alone: LoneWorker, request: Submit, *, max_tokens: int = 8) -> None:

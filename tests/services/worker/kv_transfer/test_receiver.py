@@ -163,7 +163,7 @@ async def test_a_newer_attempt_takes_the_place_of_an_older_one(
     newer = await prefill.reserve(second)
     assert set(reservations_of(alone)) == {("r", 2)}
     load = (await alone.stats()).load
-    assert (load.running_requests, load.blocks_used) == (0, 7), "nobody reads the older attempt"
+    assert (load.running_requests, load.kv_blocks_used) == (0, 7), "nobody reads the older attempt"
     alone.resume()
     with pytest.raises(Conflict):
         await prefill.renew(first, reserved)

@@ -338,7 +338,7 @@ class SourceEnd:
 
     async def end(self) -> None:
         """As at the end of a pair: what was not taken by the target is computed here."""
-        await self.puller.kv.idle()
+        await self.puller.until_kv_is_over()
         await self.handed.end()
         await eventually(lambda: not self.work.ready)
         await self.member.on_engine(lambda loop: setattr(loop, "partial", None))

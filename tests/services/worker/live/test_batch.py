@@ -43,9 +43,8 @@ def test_the_engine_gets_whole_prefixes_in_the_blocks_that_were_reserved() -> No
         (1, (*b.prompt, 7, 8), 0, True),
     ]
     assert [s.block_table for s in slices] == [a.block_table, b.block_table] == list(batch.block_tables)
-    rows = batch.sampling_rows()
-    assert [(r.prompt, tuple(r.output)) for r in rows] == [(a.prompt, ()), (b.prompt, (7, 8))]
-    assert rows[0].params is a.params
+    assert batch.sequences == (a, b), "they are sampled in this order"
+    assert [tuple(s.output) for s in batch.sequences] == [(), (7, 8)]
 
 
 def test_the_target_knows_a_request_as_the_source_does() -> None:

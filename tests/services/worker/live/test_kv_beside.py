@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.worker.live.steppers import SourceBatch
-from services.worker.scheduling.schedule import SampledToken
+from services.worker.scheduling.schedule import Sampled
 from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import DecodePlace, StreamPart
 from tests.services.worker.live.members import NUM_LAYERS, batch_of, engine_of, expected, request, run_all, tokens_of
@@ -127,7 +127,7 @@ class Departing:
     def ran_layers(self, sequence: Sequence, num_layers: int) -> None:
         """Not of prefixes that are computed outside of steps."""
 
-    def computed(self, sequence: Sequence, token: SampledToken) -> None:
+    def computed(self, sequence: Sequence, token: Sampled) -> None:
         self.told.append(sequence.request_id)
 
 

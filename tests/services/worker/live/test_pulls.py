@@ -45,7 +45,7 @@ def _asked(ends: Ends, kind: type[Message]) -> int:
 
 async def _settled(source: SourceEnd) -> None:
     """The target hears of what is settled."""
-    await source.puller.kv.idle()
+    await source.puller.until_kv_is_over()
     await source.link.settle_now()
 
 
@@ -110,7 +110,7 @@ async def test_tensors_that_are_lost_are_computed_again_and_the_claim_is_settled
         ends.transports[1].tamper = lose
         alive = asyncio.create_task(source.link.keep_alive())
         assert (await source.puller.pull()).first_layer == 2
-        await source.puller.kv.idle()
+        await source.puller.until_kv_is_over()
         await eventually(lambda: any(m.claim_ids for m in ends.asked if isinstance(m, Settle)))
         alive.cancel()
         await asyncio.wait({alive})
@@ -134,7 +134,7 @@ async def test_a_target_that_is_lost_at_any_step_leaves_every_request_here(kind:
                 await source.puller.pull()
         else:
             await source.puller.pull()
-            await source.puller.kv.idle()
+            await source.puller.until_kv_is_over()
         if kind is Settle:
             with pytest.raises(LinkLost):
                 await source.link.settle_now()

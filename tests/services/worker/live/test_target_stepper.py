@@ -159,7 +159,7 @@ def test_hidden_states_and_kv_of_what_was_run_can_be_given_away() -> None:
     source.engine.import_kv(there.block_tables, there.lengths, 2, kv)
     activation = source.engine.resume(there.as_engine_batch(), hidden, next_layer=2)
     source.engine.run_layers(activation, 2, NUM_LAYERS)
-    (sampled,) = source.engine.sample(source.engine.head(activation), there.sampling_rows())
+    (sampled,) = source.engine.sample(source.engine.head(activation), there.sequences)
     assert sampled.token_id == expected(there.sequences[0])[0]
 
 

@@ -148,9 +148,9 @@ async def test_a_cancel_frees_the_kv_within_a_step_and_sends_no_more() -> None:
         await alone.submit(instance_id, "long", max_tokens=900)
         await alone.gateway.tokens_arrived("long", 1)
         await alone.pause()
-        assert (await alone.stats()).load.blocks_used > 0
+        assert (await alone.stats()).load.kv_blocks_used > 0
         await alone.gateway.cancel("w0", "long")
-        await eventually(lambda: alone.worker.serving.engine.stats().load.blocks_used == 0)
+        await eventually(lambda: alone.worker.serving.engine.stats().load.kv_blocks_used == 0)
         sent = alone.gateway.tokens("long")
         alone.resume()
         await alone.submit(instance_id, "next")

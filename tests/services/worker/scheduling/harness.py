@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 from hypothesis.stateful import RuleBasedStateMachine
 
-from services.worker.engine.base import Sampled
 from services.worker.engine.mock.tokens import next_token
-from services.worker.scheduling.schedule import ScheduledBatch, SchedulerConfig
+from services.worker.scheduling.schedule import Sampled, ScheduledBatch, SchedulerConfig
 from services.worker.scheduling.scheduler import Scheduler
 from services.worker.scheduling.sequence import Sequence
 from shared.errors import Internal, Overloaded

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.base import Sampled
 from services.worker.engine.mock.tokens import next_token
-from services.worker.scheduling.schedule import ScheduledBatch, SchedulerConfig
+from services.worker.scheduling.schedule import Sampled, ScheduledBatch, SchedulerConfig
 from services.worker.scheduling.scheduler import Scheduler
 from services.worker.scheduling.sequence import Sequence, sequence_of
 from shared.errors import RequestFailed

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from services.worker.engine.base import Sampled
 from services.worker.scheduling.gateways import Gone
+from services.worker.scheduling.schedule import Sampled
 from services.worker.scheduling.scheduler import Scheduler
 from services.worker.scheduling.sequence import sequence_of, submit_of
 from shared.messages.generation import StreamPart
@@ -59,7 +59,7 @@ def test_what_is_held_counts_as_running() -> None:
     scheduler.add(request("c", 8))
     load = scheduler.load()
     assert (load.queued_requests, load.queued_tokens, load.running_requests, load.running_tokens) == (1, 8, 2, 13)
-    assert load.blocks_used == 4
+    assert load.kv_blocks_used == 4
     step(scheduler)
     load = scheduler.load()
     assert (load.queued_requests, load.running_requests, load.running_tokens) == (0, 3, 21)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from services.worker.scheduling.gateways import Gone
-from services.worker.scheduling.schedule import SampledToken
+from services.worker.scheduling.schedule import Sampled
 from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import StreamPart
 from tests.services.worker.scheduling.harness import ERROR, PLACE, SchedulerMachine, sampled
@@ -61,7 +61,7 @@ class HoldForDecode(SchedulerMachine):
             self.tell(sequence, token)
         assert {n for n, s in self.all.items() if s.reserved} == set(self.leaving) | set(self.guests)
 
-    def tell(self, sequence: Sequence, token: SampledToken) -> None:
+    def tell(self, sequence: Sequence, token: Sampled) -> None:
         name = sequence.request_id
         assert name not in self.told, "it leaves once"
         assert sequence.output == [token.token_id]
@@ -160,7 +160,7 @@ class HoldForDecode(SchedulerMachine):
         assert load.running_requests == len(running)
         assert load.running_tokens == sum(s.num_computed for s in running)
         assert load.queued_requests == len(scheduler.table.waiting)
-        assert load.blocks_used == scheduler.pool.num_used
+        assert load.kv_blocks_used == scheduler.pool.num_used
 
     def teardown(self) -> None:
         """Whatever happened, every request ends once, here or elsewhere, with the right tokens."""

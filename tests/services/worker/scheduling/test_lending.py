@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.engine.base import Sampled
 from services.worker.scheduling.gateways import Gone
-from services.worker.scheduling.schedule import ScheduledBatch
+from services.worker.scheduling.schedule import Sampled, ScheduledBatch
 from services.worker.scheduling.scheduler import Scheduler
 from shared.errors import Conflict
 from tests.services.worker.scheduling.harness import (
@@ -281,7 +280,7 @@ def test_the_load_counts_what_is_lent_and_held_as_queued() -> None:
     assert scheduler.load() == before
     scheduler.reservations.reserve([b])
     load = scheduler.load()
-    assert (load.queued_requests, load.queued_tokens, load.blocks_used) == (3, 21, 2)
+    assert (load.queued_requests, load.queued_tokens, load.kv_blocks_used) == (3, 21, 2)
     scheduler.reservations.adopt(b, sampled(b))
     load = scheduler.load()
     assert (load.queued_requests, load.queued_tokens, load.running_requests, load.running_tokens) == (2, 14, 1, 7)
@@ -297,7 +296,7 @@ def test_guests_count_as_used_blocks_and_not_as_requests() -> None:
     scheduler = Scheduler(config())
     scheduler.reservations.reserve([request("guest", 8)])
     load = scheduler.load()
-    assert (load.queued_requests, load.queued_tokens, load.running_requests, load.blocks_used) == (0, 0, 0, 2)
+    assert (load.queued_requests, load.queued_tokens, load.running_requests, load.kv_blocks_used) == (0, 0, 0, 2)
 
 
 @pytest.mark.parametrize("what_runs", [False, True])

@@ -160,7 +160,7 @@ class Lending(SchedulerMachine):
         assert load.queued_tokens == sum(s.num_tokens for s in [*lent, *waiting]) + left
         assert load.running_requests == len(running)
         assert load.running_tokens == sum(s.num_computed for s in running)
-        assert load.blocks_used == self.scheduler.pool.num_used
+        assert load.kv_blocks_used == self.scheduler.pool.num_used
 
     def teardown(self) -> None:
         """The pair ends: whatever happened, every request ends once, with the right tokens."""

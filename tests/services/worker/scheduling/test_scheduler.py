@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.base import Sampled
 from services.worker.engine.mock.tokens import next_token
 from services.worker.scheduling.gateways import Gone
-from services.worker.scheduling.schedule import SchedulerConfig
+from services.worker.scheduling.schedule import Sampled, SchedulerConfig
 from services.worker.scheduling.scheduler import Scheduler
 from services.worker.scheduling.sequence import Sequence
 from shared.errors import Conflict, ContextLengthExceeded, Internal, Overloaded
@@ -176,7 +175,7 @@ def test_load_counts_what_is_queued_running_and_held():
     load = scheduler.load()
     assert (load.queued_requests, load.queued_tokens) == (1, 6 + 6)
     assert (load.running_requests, load.running_tokens) == (1, 4)
-    assert (load.blocks_used, load.blocks_total, load.prefill_tokens_total) == (3, 64, 4)
+    assert (load.kv_blocks_used, load.kv_blocks_total, load.prefill_tokens_total) == (3, 64, 4)
 
 
 def test_the_first_token_reports_the_time_in_the_queue_once():

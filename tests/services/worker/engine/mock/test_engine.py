@@ -2,18 +2,22 @@
 
 import pytest
 
-from services.worker.engine.base import Batch, SamplingRow, Slice
+from services.worker.engine.base import Batch, Slice
 from services.worker.engine.mock import sleep as sleeping
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.kv import hash_tokens
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.engine.mock.sleep import PreciseSleep
 from services.worker.engine.mock.tokens import next_token
+from services.worker.scheduling.sequence import Sequence as Request
 from shared.messages.generation import SamplingParams
 
 
 def sampling(output=(), eos=(256,), **params):
-    return SamplingRow(SamplingParams(**{"max_tokens": 9, "seed": 1, **params}), eos, (1,), output)
+    sampling_params = SamplingParams(**{"max_tokens": 9, "seed": 1, **params})
+    return Request(
+        request_id="r", attempt=1, gateway_id="g", prompt=(1,), output=output, params=sampling_params, eos_token_ids=eos
+    )
 
 
 def run(engine, *slices, rows=None):

@@ -79,7 +79,7 @@ async def given_up(alone: LoneWorker, request_id: str = "r", *, prompt: tuple[in
 
 
 async def used_blocks(alone: LoneWorker) -> int:
-    return (await alone.stats()).load.blocks_used
+    return (await alone.stats()).load.kv_blocks_used
 
 
 async def forever(_: object) -> Ack:

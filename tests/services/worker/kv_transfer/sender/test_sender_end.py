@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from services.worker.kv_transfer import decode_client, transfer
-from services.worker.scheduling.schedule import SampledToken
+from services.worker.scheduling.schedule import Sampled
 from services.worker.service import WorkerService
 from shared.messages.common import Ack
 from shared.messages.disaggregated import BeginDecode, DecodeReserved, ReserveDecode
@@ -209,7 +209,7 @@ async def test_a_cancel_just_behind_the_acknowledgement_reaches_the_decode_worke
 ) -> None:
     begin = decode_client.DecodeClient.begin
 
-    async def begin_and_cancel(self: decode_client.DecodeClient, token: SampledToken) -> None:
+    async def begin_and_cancel(self: decode_client.DecodeClient, token: Sampled) -> None:
         await begin(self, token)
         alone.worker.service.parts.inbox.on_cancel(Cancel(request_id="r", attempt=1))
 
