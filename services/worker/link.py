@@ -46,10 +46,10 @@ class Link:
         return False
 
     def lose(self, reason: str) -> None:
-        """Everyone who waits gets ``LinkLost``, and everyone who asks from now on."""
+        """All who wait get ``LinkLost``, and so do all who ask from now on."""
         if not self._lost.done():
             self._lost.set_exception(LinkLost(reason))
-            self._lost.exception()  # there may be no one who waits
+            self._lost.exception()  # there may be no waiter
 
     async def until(self, awaitable: Awaitable[T]) -> T:
         """Wait for something; raises ``LinkLost`` as soon as the link is lost."""

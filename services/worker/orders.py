@@ -16,11 +16,11 @@ from shared.messages.scaling import DrainPlan, ScalePlan
 log = logging.getLogger(__name__)
 
 NO_TERM_S = 5.0
-"""A pool that names no term for so long works with a planner of 0.1, whose plans are for everybody to hear."""
+"""A pool that names no term for so long works with a planner of 0.1, whose plans all workers hear."""
 
 
 class Orders:
-    """Hands on what is for this worker. Orders of a planner that leads no more are void."""
+    """Passes on what is for this worker. Orders of a planner that no longer leads are void."""
 
     def __init__(
         self,

@@ -92,10 +92,10 @@ class Scaling:
         try:
             part = part_of(plan, self._worker_id)
         except BadRequest as error:
-            log.error("%s makes no sense: %s", plan.plan_id, error)
+            log.error("%s is not a valid plan: %s", plan.plan_id, error)
             return
         if part is not None:
-            # Making room and building an instance take a moment, in which another plan may come.
+            # Freeing memory and building an instance take a moment, in which another plan may come.
             async with self._accepting:
                 await self._accept(plan, part)
 
@@ -106,7 +106,7 @@ class Scaling:
             return
         busy = self._slot.current()
         if busy is not None and busy.state in ("loading", "live"):
-            # Who granted the newer lease has given up the older one.
+            # The planner that got the newer lease has given up the older one.
             await self._cancel_load(f"superseded by {plan.plan_id}")
             busy = self._slot.current()
         if busy is not None:
@@ -170,7 +170,7 @@ class Scaling:
         reason = str(error) or type(error).__name__
         await self._progress.tell(instance.plan_id, instance.instance_id, "failed", detail=reason)
         if isinstance(error, BuffersStuck):
-            # A late write could land in whatever the arena holds next.
+            # A late write could land in what the arena holds next.
             self._fatal(reason)
             return
         await self._mover.end_feeds(instance)
@@ -223,7 +223,7 @@ class Scaling:
         with tracer().start_as_current_span("worker.drain", attributes=attributes):
             try:
                 while await instance.idle():
-                    # Nobody may begin to read a copy that is about to go.
+                    # No worker may begin to read a copy that is about to go.
                     self._mover.withdraw(instance)
                     if await self._may_drop(instance) and instance.retire():
                         await self._vacate(instance, "it has drained")
@@ -245,7 +245,7 @@ class Scaling:
             return False
         if instance.state == "draining":
             return True
-        with contextlib.suppress(BlitzError):  # revived meanwhile; the next heartbeat tells, too
+        with contextlib.suppress(BlitzError):  # it was revived; the next heartbeat says so, too
             await self._registration.retire(instance.info(), True)
         return False
 

@@ -157,8 +157,8 @@ class WorkerService:
         return subjects.worker_holder(worker_id), subjects.worker_holder(worker_id, self.info.incarnation)
 
     async def _drain(self) -> None:
-        """Take nothing new, finish what runs, and see the copies here taken over. New requests are routed elsewhere
-        meanwhile, and new copies placed elsewhere."""
+        """Take nothing new, finish what runs, and see the copies here taken over. From now on new requests are
+        routed elsewhere, and new copies placed elsewhere."""
         self.parts.inbox.admitting = False
         self.parts.scaling.leaving = True
         self.parts.registration.stopping()
@@ -177,7 +177,7 @@ class WorkerService:
             draining.result()
             return
         log.warning(
-            "not done after %.0f s: %d requests continue elsewhere; copies that nobody took over are lost",
+            "not done after %.0f s: %d requests continue elsewhere; copies that no other worker took over are lost",
             self._config.drain_timeout_s,
             instance.num_requests if instance is not None else 0,
         )
@@ -205,7 +205,7 @@ class WorkerService:
             loop.scheduler.abort_all(ErrorInfo.of(leaves))
             self.parts.inbox.on_output(StepOutput(tuple(loop.scheduler.take_ended())))
 
-        with contextlib.suppress(BlitzError, TimeoutError):  # whoever is not told asks
+        with contextlib.suppress(BlitzError, TimeoutError):  # a gateway that is not told asks
             async with asyncio.timeout(HAND_BACK_S):
                 await asyncio.wrap_future(instance.engine.call(end))
                 await self.parts.inbox.flushed()
@@ -237,5 +237,5 @@ class WorkerService:
                     await self.parts.inbox.flushed()
                     await self.parts.registration.confirmed(LAST_WORDS_S)
                     await self._bus.flush()
-        finally:  # whatever breaks here, a process without an engine must not stay
+        finally:  # in any case, a process without an engine must not stay
             self._fatal(f"the engine's thread ended: {error}")

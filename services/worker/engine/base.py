@@ -5,8 +5,8 @@ turns a ``Batch`` into sampled tokens. All methods run on the engine thread, but
 otherwise. Nothing here imports torch, so that the core, the mock and the tests start without it.
 
 A batch can move between two engines of the same model half-way: one exports the KV of the layers it has
-run and the hidden states, the other resumes and imports the KV meanwhile (live scaling; see ``handoff`` for the
-bytes). Or it runs all layers of a prompt here, its KV moves layer by layer meanwhile, and it is decoded there
+run and the hidden states, the other resumes and imports the KV in the meantime (live scaling; see ``handoff`` for the
+bytes). Or it runs all layers of a prompt here, its KV moves layer by layer in the meantime, and it is decoded there
 (disaggregated serving).
 """
 

@@ -153,7 +153,7 @@ def _largest(scores: Floats, count: int) -> Ids:
 
 
 class _FallingOrder:
-    """Tokens by falling score, ties by id, with their cumulative mass; sorted only where somebody looks."""
+    """Tokens by falling score, ties by id, with their cumulative mass; sorted only where they are looked up."""
 
     def __init__(self, scores: Floats, weights: Floats, ids: Ids | None, span: float) -> None:
         """``ids``: of the tokens, in rising order among equal scores; None: 0, 1, 2, ... ``span``: so far below the

@@ -118,7 +118,7 @@ def _penalise(scores: Floats, row: Request) -> None:
     params = row.params
     counts = row.counts
     counts.catch_up(row.prompt, row.output)
-    # Copies: an array whose memory somebody holds cannot grow.
+    # Copies: an array whose memory numpy holds cannot grow.
     ids, times = np.array(counts.ids), np.array(counts.times)
     known = (ids >= 0) & (ids < len(scores))
     if not known.all():

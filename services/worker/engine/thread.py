@@ -154,7 +154,7 @@ class EngineThread:
                     loop.witness.ended(output.alone)
                 self._stats = loop.stats()
                 if output is None:
-                    # There is work and no room for it: whatever changes that comes as a command.
+                    # There is work and no capacity for it; what changes that comes as a command.
                     commands.get()()
 
     def _drain_soon(self) -> None:

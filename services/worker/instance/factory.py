@@ -63,8 +63,8 @@ class InstanceFactory:
         self._kv = _reserved(KvPool, config.kv_bytes, "BLITZ_WORKER_KV_MIB")
 
     async def prefault(self, stopping: asyncio.Event) -> None:
-        """Commit as much of the arena as is configured, unless the worker is stopped meanwhile. Before the first
-        instance."""
+        """Commit as much of the arena as is configured, unless the worker is stopped before. To be called before the
+        first instance."""
         num_bytes = min(self._config.prefault_bytes, self._config.arena_bytes)
         for offset in range(0, num_bytes, PREFAULT_STEP_BYTES):
             if stopping.is_set():

@@ -1,12 +1,12 @@
 """Load reports of one host's workers, put together by one of them.
 
-Whoever can bind a socket name that belongs to the host and the cluster gathers; the others send it their reports over
+The worker that can bind a socket name of the host and the cluster gathers; the others send it their reports over
 that socket (Unix, abstract, ``SOCK_SEQPACKET``). The kernel gives the name back when its holder dies, and tells the
 others, so the next one gathers from its next report on. Where workers do not share a network namespace, or where there
 are no such sockets, each is alone and speaks for itself.
 
-Nobody is trusted to be there: a member speaks for itself, too, until what gathers has confirmed that it passed
-something on, and again when it stops confirming. Both ends accept processes of their own user only.
+No member relies on the others: it also speaks for itself until the worker that gathers has confirmed that it passed
+something on, and again when the confirmations stop. Both ends accept processes of their own user only.
 
 No event loop: everything happens in ``exchange``, once per report, in calls that do not block.
 """
@@ -36,7 +36,7 @@ MAX_MESSAGE_BYTES = 200 * 1024
 READS_PER_EXCHANGE = 8
 """Of each member, at most: it sends one report per exchange, and what is more waits in its socket."""
 SILENCE_INTERVALS = 3.5
-"""A member whose reports nobody confirms for so long speaks for itself; reports that are older come from a backlog."""
+"""A member whose reports are not confirmed for so long speaks for itself; older reports come from a backlog."""
 REFUSED_S = 2.0
 """How long a member that was not let in stays away."""
 
@@ -45,7 +45,7 @@ _UCRED = struct.Struct("3i")
 
 
 def group_name(nats_url: str, host: str) -> str:
-    """What the workers of one host and cluster have in common, and nobody else; empty where they cannot meet."""
+    """What the workers of one host and cluster share with no other worker; empty where they cannot meet."""
     if not nats_url or not sys.platform.startswith("linux"):
         return ""
     places = sorted(urlsplit(server.strip()).netloc.rpartition("@")[2] or server for server in nats_url.split(","))
@@ -188,7 +188,7 @@ class HostGroup:
         for _ in range(MAX_MEMBERS):
             try:
                 connection, _address = self._listener.accept()
-            except OSError:  # nobody else wants in
+            except OSError:  # no other worker wants in
                 return
             connection.setblocking(False)
             if len(self._members) < MAX_MEMBERS and _same_user(connection):

@@ -47,10 +47,10 @@ class Instance:
         """How long it took to load; 0 until it serves."""
         self._lifecycle = InstanceLifecycle()
         self._lifecycle.move_to("loading")
-        # While the weights come. Nobody waits for it but whoever gives the memory back.
+        # While the weights come. Only ``stop`` waits for it.
         self._preparing = asyncio.create_task(in_thread(engine.loop.engine.prepare))
         self.num_pins = 0
-        """Those who read the copy, or have capacity here for a request that comes."""
+        """How many workers read the copy, and how many requests that come from elsewhere have a reservation."""
         self._retired = False
         self._started = False
         self.on_layer_ready: Callable[[], None] = lambda: None
@@ -119,7 +119,7 @@ class Instance:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """Others read the copy, or have room here for a request that comes: it must not go."""
+        """Another worker reads the copy, or has a reservation here: the instance must not go."""
         self.num_pins += 1
         try:
             yield
@@ -133,7 +133,7 @@ class Instance:
 
     def sequence_of(self, request: Submit) -> Sequence:
         """A request as this instance's scheduler takes it. Raises ``BadRequest`` for tokens that the model lacks, for
-        sampling that is out of range, and for names that nobody has."""
+        sampling that is out of range, and for names that no process can have."""
         spec = self.record.spec
         check_request(request, spec.vocab_size)
         return sequence_of(request, spec.eos_token_ids)
@@ -149,7 +149,7 @@ class Instance:
         return load.queued_requests + load.running_requests
 
     async def idle(self) -> bool:
-        """Wait until nothing runs here and nobody reads the copy; False if it was revived meanwhile."""
+        """Wait until nothing runs here and no worker reads the copy; False if it was revived before."""
         while self.state == "draining":
             # The thread's own figures may lag behind a request it was just handed.
             try:

@@ -1,6 +1,6 @@
-"""What a worker says of its instance's load: reports to everybody who asks, and its gauges.
+"""What a worker says of its instance's load: reports to all who listen, and its gauges.
 
-Workers of one host put their reports together (``host_group``), so that who reads them gets a message per host.
+Workers of one host put their reports together (``host_group``), so that their readers get one message per host.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class Registration:
         return ack
 
     def _pass_on(self, planner_term: Callable[[int], Awaitable[None]], term: int) -> None:
-        """Whoever hears it may have to open and close subscriptions: no report waits for that."""
+        """``planner_term`` may have to open and close subscriptions: no report waits for that."""
         if self._passing_on is None or self._passing_on.done():
             self._passing_on = asyncio.ensure_future(planner_term(term))
             self._passing_on.add_done_callback(_log_failure)
@@ -217,8 +217,8 @@ def _log_failure(task: asyncio.Future[None]) -> None:
 
 
 async def wait_until_retired(ask: Callable[[], Awaitable[None]], what: str) -> None:
-    """Return once the pool lets a copy go: another is there, or nobody else could hold one. Otherwise it has another
-    worker load it meanwhile, perhaps from this one. ``ask`` raises ``Conflict`` as long as the copy must stay.
+    """Return once the pool lets a copy go: there is another copy, or no other worker could hold one. Until then the
+    pool has another worker load it, perhaps from this one. ``ask`` raises ``Conflict`` as long as the copy must stay.
 
     Returns, too, if the pool cannot be asked. No limit of its own: cancel it.
     """

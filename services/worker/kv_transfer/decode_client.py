@@ -36,7 +36,7 @@ MAX_RETRY_S = 0.3
 GONE_S = 1.0
 """No process answers to the decode worker's name, and a reconnection would have come by now."""
 ROOM_PATIENCE_S = 1.0
-"""How long a request that is ready waits for room before it is decoded here."""
+"""How long a request whose prompt is computed waits for capacity before it is decoded here."""
 LEASE_S = 10.0
 RENEW_S = 3.0
 
@@ -44,7 +44,7 @@ M = TypeVar("M", bound=Message)
 
 
 class DecodeClient:
-    """One request's. Event loop only. All but ``release`` raise ``RequestEnded`` and ``DecodeRefused``."""
+    """For one request. Event loop only. All but ``release`` raise ``RequestEnded`` and ``DecodeRefused``."""
 
     def __init__(self, bus: Bus, me: WorkerInfo, transfer: KvTransfer, *, silence_s: float) -> None:
         """``silence_s``: a worker that answers nothing, or takes no KV, for so long is gone."""
@@ -58,7 +58,7 @@ class DecodeClient:
         """A question was not answered that may have arrived."""
 
     async def reserve(self) -> DecodeReserved:
-        """Ask until there is room."""
+        """Ask until the decode instance has the capacity."""
         transfer = self._transfer
         message = ReserveDecode(
             request=transfer.request,
@@ -80,7 +80,7 @@ class DecodeClient:
 
     @contextlib.asynccontextmanager
     async def kept(self, reserved: DecodeReserved) -> AsyncIterator[None]:
-        """Renew the room meanwhile."""
+        """Renew the reservation in the meantime."""
         renewing = asyncio.create_task(self._renew(reserved.ticket))
         try:
             yield
@@ -95,7 +95,7 @@ class DecodeClient:
             try:
                 await self._bus.request(self._subject("renew"), message, DecodeRoom, timeout_s=ASK_TIMEOUT_S)
             except (Unavailable, DeadlineExceeded) as error:
-                log.debug("room at %s was not renewed: %s", self._worker_id, error)
+                log.debug("the reservation at %s was not renewed: %s", self._worker_id, error)
             except BlitzError as error:
                 self._transfer.lose(str(error))
                 return
@@ -134,7 +134,7 @@ class DecodeClient:
     async def release(self) -> None:
         """The request will not come, or has ended after all."""
         message = ReleaseDecode(request_id=self._key[0], attempt=self._key[1])
-        with contextlib.suppress(BlitzError):  # room lapses by itself
+        with contextlib.suppress(BlitzError):  # the reservation lapses by itself
             await self._bus.request(self._subject("release"), message, Ack, timeout_s=ASK_TIMEOUT_S)
 
     def _subject(self, operation: str) -> str:

@@ -1,4 +1,4 @@
-"""The decode side of disaggregated serving: room is kept for requests, their KV comes in, and they are decoded here."""
+"""The decode side of disaggregated serving: requests get reservations, their KV comes in, they are decoded here."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ class KvReceiver:
             await bus.respond(subjects.worker_decode(me, "release"), ReleaseDecode, self.on_release),
         ]
 
-    # --- room --------------------------------------------------------------------------------
+    # --- reservations ------------------------------------------------------------------------
 
     async def on_reserve(self, message: ReserveDecode) -> DecodeReserved:
-        """Keep room. Raises ``Conflict`` (not this instance, not serving, a newer attempt is here), ``Overloaded`` (no
-        room now), ``BadRequest`` (there will never be)."""
+        """Keep a slot and blocks. Raises ``Conflict`` (not this instance, not serving, a newer attempt is here),
+        ``Overloaded`` (no capacity now), ``BadRequest`` (there will never be)."""
         request = message.request
         async with self._lock(request.request_id):
             reservation = self.reservations.get((request.request_id, request.attempt))
@@ -130,13 +130,13 @@ class KvReceiver:
             if not reserved:
                 window.close()
         if not reserved:
-            raise Overloaded(f"no room for {sequence.num_tokens} tokens of KV now")
+            raise Overloaded(f"no capacity for {sequence.num_tokens} tokens of KV now")
         reservation = DecodeReservation(message, sequence, instance, next(self._tickets), window)
         self._inbox.host((request,))
         try:
             await reservation.connect(self._transport, self._peers)
             if self._instance() is not instance or instance.state not in ("serving", "draining"):
-                raise Conflict(f"instance {request.instance_id} goes")
+                raise Conflict(f"instance {request.instance_id} is about to stop")
         except BlitzError as error:
             await self._drop(reservation)
             raise Conflict(f"the KV cannot come: {error}") from error
@@ -151,10 +151,10 @@ class KvReceiver:
             await self._drop(self.reservations.pop(key))
 
     async def on_renew(self, message: RenewDecode) -> DecodeRoom:
-        """Keep room for longer; wait a moment for so many layers. Raises ``Conflict`` if no room is kept."""
+        """Keep a reservation for longer; wait a moment for so many layers. Raises ``Conflict`` if there is none."""
         reservation = self.reservations.get((message.request_id, message.attempt))
         if reservation is None or reservation.ticket != message.ticket:
-            raise Conflict(f"no room is kept for attempt {message.attempt} of request {message.request_id}")
+            raise Conflict(f"there is no reservation for attempt {message.attempt} of request {message.request_id}")
         reservation.renewed_at_s = time.monotonic()
         await reservation.until_here(message.wait_layers, MAX_WAIT_S)
         return DecodeRoom(layers_here=reservation.layers_here)
@@ -162,8 +162,8 @@ class KvReceiver:
     # --- decoding ----------------------------------------------------------------------------
 
     async def on_begin(self, message: BeginDecode) -> Ack:
-        """The request is decoded here from now on. Raises ``Conflict`` if no room is kept, or its KV is not here, and
-        ``BadRequest`` for a token that the model lacks."""
+        """The request is decoded here from now on. Raises ``Conflict`` if it has no reservation, or its KV is not here,
+        and ``BadRequest`` for a token that the model lacks."""
         key = (message.request_id, message.attempt)
         async with self._lock(message.request_id):
             reservation = self.reservations.get(key)
@@ -173,7 +173,7 @@ class KvReceiver:
                 reservation.instance.check_token(message.token_id)
                 await self._begin(reservation, message)
             elif key not in self._begun:
-                raise Conflict(f"no room is kept for attempt {message.attempt} of request {message.request_id}")
+                raise Conflict(f"there is no reservation for attempt {message.attempt} of request {message.request_id}")
         return Ack()
 
     async def _begin(self, reservation: DecodeReservation, message: BeginDecode) -> None:
@@ -204,7 +204,7 @@ class KvReceiver:
     # --- the end -----------------------------------------------------------------------------
 
     async def on_release(self, message: ReleaseDecode) -> Ack:
-        """The request ends, or is decoded elsewhere. Its room is free when this is answered."""
+        """The request ends, or is decoded elsewhere. Its slot and blocks are free when this is answered."""
         key = (message.request_id, message.attempt)
         async with self._lock(message.request_id):
             if (reservation := self.reservations.pop(key, None)) is not None:
@@ -227,7 +227,7 @@ class KvReceiver:
         self._let_go(key for key, s in theirs if gone.had(s.gateway_id, s.gateway_incarnation))
 
     def expire(self) -> None:
-        """Drop room that was not renewed. Silence counts only while our own connection has been up."""
+        """Drop reservations that were not renewed. Silence counts only while our own connection has been up."""
         connected_since_s = self._bus.connected_since_s
         if connected_since_s is None:
             return
@@ -238,7 +238,10 @@ class KvReceiver:
 
         late = [key for key, reservation in self.reservations.items() if has_lapsed(reservation)]
         if late:
-            log.warning("nothing was heard of %d requests that were to be decoded here: their room is freed", len(late))
+            log.warning(
+                "nothing was heard of %d reservations for their leases: they are freed",
+                len(late),
+            )
         self._let_go(late)
 
     def _let_go(self, keys: Iterable[Key]) -> None:
@@ -253,7 +256,7 @@ class KvReceiver:
                 await self._drop(reservation)
 
     async def _drop(self, reservation: DecodeReservation) -> None:
-        """Free the room of one that is in ``reservations`` no more."""
+        """Free what a reservation keeps that is not in ``reservations`` any more."""
         await reservation.stop()  # nothing is written into its blocks any more
         self._inbox.unhost([reservation.sequence])
         call = reservation.instance.engine.call(
@@ -271,7 +274,7 @@ class KvReceiver:
         await asyncio.gather(*(self._failed(*row) for row in gone))
 
     async def close(self) -> None:
-        """Drop all room."""
+        """Drop all reservations."""
         await asyncio.gather(*(self._failed(*row) for row in list(self.reservations.items())))
         await self._drops.finish()
 

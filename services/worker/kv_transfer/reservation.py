@@ -1,4 +1,4 @@
-"""Room that is kept for one request at the instance that is to decode it, and the KV that comes in."""
+"""What the instance that is to decode a request keeps for it, and the KV that comes in."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Staging:
         self.used_bytes = 0
 
     def window(self, layer_bytes: int, num_layers: int) -> Window | None:
-        """Room for some layers of a request, to be closed; None if there is none now. A request whose one layer is
+        """Memory for some layers of a request, to be closed; None if there is none now. A request whose one layer is
         larger than everything gets it when no other request has anything."""
         layers = min(num_layers, WINDOW_LAYERS, max(1, WINDOW_BYTES // layer_bytes))
         layers = min(layers, (STAGING_BYTES - self.used_bytes) // layer_bytes)

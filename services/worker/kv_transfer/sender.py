@@ -1,8 +1,8 @@
 """The prefill side of disaggregated serving: requests leave with their KV for the instance that decodes them.
 
-A request's decode instance is asked for room as soon as its prompt begins. With the prompt's last part its KV follows,
-layer by layer, while later layers are computed. With the first token, which this instance streams itself, the decode
-instance takes the request over. If it does not - it is gone, or has no room - the request is decoded here.
+A request's decode instance is asked for a reservation as soon as the prompt begins. With the prompt's last part its KV
+follows, layer by layer, while later layers are computed. With the first token, which this instance streams itself, the
+decode instance takes the request over. If it does not - it is gone, or has no capacity - the request is decoded here.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class KvTransfer:
         self._halt()
 
     def lose(self, reason: str) -> None:
-        """The decode instance has no room for it any more."""
+        """The decode instance has no reservation for it any more."""
         self._lost = reason
         self._halt()
 

@@ -20,8 +20,8 @@ from shared.transport.base import Buffer
 
 log = logging.getLogger(__name__)
 
-SEATS_SHARE = 4
-"""A batch takes at most this part of an instance's seats."""
+SLOTS_SHARE = 4
+"""A batch takes at most this part of an instance's slots."""
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class HandedOver:
     async def hand_over(
         self, tensors: Tensors, *, behind_seal: bool, until: Callable[[], bool] = lambda: False
     ) -> None:
-        """Everything, as far as the target has room, or ``until`` something; the rest waits here, behind what it has.
+        """Everything, as far as the target has capacity, or ``until`` something; the rest waits here, behind that.
         Raises ``LinkLost``."""
         async with self.lock:
             sequences = [self._lent.popleft() for _ in range(len(self._lent))]
@@ -77,8 +77,8 @@ class HandedOver:
         token_s = loop.prefill_token_s or 1e-6
         batches = []
         config = self._instance.scheduler
-        # All of a batch need seats at once.
-        most_requests = max(1, config.max_num_sequences // SEATS_SHARE)
+        # All requests of a batch need slots at once.
+        most_requests = max(1, config.max_num_sequences // SLOTS_SHARE)
         for pack in packed(sequences, config.prefill_chunk_tokens, most_requests):
             num_tokens = sum(s.num_tokens for s in pack)
             batch_id = f"{self._assignment.pair_id}-{self._num_batches}"

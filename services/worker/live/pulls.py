@@ -1,7 +1,7 @@
 """How the source of a pair gets work: batches back from the target, and at times one that never went there.
 
 A batch is begun with its hidden states. The KV of the layers that the target ran follows while the others run, off the
-engine's thread: one batch after the other, as they decode. The source asks for layers as it has room for them; the
+engine's thread: one batch after the other, as they decode. The source asks for layers as it has memory for them; the
 target keeps its copy until the claim is settled. What does not come is computed again.
 """
 
@@ -156,7 +156,7 @@ class Puller:
         self.free.clear()
 
     async def run_from_backlog(self) -> None:
-        """The target has nothing to pull, and no room or no use for what waits here: it is begun here."""
+        """The target has nothing to pull, and no capacity or no use for what waits here: it is begun here."""
         async with self._handed.lock:
             if self._handed.backlog:
                 await self._begin(SourceBatch(self._handed.backlog[0]))

@@ -1,4 +1,4 @@
-"""Who this worker is in which pair: the source of at most one, and the target of at most one. Whatever concerns its
+"""Who this worker is in which pair: the source of at most one, and the target of at most one. All that concerns its
 pairs comes in here."""
 
 from __future__ import annotations

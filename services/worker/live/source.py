@@ -1,7 +1,7 @@
 """The source of a pair: it hands its queue over, pulls batches back, and keeps what clients were promised.
 
 Everything here runs on the event loop; the engine's part is in ``steppers``. Every request of the pair was accepted by
-the source's scheduler and stays accepted there: whatever becomes of the target, the source can compute it.
+the source's scheduler and stays accepted there, so that the source can compute it whether or not the target lives.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class LiveSource:
                 self.life.move_to(PairState.LOADED)
             if answer.batch_id:
                 if self.handed_over.backlog:
-                    self._arrivals.set()  # there is room at the target now
+                    self._arrivals.set()  # the target has capacity now
             elif answer.can_dissolve or self.instance.state != "serving":
                 break
             elif self.handed_over.backlog:
@@ -286,7 +286,7 @@ class LiveSource:
             raise Conflict(f"pair {self.assignment.pair_id} has failed here: {self._failure}")
         self._taken_by_target(message.batch_ids)
         if self.handed_over.backlog:
-            self._arrivals.set()  # there is room at the target now
+            self._arrivals.set()  # the target has capacity now
         if message.loaded and not self.target_loaded:
             self.target_loaded = True
             self._look()  # the baselines part now, busy or not

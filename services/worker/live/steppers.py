@@ -339,7 +339,7 @@ class TargetStepper:
         output = StepOutput(())
         adopts = ran and layer.layer + 1 == self.queue.num_layers
         if adopts:
-            # Before the queue knows: whoever asks next must find the requests in one place or the other.
+            # Before the queue knows: the next look must find the requests in one place or the other.
             output = finish(self._loop, held.batch, held.activation)
         with self.lock:
             finished = self.queue.layer_done(layer.batch_id)
@@ -349,8 +349,8 @@ class TargetStepper:
             if finished:
                 self.finished.append(layer.batch_id)
             if self.wanted and isinstance(self.queue.pull(self.wanted), Claim):
-                self.wanted = ""  # whoever asked asks again, and gets the same answer
-        if ended and not adopts:  # cancelled meanwhile
+                self.wanted = ""  # the source asks again, and gets the same answer
+        if ended and not adopts:  # cancelled while it ran
             self._loop.scheduler.reservations.release(held.batch.sequences)
         if finished:
             self._on_finished(held.batch)

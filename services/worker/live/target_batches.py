@@ -75,8 +75,8 @@ class TargetBatches:
     async def hand_over(self, message: HandOver) -> TargetBatch | None:
         """Reserve blocks for a batch and queue it; None if it is here already. ``fetch`` must follow.
 
-        Raises ``Overloaded`` when there is no room now, ``BadRequest`` when there will never be, ``Conflict`` when the
-        pair is over.
+        Raises ``Overloaded`` when there is no capacity now, ``BadRequest`` when there will never be, ``Conflict`` when
+        the pair is over.
         """
         if not message.requests or not 0 < message.layer_s < math.inf or message.serial < 0:
             raise BadRequest(f"batch {message.batch_id!r} cannot be: {message.layer_s!r} s a layer", param="layer_s")
@@ -97,7 +97,7 @@ class TargetBatches:
         reserve = engine.call(lambda loop: loop.scheduler.reservations.reserve(sequences), between_layers=True)
         if not await asyncio.wrap_future(reserve):
             self._known.discard(batch.batch_id)
-            raise Overloaded(f"no room for {batch.num_tokens} tokens of KV now")
+            raise Overloaded(f"no capacity for {batch.num_tokens} tokens of KV now")
         held = TargetBatch(batch, None)
         with self._stepper.lock:
             if self.closed or self._queue.dissolved:
@@ -217,7 +217,7 @@ class TargetBatches:
             if self._is_held(held):
                 raise
             return
-        # Its blocks may have been freed meanwhile, and written.
+        # Its blocks may have been freed by now, and written by another batch.
         if self._is_held(held):
             failure = await self._tensors.sent(self._tensors.send_kv(kv, message.serial, first))
             if failure is not None:

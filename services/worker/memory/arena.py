@@ -64,7 +64,7 @@ class Arena(Protocol):
 
     def release(self) -> None:
         """Give the pages back; contents become zeros. Views stay valid. Only for a spare worker:
-        nobody may be reading or receiving."""
+        no transfer may be reading or writing."""
 
 
 class HostMemory:
@@ -125,7 +125,7 @@ class HostMemory:
 
     def release(self) -> None:
         """Give all pages back to the system; contents become zeros, views stay valid. About 0.15 s per GB (measured).
-        Nobody may be reading or receiving."""
+        No transfer may be reading or writing."""
         # mmap.madvise would hold the interpreter for as long, and with it the event loop.
         if _LIBC.madvise(self.address, self.capacity_bytes, mmap.MADV_DONTNEED):
             error = ctypes.get_errno()

@@ -1,8 +1,8 @@
 """One copy of a model's weights: bytes in an arena, checksums, what has arrived, and which units are ready.
 
 Bytes *arrive* (unverified) in any order and may be sent on from then; units become *ready* one by one, once they are
-read from disk or verified, and stay ready until the copy is dropped. Checksums travel with the weights: whoever read
-the checkpoint computed them.
+read from disk or verified, and stay ready until the copy is dropped. Checksums travel with the weights: the worker that
+read the checkpoint computed them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WeightCopy:
         self._starts.append(total)
         self._checksums: npt.NDArray[np.uint64] = np.zeros(total, dtype=np.uint64)
         self._blocks = bytearray(total)
-        """1 for each arrived block of ``CHECK_BYTES``; chunks are whole blocks, whoever cut them."""
+        """1 for each arrived block of ``CHECK_BYTES``; chunks are whole blocks, whichever worker cut them."""
         self._missing = [self._starts[i + 1] - self._starts[i] + 1 for i in range(len(layout.units))]
         """Blocks and checksum tables (one each) that a unit still lacks."""
         self._tables = bytearray(len(layout.units))

@@ -1,4 +1,4 @@
-"""How much traffic a NIC carries now, whoever causes it."""
+"""How much traffic a NIC carries now, of all processes together."""
 
 from __future__ import annotations
 

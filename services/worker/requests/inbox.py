@@ -47,13 +47,13 @@ RESEND_LOGPROBS = 500
 
 
 class Cooperation(Protocol):
-    """What those who share requests with other instances want to know of them."""
+    """What a part that shares requests with other instances is told of them."""
 
     def arrived(self) -> None:
         """A request was accepted."""
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """Nobody waits for a request any more."""
+        """No client waits for a request any more."""
 
     def cancel_gateway(self, gone: Gone) -> None:
         """Nor for any of those gateways'."""
@@ -142,7 +142,7 @@ class Inbox:
             return Ack()  # the submit was repeated: it runs elsewhere by now
         older = self.streams.attempt_of(request.request_id)
         if older is None and not request.may_wait:
-            self._check_seat(instance)
+            self._check_slot(instance)
         if not self.streams.open(*key, request.gateway_id, offset, incarnation=request.gateway_incarnation):
             return Ack()  # the submit was repeated: it runs already
         if older is not None:
@@ -159,14 +159,14 @@ class Inbox:
             cooperation.arrived()
         return Ack()
 
-    def _check_seat(self, instance: Instance) -> None:
+    def _check_slot(self, instance: Instance) -> None:
         """Raises ``Overloaded`` if as many requests are here as may run."""
-        seats = instance.scheduler.max_num_sequences
-        if (taken := self.streams.num_open) >= seats:
-            raise Overloaded(f"all {seats} seats of {instance.instance_id} are taken ({taken} requests)")
+        slots = instance.scheduler.max_num_sequences
+        if (taken := self.streams.num_open) >= slots:
+            raise Overloaded(f"all {slots} slots of {instance.instance_id} are taken ({taken} requests)")
 
     def _give_up(self, instance: Instance, request_id: str, attempt: int) -> None:
-        """A newer attempt is here. The older one's cancel may be lost on the way, and nobody reads it any more."""
+        """A newer attempt is here. The cancel of the older one may be lost, and the gateway reads it no more."""
         instance.engine.cancel(request_id, attempt)
         for cooperation in self._cooperations:
             cooperation.cancel(request_id, attempt)
@@ -204,7 +204,7 @@ class Inbox:
             return await self._bus.request(subjects.worker_resend(owner), request, Ack, timeout_s=OWNER_TIMEOUT_S)
         except NoResponder as error:
             # Of the owner, not of this worker, which the caller must not think dead.
-            raise NotFound(f"request {request.request_id} went to {owner}, who does not answer") from error
+            raise NotFound(f"request {request.request_id} went to {owner}, which does not answer") from error
 
     async def _tell(self, worker_id: str, request: Cancel) -> None:
         try:
@@ -270,7 +270,7 @@ class Inbox:
         if connected_since_s is None:
             return
         for gone, lease_s in self._gateways.silent(now_s, now_s - max(connected_since_s, self._hears_since_s)):
-            log.warning("gateway %s is silent for %.1f s: its requests are freed", gone.gateway_id, lease_s)
+            log.warning("gateway %s was silent for %.1f s: its requests are freed", gone.gateway_id, lease_s)
             self._free(gone)
 
     def _free(self, gone: Gone | None) -> None:

@@ -75,7 +75,7 @@ class Streams:
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None or stream.attempt != output.attempt:
-                continue  # cancelled or superseded meanwhile: nobody listens
+                continue  # cancelled or superseded: no gateway listens
             stream.token_ids.extend(output.token_ids)
             if output.logprobs:
                 stream.logprobs.extend(output.logprobs)

@@ -41,7 +41,7 @@ class ContinuousBatching:
         self._some_alone = self._some_alone or sequence.alone
 
     def next_batch(self, now_s: float) -> ScheduledBatch | None:
-        """None if there is nothing to compute, or no room for it."""
+        """None if there is nothing to compute, or no capacity for it."""
         if not self._table.running and not self._table.may_admit:
             return None
         return self._in_turn(now_s) if self._some_alone else self._together(now_s)
@@ -110,7 +110,7 @@ class ContinuousBatching:
             if not admitted.alone:
                 budget -= self._prefill(admitted, budget, slices)
         if not slices:
-            return None  # what is computed outside of steps leaves no room
+            return None  # what is computed outside of steps leaves no capacity
         num_prefill_tokens = self._config.max_batch_tokens - budget - num_decode_tokens
         return ScheduledBatch(tuple(slices), num_prefill_tokens, num_decode_tokens, tuple(preempted))
 

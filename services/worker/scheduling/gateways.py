@@ -2,7 +2,7 @@
 
 Rules
 - A gateway is a process: an id, and the incarnation that its requests and heartbeats name. What names none (0.1) is of
-  whoever speaks under the id.
+  any process that speaks under the id.
 - A process that is silent for its lease is gone.
 - A process is gone as soon as a later incarnation of its id speaks, by a heartbeat or by a request: a gateway that was
   killed and came back under its id waits for none of its earlier tokens.
@@ -87,7 +87,7 @@ class Gateways:
         return Gone(gateway_id, incarnation, earlier=True) if earlier else None
 
     def _bound(self) -> None:
-        """Half of too many go at once, so that it is seldom looked for them."""
+        """Half of them go at once, so that this is seldom needed."""
         if sum(map(len, self._lives.values())) <= MAX_PROCESSES:
             return
         heard = [(life.heard_at_s, g, i) for g, lives in self._lives.items() for i, life in lives.items()]

@@ -7,7 +7,7 @@
   Either another instance is to decode it (``decode_at``): ``decode_here`` or ``release_to_decoder`` ends that. Or KV of
   its first layers, which ran elsewhere, is still on its way: ``kv_arrived`` or ``kv_lost`` ends that.
 
-Both have a slot and blocks, which stay theirs when the request ends, since somebody may be reading or writing the
+Both have a slot and blocks, which stay theirs when the request ends, since a transfer may be reading or writing the
 blocks: ``release`` frees them.
 """
 
@@ -56,8 +56,8 @@ class Reservations:
         return table.config.max_num_sequences - len(table.running) - len(self._for_prefill) - len(self._for_decode)
 
     def fits(self, lengths: Rows[int]) -> bool:
-        """Whether contexts of so many tokens could be reserved now. Whatever runs keeps a block to grow into, and what
-        was preempted comes first."""
+        """Whether contexts of so many tokens could be reserved now. Each running request keeps a block to grow into,
+        and what was preempted comes first."""
         table = self._table
         if (table.waiting and table.waiting[0].has_begun) or self.free_slots < len(lengths):
             return False
@@ -97,7 +97,7 @@ class Reservations:
     ) -> StreamPart | None:
         """A reserved context was computed and its first token sampled: the request decodes here from now on.
 
-        None if it ended meanwhile. ``computed_here``: its context counts as this instance's work. Without ``kv_here``
+        None if it has ended. ``computed_here``: its context counts as this instance's work. Without ``kv_here``
         its blocks are still written, whether it has ended or not: ``kv_arrived`` or ``kv_lost`` must follow. Raises
         ``Conflict`` for an attempt that is here already.
         """
@@ -130,8 +130,8 @@ class Reservations:
         return output
 
     def compute_here(self, sequences: Iterable[Sequence]) -> None:
-        """Reserved contexts could not be computed outside of steps: they give their room back and wait here, at their
-        places, to be computed in steps. Ended ones are released, adopted ones left alone."""
+        """Reserved contexts could not be computed outside of steps: they give their slots and blocks back, and wait at
+        their places to be computed in steps. Ended ones are released, adopted ones left alone."""
         for sequence in [s for s in sequences if s.reserved]:
             self.release([sequence])
             if not sequence.finished:

@@ -1,6 +1,6 @@
 """The requests of one instance: accepted, batched step by step, ended.
 
-Which of them the next step computes, ``batching`` decides. Requests that have a slot and blocks here and are in no
+``batching`` decides which of them the next step computes. Requests that have a slot and blocks here and are in no
 step are ``reservations``.
 
 While ``lending`` (live scaling), requests that have not begun are not admitted: ``lend`` takes them out, for another
@@ -118,7 +118,7 @@ class Scheduler:
 
     def lend(self) -> list[Sequence]:
         """Take the requests that have not begun out of the queue, in order. They stay accepted: ``take_back``,
-        ``release_to_target`` or a reservation must follow for each that is not cancelled meanwhile."""
+        ``release_to_target`` or a reservation must follow for each that is not cancelled before."""
         return self.table.stop_waiting(lambda s: not s.stays)
 
     def take_back(self, sequences: Iterable[Sequence]) -> None:
@@ -150,7 +150,7 @@ class Scheduler:
         """Take the tokens of the batch in flight, one per slice that samples, in their order.
 
         Slices in ``failures``, by their place in the batch, could not be computed: they have no token, and their
-        requests end with that. Returns the new outputs. Requests that ended meanwhile get none: their blocks are freed
+        requests end with that. Returns the new outputs. Requests that ended in between get none: their blocks are freed
         here.
         """
         if batch is not self._in_flight:

@@ -55,7 +55,7 @@ class SpeedEstimator:
             self.prefilled(num_prefill_tokens, max(seconds - decode_s, LEAST_PREFILL_SHARE * seconds))
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """So many prompt tokens took so long through all layers, and nothing else was computed meanwhile."""
+        """So many prompt tokens took so long through all layers, and nothing else was computed at the same time."""
         if seconds > 0:
             self._prefill.add(num_tokens, seconds)
             self._update()

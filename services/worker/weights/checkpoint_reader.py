@@ -19,7 +19,7 @@ class CheckpointReader:
     """Fills one copy, whole units or single pieces. All methods on the event loop; the reading is done in threads."""
 
     def __init__(self, copy: WeightCopy, path: str, on_unit: Callable[[int], None], *, alone: bool) -> None:
-        """``on_unit(unit)``: a unit is whole. ``alone``: nobody else writes into the copy meanwhile."""
+        """``on_unit(unit)``: a unit is whole. ``alone``: nothing else writes into the copy at the same time."""
         self._copy = copy
         self._path = Path(path)
         self._on_unit = on_unit
@@ -40,7 +40,7 @@ class CheckpointReader:
                 await self._read_pieces(checkpoint, missing)
 
     async def read_unit(self, unit: int) -> None:
-        """Read a unit over whatever is there; its checksums are those of what was read. Raises ``BadCheckpoint``."""
+        """Read a unit over what is there; its checksums are those of what was read. Raises ``BadCheckpoint``."""
         async with self._lock:
             await in_thread(self._load, await self._inspected(), unit, self._copy.arena)
             await in_thread(self._copy.seal, unit)

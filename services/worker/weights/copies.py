@@ -53,10 +53,10 @@ class Copies:
         return offer if offer is not None and offer.copy.layout.hash == layout_hash else None
 
     async def wanted(self, kind: CopyKind, model_hash: str, layout_hash: str, instance_id: str = "") -> Offer:
-        """The copy that somebody asks for. A worker without any GPU copy may be about to get it, and is waited for.
+        """The copy that a receiver asks for. A worker without any GPU copy may be about to get it, and is waited for.
 
         ``instance_id``: whose GPU copy; empty: whichever is there. The copy of a later instance is not what was
-        planned with: it may itself be waiting for whoever asks. Raises ``NotFound``.
+        planned with: it may itself be waiting for the receiver. Raises ``NotFound``.
         """
         if kind == "gpu":
             try:

@@ -88,7 +88,7 @@ class _Flow(ABC):
 
     @abstractmethod
     def _may_post(self, piece: Piece) -> bool:
-        """Whether the piece may go now; if not, somebody calls ``_pump`` when it may. Called with the lock held."""
+        """Whether the piece may go now; if not, ``_pump`` is called when it may. Called with the lock held."""
 
     @abstractmethod
     def _post(self, piece: Piece, tag: int) -> Transfer:
@@ -243,7 +243,7 @@ class Outflow(_Flow):
     def _post(self, piece: Piece, tag: int) -> Transfer:
         return self._channel.send(self._copy.buffer(piece), tag)
 
-    def _moved(self, piece: Piece) -> None:  # noqa: ARG002 - whoever sends has the bytes already
+    def _moved(self, piece: Piece) -> None:  # noqa: ARG002 - a sender has the bytes already
         return
 
 

@@ -53,13 +53,13 @@ class HostCopies:
         self._fatal = fatal
         self._tasks = OwnedTasks()
         self._filling: set[str] = set()
-        """Models whose copy somebody fills: one at a time."""
+        """Models whose copy is being filled: one task at a time."""
         self._agreed: set[str] = set()
         """Models whose retired copy may go, and was still in use when it should."""
         self._leaving = False
 
     async def run(self) -> None:
-        """Let go of cached copies that nobody used for long, and of any that were still in use, until cancelled."""
+        """Let go of cached copies that were not used for long, and of any that were still in use, until cancelled."""
         while True:
             await asyncio.sleep(EXPIRE_INTERVAL_S)
             for model_hash in sorted(self._agreed):
@@ -98,7 +98,7 @@ class HostCopies:
             self._fatal(str(error))
             return
         except Exception as error:
-            # Whatever broke, a copy that nobody fills any more must go: the pool finds another place.
+            # In any case a copy that is not filled any more must go: the pool finds another place.
             log.warning("host copy of %s failed: %s", model.name, error, exc_info=not isinstance(error, BlitzError))
             await self._give_up(model.model_hash, copy)
         finally:
@@ -111,7 +111,7 @@ class HostCopies:
         return Upstream(source.kind, source.worker_id, source.host, source.transport_address)
 
     async def keep(self, instance: Instance) -> None:
-        """Cache a copy of a loaded instance, if there is room. The instance serves meanwhile."""
+        """Cache a copy of a loaded instance, if there is memory for it. The instance serves in the meantime."""
         record = instance.record
         if record.model_hash in self._filling or self._leaving:
             return
@@ -132,7 +132,7 @@ class HostCopies:
                     await in_thread(copy.copy_unit, unit, instance.copy)
                     copy.mark_ready(unit)
         except Exception:
-            # As in ``_load``; here a hold may have been acknowledged meanwhile, too.
+            # As in ``_load``; here a hold may have been acknowledged in between, too.
             log.warning("the host copy of %s failed", record.name, exc_info=True)
             await self._give_up(record.model_hash, copy)
         finally:
@@ -185,7 +185,7 @@ class HostCopies:
         return next((copy for copy in self._store.report() if copy.model_hash == model_hash), None)
 
     async def _give_up(self, model_hash: str, copy: WeightCopy) -> None:
-        """The copy failed: whoever reads it is told to go elsewhere."""
+        """The copy failed: its readers are told to go elsewhere."""
         self._mover.copies.withdraw("host", copy)
         await self._mover.sender.end_feeds_of(copy)
         await self._drop(model_hash, DROP_TIMEOUT_S)
@@ -203,7 +203,7 @@ class HostCopies:
         self._changed()
 
     async def let_all_go(self) -> None:
-        """The process ends: take no more copies, and return once every complete one may go and nobody reads it.
+        """The process ends: take no more copies, and return once every complete one may go and has no reader.
 
         The pool has others take over those that are the last. No limit of its own: cancel it.
         """
@@ -215,7 +215,7 @@ class HostCopies:
         """Until it may go, others read the copy: they may be about to take it over."""
         while (held := self._held(model_hash)) is not None:
             copy = self._store.find(model_hash, held.layout_hash)
-            if copy is None:  # somebody else asks already, or waits for the last reader
+            if copy is None:  # another task asks already, or waits for the last reader
                 await asyncio.sleep(ASK_INTERVAL_S)
                 continue
             may_go = functools.partial(self._registration.retire_host, held, leaving=True)

@@ -6,7 +6,7 @@
 
 Copies are *placed* by the pool, or *cached* by the worker for itself (the ``host-cache`` baseline). Placed copies
 stay until the pool has them dropped. Cached ones may make way for other cached ones, least recently used first, and go
-when nobody has used them for a while, if the pool agrees. A pinned copy is being read or filled: its memory stays.
+when they were not used for a while, if the pool agrees. A pinned copy is being read or filled: its memory stays.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class HostStore:
             self._changed.fire()
 
     async def drop(self, model_hash: str, *, timeout_s: float = DROP_TIMEOUT_S) -> bool:
-        """Retire a copy and free its memory once nobody pins it; False if there is none, or it was kept meanwhile.
+        """Retire a copy and free its memory once it has no pin; False if there is none, or it was kept after all.
 
         The pool must have agreed, or the copy be incomplete. Raises ``DeadlineExceeded``: the copy stays retired.
         """
@@ -182,7 +182,7 @@ class HostStore:
         return True
 
     def expiring(self, now_s: float) -> tuple[str, ...]:
-        """Cached, unpinned copies (model hashes) that nobody used for ``keep_alive_s``."""
+        """Cached, unpinned copies (model hashes) that were not used for ``keep_alive_s``."""
         return tuple(
             model_hash
             for model_hash, held in sorted(self._held.items())

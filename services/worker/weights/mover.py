@@ -56,7 +56,7 @@ class WeightMover:
         self.copies.withdraw("gpu", instance.copy)
 
     async def end_feeds(self, instance: Instance) -> None:
-        """The instance failed: whoever reads its copy is told to go elsewhere."""
+        """The instance failed: the readers of its copy are told to go elsewhere."""
         self.withdraw(instance)
         await self.sender.end_feeds_of(instance.copy)
 

@@ -50,7 +50,7 @@ class Outcome:
         return bool(done)
 
     def discard(self) -> None:
-        """Nobody waits any more."""
+        """The end is not waited for any more."""
         if self.done.done() and not self.done.cancelled():
             with contextlib.suppress(Exception):  # retrieved, so that asyncio does not warn of it
                 self.done.exception()
@@ -60,7 +60,7 @@ class Outcome:
 async def ends_soon(is_quiet: Callable[[], bool]) -> bool:
     """Wait up to ``SETTLE_S`` until aborted transfers are over; False if some are not.
 
-    A cancellation waits as long: whoever asks must learn whether the memory is free.
+    A cancellation waits as long: the caller must learn whether the memory is free.
     """
     waiting = asyncio.ensure_future(_ends_soon(is_quiet))
     try:

@@ -35,7 +35,7 @@ thousand workers that found new peers four times a second, while they all start,
 OWN_LOOKS_PER_S = 400
 """Of all workers together, if all change at once."""
 _DIALS_AT_ONCE = 4
-"""A dial to a peer of this host that has just died takes all of its time-out; the others go on meanwhile."""
+"""A dial to a peer of this host that has just died takes all of its time-out; the others continue in the meantime."""
 
 
 class Peers:
@@ -92,7 +92,7 @@ class Peers:
             self._soon.clear()
 
     async def _look(self) -> bool:
-        """Look at the registry; whether somebody was to be connected."""
+        """Look at the registry; whether there was a peer to connect."""
         view = await self._registry.read(timeout_s=_READ_TIMEOUT_S)
         self._num_workers = len(view.workers)
         self._forget_gone(view)
@@ -115,7 +115,7 @@ class Peers:
         self._ahead[worker.incarnation, lane] = channel
 
     def _forget_gone(self, view: RegistryView) -> None:
-        """Release what peers hold open that have left the registry: inside a host nobody else tells of a death."""
+        """Release what peers hold open that have left the registry: inside a host nothing else tells of a death."""
         if not any(w.worker.incarnation == self._me.incarnation for w in view.workers):
             self._missing_since_s = {}  # a registry that does not know this worker knows little of the others
             return

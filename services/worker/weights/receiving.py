@@ -34,11 +34,11 @@ _WATCH_S = 0.2
 """A feed that is silent for this long is asked after."""
 MAX_FETCHES = 3
 RECONNECT_S = 5.0
-"""After a bus outage others may take this long to be back: until then nobody is dead for not being there."""
+"""After a bus outage others may take this long to be back: until then an absent worker does not count as dead."""
 
 
 class Fill:
-    """One copy on its way in. ``run`` once; the other methods on the event loop, meanwhile."""
+    """One copy on its way in. ``run`` once; the other methods are called on the event loop while it runs."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Fill:
             flow.abort()  # before anything that may be cancelled in its turn
             try:
                 if not whole:
-                    # What it still sends would pile up here: nobody will ever post a receive for it.
+                    # What it still sends would pile up here: no receive will ever be posted for it.
                     await self._upstreams.stop(upstream, attempt)
             finally:
                 if not await ends_soon(lambda: flow.quiet):

@@ -107,7 +107,7 @@ class Sender:
             if not pieces:
                 raise BadRequest("a feed of no pieces", param="pieces")
             channel = await self._connect(feed.transport_address, feed.host)
-            # Connecting takes a while, and the copy may have failed meanwhile, or the receiver gone on elsewhere.
+            # Connecting takes a while, and by now the copy may have failed, or the receiver gone elsewhere.
             if offer.copy in self._ended_copies:
                 raise NotFound("the copy is gone")
             if key in self._feeds or key in self._stopped or key in self._sent:
@@ -210,7 +210,7 @@ class Sender:
                 flow.stop_listening()
                 flow.abort()
                 if not await ends_soon(lambda: flow.quiet):
-                    # Only reads: whatever the arena holds later, a peer that is gone cannot be harmed by it.
+                    # Only reads: what the arena holds later cannot harm a peer that is gone.
                     log.warning("%s: sends to the lost %s are still posted", feed.plan_id, feed.worker_id)
 
     async def _watch(self, flow: Outflow, outcome: Outcome) -> None:

@@ -2,7 +2,7 @@
 
 A target whose upstream is lost continues at its first missing piece from the nearest holder upstream of it: the lost
 one's own sources, theirs, and so on to the chain's head; then the plan's fallbacks; at last the disk. Climbing never
-goes sideways or down, so nobody ever waits for somebody who waits for it.
+goes sideways or down, so no worker ever waits for one that waits for it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def part_of(plan: ScalePlan, worker_id: str) -> Part | None:
                     stripes = tuple(_sources(plan, stripe, worker_id) for stripe in hop.stripes)
                     return Part(plan.member(worker_id), chain, position, stripes)
                 except KeyError as error:
-                    raise BadRequest(f"{plan.plan_id} names {error}, who is no member", param="members") from error
+                    raise BadRequest(f"{plan.plan_id} names {error}, which is no member", param="members") from error
     return None
 
 
@@ -83,7 +83,7 @@ def _sources(plan: ScalePlan, stripe: Stripe, me: str) -> StripeSources:
                 found.append(upstream)
                 frontier.append(upstream)
     found += [_upstream(plan, copy.worker_id, copy.kind, me) for copy in plan.fallbacks]
-    # The disk comes last, unless it is what was planned. Nobody climbs to himself.
+    # The disk comes last, unless it is what was planned. No worker climbs to itself.
     others = [u for u in found if u.kind == "local" or (u.worker_id != me and u is not DISK)]
     ordered = dict.fromkeys([planned, *others, DISK])
     return StripeSources(stripe.share, tuple(ordered), stripe.cap_gbps if stripe.target == me else 0.0)

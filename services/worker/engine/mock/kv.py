@@ -1,6 +1,6 @@
 """The mock's KV pool: what a slot holds is the token, its position and the hash of the prefix it ends.
 
-Whoever mixes up blocks, positions, layers or batches gets an error or other tokens, not luck. KV travels in
+A caller that mixes up blocks, positions, layers or batches gets an error or other tokens, not luck. KV travels in
 real sizes: each token's record lies in the bytes of each exported layer, and names the layer.
 """
 
@@ -70,7 +70,7 @@ class MockKv:
         """How many layers of a slot have KV, from layer 0 on."""
         self._all_layers = np.frombuffer(self._layers, dtype=np.int16)
         # Of a batch that was resumed here: it runs layers from the one on, up to the other so far, and those before are
-        # imported meanwhile. 0 once they are all there.
+        # imported in the meantime. 0 once they are all there.
         self._resumed_at = np.zeros(slots, dtype=np.int16)
         self._ran_up_to = np.zeros(slots, dtype=np.int16)
         self._joining = threading.Lock()

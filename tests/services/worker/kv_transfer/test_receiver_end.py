@@ -38,7 +38,7 @@ async def test_only_the_right_ticket_renews(alone: LoneWorker, prefill: FakePref
     other = await prefill.reserve(prefill.request("other"))
     renewed_at_s = reservations_of(alone)["r", 1].renewed_at_s
     for wrong in (other.ticket, reserved.ticket + 77):
-        with pytest.raises(Conflict, match="no room is kept for attempt 1 of request r"):
+        with pytest.raises(Conflict, match="there is no reservation for attempt 1 of request r"):
             await prefill.renew(request, msgspec.structs.replace(reserved, ticket=wrong))
     assert reservations_of(alone)["r", 1].renewed_at_s == renewed_at_s
     await prefill.renew(request, reserved)

@@ -74,7 +74,7 @@ async def test_kv_that_does_not_come_frees_its_room_at_once(alone: LoneWorker, p
     await clean(alone)
     assert len(alone.worker.service.parts.inbox.streams) == 0
     for ask in (prefill.begin(request), prefill.renew(request, reserved)):
-        with pytest.raises(Conflict, match="no room is kept"):
+        with pytest.raises(Conflict, match="there is no reservation"):
             await ask
     await prefill.release(request)
 

@@ -226,7 +226,7 @@ async def test_a_request_that_may_not_wait_is_refused_while_all_seats_are_taken(
         await alone.pause()
         for name in "ab":
             await alone.submit(instance_id, name, may_wait=False)
-        with pytest.raises(Overloaded, match="all 2 seats of i1 are taken"):
+        with pytest.raises(Overloaded, match="all 2 slots of i1 are taken"):
             await alone.submit(instance_id, "c", may_wait=False)
         await alone.submit(instance_id, "a", may_wait=False)  # repeated: it is here
         await alone.submit(instance_id, "a", attempt=2, may_wait=False)  # in the seat of the one before
@@ -414,7 +414,7 @@ async def test_what_the_owner_says_reaches_the_gateway(alone: LoneWorker) -> Non
 
 async def test_an_owner_that_is_gone_does_not_make_this_worker_look_dead(alone: LoneWorker) -> None:
     await give_away(alone, "r")
-    with pytest.raises(NotFound, match="w9, who does not answer"):
+    with pytest.raises(NotFound, match="w9, which does not answer"):
         await alone.gateway.resend("w0", "r")
 
 

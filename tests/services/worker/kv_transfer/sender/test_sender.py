@@ -316,7 +316,7 @@ async def test_room_that_is_lost_is_not_asked_for_again(alone: LoneWorker, decod
 
     async def lose(_: RenewDecode) -> DecodeRoom:
         if len(decode.renews) > 1:
-            raise Conflict("no room is kept")
+            raise Conflict("there is no reservation")
         return DecodeRoom(layers_here=0)
 
     decode.on_renew = lose
