@@ -10,10 +10,10 @@ from prometheus_client import CollectorRegistry
 from services.worker.config import WorkerConfig
 from services.worker.instance.factory import InstanceFactory
 from services.worker.instance.host_group import HostGroup, group_name
+from services.worker.instance.instance import InstanceSlot
 from services.worker.instance.load_reporter import LoadReporter
 from services.worker.instance.progress import ProgressReporter
 from services.worker.instance.registration import Registration, Standing
-from services.worker.instance.slot import InstanceSlot
 from services.worker.kv_transfer.receiver import KvReceiver
 from services.worker.kv_transfer.sender import KvSender
 from services.worker.live.roles import PairRoles

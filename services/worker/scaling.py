@@ -16,10 +16,9 @@ from collections.abc import Callable
 from opentelemetry.trace import Span
 
 from services.worker.instance.factory import InstanceFactory
-from services.worker.instance.instance import Instance
+from services.worker.instance.instance import Instance, InstanceSlot
 from services.worker.instance.progress import ProgressReporter
 from services.worker.instance.registration import Registration
-from services.worker.instance.slot import InstanceSlot
 from services.worker.weights.host_copies import HostCopies
 from services.worker.weights.mover import WeightMover
 from services.worker.weights.outcome import BuffersStuck

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.reservation import DecodeReservation, Staging
-from services.worker.requests.inbox import Inbox
+from services.worker.requests.inbox import Cooperation, Inbox
 from services.worker.scheduling.gateways import Gone
 from services.worker.scheduling.schedule import Sampled
 from services.worker.weights.peers import Peers
@@ -47,7 +47,7 @@ Key = tuple[str, int]
 """(request id, attempt)."""
 
 
-class KvReceiver:
+class KvReceiver(Cooperation):
     """Event loop only. What is said about one request is done in the order in which it was said."""
 
     def __init__(
@@ -213,9 +213,6 @@ class KvReceiver:
                 # The other side has not heard that it is decoded here.
                 self._inbox.on_cancel(Cancel(request_id=message.request_id, attempt=message.attempt))
         return Ack()
-
-    def arrived(self) -> None:
-        """A request was accepted here: nothing to do with those that come from elsewhere."""
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """The client of a request has left."""

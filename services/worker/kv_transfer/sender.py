@@ -23,7 +23,7 @@ from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.decode_client import DecodeClient
 from services.worker.kv_transfer.reservation import kv_tag
 from services.worker.kv_transfer.transfer import DecodeRefused, KvTransfer, RequestEnded
-from services.worker.requests.inbox import Inbox
+from services.worker.requests.inbox import Cooperation, Inbox
 from services.worker.scheduling.gateways import Gone
 from services.worker.scheduling.schedule import Sampled
 from services.worker.scheduling.sequence import Sequence
@@ -43,7 +43,7 @@ EXPORTED_LAYERS = 4
 LEAVE_S = 2.0
 
 
-class KvSender:
+class KvSender(Cooperation):
     """Event loop only, but for ``ran_layers`` and ``computed``, which the engine calls on its thread."""
 
     def __init__(
@@ -114,9 +114,6 @@ class KvSender:
         return transfer
 
     # --- from the gateways -------------------------------------------------------------------
-
-    def arrived(self) -> None:
-        """A request was accepted; it is not begun."""
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """The client of a request has left."""

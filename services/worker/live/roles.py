@@ -10,9 +10,8 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from services.worker.instance.instance import Instance
+from services.worker.instance.instance import Instance, InstanceSlot
 from services.worker.instance.progress import ProgressReporter
-from services.worker.instance.slot import InstanceSlot
 from services.worker.live.links import LinkToTarget
 from services.worker.live.report import annotate, declined
 from services.worker.live.source import LiveSource

@@ -14,8 +14,7 @@ import msgspec
 
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
-from services.worker.requests.spans import RequestSpans
-from services.worker.requests.streams import NewOwners, Streams
+from services.worker.requests.streams import NewOwners, RequestSpans, Streams
 from services.worker.scheduling.gateways import Gateways, Gone
 from services.worker.scheduling.sequence import Sequence
 from shared import subjects
@@ -50,7 +49,8 @@ class Cooperation(Protocol):
     """What a part that shares requests with other instances is told of them."""
 
     def arrived(self) -> None:
-        """A request was accepted."""
+        """A request was accepted. Not every part has to do anything."""
+        return
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """No client waits for a request any more."""

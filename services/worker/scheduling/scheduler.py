@@ -134,7 +134,7 @@ class Scheduler:
                 self.table.forget(sequence)
 
     def schedule(self, now_s: float = 0.0) -> ScheduledBatch | None:
-        """The next batch, or None if there is nothing to compute. ``complete`` or ``fail`` must follow."""
+        """The next batch, or None if there is nothing to compute. ``complete`` must follow."""
         if self._in_flight is not None:
             raise RuntimeError("a batch is in flight")
         batch = self._batching.next_batch(now_s)
@@ -182,10 +182,6 @@ class Scheduler:
         if leave:
             table.running = [s for s in table.running if not (s.finished or s.reserved)]
         return outputs
-
-    def fail(self, batch: ScheduledBatch, error: ErrorInfo) -> list[StreamPart]:
-        """The batch in flight could not be computed: its requests end with ``error``."""
-        return self.complete(batch, (), dict.fromkeys(range(len(batch.slices)), error))
 
     def take_ended(self) -> list[StreamPart]:
         """Terminal outputs of requests that ended outside a step (cancelled, aborted, nothing left to do)."""

@@ -55,6 +55,11 @@ def step(scheduler: Scheduler) -> list[StreamPart]:
     return scheduler.complete(batch, [sampled(p.sequence) for p in batch.slices if p.sample])
 
 
+def fail(scheduler: Scheduler, batch: ScheduledBatch, error: ErrorInfo) -> list[StreamPart]:
+    """The batch in flight could not be computed: its requests end with ``error``."""
+    return scheduler.complete(batch, (), dict.fromkeys(range(len(batch.slices)), error))
+
+
 def names(sequences: Iterable[Sequence]) -> list[str]:
     return [s.request_id for s in sequences]
 
@@ -148,7 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert batch is not None
         self.record(self.scheduler.take_ended())
         if fails:
-            self.record(self.scheduler.fail(batch, ERROR))
+            self.record(fail(self.scheduler, batch, ERROR))
         else:
             self.record(self.scheduler.complete(batch, [sampled(p.sequence) for p in batch.slices if p.sample]))
 

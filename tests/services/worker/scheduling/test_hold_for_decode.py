@@ -17,6 +17,7 @@ from tests.services.worker.scheduling.harness import (
     config,
     departing,
     expected,
+    fail,
     held,
     in_batch,
     names,
@@ -199,7 +200,7 @@ def test_a_step_that_fails_leaves_held_requests_alone() -> None:
     scheduler.add(request("b"))
     batch = scheduler.schedule()
     assert batch is not None
-    assert names_of(scheduler.fail(batch, ERROR)) == ["b"]
+    assert names_of(fail(scheduler, batch, ERROR)) == ["b"]
     assert scheduler.num_requests == 1
     scheduler.reservations.decode_here(a)
     assert in_batch(scheduler) == ["a"]

@@ -14,6 +14,7 @@ from services.worker.scheduling.sequence import Sequence
 from shared.errors import Conflict, ContextLengthExceeded, Internal, Overloaded
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import SamplingParams
+from tests.services.worker.scheduling.harness import fail
 
 
 def config(**changes):
@@ -161,7 +162,7 @@ def test_a_failed_batch_ends_its_requests_with_the_error_and_spares_the_queue():
     scheduler.add(request("a"))
     scheduler.add(request("b"))
     error = ErrorInfo.of(Internal("boom"))
-    outputs = scheduler.fail(scheduler.schedule(), error)
+    outputs = fail(scheduler, scheduler.schedule(), error)
     assert [(o.request_id, o.finish_reason, o.error) for o in outputs] == [("a", "error", error)]
     scheduler.check()
     assert sizes(scheduler.schedule()) == [("b", 0, 5, True)]
