@@ -6,6 +6,7 @@ the ``SilenceWatch``.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -66,6 +67,8 @@ class Dispatcher:
         self.outbox = Outbox(bus, clock, config, incarnation)
         self.tasks = OwnedTasks()
         """What is under way for requests."""
+        self.held = asyncio.Event()
+        """Set when the first request waits for a model that sleeps."""
         self._patience = Patience(config.stall_s, config.probe_s, config.queue_timeout_s)
         self._own_time = OwnTime()
         self.silence_watch = SilenceWatch(
@@ -92,6 +95,8 @@ class Dispatcher:
         self.router.enqueue(stream, deadline_s=deadline_s, retry_after_s=1.0)
         self.requests.add(ActiveRequest(stream, sink, deadline_s))
         self.pump(stream.model)
+        if self.router.sleeps(stream.model) and self.router.queued(stream.model)[0] == 1:
+            self.held.set()
 
     def cancel(self, request_id: str) -> None:
         """The client left: free everything the request holds. Unknown ids are ignored."""

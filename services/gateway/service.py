@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import socket
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 LEASE_S = 5.0
 HEARTBEAT_EVERY_S = 1.0
 QUEUE_REPORT_EVERY_S = 0.1
+LEAST_REPORT_S = 0.01
+"""Between two reports, however many models are woken."""
 REFRESH_EVERY_S = 3.0
 TICK_S = 0.05
 SNAPSHOT_TIMEOUT_S = 2.0
@@ -279,8 +282,13 @@ class Gateway:
 
     async def _report_queues(self) -> None:
         while True:
+            self.dispatcher.held.clear()
             await self._say(subjects.queue(), self._queue_report())
-            await asyncio.sleep(QUEUE_REPORT_EVERY_S)
+            await asyncio.sleep(LEAST_REPORT_S)
+            with contextlib.suppress(TimeoutError):
+                # A model that sleeps is woken by the first request for it, not by the next report.
+                async with asyncio.timeout(QUEUE_REPORT_EVERY_S - LEAST_REPORT_S):
+                    await self.dispatcher.held.wait()
 
     def _queue_report(self) -> QueueReport:
         """Models with something to say, or that had when the last report was made: the others are as they were then,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -14,7 +15,6 @@ from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from services.monitor.core.demand import DemandPolicy, ModelDemand, Verdict
 from shared import subjects
-from shared.aio import Wakeup
 from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.leading import Leader
@@ -102,7 +102,7 @@ class MonitorService:
         self._publisher = f"monitor-{secrets.token_hex(4)}"
         self._sequence = 0
         self._refresh = asyncio.Event()
-        self._urgent = Wakeup()
+        self._urgent = asyncio.Event()
         self._desired_gauge = Gauge("blitz_monitor_desired_instances", "Verdict", ["model"], registry=metrics)
         self._needed_gauge = Gauge("blitz_monitor_needed_instances", "Load in instances", ["model"], registry=metrics)
         leads = Gauge("blitz_monitor_leads", "1 while this process leads", registry=metrics)
@@ -120,6 +120,7 @@ class MonitorService:
         self.subscribed.set()
         self._refresh.set()
         leading = asyncio.create_task(self._lead(stopping))
+        leading.add_done_callback(lambda _: self._urgent.set())  # it ends when this process is to stop
         next_snapshot_s = 0.0
         try:
             while not stopping.is_set():
@@ -131,9 +132,12 @@ class MonitorService:
                     self._refresh.clear()
                     next_snapshot_s = time.monotonic() + SNAPSHOT_INTERVAL_S
                     await self._take_snapshot()
+                self._urgent.clear()
                 if self._bus.connected_since_s is not None:
                     await self._evaluate(self._bus.connected_since_s)
-                await self._urgent.wait(self._interval_s)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._interval_s):
+                        await self._urgent.wait()
         finally:
             leading.cancel()
             await asyncio.gather(leading, return_exceptions=True)
@@ -160,7 +164,7 @@ class MonitorService:
             held = queue.queued_requests > 0 and not model.has_instances
             if held and not model.held:
                 # Somebody waits for a model that sleeps.
-                self._urgent.fire()
+                self._urgent.set()
             model.held = held
 
     def _on_routes(self, _event: RouteChanges | RouteTable) -> None:

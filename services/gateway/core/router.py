@@ -107,6 +107,11 @@ class Router:
         queue = self._queues.get(model)
         return (len(queue.waiting), queue.waiting.num_tokens) if queue else (0, 0)
 
+    def sleeps(self, model: str) -> bool:
+        """Whether no instance of a model takes requests."""
+        queue = self._queues.get(model)
+        return queue is None or not queue.holds_tokens
+
     def head_tokens(self, model: str) -> int:
         """Prompt tokens of the request whose turn it is; 0 if none waits."""
         queue = self._queues.get(model)

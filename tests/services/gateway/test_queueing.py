@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from shared import subjects
+from shared.messages.load import QueueReport
 from tests.services.gateway.cluster import FakeWorker
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.test_failover import collect
@@ -35,6 +39,30 @@ async def test_waiting_requests_go_to_a_new_instance_the_moment_its_route_comes(
     stack.workers.append(worker)
     await stack.pool.publish()
     assert await answer == "hello"
+
+
+async def test_the_first_request_for_a_model_that_sleeps_is_reported_at_once(
+    make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.service.QUEUE_REPORT_EVERY_S", 3600.0)
+    stack = await make_stack(0, queue_timeout_s=60.0)
+    held: list[int] = []
+
+    def heard(report: QueueReport) -> None:
+        held.extend(queue.queued_requests for queue in report.models)
+
+    await stack.broker.bus("monitor").subscribe(subjects.queue(), QueueReport, heard)
+    asking = [asyncio.create_task(collect(stack))]
+    await stack.until(lambda: held)
+    asking.append(asyncio.create_task(collect(stack)))
+    await stack.until(lambda: stack.gateway.dispatcher.num_active == 2)
+    await asyncio.sleep(0.1)
+    assert held == [1], "the monitor is awake: the others are in the next report"
+    worker = FakeWorker(stack.broker, "w9")
+    await worker.start()
+    stack.workers.append(worker)
+    await stack.pool.publish()
+    assert await asyncio.gather(*asking) == ["hello", "hello"]
 
 
 async def test_a_request_that_nobody_takes_in_time_gets_503(make_stack: StackFactory) -> None:

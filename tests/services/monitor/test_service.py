@@ -43,11 +43,11 @@ class Rig:
         self.client = self.broker.bus("client")
         self.stopping = asyncio.Event()
 
-    async def start(self) -> None:
+    async def start(self, interval_s: float = 0.01) -> None:
         await self.pool.start()
         await self.client.subscribe(subjects.demand(), Demand, self.demands.append)
         self.monitor = MonitorService(
-            self.broker.bus("monitor"), POLICY, interval_s=0.01, repeat_s=REPEAT_S, metrics=self.metrics
+            self.broker.bus("monitor"), POLICY, interval_s=interval_s, repeat_s=REPEAT_S, metrics=self.metrics
         )
         self.task = asyncio.create_task(self.monitor.run(self.stopping))
 
@@ -91,9 +91,10 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def running() -> AsyncIterator[Rig]:
+async def running(*models: ModelRecord, interval_s: float = 0.01) -> AsyncIterator[Rig]:
     rig = Rig()
-    await rig.start()
+    rig.pool.models = models
+    await rig.start(interval_s)
     yield rig
     rig.stopping.set()
     await rig.task
@@ -293,6 +294,23 @@ async def test_changed_routes_are_looked_at_without_waiting_for_the_next_round(
         table = RouteTable(publisher="p", sequence=1, published_at_s=0.0, name="m", model=model(), routes=())
         await rig.client.publish(subjects.routes(), table)
         await rig.wanted(1)
+
+
+async def test_a_request_for_a_model_that_sleeps_does_not_wait_for_the_next_look() -> None:
+    async with running(model(min_instances=0), interval_s=3600.0) as rig:
+        await eventually(lambda: rig.pool.num_snapshots == 1)
+        await rig.queue(100)
+        await eventually(lambda: [d.desired for d in rig.demands] == [1])
+
+
+async def test_what_the_load_does_not_need_is_said_and_taken_back(rig: Rig) -> None:
+    await rig.show(model(min_instances=1, max_instances=4), serving=3)
+    # Silence says something once the monitor has listened for long enough.
+    await eventually(lambda: any(d.idle == 2 for d in rig.demands))
+    last = next(d for d in rig.demands if d.idle == 2)
+    assert abs(time.time() - last.idle_since_s) < 60.0
+    async with busy(rig, 20_000):
+        await eventually(lambda: rig.demands[-1].idle == 0)
 
 
 @contextlib.asynccontextmanager
