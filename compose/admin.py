@@ -80,15 +80,16 @@ class AdminClient:
         path: str,
         *,
         name: str = "",
-        min_instances: int = 1,
+        min_instances: int | None = None,
         max_instances: int | None = None,
         slo_ttft_s: float | None = None,
         slo_tbt_s: float | None = None,
+        keep_alive_s: float | None = None,
     ) -> ModelStatus:
         """Register a checkpoint directory, as the services see it. Raises ``BadCheckpoint``, ``Conflict``.
 
-        ``slo_ttft_s``, ``slo_tbt_s``: objectives for the time to the first token and between two; None: the
-        services' own.
+        ``min_instances``: None for one, or for none with a keep-alive. ``slo_ttft_s``, ``slo_tbt_s``: objectives for
+        the time to the first token and between two; None: the services' own.
         """
         body = AddModelBody(
             path=path,
@@ -97,6 +98,7 @@ class AdminClient:
             max_instances=max_instances,
             slo_ttft_s=slo_ttft_s,
             slo_tbt_s=slo_tbt_s,
+            keep_alive_s=keep_alive_s,
         )
         return await self._call("POST", "/admin/models", ModelStatus, body=body, timeout_s=ADD_TIMEOUT_S)
 

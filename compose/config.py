@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from compose.errors import StackRefused
+from shared.messages.admin import MAX_KEEP_ALIVE_S
 
 DEFAULT_PORT = 8000
 ADMIN_KEY_VARIABLE = "BLITZ_ADMIN_KEY"
@@ -52,6 +53,8 @@ class StackConfig:
     """Objective of all models for the time to the first token. None: the services' own."""
     slo_tbt_s: float | None = None
     """The same for the time between two tokens."""
+    keep_alive_s: float | None = None
+    """How long the last instance of each model stays without traffic. None: a model keeps an instance."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of every service."""
     service_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -70,6 +73,10 @@ class StackConfig:
         for name, slo_s in (("--slo-ttft", self.slo_ttft_s), ("--slo-tbt", self.slo_tbt_s)):
             if slo_s is not None and not 0.001 <= slo_s <= 3600:
                 raise StackRefused(f"{name} must be from 1 to 3600000 milliseconds, not {slo_s * 1000:g}")
+        if self.keep_alive_s is not None and not 0 <= self.keep_alive_s <= MAX_KEEP_ALIVE_S:
+            raise StackRefused(
+                f"--keep-alive must be from 0 to {MAX_KEEP_ALIVE_S:.0f} seconds, not {self.keep_alive_s:g}"
+            )
         for name, port in (("--port", self.port), ("the NATS port", self.nats_port)):
             if not 0 <= port <= 65535:
                 raise StackRefused(f"{name} must be between 0 and 65535, not {port}")

@@ -138,7 +138,8 @@ class Stack(RunningStack):
         raise await self._supervisor.wait_gave_up()
 
     async def wait_ready(self, timeout_s: float = 180.0) -> Status:
-        """Wait for the services and workers, register the models, and wait until each has an instance that serves.
+        """Wait for the services and workers, register the models, and wait until each has an instance that serves, or
+        sleeps: it need not have one, and nothing is asked of it.
 
         Raises ``StackNotReady`` saying what is missing, ``ProcessGaveUp``, or the gateway's ``BlitzError``
         for a model that it refuses.
@@ -186,10 +187,11 @@ class Stack(RunningStack):
                         if name not in registered:
                             await self._register(name, str(path))
                             registered.add(name)
-                    idle = [name for name in models if status.serving(name) < 1]
-                    if not idle:
+                    asleep = {model.name for model in status.models if status.sleeps(model)}
+                    awaited = [name for name in models if name not in asleep and status.serving(name) < 1]
+                    if not awaited:
                         return status
-                    missing = f"waiting for the first instance of {', '.join(idle)}"
+                    missing = f"waiting for the first instance of {', '.join(awaited)}"
             except (Unavailable, DeadlineExceeded) as error:
                 # Services find each other within seconds of starting; until then this is normal.
                 missing = (
@@ -204,8 +206,13 @@ class Stack(RunningStack):
 
     async def _register(self, name: str, path: str) -> None:
         try:
-            slo_ttft_s, slo_tbt_s = self.config.slo_ttft_s, self.config.slo_tbt_s
-            await self.admin.add_model(path, name=name, slo_ttft_s=slo_ttft_s, slo_tbt_s=slo_tbt_s)
+            await self.admin.add_model(
+                path,
+                name=name,
+                slo_ttft_s=self.config.slo_ttft_s,
+                slo_tbt_s=self.config.slo_tbt_s,
+                keep_alive_s=self.config.keep_alive_s,
+            )
         except Conflict:
             known = {model.name: model.path for model in (await self.admin.status()).models}
             if known.get(name) != path:

@@ -11,12 +11,30 @@ from rich.console import Console
 from rich.table import Table
 
 from compose.admin import AdminClient
-from compose.cli.options import URL_DEFAULT, Json, SloTbt, SloTtft, Url, ask, seconds, show, shown_ms
+from compose.cli.options import (
+    URL_DEFAULT,
+    Json,
+    KeepAlive,
+    SloTbt,
+    SloTtft,
+    Url,
+    ask,
+    seconds,
+    show,
+    shown_ms,
+    shown_s,
+)
 from compose.cli.tables import shown_limit, shown_mib
 from compose.errors import StackError
-from shared.messages.admin import MAX_INSTANCES, ModelStatus
+from shared.messages.admin import ModelStatus
 
-_OPTIONS = {"max_instances": "--max-instances", "slo_ttft_s": "--slo-ttft", "slo_tbt_s": "--slo-tbt"}
+_OPTIONS = {
+    "min_instances": "--min-instances",
+    "max_instances": "--max-instances",
+    "slo_ttft_s": "--slo-ttft",
+    "slo_tbt_s": "--slo-tbt",
+    "keep_alive_s": "--keep-alive",
+}
 
 
 class NotAdded(StackError):
@@ -30,13 +48,22 @@ app = typer.Typer(help="Add, list and remove models.", no_args_is_help=True, pre
 def add(
     path: Annotated[Path, typer.Argument(help="Checkpoint directory, as the services see it.", metavar="MODEL_DIR")],
     name: Annotated[str, typer.Option(help="Name to serve it under; the directory's by default.")] = "",
-    min_instances: Annotated[int, typer.Option(min=0, help="Keep at least this many instances.")] = 1,
+    min_instances: Annotated[
+        int | None,
+        typer.Option(min=0, help="Keep at least this many instances.", show_default="1, or 0 with --keep-alive"),
+    ] = None,
     max_instances: Annotated[int | None, typer.Option(min=1, help="Never run more instances.")] = None,
     slo_ttft_ms: SloTtft = None,
     slo_tbt_ms: SloTbt = None,
+    keep_alive_s: KeepAlive = None,
     url: Url = URL_DEFAULT,
 ) -> None:
     """Register a checkpoint directory; it is served as soon as an instance has loaded it."""
+    if keep_alive_s and min_instances:
+        raise NotAdded(
+            f"--keep-alive {keep_alive_s:g} lets {name or path.name} go to zero instances, and --min-instances "
+            f"{min_instances} does not: give one of the two"
+        )
     # A path that exists here is made absolute; one that exists only where the services run is sent as it is.
     there = path.expanduser().exists()
     if not there and not path.is_absolute():
@@ -48,16 +75,14 @@ def add(
         "max_instances": max_instances,
         "slo_ttft_s": seconds(slo_ttft_ms),
         "slo_tbt_s": seconds(slo_tbt_ms),
+        "keep_alive_s": keep_alive_s,
     }
     before, added = ask(url, lambda client: _add(client, sent, limits))
     if before is None:
         typer.echo(f"added {added.name} ({added.path or sent})")
         return
     typer.echo(f"{added.name} is already registered ({added.path or sent})")
-    asked = limits | {"max_instances": max_instances or MAX_INSTANCES}
-    ignored = [option for key, option in _OPTIONS.items() if asked[key] and getattr(added, key) != asked[key]]
-    if min_instances != added.min_instances:
-        ignored.insert(0, "--min-instances")
+    ignored = [option for key, option in _OPTIONS.items() if limits[key] not in (None, getattr(added, key))]
     if ignored:
         raise NotAdded(f"{', '.join(ignored)} had no effect: remove {added.name} first, and add it again")
 
@@ -79,14 +104,14 @@ def list_(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
 
 def _tables(found: Sequence[ModelStatus], _: Console) -> Iterator[Table]:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("name", "serving", "min", "max", "MiB", "what", "TTFT ms", "TBT ms", "path"):
+    for column in ("name", "serving", "min", "max", "MiB", "what", "TTFT ms", "TBT ms", "keep s", "path"):
         table.add_column(column, overflow="fold")
     for model in found:
-        slos = shown_ms(model.slo_ttft_s), shown_ms(model.slo_tbt_s)
+        times = shown_ms(model.slo_ttft_s), shown_ms(model.slo_tbt_s), shown_s(model.keep_alive_s)
         limits = str(model.min_instances), shown_limit(model.max_instances)
         what = " ".join(text for text in (model.architecture, model.dtype) if text) or "-"
         table.add_row(
-            model.name, str(model.serving), *limits, shown_mib(model.weights_bytes), what, *slos, model.path or "-"
+            model.name, str(model.serving), *limits, shown_mib(model.weights_bytes), what, *times, model.path or "-"
         )
     yield table
 

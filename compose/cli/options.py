@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 
 from compose.admin import AdminClient
 from compose.config import DEFAULT_URL, URL_VARIABLE, admin_key
+from shared.messages.admin import MAX_KEEP_ALIVE_S
 
 T = TypeVar("T")
 
@@ -81,6 +82,28 @@ SloTtft = Annotated[float | None, _objective("--slo-ttft", "to the first token")
 SloTbt = Annotated[float | None, _objective("--slo-tbt", "between two tokens")]
 
 
+def _keep_alive(text: str) -> float:
+    try:
+        value_s = float(text)
+    except ValueError:
+        value_s = -1.0
+    if not 0 <= value_s <= MAX_KEEP_ALIVE_S:
+        raise typer.BadParameter(f"{text!r} is not a number of seconds from 0 to {MAX_KEEP_ALIVE_S:.0f}")
+    return value_s
+
+
+KeepAlive = Annotated[
+    float | None,
+    typer.Option(
+        "--keep-alive",
+        parser=_keep_alive,
+        metavar="SECONDS",
+        help="Go to zero instances after this long without a request.",
+        show_default="keep an instance",
+    ),
+]
+
+
 def seconds(slo_ms: float | None) -> float | None:
     """An option's value as the services take it; None: no objective was given."""
     return None if slo_ms is None else slo_ms / 1000
@@ -89,3 +112,8 @@ def seconds(slo_ms: float | None) -> float | None:
 def shown_ms(slo_s: float) -> str:
     """An objective in a table; 0 is the services' own."""
     return f"{slo_s * 1000:g}" if slo_s else "-"
+
+
+def shown_s(keep_alive_s: float) -> str:
+    """A keep-alive in a table."""
+    return f"{keep_alive_s:g}" if keep_alive_s else "-"

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from compose import preflight
-from compose.cli.options import SloTbt, SloTtft, seconds
+from compose.cli.options import KeepAlive, SloTbt, SloTtft, seconds
 from compose.config import DEFAULT_PORT, StackConfig, default_state_dir, default_workers
 from compose.demo_model import ensure_demo_model
 from compose.errors import StackRefused
@@ -49,6 +49,7 @@ def up(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     slo_ttft_ms: SloTtft = None,
     slo_tbt_ms: SloTbt = None,
+    keep_alive_s: KeepAlive = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Services' lines go to the log files only.")] = False,
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait for all models.")] = 300.0,
 ) -> None:
@@ -70,6 +71,7 @@ def up(
         log_level=log_level,
         slo_ttft_s=seconds(slo_ttft_ms),
         slo_tbt_s=seconds(slo_tbt_ms),
+        keep_alive_s=keep_alive_s,
     )
     if not config.models:
         # A port in use is refused before anything is written.

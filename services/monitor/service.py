@@ -232,6 +232,7 @@ class MonitorService:
                 group.observed,
                 slo_ttft_s=model.record.slo_ttft_s,
                 slo_tbt_s=model.record.slo_tbt_s,
+                keep_alive_s=model.record.keep_alive_s,
                 connected_since_s=connected_since_s,
             )
         desired = group.floor.instances if group.floor else group.observed

@@ -55,6 +55,7 @@ class ModelAdmin:
                 max_instances=request.max_instances,
                 slo_ttft_s=request.slo_ttft_s,
                 slo_tbt_s=request.slo_tbt_s,
+                keep_alive_s=request.keep_alive_s,
             )
             async with self.changing:
                 stored = self._registry.models.get(name) or await self._store.add_model(record)

@@ -19,7 +19,11 @@ MIN_SLO_S = 0.001
 MAX_SLO_S = 3600.0
 """Objectives outside of these are typing errors: no system answers in a microsecond, or should take hours."""
 
+MAX_KEEP_ALIVE_S = 30 * 86_400.0
+"""Thirty days: longer, and the model is meant to stay, which ``min_instances`` says."""
+
 Objective = Annotated[float, Meta(ge=MIN_SLO_S, le=MAX_SLO_S)]
+KeepAlive = Annotated[float, Meta(ge=0, le=MAX_KEEP_ALIVE_S)]
 
 
 class AddModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -31,6 +35,12 @@ class AddModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None = None
     slo_ttft_s: Objective | None = None
     slo_tbt_s: Objective | None = None
+    keep_alive_s: KeepAlive | None = None
+
+    @property
+    def least(self) -> int:
+        """Instances to keep: if nothing is said of them, none with a keep-alive, and one without."""
+        return (0 if self.keep_alive_s else 1) if self.min_instances is None else self.min_instances
 
 
 class ScaleBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -59,6 +69,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     max_instances: int = MAX_INSTANCES
     slo_ttft_s: float = 0.0
     slo_tbt_s: float = 0.0
+    keep_alive_s: float = 0.0
     added_at_s: float = 0.0
     architecture: str = ""
     dtype: str = ""
@@ -161,6 +172,12 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     def serving(self, model: str) -> int:
         """How many instances of a model answer requests on their own."""
         return sum(i.state == "serving" for i in self.instances if i.model == model)
+
+    def sleeps(self, model: ModelStatus) -> bool:
+        """Whether it has no instance, need not have one, and nothing is asked of it."""
+        if model.min_instances or model.instances or model.queued_requests:
+            return False
+        return not any(floor.instances for floor in self.floors if floor.model == model.name)
 
 
 class InstanceCopy(msgspec.Struct, frozen=True, kw_only=True):

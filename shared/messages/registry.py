@@ -34,6 +34,9 @@ class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     """Objective for the time to the first token. 0: the services' default."""
     slo_tbt_s: float = 0.0
     """Objective for the time between two tokens. 0: the services' default."""
+    keep_alive_s: float = 0.0
+    """How long the last instance stays after the last request, if that is longer than it would by itself. Not 0 only
+    with ``min_instances`` 0."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +153,7 @@ class AddModel(Message, frozen=True, kw_only=True, tag="add_model.v1"):
     max_instances: int = 1_000_000
     slo_ttft_s: float = 0.0
     slo_tbt_s: float = 0.0
+    keep_alive_s: float = 0.0
 
 
 class RemoveModel(Message, frozen=True, kw_only=True, tag="remove_model.v1"):

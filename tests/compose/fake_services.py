@@ -62,9 +62,12 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length", 0))
         body = json.loads(self.rfile.read(length)) if length else None
         if self.command == "POST":
+            asleep = bool(body.get("keep_alive_s"))
+            body.setdefault("min_instances", 0 if asleep else 1)
             Handler.models.append(body)
         workers = sorted(path.name for path in FOLDER.glob("worker-?"))
-        instances = [{"id": m["name"], "model": m["name"], "state": "serving"} for m in Handler.models]
+        instances = [{"id": m["name"], "model": m["name"], "state": "serving"} for m in Handler.models
+                     if m["min_instances"]]
         workers = [{"id": name} for name in workers]
         status = {"models": Handler.models, "instances": instances, "workers": workers}
         answer = json.dumps(body or status).encode()  # whoever registers a model gets its record

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -19,6 +20,7 @@ from compose.errors import ProcessGaveUp, StackNotReady, StackRefused
 from compose.ports import free_port
 from compose.restart_policy import RestartPolicy
 from compose.stack import Stack
+from shared.messages.admin import FloorStatus, ModelStatus, Status
 from tests.compose.fake_services import journal, write_fake_services
 from tests.compose.waiting import until, until_sync
 
@@ -114,10 +116,37 @@ async def test_the_models_get_the_stacks_objectives(tmp_path: Path, fake_env: di
         assert (model.slo_ttft_s, model.slo_tbt_s) == (0.5, 0.0625)
 
 
+async def test_a_stack_is_ready_while_its_models_sleep(
+    tmp_path: Path, fake_env: dict[str, str], demo_model: Path
+) -> None:
+    config = stack_config(tmp_path, fake_env, demo_model, workers=1, keep_alive_s=60.0)
+    async with Stack(config) as stack:
+        status = await stack.wait_ready(10)
+        [model] = status.models
+        assert (model.keep_alive_s, model.min_instances, status.instances) == (60.0, 0, ())
+
+
+def test_a_model_that_something_is_asked_of_does_not_sleep() -> None:
+    model = ModelStatus(name="m", min_instances=0)
+    asked = FloorStatus(model="m", instances=1)
+    assert Status(models=(model,)).sleeps(model)
+    assert Status(models=(model,), floors=(FloorStatus(model="other", instances=1),)).sleeps(model)
+    assert not Status(models=(model,), floors=(asked,)).sleeps(model)
+    for changes in ({"min_instances": 1}, {"queued_requests": 1}, {"instances": 1}):
+        awake = msgspec.structs.replace(model, **changes)
+        assert not Status(models=(awake,)).sleeps(awake)
+
+
 @pytest.mark.parametrize("what", ["workers", "planners", "monitors", "pools", "gateways"])
 def test_none_of_a_kind_is_refused(tmp_path: Path, what: str) -> None:
     with pytest.raises(StackRefused, match=f"--{what} must be at least 1, not 0"):
         StackConfig(models=(), state_dir=tmp_path, **{what: 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("keep_alive_s", [-1.0, 2_592_001.0, float("nan"), float("inf")])
+def test_a_keep_alive_that_is_none_is_refused(tmp_path: Path, keep_alive_s: float) -> None:
+    with pytest.raises(StackRefused, match="--keep-alive must be from 0 to 2592000 seconds"):
+        StackConfig(models=(), state_dir=tmp_path, keep_alive_s=keep_alive_s)
 
 
 @pytest.mark.parametrize("slo_s", [0.0, -1.0, float("nan"), float("inf")])

@@ -149,16 +149,17 @@ def admin_router(gateway: Gateway) -> APIRouter:
     async def add_model(request: Request) -> Response:
         """Register a checkpoint.
 
-        ``{"path", "name"?, "min_instances"?, "max_instances"?, "slo_ttft_s"?, "slo_tbt_s"?}``
+        ``{"path", "name"?, "min_instances"?, "max_instances"?, "slo_ttft_s"?, "slo_tbt_s"?, "keep_alive_s"?}``
         """
         body = await _body(request, gateway, AddModelBody)
         message = AddModel(
             path=required(body.path, "path"),
             name=body.name or "",
-            min_instances=1 if body.min_instances is None else body.min_instances,
+            min_instances=body.least,
             max_instances=body.max_instances or MAX_INSTANCES,
             slo_ttft_s=body.slo_ttft_s or 0.0,
             slo_tbt_s=body.slo_tbt_s or 0.0,
+            keep_alive_s=body.keep_alive_s or 0.0,
         )
         known = {name: model.record.added_at_s for name, model in gateway.routes.models.items()}
         record = await added(message)

@@ -1,4 +1,4 @@
-"""Checks of a new model: its name, its path and its limits."""
+"""Checks of a model's name, its path and its settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shared.errors import BadRequest
-from shared.messages.admin import MAX_SLO_S, MIN_SLO_S
+from shared.messages.admin import MAX_KEEP_ALIVE_S, MAX_SLO_S, MIN_SLO_S
 from shared.messages.registry import AddModel, ModelRecord
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,199}")
@@ -37,7 +37,8 @@ def path_of(path: str, roots: Sequence[Path]) -> Path:
 
 
 def check_limits(request: AddModel | ModelRecord) -> None:
-    """Raises ``BadRequest`` naming the parameter if instances or objectives are out of range."""
+    """Raises ``BadRequest`` naming the parameter if instances, objectives or the keep-alive are out of range, or
+    contradict each other."""
     if not 0 <= request.min_instances <= request.max_instances:
         raise BadRequest(
             f"min_instances {request.min_instances} and max_instances {request.max_instances} "
@@ -51,3 +52,15 @@ def check_limits(request: AddModel | ModelRecord) -> None:
                 f"{param} must be from {MIN_SLO_S:g} to {MAX_SLO_S:g} seconds, or 0 for none, not {slo_s:g}",
                 param=param,
             )
+    keep_alive_s = request.keep_alive_s
+    if not 0 <= keep_alive_s <= MAX_KEEP_ALIVE_S:
+        raise BadRequest(
+            f"keep_alive_s must be from 0 to {MAX_KEEP_ALIVE_S:.0f} seconds, not {keep_alive_s:g}",
+            param="keep_alive_s",
+        )
+    if keep_alive_s and request.min_instances:
+        raise BadRequest(
+            f"with keep_alive_s {keep_alive_s:g} the model goes to zero instances, and with min_instances "
+            f"{request.min_instances} it does not: one of the two must be 0",
+            param="keep_alive_s",
+        )

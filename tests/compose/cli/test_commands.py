@@ -273,8 +273,35 @@ def test_a_models_objectives_are_given_in_milliseconds(gateway: FakeGateway) -> 
     gateway.answers["GET /admin/models"] = (200, {"models": []})
     gateway.answers["POST /admin/models"] = (200, {"name": "small"})
     assert run(["models", "add", "/over/there", "--slo-ttft", "500", "--slo-tbt", "62.5"]) == 0
-    sent = {"path": "/over/there", "min_instances": 1, "slo_ttft_s": 0.5, "slo_tbt_s": 0.0625}
+    sent = {"path": "/over/there", "slo_ttft_s": 0.5, "slo_tbt_s": 0.0625}
     assert gateway.requests[-1][1] == sent
+
+
+def test_a_keep_alive_is_given_in_seconds_and_lets_the_gateway_say_how_many_to_keep(gateway: FakeGateway) -> None:
+    gateway.answers["GET /admin/models"] = (200, {"models": []})
+    gateway.answers["POST /admin/models"] = (200, {"name": "small"})
+    assert run(["models", "add", "/over/there", "--keep-alive", "0.5"]) == 0
+    assert gateway.requests[-1][1] == {"path": "/over/there", "keep_alive_s": 0.5}
+
+
+def test_a_keep_alive_and_a_minimum_contradict_each_other(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["models", "add", "/over/there", "--keep-alive", "60", "--min-instances", "2"]) == 1
+    error = one_error_line(capsys)
+    assert "--keep-alive 60" in error
+    assert "--min-instances 2" in error
+    assert gateway.requests == []
+
+
+@pytest.mark.parametrize("command", [["models", "add", "/m"], ["up", "/m"]])
+@pytest.mark.parametrize("value", ["-5", "nan", "inf", "60s", "", "2592001"])
+def test_a_keep_alive_that_is_none_is_wrong_usage(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str], command: list[str], value: str
+) -> None:
+    assert run([*command, f"--keep-alive={value}"]) == 2
+    assert repr(value) in capsys.readouterr().err
+    assert gateway.requests == []
 
 
 @pytest.mark.parametrize("command", [["models", "add", "/m"], ["up", "/m"]])
@@ -299,12 +326,16 @@ def test_a_bad_checkpoint_is_the_servers_message(gateway: FakeGateway, capsys: p
 
 def test_models_are_listed_and_removed(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     other = {"name": "other", "path": "/models/other", "min_instances": 0, "slo_ttft_s": 0.5, "slo_tbt_s": 0.0625}
+    other |= {"keep_alive_s": 90.0}
     other |= {"serving": 2, "max_instances": 3, "weights_bytes": 3 << 19, "architecture": "Llama", "dtype": "float16"}
     gateway.answers["GET /admin/models"] = (200, {"models": [*STATUS["models"], other]})
     gateway.answers["DELETE /admin/models/org%2Fdemo"] = (200, {})
     assert run(["models", "list"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[1:] == ["demo 0 1 - 0.0 - - - /models/demo", "other 2 0 3 1.5 Llama float16 500 62.5 /models/other"]
+    assert lines[1:] == [
+        "demo 0 1 - 0.0 - - - - /models/demo",
+        "other 2 0 3 1.5 Llama float16 500 62.5 90 /models/other",
+    ]
     assert run(["models", "list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found[0]["name"], found[1]["slo_ttft_s"]) == ("demo", 0.5)

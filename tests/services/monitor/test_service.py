@@ -20,7 +20,7 @@ from shared.errors import Unavailable
 from shared.leading import Leader
 from shared.messages.common import Role
 from shared.messages.load import Demand, ModelQueue, QueueReport
-from shared.messages.registry import Floor, ModelRecord, RouteTable
+from shared.messages.registry import Floor, ModelRecord, RouteChanges, RouteTable
 from tests.records import model, worker_record
 from tests.services.fake_pool import FAR_FUTURE_S, FakePool
 from tests.services.waiting import eventually
@@ -42,6 +42,7 @@ class Rig:
         self.pool = FakePool(self.broker)
         self.client = self.broker.bus("client")
         self.stopping = asyncio.Event()
+        self._sequence = 0
 
     async def start(self, interval_s: float = 0.01) -> None:
         await self.pool.start()
@@ -60,6 +61,12 @@ class Rig:
         )
         known = self.pool.num_snapshots
         await eventually(lambda: self.pool.num_snapshots >= known + 2)
+
+    async def told(self, record: ModelRecord) -> None:
+        """The registry says that a model is new, or has other settings."""
+        self._sequence += 1
+        event = RouteChanges(publisher="pool", sequence=self._sequence, published_at_s=time.time(), models=(record,))
+        await self.client.publish(subjects.route_changes(), event)
 
     async def queue(self, tokens: int) -> None:
         """A gateway reports this many waiting prompt tokens, in prompts of a hundred."""
@@ -254,6 +261,44 @@ async def test_a_changed_ttft_objective_changes_the_verdict(rig: Rig) -> None:
     await rig.show(model(min_instances=0, slo_ttft_s=0.5), serving=1)
     await rig.wanted(7)
     reporting.cancel()
+
+
+async def test_the_last_instance_stays_for_the_models_keep_alive_as_the_record_says_now(rig: Rig) -> None:
+    await rig.show(model(min_instances=0, keep_alive_s=3600.0), serving=2)
+    demand = await rig.wanted(1)
+    assert demand.observed == 2
+    known = len(rig.demands)
+    await rig.show(model(min_instances=0, keep_alive_s=3600.0), serving=1)
+    # Much longer than an idle instance would stay otherwise.
+    await asyncio.sleep(POLICY.report_ttl_s + 3 * POLICY.down_window_s)
+    assert {d.desired for d in rig.demands[known:] if d.observed == 1} <= {1}
+    await rig.show(model(min_instances=0, keep_alive_s=0.1), serving=1)
+    await rig.wanted(0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "desired"),
+    [
+        (model(min_instances=1), model(min_instances=2), 2),
+        (model(min_instances=3), model(min_instances=1, max_instances=1), 1),
+    ],
+    ids=["a raised minimum", "a lowered maximum"],
+)
+async def test_new_settings_of_a_known_model_count_at_once(
+    monkeypatch: pytest.MonkeyPatch, before: ModelRecord, after: ModelRecord, desired: int
+) -> None:
+    monkeypatch.setattr(monitor_service, "SNAPSHOT_INTERVAL_S", 60.0)
+    async with running() as rig:
+        serving = before.min_instances
+        rig.pool.models = (before,)
+        rig.pool.workers = tuple(worker_record(f"w{i}", before, "serving") for i in range(serving))
+        await rig.told(before)
+        await eventually(lambda: rig.gauge() == serving)
+        rig.pool.models = (after,)
+        known = rig.pool.num_snapshots
+        await rig.told(after)
+        assert (await rig.wanted(desired)).observed == serving
+        assert rig.pool.num_snapshots == known + 1, "it heard of them, and did not wait for its turn to look"
 
 
 async def test_a_removed_model_is_forgotten(rig: Rig) -> None:

@@ -328,16 +328,16 @@ async def test_a_model_is_validated_and_registered_under_its_directorys_name(poo
 
 async def test_a_models_objectives_are_kept_as_they_were_first_said(pool: Pool, tmp_path: Path) -> None:
     path = str(write_checkpoint(tmp_path / "tiny", "llama"))
-    message = AddModel(path=path, min_instances=2, slo_ttft_s=0.5, slo_tbt_s=0.1)
+    message = AddModel(path=path, min_instances=0, slo_ttft_s=0.5, slo_tbt_s=0.1, keep_alive_s=60.0)
     record = cast(ModelRecord, await pool.ask("add_model", message, ModelRecord))
-    assert (record.slo_ttft_s, record.slo_tbt_s) == (0.5, 0.1)
+    assert (record.slo_ttft_s, record.slo_tbt_s, record.keep_alive_s) == (0.5, 0.1, 60.0)
     assert (await pool.snapshot()).models == (record,)
     # Like its other limits: the same model again gives the record that is there.
     again = AddModel(path=path, min_instances=1, slo_ttft_s=0.9, slo_tbt_s=0.9)
     assert await pool.ask("add_model", again, ModelRecord) == record
     await pool.ask("remove_model", RemoveModel(name="tiny"), Ack)
     changed = cast(ModelRecord, await pool.ask("add_model", again, ModelRecord))
-    assert (changed.slo_ttft_s, changed.slo_tbt_s) == (0.9, 0.9)
+    assert (changed.slo_ttft_s, changed.slo_tbt_s, changed.keep_alive_s) == (0.9, 0.9, 0.0)
 
 
 async def test_another_checkpoint_under_a_taken_name_is_refused(pool: Pool, tmp_path: Path) -> None:
@@ -356,6 +356,8 @@ async def test_another_checkpoint_under_a_taken_name_is_refused(pool: Pool, tmp_
         ({"min_instances": -1}, BadRequest),
         ({"slo_ttft_s": -0.1}, BadRequest),
         ({"slo_tbt_s": float("nan")}, BadRequest),
+        ({"min_instances": 0, "keep_alive_s": -1.0}, BadRequest),
+        ({"min_instances": 1, "keep_alive_s": 60.0}, BadRequest),
         ({"path": "/nowhere"}, BadCheckpoint),
     ],
 )

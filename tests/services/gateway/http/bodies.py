@@ -85,7 +85,8 @@ text = st.one_of(
     _objects({"model": "tiny", "prompt": "a"}, TEXT_FIELDS),
     odd.map(lambda drawn: json.dumps({"model": "tiny", "prompt": drawn}).encode()),
 )
-add_model = _objects({"path": "/m"}, ["path", "name", "min_instances", "max_instances", "slo_ttft_s", "slo_tbt_s"])
+SETTINGS = ["min_instances", "max_instances", "slo_ttft_s", "slo_tbt_s", "keep_alive_s"]
+add_model = _objects({"path": "/m"}, ["path", "name", *SETTINGS])
 scale = _objects({"instances": 1}, ["instances", "hold_s", "live", "role"])
 
 

@@ -132,6 +132,10 @@ WRONG_CHOICES: list[Any] = [True, "", "maybe", 1, []]
             for param in ("slo_ttft_s", "slo_tbt_s")
             for slo_s in (-0.5, 0, 1e-9, 3601, 10**400, "NaN", "0.5", "500ms", True, [0.5])
         ),
+        *(
+            ("/admin/models", {"path": "/m", "keep_alive_s": keep_alive_s}, "keep_alive_s")
+            for keep_alive_s in (-1, 2_592_001, 10**400, "60", True, [60])
+        ),
         ("/admin/models", {}, "path"),
         ("/admin/models", {"path": 1}, "path"),
         ("/admin/models", {"path": "/m", "min_instances": -1}, "min_instances"),
@@ -172,6 +176,15 @@ async def test_a_models_objectives_reach_the_pool(stack: Stack) -> None:
     assert (await stack.http.post("/admin/models", json=body)).status_code == 200
     assert (await stack.http.post("/admin/models", json={"path": "/m", "slo_ttft_s": None})).status_code == 200
     assert stack.pool.added == [AddModel(path="/m", slo_ttft_s=0.5, slo_tbt_s=1.0), AddModel(path="/m")]
+
+
+async def test_a_model_with_a_keep_alive_need_not_keep_an_instance(stack: Stack) -> None:
+    for least in ({}, {"min_instances": None}, {"min_instances": 0}, {"min_instances": 2}):
+        body = {"path": "/m", "keep_alive_s": 60, **least}
+        assert (await stack.http.post("/admin/models", json=body)).status_code == 200
+    assert (await stack.http.post("/admin/models", json={"path": "/m", "keep_alive_s": 0})).status_code == 200
+    sent = [(message.min_instances, message.keep_alive_s) for message in stack.pool.added]
+    assert sent == [(0, 60.0), (0, 60.0), (0, 60.0), (2, 60.0), (1, 0.0)]
 
 
 async def test_admin_errors_are_typed(stack: Stack) -> None:

@@ -102,7 +102,7 @@ async def test_no_json_value_in_any_completion_field_is_a_fault(stack: Stack, va
 async def test_no_json_value_in_any_admin_field_is_a_fault(stack: Stack, value: Any) -> None:
     await planner(stack)
     scale = [{"instances": 1, field: value} for field in ("instances", "hold_s")]
-    add = [{"path": "/m", field: value} for field in ("path", "name", "min_instances", "max_instances")]
+    add = [{"path": "/m", field: value} for field in ("path", "name", "min_instances", "max_instances", "keep_alive_s")]
     assert await faults(stack, "/admin/models/tiny/scale", scale) == []
     assert await faults(stack, "/admin/models", add) == []
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from services.pool.core.new_model import MAX_SLO_S, MIN_SLO_S, check_limits, name_of
+from services.pool.core.new_model import MAX_KEEP_ALIVE_S, MAX_SLO_S, MIN_SLO_S, check_limits, name_of
 from shared.errors import BadRequest
 from shared.messages.registry import AddModel
 
@@ -33,6 +33,22 @@ def test_objectives_out_of_range_are_refused_by_name_and_value(param: str, slo_s
         check_limits(AddModel(path="/m", **{param: slo_s}))  # type: ignore[arg-type]
     assert refused.value.param == param
     assert f"{slo_s:g}" in refused.value.message
+
+
+@pytest.mark.parametrize("keep_alive_s", [-1.0, MAX_KEEP_ALIVE_S + 1, math.inf, math.nan])
+def test_a_keep_alive_out_of_range_is_refused(keep_alive_s: float) -> None:
+    with pytest.raises(BadRequest) as refused:
+        check_limits(AddModel(path="/m", min_instances=0, keep_alive_s=keep_alive_s))
+    assert refused.value.param == "keep_alive_s"
+    assert f"{keep_alive_s:g}" in refused.value.message
+
+
+def test_a_model_with_a_keep_alive_keeps_no_instance_for_ever() -> None:
+    for keep_alive_s in (0.0, 0.5, MAX_KEEP_ALIVE_S):
+        check_limits(AddModel(path="/m", min_instances=0, keep_alive_s=keep_alive_s))
+    with pytest.raises(BadRequest, match="min_instances 2") as refused:
+        check_limits(AddModel(path="/m", min_instances=2, keep_alive_s=0.5))
+    assert refused.value.param == "keep_alive_s"
 
 
 @pytest.mark.parametrize(("low", "high"), [(-1, 2), (3, 2)])
