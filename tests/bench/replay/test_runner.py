@@ -82,8 +82,8 @@ async def test_failures_are_counted_by_kind_and_do_not_spoil_the_rest(behaviour:
 
 
 async def test_a_slow_stream_that_keeps_talking_is_no_timeout() -> None:
-    async with fake_server(gap_s=0.25) as server:
-        result, _ = await _replay(server, _trace(1, output_tokens=6), timeout_s=1.0)
+    async with fake_server(gap_s=0.5) as server:
+        result, _ = await _replay(server, _trace(1, output_tokens=6), timeout_s=2.0)
     assert result.completed == 1
 
 
