@@ -10,7 +10,7 @@ import httpx
 import msgspec
 
 from shared.errors import BadRequest, BlitzError, Internal, Unauthorized, Unavailable, error_from_code
-from shared.messages.admin import AddModelBody, ModelList, ModelStatus, PoolStatus, ScaleBody, Status
+from shared.messages.admin import AddModelBody, ModelList, ModelStatus, PoolStatus, ScaleBody, SetModelBody, Status
 from shared.messages.common import LiveChoice, Role
 from shared.messages.scaling import ScaleRecord
 
@@ -101,6 +101,10 @@ class AdminClient:
             keep_alive_s=keep_alive_s,
         )
         return await self._call("POST", "/admin/models", ModelStatus, body=body, timeout_s=ADD_TIMEOUT_S)
+
+    async def set_model(self, name: str, changes: SetModelBody) -> ModelStatus:
+        """Change a model's settings; those that are None stay. Raises ``ModelNotFound``, ``BadRequest``."""
+        return await self._call("PATCH", f"/admin/models/{quote(name, safe='')}", ModelStatus, body=changes)
 
     async def remove_model(self, name: str) -> None:
         """Unregister a model. Raises ``ModelNotFound``."""

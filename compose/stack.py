@@ -11,6 +11,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from compose import preflight
 from compose.child import Child, ChildSpec
@@ -206,13 +207,15 @@ class Stack(RunningStack):
 
     async def _register(self, name: str, path: str) -> None:
         try:
-            await self.admin.add_model(
-                path,
-                name=name,
-                slo_ttft_s=self.config.slo_ttft_s,
-                slo_tbt_s=self.config.slo_tbt_s,
-                keep_alive_s=self.config.keep_alive_s,
-            )
+            config = self.config
+            asked: dict[str, Any] = {
+                "slo_ttft_s": config.slo_ttft_s,
+                "slo_tbt_s": config.slo_tbt_s,
+                "keep_alive_s": config.keep_alive_s,
+            }
+            added = await self.admin.add_model(path, name=name, **asked)
+            if any(value not in (None, getattr(added, setting)) for setting, value in asked.items()):
+                self._say(f"{name} keeps the settings that it was registered with: see `blitzscale models set {name}`")
         except Conflict:
             known = {model.name: model.path for model in (await self.admin.status()).models}
             if known.get(name) != path:

@@ -112,6 +112,7 @@ TABLE: tuple[Row, ...] = (
             "retire_copy": _WORKER,
             "snapshot": ("gateway", "monitor", "planner", "worker"),
             "add_model": _GATEWAY,
+            "set_model": _GATEWAY,
             "remove_model": _GATEWAY,
             "lease": _PLANNER,
             "lease_batch": _PLANNER,

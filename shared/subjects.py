@@ -13,8 +13,8 @@ RECORD_STREAM = "BLITZ_RECORDS"
 """JetStream stream that keeps the newest records of scale operations, whatever their age."""
 
 POOL_OPERATIONS = (
-    "heartbeat", "add_model", "remove_model", "restore_model", "snapshot", "lease", "lease_batch", "release",
-    "set_floor", "retire_copy", "lead",
+    "heartbeat", "add_model", "set_model", "remove_model", "restore_model", "snapshot", "lease", "lease_batch",
+    "release", "set_floor", "retire_copy", "lead",
 )  # fmt: skip
 PLANNER_OPERATIONS = ("scale", "record", "records", "split")
 

@@ -15,6 +15,9 @@ from compose.cli.options import (
     URL_DEFAULT,
     Json,
     KeepAlive,
+    NewKeepAlive,
+    NewSloTbt,
+    NewSloTtft,
     SloTbt,
     SloTtft,
     Url,
@@ -26,7 +29,7 @@ from compose.cli.options import (
 )
 from compose.cli.tables import shown_limit, shown_mib
 from compose.errors import StackError
-from shared.messages.admin import ModelStatus
+from shared.messages.admin import MAX_INSTANCES, ModelStatus, SetModelBody
 
 _OPTIONS = {
     "min_instances": "--min-instances",
@@ -41,7 +44,11 @@ class NotAdded(StackError):
     """The path is none, or the model is there already with other settings than those that were asked for."""
 
 
-app = typer.Typer(help="Add, list and remove models.", no_args_is_help=True, pretty_exceptions_enable=False)
+class NotChanged(StackError):
+    """No setting was given."""
+
+
+app = typer.Typer(help="Add, change, list and remove models.", no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @app.command("add")
@@ -84,7 +91,7 @@ def add(
     typer.echo(f"{added.name} is already registered ({added.path or sent})")
     ignored = [option for key, option in _OPTIONS.items() if limits[key] not in (None, getattr(added, key))]
     if ignored:
-        raise NotAdded(f"{', '.join(ignored)} had no effect: remove {added.name} first, and add it again")
+        raise NotAdded(f"{', '.join(ignored)} had no effect: use `blitzscale models set {added.name}`")
 
 
 async def _add(client: AdminClient, path: str, limits: dict[str, Any]) -> tuple[ModelStatus | None, ModelStatus]:
@@ -114,6 +121,38 @@ def _tables(found: Sequence[ModelStatus], _: Console) -> Iterator[Table]:
             model.name, str(model.serving), *limits, shown_mib(model.weights_bytes), what, *times, model.path or "-"
         )
     yield table
+
+
+@app.command("set")
+def set_(
+    name: Annotated[str, typer.Argument(help="The model's name.")],
+    min_instances: Annotated[
+        int | None, typer.Option(min=0, help="Keep at least this many instances.", show_default=False)
+    ] = None,
+    max_instances: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Never run more instances; {MAX_INSTANCES}: no limit.", show_default=False),
+    ] = None,
+    slo_ttft_ms: NewSloTtft = None,
+    slo_tbt_ms: NewSloTbt = None,
+    keep_alive_s: NewKeepAlive = None,
+    url: Url = URL_DEFAULT,
+) -> None:
+    """Change a registered model's settings; what is not given stays as it is."""
+    changes = SetModelBody(
+        min_instances=min_instances,
+        max_instances=max_instances,
+        slo_ttft_s=seconds(slo_ttft_ms),
+        slo_tbt_s=seconds(slo_tbt_ms),
+        keep_alive_s=keep_alive_s,
+    )
+    if changes == SetModelBody():
+        raise NotChanged(f"nothing to change: give at least one of {', '.join(_OPTIONS.values())}")
+    now = ask(url, lambda client: client.set_model(name, changes))
+    limits = str(now.min_instances), shown_limit(now.max_instances)
+    settings = *limits, shown_ms(now.slo_ttft_s), shown_ms(now.slo_tbt_s), shown_s(now.keep_alive_s)
+    shown = ", ".join(f"{option} {value}" for option, value in zip(_OPTIONS.values(), settings, strict=True))
+    typer.echo(f"changed {now.name}: {shown}")
 
 
 @app.command("remove")

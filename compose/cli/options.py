@@ -68,6 +68,10 @@ def _milliseconds(text: str) -> float:
     return value_ms
 
 
+def _milliseconds_or_none(text: str) -> float:
+    return 0.0 if text in ("0", "0.0") else _milliseconds(text)
+
+
 def _objective(flag: str, time: str) -> Any:
     return typer.Option(
         flag,
@@ -78,8 +82,15 @@ def _objective(flag: str, time: str) -> Any:
     )
 
 
+def _new_objective(flag: str, time: str) -> Any:
+    what = f"Objective for the time {time}, in milliseconds; 0: the services' own."
+    return typer.Option(flag, parser=_milliseconds_or_none, metavar="MS", help=what, show_default=False)
+
+
 SloTtft = Annotated[float | None, _objective("--slo-ttft", "to the first token")]
 SloTbt = Annotated[float | None, _objective("--slo-tbt", "between two tokens")]
+NewSloTtft = Annotated[float | None, _new_objective("--slo-ttft", "to the first token")]
+NewSloTbt = Annotated[float | None, _new_objective("--slo-tbt", "between two tokens")]
 
 
 def _keep_alive(text: str) -> float:
@@ -100,6 +111,16 @@ KeepAlive = Annotated[
         metavar="SECONDS",
         help="Go to zero instances after this long without a request.",
         show_default="keep an instance",
+    ),
+]
+NewKeepAlive = Annotated[
+    float | None,
+    typer.Option(
+        "--keep-alive",
+        parser=_keep_alive,
+        metavar="SECONDS",
+        help="Go to zero instances after this long without a request; 0: as soon as they are idle.",
+        show_default=False,
     ),
 ]
 

@@ -43,6 +43,7 @@ from shared.messages.registry import (
     RemoveModel,
     RestoreModel,
     SetFloor,
+    SetModel,
     Snapshot,
     WorkerHeartbeat,
 )
@@ -113,6 +114,7 @@ class LeadingPool:
         await self._terms.open()
         await self._respond("heartbeat", WorkerHeartbeat, self._on_heartbeat)
         await self._respond("add_model", AddModel, self._models.add)
+        await self._respond("set_model", SetModel, self._models.set)
         await self._respond("remove_model", RemoveModel, self._models.remove)
         await self._respond("restore_model", RestoreModel, self._models.restore)
         await self._respond("snapshot", GetSnapshot, self._on_snapshot)

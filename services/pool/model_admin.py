@@ -1,4 +1,4 @@
-"""Models that are added, removed, and given back by workers; their floors."""
+"""Models that are added, changed, removed, and given back by workers; their floors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,18 @@ from services.pool.core.registry import Registry
 from services.pool.inspection import Inspections
 from services.pool.leases import Terms
 from services.pool.store import Store
-from shared.errors import BadRequest, Conflict, ModelNotFound
+from shared.errors import BadRequest, Conflict, ModelNotFound, Unavailable
 from shared.messages.common import Ack
-from shared.messages.registry import MAX_HOLD_S, AddModel, Floor, ModelRecord, RemoveModel, RestoreModel, SetFloor
+from shared.messages.registry import (
+    MAX_HOLD_S,
+    AddModel,
+    Floor,
+    ModelRecord,
+    RemoveModel,
+    RestoreModel,
+    SetFloor,
+    SetModel,
+)
 from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
@@ -67,6 +76,27 @@ class ModelAdmin:
         else:
             log.info("model %s is registered already, and stays as it is", name)
         return stored
+
+    async def set(self, request: SetModel) -> ModelRecord:
+        """Change what is given of a model's settings; the record as it is then."""
+        given = msgspec.structs.asdict(request)
+        name = given.pop("name")
+        changes = {setting: value for setting, value in given.items() if value is not None}
+        if not changes:
+            raise BadRequest(f"nothing to change: give at least one of {', '.join(given)}")
+        async with self.changing:
+            known = self._registry.models.get(name)
+            if known is None:
+                raise ModelNotFound(f"model {name!r} is not registered", param="name")
+            record = msgspec.structs.replace(known, **changes)
+            check_limits(record)
+            if not await self._store.set_model(record):
+                # A removal whose answer was lost; or Redis lost its data, and is about to be given it again.
+                raise Unavailable(f"model {name!r} is not in Redis now: ask again, or remove it", retry_after_s=1.0)
+            self._registry.put_model(record)
+        shown = ", ".join(f"{setting} {value}" for setting, value in changes.items())
+        log.info("model %s changed: %s", name, shown)
+        return record
 
     async def remove(self, request: RemoveModel) -> Ack:
         """Its instances drain."""

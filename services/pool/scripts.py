@@ -272,6 +272,17 @@ redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 return ''
 """
 
+# KEYS: models   ARGV: name, record, its model_hash, its added_at_s
+# Returns 1 when stored in place of a record of the same model, added at the same time; 0: there is none.
+SET_MODEL = """
+local known = redis.call('HGET', KEYS[1], ARGV[1])
+if not known then return 0 end
+local record = cmsgpack.unpack(known)
+if record.model_hash ~= ARGV[3] or record.added_at_s ~= tonumber(ARGV[4]) then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+return 1
+"""
+
 # KEYS: models, removed, floors   ARGV: name, its fields in floors...
 REMOVE_MODEL = (
     NOW

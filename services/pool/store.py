@@ -241,6 +241,12 @@ class Store:
             return record
         return None if answer == b"removed" else decode(answer, ModelRecord)
 
+    async def set_model(self, record: ModelRecord) -> bool:
+        """Store other settings of a registered model; False if it was removed, or added again, since the record was
+        read."""
+        args = [record.name, encode(record), record.model_hash, repr(record.added_at_s)]
+        return bool(await self._run(scripts.SET_MODEL, keys=[f"{PREFIX}models"], args=args))
+
     async def remove_model(self, name: str) -> bool:
         """Forget a model; False if there was none."""
         keys = [f"{PREFIX}models", f"{PREFIX}removed", f"{PREFIX}floors"]

@@ -23,6 +23,7 @@ MAX_KEEP_ALIVE_S = 30 * 86_400.0
 """Thirty days: longer, and the model is meant to stay, which ``min_instances`` says."""
 
 Objective = Annotated[float, Meta(ge=MIN_SLO_S, le=MAX_SLO_S)]
+ObjectiveOrNone = Annotated[float, Meta(ge=0, le=MAX_SLO_S)]
 KeepAlive = Annotated[float, Meta(ge=0, le=MAX_KEEP_ALIVE_S)]
 
 
@@ -41,6 +42,16 @@ class AddModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def least(self) -> int:
         """Instances to keep: if nothing is said of them, none with a keep-alive, and one without."""
         return (0 if self.keep_alive_s else 1) if self.min_instances is None else self.min_instances
+
+
+class SetModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What to change of a registered model. ``None`` is absent: it stays. 0 lifts an objective or the keep-alive."""
+
+    min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] | None = None
+    max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None = None
+    slo_ttft_s: ObjectiveOrNone | None = None
+    slo_tbt_s: ObjectiveOrNone | None = None
+    keep_alive_s: KeepAlive | None = None
 
 
 class ScaleBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -156,6 +156,17 @@ class AddModel(Message, frozen=True, kw_only=True, tag="add_model.v1"):
     keep_alive_s: float = 0.0
 
 
+class SetModel(Message, frozen=True, kw_only=True, tag="set_model.v1"):
+    """Change a registered model's settings. None: as it was; 0 lifts an objective or the keep-alive."""
+
+    name: str
+    min_instances: int | None = None
+    max_instances: int | None = None
+    slo_ttft_s: float | None = None
+    slo_tbt_s: float | None = None
+    keep_alive_s: float | None = None
+
+
 class RemoveModel(Message, frozen=True, kw_only=True, tag="remove_model.v1"):
     """Unregister a model; its instances drain."""
 

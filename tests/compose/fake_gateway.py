@@ -42,7 +42,7 @@ def fake_gateway() -> Iterator[FakeGateway]:
             self.end_headers()
             self.wfile.write(data)
 
-        do_GET = do_POST = do_DELETE = _handle  # noqa: N815 - the base class's names
+        do_GET = do_POST = do_PATCH = do_DELETE = _handle  # noqa: N815 - the base class's names
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
             del format, args

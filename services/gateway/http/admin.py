@@ -1,4 +1,4 @@
-"""``/admin``: what the cluster is doing, adding and removing models, scaling by hand."""
+"""``/admin``: what the cluster is doing, adding, changing and removing models, scaling by hand."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from services.gateway.request_bodies.body import read_body, required
 from services.gateway.service import Gateway
 from shared import subjects
 from shared.errors import BadRequest, BlitzError, InProgress, NoResponder, Unavailable
-from shared.messages.admin import MAX_INSTANCES, AddModelBody, ModelList, ModelRemoved, ScaleBody
+from shared.messages.admin import MAX_INSTANCES, AddModelBody, ModelList, ModelRemoved, ScaleBody, SetModelBody
 from shared.messages.codec import Message
 from shared.messages.common import Ack
-from shared.messages.registry import AddModel, ModelRecord, RemoveModel
+from shared.messages.registry import AddModel, ModelRecord, RemoveModel, SetModel
 from shared.messages.scaling import (
     GetScaleRecord,
     ListScaleRecords,
@@ -166,6 +166,19 @@ def admin_router(gateway: Gateway) -> APIRouter:
         # So that a request right behind this one finds the model.
         await gateway.refresh()
         return _json(record, 200 if known.get(record.name) == record.added_at_s else 201)
+
+    @router.patch("/models/{name:path}")
+    async def set_model(name: str, request: Request) -> Response:
+        """Change a model's settings; those that are not given stay, and 0 lifts an objective or the keep-alive.
+
+        ``{"min_instances"?, "max_instances"?, "slo_ttft_s"?, "slo_tbt_s"?, "keep_alive_s"?}``
+        """
+        body = await _body(request, gateway, SetModelBody)
+        message = SetModel(name=name, **msgspec.structs.asdict(body))
+        with _asking("pool", WITHOUT_POOL):
+            record = await bus.request(subjects.pool("set_model"), message, ModelRecord, timeout_s=RPC_TIMEOUT_S)
+        await gateway.refresh()
+        return _json(record)
 
     @router.delete("/models/{name:path}")
     async def remove_model(name: str) -> Response:

@@ -263,7 +263,7 @@ def test_a_model_that_is_there_already_is_not_called_added(
     assert run(["models", "add", "/copy/of/m", "--name", "m"]) == 0
     assert capsys.readouterr().out == "m is already registered (/models/m)\n"
     assert run(["models", "add", "/models/m", "--min-instances", "2", "--slo-ttft", "300"]) == 1
-    assert one_error_line(capsys) == "--min-instances, --slo-ttft had no effect: remove m first, and add it again"
+    assert one_error_line(capsys) == "--min-instances, --slo-ttft had no effect: use `blitzscale models set m`"
     gateway.answers["POST /admin/models"] = (201, there | {"added_at_s": 6.0})
     assert run(["models", "add", "/models/m"]) == 0
     assert capsys.readouterr().out == "added m (/models/m)\n"
@@ -340,6 +340,35 @@ def test_models_are_listed_and_removed(gateway: FakeGateway, capsys: pytest.Capt
     found = json.loads(capsys.readouterr().out)
     assert (found[0]["name"], found[1]["slo_ttft_s"]) == ("demo", 0.5)
     assert run(["models", "remove", "org/demo"]) == 0
+
+
+def test_settings_that_are_given_are_sent_and_all_are_shown(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    after = {"name": "org/demo", "min_instances": 0, "max_instances": 3, "slo_tbt_s": 0.0625, "keep_alive_s": 90.5}
+    gateway.answers["PATCH /admin/models/org%2Fdemo"] = (200, after)
+    settings = ["--min-instances", "0", "--keep-alive", "90.5", "--slo-ttft", "0", "--slo-tbt", "62.5"]
+    assert run(["models", "set", "org/demo", *settings]) == 0
+    assert gateway.requests[-1][1] == {"min_instances": 0, "slo_ttft_s": 0.0, "slo_tbt_s": 0.0625, "keep_alive_s": 90.5}
+    shown = "--min-instances 0, --max-instances 3, --slo-ttft -, --slo-tbt 62.5, --keep-alive 90.5"
+    assert capsys.readouterr().out == f"changed org/demo: {shown}\n"
+    assert run(["models", "set", "org/demo", "--max-instances", "3"]) == 0
+    assert gateway.requests[-1][1] == {"max_instances": 3}
+
+
+def test_setting_nothing_is_refused_here(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["models", "set", "demo"]) == 1
+    assert one_error_line(capsys).startswith("nothing to change: give at least one of --min-instances, ")
+    assert gateway.requests == []
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--min-instances=-1", "--max-instances=0", "--slo-ttft=-5", "--slo-tbt=nan", "--slo-tbt=0.5", "--keep-alive=nan"],
+)
+def test_settings_that_are_none_are_wrong_usage(gateway: FakeGateway, option: str) -> None:
+    assert run(["models", "set", "demo", option]) == 2
+    assert gateway.requests == []
 
 
 def test_up_refuses_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

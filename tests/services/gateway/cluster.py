@@ -10,7 +10,7 @@ import msgspec
 
 from shared import subjects
 from shared.bus.base import Subscription
-from shared.errors import BlitzError, NoResponder, NotFound, Overloaded
+from shared.errors import BlitzError, ModelNotFound, NoResponder, NotFound, Overloaded
 from shared.messages.common import Ack, ErrorInfo, InstanceState, Role
 from shared.messages.generation import (
     AckTerminal,
@@ -31,6 +31,7 @@ from shared.messages.registry import (
     RemoveModel,
     Route,
     RouteTable,
+    SetModel,
     Snapshot,
     WorkerInfo,
     WorkerRecord,
@@ -262,10 +263,12 @@ class FakePool:
         self.workers = workers
         self.sequence = 0
         self.added: list[AddModel] = []
+        self.changed: list[SetModel] = []
 
     async def start(self) -> None:
         await self.bus.respond(subjects.pool("snapshot"), GetSnapshot, self._on_snapshot)
         await self.bus.respond(subjects.pool("add_model"), AddModel, self._on_add)
+        await self.bus.respond(subjects.pool("set_model"), SetModel, self._on_set)
         await self.bus.respond(subjects.pool("remove_model"), RemoveModel, self._on_remove)
 
     async def _on_snapshot(self, request: GetSnapshot) -> Snapshot:
@@ -282,6 +285,14 @@ class FakePool:
 
     async def _on_add(self, request: AddModel) -> ModelRecord:
         self.added.append(request)
+        return self.models[0]
+
+    async def _on_set(self, request: SetModel) -> ModelRecord:
+        self.changed.append(request)
+        if request.name not in [m.name for m in self.models]:
+            raise ModelNotFound(f"model {request.name!r} is not registered", param="name")
+        changes = {name: value for name, value in msgspec.structs.asdict(request).items() if value is not None}
+        self.models[0] = msgspec.structs.replace(self.models[0], **changes)
         return self.models[0]
 
     async def _on_remove(self, request: RemoveModel) -> Ack:

@@ -332,6 +332,20 @@ async def test_a_models_most_instances_bound_each_role_by_itself(rig: Rig) -> No
     assert len(plan.targets) == 4
 
 
+async def test_new_settings_of_a_known_model_bound_the_next_decision(rig: Rig) -> None:
+    rig.pool.workers = tuple(worker_record(f"w{i}", rig.model, "serving") for i in range(4))
+    await rig.demand(3)
+    await eventually(lambda: len(rig.plans()) == 1)
+    rig.pool.models = (msgspec.structs.replace(rig.model, max_instances=2),)
+    await rig.demand(4)
+    await eventually(lambda: len(rig.plans()) == 2)
+    rig.pool.models = (msgspec.structs.replace(rig.model, min_instances=1),)
+    await rig.demand(0)
+    await eventually(lambda: len(rig.plans()) == 3)
+    drained = [len(plan.targets) for plan in rig.plans() if isinstance(plan, DrainPlan)]
+    assert drained == [1, 1, 1], "from four instances to three, two and one"
+
+
 # --- what is in flight, host copies and wrong facts ----------------------------------------------
 
 

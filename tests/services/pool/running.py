@@ -27,6 +27,7 @@ from shared.messages.registry import (
     ModelRecord,
     RemoveModel,
     RestoreModel,
+    SetModel,
     Snapshot,
 )
 from tests.services.pool.giving import give
@@ -62,6 +63,10 @@ class CopyPool:
 
     async def remove_model(self, name: str) -> None:
         await self.client.request(subjects.pool("remove_model"), RemoveModel(name=name), Ack, timeout_s=5.0)
+
+    async def set_model(self, name: str, **settings: float | None) -> ModelRecord:
+        message = SetModel(name=name, **settings)  # type: ignore[arg-type]
+        return await self.client.request(subjects.pool("set_model"), message, ModelRecord, timeout_s=5.0)
 
     async def snapshot(self) -> Snapshot:
         return await self.client.request(subjects.pool("snapshot"), GetSnapshot(), Snapshot, timeout_s=5.0)

@@ -26,8 +26,10 @@ from shared.messages.registry import (
     LeaseGrant,
     LeaseVerdicts,
     LeaseWorkers,
+    ModelRecord,
     ReleaseWorkers,
     SetFloor,
+    SetModel,
     Snapshot,
 )
 from tests.records import heartbeat, model
@@ -123,6 +125,7 @@ async def test_a_standby_answers_nothing_and_takes_over_what_was_registered(
     (led,) = [message for message in caplog.messages if message.startswith("leading, term ")]
     assert f"{led.rpartition(' ')[2]} leads: waiting to take over" in caplog.messages, "the log tells who it is"
     await give(pools.ask, model("m"))
+    changed = await pools.ask("set_model", SetModel(name="m", min_instances=0, keep_alive_s=60.0), ModelRecord)
     await pools.ask("set_floor", SetFloor(model="m", instances=2, hold_s=60.0), Ack)
     await pools.ask("heartbeat", heartbeat("w0", model("m"), "serving"), HeartbeatAck)
     before = await pools.ask("snapshot", GetSnapshot(paged=True), Snapshot)
@@ -130,6 +133,7 @@ async def test_a_standby_answers_nothing_and_takes_over_what_was_registered(
     after = await pools.answered("snapshot", GetSnapshot(paged=True), Snapshot)
     assert after.version.partition("/")[0] != before.version.partition("/")[0]
     assert (after.models, after.workers, after.floors) == (before.models, before.workers, before.floors)
+    assert after.models == (changed,)
     await second.stop()
 
 

@@ -103,6 +103,7 @@ async def test_a_process_that_leads_no_more_changes_nothing(store: Store, redis_
     await other.heartbeat(heartbeat("w0"), 60.0)
     changes = (
         lambda: store.add_model(model("n")),
+        lambda: store.set_model(msgspec.structs.replace(M, min_instances=5)),
         lambda: store.remove_model("m"),
         lambda: store.heartbeat(heartbeat("w1"), 5.0),
         lambda: store.heartbeat(heartbeat("w0", leaving=True, sequence=2), 5.0),
@@ -198,3 +199,34 @@ async def test_more_reports_at_once_than_there_are_connections_wait_for_one(
     await patient.close()
     remembered = await store.remember(0.0, 0.0)
     assert {report.worker.worker_id for report in remembered.reports} == set(worker_ids)
+
+
+async def test_settings_replace_those_of_the_same_registration_only(store: Store) -> None:
+    first = model("m", added_at_s=1732278220.1234567)
+    changed = msgspec.structs.replace(first, min_instances=0, keep_alive_s=60.0)
+    assert not await store.set_model(changed), "never added"
+    await store.add_model(first)
+    assert await store.set_model(changed)
+    assert await store.set_model(changed), "its answer may have been lost"
+    assert await store.add_model(first) == changed
+    await store.remove_model("m")
+    assert not await store.set_model(changed)
+    for again in (
+        msgspec.structs.replace(first, added_at_s=1732278220.1234569),
+        msgspec.structs.replace(first, model_hash="other"),
+    ):
+        await store.add_model(again)
+        assert not await store.set_model(changed), "another model has the name by now"
+        assert await store.add_model(first) == again
+        await store.remove_model("m")
+
+
+async def test_a_record_that_an_earlier_release_stored_takes_new_settings(store: Store, redis_url: str) -> None:
+    fields = msgspec.msgpack.decode(encode(M))
+    del fields["keep_alive_s"]
+    redis = Redis.from_url(redis_url)
+    await redis.hset("blitz:models", "m", msgspec.msgpack.encode(fields))  # type: ignore[misc, arg-type]
+    await redis.aclose()
+    changed = msgspec.structs.replace(M, min_instances=0, keep_alive_s=60.0)
+    assert await store.set_model(changed)
+    assert await store.add_model(M) == changed

@@ -59,6 +59,7 @@ TAKES: dict[str, tuple[type[Message], type[Message] | None]] = {
     "pool.retire_copy": (copies.RetireCopy, common.Ack),
     "pool.snapshot": (registry.GetSnapshot, registry.Snapshot),
     "pool.add_model": (registry.AddModel, registry.ModelRecord),
+    "pool.set_model": (registry.SetModel, registry.ModelRecord),
     "pool.remove_model": (registry.RemoveModel, common.Ack),
     "pool.lease": (registry.LeaseWorkers, registry.LeaseGrant),
     "pool.lease_batch": (registry.LeaseBatch, registry.LeaseVerdicts),

@@ -56,6 +56,15 @@ def test_a_change_touches_what_it_names_and_nothing_else() -> None:
     assert sorted(routes.models["m"].routes) == ["i-w1", "new"]
 
 
+def test_new_settings_of_a_known_model_count_at_once_and_leave_its_routes_alone() -> None:
+    routes = RouteView()
+    routes.apply_view(at(4, "w0", "w1"))
+    before, changed = routes.models["m"].routes, model("m", min_instances=0, keep_alive_s=60.0)
+    changes = routes.apply_changes(event(5, models=(changed,)))
+    assert (changes.gap, changes.models, changes.lost_instances) == (False, {"m"}, set())
+    assert (routes.models["m"].record, routes.models["m"].routes) == (changed, before)
+
+
 def test_a_view_of_the_pool_that_led_before_asks_for_another() -> None:
     routes = RouteView()
     routes.apply_view(at(4, "w0", publisher="old"))

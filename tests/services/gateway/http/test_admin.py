@@ -13,7 +13,7 @@ from shared import subjects
 from shared.errors import PlanNotFound, Unavailable
 from shared.messages.codec import Message
 from shared.messages.load import LoadReport
-from shared.messages.registry import AddModel
+from shared.messages.registry import AddModel, SetModel
 from shared.messages.scaling import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.http.test_refusals import check
@@ -187,6 +187,45 @@ async def test_a_model_with_a_keep_alive_need_not_keep_an_instance(stack: Stack)
     assert sent == [(0, 60.0), (0, 60.0), (0, 60.0), (2, 60.0), (1, 0.0)]
 
 
+async def test_what_is_given_of_a_models_settings_reaches_the_pool_and_shows_at_once(stack: Stack) -> None:
+    body = {"min_instances": 0, "slo_ttft_s": 0, "slo_tbt_s": None, "keep_alive_s": 60}
+    response = await stack.http.patch("/admin/models/tiny", json=body)
+    assert response.status_code == 200
+    assert (response.json()["name"], response.json()["keep_alive_s"]) == ("tiny", 60.0)
+    assert stack.pool.changed == [SetModel(name="tiny", min_instances=0, slo_ttft_s=0.0, keep_alive_s=60.0)]
+    assert stack.gateway.routes.models["tiny"].record.keep_alive_s == 60.0
+    [model] = (await stack.http.get("/admin/models")).json()["models"]
+    assert (model["min_instances"], model["keep_alive_s"]) == (0, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"min_instances": -1}, "min_instances"),
+        ({"max_instances": 0}, "max_instances"),
+        ({"max_instances": 1.5}, "max_instances"),
+        ({"slo_ttft_s": -1}, "slo_ttft_s"),
+        ({"slo_tbt_s": 3601}, "slo_tbt_s"),
+        ({"keep_alive_s": 2_592_001}, "keep_alive_s"),
+        ({"keep_alive_s": "60"}, "keep_alive_s"),
+        ([], None),
+        ("x", None),
+    ],
+)
+async def test_wrong_settings_name_the_parameter_and_do_not_reach_the_pool(
+    stack: Stack, body: Any, param: str | None
+) -> None:
+    response = await stack.http.patch("/admin/models/tiny", json=body)
+    check(response, 400, "invalid_request_error", "bad_request", param)
+    assert stack.pool.changed == []
+
+
+async def test_settings_of_an_unknown_model_are_a_404(stack: Stack) -> None:
+    response = await stack.http.patch("/admin/models/no/such", json={"min_instances": 0})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+    assert [message.name for message in stack.pool.changed] == ["no/such"]
+
+
 async def test_admin_errors_are_typed(stack: Stack) -> None:
     await planner(stack)
     answers = {
@@ -311,7 +350,8 @@ async def test_an_admin_body_must_be_declared_as_json(stack: Stack, content_type
 
 async def test_pages_of_other_sites_cannot_administrate_without_a_key(stack: Stack) -> None:
     for headers in ({"origin": "https://evil.example"}, {"host": "evil.example"}):
-        for method, path in (("GET", "/admin/status"), ("DELETE", "/admin/models/tiny"), ("POST", "/admin/models")):
+        model = "/admin/models/tiny"
+        for method, path in (("GET", "/admin/status"), ("DELETE", model), ("PATCH", model), ("POST", "/admin/models")):
             response = await stack.http.request(method, path, headers=headers)
             check(response, 403, "permission_error", "forbidden")
     assert stack.pool.models

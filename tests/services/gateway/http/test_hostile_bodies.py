@@ -71,6 +71,8 @@ ROUTES: dict[str, st.SearchStrategy[Case]] = {
     "models": gets("/v1/models"),
     "model": below("/v1/models"),
     "add_model": posts("/admin/models", bodies.add_model),
+    "set_model": bodies.hostile(bodies.set_model).map(lambda body: Case("PATCH", "/admin/models/tiny", body)),
+    "set_other": below("/admin/models", "PATCH"),
     "remove_model": below("/admin/models", "DELETE"),
     "scale": posts("/admin/models/tiny/scale", bodies.scale),
     "scale_other": below("/admin/models", "POST", "/scale"),
