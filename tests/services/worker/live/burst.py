@@ -22,6 +22,8 @@ from tests.services.workers import RunningWorker
 NUM_TOKENS = 48
 LAYER_S = 0.004
 PROMPTS = {f"r{i}": tuple(32 + (7 * i + j) % 90 for j in range(NUM_TOKENS)) for i in range(12)}
+HOLD_S = 10.0
+"""Prompts are held for no longer: a pair that is never made must not take all of a test's time."""
 TIMING = MockTiming(layer_per_token_s=LAYER_S / NUM_TOKENS)
 
 
@@ -49,6 +51,8 @@ class Burst:
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.decode_at: DecodePlace | None = None
         self._waits_for_pair = False
+        self._has_lent = False
+        """The source's scheduler, what had not begun."""
 
     def waits_for_pair(self) -> bool:
         """The burst is there, and the second instance has not run a layer yet."""
@@ -86,21 +90,28 @@ class Burst:
         self.plan_id = (await cluster.start_scale(2, live="always", role=role)).plan_id
 
     def _hold_prompts(self) -> None:
-        """Have the mock's prompts take longer at the source until there is a pair: however long a busy machine takes
-        to form it, there is work to share then."""
-        engine = self.source.serving.engine.loop.engine
+        """Have the mock compute no prompt at the source until it lends them, and slowly until there is a pair: however
+        long a busy machine takes to form it, there is work to share then."""
+        loop = self.source.serving.engine.loop
+        engine, held_until_s = loop.engine, time.monotonic() + HOLD_S
         if not isinstance(engine, MockEngine):
             return
         run_layers, run_part = engine.run_layers, engine.run_part
 
-        def run_layers_slowly(activation: MockActivation, first: int, last: int) -> None:
+        def wait(num_layers: float) -> None:
+            while self.waits_for_pair() and not self._has_lent and time.monotonic() < held_until_s:
+                loop.between_layers()  # requests come in, and are lent
+                self._has_lent = loop.scheduler.table.lending
+                time.sleep(0.001)
             if self.waits_for_pair():
-                time.sleep(4 * LAYER_S * (last - first))
+                time.sleep(4 * LAYER_S * num_layers)
+
+        def run_layers_slowly(activation: MockActivation, first: int, last: int) -> None:
+            wait(last - first)
             run_layers(activation, first, last)
 
         def run_part_slowly(activation: MockActivation, layer: int, begin: int, end: int) -> None:
-            if self.waits_for_pair():
-                time.sleep(4 * LAYER_S * (end - begin) / NUM_TOKENS)
+            wait((end - begin) / NUM_TOKENS)
             run_part(activation, layer, begin, end)
 
         engine.run_layers = run_layers_slowly  # type: ignore[method-assign]
