@@ -120,7 +120,7 @@ class ModelDemand:
         self._gateways: dict[str, _Gateway] = {}
         self._needed = MaxWindow(MAX_WINDOW_S)
         self._idle_since_s: float | None = None
-        """Since when there is no request anywhere."""
+        """Since when there is no request anywhere, and none came."""
         self._load_s = policy.assumed_load_s
         """How long an instance takes to load: as the last one that loaded says."""
         self._overdue = _Overdue(policy.rate_window_s)
@@ -145,6 +145,9 @@ class ModelDemand:
     def on_queue(self, gateway_id: str, queue: ModelQueue, now_s: float) -> None:
         """A gateway reports."""
         known = self._gateways.get(gateway_id)
+        if queue.arrived_requests_total != (known.queue.arrived_requests_total if known is not None else 0):
+            # Whatever came since may have been answered already: no report says that it waited or ran.
+            self._idle_since_s = None
         if known is None:
             self._gateways[gateway_id] = _Gateway(self._policy, queue, now_s)
         else:

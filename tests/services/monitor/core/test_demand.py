@@ -393,6 +393,23 @@ def test_the_last_instance_stays_for_the_keep_alive_and_the_others_go() -> None:
     assert idle_until(demand, 10.3, 1, since_s=9.9, keep_alive_s=10.0) == 0
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["reported before", "first report"])
+def test_a_request_that_came_and_ended_between_two_reports_keeps_the_last_instance(known: bool) -> None:
+    demand = ModelDemand(DemandPolicy())
+    now_s = 0.0
+    while now_s < 3.0:
+        now_s += 0.05
+        demand.on_load(report(load_s=0.03), now_s)
+        if known:
+            demand.on_queue("g", queue(0), now_s)
+        assert demand.evaluate(now_s, 1, keep_alive_s=3.2).desired == 1
+    demand.on_queue("g", queue(100), now_s)
+    while now_s < 8.0 and demand.evaluate(now_s, 1, keep_alive_s=3.2).desired:
+        now_s += 0.05
+        demand.on_queue("g", queue(100), now_s)
+    assert now_s == pytest.approx(3.0 + 3.2, abs=0.15)
+
+
 def test_what_the_load_does_not_need_now_is_idle_though_it_is_kept() -> None:
     demand = ModelDemand(POLICY)
     demand.on_queue("g", queue(0, queued_tokens=1500), 0.0)
