@@ -77,7 +77,7 @@ class Parts:
         fatal: Callable[[str], None],
     ) -> None:
         """``on_engine_failure`` is called on the engine's thread; ``fatal(why)`` must end the process soon."""
-        worker_id, silence_s = config.worker_id, config.stall_s
+        worker_id, silence_s, interval_s = config.worker_id, config.stall_s, config.report_interval_s
         self.slot = slot = InstanceSlot()
         self.store = store = HostStore(config.host_cache_bytes, keep_alive_s=config.host_cache_keep_alive_s)
         held = _Held(slot, store, NicMeter(node.device))
@@ -86,7 +86,7 @@ class Parts:
         slot.when_changed(registration.changed)
         slot.when_changed(peers.look_soon)
 
-        self.inbox = inbox = Inbox(bus, worker_id, slot.current)
+        self.inbox = inbox = Inbox(bus, worker_id, slot.current, looks_every_s=interval_s)
         progress = ProgressReporter(bus, worker_id)
         self.mover = mover = WeightMover(bus, transport, info, peers, progress, stall_s=silence_s)
         self.host_copies = HostCopies(worker_id, store, mover, registration, changed=slot.changed, fatal=fatal)
@@ -108,7 +108,6 @@ class Parts:
             bus, worker_id, self.scaling.on_scale_plan, self.scaling.on_drain_plan, self.pair_roles.on_assignment
         )
         group = group_name(config.nats_url, config.host) if config.load_by_host else ""
-        interval_s = config.report_interval_s
         self.load_reporter = LoadReporter(
             bus,
             worker_id,

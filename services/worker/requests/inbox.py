@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 RESEND_TOKENS = 50_000
 """Tokens in one message that sends a stream again: well under 1 MB."""
 STOOD_STILL_S = 1.0
-"""Between two looks for silent gateways. A longer gap means that this process heard nothing meanwhile."""
+"""A look for silent gateways that comes so late means that this process heard nothing in the meantime."""
 OWNER_TIMEOUT_S = 0.5
 """Well within a gateway's patience with a question."""
 RESEND_LOGPROBS = 500
@@ -62,7 +62,10 @@ class Cooperation(Protocol):
 class Inbox:
     """Event loop only, except ``on_output``, which the engine thread calls."""
 
-    def __init__(self, bus: Bus, worker_id: str, instance: Callable[[], Instance | None]) -> None:
+    def __init__(
+        self, bus: Bus, worker_id: str, instance: Callable[[], Instance | None], *, looks_every_s: float
+    ) -> None:
+        """``looks_every_s``: how often ``expire`` is called."""
         self._bus = bus
         self._worker_id = worker_id
         self._instance = instance
@@ -71,6 +74,7 @@ class Inbox:
         """What gateways may still ask for; changed here alone, like the next."""
         self.spans = RequestSpans(worker_id)
         self._gateways = Gateways()
+        self._looks_every_s = looks_every_s
         self._looked_s, self._hears_since_s = time.monotonic(), -math.inf
         self._steps: deque[StepOutput] = deque()
         self._stepped = asyncio.Event()
@@ -258,10 +262,9 @@ class Inbox:
 
     def expire(self) -> None:
         """Free the requests of gateways that are silent for a lease. Their silence counts only while our own connection
-        has been up as long, and this process was not kept from running: what they said then waits in its socket. To be
-        called several times per ``STOOD_STILL_S``."""
+        has been up as long, and this process was not kept from running: what they said then waits in its socket."""
         now_s = time.monotonic()
-        if now_s - self._looked_s > STOOD_STILL_S:
+        if now_s - self._looked_s > self._looks_every_s + STOOD_STILL_S:
             self._hears_since_s = now_s
         self._looked_s = now_s
         self.streams.expire(now_s)

@@ -220,6 +220,16 @@ async def test_a_worker_that_stood_still_takes_no_gateway_for_dead(
     assert (await alone.gateway.end_of("r")).finish_reason == "length"
 
 
+async def test_a_worker_that_seldom_looks_frees_a_silent_gateways_requests() -> None:
+    async with lone_worker(report_interval_s=1.5 * inbox.STOOD_STILL_S) as alone:
+        instance_id = await alone.serve()
+        await alone.pause()
+        await alone.submit(instance_id, "r")
+        await alone.gateway.beat(LEASE_S)
+        await eventually(lambda: alone.worker.serving.num_requests == 0)
+        alone.resume()
+
+
 async def test_a_request_that_may_not_wait_is_refused_while_all_seats_are_taken() -> None:
     async with lone_worker(max_running_requests=2) as alone:
         instance_id = await alone.serve()
