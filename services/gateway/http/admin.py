@@ -16,7 +16,7 @@ from services.gateway.errors import UnsupportedMediaType
 from services.gateway.http import asgi
 from services.gateway.http.asgi import JSON, header
 from services.gateway.http.status import pool_of, status_of
-from services.gateway.request_bodies.body import read_body, required
+from services.gateway.request_bodies.body import read_body, required, shown
 from services.gateway.service import Gateway
 from shared import subjects
 from shared.errors import BadRequest, BlitzError, InProgress, NoResponder, Unavailable
@@ -205,8 +205,8 @@ def admin_router(gateway: Gateway) -> APIRouter:
     @router.get("/scale")
     async def list_scale_records(limit: str = "20") -> Response:
         """The newest scale operations."""
-        if not limit.isdecimal() or not 1 <= int(limit) <= 1000:
-            raise BadRequest(f"limit must be an integer from 1 to 1000, not {limit!r}", param="limit")
+        if not limit.isdecimal() or len(limit) > asgi.MAX_DIGITS or not 1 <= int(limit) <= 1000:
+            raise BadRequest(f"limit must be an integer from 1 to 1000, not {shown(limit)}", param="limit")
         return _json(await planner("records", ListScaleRecords(limit=int(limit)), ScaleRecords))
 
     @router.get("/scale/{plan_id}")

@@ -40,6 +40,8 @@ from shared.errors import BadRequest, BlitzError, Internal, NotFound, Unauthoriz
 
 log = logging.getLogger(__name__)
 
+_FAULT = "internal error; see the gateway's log"
+
 
 class Access:
     """Checks one request's right to its path. Health and metrics are open."""
@@ -153,13 +155,10 @@ class GatewayApp:
             await send(message)
 
         hot = self._hot.get(scope["path"])
-        route = scope["path"] if hot is not None else ""
         try:
             self._access.check(scope)
             if hot is None:
                 await self._rest(scope, receive, in_pieces(counting_send))
-                matched = scope.get("route")
-                route = getattr(matched, "path", "unmatched")
             elif scope["method"] == "POST":
                 await hot(scope, receive, counting_send)
             else:
@@ -171,9 +170,12 @@ class GatewayApp:
             status = status or error.http_status
         except Exception as error:
             log.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
-            await self._answer(Internal("internal error; see the gateway's log"), status, send)
+            # FastAPI has answered, and raised it again.
+            if hot is not None or not status:
+                await self._answer(Internal(_FAULT), status, send)
             status = status or 500
-        self._metrics.responses[route or "unmatched", status] += 1
+        route = scope["path"] if hot is not None else getattr(scope.get("route"), "path", "unmatched")
+        self._metrics.responses[route, status] += 1
 
     @staticmethod
     async def _answer(error: BlitzError, status: int, send: Send) -> None:
@@ -191,6 +193,7 @@ def _rest(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(BlitzError, _on_blitz_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(Exception, _on_fault)
     return app
 
 
@@ -222,3 +225,7 @@ async def _on_validation_error(request: Request, error: Any) -> Response:  # noq
     first = error.errors()[0]
     param = ".".join(str(piece) for piece in first["loc"][1:]) or None
     return _response(BadRequest(f"{param or 'request'}: {first['msg']}", param=param))
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:  # noqa: ARG001 - the framework's signature
+    return _response(Internal(_FAULT))

@@ -233,6 +233,7 @@ async def test_admin_errors_are_typed(stack: Stack) -> None:
         "/admin/scale/p1?wait_s=-1": (400, "bad_request"),
         "/admin/scale/p1?wait_s=nan": (400, "bad_request"),
         "/admin/scale?limit=0": (400, "bad_request"),
+        f"/admin/scale?limit={'9' * 5000}": (400, "bad_request"),
     }
     for path, expected in answers.items():
         response = await stack.http.get(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.services.gateway.conftest import Stack
 
 
@@ -23,3 +25,21 @@ async def test_a_gateway_that_knows_no_models_yet_is_live_but_not_healthy(stack:
     assert unknowing.status_code == 503
     assert "models" in unknowing.json()["error"]["message"]
     assert (await stack.http.get("/live")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/admin/status", "/v1/completions"])
+async def test_a_fault_of_the_gateways_own_is_a_typed_error_and_keeps_the_connection(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(stack.gateway, "registry", broken)
+    monkeypatch.setattr(stack.gateway, "find_model", broken)
+    body = {"model": "tiny", "prompt": "a"} if path.startswith("/v1") else None
+    failed = await stack.http.request("POST" if body else "GET", path, json=body)
+    assert (failed.status_code, failed.json()["error"]["code"]) == (500, "internal")
+    assert stack.gateway.metrics.responses[path, 500] == 1
+    connections = set(stack.server.server_state.connections)
+    assert (await stack.http.get("/live")).status_code == 200
+    assert set(stack.server.server_state.connections) == connections
