@@ -234,7 +234,7 @@ class SilenceWatch:
     async def _ask_all_silent_since(self, own_s: float) -> None:
         await asyncio.sleep(REASK_DELAY_S)
         for request in self._requests.all():
-            if request.stream.worker_id and request.progress_s < own_s:
+            if request.stream.worker_id and request.progress_s <= own_s:
                 await self._ask_once(request)
 
     async def _ask_once(self, request: ActiveRequest) -> None:

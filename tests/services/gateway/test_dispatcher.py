@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from services.gateway.config import GatewayConfig
 from services.gateway.core.routes import RouteChanges, RouteView
@@ -11,7 +12,9 @@ from services.gateway.dispatcher import Dispatcher
 from services.gateway.metrics import GatewayMetrics
 from shared.errors import BlitzError
 from shared.messages.generation import FinishReason, SamplingParams, StreamPart, TokenBatch, TokenLogprobs
+from shared.messages.load import QueueReport
 from tests.services.gateway.cluster import FakeWorker
+from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
 
 
@@ -115,3 +118,23 @@ async def test_closing_ends_every_request_once_and_leaves_no_task() -> None:
     assert [[error.code for error in end.errors] for end in ends] == [["unavailable"]] * 3
     await worker.stop()
     assert asyncio.all_tasks() <= before
+
+
+async def test_streams_are_asked_for_what_an_outage_took_from_them_by_a_gateway_that_stood_still_in_it() -> None:
+    broker = MemoryBroker()
+    worker = FakeWorker(broker, "w0", pause_after=0)
+    await worker.start()
+    running = dispatcher(broker, worker)
+    running.start(request("r"), Ends())
+    await eventually(lambda: worker.submits)
+    running.on_queues(QueueReport(gateway_id="gw-test", published_at_s=0.0, models=()))
+    running.tick()
+    part = StreamPart(request_id="r", attempt=1, offset=0, token_ids=(1,))
+    running.on_batch(TokenBatch(worker_id="w0", instance_id=worker.instance_id, parts=(part,)))
+    broker.disconnect("gateway")
+    time.sleep(0.5)  # noqa: ASYNC251 - the gateway, too, as if it were stopped
+    broker.reconnect("gateway")
+    running.tick()
+    await eventually(lambda: worker.resends)
+    await running.close()
+    await worker.stop()
