@@ -11,7 +11,6 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from compose import preflight
 from compose.child import Child, ChildSpec
@@ -184,10 +183,10 @@ class Stack(RunningStack):
                 elif not wanted <= present:
                     missing = f"waiting for workers: {len(present & wanted)} of {len(wanted)} are here"
                 else:
-                    for name, path in models.items():
-                        if name not in registered:
-                            await self._register(name, str(path))
-                            registered.add(name)
+                    for name in [name for name in models if name not in registered]:
+                        await self._register(name, str(models[name]))
+                        registered.add(name)
+                        status = await self.admin.status()
                     asleep = {model.name for model in status.models if status.sleeps(model)}
                     awaited = [name for name in models if name not in asleep and status.serving(name) < 1]
                     if not awaited:
@@ -207,15 +206,13 @@ class Stack(RunningStack):
 
     async def _register(self, name: str, path: str) -> None:
         try:
-            config = self.config
-            asked: dict[str, Any] = {
-                "slo_ttft_s": config.slo_ttft_s,
-                "slo_tbt_s": config.slo_tbt_s,
-                "keep_alive_s": config.keep_alive_s,
-            }
-            added = await self.admin.add_model(path, name=name, **asked)
-            if any(value not in (None, getattr(added, setting)) for setting, value in asked.items()):
-                self._say(f"{name} keeps the settings that it was registered with: see `blitzscale models set {name}`")
+            await self.admin.add_model(
+                path,
+                name=name,
+                slo_ttft_s=self.config.slo_ttft_s,
+                slo_tbt_s=self.config.slo_tbt_s,
+                keep_alive_s=self.config.keep_alive_s,
+            )
         except Conflict:
             known = {model.name: model.path for model in (await self.admin.status()).models}
             if known.get(name) != path:
