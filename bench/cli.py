@@ -57,6 +57,12 @@ def engine(context: typer.Context) -> None:
     _hand_over(context, "bench.engine.cli")
 
 
+@app.command("fleet", context_settings=_PASS_ON, add_help_option=False)
+def fleet(context: typer.Context) -> None:
+    """Many small models on few workers, against a worker for every few models and a worker for each."""
+    _hand_over(context, "bench.fleet.cli")
+
+
 @app.command("gateway", context_settings=_PASS_ON, add_help_option=False)
 def gateway(context: typer.Context) -> None:
     """What gateway, bus and worker loop add to the first token, and tokens per second of one gateway process."""

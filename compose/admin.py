@@ -12,7 +12,7 @@ import msgspec
 from shared.errors import BadRequest, BlitzError, Internal, Unauthorized, Unavailable, error_from_code
 from shared.messages.admin import AddModelBody, ModelList, ModelStatus, PoolStatus, ScaleBody, SetModelBody, Status
 from shared.messages.common import LiveChoice, Role
-from shared.messages.scaling import ScaleRecord
+from shared.messages.scaling import ScaleRecord, ScaleRecords
 
 T = TypeVar("T")
 _TIMEOUT_S = 20.0
@@ -123,6 +123,10 @@ class AdminClient:
         """An operation's record; waits up to ``wait_s`` for it to end. Raises ``PlanNotFound``."""
         path = f"/admin/scale/{quote(plan_id, safe='')}?wait_s={wait_s:g}"
         return await self._call("GET", path, ScaleRecord, timeout_s=wait_s + _TIMEOUT_S)
+
+    async def scale_records(self, *, limit: int) -> tuple[ScaleRecord, ...]:
+        """The newest operations, the newest first: a hundred at most, without their batches."""
+        return (await self._call("GET", f"/admin/scale?limit={limit}", ScaleRecords)).records
 
     async def _call(
         self,

@@ -1,0 +1,1 @@
+"""``blitzscale bench fleet``: many small models on few workers."""
