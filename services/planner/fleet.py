@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
-from services.planner.core.fleet.allocation import QUANTUM_S, Holding, Want, allocate
+from services.planner.core.fleet.allocation import QUANTUM_S, Holding, Room, Taking, Want, allocate
 from services.planner.core.multicast.cluster import Clusters
-from services.planner.core.operations.decision import ScaleRequest
+from services.planner.core.operations.decision import ScaleRequest, staying
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.refusals import Refusals
 from shared.messages.common import SCALED_BY_LOAD, TAKES_PROMPTS, Role
 from shared.messages.load import Demand
-from shared.messages.registry import ModelRecord, WorkerRecord
+from shared.messages.registry import InstanceInfo, ModelRecord, WorkerRecord
 from shared.registry_view import RegistryView, bounded, counted_as
 
 SAID_S = 2.5
@@ -24,13 +25,28 @@ MAX_MODELS = 20_000
 About = tuple[str, Role]
 
 
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """A model and role that waits for room, by this process's clock (monotonic)."""
+
+    since_s: float
+    last_s: float
+    """When it was last said."""
+    has_instances: bool
+
+
 class Fleet:
     """Remembers what the monitor said of each model. Event loop only."""
 
-    def __init__(self, operations: Operations, refusals: Refusals) -> None:
+    def __init__(self, operations: Operations, refusals: Refusals, at_work: Callable[[str], bool]) -> None:
+        """``at_work``: whether an instance has requests."""
         self._operations = operations
         self._refusals = refusals
+        self._at_work = at_work
         self._said: dict[About, tuple[float, Demand]] = {}
+        self._promised: dict[str, About] = {}
+        """For whom instances make room, by instance id."""
+        self._waiting: dict[About, _Waits] = {}
 
     def on_demand(self, demand: Demand) -> None:
         """The monitor says what a model could do without."""
@@ -53,40 +69,90 @@ class Fleet:
             self._refusals.avoided(request.model, time.monotonic()),
         )
 
+    def promised(self) -> frozenset[str]:
+        """Instances that make room for a model that still waits."""
+        if not self._promised:
+            return frozenset()
+        leaving, oldest_s = self._operations.instances_to_drain(), time.monotonic() - SAID_S
+        self._promised = {i: about for i, about in self._promised.items() if i in leaving}
+        waiting = {about for about, waits in self._waiting.items() if waits.last_s >= oldest_s}
+        return frozenset([i for i, about in self._promised.items() if about in waiting])
+
+    def waits_since_s(self, model: str, role: Role) -> float:
+        """Since when (monotonic) a model has waited for its first instance; infinite if it does not."""
+        waits = self._waiting.get((model, role))
+        return waits.since_s if waits is not None and not waits.has_instances else float("inf")
+
+    def got_workers(self, model: str, role: Role) -> None:
+        """It does not wait any more. If it does soon, it is behind those that have waited since."""
+        self._waiting.pop((model, role), None)
+
+    def _wait(self, wants: Iterable[Want]) -> None:
+        """These models wait for room."""
+        now_s = time.monotonic()
+        known = {about: waits for about, waits in self._waiting.items() if now_s - waits.last_s <= SAID_S}
+        for want in wants:
+            about = want.model, want.role
+            before = known.get(about)
+            since_s = before.since_s if before is not None and before.has_instances == want.has_instances else now_s
+            known[about] = _Waits(since_s, now_s, want.has_instances)
+        self._waiting = known
+
     def make_room(
-        self, wants: Sequence[Want], view: RegistryView, clusters: Clusters, drained: Mapping[About, int]
+        self, wants: Sequence[Want], view: RegistryView, clusters: Clusters, drained: Collection[WorkerRecord]
     ) -> list[ScaleRequest]:
-        """Requests for fewer instances of other models; ``drained``: of how many this round takes an instance away for
-        other reasons."""
+        """Requests for fewer instances of other models; ``drained``: what this round takes away for other reasons, from
+        models that lose nothing else by it."""
+        self._wait(wants)
         if not wants:
             return []
         now_s = time.time()
         leaving = self._operations.instances_to_drain()
+        late = self._operations.instances_to_drain(now_s - QUANTUM_S)
+        promised = {i: self._promised[i] for i in self.promised()}
+        in_pairs = self._operations.instances_in_pairs()
+        given = {record.worker.worker_id for record in drained}
+        givers = {counted_as(record, view.models) for record in drained}
         counted: Counter[About] = Counter()
-        serving: dict[About, list[WorkerRecord]] = {}
+        serving: dict[About, list[tuple[WorkerRecord, InstanceInfo]]] = {}
+        freeing: list[Room] = []
         for record in clusters.records:
-            about = counted_as(record, view.models)
-            if about is None or about[1] not in SCALED_BY_LOAD or about in drained:
+            instance, worker = record.instance, record.worker
+            if worker.worker_id in given or (instance is not None and instance.instance_id in leaving):
+                instance_id = instance.instance_id if instance is not None else ""
+                slow = instance_id in late and self._at_work(instance_id)
+                if not record.stopping:
+                    freeing.append(Room(worker.worker_id, worker.arena_bytes, slow, promised.get(instance_id)))
                 continue
-            if record.instance is not None and record.instance.instance_id in leaving:
+            about = counted_as(record, view.models)
+            if about is None or about[1] not in SCALED_BY_LOAD or about in givers:
                 continue
             counted[about] += 1
-            if record.state == "serving":
-                serving.setdefault(about, []).append(record)
+            if record.state == "serving" and instance is not None and instance.instance_id not in in_pairs:
+                serving.setdefault(about, []).append((record, instance))
         holdings = []
-        for (name, role), records in serving.items():
+        for (name, role), found in serving.items():
             spendable = counted[name, role] - bounded(0, view.models[name], view.floors.get((name, role)), role)
-            holdings.append(self._holding(view.models[name], role, records, spendable))
-        freeing = len(leaving) + sum(drained.values())
-        return [
-            ScaleRequest(t.model, counted[t.model, t.role] - t.instances, now_s, t.why, role=t.role)
-            for t in allocate(wants, holdings, freeing, now_s)
-        ]
+            if spendable > 0:
+                holdings.append(self._holding(view.models[name], role, found, spendable))
+        taken: dict[About, list[Taking]] = {}
+        for taking in allocate(wants, holdings, freeing, now_s):
+            taken.setdefault((taking.model, taking.role), []).append(taking)
+        instances = {record.worker.worker_id: instance for found in serving.values() for record, instance in found}
+        requests = []
+        for (name, role), takings in taken.items():
+            going = frozenset([worker_id for t in takings for worker_id in t.workers])
+            for taking in takings:
+                for worker_id in taking.workers:
+                    self._promised[instances[worker_id].instance_id] = (taking.for_model, taking.for_role)
+            why = "; ".join(t.why for t in takings)
+            requests.append(ScaleRequest(name, counted[name, role] - len(going), now_s, why, role=role, only=going))
+        return requests
 
-    def _holding(self, model: ModelRecord, role: Role, serving: Sequence[WorkerRecord], spendable: int) -> Holding:
-        in_pairs = self._operations.instances_in_pairs()
-        free = [r for r in serving if r.instance is not None and r.instance.instance_id not in in_pairs]
-        spendable = max(0, min(spendable, len(free)))
+    def _holding(
+        self, model: ModelRecord, role: Role, serving: Sequence[tuple[WorkerRecord, InstanceInfo]], spendable: int
+    ) -> Holding:
+        spendable = min(spendable, len(serving))
         said_s, said = self._said.get((model.name, role), (0.0, None))
         if said is None or time.monotonic() - said_s > SAID_S:
             idle, idle_since_s = 0, 0.0
@@ -98,12 +164,15 @@ class Fleet:
             idle,
             idle_since_s,
             spendable,
-            min((self._slice_ends_s(r) for r in free), default=float("inf")),
-            {r.worker.worker_id: r.worker.arena_bytes for r in free},
+            min(self._slice_ends_s(record, instance) for record, instance in serving),
+            [
+                Room(record.worker.worker_id, record.worker.arena_bytes)
+                for record, _ in sorted(serving, key=lambda one: staying(one[0], (), self._at_work))
+            ],
         )
 
-    def _slice_ends_s(self, record: WorkerRecord) -> float:
+    def _slice_ends_s(self, record: WorkerRecord, instance: InstanceInfo) -> float:
         """What began before this planner remembers has served for long."""
-        operation = self._operations.get(record.instance.plan_id) if record.instance is not None else None
+        operation = self._operations.get(instance.plan_id)
         since = operation.served_since(record.worker.worker_id) if operation is not None else None
         return since[0] + QUANTUM_S + since[1] if since is not None else 0.0

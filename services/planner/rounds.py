@@ -211,19 +211,22 @@ class Rounds:
         view = await self._reader.read(timeout_s=RPC_TIMEOUT_S)
         began_s = time.monotonic()
         clusters = self._scaler.clusters(view)
+        promised = self._fleet.promised()
         steps: list[tuple[_Waiting, Step, trace.Span]] = []
         late: list[_Waiting] = []
         wants: list[Want] = []
 
-        def rank(one: _Waiting) -> tuple[bool, bool, float, str, str]:
-            return one.request.rank(has_instances=bool(clusters.of_model(one.request.model)))
+        def rank(one: _Waiting) -> tuple[bool, bool, float, float, str, str]:
+            request = one.request
+            waits_since_s = self._fleet.waits_since_s(request.model, request.role)
+            return request.rank(has_instances=bool(clusters.of_model(request.model)), waits_since_s=waits_since_s)
 
         for one in sorted(waiting, key=rank):
-            if steps and time.monotonic() - began_s > MAX_ROUND_S:
+            if (steps or wants) and time.monotonic() - began_s > MAX_ROUND_S:
                 late.append(one)
                 continue
             try:
-                step = self._scaler.plan(one.request, view, clusters)
+                step = self._scaler.plan(one.request, view, clusters, promised)
             except BlitzError as error:
                 if isinstance(error, NoSpareWorker) and one.by_hand is None:
                     self._short[one.request.model, one.request.role] = one
@@ -239,13 +242,17 @@ class Rounds:
                 continue
             if step.load is not None:
                 clusters.take(step.load.chains.targets)
+                self._fleet.got_workers(step.model.name, step.request.role)
             if step.missing and one.by_hand is None:
                 wants.append(self._fleet.want(one.request, step.missing, view, clusters))
             steps.append((one, step, tracer().start_span("planner.plan", context=one.context)))
         for one in late:
             self._put_back(one)
-        drained = {(s.model.name, s.request.role): len(s.decision.drain) for _, s, _ in steps if s.decision.drain}
+        drained = [record for _, step, _ in steps for record in step.decision.drain]
+        began_s = time.monotonic()
         for request in self._fleet.make_room(wants, view, clusters, drained):
+            if steps and time.monotonic() - began_s > MAX_ROUND_S:
+                break  # those that wait say so again
             step = self._scaler.plan(request, view, clusters)
             if step is not None:
                 log.info("%s makes room: %s", request.model, request.reason)

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,8 +109,11 @@ class Scaler:
         transfers = self._operations.transfers(time.time()) if self._settings.knows_flows else None
         return Clusters(view.workers, transfers=transfers, busy_nic_share=self._settings.busy_nic_share)
 
-    def plan(self, request: ScaleRequest, view: RegistryView, clusters: Clusters) -> Step | None:
-        """What to do about a request; None when nothing is. Raises ``ModelNotFound``, ``NoSpareWorker``.
+    def plan(
+        self, request: ScaleRequest, view: RegistryView, clusters: Clusters, promised: Collection[str] = ()
+    ) -> Step | None:
+        """What to do about a request; None when nothing is. Raises ``ModelNotFound``, ``NoSpareWorker``. ``promised``:
+        instances that go for another model, which load does not take back.
 
         What was asked for by hand is tried even on workers that failed a short while ago, if no others are left.
         """
@@ -127,6 +130,8 @@ class Scaler:
             role=request.role,
             leaving=self._operations.instances_to_drain(),
             at_work=self._pairs.is_at_work,
+            promised=() if request.by_hand else promised,
+            only=request.only,
         )
         if decision.nothing:
             return None

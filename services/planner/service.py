@@ -110,7 +110,7 @@ class PlannerService:
             self._refusals,
             settings,
         )
-        self._fleet = Fleet(self._operations, self._refusals)
+        self._fleet = Fleet(self._operations, self._refusals, self._pairs.is_at_work)
         self._rounds = Rounds(self._leases, self._reader, self._scaler, self._fleet, leader, metrics)
         self._tracker = OperationTracker(
             self._stream, leader, self._operations, self._refusals, self._pairs, self._leases

@@ -31,7 +31,15 @@ async def rig() -> AsyncIterator[Rig]:
 
 
 async def say(
-    rig: Rig, name: str, desired: int, observed: int, *, idle: int = 0, idle_s: float = 0.0, reason: str = "load"
+    rig: Rig,
+    name: str,
+    desired: int,
+    observed: int,
+    *,
+    idle: int = 0,
+    idle_s: float = 0.0,
+    reason: str = "load",
+    triggered_at_s: float | None = None,
 ) -> None:
     now_s = time.time()
     demand = Demand(
@@ -42,7 +50,7 @@ async def say(
         role="colocated",
         desired=desired,
         observed=observed,
-        triggered_at_s=now_s,
+        triggered_at_s=now_s if triggered_at_s is None else triggered_at_s,
         reason=reason,
         idle=idle,
         idle_since_s=now_s - idle_s,
@@ -144,3 +152,63 @@ async def test_a_demand_that_is_not_repeated_is_not_met_when_a_worker_becomes_sp
     assert rig.plans() == []
     await say(rig, "waits", 1, 0)
     await eventually(lambda: len(rig.plans()) == 1)
+
+
+async def drain_of(rig: Rig, number: int) -> DrainPlan:
+    """The plan of that number, once it is there."""
+    await eventually(lambda: len(rig.plans()) >= number)
+    plan = rig.plans()[number - 1]
+    assert isinstance(plan, DrainPlan)
+    return plan
+
+
+async def test_load_does_not_take_back_what_makes_room_for_a_model_that_still_waits(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.pool.workers = rig.pool.workers[:1]
+    await say(rig, "waits", 1, 0)
+    assert (await drain_of(rig, 1)).model == "busy"
+    # It finishes its answers. Its model's next requests wait for their turn.
+    rig.pool.workers = (worker_record("w0", rig.pool.models[0], "draining"),)
+    await say(rig, "busy", 1, 0)
+    await eventually(lambda: rig.refused("no_capacity") == 2)
+    assert len(rig.plans()) == 1
+    # Nobody waits for it any more.
+    monkeypatch.setattr(fleet, "SAID_S", 0.0)
+    await say(rig, "busy", 1, 0)
+    assert (await drain_of(rig, 2)).revive
+
+
+async def test_the_worker_goes_to_the_model_that_it_was_freed_for(rig: Rig) -> None:
+    rig.pool.workers = rig.pool.workers[:1]
+    # It wanted a second one long before.
+    wanted_s = time.time() - 60.0
+    await say(rig, "busy", 2, 1, triggered_at_s=wanted_s)
+    await eventually(lambda: rig.refused("no_capacity") == 1)
+    await say(rig, "waits", 1, 0)
+    assert (await drain_of(rig, 1)).model == "busy"
+    await say(rig, "busy", 2, 0, triggered_at_s=wanted_s)
+    await eventually(lambda: rig.refused("no_capacity") == 3)
+    await spare_again(rig, "w0")
+    await eventually(lambda: len(rig.plans()) == 2)
+    load = rig.plans()[1]
+    assert isinstance(load, ScalePlan)
+    assert load.model.name == "waits"
+
+
+async def test_room_for_two_models_is_two_instances(rig: Rig) -> None:
+    rig.pool.models = (*rig.pool.models, model("waits-too", min_instances=0))
+    both = {"w0", "w1"}
+    await say(rig, "busy", 2, 2, idle=2)
+    await asyncio.gather(say(rig, "waits", 1, 0), say(rig, "waits-too", 1, 0))
+    await eventually(lambda: {t.worker_id for p in rig.plans() if isinstance(p, DrainPlan) for t in p.targets} == both)
+
+
+async def test_the_instance_goes_whose_worker_is_large_enough(rig: Rig) -> None:
+    rig.pool.models = (rig.pool.models[0], model("waits", min_instances=0, weights_bytes=1 << 30))
+    rig.pool.workers = (
+        worker_record("w0", rig.pool.models[0], "serving", arena_bytes=1 << 31),
+        rig.pool.workers[1],
+    )
+    await say(rig, "waits", 1, 0)
+    assert [t.worker_id for t in (await drain_of(rig, 1)).targets] == ["w0"]

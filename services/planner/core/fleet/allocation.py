@@ -2,7 +2,9 @@
 
 A round serves what is wanted from spare workers first. What is left over is decided here, in this order:
 
-1. Workers that are on their way to being spare count as spare: each is awaited by one that wants it.
+1. Workers that are on their way to being spare count as spare: each is awaited by one that wants it, that for which it
+   makes room if it still waits. One whose instance
+   has requests to finish for longer than ``QUANTUM_S`` is not waited for where another instance is idle.
 2. A model with requests and no instance gets an idle instance of another model at once: the one that has been idle for
    longest.
 3. So does a model that has instances and needs more, once that instance has been idle for ``IDLE_S``: a model with
@@ -18,7 +20,7 @@ Nobody gives instances that its minimum, or a number that was asked for by hand,
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shared.messages.common import Role
 
@@ -44,6 +46,23 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """A worker that could be spare, or will be."""
+
+    worker_id: str
+    arena_bytes: int
+    """For weights."""
+    late: bool = False
+    """Its instance goes, but has requests to finish, and has had a while for them."""
+    promised: tuple[str, Role] | None = None
+    """The model and role that it goes for, if that still waits."""
+
+    def suits(self, want: Want) -> bool:
+        """Whether it is of use to the model."""
+        return self.arena_bytes >= want.weights_bytes and self.worker_id not in want.avoided
+
+
+@dataclass(frozen=True, slots=True)
 class Holding:
     """What a model and role could do without."""
 
@@ -56,14 +75,8 @@ class Holding:
     """Instances that serve, idle or not, beyond what limits and floors keep."""
     slice_ends_s: float = float("inf")
     """Until when a busy one is not taken."""
-    arenas: Mapping[str, int] = field(default_factory=dict)
-    """By the workers of the spendable ones: bytes for weights."""
-
-    def suits(self, want: Want) -> bool:
-        """Whether room that is made here is of use."""
-        if (self.model, self.role) == (want.model, want.role):
-            return False
-        return any(size >= want.weights_bytes and worker not in want.avoided for worker, size in self.arenas.items())
+    rooms: Sequence[Room] = ()
+    """Where its instances are, in the order in which they should go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,64 +85,94 @@ class Taking:
 
     model: str
     role: Role
-    instances: int
+    workers: tuple[str, ...]
     for_model: str
     for_role: Role
     why: str
 
 
-def allocate(wants: Sequence[Want], holdings: Iterable[Holding], freeing: int, now_s: float) -> tuple[Taking, ...]:
+class _Owner:
+    """What is left of a holding in this round."""
+
+    def __init__(self, holding: Holding) -> None:
+        self.holding = holding
+        self.idle = min(holding.idle, holding.spendable)
+        self.spendable = holding.spendable
+        self._rooms = list(holding.rooms)
+        self._largest_bytes = max((room.arena_bytes for room in self._rooms), default=0)
+
+    def give(self, want: Want) -> str | None:
+        """A worker of use to ``want``; None if there is none, or nothing is to be given."""
+        if self.spendable <= 0 or self._largest_bytes < want.weights_bytes:
+            return None
+        if (self.holding.model, self.holding.role) == (want.model, want.role):
+            return None
+        for index, room in enumerate(self._rooms):
+            if room.suits(want):
+                del self._rooms[index]
+                self.spendable -= 1
+                self.idle = max(0, self.idle - 1)
+                return room.worker_id
+        return None
+
+
+def allocate(
+    wants: Sequence[Want], holdings: Iterable[Holding], freeing: Iterable[Room], now_s: float
+) -> tuple[Taking, ...]:
     """What is taken from whom for ``wants``, the most urgent first. ``freeing``: workers that become spare by
     themselves, or because they were told to. Times are of one clock."""
-    owners = sorted(
-        (h for h in holdings if h.idle > 0 or h.spendable > 0), key=lambda h: (h.idle_since_s, h.model, h.role)
+    owners = [_Owner(h) for h in holdings if h.spendable > 0]
+    idle = sorted(
+        (o for o in owners if o.idle), key=lambda o: (o.holding.idle_since_s, o.holding.model, o.holding.role)
     )
-    left = {(h.model, h.role): h.idle for h in owners}
-    sliced: set[tuple[str, Role]] = set()
+    # A model gives away one busy instance in a round.
+    busy = sorted(
+        (o for o in owners if o.holding.slice_ends_s <= now_s),
+        key=lambda o: (o.holding.slice_ends_s, o.holding.model, o.holding.role),
+    )
+    largest_bytes = max((room.arena_bytes for owner in owners for room in owner.holding.rooms), default=0)
+    coming: dict[tuple[str, Role] | None, list[Room]] = {}
+    for room in sorted(freeing, key=lambda room: (room.late, room.worker_id)):
+        coming.setdefault(room.promised, []).append(room)
     takings: list[Taking] = []
     for want in wants:
-        claimed = min(freeing, want.missing)
-        freeing -= claimed
-        missing = want.missing - claimed
-        for holding in owners:
-            idle_s = max(0.0, now_s - holding.idle_since_s)
-            if not holding.suits(want) or (want.has_instances and idle_s < IDLE_S):
-                continue
-            taken = min(missing, left[holding.model, holding.role])
+        if want.weights_bytes > largest_bytes:
+            continue
+        missing = want.missing - _claim(coming, want, want.missing, late=False)
+        for owner in idle:
+            idle_s = max(0.0, now_s - owner.holding.idle_since_s)
+            if not missing or (want.has_instances and idle_s < IDLE_S):
+                break
+            taken: list[str] = []
+            while len(taken) < missing and owner.idle and (worker_id := owner.give(want)) is not None:
+                taken.append(worker_id)
             if taken:
-                left[holding.model, holding.role] -= taken
-                missing -= taken
-                takings.append(_taking(holding, taken, want, f"idle for {idle_s:.1f} s"))
+                missing -= len(taken)
+                takings.append(_taking(owner.holding, taken, want, f"idle for {idle_s:.1f} s"))
+        idle = [owner for owner in idle if owner.idle]
+        missing -= _claim(coming, want, missing, late=True)
         if missing and not want.has_instances:
-            longest = _longest_served(owners, left, sliced, want, now_s)
-            if longest is not None:
-                sliced.add((longest.model, longest.role))
-                takings.append(_taking(longest, 1, want, "its share of the time is over"))
+            for owner in busy:
+                given = owner.give(want)
+                if given is not None:
+                    busy.remove(owner)
+                    takings.append(_taking(owner.holding, [given], want, "its share of the time is over"))
+                    break
     return tuple(takings)
 
 
-def _longest_served(
-    holdings: Sequence[Holding],
-    left: dict[tuple[str, Role], int],
-    sliced: set[tuple[str, Role]],
-    want: Want,
-    now_s: float,
-) -> Holding | None:
-    """Whose time slice ended first, of those that have a busy instance to give."""
-    ended = [
-        h
-        for h in holdings
-        if h.slice_ends_s <= now_s
-        and h.suits(want)
-        and (h.model, h.role) not in sliced
-        # What idle ones gave in this round is gone.
-        and h.spendable - (h.idle - left[h.model, h.role]) > 0
-    ]
-    return min(ended, key=lambda h: (h.slice_ends_s, h.model, h.role), default=None)
+def _claim(coming: Mapping[tuple[str, Role] | None, list[Room]], want: Want, most: int, *, late: bool) -> int:
+    """Workers on their way to being spare that are left to ``want`` from here on."""
+    claimed = 0
+    for rooms in (coming.get((want.model, want.role), []), coming.get(None, [])):
+        for room in [room for room in rooms if room.late <= late and room.suits(want)][: most - claimed]:
+            rooms.remove(room)
+            claimed += 1
+    return claimed
 
 
-def _taking(holding: Holding, instances: int, want: Want, state: str) -> Taking:
+def _taking(holding: Holding, workers: Sequence[str], want: Want, state: str) -> Taking:
     lacks = "needs more instances" if want.has_instances else "has requests and no instance"
     instead = "it would wait until a worker becomes spare"
     why = f"{state}, while {want.model} {lacks} and no worker is spare; otherwise {instead}"
-    return Taking(holding.model, holding.role, instances, want.model, want.role, why)
+    return Taking(holding.model, holding.role, tuple(workers), want.model, want.role, why)

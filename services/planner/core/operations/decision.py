@@ -21,11 +21,16 @@ class ScaleRequest:
     live: LiveChoice = "auto"
     role: Role = "colocated"
     by_hand: bool = False
+    only: frozenset[str] = frozenset()
+    """Worker ids: if not empty, no instance elsewhere is to go."""
 
-    def rank(self, *, has_instances: bool) -> tuple[bool, bool, float, str, str]:
+    def rank(
+        self, *, has_instances: bool, waits_since_s: float = float("inf")
+    ) -> tuple[bool, bool, float, float, str, str]:
         """Its place in a round, the lowest first: what was asked for by hand, models without an instance, then what
-        has waited for longest."""
-        return not self.by_hand, has_instances, self.triggered_at_s, self.model, self.role
+        has waited for longest. ``waits_since_s``: since when there is no instance and no worker. Its model may have
+        wanted more long before, while it had some: what made room for another must not get it back at once."""
+        return not self.by_hand, has_instances, waits_since_s, self.triggered_at_s, self.model, self.role
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +59,19 @@ def decide(
     role: Role = "colocated",
     leaving: Collection[str] = (),
     at_work: Callable[[str], bool] = lambda _: False,
+    promised: Collection[str] = (),
+    only: Collection[str] = (),
 ) -> Decision:
     """Steps from what ``workers`` run to ``desired`` instances of ``model`` in ``role``; those of other roles are
     left alone. ``floor`` is the role's.
 
     Draining instances are revived before anything is loaded (their weights are there), but not on a worker that is
-    about to end. ``leaving``: instance ids that were told to drain, and may not show it yet. Workers
+    about to end. ``leaving``: instance ids that were told to drain, and may not show it yet; of these, the ``promised``
+    make room for a model that still waits, and are not revived. Workers
     leased for the model and role and not yet reporting count as loading. Scaling in drains the instances
     that serve least, never one that still loads (its plan runs; it can go when it is up). Those of
     ``in_pairs`` (instance ids), which scale live with another, go last, and before them those ``at_work``, which have
-    requests.
+    requests. ``only``: if not empty, none but those of these workers go.
     """
     wanted = bounded(desired, model, floor, role)
     # Instances of other weights that had this name before do not belong to the model: they drain.
@@ -76,13 +84,19 @@ def decide(
     registered = {model.name: model}
     counted = [w for w in workers if counted_as(w, registered) == (model.name, role) and not _leaves(w, leaving)]
     missing = wanted - len(counted)
-    draining = [w for w in mine if (w.state == "draining" or _leaves(w, leaving)) and not w.stopping]
+    draining = [
+        w
+        for w in mine
+        if (w.state == "draining" or _leaves(w, leaving))
+        and not w.stopping
+        and (w.instance is None or w.instance.instance_id not in promised)
+    ]
     revive = tuple(draining[:missing]) if missing > 0 else ()
     load = max(0, missing - len(revive))
     drain: tuple[WorkerRecord, ...] = ()
     if missing < 0:
-        serving = [w for w in counted if w.state == "serving"]
-        drain = tuple(sorted(serving, key=lambda w: _staying(w, in_pairs, at_work))[:-missing])
+        serving = [w for w in counted if w.state == "serving" and (not only or w.worker.worker_id in only)]
+        drain = tuple(sorted(serving, key=lambda w: staying(w, in_pairs, at_work))[:-missing])
     return Decision(wanted, len(counted), load, revive, drain)
 
 
@@ -92,9 +106,10 @@ def _leaves(record: WorkerRecord, leaving: Collection[str]) -> bool:
     return told or record.stopping
 
 
-def _staying(
+def staying(
     record: WorkerRecord, in_pairs: Collection[str], at_work: Callable[[str], bool]
 ) -> tuple[bool, bool, int, str]:
-    """Of those with as much to do the newest (highest epoch) go first: the oldest are sources and hold warm KV."""
+    """The order in which instances go. Of those with as much to do the newest (highest epoch) go first: the oldest
+    are sources and hold warm KV."""
     instance_id, epoch = (record.instance.instance_id, record.instance.epoch) if record.instance else ("", 0)
     return instance_id in in_pairs, at_work(instance_id), -epoch, record.worker.worker_id

@@ -129,9 +129,10 @@ class Operations:
         running = [p for o in self.running() for p in o.pairs.values() if p.running]
         return frozenset([instance_id for pair in running for instance_id in pair.instance_ids])
 
-    def instances_to_drain(self) -> frozenset[str]:
-        """Instances that drain, or were told to and may not show it yet."""
-        return frozenset([i for o in self.running() if o.direction == "in" for _, i in o.open_targets])
+    def instances_to_drain(self, until_s: float = float("inf")) -> frozenset[str]:
+        """Instances that drain, or were told to and may not show it yet, for what was triggered ``until_s``."""
+        draining = [o for o in self.running() if o.direction == "in" and o.triggered_at_s <= until_s]
+        return frozenset([i for o in draining for _, i in o.open_targets])
 
 
 def bounded_record(operation: Operation) -> ScaleRecord:
