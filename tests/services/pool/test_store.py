@@ -225,7 +225,7 @@ async def test_a_record_that_an_earlier_release_stored_takes_new_settings(store:
     fields = msgspec.msgpack.decode(encode(M))
     del fields["keep_alive_s"]
     redis = Redis.from_url(redis_url)
-    await redis.hset("blitz:models", "m", msgspec.msgpack.encode(fields))  # type: ignore[misc, arg-type]
+    await redis.hset("blitz:models", "m", msgspec.msgpack.encode(fields))
     await redis.aclose()
     changed = msgspec.structs.replace(M, min_instances=0, keep_alive_s=60.0)
     assert await store.set_model(changed)
