@@ -90,10 +90,11 @@ def check(config: StackConfig) -> Findings:
     for offset in range(config.num_health_ports):
         require_free("127.0.0.1", config.first_health_port + offset, f"another {HEALTH_PORT_VARIABLE}")
     num_models = len(model_names(config.models))
-    if num_models > config.workers:
+    # With a keep-alive they take turns.
+    if num_models > config.workers and not config.keep_alive_s:
         raise StackRefused(
-            f"{num_models} models need a worker each, and there are {config.workers}: give --workers {num_models}, or "
-            "fewer models, and then: blitzscale models add DIR --min-instances 0"
+            f"{num_models} models need a worker each, and there are {config.workers}: give --workers {num_models}, "
+            "--keep-alive, or fewer models, and then: blitzscale models add DIR --min-instances 0"
         )
     plenty = config.workers * largest <= psutil.virtual_memory().available // 2
     return Findings(

@@ -138,6 +138,9 @@ def test_more_models_than_workers_are_refused_with_the_way_out(tmp_path: Path, d
     with pytest.raises(StackRefused, match="3 models need a worker each, and there are 2: give --workers 3"):
         preflight.check(config(tmp_path, models=tuple(folders), workers=2))
     preflight.check(config(tmp_path, models=tuple(folders), workers=3))
+    preflight.check(config(tmp_path, models=tuple(folders), workers=2, keep_alive_s=60.0))
+    with pytest.raises(StackRefused, match="--keep-alive"):
+        preflight.check(config(tmp_path, models=tuple(folders), workers=2, keep_alive_s=0.0))
 
 
 def test_a_wrong_log_level_is_refused_before_anything_starts(tmp_path: Path) -> None:
