@@ -5,6 +5,7 @@
 - Up at once, to ``ceil(needed)``. Down only when the largest ``needed`` of a whole window would fit fewer instances
   with headroom, or when there was no request anywhere for as long; and no earlier than a window after the connection to
   the bus: before, silence says nothing. How long the window is, ``services.monitor.core.give_back`` says.
+- Requests of instances that drain ask for nothing: they are finished where they are.
 - A model's last instance stays for the model's keep-alive after its last request.
 - While prompts are overdue, ``needed`` does not fall: the instances were asked for when the prompts came. If all of
   them serve and the overdue prompts still do not become fewer, the instances are slower than they say: the monitor asks
@@ -235,11 +236,13 @@ class ModelDemand:
     def _load(self, reports: Sequence[LoadReport], now_s: float, slack_s: float) -> Load:
         policy, gateways = self._policy, self._gateways.values()
         share = self._share(reports)
+        at_instances = sum(r.queued_requests + r.running_requests for r in reports)
+        # What drains finishes what it has, wherever the other instances are.
+        reports = [r for r in reports if r.state != "draining"]
         waiting = sum(r.queued_tokens for r in reports) + share * sum(g.queue.queued_tokens for g in gateways)
         waits = sum(_waiting_requests(r) for r in reports) + share * sum(g.queue.queued_requests for g in gateways)
         burst = share * self._arrived(now_s, slack_s)
         in_gateways = sum(g.queue.queued_requests + g.queue.inflight_requests for g in gateways)
-        at_instances = sum(r.queued_requests + r.running_requests for r in reports)
         running = sum(r.running_requests for r in reports)
         blocks = max((r.kv_blocks_total for r in reports if r.state == "serving"), default=0)
         used = sum(r.kv_blocks_used for r in reports)

@@ -424,3 +424,17 @@ def test_what_the_load_does_not_need_now_is_idle_though_it_is_kept() -> None:
     assert demand.evaluate(0.2, 3).idle == 3
     # Silence just after an outage says nothing.
     assert demand.evaluate(0.2, 3, connected_since_s=0.0).idle == 0
+
+
+def test_what_drains_asks_for_no_instance_for_the_requests_that_it_finishes() -> None:
+    busy = {"running_requests": 3, "kv_blocks_used": 3, "decode_base_s": 0.01, "decode_request_s": 0.001}
+    demand = ModelDemand(POLICY)
+    demand.on_queue("g", queue(300, inflight=3), 0.0)
+    demand.on_load(report(**busy), 0.0)
+    assert demand.evaluate(0.0, 1, slo_tbt_s=0.05).desired == 1
+    demand.on_load(report(state="draining", **busy), 5.0)
+    demand.on_queue("g", queue(300, inflight=3), 5.0)
+    assert demand.evaluate(5.0, 0, slo_tbt_s=0.05).desired == 0
+    # Another request waits for one.
+    demand.on_queue("g", queue(400, queued_tokens=100, inflight=3), 5.1)
+    assert demand.evaluate(5.1, 0, slo_tbt_s=0.05).desired == 1
