@@ -30,6 +30,10 @@ long a time: before, it is not known whether a model has traffic."""
 QUANTUM_S = 2.0
 """Least time that a model keeps its instances while another one waits; added to what they took to load."""
 
+MAX_FAILED = 3
+"""Workers that a model fails to load on at a time. No room is made for it on more of them: it may fit nowhere, and each
+attempt costs another model an instance."""
+
 
 @dataclass(frozen=True, slots=True)
 class Want:
@@ -136,7 +140,7 @@ def allocate(
         coming.setdefault(room.promised, []).append(room)
     takings: list[Taking] = []
     for want in wants:
-        if want.weights_bytes > largest_bytes:
+        if want.weights_bytes > largest_bytes or len(want.avoided) >= MAX_FAILED:
             continue
         missing = want.missing - _claim(coming, want, want.missing, late=False)
         for owner in idle:

@@ -122,6 +122,13 @@ def test_long_answers_are_not_waited_for_while_another_instance_is_idle() -> Non
     assert moved(allocate([want("a")], [busy], late, NOW_S)) == [], "or in the end everything would drain"
 
 
+def test_no_room_is_made_for_a_model_that_fails_wherever_it_is_loaded() -> None:
+    failed = {"f0": "it does not fit", "f1": "it does not fit"}
+    assert moved(allocate([Want("a", "colocated", 1, False, 0, failed)], [holding("b")], (), NOW_S)) == [("b", 1, "a")]
+    failed["f2"] = "it does not fit"
+    assert moved(allocate([Want("a", "colocated", 1, False, 0, failed)], [holding("b")], (), NOW_S)) == []
+
+
 names = st.sampled_from("abcdef")
 wants_drawn = st.lists(
     st.builds(want, names, st.integers(0, 4), has_instances=st.booleans()), max_size=6, unique_by=lambda w: w.model
