@@ -253,7 +253,9 @@ class PlannerService:
         if demand.term:
             self._monitor_term, self._monitor_heard_s = demand.term, now_s
         self._fleet.on_demand(demand)
-        if not (demand.idle and demand.desired == demand.observed):
+        # What is there is what is wanted: the monitor only says what it could do without, or no longer. Taken for a
+        # demand, it would undo what was decided since the monitor looked.
+        if not (demand.idle_since_s and demand.desired == demand.observed):
             self._rounds.demand(
                 ScaleRequest(demand.model, demand.desired, demand.triggered_at_s, demand.reason, role=demand.role)
             )

@@ -117,4 +117,4 @@ class Demand(Message, frozen=True, kw_only=True, tag="demand.v1"):
     """Of the instances observed, those that another model may have at once: the load does not need them at this moment,
     nor do limits and floors. From a monitor of 0.1: none."""
     idle_since_s: Figure = 0.0
-    """When so many became idle."""
+    """When so many became idle, or were last idle. With it, ``desired`` may be ``observed``: nothing is asked for."""

@@ -53,7 +53,7 @@ async def say(
         triggered_at_s=now_s if triggered_at_s is None else triggered_at_s,
         reason=reason,
         idle=idle,
-        idle_since_s=now_s - idle_s,
+        idle_since_s=now_s - idle_s if idle or idle_s else 0.0,
     )
     await rig.client.publish(subjects.demand(), demand)
 
@@ -85,6 +85,18 @@ async def test_an_idle_instance_goes_and_its_worker_loads_what_waits_without_ano
     _, load = rig.plans()
     assert isinstance(load, ScalePlan)
     assert (load.model.name, [t.worker_id for t in load.targets]) == ("waits", ["w1"])
+
+
+@pytest.mark.parametrize("idle", [0, 1])
+async def test_what_the_monitor_could_do_without_is_no_demand(rig: Rig, idle: int) -> None:
+    # One of two was told to drain after the monitor had looked.
+    await say(rig, "busy", 1, 2)
+    await eventually(lambda: len(rig.plans()) == 1)
+    await say(rig, "busy", 2, 2, idle=idle, idle_s=1.0)
+    await asyncio.sleep(0.1)
+    assert len(rig.plans()) == 1, "no revival"
+    await say(rig, "busy", 2, 1, idle_s=1.0)
+    await eventually(lambda: len(rig.plans()) == 2)
 
 
 async def test_what_waits_is_met_as_soon_as_something_becomes_idle(rig: Rig) -> None:
