@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import httpx
 import pytest
 
 from services.gateway.server import connection_capacity
@@ -135,6 +136,12 @@ async def test_a_connection_serves_request_after_request(make_stack: StackFactor
         await reader.readuntil(b'{"status":"ok"}')
     writer.close()
     assert stack.gateway.metrics.cuts == {}
+
+
+async def test_a_connection_without_a_request_is_given_up_by_its_client_first(stack: Stack) -> None:
+    client_s = httpx.Limits().keepalive_expiry
+    assert client_s is not None
+    assert stack.server.config.timeout_keep_alive > client_s
 
 
 async def test_too_large_a_body_can_still_read_its_refusal(make_stack: StackFactory) -> None:
