@@ -19,6 +19,9 @@ from shared.registry_view import RegistryView, bounded, counted_as
 
 SAID_S = 2.5
 """The monitor says what is idle each second; what it has not repeated for so long is not so any more."""
+WAITS_S = 5.0
+"""A model that has not said again for so long that it has no worker does not wait any more. The monitor says it each
+second; some of that may be lost."""
 MAX_MODELS = 20_000
 """Models and roles of which is remembered what the monitor said."""
 
@@ -48,13 +51,17 @@ class Fleet:
         """For whom instances make room, by instance id."""
         self._waiting: dict[About, _Waits] = {}
 
-    def on_demand(self, demand: Demand) -> None:
-        """The monitor says what a model could do without."""
-        about = demand.model, demand.role
+    def on_demand(self, demand: Demand) -> bool:
+        """The monitor says what a model could do without. Whether it could not before, as far as is known."""
+        about, now_s = (demand.model, demand.role), time.monotonic()
+        before_s, before = self._said.get(about, (0.0, None))
         if not demand.idle:
             self._said.pop(about, None)
-        elif about in self._said or len(self._said) < MAX_MODELS:
-            self._said[about] = time.monotonic(), demand
+        elif before is not None or len(self._said) < MAX_MODELS:
+            self._said[about] = now_s, demand
+        if before is None or now_s - before_s > SAID_S:
+            return demand.idle > 0
+        return demand.idle > before.idle or demand.idle_since_s > before.idle_since_s
 
     def want(self, request: ScaleRequest, missing: int, view: RegistryView, clusters: Clusters) -> Want:
         """What is missing of a request, for a model that is registered."""
@@ -73,7 +80,7 @@ class Fleet:
         """Instances that make room for a model that still waits."""
         if not self._promised:
             return frozenset()
-        leaving, oldest_s = self._operations.instances_to_drain(), time.monotonic() - SAID_S
+        leaving, oldest_s = self._operations.instances_to_drain(), time.monotonic() - WAITS_S
         self._promised = {i: about for i, about in self._promised.items() if i in leaving}
         waiting = {about for about, waits in self._waiting.items() if waits.last_s >= oldest_s}
         return frozenset([i for i, about in self._promised.items() if about in waiting])
@@ -90,7 +97,7 @@ class Fleet:
     def _wait(self, wants: Iterable[Want]) -> None:
         """These models wait for room."""
         now_s = time.monotonic()
-        known = {about: waits for about, waits in self._waiting.items() if now_s - waits.last_s <= SAID_S}
+        known = {about: waits for about, waits in self._waiting.items() if now_s - waits.last_s <= WAITS_S}
         for want in wants:
             about = want.model, want.role
             before = known.get(about)

@@ -252,14 +252,14 @@ class PlannerService:
             return  # from a monitor that no longer leads
         if demand.term:
             self._monitor_term, self._monitor_heard_s = demand.term, now_s
-        self._fleet.on_demand(demand)
+        more_idle = self._fleet.on_demand(demand)
         # What is there is what is wanted: the monitor only says what it could do without, or no longer. Taken for a
         # demand, it would undo what was decided since the monitor looked.
         if not (demand.idle_since_s and demand.desired == demand.observed):
             self._rounds.demand(
                 ScaleRequest(demand.model, demand.desired, demand.triggered_at_s, demand.reason, role=demand.role)
             )
-        if demand.idle:
+        if more_idle:
             self._rounds.try_again()
 
     def _on_routes(self, changes: RouteChanges) -> None:

@@ -37,7 +37,7 @@ async def say(
     observed: int,
     *,
     idle: int = 0,
-    idle_s: float = 0.0,
+    idle_since_s: float | None = None,
     reason: str = "load",
     triggered_at_s: float | None = None,
 ) -> None:
@@ -53,7 +53,7 @@ async def say(
         triggered_at_s=now_s if triggered_at_s is None else triggered_at_s,
         reason=reason,
         idle=idle,
-        idle_since_s=now_s - idle_s if idle or idle_s else 0.0,
+        idle_since_s=(now_s if idle else 0.0) if idle_since_s is None else idle_since_s,
     )
     await rig.client.publish(subjects.demand(), demand)
 
@@ -92,10 +92,10 @@ async def test_what_the_monitor_could_do_without_is_no_demand(rig: Rig, idle: in
     # One of two was told to drain after the monitor had looked.
     await say(rig, "busy", 1, 2)
     await eventually(lambda: len(rig.plans()) == 1)
-    await say(rig, "busy", 2, 2, idle=idle, idle_s=1.0)
+    await say(rig, "busy", 2, 2, idle=idle, idle_since_s=time.time() - 1.0)
     await asyncio.sleep(0.1)
     assert len(rig.plans()) == 1, "no revival"
-    await say(rig, "busy", 2, 1, idle_s=1.0)
+    await say(rig, "busy", 2, 1, idle_since_s=time.time() - 1.0)
     await eventually(lambda: len(rig.plans()) == 2)
 
 
@@ -104,6 +104,20 @@ async def test_what_waits_is_met_as_soon_as_something_becomes_idle(rig: Rig) -> 
     await eventually(lambda: rig.refused("no_capacity") == 1)
     await say(rig, "busy", 2, 2, idle=2)
     await eventually(lambda: len(rig.plans()) == 1)
+
+
+async def test_what_is_said_again_of_idle_instances_decides_nothing_anew(rig: Rig) -> None:
+    rig.pool.models = (model("busy", min_instances=2), rig.pool.models[1])
+    since_s = time.time()
+    await say(rig, "busy", 2, 2, idle=1, idle_since_s=since_s)
+    await say(rig, "waits", 1, 0)
+    await eventually(lambda: rig.refused("no_capacity") == 1)
+    for _ in range(5):
+        await say(rig, "busy", 2, 2, idle=1, idle_since_s=since_s)
+        await asyncio.sleep(0.02)
+    assert rig.refused("no_capacity") == 1
+    await say(rig, "busy", 2, 2, idle=2, idle_since_s=since_s)
+    await eventually(lambda: rig.refused("no_capacity") == 2)
 
 
 async def test_of_several_the_instance_without_requests_goes(rig: Rig) -> None:
@@ -186,7 +200,7 @@ async def test_load_does_not_take_back_what_makes_room_for_a_model_that_still_wa
     await eventually(lambda: rig.refused("no_capacity") == 2)
     assert len(rig.plans()) == 1
     # Nobody waits for it any more.
-    monkeypatch.setattr(fleet, "SAID_S", 0.0)
+    monkeypatch.setattr(fleet, "WAITS_S", 0.0)
     await say(rig, "busy", 1, 0)
     assert (await drain_of(rig, 2)).revive
 
