@@ -63,6 +63,12 @@ class Fleet:
             return demand.idle > 0
         return demand.idle > before.idle or demand.idle_since_s > before.idle_since_s
 
+    def forget(self) -> None:
+        """Forget what the monitor no longer says, of models that were removed, too."""
+        now_s = time.monotonic()
+        self._said = {about: said for about, said in self._said.items() if now_s - said[0] <= SAID_S}
+        self._waiting = {about: waits for about, waits in self._waiting.items() if now_s - waits.last_s <= WAITS_S}
+
     def want(self, request: ScaleRequest, missing: int, view: RegistryView, clusters: Clusters) -> Want:
         """What is missing of a request, for a model that is registered."""
         taking = [counted_as(record, view.models) for record in clusters.of_model(request.model)]

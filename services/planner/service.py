@@ -235,6 +235,7 @@ class PlannerService:
         while True:
             self._pairs.forget()
             self._refusals.forget(time.monotonic())
+            self._fleet.forget()
             await self._leases.release(self._leader.term)
             if self._operations.running():
                 try:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.planner import fleet, rounds
+from services.planner.tracker import CHECK_INTERVAL_S
 from shared import subjects
 from shared.messages.load import Demand, LoadReport
 from shared.messages.registry import Floor, GoneRoute, RouteChanges, WorkerRecord
@@ -118,6 +119,19 @@ async def test_what_is_said_again_of_idle_instances_decides_nothing_anew(rig: Ri
     assert rig.refused("no_capacity") == 1
     await say(rig, "busy", 2, 2, idle=2, idle_since_s=since_s)
     await eventually(lambda: rig.refused("no_capacity") == 2)
+
+
+async def test_models_of_which_nothing_is_said_any_more_take_no_place(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "MAX_MODELS", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet, "SAID_S", 0.0)
+        await say(rig, "gone", 1, 1, idle=1)
+        await asyncio.sleep(2 * CHECK_INTERVAL_S)
+    await say(rig, "busy", 2, 2, idle=1)
+    await say(rig, "waits", 1, 0)
+    assert "idle for" in (await drain_of(rig, 1)).reason
 
 
 async def test_of_several_the_instance_without_requests_goes(rig: Rig) -> None:
