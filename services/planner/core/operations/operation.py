@@ -152,12 +152,13 @@ class Operation:
         return [link for link in self.links if self._loads(link[1])]
 
     def served_since(self, worker_id: str) -> tuple[float, float] | None:
-        """When a target began to serve, and how many seconds it took to load; None while it does not, or if that was
-        not seen."""
+        """When a target began to serve, and how many seconds it took to load; None while it does not. The first is by
+        the planner's clock: those of workers may differ from it."""
         target = self._targets.get(worker_id)
-        if target is None or target.serving_s is None:
+        if target is None or target.serving_s is None or self._planned_s is None:
             return None
-        return target.serving_s, max(0.0, target.serving_s - (target.accepted_s or target.serving_s))
+        load_s = max(0.0, target.serving_s - (target.accepted_s or target.serving_s))
+        return self._planned_s + load_s, load_s
 
     def settled_links(self, since_s: float) -> list[Link]:
         """Transfers whose target reported ``loaded`` at or after ``since_s``."""

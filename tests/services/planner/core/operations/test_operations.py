@@ -67,6 +67,16 @@ def test_the_record_counts_from_the_trigger_and_waits_for_the_last_target() -> N
     assert abs(record.gbps - 1.0) < 1e-6
 
 
+@pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
+def test_since_when_a_target_serves_does_not_depend_on_its_workers_clock(ahead_s: float) -> None:
+    op = operation()
+    op.planned(100.0)
+    op.apply(event("w1", "accepted", 100.0 + ahead_s))
+    assert op.served_since("w1") is None
+    op.apply(event("w1", "serving", 101.5 + ahead_s))
+    assert op.served_since("w1") == (101.5, 1.5)
+
+
 def test_a_failed_target_fails_the_operation_once_the_others_ended() -> None:
     op = operation()
     op.apply(event("w1", "failed", 101.0, detail="disk is gone"))
