@@ -64,8 +64,8 @@ class _Model:
     shown: tuple[int, float] | None = None
     """What the gauges show: desired and needed."""
     groups: dict[Role, _Group] = field(default_factory=lambda: {role: _Group() for role in get_args(Role)})
-    held: bool = False
-    """Whether gateways hold requests for which there is no instance, as of their last reports."""
+    held_by: set[str] = field(default_factory=set)
+    """Gateways that hold requests for which there is no instance, as of their last reports."""
 
     @property
     def has_instances(self) -> bool:
@@ -161,11 +161,14 @@ class MonitorService:
             if model is None:
                 continue
             model.demand.on_queue(report.gateway_id, queue, now_s)
-            held = queue.queued_requests > 0 and not model.has_instances
-            if held and not model.held:
+            if model.has_instances:
+                model.held_by.clear()
+            elif not queue.queued_requests:
+                model.held_by.discard(report.gateway_id)
+            elif report.gateway_id not in model.held_by:
                 # Somebody waits for a model that sleeps.
+                model.held_by.add(report.gateway_id)
                 self._urgent.set()
-            model.held = held
 
     def _on_routes(self, _event: RouteChanges | RouteTable) -> None:
         # Instances came or went: look at the whole picture at the next turn.

@@ -68,7 +68,7 @@ class Rig:
         event = RouteChanges(publisher="pool", sequence=self._sequence, published_at_s=time.time(), models=(record,))
         await self.client.publish(subjects.route_changes(), event)
 
-    async def queue(self, tokens: int) -> None:
+    async def queue(self, tokens: int, gateway_id: str = "gw") -> None:
         """A gateway reports this many waiting prompt tokens, in prompts of a hundred."""
         queue = ModelQueue(
             model="m",
@@ -78,7 +78,7 @@ class Rig:
             arrived_prompt_tokens_total=tokens,
             inflight_requests=0,
         )
-        message = QueueReport(gateway_id="gw", published_at_s=time.time(), models=(queue,))
+        message = QueueReport(gateway_id=gateway_id, published_at_s=time.time(), models=(queue,))
         await self.client.publish(subjects.queue(), message)
 
     async def wanted(self, desired: int) -> Demand:
@@ -346,6 +346,20 @@ async def test_a_request_for_a_model_that_sleeps_does_not_wait_for_the_next_look
         await eventually(lambda: rig.pool.num_snapshots == 1)
         await rig.queue(100)
         await eventually(lambda: [d.desired for d in rig.demands] == [1])
+
+
+async def test_gateways_that_hold_nothing_do_not_make_a_request_that_is_held_new() -> None:
+    async with running(model(min_instances=0), interval_s=3600.0) as rig:
+        await eventually(lambda: rig.pool.num_snapshots == 1)
+        await rig.queue(100)
+        await eventually(lambda: len(rig.demands) == 1)
+        for _ in range(3):
+            # A look would repeat the demand.
+            await asyncio.sleep(2 * REPEAT_S)
+            await rig.queue(0, "another")
+            await rig.queue(100)
+        await asyncio.sleep(REPEAT_S)
+        assert len(rig.demands) == 1
 
 
 async def test_what_the_load_does_not_need_is_said_and_taken_back(rig: Rig) -> None:
