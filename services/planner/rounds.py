@@ -120,6 +120,11 @@ class Rounds:
             self._demands[about] = _Waiting(request, otel_context.get_current())
             self._wake.set()
 
+    def forget(self, model: str, role: Role) -> None:
+        """What this model and role wanted before is not wanted any more."""
+        self._demands.pop((model, role), None)
+        self._short.pop((model, role), None)
+
     def try_again(self) -> None:
         """A worker may be spare, or can be made so: decide again on demands for which none was."""
         oldest_s = time.monotonic() - SHORT_S

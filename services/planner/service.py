@@ -260,6 +260,8 @@ class PlannerService:
             self._rounds.demand(
                 ScaleRequest(demand.model, demand.desired, demand.triggered_at_s, demand.reason, role=demand.role)
             )
+        else:
+            self._rounds.forget(demand.model, demand.role)
         if more_idle:
             self._rounds.try_again()
 

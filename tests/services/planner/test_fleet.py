@@ -252,3 +252,16 @@ async def test_the_instance_goes_whose_worker_is_large_enough(rig: Rig) -> None:
     )
     await say(rig, "waits", 1, 0)
     assert [t.worker_id for t in (await drain_of(rig, 1)).targets] == ["w0"]
+
+
+async def test_a_worker_that_becomes_spare_is_not_loaded_for_what_was_wanted_before(rig: Rig) -> None:
+    rig.pool.models = (model("busy", min_instances=1), rig.pool.models[1])
+    await say(rig, "busy", 3, 2)
+    await eventually(lambda: rig.refused("no_capacity") == 1)
+    # Its load has fallen.
+    await say(rig, "busy", 2, 2, idle=1)
+    gone = WorkerRecord(worker=worker("w2"), state="spare", instance=None)
+    rig.pool.workers = (*rig.pool.workers, gone)
+    await spare_again(rig, "w2")
+    await asyncio.sleep(0.1)
+    assert rig.plans() == []
