@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.fleet.judge import MAKES_ROOM, Answer, Sample, SystemResult, oscillations, same_texts
-from services.planner.core.fleet.allocation import Holding, Want, allocate
+from services.planner.core.fleet.allocation import Holding, Room, Want, allocate
 from shared.messages.scaling import ScaleRecord, TargetRecord
 
 
@@ -48,7 +48,7 @@ def test_an_instance_that_goes_and_comes_before_break_even_for_nobody_is_an_osci
 
 def test_the_planner_says_that_an_instance_makes_room() -> None:
     want = Want("a", "colocated", 1, has_instances=False)
-    (taking,) = allocate([want], [Holding("b", "colocated", 1, 0.0, 1, arenas={"w": 1})], 0, 1.0)
+    (taking,) = allocate([want], [Holding("b", "colocated", 1, 0.0, 1, rooms=[Room("w", 1)])], (), 1.0)
     assert MAKES_ROOM in taking.why
 
 
