@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from bench.stats import Summary
@@ -47,7 +47,6 @@ class SystemResult:
     samples: tuple[Sample, ...] = ()
     records: tuple[ScaleRecord, ...] = ()
     host_copies_max: int = 0
-    errors: tuple[str, ...] = field(default_factory=tuple)
 
     def document(self) -> dict[str, object]:
         """As JSON shows it."""

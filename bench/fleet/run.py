@@ -74,12 +74,14 @@ class _System:
         """One worker after the other: none of them has anything to do with another."""
         answers: list[Answer] = []
         records: list[ScaleRecord] = []
+        host_copies_max = 0
         for number, names in enumerate(partition(self._setting)):
             self._say(f"partition: worker {number} with {len(names)} models")
             mine = [arrival for arrival in arrivals if arrival.model in names]
             result = await self.run(f"partition-{number}", 1, names, mine)
             answers += result.answers
             records += result.records
+            host_copies_max = max(host_copies_max, result.host_copies_max)
         return SystemResult(
             "partition",
             self._setting.workers,
@@ -87,6 +89,7 @@ class _System:
             tuple(sorted(answers, key=lambda a: a.number)),
             shares=False,
             records=tuple(records),
+            host_copies_max=host_copies_max,
         )
 
     async def run(

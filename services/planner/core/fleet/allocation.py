@@ -2,9 +2,9 @@
 
 A round serves what is wanted from spare workers first. What is left over is decided here, in this order:
 
-1. Workers that are on their way to being spare count as spare: each is awaited by one that wants it, that for which it
-   makes room if it still waits. One whose instance
-   has requests to finish for longer than ``QUANTUM_S`` is not waited for where another instance is idle.
+1. Workers that are on their way to being spare count as spare: each is awaited by one model, that for which it makes
+   room if that still waits. Where another instance is idle, a worker whose instance has had requests to finish for
+   longer than ``QUANTUM_S`` is not waited for.
 2. A model with requests and no instance gets an idle instance of another model at once: the one that has been idle for
    longest.
 3. So does a model that has instances and needs more, once that instance has been idle for ``IDLE_S``: a model with
@@ -29,7 +29,6 @@ IDLE_S = 1.0
 long a time: before, it is not known whether a model has traffic."""
 QUANTUM_S = 2.0
 """Least time that a model keeps its instances while another one waits; added to what they took to load."""
-
 MAX_FAILED = 3
 """Workers that a model fails to load on at a time. No room is made for it on more of them: it may fit nowhere, and each
 attempt costs another model an instance."""
