@@ -134,14 +134,17 @@ class Engine(Protocol):
         last_layer: int,
         *,
         first_layer: int = 0,
+        first_tokens: Sequence[int] = (),
     ) -> Buffer:
-        """KV of layers ``first_layer <= i < last_layer`` of positions ``0 .. num_tokens[i]`` of each sequence.
+        """KV of layers ``first_layer <= i < last_layer`` of positions ``first_tokens[i] .. num_tokens[i]`` of each
+        sequence; without ``first_tokens`` of all from 0 on.
 
         Flat host bytes of ``[last_layer - first_layer, 2 (K, V), total tokens, num_kv_heads, head_dim]``,
         independent of block size and of which blocks: a copy of the caller's own. From any thread, while the engine
-        thread runs other batches, or later layers of this one: only these sequences' slots in these layers are
-        read. ``run_layers`` must have returned from them. Raises ``BadRequest`` for short block tables, blocks
-        outside of the pool, or unless ``0 <= first_layer <= last_layer <= num_layers``.
+        thread runs other batches, later layers of this one, or the sequences' next tokens: only the slots of these
+        positions in these layers are read. ``run_layers`` must have returned from them. Raises ``BadRequest`` for short
+        block tables, blocks outside of the pool, ranges of positions that are none, or unless
+        ``0 <= first_layer <= last_layer <= num_layers``.
         """
 
     def import_kv(
@@ -152,12 +155,13 @@ class Engine(Protocol):
         kv: Buffer,
         *,
         first_layer: int = 0,
+        first_tokens: Sequence[int] = (),
     ) -> None:
         """The reverse of ``export_kv``: writes the KV into the slots of these positions, in these layers alone.
 
-        Layers may come bit by bit, in their order and each once; the sequences' next tokens can be computed when all
-        are there. From any thread, also while a batch of these sequences runs later layers. ``kv`` is only read. Raises
-        ``BadRequest`` as ``export_kv`` does, and for a wrong size.
+        Layers of one range of positions may come bit by bit, in their order and each once; the sequences' next tokens
+        can be computed when all are there. From any thread, also while a batch of these sequences runs later layers.
+        ``kv`` is only read. Raises ``BadRequest`` as ``export_kv`` does, and for a wrong size.
         """
 
     def head(self, activation: Activation) -> Logits:

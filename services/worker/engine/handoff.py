@@ -30,20 +30,28 @@ def host_bytes(buffer: Buffer, num_bytes: int, what: str) -> Bytes:
 
 
 def slots_of(
-    block_tables: Sequence[Sequence[int]], num_tokens: Sequence[int], *, block_size: int, num_blocks: int
+    block_tables: Sequence[Sequence[int]],
+    num_tokens: Sequence[int],
+    first_tokens: Sequence[int] = (),
+    *,
+    block_size: int,
+    num_blocks: int,
 ) -> npt.NDArray[np.int64]:
-    """Flat KV slots of positions ``0 .. num_tokens[i]`` of each sequence, one sequence after another.
+    """Flat KV slots of positions ``first_tokens[i] .. num_tokens[i]`` of each sequence, one sequence after another;
+    without ``first_tokens`` of all from 0 on.
 
     Raises ``BadRequest`` for another number of tables than of lengths, a table that is too short, a block
-    outside of the pool.
+    outside of the pool, a range that begins behind its end.
     """
-    if len(block_tables) != len(num_tokens):
-        raise BadRequest(f"{len(block_tables)} block tables for {len(num_tokens)} sequences")
+    firsts = first_tokens or [0] * len(num_tokens)
+    if not len(block_tables) == len(num_tokens) == len(firsts):
+        raise BadRequest(f"{len(block_tables)} block tables for {len(num_tokens)} sequences, {len(firsts)} beginnings")
     slots = [np.empty(0, dtype=np.int64)]
-    for index, (block_table, count) in enumerate(zip(block_tables, num_tokens, strict=True)):
-        if not 0 <= count <= len(block_table) * block_size:
+    for index, (block_table, first, count) in enumerate(zip(block_tables, firsts, num_tokens, strict=True)):
+        if not 0 <= first <= count <= len(block_table) * block_size:
             raise BadRequest(
-                f"sequence {index} of the batch: {count} tokens in {len(block_table)} blocks of {block_size}"
+                f"sequence {index} of the batch, from {first} on: "
+                f"{count} tokens in {len(block_table)} blocks of {block_size}"
             )
         blocks = np.asarray(block_table[: -(-count // block_size)], dtype=np.int64)
         if len(blocks) and not 0 <= blocks.min() <= blocks.max() < num_blocks:
@@ -51,7 +59,7 @@ def slots_of(
                 f"sequence {index} of the batch: blocks {blocks.min()}..{blocks.max()} of a pool of {num_blocks}"
             )
         at = np.arange(count)
-        slots.append(blocks[at // block_size] * block_size + at % block_size)
+        slots.append((blocks[at // block_size] * block_size + at % block_size)[first:])
     return np.concatenate(slots)
 
 

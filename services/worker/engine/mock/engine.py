@@ -151,10 +151,11 @@ class MockEngine:
         last_layer: int,
         *,
         first_layer: int = 0,
+        first_tokens: Sequence[int] = (),
     ) -> Buffer:
         """See ``Engine``. Raises ``RuntimeError`` for layers that have not been run."""
         check_layers(first_layer, last_layer, self.num_layers)
-        return self._kv.export(self._kv.slots_of(block_tables, num_tokens), first_layer, last_layer)
+        return self._kv.export(self._kv.slots_of(block_tables, num_tokens, first_tokens), first_layer, last_layer)
 
     def import_kv(
         self,
@@ -164,11 +165,15 @@ class MockEngine:
         kv: Buffer,
         *,
         first_layer: int = 0,
+        first_tokens: Sequence[int] = (),
     ) -> None:
         """See ``Engine``. Raises ``RuntimeError`` for bytes that are not the KV of these positions and layers, or
         where exactly the layers before are not there already."""
         check_layers(first_layer, last_layer, self.num_layers)
-        self._kv.load(self._kv.slots_of(block_tables, num_tokens), num_tokens, first_layer, last_layer, kv)
+        slots = self._kv.slots_of(block_tables, num_tokens, first_tokens)
+        ranges = zip(first_tokens or [0] * len(num_tokens), num_tokens, strict=True)
+        positions = np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(*one) for one in ranges)])
+        self._kv.load(slots, positions, first_layer, last_layer, kv)
 
     def run_layers(self, activation: MockActivation, first: int, last: int) -> None:
         """Take the layers' time; the first one of a batch that was not resumed writes the KV.

@@ -76,9 +76,12 @@ class MockKv:
         self._joining = threading.Lock()
         """Imports and runs that complete each other may be of different threads."""
 
-    def slots_of(self, block_tables: Sequence[Sequence[int]], num_tokens: Sequence[int]) -> Slots:
+    def slots_of(
+        self, block_tables: Sequence[Sequence[int]], num_tokens: Sequence[int], first_tokens: Sequence[int] = ()
+    ) -> Slots:
         """See ``handoff.slots_of``."""
-        return slots_of(block_tables, num_tokens, block_size=self._block_size, num_blocks=self._num_blocks)
+        size, num_blocks = self._block_size, self._num_blocks
+        return slots_of(block_tables, num_tokens, first_tokens, block_size=size, num_blocks=num_blocks)
 
     def resume(self, slots: Slots, next_layer: int) -> None:
         """These slots were written by a batch whose layers before ``next_layer`` ran elsewhere."""
@@ -187,9 +190,12 @@ class MockKv:
             kv[index, :, :, :_HALF_BYTES] = halves.transpose(1, 0, 2)
         return kv.reshape(-1)
 
-    def load(self, slots: Slots, num_tokens: Sequence[int], first_layer: int, last_layer: int, kv: Buffer) -> None:
-        """See ``Engine.import_kv``. Raises ``RuntimeError`` for bytes that are not the KV of these positions, or unless
-        exactly the layers before ``first_layer`` are there, of the same tokens behind the same prefixes."""
+    def load(
+        self, slots: Slots, positions: npt.NDArray[np.int64], first_layer: int, last_layer: int, kv: Buffer
+    ) -> None:
+        """See ``Engine.import_kv``; ``positions`` are those of ``slots``. Raises ``RuntimeError`` for bytes that are
+        not the KV of these positions, or unless exactly the layers before ``first_layer`` are there, of the same tokens
+        behind the same prefixes."""
         half_bytes = self._bytes_per_token_layer // 2
         num_layers = last_layer - first_layer
         flat = host_bytes(kv, num_layers * len(slots) * self._bytes_per_token_layer, "KV")
@@ -198,7 +204,6 @@ class MockKv:
         layers = flat.reshape(num_layers, 2, len(slots), half_bytes)[..., :_HALF_BYTES]
         # [num_layers, tokens], one record from the two halves
         records = np.ascontiguousarray(layers.transpose(0, 2, 1, 3)).reshape(num_layers, -1).view(_RECORD)
-        positions = np.concatenate([np.arange(count) for count in num_tokens])
         held = positions, records[0]["token"], records[0]["hash"]
         there = self._all_positions[slots], self._all_tokens[slots], self._all_hashes[slots]
         resumed_at = self._resumed_at[slots]

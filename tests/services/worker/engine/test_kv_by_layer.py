@@ -105,6 +105,48 @@ def test_a_prompt_is_decoded_where_its_kv_went_while_it_was_computed(
 
 
 @each_engine
+@pytest.mark.parametrize("block_sizes", [(16, 16), (8, 16), (16, 5)], ids=str)
+@pytest.mark.parametrize("num_meanwhile", [0, 1, 7])
+def test_kv_goes_in_two_ranges_of_tokens_and_the_first_sequences_decode_meanwhile(
+    kind: str, block_sizes: tuple[int, int], num_meanwhile: int
+) -> None:
+    make = maker(kind)
+    alone = make()
+    expected = sequences_of(alone, LENGTHS)
+    decode(alone, expected, 1 + NUM_STEPS)
+
+    giver, taker = (make(block_size=size) for size in block_sizes)
+    there, here = sequences_of(giver, LENGTHS, backwards=True), sequences_of(taker, LENGTHS)
+    decode(giver, there, 1)
+    first = [s.num_computed for s in there]
+    kv = [giver.export_kv([s.blocks for s in there], first, layer + 1, first_layer=layer) for layer in range(2)]
+    decode(giver, there, num_meanwhile)
+    rest = giver.export_kv([s.blocks for s in there], first, NUM_LAYERS, first_layer=2)
+    lengths = [s.num_computed for s in there]
+    more = giver.export_kv([s.blocks for s in there], lengths, NUM_LAYERS, first_tokens=first)
+
+    tables = [s.blocks for s in here]
+    for layer in range(2):
+        taker.import_kv(tables, first, layer + 1, kv[layer], first_layer=layer)
+    taker.import_kv(tables, first, NUM_LAYERS, rest, first_layer=2)
+    taker.import_kv(tables, lengths, NUM_LAYERS, more, first_tokens=first)
+    for taken, given in zip(here, there, strict=True):
+        taken.tokens, taken.num_computed = list(given.tokens), given.num_computed
+    decode(taker, here, NUM_STEPS - num_meanwhile)
+    assert [s.tokens for s in here] == [s.tokens for s in expected]
+
+
+@each_engine
+def test_ranges_of_tokens_that_are_none_are_refused(kind: str) -> None:
+    engine = maker(kind)()
+    for first in ((-1,), (21,), (0, 0)):
+        with pytest.raises(BadRequest):
+            engine.export_kv([(1, 2)], [20], 1, first_tokens=first)
+        with pytest.raises(BadRequest):
+            engine.import_kv([(1, 2)], [20], 1, b"", first_tokens=first)
+
+
+@each_engine
 def test_layers_exported_between_later_ones_are_those_of_the_whole(kind: str) -> None:
     engine = maker(kind)()
     sequences = sequences_of(engine, LENGTHS)
