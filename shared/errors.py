@@ -16,6 +16,7 @@
     │   └── DuplicateId              duplicate_id            409
     ├── PayloadTooLarge              payload_too_large       413
     ├── BadCheckpoint                bad_checkpoint          422
+    ├── BadProfile                   bad_profile             422
     ├── Overloaded                   overloaded              429
     │   └── RateLimitExceeded        rate_limit_exceeded     429
     ├── Internal                     internal                500
@@ -147,6 +148,13 @@ class BadCheckpoint(BlitzError):
     """A checkpoint directory that cannot be served; the message names file and tensor."""
 
     code = "bad_checkpoint"
+    http_status = 422
+
+
+class BadProfile(BlitzError):
+    """A file that is no profile, or one of something else: another model, engine, device or version."""
+
+    code = "bad_profile"
     http_status = 422
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from shared.bus.access import ANYBODY, NatsAccess
@@ -58,6 +59,12 @@ def health_settings(env: Settings) -> dict[str, Any]:
         "health_port": env.integer("BLITZ_HEALTH_PORT", default=0, minimum=0, maximum=65535),
         "health_host": env.text("BLITZ_HEALTH_HOST", default="127.0.0.1"),
     }
+
+
+def profiles_path(env: Settings) -> Path | None:
+    """A directory of profiles, or one of them (``shared.profile_directory``). None: there are none."""
+    path = env.text("BLITZ_PROFILES", default="")
+    return Path(path) if path else None
 
 
 def run(kind: str, read: Callable[[Mapping[str, str]], C], serve: Callable[[C, ProcessState], Awaitable[None]]) -> int:

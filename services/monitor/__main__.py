@@ -12,7 +12,13 @@ from shared.service import connected, run
 
 async def serve(config: MonitorConfig, process: ProcessState) -> None:
     async with connected("monitor", config, process) as connection:
-        monitor = MonitorService(connection.bus, config.policy, interval_s=config.interval_s, repeat_s=config.repeat_s)
+        monitor = MonitorService(
+            connection.bus,
+            config.policy,
+            interval_s=config.interval_s,
+            repeat_s=config.repeat_s,
+            profiles=config.profiles,
+        )
         process.ready_when(monitor.subscribed)
         await monitor.run(process.stopping)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.monitor.core.demand import DemandPolicy
-from shared.service import ServiceConfig, health_settings, process_settings
+from shared.service import ServiceConfig, health_settings, process_settings, profiles_path
 from shared.settings import Settings
 
 
@@ -15,6 +16,7 @@ class MonitorConfig(ServiceConfig):
     """See ``docs/configuration.md`` for every variable."""
 
     policy: DemandPolicy
+    profiles: Path | None
     interval_s: float
     repeat_s: float
 
@@ -41,6 +43,7 @@ class MonitorConfig(ServiceConfig):
             **process_settings(env),
             **health_settings(env),
             policy=policy,
+            profiles=profiles_path(env),
             interval_s=env.number("BLITZ_MONITOR_INTERVAL_S", default=0.1, minimum=0.01),
             repeat_s=env.number("BLITZ_MONITOR_REPEAT_S", default=1.0, minimum=0.05),
         )

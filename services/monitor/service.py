@@ -9,6 +9,7 @@ import secrets
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import get_args
 
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
@@ -23,8 +24,10 @@ from shared.messages.common import SCALED_BY_LOAD, TAKES_PROMPTS, Role
 from shared.messages.load import Demand, LoadReport, QueueReport
 from shared.messages.registry import Floor, ModelRecord, RouteChanges, RouteTable
 from shared.outage import Outage
+from shared.profile import Profile
+from shared.profile_directory import ProfileDirectory
 from shared.registry import RegistryReader
-from shared.registry_view import bounded, counted_as
+from shared.registry_view import RegistryView, bounded, counted_as
 from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
@@ -87,9 +90,12 @@ class MonitorService:
         *,
         interval_s: float = 0.1,
         repeat_s: float = 1.0,
+        profiles: Path | None = None,
         metrics: CollectorRegistry = REGISTRY,
     ) -> None:
-        """``repeat_s``: an unmet demand is repeated this often, so a lost message or a failed plan heals."""
+        """``repeat_s``: an unmet demand is repeated this often, so a lost message or a failed plan heals. ``profiles``:
+        a directory of them, or one."""
+        self._profiles = ProfileDirectory(profiles)
         self._bus = bus
         self._policy = policy
         self._interval_s = interval_s
@@ -184,6 +190,7 @@ class MonitorService:
                 log.debug("no snapshot from the pool: %s", error)
             return
         self._outage.worked()
+        await asyncio.to_thread(self._profiles.look)
         models = view.models
         for name in set(self._models) - set(models):
             del self._models[name]
@@ -195,9 +202,20 @@ class MonitorService:
             if known is None or known.record.model_hash != record.model_hash:
                 known = self._models[name] = _Model(record, ModelDemand(self._policy))
             known.record = record
+            known.demand.profile = self._profile(record, view)
             for role, group in known.groups.items():
                 group.observed = observed[name, role]
                 group.floor = view.floors.get((name, role))
+
+    def _profile(self, record: ModelRecord, view: RegistryView) -> Profile | None:
+        """Of the model's instances, wherever they are. None, too, where workers differ: it is of one kind."""
+        kinds = {(worker.worker.engine, worker.worker.device) for worker in view.workers}
+        if len(kinds) != 1:
+            return None
+        ((engine, device),) = kinds
+        return self._profiles.find(
+            model_hash=record.model_hash, layout_hash=record.layout_hash, engine=engine, device=device
+        )
 
     async def _evaluate(self, connected_since_s: float) -> None:
         now_s = time.monotonic()

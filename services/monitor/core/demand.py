@@ -12,9 +12,10 @@
   for one more, and so on.
 - New requests go to colocated and to prefill instances. Only the share of colocated instances counts, of what gateways
   hold and of what arrives there. Nothing else of prefill and decode instances counts here.
-- The speed of one instance comes from a profile if one is configured, else from what the instances report: the fastest
-  of them, since an instance that has hardly begun has measured only small steps. Without a current report the last one
-  counts, and before the first an assumed speed.
+- The speed of one instance comes from its profile (``shared.profile``), at the length of the prompts that come and the
+  contexts that run; else from the figure that is configured, else from what the instances report: the fastest of them,
+  since an instance that has hardly begun has measured only small steps. Without a current report the last one counts,
+  and before the first an assumed speed. A profile also says how long an instance takes to load, until one has.
 - The slack is the model's TTFT objective, or the policy's if it has none.
 """
 
@@ -29,6 +30,7 @@ from services.monitor.core.need import Capability, Load, Need, max_decodes, need
 from services.monitor.core.windows import CounterWindow, MaxWindow
 from shared.messages.common import SCALED_BY_LOAD, TAKES_PROMPTS
 from shared.messages.load import LoadReport, ModelQueue
+from shared.profile import Profile
 
 MIN_SLACK_S = 0.001
 """No backlog can be drained faster; this bound keeps an absurd objective from asking for any number of instances."""
@@ -51,7 +53,7 @@ class DemandPolicy:
     slack_s: float = 0.5
     """Within how long a backlog should be drained, where the model has no TTFT objective."""
     prefill_tokens_per_s: float = 0.0
-    """Offline profile of one instance; 0 takes what instances report."""
+    """Of one instance of a model without a profile; 0 takes what instances report."""
     assumed_tokens_per_s: float = 2000.0
     """Until something was reported."""
     utilisation: float = 0.9
@@ -115,6 +117,8 @@ class ModelDemand:
 
     def __init__(self, policy: DemandPolicy) -> None:
         self._policy = policy
+        self.profile: Profile | None = None
+        """What one of its instances can do, if that was measured beforehand."""
         self._instances: dict[str, tuple[float, LoadReport]] = {}
         self._prefilling: dict[str, float] = {}
         """When each prefill instance that serves reported last."""
@@ -122,21 +126,21 @@ class ModelDemand:
         self._needed = MaxWindow(MAX_WINDOW_S)
         self._idle_since_s: float | None = None
         """Since when there is no request anywhere, and none came."""
-        self._load_s = policy.assumed_load_s
+        self._reported_load_s = 0.0
         """How long an instance takes to load: as the last one that loaded says."""
         self._overdue = _Overdue(policy.rate_window_s)
         self._tokens_per_s = 0.0
         self._decode_s = (0.0, 0.0)
         """Base and share of a request in a decode step. Both figures are the last that any instance reported."""
-        self._measured: tuple[list[tuple[float, float, float]], float, Capability] | None = None
-        """What instances reported of their speed, the objective, and what followed."""
+        self._measured: tuple[object, Capability] | None = None
+        """What the capability follows from (speeds that instances reported, profile, objective), and it."""
 
     def on_load(self, report: LoadReport, now_s: float) -> None:
         """An instance reports."""
         if report.role in SCALED_BY_LOAD:
             known = self._instances.get(report.instance_id)
             if _is_measured(report.load_s) and (known is None or known[1].load_s != report.load_s):
-                self._load_s = report.load_s
+                self._reported_load_s = report.load_s
             self._instances[report.instance_id] = (now_s, report)
         elif report.role in TAKES_PROMPTS and report.state == "serving":
             self._prefilling[report.instance_id] = now_s
@@ -157,6 +161,8 @@ class ModelDemand:
     @property
     def tokens_per_s(self) -> float:
         """Prompt tokens per second of one instance: the best figure available."""
+        if self.profile is not None:
+            return self.profile.prefill_tokens_per_s(self._prompt_tokens())
         return self._policy.prefill_tokens_per_s or self._tokens_per_s or self._policy.assumed_tokens_per_s
 
     def evaluate(
@@ -265,21 +271,38 @@ class ModelDemand:
     def _capability(self, serving: Sequence[LoadReport], slo_tbt_s: float) -> Capability:
         """Of one instance; what instances report is remembered for when none does."""
         speeds = [(r.prefill_tokens_per_s, r.decode_base_s, r.decode_request_s) for r in serving]
-        if self._measured is not None and self._measured[:2] == (speeds, slo_tbt_s):
-            return self._measured[2]
+        profiled = self.profile and (self.profile, self._prompt_tokens(), _context_tokens(serving))
+        basis = speeds, profiled, slo_tbt_s
+        if self._measured is not None and self._measured[0] == basis:
+            return self._measured[1]
         self._tokens_per_s = max((s for r in serving if _is_measured(s := r.prefill_tokens_per_s)), default=0.0) or (
             self._tokens_per_s
         )
         steps = [(r.decode_base_s, r.decode_request_s) for r in serving if _is_measured(r.decode_request_s)]
         if steps:
             self._decode_s = max(steps, key=lambda step: max_decodes(step[0], step[1], slo_tbt_s))
+        decode_s = self._decode_s
+        if self.profile is not None:
+            fit = self.profile.decode_fit
+            decode_s = fit.base_s, fit.request_s + _context_tokens(serving) * fit.context_token_s
         capability = Capability(
             self.tokens_per_s * self._policy.utilisation,
-            max_decodes(*self._decode_s, slo_tbt_s),
+            max_decodes(*decode_s, slo_tbt_s),
             self._policy.running_limit or inf,
         )
-        self._measured = speeds, slo_tbt_s, capability
+        self._measured = basis, capability
         return capability
+
+    def _prompt_tokens(self) -> float:
+        """Of one of the prompts that arrive, on average; 0 before the first."""
+        queues = [gateway.queue for gateway in self._gateways.values()]
+        requests = sum(queue.arrived_requests_total for queue in queues)
+        return sum(queue.arrived_prompt_tokens_total for queue in queues) / requests if requests else 0.0
+
+    @property
+    def _load_s(self) -> float:
+        profiled_s = self.profile.load_s if self.profile is not None else 0.0
+        return self._reported_load_s or profiled_s or self._policy.assumed_load_s
 
     def _share(self, reports: Sequence[LoadReport]) -> float:
         """Of new requests, that go to colocated instances: all, unless prefill instances take some."""
@@ -323,6 +346,12 @@ class _Overdue:
 def _waiting_requests(report: LoadReport) -> int:
     """Requests whose prompts are not computed; a worker of 0.1 does not say which of them it has begun."""
     return max(report.queued_requests + report.prefilling_requests, 1 if report.queued_tokens else 0)
+
+
+def _context_tokens(reports: Sequence[LoadReport]) -> float:
+    """Of one running request, on average; 0 if none runs."""
+    running = sum(r.running_requests for r in reports)
+    return sum(r.running_tokens for r in reports) / running if running else 0.0
 
 
 def _is_measured(figure: float) -> bool:

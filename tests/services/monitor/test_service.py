@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -21,7 +22,8 @@ from shared.leading import Leader
 from shared.messages.common import Role
 from shared.messages.load import Demand, ModelQueue, QueueReport
 from shared.messages.registry import Floor, ModelRecord, RouteChanges, RouteTable
-from tests.records import model, worker_record
+from shared.profile import PrefillPoint, write_profile
+from tests.records import model, profile, worker_record
 from tests.services.fake_pool import FAR_FUTURE_S, FakePool
 from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
@@ -36,6 +38,7 @@ class Rig:
 
     broker: MemoryBroker = field(default_factory=MemoryBroker)
     metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
+    profiles: Path | None = None
     demands: list[Demand] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -48,7 +51,12 @@ class Rig:
         await self.pool.start()
         await self.client.subscribe(subjects.demand(), Demand, self.demands.append)
         self.monitor = MonitorService(
-            self.broker.bus("monitor"), POLICY, interval_s=interval_s, repeat_s=REPEAT_S, metrics=self.metrics
+            self.broker.bus("monitor"),
+            POLICY,
+            interval_s=interval_s,
+            repeat_s=REPEAT_S,
+            profiles=self.profiles,
+            metrics=self.metrics,
         )
         self.task = asyncio.create_task(self.monitor.run(self.stopping))
 
@@ -98,8 +106,8 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def running(*models: ModelRecord, interval_s: float = 0.01) -> AsyncIterator[Rig]:
-    rig = Rig()
+async def running(*models: ModelRecord, interval_s: float = 0.01, profiles: Path | None = None) -> AsyncIterator[Rig]:
+    rig = Rig(profiles=profiles)
     rig.pool.models = models
     await rig.start(interval_s)
     yield rig
@@ -141,6 +149,18 @@ async def test_whether_it_leads_is_a_metric_and_a_silent_pool_is_said_once(
     assert caplog.text.count("deciding on the last one") == 1
     rig.pool.leader = "another"
     await eventually(lambda: rig.metrics.get_sample_value("blitz_monitor_leads") == 0, timeout_s=10.0)
+
+
+async def test_an_instance_can_do_what_its_profile_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_service, "SNAPSHOT_INTERVAL_S", 0.02)
+    (tmp_path / "broken.json").write_bytes(b"{")
+    async with running(profiles=tmp_path) as rig:
+        await rig.show(model(), serving=1)
+        async with busy(rig, 4000):
+            await eventually(lambda: any("1000 tokens/s each" in demand.reason for demand in rig.demands))
+            point = PrefillPoint(prompt_tokens=100, seconds=0.2, repetitions=1)
+            write_profile(tmp_path / "m.json", profile(model(), prefill=(point,)))
+            await eventually(lambda: any("500 tokens/s each" in demand.reason for demand in rig.demands))
 
 
 async def test_a_lost_instance_is_asked_for_again(rig: Rig) -> None:

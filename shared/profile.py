@@ -1,0 +1,211 @@
+"""What one instance of a model can do, measured beforehand by ``blitzscale profile``: the file, and what it says.
+
+JSON, one object (``Profile``). Times are medians, in seconds. A profile is of one model (by the hash of its weights),
+one layout, one engine on one device, and one version of the program; of anything else it says nothing.
+
+Beside the tables there is a fit of each, for sizes that were not measured:
+
+    decode step   = base + requests · request + tokens of context · context_token
+    prefill steps = steps · base + prompt tokens · token + pairs · pair
+
+where a pair is a prompt token and a token that it attends to. Pure, but for ``read_profile`` and ``write_profile``.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from shared.errors import BadProfile
+from shared.messages.common import Device
+from shared.model_spec import MAX_LAYERS
+
+FORMAT: Literal["blitzscale-profile.v1"] = "blitzscale-profile.v1"
+MAX_BYTES = 1 << 20
+"""Of a file. Ours have a few thousand."""
+MAX_POINTS = 1000
+"""Of a table."""
+MUTATION_S = 0.05
+"""Assumed: nothing is moved, and the registry has to hear of it."""
+
+Seconds = Annotated[float, Meta(gt=0.0, le=1e6)]
+Share = Annotated[float, Meta(ge=0.0, le=1e6)]
+Number = Annotated[int, Meta(ge=1, le=2**40)]
+Name = Annotated[str, Meta(min_length=1, max_length=512)]
+LoadSource = Literal["host", "disk", "peer"]
+
+
+class PrefillPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that was computed alone, in chunks of ``Profile.chunk_tokens``."""
+
+    prompt_tokens: Number
+    seconds: Seconds
+    repetitions: Number
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.prompt_tokens / self.seconds
+
+
+class DecodePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A step of requests that decode, each with so many tokens before."""
+
+    num_requests: Number
+    context_tokens: Number
+    seconds: Seconds
+    repetitions: Number
+
+
+class LoadPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole copy, verified. ``host``: out of this machine's memory; ``disk``: with nothing of it in the page cache;
+    ``peer``: from another worker."""
+
+    source: LoadSource
+    seconds: Seconds
+    repetitions: Number
+
+
+class DecodeFit(msgspec.Struct, frozen=True, kw_only=True):
+    """See the module."""
+
+    base_s: Share
+    request_s: Share
+    context_token_s: Share
+    error: Share
+    """The largest difference from a measured point, as a share of it."""
+
+    def step_s(self, num_requests: int, context_tokens: int) -> float:
+        """Of requests that have ``context_tokens`` together."""
+        return self.base_s + num_requests * self.request_s + context_tokens * self.context_token_s
+
+
+class PrefillFit(msgspec.Struct, frozen=True, kw_only=True):
+    """See the module."""
+
+    base_s: Share
+    token_s: Share
+    pair_s: Share
+    error: Share
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """See the module."""
+
+    format: Literal["blitzscale-profile.v1"] = FORMAT
+    version: Name
+    """Of the program that measured."""
+    measured_at_s: Annotated[float, Meta(ge=0.0, le=1e11)]
+    """Unix time."""
+    model: Name
+    """A name for people."""
+    model_hash: Name
+    layout_hash: Name
+    engine: Literal["torch", "mock"]
+    device: Device
+    num_threads: Number
+    num_layers: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+    weights_bytes: Number
+    kv_bytes_per_token: Number
+    chunk_tokens: Number
+    prefill: Annotated[tuple[PrefillPoint, ...], Meta(min_length=1, max_length=MAX_POINTS)]
+    """By length, rising."""
+    decode: Annotated[tuple[DecodePoint, ...], Meta(min_length=1, max_length=MAX_POINTS)]
+    load: Annotated[tuple[LoadPoint, ...], Meta(max_length=10)] = ()
+    mutation_s: Seconds = MUTATION_S
+    mutation_is_measured: bool = False
+    decode_fit: DecodeFit
+    prefill_fit: PrefillFit
+
+    def __post_init__(self) -> None:
+        lengths = [point.prompt_tokens for point in self.prefill]
+        if any(a >= b for a, b in pairwise(lengths)):
+            raise ValueError(f"prefill: lengths must rise, not {lengths}")
+        if len({point.source for point in self.load}) < len(self.load):
+            raise ValueError("load: a source is there twice")
+        if not (self.prefill_fit.base_s or self.prefill_fit.token_s) or not self.decode_fit.step_s(1, 1):
+            raise ValueError("the fit says that steps take no time")
+
+    def prefill_tokens_per_s(self, prompt_tokens: float) -> float:
+        """Of prompts of that length: between two that were measured, their times on a line; outside, the nearest
+        one's speed."""
+        points = self.prefill
+        at = bisect_left([point.prompt_tokens for point in points], prompt_tokens)
+        if at in (0, len(points)):
+            return points[min(at, len(points) - 1)].tokens_per_s
+        low, high = points[at - 1], points[at]
+        share = (prompt_tokens - low.prompt_tokens) / (high.prompt_tokens - low.prompt_tokens)
+        return prompt_tokens / (low.seconds + share * (high.seconds - low.seconds))
+
+    def step_s(self, prompt_tokens: int, pairs: int, num_decodes: int, context_tokens: int) -> float:
+        """A step with both: the weights are read once. ``context_tokens``: of the requests that decode."""
+        prefill, decode = self.prefill_fit, self.decode_fit
+        base_s = max(prefill.base_s if prompt_tokens else 0.0, decode.base_s if num_decodes else 0.0)
+        prompts_s = prompt_tokens * prefill.token_s + pairs * prefill.pair_s
+        return base_s + prompts_s + num_decodes * decode.request_s + context_tokens * decode.context_token_s
+
+    @property
+    def load_s(self) -> float:
+        """To fetch the model again, from where it is when no instance of it runs: a host's memory, if the time from
+        there is known. 0: no time is."""
+        by_source = {point.source: point.seconds for point in self.load}
+        return next((by_source[source] for source in ("host", "peer", "disk") if source in by_source), 0.0)
+
+    def fits(self, engine: str, device: str) -> bool:
+        """Whether it says something about instances there. The mock engine plays whatever was profiled."""
+        return engine == "mock" or (self.engine, self.device) == (engine, device)
+
+    def check(self, *, model_hash: str = "", layout_hash: str = "", engine: str = "", device: str = "cpu") -> None:
+        """Raises ``BadProfile`` unless it is of that and of this version of the program. Empty: any."""
+        differs = [
+            f"{what} {ours} is there, the profile is of {of}"
+            for what, ours, of in (
+                ("model", model_hash, self.model_hash),
+                ("layout", layout_hash, self.layout_hash),
+                ("version", program_version(), self.version),
+            )
+            if ours not in ("", of)
+        ]
+        if engine and not self.fits(engine, device):
+            differs.append(f"engine {engine} on {device} is there, the profile is of {self.engine} on {self.device}")
+        if differs:
+            raise BadProfile(f"the profile of {self.model} does not fit: {'; '.join(differs)}; measure it again")
+
+
+def program_version() -> str:
+    """Of this program, as installed."""
+    try:
+        return version("blitzscale")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def read_profile(file: Path) -> Profile:
+    """Raises ``BadProfile`` with the file and what is wrong with it."""
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise BadProfile(f"{file}: cannot be read: {error.strerror}") from error
+    if len(data) > MAX_BYTES:
+        raise BadProfile(f"{file}: larger than {MAX_BYTES} bytes, which no profile is")
+    try:
+        return msgspec.json.decode(data, type=Profile)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadProfile(f"{file}: not a {FORMAT}: {error}") from error
+
+
+def write_profile(file: Path, profile: Profile) -> None:
+    """Whole or not at all. Raises ``OSError``."""
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        aside.write_bytes(msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
+        aside.replace(file)
+    finally:
+        aside.unlink(missing_ok=True)

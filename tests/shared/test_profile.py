@@ -1,0 +1,119 @@
+"""The file that ``blitzscale profile`` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.errors import BadProfile
+from shared.profile import MAX_BYTES, PrefillPoint, Profile, read_profile, write_profile
+from tests.records import profile
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "m.json"
+    write_profile(file, profile())
+    assert read_profile(file) == profile()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.json"]
+
+
+def test_speed_between_two_lengths_lies_on_the_line_of_their_times() -> None:
+    measured = profile()
+    assert measured.prefill_tokens_per_s(0) == measured.prefill_tokens_per_s(100) == pytest.approx(1000.0)
+    assert measured.prefill_tokens_per_s(550) == pytest.approx(550 / 1.05)
+    assert measured.prefill_tokens_per_s(1000) == measured.prefill_tokens_per_s(1e9) == pytest.approx(500.0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(1e-6, 1e6)), min_size=1, max_size=8), st.floats(0, 1e12))
+def test_speed_is_a_number_at_any_length(points: list[tuple[int, float]], prompt_tokens: float) -> None:
+    rising = sorted(dict(points).items())
+    measured = profile(prefill=tuple(PrefillPoint(prompt_tokens=n, seconds=s, repetitions=1) for n, s in rising))
+    assert 0 < measured.prefill_tokens_per_s(prompt_tokens) < 1e13
+
+
+def test_a_step_with_prompts_and_decodes_reads_the_weights_once() -> None:
+    alone = profile().step_s(0, 0, 8, 800)
+    assert alone == pytest.approx(0.01 + 8 * 0.001 + 800 * 0.00001)
+    assert profile().step_s(100, 5000, 8, 800) == pytest.approx(alone + 100 * 0.0008 + 5000 * 0.000001)
+
+
+def test_a_load_comes_from_the_nearest_source_that_was_measured() -> None:
+    assert profile().load_s == 0.5
+    assert profile(load=profile().load[:1]).load_s == 4.0
+    assert profile(load=()).load_s == 0.0
+
+
+def _document(**changes: object) -> bytes:
+    return msgspec.json.encode(msgspec.to_builtins(profile()) | changes)
+
+
+FIT = msgspec.to_builtins(profile().decode_fit)
+POINT = msgspec.to_builtins(profile().prefill[0])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{}",
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b" " * (MAX_BYTES + 1),
+        _document(format="blitzscale-profile.v2"),
+        _document(prefill=[]),
+        _document(prefill=[POINT, POINT]),
+        _document(prefill=[POINT | {"prompt_tokens": i + 1} for i in range(1001)]),
+        _document(prefill=[POINT | {"seconds": 0}]),
+        _document(prefill=[POINT | {"seconds": -1.0}]),
+        _document(prefill=[POINT | {"prompt_tokens": 10**30}]),
+        _document(prefill=[POINT | {"prompt_tokens": 0}]),
+        _document(decode_fit=FIT | {"request_s": 1e300}),
+        _document(decode_fit=FIT | {"request_s": None}),
+        _document(decode_fit=FIT | {"base_s": 0, "request_s": 0, "context_token_s": 0}),
+        _document(load=[{"source": "disk", "seconds": 1.0, "repetitions": 1}] * 2),
+        _document(model_hash="x" * 10_000),
+        _document(num_layers=10**9),
+        _document().replace(b'"mutation_s":0.05', b'"mutation_s":NaN'),
+        _document().replace(b'"mutation_s":0.05', b'"mutation_s":1e999'),
+    ],
+)
+def test_what_is_no_profile_is_refused_with_the_files_name(data: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "hostile.json"
+    file.write_bytes(data)
+    with pytest.raises(BadProfile, match=r"hostile\.json"):
+        read_profile(file)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadProfile, match="cannot be read"):
+        read_profile(tmp_path / "none.json")
+
+
+def test_fields_of_a_later_version_are_ignored(tmp_path: Path) -> None:
+    file = tmp_path / "m.json"
+    file.write_bytes(_document(added_later=[1, 2]))
+    assert read_profile(file) == profile()
+
+
+@pytest.mark.parametrize(
+    ("changes", "there", "said"),
+    [
+        ({}, {"model_hash": "another"}, "model another"),
+        ({}, {"layout_hash": "another"}, "layout another"),
+        ({}, {"engine": "torch", "device": "cuda"}, "engine torch on cuda"),
+        ({"engine": "mock"}, {"engine": "torch"}, "engine torch on cpu"),
+        ({"version": "0.0.1"}, {}, "is of 0.0.1"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(changes: dict[str, object], there: dict[str, str], said: str) -> None:
+    with pytest.raises(BadProfile, match=said):
+        profile(**changes).check(**there)
+
+
+def test_the_mock_engine_plays_any_profile() -> None:
+    own: Profile = profile()
+    own.check(model_hash=own.model_hash, layout_hash=own.layout_hash, engine="mock", device="cpu")
