@@ -11,7 +11,7 @@ import msgspec
 
 from shared.errors import BadRequest, BlitzError, Internal, Unauthorized, Unavailable, error_from_code
 from shared.messages.admin import AddModelBody, ModelList, ModelStatus, PoolStatus, ScaleBody, SetModelBody, Status
-from shared.messages.common import LiveChoice, Role
+from shared.messages.common import LiveChoice, Role, Serving
 from shared.messages.scaling import ScaleRecord, ScaleRecords
 
 T = TypeVar("T")
@@ -85,6 +85,9 @@ class AdminClient:
         slo_ttft_s: float | None = None,
         slo_tbt_s: float | None = None,
         keep_alive_s: float | None = None,
+        served_as: Serving | None = None,
+        weight: float | None = None,
+        advise: bool | None = None,
     ) -> ModelStatus:
         """Register a checkpoint directory, as the services see it. Raises ``BadCheckpoint``, ``Conflict``.
 
@@ -99,6 +102,9 @@ class AdminClient:
             slo_ttft_s=slo_ttft_s,
             slo_tbt_s=slo_tbt_s,
             keep_alive_s=keep_alive_s,
+            served_as=served_as,
+            weight=weight,
+            advise=advise,
         )
         return await self._call("POST", "/admin/models", ModelStatus, body=body, timeout_s=ADD_TIMEOUT_S)
 

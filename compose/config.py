@@ -11,6 +11,7 @@ from typing import Literal
 
 from compose.errors import StackRefused
 from shared.messages.admin import MAX_KEEP_ALIVE_S
+from shared.messages.common import Serving
 
 DEFAULT_PORT = 8000
 ADMIN_KEY_VARIABLE = "BLITZ_ADMIN_KEY"
@@ -55,6 +56,8 @@ class StackConfig:
     """The same for the time between two tokens."""
     keep_alive_s: float | None = None
     """How long the last instance of each model stays without traffic. None: a model keeps an instance."""
+    served_as: Serving = ""
+    """How all models are served."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of every service."""
     service_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from compose.errors import StackRefused
 from compose.ports import require_free
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BadCheckpoint
+from shared.messages.common import SERVED_BY
 
 CUDA_PROBE_S = 60.0
 CUDA_PROBE = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
@@ -89,11 +90,12 @@ def check(config: StackConfig) -> Findings:
         require_free("127.0.0.1", config.nats_port, "another NATS port")
     for offset in range(config.num_health_ports):
         require_free("127.0.0.1", config.first_health_port + offset, f"another {HEALTH_PORT_VARIABLE}")
-    num_models = len(model_names(config.models))
+    num_models, each = len(model_names(config.models)), len(SERVED_BY[config.served_as])
     # With a keep-alive they take turns.
-    if num_models > config.workers and not config.keep_alive_s:
+    if num_models * each > config.workers and not config.keep_alive_s:
+        needs = "a worker each" if each == 1 else f"{each} workers each"
         raise StackRefused(
-            f"{num_models} models need a worker each, and there are {config.workers}: give --workers {num_models}, "
+            f"{num_models} models need {needs}, and there are {config.workers}: give --workers {num_models * each}, "
             "--keep-alive, or fewer models, and then: blitzscale models add DIR --min-instances 0"
         )
     plenty = config.workers * largest <= psutil.virtual_memory().available // 2

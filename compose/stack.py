@@ -138,8 +138,9 @@ class Stack(RunningStack):
         raise await self._supervisor.wait_gave_up()
 
     async def wait_ready(self, timeout_s: float = 180.0) -> Status:
-        """Wait for the services and workers, register the models, and wait until each has an instance that serves, or
-        sleeps: it need not have one, and nothing is asked of it.
+        """Wait for the services and workers, register the models, and wait until each has an instance that serves, and
+        its least number in both roles if it is served disaggregated; or sleeps: it need not have one, and nothing is
+        asked of it.
 
         Raises ``StackNotReady`` saying what is missing, ``ProcessGaveUp``, or the gateway's ``BlitzError``
         for a model that it refuses.
@@ -188,10 +189,11 @@ class Stack(RunningStack):
                         registered.add(name)
                         status = await self.admin.status()
                     asleep = {model.name for model in status.models if status.sleeps(model)}
-                    awaited = [name for name in models if name not in asleep and status.serving(name) < 1]
+                    served = {model.name for model in status.models if status.is_served(model)}
+                    awaited = [name for name in models if name not in asleep | served]
                     if not awaited:
                         return status
-                    missing = f"waiting for the first instance of {', '.join(awaited)}"
+                    missing = f"waiting for the first instances of {', '.join(awaited)}"
             except (Unavailable, DeadlineExceeded) as error:
                 # Services find each other within seconds of starting; until then this is normal.
                 missing = (
@@ -212,6 +214,7 @@ class Stack(RunningStack):
                 slo_ttft_s=self.config.slo_ttft_s,
                 slo_tbt_s=self.config.slo_tbt_s,
                 keep_alive_s=self.config.keep_alive_s,
+                served_as=self.config.served_as or None,
             )
         except Conflict:
             known = {model.name: model.path for model in (await self.admin.status()).models}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shared.messages.common import SCALED_BY_LOAD, InstanceState, Role
+from shared.messages.common import SERVED_BY, InstanceState, Role
 from shared.messages.registry import Floor, ModelRecord, Route, Unplaced, WorkerHeartbeat, WorkerRecord
 
 ROUTABLE: frozenset[InstanceState] = frozenset({"live", "serving", "draining"})
@@ -72,7 +72,8 @@ def counted_as(worker: WorkerRecord, models: Mapping[str, ModelRecord]) -> tuple
 def bounded(desired: int, model: ModelRecord, floor: Floor | None, role: Role = "colocated") -> int:
     """The wanted number within the model's limits, and not below the role's manual floor.
 
-    ``max_instances`` bounds each role by itself; ``min_instances`` speaks of colocated instances only.
+    ``min_instances`` is of each role that the model is served by. ``max_instances`` is of all roles together: what
+    others have has to be taken off by who knows it.
     """
-    low = max(model.min_instances if role in SCALED_BY_LOAD else 0, floor.instances if floor else 0)
+    low = max(model.min_instances if role in SERVED_BY[model.serving] else 0, floor.instances if floor else 0)
     return min(max(desired, low), model.max_instances)

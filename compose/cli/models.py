@@ -13,14 +13,17 @@ from rich.table import Table
 from compose.admin import AdminClient
 from compose.cli.options import (
     URL_DEFAULT,
+    Advise,
     Json,
     KeepAlive,
     NewKeepAlive,
     NewSloTbt,
     NewSloTtft,
+    Served,
     SloTbt,
     SloTtft,
     Url,
+    Weight,
     ask,
     seconds,
     show,
@@ -37,7 +40,14 @@ _OPTIONS = {
     "slo_ttft_s": "--slo-ttft",
     "slo_tbt_s": "--slo-tbt",
     "keep_alive_s": "--keep-alive",
+    "served_as": "--serving",
+    "weight": "--weight",
+    "advise": "--advise",
 }
+
+
+_TIMES = ("TTFT ms", "TBT ms", "keep s")
+_COLUMNS = ("name", "serving", "as", "min", "max", "MiB", "what", *_TIMES, "weight", "advise", "path")
 
 
 class NotAdded(StackError):
@@ -63,6 +73,9 @@ def add(
     slo_ttft_ms: SloTtft = None,
     slo_tbt_ms: SloTbt = None,
     keep_alive_s: KeepAlive = None,
+    served_as: Served = None,
+    weight: Weight = None,
+    advise: Advise = None,
     url: Url = URL_DEFAULT,
 ) -> None:
     """Register a checkpoint directory; it is served as soon as an instance has loaded it."""
@@ -83,6 +96,9 @@ def add(
         "slo_ttft_s": seconds(slo_ttft_ms),
         "slo_tbt_s": seconds(slo_tbt_ms),
         "keep_alive_s": keep_alive_s,
+        "served_as": served_as,
+        "weight": weight,
+        "advise": advise,
     }
     before, added = ask(url, lambda client: _add(client, sent, limits))
     if before is None:
@@ -111,14 +127,22 @@ def list_(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
 
 def _tables(found: Sequence[ModelStatus], _: Console) -> Iterator[Table]:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("name", "serving", "min", "max", "MiB", "what", "TTFT ms", "TBT ms", "keep s", "path"):
+    for column in _COLUMNS:
         table.add_column(column, overflow="fold")
     for model in found:
-        times = shown_ms(model.slo_ttft_s), shown_ms(model.slo_tbt_s), shown_s(model.keep_alive_s)
-        limits = str(model.min_instances), shown_limit(model.max_instances)
         what = " ".join(text for text in (model.architecture, model.dtype) if text) or "-"
         table.add_row(
-            model.name, str(model.serving), *limits, shown_mib(model.weights_bytes), what, *times, model.path or "-"
+            model.name,
+            str(model.serving),
+            model.served_as or "-",
+            str(model.min_instances),
+            shown_limit(model.max_instances),
+            shown_mib(model.weights_bytes),
+            what,
+            *(shown_ms(model.slo_ttft_s), shown_ms(model.slo_tbt_s), shown_s(model.keep_alive_s)),
+            f"{model.weight:g}",
+            "yes" if model.advise else "-",
+            model.path or "-",
         )
     yield table
 
@@ -136,6 +160,9 @@ def set_(
     slo_ttft_ms: NewSloTtft = None,
     slo_tbt_ms: NewSloTbt = None,
     keep_alive_s: NewKeepAlive = None,
+    served_as: Served = None,
+    weight: Weight = None,
+    advise: Advise = None,
     url: Url = URL_DEFAULT,
 ) -> None:
     """Change a registered model's settings; what is not given stays as it is."""
@@ -145,14 +172,19 @@ def set_(
         slo_ttft_s=seconds(slo_ttft_ms),
         slo_tbt_s=seconds(slo_tbt_ms),
         keep_alive_s=keep_alive_s,
+        served_as=served_as,
+        weight=weight,
+        advise=advise,
     )
     if changes == SetModelBody():
         raise NotChanged(f"nothing to change: give at least one of {', '.join(_OPTIONS.values())}")
     now = ask(url, lambda client: client.set_model(name, changes))
     limits = str(now.min_instances), shown_limit(now.max_instances)
-    settings = *limits, shown_ms(now.slo_ttft_s), shown_ms(now.slo_tbt_s), shown_s(now.keep_alive_s)
-    shown = ", ".join(f"{option} {value}" for option, value in zip(_OPTIONS.values(), settings, strict=True))
-    typer.echo(f"changed {now.name}: {shown}")
+    times = shown_ms(now.slo_ttft_s), shown_ms(now.slo_tbt_s), shown_s(now.keep_alive_s)
+    settings = *limits, *times, now.served_as or "-", f"{now.weight:g}"
+    shown = [f"{option} {value}" for option, value in zip(_OPTIONS.values(), settings, strict=False)]
+    shown.append("--advise" if now.advise else "--no-advise")
+    typer.echo(f"changed {now.name}: {', '.join(shown)}")
 
 
 @app.command("remove")

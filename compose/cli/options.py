@@ -15,7 +15,8 @@ from rich.console import Console, RenderableType
 
 from compose.admin import AdminClient
 from compose.config import DEFAULT_URL, URL_VARIABLE, admin_key
-from shared.messages.admin import MAX_KEEP_ALIVE_S
+from shared.messages.admin import MAX_KEEP_ALIVE_S, MAX_WEIGHT
+from shared.messages.common import Serving
 
 T = TypeVar("T")
 
@@ -122,6 +123,41 @@ NewKeepAlive = Annotated[
         help="Go to zero instances after this long without a request; 0: as soon as they are idle.",
         show_default=False,
     ),
+]
+
+
+def _weight(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= MAX_WEIGHT:
+        raise typer.BadParameter(f"{text!r} is not a number greater than 0 and at most {MAX_WEIGHT:.0f}")
+    return value
+
+
+Weight = Annotated[
+    float | None,
+    typer.Option(
+        "--weight",
+        parser=_weight,
+        metavar="NUMBER",
+        help="What its missed objectives count for beside those of other models; 1 is usual.",
+        show_default=False,
+    ),
+]
+Served = Annotated[
+    Serving | None,
+    typer.Option(
+        "--serving",
+        help="Which instances the load decides on: colocated ones, or prefill and decode instances; '': colocated "
+        "ones, and those of other roles stay as asked for by hand.",
+        show_default=False,
+    ),
+]
+Advise = Annotated[
+    bool | None,
+    typer.Option("--advise/--no-advise", help="Only say what would be done to its instances.", show_default=False),
 ]
 
 

@@ -11,13 +11,14 @@ from typing import Annotated, Literal
 import typer
 
 from compose import preflight
-from compose.cli.options import KeepAlive, SloTbt, SloTtft, seconds
+from compose.cli.options import KeepAlive, Served, SloTbt, SloTtft, seconds
 from compose.config import DEFAULT_PORT, StackConfig, default_state_dir, default_workers
 from compose.demo_model import ensure_demo_model
 from compose.errors import StackRefused
 from compose.log_lines import ConsoleSink, worth_showing
 from compose.stack import Stack
 from shared.messages.admin import Status
+from shared.messages.common import SERVED_BY
 
 _NAME = "blitz"
 
@@ -50,16 +51,18 @@ def up(
     slo_ttft_ms: SloTtft = None,
     slo_tbt_ms: SloTbt = None,
     keep_alive_s: KeepAlive = None,
+    served_as: Served = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Services' lines go to the log files only.")] = False,
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait for all models.")] = 300.0,
 ) -> None:
     """Start everything on this machine (NATS, Redis, all services) and serve until Ctrl-C."""
     folder = (state_dir if state_dir is not None else default_state_dir()).expanduser().absolute()
     sink = ConsoleSink()
+    num_needed = len(models or ()) * len(SERVED_BY[served_as or ""])
     config = StackConfig(
         models=tuple(models or ()),
         state_dir=folder,
-        workers=workers if workers is not None else max(default_workers(), len(models or ())),
+        workers=workers if workers is not None else max(default_workers(), num_needed),
         planners=planners,
         monitors=monitors,
         pools=pools,
@@ -72,6 +75,7 @@ def up(
         slo_ttft_s=seconds(slo_ttft_ms),
         slo_tbt_s=seconds(slo_tbt_ms),
         keep_alive_s=keep_alive_s,
+        served_as=served_as or "",
     )
     if not config.models:
         # A port in use is refused before anything is written.

@@ -221,7 +221,9 @@ class MonitorService:
         now_s = time.monotonic()
         for name, model in sorted(self._models.items()):
             for role, group in model.groups.items():
-                if role not in SCALED_BY_LOAD and group.floor is None and group.observed <= model.record.max_instances:
+                least = bounded(0, model.record, group.floor, role)
+                fits = least <= group.observed <= model.record.max_instances
+                if role not in SCALED_BY_LOAD and group.floor is None and fits:
                     # No operator asked for another number: what is there stays.
                     group.sent = group.told = None
                     continue
@@ -231,7 +233,6 @@ class MonitorService:
                     model.shown = desired, verdict.needed
                     self._desired_gauge.labels(name).set(desired)
                     self._needed_gauge.labels(name).set(verdict.needed)
-                least = bounded(0, model.record, group.floor, role)
                 changed = group.set_idle(max(0, min(verdict.idle, group.observed - least)))
                 if not self._leader.leads:
                     group.sent = group.told = None

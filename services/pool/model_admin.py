@@ -65,6 +65,9 @@ class ModelAdmin:
                 slo_ttft_s=request.slo_ttft_s,
                 slo_tbt_s=request.slo_tbt_s,
                 keep_alive_s=request.keep_alive_s,
+                serving=request.serving,
+                weight=request.weight,
+                advise=request.advise,
             )
             async with self.changing:
                 stored = self._registry.models.get(name) or await self._store.add_model(record)

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from shared.messages.common import LiveChoice, Role
+from shared.messages.common import SERVED_BY, LiveChoice, Role, Serving
 from shared.messages.scaling import Unplanned
 
 MAX_INSTANCES = 1_000_000
@@ -22,9 +22,12 @@ MAX_SLO_S = 3600.0
 MAX_KEEP_ALIVE_S = 30 * 86_400.0
 """Thirty days: longer, and the model is meant to stay, which ``min_instances`` says."""
 
+MAX_WEIGHT = 1e6
+
 Objective = Annotated[float, Meta(ge=MIN_SLO_S, le=MAX_SLO_S)]
 ObjectiveOrNone = Annotated[float, Meta(ge=0, le=MAX_SLO_S)]
 KeepAlive = Annotated[float, Meta(ge=0, le=MAX_KEEP_ALIVE_S)]
+Weight = Annotated[float, Meta(gt=0, le=MAX_WEIGHT)]
 
 
 class AddModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -37,6 +40,9 @@ class AddModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     slo_ttft_s: Objective | None = None
     slo_tbt_s: Objective | None = None
     keep_alive_s: KeepAlive | None = None
+    served_as: Serving | None = None
+    weight: Weight | None = None
+    advise: bool | None = None
 
     @property
     def least(self) -> int:
@@ -52,6 +58,9 @@ class SetModelBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     slo_ttft_s: ObjectiveOrNone | None = None
     slo_tbt_s: ObjectiveOrNone | None = None
     keep_alive_s: KeepAlive | None = None
+    served_as: Serving | None = None
+    weight: Weight | None = None
+    advise: bool | None = None
 
 
 class ScaleBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -81,6 +90,9 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     slo_ttft_s: float = 0.0
     slo_tbt_s: float = 0.0
     keep_alive_s: float = 0.0
+    served_as: Serving = ""
+    weight: float = 1.0
+    advise: bool = False
     added_at_s: float = 0.0
     architecture: str = ""
     dtype: str = ""
@@ -180,9 +192,16 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     unplanned: tuple[Unplanned, ...] = ()
     """What is asked for and not possible now."""
 
-    def serving(self, model: str) -> int:
-        """How many instances of a model answer requests on their own."""
-        return sum(i.state == "serving" for i in self.instances if i.model == model)
+    def serving(self, model: str, role: Role | None = None) -> int:
+        """How many instances of a model answer requests on their own; of one role, or of all."""
+        return sum(i.state == "serving" for i in self.instances if i.model == model and role in (None, i.role))
+
+    def is_served(self, model: ModelStatus) -> bool:
+        """Whether an instance answers its requests, and it has its least number in each role of a disaggregated one."""
+        if not self.serving(model.name):
+            return False
+        roles = SERVED_BY["disaggregated"] if model.served_as == "disaggregated" else frozenset[Role]()
+        return all(self.serving(model.name, role) >= model.min_instances for role in roles)
 
     def sleeps(self, model: ModelStatus) -> bool:
         """Whether it has no instance, need not have one, and nothing is asked of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -32,6 +33,15 @@ DECODES_FOR_OTHERS: frozenset[Role] = frozenset({"decode"})
 SCALED_BY_LOAD: frozenset[Role] = frozenset({"colocated"})
 """Roles of which the monitor asks for as many instances as the load needs; of others, for as many as were asked for by
 hand."""
+Serving = Literal["", "colocated", "disaggregated"]
+"""How a model is served. ``""``: by colocated instances, and by those of other roles that were asked for by hand.
+``colocated``, ``disaggregated``: the load decides on the roles below, and instances of others are surplus."""
+SERVED_BY: Mapping[Serving, frozenset[Role]] = {
+    "": frozenset({"colocated"}),
+    "colocated": frozenset({"colocated"}),
+    "disaggregated": frozenset({"prefill", "decode"}),
+}
+"""Roles of which a model that is served so keeps its minimum."""
 InstanceState = Literal["spare", "loading", "live", "serving", "draining", "failed"]
 Device = Literal["cpu", "cuda"]
 LivePolicy = Literal["zigzag", "best_effort", "stop_the_world"]

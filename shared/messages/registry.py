@@ -8,7 +8,7 @@ import msgspec
 
 from shared.errors import BlitzError
 from shared.messages.codec import Message
-from shared.messages.common import Count, Device, ErrorInfo, Figure, InstanceState, Role
+from shared.messages.common import Count, Device, ErrorInfo, Figure, InstanceState, Role, Serving
 from shared.model_spec import ModelSpec
 
 MAX_HOLD_S = 1e9
@@ -27,9 +27,9 @@ class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     weights_bytes: Count
     added_at_s: Figure
     min_instances: int = 1
-    """Of colocated instances."""
+    """Of each role that it is served by (``SERVED_BY``)."""
     max_instances: int = 1_000_000
-    """Of each role."""
+    """Of all its roles together."""
     slo_ttft_s: float = 0.0
     """Objective for the time to the first token. 0: the services' default."""
     slo_tbt_s: float = 0.0
@@ -37,6 +37,11 @@ class ModelRecord(Message, frozen=True, kw_only=True, tag="model.v1"):
     keep_alive_s: float = 0.0
     """How long the last instance stays after the last request, if that is longer than it would by itself. Not 0 only
     with ``min_instances`` 0."""
+    serving: Serving = msgspec.field(default="", name="served_as")
+    """On the wire and in JSON it has another name: there, ``serving`` is how many instances serve."""
+    weight: float = 1.0
+    """What a missed objective of this model counts for, beside those of other models."""
+    advise: bool = False
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +159,9 @@ class AddModel(Message, frozen=True, kw_only=True, tag="add_model.v1"):
     slo_ttft_s: float = 0.0
     slo_tbt_s: float = 0.0
     keep_alive_s: float = 0.0
+    serving: Serving = ""
+    weight: float = 1.0
+    advise: bool = False
 
 
 class SetModel(Message, frozen=True, kw_only=True, tag="set_model.v1"):
@@ -165,6 +173,9 @@ class SetModel(Message, frozen=True, kw_only=True, tag="set_model.v1"):
     slo_ttft_s: float | None = None
     slo_tbt_s: float | None = None
     keep_alive_s: float | None = None
+    serving: Serving | None = None
+    weight: float | None = None
+    advise: bool | None = None
 
 
 class RemoveModel(Message, frozen=True, kw_only=True, tag="remove_model.v1"):

@@ -130,6 +130,13 @@ def test_defaults_follow_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert default_state_dir() == Path("/x/blitzscale")
 
 
+def test_a_disaggregated_model_needs_two_workers(tmp_path: Path, demo_model: Path) -> None:
+    one = config(tmp_path, models=(demo_model,), workers=1, served_as="disaggregated")
+    with pytest.raises(StackRefused, match="1 models need 2 workers each, and there are 1: give --workers 2"):
+        preflight.check(one)
+    preflight.check(config(tmp_path, models=(demo_model,), workers=2, served_as="disaggregated"))
+
+
 def test_more_models_than_workers_are_refused_with_the_way_out(tmp_path: Path, demo_model: Path) -> None:
     folders = []
     for name in ("one", "two", "three"):

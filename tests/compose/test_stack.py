@@ -20,7 +20,7 @@ from compose.errors import ProcessGaveUp, StackNotReady, StackRefused
 from compose.ports import free_port
 from compose.restart_policy import RestartPolicy
 from compose.stack import Stack
-from shared.messages.admin import FloorStatus, ModelStatus, Status
+from shared.messages.admin import FloorStatus, InstanceStatus, ModelStatus, Status
 from tests.compose.fake_services import journal, write_fake_services
 from tests.compose.waiting import until, until_sync
 
@@ -135,6 +135,22 @@ def test_a_model_that_something_is_asked_of_does_not_sleep() -> None:
     for changes in ({"min_instances": 1}, {"queued_requests": 1}, {"instances": 1}):
         awake = msgspec.structs.replace(model, **changes)
         assert not Status(models=(awake,)).sleeps(awake)
+
+
+def test_a_disaggregated_model_is_served_once_it_has_its_least_number_in_both_roles() -> None:
+    def status(model: ModelStatus, *roles: str) -> Status:
+        instances = [InstanceStatus(id=f"i-{n}", model="m", state="serving", role=r) for n, r in enumerate(roles)]
+        return Status(models=(model,), instances=tuple(instances))
+
+    model = ModelStatus(name="m", served_as="disaggregated", min_instances=2)
+    for roles in ((), ("colocated",) * 4, ("prefill", "prefill", "decode"), ("decode", "decode", "prefill")):
+        assert not status(model, *roles).is_served(model), roles
+    assert status(model, "prefill", "decode", "decode", "prefill").is_served(model)
+    woken = msgspec.structs.replace(model, min_instances=0)
+    assert status(woken, "prefill").is_served(woken)
+    assert not status(woken).is_served(woken)
+    plain = ModelStatus(name="m", min_instances=2)
+    assert status(plain, "colocated").is_served(plain)
 
 
 @pytest.mark.parametrize("what", ["workers", "planners", "monitors", "pools", "gateways"])

@@ -19,7 +19,9 @@ def test_the_number_is_kept_within_the_models_limits_and_above_the_floor() -> No
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_the_least_number_is_of_colocated_instances_and_the_most_of_each_role(role: Role) -> None:
+def test_the_least_number_is_of_each_role_that_the_model_is_served_by(role: Role) -> None:
+    disaggregated = msgspec.structs.replace(M, serving="disaggregated")
+    assert (bounded(0, disaggregated, None, role), bounded(0, disaggregated, None)) == (1, 0)
     assert bounded(0, M, None) == 1
     assert bounded(0, M, None, role) == 0
     assert bounded(9, M, None, role) == 4

@@ -149,7 +149,7 @@ def admin_router(gateway: Gateway) -> APIRouter:
     async def add_model(request: Request) -> Response:
         """Register a checkpoint.
 
-        ``{"path", "name"?, "min_instances"?, "max_instances"?, "slo_ttft_s"?, "slo_tbt_s"?, "keep_alive_s"?}``
+        ``{"path", "name"?}``, and settings as ``set_model`` takes.
         """
         body = await _body(request, gateway, AddModelBody)
         message = AddModel(
@@ -160,6 +160,9 @@ def admin_router(gateway: Gateway) -> APIRouter:
             slo_ttft_s=body.slo_ttft_s or 0.0,
             slo_tbt_s=body.slo_tbt_s or 0.0,
             keep_alive_s=body.keep_alive_s or 0.0,
+            serving=body.served_as or "",
+            weight=1.0 if body.weight is None else body.weight,
+            advise=bool(body.advise),
         )
         known = {name: model.record.added_at_s for name, model in gateway.routes.models.items()}
         record = await added(message)
@@ -171,10 +174,12 @@ def admin_router(gateway: Gateway) -> APIRouter:
     async def set_model(name: str, request: Request) -> Response:
         """Change a model's settings; those that are not given stay, and 0 lifts an objective or the keep-alive.
 
-        ``{"min_instances"?, "max_instances"?, "slo_ttft_s"?, "slo_tbt_s"?, "keep_alive_s"?}``
+        ``{"min_instances"?, "max_instances"?, "slo_ttft_s"?, "slo_tbt_s"?, "keep_alive_s"?, "served_as"?, "weight"?,
+        "advise"?}``
         """
         body = await _body(request, gateway, SetModelBody)
-        message = SetModel(name=name, **msgspec.structs.asdict(body))
+        settings = msgspec.structs.asdict(body)
+        message = SetModel(name=name, serving=settings.pop("served_as"), **settings)
         with _asking("pool", WITHOUT_POOL):
             record = await bus.request(subjects.pool("set_model"), message, ModelRecord, timeout_s=RPC_TIMEOUT_S)
         await gateway.refresh()

@@ -104,6 +104,7 @@ def _model(record: ModelRecord, instances: Sequence[InstanceStatus], queued: int
         instances=len(states),
         serving=states.count("serving"),
         live=states.count("live"),
+        served_as=record.serving,
         queued_requests=queued,
     )
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shared.errors import BadRequest
-from shared.messages.admin import MAX_KEEP_ALIVE_S, MAX_SLO_S, MIN_SLO_S
+from shared.messages.admin import MAX_KEEP_ALIVE_S, MAX_SLO_S, MAX_WEIGHT, MIN_SLO_S
+from shared.messages.common import SERVED_BY
 from shared.messages.registry import AddModel, ModelRecord
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,199}")
@@ -37,13 +38,26 @@ def path_of(path: str, roots: Sequence[Path]) -> Path:
 
 
 def check_limits(request: AddModel | ModelRecord) -> None:
-    """Raises ``BadRequest`` naming the parameter if instances, objectives or the keep-alive are out of range, or
-    contradict each other."""
+    """Raises ``BadRequest`` naming the parameter if instances, objectives, the keep-alive or the weight are out of
+    range, or contradict each other or how the model is served."""
     if not 0 <= request.min_instances <= request.max_instances:
         raise BadRequest(
             f"min_instances {request.min_instances} and max_instances {request.max_instances} "
             "must satisfy 0 <= min <= max",
             param="min_instances",
+        )
+    if request.serving == "disaggregated":
+        # Also where it goes to zero in between: what one role's instance begins, the other's is to continue.
+        least = len(SERVED_BY["disaggregated"]) * max(1, request.min_instances)
+        if request.max_instances < least:
+            raise BadRequest(
+                f"max_instances {request.max_instances} is of all roles together, and a model that is served "
+                f"disaggregated has {max(1, request.min_instances)} of each at least: it must be {least} or more",
+                param="max_instances",
+            )
+    if not 0 < request.weight <= MAX_WEIGHT:
+        raise BadRequest(
+            f"weight must be greater than 0 and at most {MAX_WEIGHT:.0f}, not {request.weight:g}", param="weight"
         )
     for param, slo_s in (("slo_ttft_s", request.slo_ttft_s), ("slo_tbt_s", request.slo_tbt_s)):
         # NaN is in no range.

@@ -326,15 +326,15 @@ def test_a_bad_checkpoint_is_the_servers_message(gateway: FakeGateway, capsys: p
 
 def test_models_are_listed_and_removed(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     other = {"name": "other", "path": "/models/other", "min_instances": 0, "slo_ttft_s": 0.5, "slo_tbt_s": 0.0625}
-    other |= {"keep_alive_s": 90.0}
+    other |= {"keep_alive_s": 90.0, "served_as": "disaggregated", "weight": 2.5, "advise": True}
     other |= {"serving": 2, "max_instances": 3, "weights_bytes": 3 << 19, "architecture": "Llama", "dtype": "float16"}
     gateway.answers["GET /admin/models"] = (200, {"models": [*STATUS["models"], other]})
     gateway.answers["DELETE /admin/models/org%2Fdemo"] = (200, {})
     assert run(["models", "list"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[1:] == [
-        "demo 0 1 - 0.0 - - - - /models/demo",
-        "other 2 0 3 1.5 Llama float16 500 62.5 90 /models/other",
+        "demo 0 - 1 - 0.0 - - - - 1 - /models/demo",
+        "other 2 disaggregated 0 3 1.5 Llama float16 500 62.5 90 2.5 yes /models/other",
     ]
     assert run(["models", "list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -350,10 +350,29 @@ def test_settings_that_are_given_are_sent_and_all_are_shown(
     settings = ["--min-instances", "0", "--keep-alive", "90.5", "--slo-ttft", "0", "--slo-tbt", "62.5"]
     assert run(["models", "set", "org/demo", *settings]) == 0
     assert gateway.requests[-1][1] == {"min_instances": 0, "slo_ttft_s": 0.0, "slo_tbt_s": 0.0625, "keep_alive_s": 90.5}
-    shown = "--min-instances 0, --max-instances 3, --slo-ttft -, --slo-tbt 62.5, --keep-alive 90.5"
+    shown = (
+        "--min-instances 0, --max-instances 3, --slo-ttft -, --slo-tbt 62.5, --keep-alive 90.5, --serving -, "
+        "--weight 1, --no-advise"
+    )
     assert capsys.readouterr().out == f"changed org/demo: {shown}\n"
     assert run(["models", "set", "org/demo", "--max-instances", "3"]) == 0
     assert gateway.requests[-1][1] == {"max_instances": 3}
+
+
+def test_how_a_model_is_served_is_given_and_shown(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    served = {"served_as": "disaggregated", "weight": 2.5, "advise": True}
+    options = ["--serving", "disaggregated", "--weight", "2.5", "--advise"]
+    gateway.answers["GET /admin/models"] = (200, {"models": []})
+    gateway.answers["POST /admin/models"] = (201, {"name": "m"} | served)
+    assert run(["models", "add", "/over/there", *options]) == 0
+    assert gateway.requests[-1][1] == {"path": "/over/there"} | served
+    gateway.answers["PATCH /admin/models/m"] = (200, {"name": "m"} | served)
+    capsys.readouterr()
+    assert run(["models", "set", "m", *options]) == 0
+    assert gateway.requests[-1][1] == served
+    assert capsys.readouterr().out.endswith("--serving disaggregated, --weight 2.5, --advise\n")
+    assert run(["models", "set", "m", "--serving", "", "--no-advise"]) == 0
+    assert gateway.requests[-1][1] == {"served_as": "", "advise": False}
 
 
 def test_setting_nothing_is_refused_here(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
@@ -364,7 +383,20 @@ def test_setting_nothing_is_refused_here(gateway: FakeGateway, capsys: pytest.Ca
 
 @pytest.mark.parametrize(
     "option",
-    ["--min-instances=-1", "--max-instances=0", "--slo-ttft=-5", "--slo-tbt=nan", "--slo-tbt=0.5", "--keep-alive=nan"],
+    [
+        "--min-instances=-1",
+        "--max-instances=0",
+        "--slo-ttft=-5",
+        "--slo-tbt=nan",
+        "--slo-tbt=0.5",
+        "--keep-alive=nan",
+        "--serving=apart",
+        "--weight=0",
+        "--weight=-1",
+        "--weight=nan",
+        "--weight=inf",
+        "--weight=1e7",
+    ],
 )
 def test_settings_that_are_none_are_wrong_usage(gateway: FakeGateway, option: str) -> None:
     assert run(["models", "set", "demo", option]) == 2
@@ -404,7 +436,7 @@ def test_status_shows_what_was_asked_for_by_hand_and_what_is_wanted_in_vain(
     )
     assert run(["status"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "demo 1 7 1 - /models/demo" in lines
+    assert "demo 1 - 7 1 - /models/demo" in lines
     assert "demo prefill 2 100 s" in lines
     assert any(line.startswith("demo colocated 3 12 s 2 of 2 more") for line in lines)
 

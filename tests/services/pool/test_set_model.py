@@ -74,6 +74,12 @@ async def test_0_lifts_what_a_model_need_not_have(pool: CopyPool) -> None:
         ({"keep_alive_s": 60.0}, "keep_alive_s"),
         ({"min_instances": 0, "keep_alive_s": math.inf}, "keep_alive_s"),
         ({"min_instances": 0, "keep_alive_s": 60.0, "slo_ttft_s": 1e9}, "slo_ttft_s"),
+        ({"weight": 0.0}, "weight"),
+        ({"weight": math.nan}, "weight"),
+        ({"weight": math.inf}, "weight"),
+        ({"serving": "disaggregated", "max_instances": 1}, "max_instances"),
+        ({"serving": "disaggregated", "min_instances": 3}, "max_instances"),
+        ({"serving": "disaggregated", "min_instances": 2, "weight": 0.0}, "weight"),
     ],
 )
 async def test_a_refused_change_names_the_parameter_and_changes_nothing(
@@ -102,6 +108,21 @@ async def test_a_model_that_is_not_registered_is_not_made_by_a_change(pool: Copy
     with pytest.raises(ModelNotFound):
         await pool.set_model("m", min_instances=0)
     assert (await models(pool), await stored(pool)) == ((), {})
+
+
+async def test_how_a_model_is_served_changes_and_stays_over_a_restart(redis_url: str) -> None:
+    async with running_copy_pool(redis_url) as pool:
+        await pool.add_model(M)
+        changed = await pool.set_model("m", serving="disaggregated", weight=2.5, advise=True)
+        assert changed == msgspec.structs.replace(M, serving="disaggregated", weight=2.5, advise=True)
+        with pytest.raises(BadRequest) as refused:
+            await pool.set_model("m", max_instances=1)
+        assert refused.value.param == "max_instances"
+        with pytest.raises(BadRequest, match="apart"):
+            await pool.set_model("m", serving="apart")
+    async with running_copy_pool(redis_url, flush=False) as again:
+        assert await models(again) == (changed,)
+        assert (await again.set_model("m", serving="", advise=False)).serving == ""
 
 
 async def test_changes_and_a_removal_at_once_leave_no_model_behind(pool: CopyPool) -> None:

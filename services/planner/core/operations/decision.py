@@ -73,7 +73,6 @@ def decide(
     ``in_pairs`` (instance ids), which scale live with another, go last, and before them those ``at_work``, which have
     requests. ``only``: if not empty, none but those of these workers go.
     """
-    wanted = bounded(desired, model, floor, role)
     # Instances of other weights that had this name before do not belong to the model: they drain.
     mine = [
         w
@@ -82,7 +81,11 @@ def decide(
         and (w.instance.model, w.instance.model_hash, w.instance.role) == (model.name, model.model_hash, role)
     ]
     registered = {model.name: model}
-    counted = [w for w in workers if counted_as(w, registered) == (model.name, role) and not _leaves(w, leaving)]
+    in_roles = [(about[1], w) for w in workers if (about := counted_as(w, registered)) and not _leaves(w, leaving)]
+    counted = [w for counts_as, w in in_roles if counts_as == role]
+    # What is there of this role has its place; of what is left, other roles have taken theirs.
+    room = max(len(counted), model.max_instances - (len(in_roles) - len(counted)))
+    wanted = min(bounded(desired, model, floor, role), room)
     missing = wanted - len(counted)
     draining = [
         w

@@ -178,6 +178,17 @@ async def test_a_models_objectives_reach_the_pool(stack: Stack) -> None:
     assert stack.pool.added == [AddModel(path="/m", slo_ttft_s=0.5, slo_tbt_s=1.0), AddModel(path="/m")]
 
 
+async def test_how_a_model_is_served_reaches_the_pool(stack: Stack) -> None:
+    body = {"path": "/m", "served_as": "disaggregated", "weight": 0.5, "advise": True}
+    assert (await stack.http.post("/admin/models", json=body)).status_code == 200
+    assert stack.pool.added == [AddModel(path="/m", serving="disaggregated", weight=0.5, advise=True)]
+    response = await stack.http.patch("/admin/models/tiny", json={"served_as": "colocated", "weight": 2})
+    assert (response.json()["served_as"], response.json()["weight"]) == ("colocated", 2.0)
+    assert stack.pool.changed == [SetModel(name="tiny", serving="colocated", weight=2.0)]
+    [model] = (await stack.http.get("/admin/models")).json()["models"]
+    assert (model["serving"], model["served_as"], model["weight"], model["advise"]) == (1, "colocated", 2.0, False)
+
+
 async def test_a_model_with_a_keep_alive_need_not_keep_an_instance(stack: Stack) -> None:
     for least in ({}, {"min_instances": None}, {"min_instances": 0}, {"min_instances": 2}):
         body = {"path": "/m", "keep_alive_s": 60, **least}
@@ -208,6 +219,13 @@ async def test_what_is_given_of_a_models_settings_reaches_the_pool_and_shows_at_
         ({"slo_tbt_s": 3601}, "slo_tbt_s"),
         ({"keep_alive_s": 2_592_001}, "keep_alive_s"),
         ({"keep_alive_s": "60"}, "keep_alive_s"),
+        ({"served_as": "apart"}, "served_as"),
+        ({"served_as": True}, "served_as"),
+        ({"weight": 0}, "weight"),
+        ({"weight": -1}, "weight"),
+        ({"weight": 1e7}, "weight"),
+        ({"weight": "2"}, "weight"),
+        ({"advise": 1}, "advise"),
         ([], None),
         ("x", None),
     ],

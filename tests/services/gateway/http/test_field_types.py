@@ -103,7 +103,17 @@ async def test_no_json_value_in_any_admin_field_is_a_fault(stack: Stack, value: 
     await planner(stack)
     scale = [{"instances": 1, field: value} for field in ("instances", "hold_s")]
     add = [{"path": "/m", field: value} for field in ("path", "name", "min_instances", "max_instances", "keep_alive_s")]
-    for field in ("min_instances", "max_instances", "slo_ttft_s", "slo_tbt_s", "keep_alive_s"):
+    settings = (
+        "min_instances",
+        "max_instances",
+        "slo_ttft_s",
+        "slo_tbt_s",
+        "keep_alive_s",
+        "served_as",
+        "weight",
+        "advise",
+    )
+    for field in settings:
         assert fault(await stack.http.patch("/admin/models/tiny", json={field: value})) == "", field
     assert await faults(stack, "/admin/models/tiny/scale", scale) == []
     assert await faults(stack, "/admin/models", add) == []

@@ -51,6 +51,22 @@ def test_a_model_with_a_keep_alive_keeps_no_instance_for_ever() -> None:
     assert refused.value.param == "keep_alive_s"
 
 
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (1, 1), (2, 3)])
+def test_prefill_and_decode_instances_share_the_most(low: int, high: int) -> None:
+    check_limits(AddModel(path="/m", serving="disaggregated", min_instances=low, max_instances=high + 1))
+    check_limits(AddModel(path="/m", serving="colocated", min_instances=low, max_instances=high))
+    with pytest.raises(BadRequest, match=f"{high} is of all roles together") as refused:
+        check_limits(AddModel(path="/m", serving="disaggregated", min_instances=low, max_instances=high))
+    assert refused.value.param == "max_instances"
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan, 1e7])
+def test_a_weight_out_of_range_is_refused(weight: float) -> None:
+    with pytest.raises(BadRequest) as refused:
+        check_limits(AddModel(path="/m", weight=weight))
+    assert refused.value.param == "weight"
+
+
 @pytest.mark.parametrize(("low", "high"), [(-1, 2), (3, 2)])
 def test_instances_out_of_range_are_refused(low: int, high: int) -> None:
     with pytest.raises(BadRequest) as refused:

@@ -17,6 +17,18 @@ def test_missing_instances_are_loaded() -> None:
     assert (decision.current, decision.load, decision.revive, decision.drain) == (1, 2, (), ())
 
 
+def test_all_roles_together_have_the_most() -> None:
+    workers = [worker_record(f"w{i}", M, "serving", role=role) for i, role in enumerate(("prefill", "decode"))]
+    assert decide(M, workers, 9, None, role="decode").load == 2
+    assert decide(M, workers, 9, Floor(model="m", instances=4, until_s=1.0, role="decode"), role="decode").load == 2
+    # The limit is lower than it was: nothing goes for it that is asked to stay.
+    low = msgspec.structs.replace(M, max_instances=2)
+    workers.append(worker_record("w2", M, "serving", role="decode"))
+    assert decide(low, workers, 2, None, role="decode").nothing
+    assert decide(low, workers, 3, None, role="prefill").nothing
+    assert [w.worker.worker_id for w in decide(low, workers, 1, None, role="decode").drain] == ["w1"]
+
+
 def test_loading_instances_and_leased_workers_count() -> None:
     workers = [
         worker_record("w0", M, "serving"),
@@ -82,7 +94,8 @@ def test_instances_and_leases_of_other_roles_do_not_count(role: Role) -> None:
         worker_record("w3", M, "loading", role=other),
         worker_record("w4", lease_plan_id="q", lease_model="m", lease_role=other),
     ]
-    decision = decide(M, workers, 3, None, role=role)
+    unlimited = msgspec.structs.replace(M, max_instances=9)
+    decision = decide(unlimited, workers, 3, None, role=role)
     assert (decision.current, decision.load) == (2, 1)
 
 
@@ -96,7 +109,8 @@ def test_only_instances_of_the_role_are_revived_and_drained(role: Role) -> None:
     assert [w.worker.worker_id for w in decide(M, workers, 0, floor, role=role).drain] == ["w2"]
     workers += [worker_record(f"a{r}", M, "draining", role=r) for r in others]
     workers += [worker_record("w3", M, "draining", role=role)]
-    decision = decide(M, workers, 4, None, role=role)
+    unlimited = msgspec.structs.replace(M, max_instances=9)
+    decision = decide(unlimited, workers, 4, None, role=role)
     assert ([w.worker.worker_id for w in decision.revive], decision.load) == (["w3"], 1)
 
 
