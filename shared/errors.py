@@ -28,6 +28,7 @@
     │   ├── InProgress               in_progress             503
     │   ├── NoResponder              no_responder            503
     │   └── NoCapacity               no_capacity             503
+    │       └── Unservable           unservable              503
     ├── DeadlineExceeded             deadline_exceeded       504
     └── TransportError               transport               500
         ├── PeerLost                 peer_lost               500
@@ -227,6 +228,12 @@ class NoCapacity(Unavailable):
     """Not enough spare workers."""
 
     code = "no_capacity"
+
+
+class Unservable(NoCapacity):
+    """No worker that is registered could ever do this: waiting does not help, an operator has to act."""
+
+    code = "unservable"
 
 
 class DeadlineExceeded(BlitzError):

@@ -10,16 +10,18 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from services.gateway.active_requests import ActiveRequest, ActiveRequests, Sink
 from services.gateway.config import GatewayConfig
 from services.gateway.core import failover
+from services.gateway.core.capacity import Capacity, Size
 from services.gateway.core.failover import WorkerLost
 from services.gateway.core.patience import OwnTime, Patience
 from services.gateway.core.router import Assignment, Router
-from services.gateway.core.routes import RouteChanges, RouteView
+from services.gateway.core.routes import ModelRoutes, RouteChanges, RouteView
 from services.gateway.core.stream import Phase, StreamState, Verdict
+from services.gateway.late_requests import LateRequests
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.outbox import Outbox
 from services.gateway.silence_watch import SilenceWatch
@@ -35,6 +37,7 @@ from shared.errors import (
     NotFound,
     PoisonRequest,
     Unavailable,
+    Unservable,
 )
 from shared.messages.generation import DecodePlace, FinishReason, StreamPart, TokenBatch
 from shared.messages.load import LoadReport, QueueReport
@@ -71,6 +74,11 @@ class Dispatcher:
         """Set when the first request waits for a model that sleeps."""
         self._patience = Patience(config.stall_s, config.probe_s, config.queue_timeout_s)
         self._own_time = OwnTime()
+        self.capacity = Capacity()
+        """What the registered workers could hold."""
+        self._late = LateRequests(
+            bus, self.requests, routes, self.capacity, self.tasks, self._fail, queue_timeout_s=config.queue_timeout_s
+        )
         self.silence_watch = SilenceWatch(
             bus,
             self.requests,
@@ -90,7 +98,9 @@ class Dispatcher:
         return len(self.requests)
 
     def start(self, stream: StreamState, sink: Sink) -> None:
-        """Take a request. Raises ``Overloaded`` when its model's queue is full."""
+        """Take a request. Raises ``Overloaded`` when its model's queue is full, ``Unservable`` when nothing that is
+        registered can ever serve its model."""
+        self._refuse_unservable(stream.model)
         deadline_s = self._clock() + self._config.queue_timeout_s
         self.router.enqueue(stream, deadline_s=deadline_s, retry_after_s=1.0)
         self.requests.add(ActiveRequest(stream, sink, deadline_s))
@@ -160,9 +170,11 @@ class Dispatcher:
         now_s = self._clock()
         self._own_time.tick(now_s)
         for stream in self.router.expired(now_s=now_s):
-            late = f"no instance of model {stream.model!r} took the request within {self._config.queue_timeout_s:g} s"
-            error = self.router.too_long(stream) or Unavailable(late, retry_after_s=1.0)
-            self._fail(self.requests[stream.request_id], error)
+            too_long = self.router.too_long(stream)
+            if too_long is not None:
+                self._fail(self.requests[stream.request_id], too_long)
+            else:
+                self._late.end(self.requests[stream.request_id])
         for name in list(self._routes.models):
             self.pump(name)
         if now_s >= self._next_check_s:
@@ -170,6 +182,35 @@ class Dispatcher:
             self.silence_watch.check()
             self.outbox.forget_strays(now_s)
             self.router.prune(now_s=now_s)
+
+    def workers_changed(self, sizes: Iterable[Size]) -> None:
+        """These workers are registered now: refuse the waiting requests that none of them can ever serve. Call it
+        regularly, as it is a matter of time, too."""
+        self.capacity.put(sizes, self._clock())
+        for name in list(self._routes.models):
+            if not self.router.queued(name)[0]:
+                continue
+            try:
+                self._refuse_unservable(name)
+            except Unservable as error:
+                for stream in self.router.clear(name):
+                    self._fail(self.requests[stream.request_id], error)
+
+    def _refuse_unservable(self, name: str) -> None:
+        """Raises ``Unservable``."""
+        model = self._routes.models.get(name)
+        if model is None or not self.router.sleeps(name):
+            return
+        refusal = self.capacity.refusal(model.record, self._clock())
+        if refusal is not None:
+            raise refusal
+
+    def context_tokens(self, model: ModelRoutes) -> int:
+        """The longest prompt plus output that the model's instances hold; where there are none, that the largest
+        worker could."""
+        if model.has_limits:
+            return model.context_tokens
+        return self.capacity.context_tokens(model.record, self._clock())
 
     def end_all(self) -> None:
         """End what still runs with an error."""

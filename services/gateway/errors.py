@@ -6,7 +6,16 @@ import math
 
 import msgspec
 
-from shared.errors import BadRequest, BlitzError, Conflict, NotFound, Overloaded, RequestFailed, Unauthorized
+from shared.errors import (
+    BadRequest,
+    BlitzError,
+    Conflict,
+    NotFound,
+    Overloaded,
+    RequestFailed,
+    Unauthorized,
+    Unservable,
+)
 
 
 class MethodNotAllowed(BadRequest):
@@ -69,8 +78,8 @@ def error_headers(error: BlitzError) -> list[tuple[bytes, bytes]]:
     headers = []
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
-    if isinstance(error, RequestFailed):
-        # Clients that retry after a 500 (OpenAI's do, twice) look for this.
+    if isinstance(error, (RequestFailed, Unservable)):
+        # Clients that retry after a 5xx (OpenAI's do, twice) look for this.
         headers.append((b"x-should-retry", b"false"))
     if isinstance(error, RequestTimeout):
         # The rest of the request may still come: it must not be taken for the next one.

@@ -14,6 +14,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from services.gateway.api_keys import ApiKeys
 from services.gateway.config import GatewayConfig
+from services.gateway.core.capacity import Size
 from services.gateway.core.routes import ModelRoutes, RouteChanges, RouteView
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.memory import ByteBudget, ResponseMemory
@@ -201,7 +202,11 @@ class Gateway:
     async def refresh(self) -> None:
         """Read the registry now. Raises ``BlitzError``."""
         num_heard = self.routes.num_heard
-        self._took(self.routes.apply_view(await self.registry(), num_heard=num_heard))
+        view = await self.registry()
+        self._took(self.routes.apply_view(view, num_heard=num_heard))
+        self.dispatcher.workers_changed(
+            Size(record.worker.arena_bytes, record.worker.kv_bytes) for record in view.workers
+        )
 
     def _on_route_changes(self, event: RegistryChanges) -> None:
         self._took(self.routes.apply_changes(event))

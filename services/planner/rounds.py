@@ -10,9 +10,9 @@ import asyncio
 import heapq
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -322,10 +322,12 @@ class Rounds:
             level, "no plan for %s (%s wanted): %s", request.model, instances_of(request.desired, request.role), error
         )
 
-    def unplanned(self) -> tuple[Unplanned, ...]:
-        """What is asked for and cannot be planned, those that wait the longest first."""
+    def unplanned(self, models: Collection[str] = ()) -> tuple[Unplanned, ...]:
+        """What is asked for and cannot be planned, those that wait the longest first. ``models``: of these only."""
         now_s = time.monotonic()
-        current = [(r.since_s, about, r) for about, r in self._last_refusal.items() if now_s - r.said_s <= UNPLANNED_S]
+        refusals = self._last_refusal
+        abouts = [(m, role) for m in models for role in get_args(Role) if (m, role) in refusals] if models else refusals
+        current = [(r.since_s, a, r) for a in abouts if now_s - (r := refusals[a]).said_s <= UNPLANNED_S]
         return tuple(
             Unplanned(model=model, role=role, wanted=r.wanted, why=r.why, for_s=round(now_s - since_s, 3))
             for since_s, (model, role), r in heapq.nsmallest(MAX_UNPLANNED_LISTED, current, key=lambda row: row[:2])

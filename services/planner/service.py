@@ -318,6 +318,6 @@ class PlannerService:
         # Pairs without batches and timelines: a list of many would not fit a message.
         return ScaleRecords(
             records=tuple(self._operations.newest(min(request.limit, MAX_LISTED))),
-            refused=self._refusals.newest(time.monotonic(), MAX_REFUSED_LISTED),
-            unplanned=self._rounds.unplanned(),
+            refused=self._refusals.newest(time.monotonic(), MAX_REFUSED_LISTED, request.models),
+            unplanned=self._rounds.unplanned(request.models),
         )

@@ -353,6 +353,8 @@ class ListScaleRecords(Message, frozen=True, kw_only=True, tag="list_scale_recor
     """Ask for the newest ``limit`` records."""
 
     limit: int = 20
+    models: tuple[str, ...] = ()
+    """Of what is refused and unplanned, only what concerns these; none: all."""
 
 
 class RefusedLoad(msgspec.Struct, frozen=True, kw_only=True):

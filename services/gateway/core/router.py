@@ -141,6 +141,11 @@ class Router:
         self._forget_routes(model, queue)
         return [self._forget(item) for item in queue.waiting.clear()]
 
+    def clear(self, model: str) -> list[StreamState]:
+        """The model's waiting requests leave, in order."""
+        queue = self._queues.get(model)
+        return [self._forget(item) for item in queue.waiting.clear()] if queue is not None else []
+
     def enqueue(self, stream: StreamState, *, deadline_s: float, retry_after_s: float) -> None:
         """Append a request to its key's part of its model's queue. Raises ``Overloaded`` when there is no place."""
         queue = self._queues.setdefault(stream.model, _Queue())

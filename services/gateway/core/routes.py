@@ -38,16 +38,24 @@ class ModelRoutes:
     routes: dict[str, Route]
 
     @property
+    def has_limits(self) -> bool:
+        """Whether instances bound the context, and not the model alone."""
+        return bool(self._limits())
+
+    @property
     def context_tokens(self) -> int:
         """Longest prompt plus output that the model, and the best of its instances, can hold."""
+        longest = self.record.spec.max_position
+        return min(longest, max(self._limits(), default=longest))
+
+    def _limits(self) -> list[int]:
         # A live instance may never come to serve: it promises nothing yet. A request for which a decode instance is
         # too small is decoded where its prompt is computed: decode instances bound nothing, and allow nothing.
-        limits = [
+        return [
             route.context_tokens
             for route in self.routes.values()
             if route.context_tokens > 0 and route.state != "live" and route.role in TAKES_PROMPTS
         ]
-        return min(self.record.spec.max_position, max(limits)) if limits else self.record.spec.max_position
 
 
 @dataclass(slots=True)

@@ -20,19 +20,19 @@ def models_router(gateway: Gateway) -> APIRouter:
         """The registered models that the caller's key may use."""
         key = key_of(request.scope)
         names = [name for name in sorted(gateway.routes.models) if gateway.api_keys.may_use(key, name)]
-        models = [_model_json(gateway.routes.models[name]) for name in names]
+        models = [_model_json(gateway, gateway.routes.models[name]) for name in names]
         return {"object": "list", "data": models}
 
     @router.get("/models/{name:path}")
     async def get_model(name: str, request: Request) -> dict[str, Any]:
         """One model."""
         gateway.api_keys.check_model(key_of(request.scope), name)
-        return _model_json(gateway.find_model(name))
+        return _model_json(gateway, gateway.find_model(name))
 
     return router
 
 
-def _model_json(model: ModelRoutes) -> dict[str, Any]:
+def _model_json(gateway: Gateway, model: ModelRoutes) -> dict[str, Any]:
     record = model.record
     return {
         "id": record.name,
@@ -42,5 +42,5 @@ def _model_json(model: ModelRoutes) -> dict[str, Any]:
         # The checkpoint's path is for administrators: see /admin/models.
         "root": record.name,
         "parent": None,
-        "max_model_len": model.context_tokens,
+        "max_model_len": gateway.dispatcher.context_tokens(model),
     }

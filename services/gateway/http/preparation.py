@@ -72,6 +72,8 @@ class Job:
     kind: Kind
     response_id: str
     model: ModelRoutes
+    context_tokens: int
+    """The longest prompt plus output that may be asked for."""
     tokenizer: ModelTokenizer
     options: Options
     prompts: tuple[Prompt, ...]
@@ -122,7 +124,7 @@ class Preparation:
         refuse_large_text(text, max_bytes=max_prompt_bytes, param="messages")
         [ids] = await encode(tokenizer, [text], offload, add_special_tokens=chat.add_special_tokens)
         refuse_unknown_tokens(ids, model.record.spec.vocab_size, param="messages")
-        return Job("chat", f"chatcmpl-{secrets.token_hex(16)}", model, tokenizer, chat.options, (Prompt(ids, ""),))
+        return self._job("chat", f"chatcmpl-{secrets.token_hex(16)}", model, tokenizer, chat.options, Prompt(ids, ""))
 
     async def _completion_job(self, request: CompletionRequest, model: ModelRoutes) -> Job:
         offload = self._gateway.offload
@@ -140,7 +142,13 @@ class Preparation:
             else:
                 echo = await decode(tokenizer, prompt, offload) if request.echo else ""
                 prompts.append(Prompt(prompt, echo))
-        return Job("completion", f"cmpl-{secrets.token_hex(16)}", model, tokenizer, request.options, tuple(prompts))
+        return self._job("completion", f"cmpl-{secrets.token_hex(16)}", model, tokenizer, request.options, *prompts)
+
+    def _job(
+        self, kind: Kind, response_id: str, model: ModelRoutes, tokenizer: ModelTokenizer, options: Options, *p: Prompt
+    ) -> Job:
+        longest = self._gateway.dispatcher.context_tokens(model)
+        return Job(kind, response_id, model, longest, tokenizer, options, p)
 
 
 async def encode(
@@ -216,7 +224,7 @@ def streams_of(job: Job, options: Options, *, key: str, arrived_at_s: float, see
 
 
 def _sampling_of(job: Job, options: Options, num_prompt: int, seeds: random.Random) -> SamplingParams:
-    limit = job.model.context_tokens
+    limit = job.context_tokens
     if num_prompt == 0:
         raise BadRequest("the prompt has no tokens", param=job.prompt_param)
     if num_prompt >= limit:

@@ -59,6 +59,8 @@ class FakeWorker:
     max_running: int = 64
     max_queued_tokens: int = 100_000
     context_tokens: int = CONTEXT_TOKENS
+    arena_bytes: int = 1
+    kv_bytes: int = 1
     state: InstanceState = "serving"
     role: Role = "colocated"
     refuse_with: BlitzError | None = None
@@ -234,8 +236,8 @@ class FakeWorker:
             device="cpu",
             engine="mock",
             transport_address=b"",
-            arena_bytes=1,
-            kv_bytes=1,
+            arena_bytes=self.arena_bytes,
+            kv_bytes=self.kv_bytes,
         )
         instance = InstanceInfo(
             instance_id=self.instance_id,

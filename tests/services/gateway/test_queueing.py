@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
+from services.gateway.core import capacity
 from shared import subjects
 from shared.messages.load import QueueReport
+from shared.messages.scaling import ListScaleRecords, RefusedLoad, ScaleRecords, Unplanned
 from tests.services.gateway.cluster import FakeWorker
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.test_failover import collect
@@ -65,11 +68,107 @@ async def test_the_first_request_for_a_model_that_sleeps_is_reported_at_once(
     assert await asyncio.gather(*asking) == ["hello", "hello"]
 
 
+ASK = {"model": "tiny", "prompt": "a"}
+
+
 async def test_a_request_that_nobody_takes_in_time_gets_503(make_stack: StackFactory) -> None:
     stack = await make_stack(0, queue_timeout_s=0.2)
-    response = await stack.http.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
+    response = await stack.http.post("/v1/completions", json=ASK)
     assert response.status_code == 503
     assert response.headers["retry-after"]
+    assert response.json()["error"]["message"].endswith("it has none, and no worker is registered")
+
+
+async def test_a_request_that_waited_in_vain_is_told_what_the_planner_knows_by_one_question(
+    make_stack: StackFactory,
+) -> None:
+    stack = await make_stack(1, queue_timeout_s=0.3)
+    await sleeping(stack)
+    asked: list[ListScaleRecords] = []
+    release = asyncio.Event()
+
+    async def records(message: ListScaleRecords) -> ScaleRecords:
+        asked.append(message)
+        await release.wait()
+        return ScaleRecords(
+            records=(),
+            unplanned=(
+                Unplanned(model="tiny", role="colocated", wanted=1, why="no worker is spare", for_s=1.0),
+                Unplanned(model="other", role="colocated", wanted=1, why="something else", for_s=1.0),
+            ),
+            refused=(RefusedLoad(worker_id="w7", model="tiny", why="bad disk", for_s=1.0, failures=1),),
+        )
+
+    await stack.broker.bus("planner").respond(subjects.planner("records"), ListScaleRecords, records)
+    asking = [asyncio.create_task(stack.http.post("/v1/completions", json=ASK)) for _ in range(3)]
+    gone = asyncio.create_task(stack.http.post("/v1/completions", json=ASK | {"stream": True}))
+    await stack.until(lambda: asked)
+    gone.cancel()
+    await stack.until(lambda: stack.gateway.dispatcher.num_active == 3)
+    release.set()
+    for answer in await asyncio.gather(*asking):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (503, "unavailable")
+        assert "no worker is spare (wanted: 1 colocated); worker w7 failed to load it: bad disk" in error["message"]
+        assert "something else" not in error["message"]
+    assert [message.models for message in asked] == [("tiny",)]
+
+
+async def sleeping(stack: Stack) -> None:
+    """The workers have no instances (any more)."""
+    for worker in stack.workers:
+        worker.state = "loading"
+    await stack.gateway.refresh()
+    await stack.until(lambda: stack.gateway.dispatcher.router.sleeps("tiny"))
+
+
+async def test_what_no_registered_worker_can_ever_hold_is_refused_at_once_and_what_waits_for_it_is_ended(
+    make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = await make_stack(1)
+    await sleeping(stack)
+    waiting = asyncio.create_task(stack.http.post("/v1/completions", json=ASK))
+    await stack.until(lambda: stack.gateway.dispatcher.num_active == 1)
+    await stack.gateway.refresh()
+    assert stack.gateway.dispatcher.num_active == 1, "a larger worker may still come"
+    monkeypatch.setattr(capacity, "GRACE_S", 0.0)
+    await stack.gateway.refresh()
+    for answer in (await waiting, await stack.http.post("/v1/completions", json=ASK)):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["type"]) == (503, "unservable", "server_error")
+        assert "1000 bytes" in error["message"]
+        assert (answer.headers["x-should-retry"], "retry-after" in answer.headers) == ("false", False)
+    stack.workers[0].state = "serving"
+    await stack.gateway.refresh()
+    assert (await stack.http.post("/v1/completions", json=ASK)).status_code == 200, "what serves is asked"
+
+
+async def test_a_model_without_instances_that_may_have_none_refuses_at_once(make_stack: StackFactory) -> None:
+    stack = await make_stack(1)
+    stack.pool.models[0] = msgspec.structs.replace(stack.pool.models[0], min_instances=0, max_instances=0)
+    await stack.gateway.refresh()
+    assert (await stack.http.post("/v1/completions", json=ASK)).status_code == 200, "it still has one"
+    await sleeping(stack)
+    error = (await stack.http.post("/v1/completions", json=ASK)).json()["error"]
+    assert error["code"] == "unservable"
+    assert "max_instances" in error["message"]
+
+
+async def test_a_context_that_no_worker_can_ever_hold_is_the_callers_fault(
+    make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = await make_stack(1)
+    kv_bytes = stack.pool.models[0].spec.kv_bytes_per_token
+    stack.workers[0].arena_bytes, stack.workers[0].kv_bytes = 1000, 100 * kv_bytes
+    monkeypatch.setattr(capacity, "GRACE_S", 0.0)
+    await sleeping(stack)
+    answer = await stack.http.post("/v1/completions", json=ASK | {"max_tokens": 150})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "max_tokens")
+    assert (await stack.http.get("/v1/models/tiny")).json()["max_model_len"] == 100
+    stack.workers[0].state = "serving"
+    await stack.gateway.refresh()
+    assert (await stack.http.post("/v1/completions", json=ASK | {"max_tokens": 150})).status_code == 200
 
 
 async def test_a_removed_models_waiting_requests_get_404_and_running_ones_finish(stack: Stack) -> None:

@@ -131,8 +131,8 @@ class Rig:
         message = GetScaleRecord(plan_id=plan_id, wait_s=wait_s)
         return await self.client.request(subjects.planner("record"), message, ScaleRecord, timeout_s=TIMEOUT_S)
 
-    async def unplanned(self) -> tuple[Unplanned, ...]:
-        message = ListScaleRecords(limit=0)
+    async def unplanned(self, *models: str) -> tuple[Unplanned, ...]:
+        message = ListScaleRecords(limit=0, models=models)
         answer = await self.client.request(subjects.planner("records"), message, ScaleRecords, timeout_s=TIMEOUT_S)
         return answer.unplanned
 

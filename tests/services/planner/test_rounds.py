@@ -110,6 +110,8 @@ async def test_what_is_wanted_in_vain_is_shown_with_the_reason_until_it_is_met_o
     (shown,) = await rig.unplanned()
     assert (shown.model, shown.role, shown.wanted) == ("m", "colocated", 2)
     assert "no worker is spare" in shown.why
+    asked = [[entry.model for entry in await rig.unplanned(name)] for name in ("m", "n")]
+    assert asked == [["m"], []]
     await rig.demand(3)
     await eventually(lambda: rig.refused("no_capacity") == 2)
     (again,) = await rig.unplanned()

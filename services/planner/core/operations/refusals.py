@@ -6,7 +6,7 @@ Times are of any one clock, in seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from shared.messages.scaling import RefusedLoad
@@ -53,13 +53,13 @@ class Refusals:
         """Workers not to choose for a model now, and why."""
         return {r.worker_id: r.why for r in self._now(now_s) if r.model == model}
 
-    def newest(self, now_s: float, limit: int) -> tuple[RefusedLoad, ...]:
-        """At most ``limit`` that are in force, the newest first."""
+    def newest(self, now_s: float, limit: int, models: Collection[str] = ()) -> tuple[RefusedLoad, ...]:
+        """At most ``limit`` that are in force, the newest first. ``models``: of these only."""
         return tuple(
             RefusedLoad(
                 worker_id=r.worker_id, model=r.model, why=r.why, for_s=round(r.until_s - now_s, 3), failures=r.failures
             )
-            for r in list(self._now(now_s))[: -limit - 1 : -1]
+            for r in [r for r in self._now(now_s) if not models or r.model in models][: -limit - 1 : -1]
         )
 
     def forget(self, now_s: float) -> None:

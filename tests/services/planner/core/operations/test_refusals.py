@@ -31,6 +31,13 @@ def test_it_is_avoided_for_that_model_alone_and_says_why() -> None:
     assert refusals.avoided("m", AVOID_S) == {}
 
 
+def test_those_of_some_models_are_found_among_many() -> None:
+    refusals = Refusals()
+    for index in range(5):
+        refusals.failed("w0", f"m{index}", "no room", 0.0)
+    assert [r.model for r in refusals.newest(0.0, 2, ("m1", "m0", "x"))] == ["m1", "m0"]
+
+
 def test_who_served_starts_afresh_and_what_is_long_over_is_forgotten() -> None:
     refusals = Refusals()
     for _ in range(3):

@@ -1,0 +1,37 @@
+"""Why requests of a model waited in vain, in a sentence for those who sent them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.gateway.core.routes import ModelRoutes, takes_new
+from shared.messages.scaling import ScaleRecords
+
+MAX_FAILURES = 3
+"""Workers that are named for having failed to load the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known when requests expire."""
+
+    model: ModelRoutes | None
+    has_workers: bool
+    planned: ScaleRecords | None
+    """The planner's part for the model. None: no planner answers."""
+
+
+def why_late(name: str, known: Known) -> str:
+    """The reason, as far as it can be known."""
+    taking = sum(takes_new(route) for route in known.model.routes.values()) if known.model is not None else 0
+    has = f"its instances ({taking}) are full" if taking else "it has none"
+    if not known.has_workers:
+        return f"{has}, and no worker is registered"
+    if known.planned is None:
+        return f"{has}, and no planner answers"
+    refused = [entry for entry in known.planned.refused if entry.model == name]
+    reasons = [f"{u.why} (wanted: {u.wanted} {u.role})" for u in known.planned.unplanned if u.model == name]
+    reasons += [f"worker {entry.worker_id} failed to load it: {entry.why}" for entry in refused[:MAX_FAILURES]]
+    if reasons:
+        return f"{has}, and {'more' if taking else 'one'} could not be started: {'; '.join(reasons)}"
+    return has if taking else f"{has} that serves yet"

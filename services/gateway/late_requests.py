@@ -1,0 +1,80 @@
+"""Ends requests that waited for an instance until their deadline, and tells them why none took them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.gateway.active_requests import ActiveRequest, ActiveRequests
+from services.gateway.core.capacity import Capacity
+from services.gateway.core.lateness import Known, why_late
+from services.gateway.core.routes import RouteView
+from shared import subjects
+from shared.aio import OwnedTasks
+from shared.bus.base import Bus
+from shared.errors import BlitzError, Unavailable
+from shared.messages.scaling import ListScaleRecords, ScaleRecords
+
+ASK_TIMEOUT_S = 0.5
+"""The planner's part is left out if it does not answer by then."""
+MAX_ASKED = 50
+"""Models that one question is about; requests of further ones that expire in the same moment wait for the next."""
+
+
+class LateRequests:
+    """The planner is asked once for all that expire at a moment, and by one question at a time."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        requests: ActiveRequests,
+        routes: RouteView,
+        capacity: Capacity,
+        tasks: OwnedTasks,
+        fail: Callable[[ActiveRequest, BlitzError], None],
+        *,
+        queue_timeout_s: float,
+    ) -> None:
+        """``fail`` ends a request that has not ended."""
+        self._bus = bus
+        self._requests = requests
+        self._routes = routes
+        self._capacity = capacity
+        self._tasks = tasks
+        self._fail = fail
+        self._queue_timeout_s = queue_timeout_s
+        self._late: dict[str, list[ActiveRequest]] = {}
+        """By model; they are in no queue any more."""
+        self._ending = False
+
+    def end(self, request: ActiveRequest) -> None:
+        """The request has left its queue, late: it ends in a moment."""
+        self._late.setdefault(request.stream.model, []).append(request)
+        if not self._ending:
+            self._ending = True
+            self._tasks.start(self._end_all())
+
+    async def _end_all(self) -> None:
+        try:
+            while self._late:
+                names = list(self._late)[:MAX_ASKED]
+                planned = await self._ask(names)
+                for name in names:
+                    self._end(name, self._late.pop(name), planned)
+        finally:
+            self._ending = False
+
+    def _end(self, name: str, late: list[ActiveRequest], planned: ScaleRecords | None) -> None:
+        known = Known(self._routes.models.get(name), self._capacity.has_workers, planned)
+        why = f"no instance of model {name!r} took the request within {self._queue_timeout_s:g} s: "
+        why += why_late(name, known)
+        for request in late:
+            # Its client may have left in the meantime.
+            if self._requests.find(request.stream.request_id) is request:
+                self._fail(request, Unavailable(why, retry_after_s=1.0))
+
+    async def _ask(self, names: list[str]) -> ScaleRecords | None:
+        message = ListScaleRecords(limit=0, models=tuple(names))
+        try:
+            return await self._bus.request(subjects.planner("records"), message, ScaleRecords, timeout_s=ASK_TIMEOUT_S)
+        except BlitzError:
+            return None
