@@ -132,6 +132,7 @@ TABLE: tuple[Row, ...] = (
     # Workers read those that are for all of them only while planners of 0.1 lead.
     _row(subjects.scale_plans, _PLANNER, ("planner", "worker"), stream=subjects.PLAN_STREAM),
     _row(subjects.drain_plans, _PLANNER, ("planner", "worker"), stream=subjects.PLAN_STREAM),
+    _row(subjects.mutate_plans, _PLANNER, _PLANNER, stream=subjects.PLAN_STREAM),
     _row(subjects.zigzag_assignments, _PLANNER, ("planner", "worker"), stream=subjects.PLAN_STREAM),
     _row(subjects.worker_plans, _PLANNER, _WORKER, stream=subjects.PLAN_STREAM),
     _row(subjects.scale_records, _PLANNER, _PLANNER, stream=subjects.RECORD_STREAM),

@@ -214,6 +214,11 @@ def drain_plans() -> str:
     return f"{PREFIX}.plans.drain"
 
 
+def mutate_plans() -> str:
+    """MutatePlan events (JetStream)."""
+    return f"{PREFIX}.plans.mutate"
+
+
 def zigzag_assignments() -> str:
     """ZigzagAssignment events (JetStream)."""
     return f"{PREFIX}.plans.zigzag"

@@ -34,6 +34,7 @@ class SimInstance:
     def __init__(self, bus: NatsBus, plan: ScalePlan, target: ChainMember) -> None:
         self._bus = bus
         self.record = plan.model
+        self.role = plan.role
         self._plan = plan
         self.instance_id = target.instance_id
         self._epoch = target.epoch
@@ -55,7 +56,7 @@ class SimInstance:
             model_hash=self.record.model_hash,
             layout_hash=self.record.layout_hash,
             state=self.state,
-            role=self._plan.role,
+            role=self.role,
             epoch=self._epoch,
             layers_ready=self.layers_ready,
             weights_digest="0" * 32 if self.state != "loading" else "",
@@ -74,7 +75,7 @@ class SimInstance:
             instance_id=self.instance_id,
             model=self.record.name,
             state=self.state,
-            role=self._plan.role,
+            role=self.role,
             published_at_s=time.time(),
             queued_requests=0,
             queued_tokens=0,

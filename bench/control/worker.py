@@ -27,7 +27,7 @@ from shared.messages.generation import AckTerminal, Cancel, GatewayHeartbeat, Re
 from shared.messages.live import ZigzagAssignment
 from shared.messages.load import LoadReport
 from shared.messages.registry import HostCopy, ModelRecord, WorkerInfo
-from shared.messages.scaling import DrainPlan, ScalePlan
+from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan
 
 RETIRE_RETRY_S = 0.5
 OnServing = Callable[[SimInstance, float], None]
@@ -47,7 +47,7 @@ class SimWorker:
         self._tasks = OwnedTasks()
         self._progress = ProgressReporter(bus, info.worker_id)
         self.gateways_heard = 0
-        self._orders = Orders(bus, info.worker_id, self._on_scale, self._on_drain, self._on_zigzag)
+        self._orders = Orders(bus, info.worker_id, self._on_scale, self._on_drain, self._on_zigzag, self._on_mutate)
         self._registration = Registration(bus, info, self._standing, self._record)
         self.changed: Callable[[], None] = lambda: None
         """Called, besides the registration, whenever this worker's part changed."""
@@ -148,6 +148,14 @@ class SimWorker:
 
     async def _on_zigzag(self, assignment: ZigzagAssignment) -> None:
         """Nothing is computed here that could be shared."""
+
+    async def _on_mutate(self, plan: MutatePlan) -> None:
+        instance = self.instance
+        if instance is None or instance.instance_id not in {t.instance_id for t in plan.targets}:
+            return
+        instance.role = plan.role
+        self._tell_changed()
+        await self._progress.tell(plan.plan_id, instance.instance_id, "serving")
 
     async def _on_stop_instance(self, instance_id: str) -> None:
         instance = self.instance

@@ -17,6 +17,7 @@ from services.worker.instance.registration import Registration, Standing
 from services.worker.kv_transfer.receiver import KvReceiver
 from services.worker.kv_transfer.sender import KvSender
 from services.worker.live.roles import PairRoles
+from services.worker.mutation import Mutation
 from services.worker.node.facts import NodeFacts
 from services.worker.node.nic_meter import NicMeter
 from services.worker.orders import Orders
@@ -104,9 +105,6 @@ class Parts:
         for part in (self.pair_roles, self.kv_sender, self.kv_receiver):
             slot.before_gone(part.instance_gone)
         inbox.cooperate(self.pair_roles, self.kv_sender, self.kv_receiver)
-        self.orders = Orders(
-            bus, worker_id, self.scaling.on_scale_plan, self.scaling.on_drain_plan, self.pair_roles.on_assignment
-        )
         group = group_name(config.nats_url, config.host) if config.load_by_host else ""
         self.load_reporter = LoadReporter(
             bus,
@@ -116,6 +114,15 @@ class Parts:
             at_intervals=(inbox.expire, self.kv_receiver.expire),
             interval_s=interval_s,
             metrics=metrics,
+        )
+        self.mutation = Mutation(worker_id, slot, registration, progress, self.load_reporter.report_now)
+        self.orders = Orders(
+            bus,
+            worker_id,
+            self.scaling.on_scale_plan,
+            self.scaling.on_drain_plan,
+            self.pair_roles.on_assignment,
+            self.mutation.on_mutate_plan,
         )
 
 

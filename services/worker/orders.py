@@ -1,4 +1,5 @@
-"""What planners want of this worker: plans, drains and assignments, in the order in which they were published."""
+"""What planners want of this worker: plans, drains, mutations and assignments, in the order in which they were
+published."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BlitzError
 from shared.messages.live import WorkerOrder, ZigzagAssignment
-from shared.messages.scaling import DrainPlan, ScalePlan
+from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +30,14 @@ class Orders:
         on_scale: Callable[[ScalePlan], Awaitable[None]],
         on_drain: Callable[[DrainPlan], Awaitable[None]],
         on_zigzag: Callable[[ZigzagAssignment], Awaitable[None]],
+        on_mutate: Callable[[MutatePlan], Awaitable[None]],
     ) -> None:
         self._bus = bus
         self._worker_id = worker_id
         self._on_scale = on_scale
         self._on_drain = on_drain
         self._on_zigzag = on_zigzag
+        self._on_mutate = on_mutate
         self._term = 0
         """As the pool has named it."""
         self._claimed_term = 0
@@ -100,6 +103,8 @@ class Orders:
             await self._drain(order.drain)
         if order.zigzag is not None:
             await self._zigzag(order.zigzag)
+        if order.mutate is not None:
+            await self._mutate(order.mutate)
 
     async def _scale(self, plan: ScalePlan) -> None:
         if self._is_valid(plan.term, plan.plan_id):
@@ -112,6 +117,10 @@ class Orders:
     async def _zigzag(self, assignment: ZigzagAssignment) -> None:
         if self._is_valid(assignment.term, assignment.pair_id):
             await self._on_zigzag(assignment)
+
+    async def _mutate(self, plan: MutatePlan) -> None:
+        if self._is_valid(plan.term, plan.plan_id):
+            await self._on_mutate(plan)
 
     def _is_valid(self, term: int, what: str) -> bool:
         """Planners of 0.1 have no terms: the leases alone tell whether what they say still holds."""

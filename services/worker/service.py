@@ -143,7 +143,8 @@ class WorkerService:
         than that, and nothing of this process is used after it."""
         for task in tasks:
             task.cancel()
-        parts = (self.parts.host_copies, self.parts.pair_roles, self.parts.kv_sender, self.parts.kv_receiver)
+        own = self.parts
+        parts = (own.mutation, own.host_copies, own.pair_roles, own.kv_sender, own.kv_receiver)
         await asyncio.gather(
             closed("the tasks", asyncio.wait(tasks), LISTENING_S),
             closed("the subscriptions", asyncio.gather(*(s.close() for s in subscriptions)), LISTENING_S),

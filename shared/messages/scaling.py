@@ -136,6 +136,38 @@ class DrainPlan(Message, frozen=True, kw_only=True, tag="drain_plan.v1"):
     num_parts: int = 1
 
 
+class MutateTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance that is to have another role, and the role that it has."""
+
+    worker_id: str
+    instance_id: str
+    was: Role
+
+
+class MutatePlan(Message, frozen=True, kw_only=True, tag="mutate_plan.v1"):
+    """Give these instances another role (paper section 5.4). No weights move, and requests under way finish as they
+    began."""
+
+    plan_id: str
+    model: str
+    targets: tuple[MutateTarget, ...]
+    role: Role
+    """From now on."""
+    planned_at_s: float
+    """By the planner's clock: of two plans for one instance, the one with the higher term, then the later one holds."""
+    expires_at_s: float
+    """A worker that hears of it later says so, and changes nothing."""
+    reason: str = ""
+    explain: tuple[str, ...] = ()
+    term: int = 0
+    """As in ``ScalePlan``."""
+    desired: int = 0
+    """Instances in the new role that the operation leads to."""
+    triggered_at_s: float = 0.0
+    trace_id: str = ""
+    num_parts: int = 1
+
+
 class Feed(Message, frozen=True, kw_only=True, tag="feed.v1"):
     """A receiver asks the holder of a copy for pieces of it, each as soon as the holder has it itself.
 
@@ -230,7 +262,10 @@ class UnitChecksums(Message, frozen=True, kw_only=True, tag="unit_checksums.v1")
     checksums: tuple[int, ...]
 
 
-ProgressEvent = Literal["accepted", "first_byte", "live", "layer_ready", "loaded", "serving", "failed", "spare"]
+ProgressEvent = Literal[
+    "accepted", "first_byte", "live", "layer_ready", "loaded", "serving", "failed", "spare", "working"
+]
+"""``serving``, of a mutation: the pool knows the new role. ``working``: the first request that came for that role."""
 
 
 class ScaleProgress(Message, frozen=True, kw_only=True, tag="scale_progress.v1"):
@@ -278,6 +313,10 @@ class TargetRecord(msgspec.Struct, frozen=True, kw_only=True):
     spare_ms: float | None = None
     received_bytes: int = 0
     failure: str = ""
+    working_ms: float | None = None
+    """Of a mutation: when the first request came for its new role."""
+    was: Role | None = None
+    """Of a mutation: the role before."""
 
 
 class LiveBatchRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -323,7 +362,7 @@ class ScaleRecord(Message, frozen=True, kw_only=True, tag="scale_record.v1"):
     plan_id: str
     model: str
     status: Literal["running", "done", "failed"]
-    direction: Literal["out", "in", "none"]
+    direction: Literal["out", "in", "mutate", "none"]
     desired: int
     reason: str
     triggered_at_s: float
@@ -346,7 +385,10 @@ class ScaleRecord(Message, frozen=True, kw_only=True, tag="scale_record.v1"):
     live: tuple[LiveRecord, ...] = ()
     """Pairs that scaled live."""
     role: Role = "colocated"
-    """Of the instances that the operation is about."""
+    """Of the instances that the operation is about; of a mutation, the new one."""
+    trigger_to_working_ms: float | None = None
+    """Of a mutation: when the first request came that one of its instances got for its new role. None: not before
+    the record was kept."""
 
 
 class ListScaleRecords(Message, frozen=True, kw_only=True, tag="list_scale_records.v1"):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.lifecycle import InstanceLifecycle
@@ -16,7 +16,7 @@ from services.worker.scheduling.sequence import Sequence, sequence_of
 from shared.aio import in_thread
 from shared.errors import BadRequest, Conflict, Unavailable
 from shared.layout import ArenaLayout
-from shared.messages.common import InstanceState
+from shared.messages.common import InstanceState, Role
 from shared.messages.generation import Submit
 from shared.messages.registry import InstanceInfo
 from shared.messages.scaling import ChainMember, ScalePlan
@@ -33,7 +33,12 @@ class Instance:
     def __init__(self, plan: ScalePlan, member: ChainMember, copy: WeightCopy, engine: EngineThread) -> None:
         """``engine``: not started. It is the instance's from now on."""
         self.record = plan.model
-        self.role = plan.role
+        self.role: Role = plan.role
+        """Of what comes from now on; requests under way finish as they began."""
+        self.ordered_role = 0, 0.0
+        """Term and time of the newest plan that gave it a role after it had loaded."""
+        self.on_first_work: Callable[[], object] | None = None
+        """Called once, when something is accepted for the role that it has by then."""
         self.plan_id = plan.plan_id
         self.instance_id = member.instance_id
         self.epoch = member.epoch
@@ -130,6 +135,12 @@ class Instance:
         """Raises ``Conflict`` unless this very instance takes requests now."""
         if instance_id != self.instance_id or self.state != "serving":
             raise Conflict(f"instance {instance_id} takes no requests here ({self.instance_id} is {self.state})")
+
+    def began(self, roles: Collection[Role]) -> None:
+        """Something was accepted that instances of these roles do."""
+        if self.on_first_work is not None and self.role in roles:
+            first, self.on_first_work = self.on_first_work, None
+            first()
 
     def sequence_of(self, request: Submit) -> Sequence:
         """A request as this instance's scheduler takes it. Raises ``BadRequest`` for tokens that the model lacks, for

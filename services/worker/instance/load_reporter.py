@@ -66,6 +66,17 @@ class LoadReporter:
         finally:
             self._group.leave()
 
+    async def report_now(self) -> None:
+        """One report beside those at the intervals: what it says has just changed. Not by way of the host's others:
+        they pass it on at their next interval."""
+        report = self._report()
+        if report is None or self._bus.connected_since_s is None:
+            return
+        try:
+            await self._bus.publish(subjects.load(), report, buffer=False)
+        except BlitzError as error:
+            log.debug("load not published: %s", error)
+
     async def _say(self, report: LoadReport) -> None:
         if self._bus.connected_since_s is None:
             self._group.leave()  # others may be connected

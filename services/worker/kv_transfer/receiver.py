@@ -21,7 +21,7 @@ from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus, Subscription
 from shared.errors import BadRequest, BlitzError, Conflict, Overloaded
-from shared.messages.common import Ack
+from shared.messages.common import DECODES_FOR_OTHERS, Ack
 from shared.messages.disaggregated import (
     BeginDecode,
     DecodeReserved,
@@ -141,6 +141,7 @@ class KvReceiver(Cooperation):
             await self._drop(reservation)
             raise Conflict(f"the KV cannot come: {error}") from error
         self.reservations[key] = reservation
+        instance.began(DECODES_FOR_OTHERS)
         reservation.receive(failed=lambda: self._drops.start(self._failed(key, reservation)))
         return reservation
 

@@ -25,7 +25,7 @@ from shared.aio import OwnedTasks
 from shared.bus.base import Bus, Subscription
 from shared.errors import BlitzError, Conflict, NotFound
 from shared.messages.codec import Message
-from shared.messages.common import Ack
+from shared.messages.common import TAKES_PROMPTS, Ack
 from shared.messages.live import (
     Dissolve,
     Dissolved,
@@ -172,6 +172,8 @@ class PairRoles:
             reason = "its source is not here any more"
         elif instance.state != "serving":
             reason = f"its source is {instance.state}"
+        elif instance.role not in TAKES_PROMPTS:
+            reason = f"its source is a {instance.role} instance"
         elif self.source is not None:
             if self.source.assignment.pair_id == assignment.pair_id:
                 return  # delivered again

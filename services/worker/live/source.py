@@ -26,7 +26,7 @@ from services.worker.live.steppers import SourceBatch, SourceStepper
 from services.worker.live.tensors import Tensors
 from services.worker.requests.inbox import Inbox
 from shared.errors import BlitzError, Conflict, Unavailable
-from shared.messages.common import Ack, ErrorInfo
+from shared.messages.common import TAKES_PROMPTS, Ack, ErrorInfo
 from shared.messages.live import (
     Dissolve,
     Dissolved,
@@ -232,10 +232,14 @@ class LiveSource:
             if answer.batch_id:
                 if self.handed_over.backlog:
                     self._arrivals.set()  # the target has capacity now
-            elif answer.can_dissolve or self.instance.state != "serving":
+            elif answer.can_dissolve or not self._gets_prompts():
                 break
             elif self.handed_over.backlog:
                 await puller.run_from_backlog()
+
+    def _gets_prompts(self) -> bool:
+        """Not once it drains, or decodes for others instead: then the pair shares what is there, and no more."""
+        return self.instance.state == "serving" and self.instance.role in TAKES_PROMPTS
 
     def _look(self) -> None:
         if self._puller is not None:

@@ -21,7 +21,7 @@ from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict, NoResponder, NotFound, Overloaded
-from shared.messages.common import Ack
+from shared.messages.common import TAKES_PROMPTS, Ack
 from shared.messages.generation import (
     AckTerminal,
     Cancel,
@@ -159,6 +159,7 @@ class Inbox:
             self.streams.forget(*key)
             self.spans.refused(key, error)
             raise
+        instance.began(TAKES_PROMPTS)
         for cooperation in self._cooperations:
             cooperation.arrived()
         return Ack()

@@ -13,7 +13,7 @@ from services.worker.orders import Orders
 from shared import subjects
 from shared.messages.live import ZigzagAssignment
 from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import DrainPlan, ListScaleRecords, ScalePlan, ScaleRecords
+from shared.messages.scaling import DrainPlan, ListScaleRecords, MutatePlan, ScalePlan, ScaleRecords
 from tests.records import worker_record
 from tests.services.planner.rig import Rig, running
 from tests.services.waiting import TIMEOUT_S, eventually
@@ -31,7 +31,8 @@ class Worker:
     def __init__(self, rig: Rig, worker_id: str) -> None:
         self.scales: list[ScalePlan] = []
         self.drains: list[DrainPlan] = []
-        self.orders = Orders(rig.broker.bus(worker_id), worker_id, self._scale, self._drain, self._zigzag)
+        self.mutations: list[MutatePlan] = []
+        self.orders = Orders(rig.broker.bus(worker_id), worker_id, self._scale, self._drain, self._zigzag, self._mutate)
 
     async def _scale(self, plan: ScalePlan) -> None:
         self.scales.append(plan)
@@ -40,6 +41,9 @@ class Worker:
         self.drains.append(plan)
 
     async def _zigzag(self, assignment: ZigzagAssignment) -> None: ...
+
+    async def _mutate(self, plan: MutatePlan) -> None:
+        self.mutations.append(plan)
 
 
 async def succeed(rig: Rig) -> Rig:

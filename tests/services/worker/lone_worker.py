@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from services.worker.engine.loop import LoopStats
 from shared import subjects
 from shared.checkpoint import inspect_checkpoint
+from shared.messages.common import Role
 from shared.messages.live import WorkerOrder
 from shared.messages.registry import ModelRecord
 from shared.messages.scaling import (
@@ -19,6 +20,8 @@ from shared.messages.scaling import (
     DrainPlan,
     DrainTarget,
     Hop,
+    MutatePlan,
+    MutateTarget,
     ScalePlan,
     ScaleProgress,
     Stripe,
@@ -105,8 +108,11 @@ class LoneWorker:
             **(defaults | fields),  # type: ignore[arg-type]
         )
 
-    async def publish(self, plan: ScalePlan | DrainPlan) -> None:
-        order = WorkerOrder(scale=plan) if isinstance(plan, ScalePlan) else WorkerOrder(drain=plan)
+    async def publish(self, plan: ScalePlan | DrainPlan | MutatePlan) -> None:
+        if isinstance(plan, MutatePlan):
+            order = WorkerOrder(mutate=plan)
+        else:
+            order = WorkerOrder(scale=plan) if isinstance(plan, ScalePlan) else WorkerOrder(drain=plan)
         await self.planner.publish_event(subjects.worker_plans("w0"), order, message_id=plan.plan_id)
 
     async def serve(self, *, epoch: int = 10) -> str:
@@ -120,6 +126,14 @@ class LoneWorker:
         """Publish a drain, or a revival."""
         target = DrainTarget(worker_id="w0", instance_id=instance_id)
         await self.publish(DrainPlan(plan_id=plan_id, model=self.model.name, targets=(target,), revive=revive))
+
+    async def mutate(self, instance_id: str, role: Role, plan_id: str = "mutate-1", **fields: object) -> None:
+        """Publish a mutation."""
+        defaults: dict[str, object] = {"planned_at_s": time.time(), "expires_at_s": time.time() + 60.0}
+        target = MutateTarget(worker_id="w0", instance_id=instance_id, was="colocated")
+        await self.publish(
+            MutatePlan(plan_id=plan_id, model=self.model.name, targets=(target,), role=role, **(defaults | fields))  # type: ignore[arg-type]
+        )
 
     def events(self, plan_id: str) -> list[str]:
         """What was reported on a plan, in order, without the layers."""

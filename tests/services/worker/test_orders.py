@@ -12,7 +12,7 @@ from services.worker.orders import Orders
 from shared import subjects
 from shared.errors import Unavailable
 from shared.messages.live import WorkerOrder, ZigzagAssignment
-from shared.messages.scaling import DrainPlan, ScalePlan
+from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan
 from tests.records import model
 from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
@@ -32,13 +32,19 @@ def plan(plan_id: str, term: int = 0) -> ScalePlan:
     )
 
 
+def mutation(plan_id: str, term: int = 0) -> MutatePlan:
+    return MutatePlan(
+        plan_id=plan_id, model="m", targets=(), role="decode", planned_at_s=0.0, expires_at_s=9e9, term=term
+    )
+
+
 class Heard:
     def __init__(self) -> None:
         self.broker = MemoryBroker()
         self.planner = self.broker.bus("planner")
         self.all: list[str] = []
         self.bus = self.broker.bus("w0")
-        self.orders = Orders(self.bus, "w0", self._scale, self._drain, self._zigzag)
+        self.orders = Orders(self.bus, "w0", self._scale, self._drain, self._zigzag, self._mutate)
         self._number = 0
 
     async def _scale(self, order: ScalePlan) -> None:
@@ -49,6 +55,9 @@ class Heard:
 
     async def _zigzag(self, order: ZigzagAssignment) -> None:
         self.all.append(order.pair_id)
+
+    async def _mutate(self, order: MutatePlan) -> None:
+        self.all.append(order.plan_id)
 
     async def tell(self, order: WorkerOrder, worker_id: str = "w0") -> None:
         self._number += 1
@@ -82,14 +91,16 @@ async def test_the_order_of_different_kinds_is_kept(heard: Heard) -> None:
     await heard.tell(WorkerOrder(scale=plan("first")))
     await heard.tell(WorkerOrder(drain=DrainPlan(plan_id="second", model="m", targets=())))
     await heard.tell(WorkerOrder(scale=plan("third")))
+    await heard.tell(WorkerOrder(mutate=mutation("fourth")))
     await heard.settle()
-    assert heard.all == ["first", "second", "third"]
+    assert heard.all == ["first", "second", "third", "fourth"]
 
 
 async def test_orders_of_an_older_term_are_void_whoever_told_of_the_newer(heard: Heard) -> None:
     await heard.tell(WorkerOrder(scale=plan("of 5", term=5)))
     await heard.tell(WorkerOrder(scale=plan("of 4", term=4)))
     await heard.tell(WorkerOrder(drain=DrainPlan(plan_id="drain of 4", model="m", targets=(), term=4)))
+    await heard.tell(WorkerOrder(mutate=mutation("mutation of 4", term=4)))
     await eventually(lambda: bool(heard.all))
     await heard.orders.planner_term(7)
     await heard.tell(WorkerOrder(scale=plan("of 6", term=6)))
