@@ -12,7 +12,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import msgspec
@@ -21,14 +21,21 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.command_line import JsonFile, write
+from bench.scale_records import taken_twice
 from compose.config import StackConfig
 from compose.demo_model import ensure_demo_model
 from compose.stack import Stack
+from shared.messages.scaling import ScaleRecord
 
 READY_S = 120.0
 SETTLE_S = 60.0
 """How long the stack may take to return to one instance after the last request."""
 SAMPLING_INTERVAL_S = 0.1
+MOCK = {
+    # Of the demo model's eight layers: 16 ms for a decode step, 5,000 prompt tokens per second.
+    "BLITZ_MOCK_LAYER_BASE_MS": "2.0",
+    "BLITZ_MOCK_LAYER_PER_TOKEN_US": "25",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +49,16 @@ class Timeline:
         return max(count for _, count in self.points)
 
 
-async def _watch(stack: Stack, model: str, points: list[tuple[float, int]], started_s: float) -> None:
+async def _watch(
+    stack: Stack,
+    model: str,
+    points: list[tuple[float, int]],
+    records: dict[str, ScaleRecord],
+    started_s: float,
+) -> None:
     while True:
+        for record in await stack.admin.scale_records(limit=20):
+            records[record.plan_id] = record
         count = (await stack.admin.status()).serving(model)
         if not points or points[-1][1] != count:
             points.append((round(time.monotonic() - started_s, 2), count))
@@ -77,16 +92,31 @@ async def _same_again(stack: Stack, model: str, sample: dict[str, Any]) -> bool:
     return bool(answer.json()["choices"][0]["text"] == sample["text"])
 
 
-async def measure(model_dir: Path | None, workers: int, arguments: list[str], *, num_samples: int) -> dict[str, Any]:
+async def measure(
+    model_dir: Path | None,
+    workers: int,
+    arguments: list[str],
+    *,
+    num_samples: int,
+    engine: Literal["torch", "mock"] = "torch",
+) -> dict[str, Any]:
     """Run it all; the document that ``--json`` writes."""
     with tempfile.TemporaryDirectory(prefix="blitzscale-autoscale-") as folder:
         path = model_dir or ensure_demo_model(Path(folder) / "models")
-        config = StackConfig(models=(path,), state_dir=Path(folder) / "state", workers=workers, port=0)
+        config = StackConfig(
+            models=(path,),
+            state_dir=Path(folder) / "state",
+            workers=workers,
+            port=0,
+            engine=engine,
+            env=MOCK if engine == "mock" else {},
+        )
         async with Stack(config) as stack:
             await stack.wait_ready(READY_S)
             points: list[tuple[float, int]] = []
+            records: dict[str, ScaleRecord] = {}
             started_s = time.monotonic()
-            watching = asyncio.create_task(_watch(stack, path.name, points, started_s))
+            watching = asyncio.create_task(_watch(stack, path.name, points, records, started_s))
             try:
                 replayed = await _replay(
                     stack, [*arguments, "--sample-outputs", str(num_samples)], Path(folder) / "replay.json"
@@ -107,6 +137,8 @@ async def measure(model_dir: Path | None, workers: int, arguments: list[str], *,
         "peak_instances": timeline.peak,
         "back_to_one_s": round(back_s, 2),
         "instances": timeline.points,
+        "operations": len(records),
+        "taken_twice_within_1s": len(taken_twice(records.values())),
         "samples": len(same),
         "samples_identical": sum(same),
         "replay": replayed,
@@ -118,11 +150,14 @@ def command(
     *,
     workers: Annotated[int, typer.Option(help="Workers of the stack.")] = 3,
     model_dir: Annotated[Path | None, typer.Option(help="Checkpoint; by default the demo model.")] = None,
+    engine: Annotated[
+        Literal["torch", "mock"], typer.Option(help="mock: instances do not share this machine's cores.")
+    ] = "torch",
     samples: Annotated[int, typer.Option(help="Requests whose output is compared with the idle instance's.")] = 40,
     json_file: JsonFile = None,
 ) -> None:
     """Replay a trace against a stack of one instance and let the monitor scale it. Other arguments go to ``replay``."""
-    document = asyncio.run(measure(model_dir, workers, context.args, num_samples=samples))
+    document = asyncio.run(measure(model_dir, workers, context.args, num_samples=samples, engine=engine))
     console = Console()
     table = Table(title="autoscaling under a trace", show_header=False)
     replayed = document["replay"]
@@ -131,6 +166,8 @@ def command(
         ("failed", replayed["failed"]),
         ("peak instances", document["peak_instances"]),
         ("seconds back to one", document["back_to_one_s"]),
+        ("scale operations", document["operations"]),
+        ("workers taken twice within a second", document["taken_twice_within_1s"]),
         ("samples identical", f"{document['samples_identical']} of {document['samples']}"),
         ("instances over time", " ".join(f"{at:g}s:{count}" for at, count in document["instances"])),
     ):
