@@ -20,7 +20,7 @@ from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.leading import Leader
 from shared.load_feed import subscribe_load
-from shared.messages.common import SCALED_BY_LOAD, TAKES_PROMPTS, Role
+from shared.messages.common import TAKES_PROMPTS, Role
 from shared.messages.load import Demand, LoadReport, QueueReport
 from shared.messages.registry import Floor, ModelRecord, RouteChanges, RouteTable
 from shared.outage import Outage
@@ -223,13 +223,13 @@ class MonitorService:
             for role, group in model.groups.items():
                 least = bounded(0, model.record, group.floor, role)
                 fits = least <= group.observed <= model.record.max_instances
-                if role not in SCALED_BY_LOAD and group.floor is None and fits:
+                if role != "colocated" and group.floor is None and fits:
                     # No operator asked for another number: what is there stays.
                     group.sent = group.told = None
                     continue
                 verdict = self._verdict(model, role, group, now_s, connected_since_s)
                 desired = bounded(verdict.desired, model.record, group.floor, role)
-                if role in SCALED_BY_LOAD and model.shown != (desired, verdict.needed):
+                if role == "colocated" and model.shown != (desired, verdict.needed):
                     model.shown = desired, verdict.needed
                     self._desired_gauge.labels(name).set(desired)
                     self._needed_gauge.labels(name).set(verdict.needed)
@@ -248,7 +248,7 @@ class MonitorService:
                 group.sent, group.sent_at_s = desired, now_s
 
     def _verdict(self, model: _Model, role: Role, group: _Group, now_s: float, connected_since_s: float) -> Verdict:
-        if role in SCALED_BY_LOAD:
+        if role == "colocated":
             return model.demand.evaluate(
                 now_s,
                 group.observed,

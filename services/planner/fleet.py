@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from services.planner.core.fleet.allocation import QUANTUM_S, Holding, Room, Taking, Want, allocate
 from services.planner.core.multicast.cluster import Clusters
-from services.planner.core.operations.decision import ScaleRequest, staying
+from services.planner.core.operations.decision import ScaleRequest, Standing, staying
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.refusals import Refusals
-from shared.messages.common import SCALED_BY_LOAD, TAKES_PROMPTS, Role
+from shared.messages.common import TAKES_PROMPTS, Role, is_scaled_by_load
 from shared.messages.load import Demand
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerRecord
 from shared.registry_view import RegistryView, bounded, counted_as
@@ -71,15 +71,28 @@ class Fleet:
 
     def want(self, request: ScaleRequest, missing: int, view: RegistryView, clusters: Clusters) -> Want:
         """What is missing of a request, for a model that is registered."""
-        taking = [counted_as(record, view.models) for record in clusters.of_model(request.model)]
-        has_instances = any(about is not None and about[1] in TAKES_PROMPTS for about in taking)
         return Want(
             request.model,
             request.role,
             missing,
-            has_instances,
+            _has_instances(request, _roles(request.model, view, clusters)),
             view.models[request.model].weights_bytes,
             self._refusals.avoided(request.model, time.monotonic()),
+        )
+
+    def standing(self, request: ScaleRequest, view: RegistryView, clusters: Clusters) -> Standing:
+        """How the request's model stands, whether it is registered or not."""
+        model = view.models.get(request.model)
+        if model is None:
+            return Standing()
+        about = request.model, request.role
+        roles, waits = _roles(request.model, view, clusters), self._waiting.get(about)
+        has_instances = _has_instances(request, roles)
+        return Standing(
+            has_instances,
+            roles[request.role] < bounded(0, model, view.floors.get(about), request.role),
+            waits.since_s if waits is not None and not has_instances and not waits.has_instances else float("inf"),
+            model.weight,
         )
 
     def promised(self) -> frozenset[str]:
@@ -90,11 +103,6 @@ class Fleet:
         self._promised = {i: about for i, about in self._promised.items() if i in leaving}
         waiting = {about for about, waits in self._waiting.items() if waits.last_s >= oldest_s}
         return frozenset([i for i, about in self._promised.items() if about in waiting])
-
-    def waits_since_s(self, model: str, role: Role) -> float:
-        """Since when (monotonic) a model has waited for its first instance; infinite if it does not."""
-        waits = self._waiting.get((model, role))
-        return waits.since_s if waits is not None and not waits.has_instances else float("inf")
 
     def got_workers(self, model: str, role: Role) -> None:
         """It does not wait any more. If it does soon, it is behind those that have waited since."""
@@ -138,7 +146,7 @@ class Fleet:
                     freeing.append(Room(worker.worker_id, worker.arena_bytes, slow, promised.get(instance_id)))
                 continue
             about = counted_as(record, view.models)
-            if about is None or about[1] not in SCALED_BY_LOAD or about in givers:
+            if about is None or about in givers or not is_scaled_by_load(view.models[about[0]].serving, about[1]):
                 continue
             counted[about] += 1
             if record.state == "serving" and instance is not None and instance.instance_id not in in_pairs:
@@ -146,6 +154,9 @@ class Fleet:
         holdings = []
         for (name, role), found in serving.items():
             spendable = counted[name, role] - bounded(0, view.models[name], view.floors.get((name, role)), role)
+            if role in TAKES_PROMPTS and counted[name, "decode"]:
+                # Not the last that takes prompts: what only decodes is of no use without it, and goes first.
+                spendable = min(spendable, sum(counted[name, takes] for takes in TAKES_PROMPTS) - 1)
             if spendable > 0:
                 holdings.append(self._holding(view.models[name], role, found, spendable))
         taken: dict[About, list[Taking]] = {}
@@ -189,3 +200,14 @@ class Fleet:
         operation = self._operations.get(instance.plan_id)
         since = operation.served_since(record.worker.worker_id) if operation is not None else None
         return since[0] + QUANTUM_S + since[1] if since is not None else 0.0
+
+
+def _roles(name: str, view: RegistryView, clusters: Clusters) -> Counter[Role]:
+    """How many instances a model has in each role, now or soon."""
+    counted = (counted_as(record, view.models) for record in clusters.of_model(name))
+    return Counter(about[1] for about in counted if about is not None and about[0] == name)
+
+
+def _has_instances(request: ScaleRequest, roles: Counter[Role]) -> bool:
+    """Whether its model has instances that take prompts, or does not ask for one of these."""
+    return request.role not in TAKES_PROMPTS or any(roles[role] for role in TAKES_PROMPTS)

@@ -221,12 +221,7 @@ class Rounds:
         late: list[_Waiting] = []
         wants: list[Want] = []
 
-        def rank(one: _Waiting) -> tuple[bool, bool, float, float, str, str]:
-            request = one.request
-            waits_since_s = self._fleet.waits_since_s(request.model, request.role)
-            return request.rank(has_instances=bool(clusters.of_model(request.model)), waits_since_s=waits_since_s)
-
-        for one in sorted(waiting, key=rank):
+        for one in sorted(waiting, key=lambda one: one.request.rank(self._fleet.standing(one.request, view, clusters))):
             if (steps or wants) and time.monotonic() - began_s > MAX_ROUND_S:
                 late.append(one)
                 continue

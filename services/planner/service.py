@@ -258,7 +258,14 @@ class PlannerService:
         # demand, it would undo what was decided since the monitor looked.
         if not (demand.idle_since_s and demand.desired == demand.observed):
             self._rounds.demand(
-                ScaleRequest(demand.model, demand.desired, demand.triggered_at_s, demand.reason, role=demand.role)
+                ScaleRequest(
+                    demand.model,
+                    demand.desired,
+                    demand.triggered_at_s,
+                    demand.reason,
+                    role=demand.role,
+                    deficit=demand.deficit,
+                )
             )
         else:
             self._rounds.forget(demand.model, demand.role)

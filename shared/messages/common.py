@@ -30,9 +30,6 @@ NEEDS_DECODER: frozenset[Role] = frozenset({"prefill"})
 """Of these, the roles whose requests another instance is to decode."""
 DECODES_FOR_OTHERS: frozenset[Role] = frozenset({"decode"})
 """Roles whose instances take requests from those."""
-SCALED_BY_LOAD: frozenset[Role] = frozenset({"colocated"})
-"""Roles of which the monitor asks for as many instances as the load needs; of others, for as many as were asked for by
-hand."""
 Serving = Literal["", "colocated", "disaggregated"]
 """How a model is served. ``""``: by colocated instances, and by those of other roles that were asked for by hand.
 ``colocated``, ``disaggregated``: the load decides on the roles below, and instances of others are surplus."""
@@ -42,6 +39,14 @@ SERVED_BY: Mapping[Serving, frozenset[Role]] = {
     "disaggregated": frozenset({"prefill", "decode"}),
 }
 """Roles of which a model that is served so keeps its minimum."""
+
+
+def is_scaled_by_load(serving: Serving, role: Role) -> bool:
+    """Whether the monitor asks for as many instances of a role as the load needs: none, if the model is not served by
+    it. Of others it asks for as many as were asked for by hand."""
+    return bool(serving) or role == "colocated"
+
+
 InstanceState = Literal["spare", "loading", "live", "serving", "draining", "failed"]
 Device = Literal["cpu", "cuda"]
 LivePolicy = Literal["zigzag", "best_effort", "stop_the_world"]

@@ -118,3 +118,5 @@ class Demand(Message, frozen=True, kw_only=True, tag="demand.v1"):
     nor do limits and floors. From a monitor of 0.1: none."""
     idle_since_s: Figure = 0.0
     """When so many became idle, or were last idle. With it, ``desired`` may be ``observed``: nothing is asked for."""
+    deficit: Figure = 0.0
+    """What the load needs beyond what is there, within limits, as a share of what is there (of one, if nothing is)."""

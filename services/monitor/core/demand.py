@@ -28,7 +28,7 @@ from math import ceil, inf, isfinite
 from services.monitor.core.give_back import MAX_WINDOW_S, idle_window_s
 from services.monitor.core.need import Capability, Load, Need, max_decodes, need_of
 from services.monitor.core.windows import CounterWindow, MaxWindow
-from shared.messages.common import SCALED_BY_LOAD, TAKES_PROMPTS
+from shared.messages.common import TAKES_PROMPTS
 from shared.messages.load import LoadReport, ModelQueue
 from shared.profile import Profile
 
@@ -137,7 +137,7 @@ class ModelDemand:
 
     def on_load(self, report: LoadReport, now_s: float) -> None:
         """An instance reports."""
-        if report.role in SCALED_BY_LOAD:
+        if report.role == "colocated":
             known = self._instances.get(report.instance_id)
             if _is_measured(report.load_s) and (known is None or known[1].load_s != report.load_s):
                 self._reported_load_s = report.load_s

@@ -11,6 +11,7 @@ import pytest
 from services.planner import fleet, rounds
 from services.planner.tracker import CHECK_INTERVAL_S
 from shared import subjects
+from shared.messages.common import Role
 from shared.messages.load import Demand, LoadReport
 from shared.messages.registry import Floor, GoneRoute, RouteChanges, WorkerRecord
 from shared.messages.scaling import DrainPlan, ScalePlan
@@ -41,6 +42,8 @@ async def say(
     idle_since_s: float | None = None,
     reason: str = "load",
     triggered_at_s: float | None = None,
+    role: Role = "colocated",
+    deficit: float = 0.0,
 ) -> None:
     now_s = time.time()
     demand = Demand(
@@ -48,7 +51,8 @@ async def say(
         sequence=1,
         published_at_s=now_s,
         model=name,
-        role="colocated",
+        role=role,
+        deficit=deficit,
         desired=desired,
         observed=observed,
         triggered_at_s=now_s if triggered_at_s is None else triggered_at_s,
@@ -265,3 +269,107 @@ async def test_a_worker_that_becomes_spare_is_not_loaded_for_what_was_wanted_bef
     await spare_again(rig, "w2")
     await asyncio.sleep(0.1)
     assert rig.plans() == []
+
+
+# --- who is first --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("weight", "first"), [(1.0, "a"), (3.0, "b")])
+async def test_of_two_models_the_one_with_the_larger_weighted_deficit_gets_the_only_worker(
+    rig: Rig, weight: float, first: str
+) -> None:
+    one, other = rig.pool.models = (model("a", min_instances=1), model("b", min_instances=1, weight=weight))
+    rig.pool.workers = (
+        worker_record("w0", one, "serving"),
+        worker_record("w1", other, "serving"),
+        worker_record("w2", model("gone"), "draining"),
+    )
+    for name, deficit in (("b", 0.5), ("a", 1.0)):
+        await say(rig, name, 2, 1, deficit=deficit)
+    await eventually(lambda: rig.refused("no_capacity") == 2)
+    # Both are decided on again in one round.
+    await spare_again(rig, "w2", "gone")
+    await eventually(lambda: len(rig.plans()) == 1)
+    (plan,) = rig.plans()
+    assert isinstance(plan, ScalePlan)
+    assert plan.model.name == first
+
+
+async def test_what_a_minimum_keeps_comes_before_what_load_needs(rig: Rig) -> None:
+    one, other = rig.pool.models = (
+        model("a", min_instances=1),
+        model("b", min_instances=1, serving="disaggregated"),
+    )
+    rig.pool.workers = (
+        worker_record("w0", one, "serving"),
+        worker_record("w1", other, "serving", role="prefill"),
+        worker_record("w2", model("gone"), "draining"),
+    )
+    await say(rig, "a", 2, 1, deficit=9.0)
+    await say(rig, "b", 1, 0, role="decode")
+    await eventually(lambda: rig.refused("no_capacity") == 2)
+    await spare_again(rig, "w2", "gone")
+    await eventually(lambda: len(rig.plans()) == 1)
+    (plan,) = rig.plans()
+    assert isinstance(plan, ScalePlan)
+    assert (plan.model.name, plan.role) == ("b", "decode")
+
+
+# --- prefill and decode instances ----------------------------------------------------------------------
+
+PD = model("pd", min_instances=0, serving="disaggregated")
+
+
+@pytest.fixture
+async def disaggregated() -> AsyncIterator[Rig]:
+    """A prefill and a decode instance of ``pd``, and no other worker; ``waits`` has none."""
+    async with running(Rig()) as made:
+        made.pool.models = (PD, model("waits", min_instances=0))
+        made.pool.workers = (
+            worker_record("w0", PD, "serving", role="prefill"),
+            worker_record("w1", PD, "serving", role="decode"),
+        )
+        yield made
+
+
+@pytest.mark.parametrize("said", [("prefill", "decode"), ("prefill",), ()], ids=["all idle", "no prompts", "busy"])
+async def test_the_last_that_takes_prompts_goes_after_those_that_only_decode(
+    disaggregated: Rig, said: tuple[Role, ...]
+) -> None:
+    rig = disaggregated
+    for role in said:
+        await say(rig, "pd", 1, 1, idle=1, role=role)
+    await say(rig, "waits", 1, 0)
+    drain = await drain_of(rig, 1)
+    assert (drain.role, [t.worker_id for t in drain.targets]) == ("decode", ["w1"])
+
+
+async def test_one_that_takes_prompts_goes_once_nothing_else_is_left(disaggregated: Rig) -> None:
+    rig = disaggregated
+    rig.pool.workers = rig.pool.workers[:1]
+    await say(rig, "pd", 1, 1, idle=1, role="prefill")
+    await say(rig, "waits", 1, 0)
+    assert [t.worker_id for t in (await drain_of(rig, 1)).targets] == ["w0"]
+
+
+async def test_roles_that_were_asked_for_by_hand_make_no_room(disaggregated: Rig) -> None:
+    rig = disaggregated
+    by_hand = model("pd", min_instances=0)
+    rig.pool.models = (by_hand, rig.pool.models[1])
+    await say(rig, "waits", 1, 0)
+    await eventually(lambda: rig.refused("no_capacity") == 1)
+    assert rig.plans() == []
+
+
+async def test_a_model_without_an_instance_that_takes_prompts_gets_a_busy_one(disaggregated: Rig) -> None:
+    rig = disaggregated
+    busy = model("busy", min_instances=0)
+    rig.pool.models = (PD, busy)
+    rig.pool.workers = (worker_record("w0", busy, "serving"), worker_record("w1", PD, "serving", role="decode"))
+    # It does not help that it has one that decodes; and that one would be the wrong one to take from others.
+    await say(rig, "pd", 2, 1, role="decode")
+    await eventually(lambda: rig.refused("no_capacity") == 1)
+    assert rig.plans() == []
+    await say(rig, "pd", 1, 0, role="prefill")
+    drain = await drain_of(rig, 1)
+    assert "pd has requests and no instance" in drain.reason

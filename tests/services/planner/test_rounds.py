@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.planner import rounds
-from services.planner.core.operations.decision import ScaleRequest
+from services.planner.core.operations.decision import ScaleRequest, Standing
 from services.planner.leases import Leases
 from shared import subjects
 from shared.errors import Conflict, DeadlineExceeded
@@ -147,11 +147,25 @@ async def test_a_drain_that_does_not_show_yet_is_not_planned_twice(rig: Rig) -> 
     assert drained == ["w2", "w1"]
 
 
-def test_by_hand_comes_first_then_models_with_nothing_then_who_waits_longest() -> None:
-    asked = [ScaleRequest(name, 1, at_s, "load") for name, at_s in (("late", 9.0), ("early", 1.0), ("nothing", 5.0))]
-    asked.append(ScaleRequest("hand", 1, 8.0, "load", by_hand=True))
-    asked.sort(key=lambda request: request.rank(has_instances=request.model != "nothing"))
-    assert [request.model for request in asked] == ["hand", "nothing", "early", "late"]
+def test_the_order_of_a_round() -> None:
+    def wants(name: str, at_s: float, deficit: float = 0.5, **standing: Any) -> tuple[ScaleRequest, Standing]:
+        request = ScaleRequest(name, 1, at_s, "load", deficit=deficit, by_hand=name == "hand")
+        return request, Standing(**standing)
+
+    asked = [
+        wants("late", 9.0),
+        wants("early", 1.0, deficit=0.49),
+        wants("short", 9.5, deficit=0.7),
+        wants("weighty", 9.7, deficit=0.4, weight=2.0),
+        wants("nothing", 5.0, has_instances=False, waits_since_s=3.0),
+        # A burst at a model without instances does not keep those waiting that were there before.
+        wants("burst", 4.0, deficit=30.0, has_instances=False, waits_since_s=4.0, weight=9.0),
+        wants("below", 9.9, below_least=True),
+        wants("hand", 8.0),
+    ]
+    asked.sort(key=lambda one: one[0].rank(one[1]))
+    order = ["hand", "below", "nothing", "burst", "weighty", "short", "early", "late"]
+    assert [request.model for request, _ in asked] == order
 
 
 async def test_what_a_monitor_says_that_leads_no_more_is_not_heard(rig: Rig) -> None:

@@ -11,6 +11,20 @@ from shared.registry_view import bounded, counted_as
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """How a model stands for whom instances of a role are wanted."""
+
+    has_instances: bool = True
+    """That take prompts. A decode instance is never a model's first: as if it had some."""
+    below_least: bool = False
+    """It has fewer of the role than its minimum, or than were asked for by hand."""
+    waits_since_s: float = float("inf")
+    """Since when there is no instance and no worker. It may have wanted more long before, while it had some: what made
+    room for another must not get it back at once."""
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class ScaleRequest:
     """How many instances of a model are wanted in a role, since when and why, and whether they shall scale live."""
 
@@ -23,14 +37,17 @@ class ScaleRequest:
     by_hand: bool = False
     only: frozenset[str] = frozenset()
     """Worker ids: if not empty, no instance elsewhere is to go."""
+    deficit: float = 0.0
+    """As in ``Demand``."""
 
-    def rank(
-        self, *, has_instances: bool, waits_since_s: float = float("inf")
-    ) -> tuple[bool, bool, float, float, str, str]:
-        """Its place in a round, the lowest first: what was asked for by hand, models without an instance, then what
-        has waited for longest. ``waits_since_s``: since when there is no instance and no worker. Its model may have
-        wanted more long before, while it had some: what made room for another must not get it back at once."""
-        return not self.by_hand, has_instances, waits_since_s, self.triggered_at_s, self.model, self.role
+    def rank(self, standing: Standing) -> tuple[bool, bool, float, float, float, str, str]:
+        """Its place in a round, the lowest first: what was asked for by hand and what limits and floors keep; models
+        without an instance, that has waited for longest first; then by deficit and weight, and what has waited for
+        longest. A tenth of an instance more or less is none: the load is not known to that."""
+        missed = round(standing.weight * self.deficit, 1) if standing.has_instances else 0.0
+        kept = self.by_hand or standing.below_least
+        since_s = standing.waits_since_s, self.triggered_at_s
+        return not kept, standing.has_instances, -missed, *since_s, self.model, self.role
 
 
 @dataclass(frozen=True, slots=True)
