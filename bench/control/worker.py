@@ -70,7 +70,9 @@ class SimWorker:
         await self._bus.subscribe(subjects.worker_cancel(worker_id), Cancel, self._on_cancel)
         await self._bus.subscribe(subjects.worker_ack(worker_id), AckTerminal, self._on_ack)
         await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, self._on_gateway)
-        self._tasks.start(self._registration.run(self._on_stop_instance, self._orders.planner_term))
+        self._tasks.start(
+            self._registration.run(self._on_stop_instance, self._orders.planner_term, lambda _instance, _slo_s: None)
+        )
 
     async def close(self) -> None:
         """Leave, as a worker that is stopped does."""

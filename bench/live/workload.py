@@ -74,6 +74,7 @@ class Workload:
         env = {
             "BLITZ_WORKER_MAX_BATCH_TOKENS": str(self.prompt_tokens + self.output_tokens - 1),
             "BLITZ_WORKER_PREFILL_CHUNK": str(self.prompt_tokens),
+            "BLITZ_WORKER_SLO_TBT_MS": "0",
             "BLITZ_WORKER_MAX_QUEUED_TOKENS": str(2 * self.num_prompts * (self.prompt_tokens + self.output_tokens)),
             "BLITZ_WORKER_MAX_RUNNING": str(2 * self.num_prompts),
             "BLITZ_WORKER_KV_MIB": str(_KV_MIB),

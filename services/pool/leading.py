@@ -239,7 +239,7 @@ class LeadingPool:
             return ack
         record = self.registry.models.get(instance.model)
         if record is not None and record.model_hash == instance.model_hash:
-            return ack
+            return msgspec.structs.replace(ack, slo_tbt_s=record.slo_tbt_s)
         if record is not None or self.registry.models.was_removed(instance.model):
             return msgspec.structs.replace(ack, stop_instance=instance.instance_id)
         self._models.want(instance.model_hash)

@@ -37,6 +37,8 @@ class WorkerConfig(ServiceConfig):
     max_running_requests: int
     max_batch_tokens: int
     prefill_chunk_tokens: int
+    slo_tbt_s: float
+    """Of models without an objective of their own for the time between two tokens. 0: none."""
     max_queued_requests: int
     max_queued_tokens: int
     leaf: str
@@ -90,6 +92,7 @@ class WorkerConfig(ServiceConfig):
             max_running_requests=env.integer("BLITZ_WORKER_MAX_RUNNING", default=128, minimum=1),
             max_batch_tokens=max_batch_tokens,
             prefill_chunk_tokens=env.integer("BLITZ_WORKER_PREFILL_CHUNK", default=512, minimum=1),
+            slo_tbt_s=env.number("BLITZ_WORKER_SLO_TBT_MS", default=100.0, minimum=0.0) / 1000,
             max_queued_requests=env.integer("BLITZ_WORKER_MAX_QUEUED", default=1024, minimum=1),
             max_queued_tokens=env.integer("BLITZ_WORKER_MAX_QUEUED_TOKENS", default=4 * max_batch_tokens, minimum=1),
             leaf=env.text("BLITZ_WORKER_LEAF", default=DEFAULT_LEAF),

@@ -206,6 +206,12 @@ class Scaling:
         else:
             self._start_drain("model-removed")
 
+    def on_slo_tbt(self, instance_id: str, slo_tbt_s: float) -> None:
+        """The instance's model has this objective now for the time between two tokens."""
+        instance = self._slot.current()
+        if instance is not None and instance.instance_id == instance_id:
+            instance.keep_tbt(slo_tbt_s)
+
     def _start_drain(self, plan_id: str) -> None:
         """Refuse new requests, finish what runs, and become spare."""
         instance = self._slot.current()

@@ -120,7 +120,9 @@ class WorkerService:
         tasks = [
             asyncio.create_task(work)
             for work in (
-                parts.registration.run(parts.scaling.on_stop_instance, parts.orders.planner_term),
+                parts.registration.run(
+                    parts.scaling.on_stop_instance, parts.orders.planner_term, parts.scaling.on_slo_tbt
+                ),
                 parts.peers.run(),
                 parts.host_copies.run(),
                 inbox.publish_forever(),

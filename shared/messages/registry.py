@@ -141,6 +141,9 @@ class HeartbeatAck(Message, frozen=True, kw_only=True, tag="heartbeat_ack.v1"):
     ``RestoreModel`` for each."""
     planner_term: Count = 0
     """Of the planner that leads: plans of older ones are void. 0: planners know no terms."""
+    slo_tbt_s: Figure | None = None
+    """The objective that the instance's model has now, for the time between two tokens; 0: none of its own. None: the
+    registry does not say."""
 
 
 class RestoreModel(Message, frozen=True, kw_only=True, tag="restore_model.v1"):

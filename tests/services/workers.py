@@ -40,6 +40,7 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
         "max_running_requests": 8,
         "max_batch_tokens": 512,
         "prefill_chunk_tokens": 64,
+        "slo_tbt_s": 0.1,
         "max_queued_requests": 16,
         "max_queued_tokens": 4096,
         "leaf": "leaf-0",

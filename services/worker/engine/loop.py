@@ -17,7 +17,7 @@ from services.worker.engine.parts import compute
 from services.worker.scheduling.schedule import Sampled, ScheduledSlice, SchedulerConfig, SchedulerLoad
 from services.worker.scheduling.scheduler import Scheduler
 from services.worker.scheduling.sequence import Sequence
-from services.worker.scheduling.speed import Speed, SpeedEstimator
+from services.worker.scheduling.speed import Speed
 from shared.errors import Internal
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import StreamPart
@@ -108,7 +108,6 @@ class EngineLoop:
         self.engine = engine
         self._clock = clock
         self._busy_s_total = 0.0
-        self._estimator = SpeedEstimator()
         self._stepped_s = float("-inf")
         self.partial: PartialWork | None = None
         self.prefill_listener: PrefillListener | None = None
@@ -129,7 +128,7 @@ class EngineLoop:
     @property
     def prefill_token_s(self) -> float:
         """Seconds that a prompt token takes through all layers, as measured; 0 before the first prompt."""
-        tokens_per_s = self._estimator.speed.prefill_tokens_per_s
+        tokens_per_s = self.scheduler.budgets.speed.speed.prefill_tokens_per_s
         return 1 / tokens_per_s if tokens_per_s else 0.0
 
     def add(self, sequence: Sequence) -> None:
@@ -178,12 +177,12 @@ class EngineLoop:
         busy_s = self._stepped_s - started_s
         self._busy_s_total += busy_s
         if computed.at_once:
-            self._estimator.stepped(batch.num_prefill_tokens, batch.num_decode_tokens, busy_s)
+            self.scheduler.budgets.stepped(batch.num_prefill_tokens, batch.num_pairs, batch.num_decode_tokens, busy_s)
         return StepOutput(tuple(outputs), batch.num_prefill_tokens, batch.num_decode_tokens, error, alone)
 
     def measured_prefill(self, num_tokens: int, seconds: float) -> None:
         """So many prompt tokens took so long through all layers, outside of a step."""
-        self._estimator.prefilled(num_tokens, seconds)
+        self.scheduler.budgets.speed.prefilled(num_tokens, seconds)
 
     def busy(self, seconds: float) -> None:
         """The engine worked outside of a step."""
@@ -197,7 +196,7 @@ class EngineLoop:
             load = replace(
                 load, queued_requests=load.queued_requests + requests, queued_tokens=load.queued_tokens + tokens
             )
-        return LoopStats(load, self._busy_s_total, self._estimator.speed)
+        return LoopStats(load, self._busy_s_total, self.scheduler.budgets.speed.speed)
 
     def _compute(self, pieces: Slices[ScheduledSlice]) -> list[Sampled]:
         slices: list[Slice] = []

@@ -102,7 +102,8 @@ class InstanceFactory:
         )
         loop = EngineLoop(engine, limits, time.monotonic)
         loop.prefill_listener, loop.witness = self._prefill_listener, self._witness
-        return Instance(plan, member, copy, EngineThread(loop, self._on_output, self._on_failure))
+        thread = EngineThread(loop, self._on_output, self._on_failure)
+        return Instance(plan, member, copy, thread, default_slo_tbt_s=config.slo_tbt_s)
 
     def _engine(self, layout: ArenaLayout) -> Engine:
         config = self._config

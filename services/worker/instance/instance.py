@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
+from math import inf
 
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.lifecycle import InstanceLifecycle
@@ -30,8 +31,17 @@ STOP_S = 30.0
 class Instance:
     """From ``loading`` to its end. All methods on the event loop; the engine has a thread of its own."""
 
-    def __init__(self, plan: ScalePlan, member: ChainMember, copy: WeightCopy, engine: EngineThread) -> None:
-        """``engine``: not started. It is the instance's from now on."""
+    def __init__(
+        self,
+        plan: ScalePlan,
+        member: ChainMember,
+        copy: WeightCopy,
+        engine: EngineThread,
+        *,
+        default_slo_tbt_s: float = 0.0,
+    ) -> None:
+        """``engine``: not started. It is the instance's from now on. ``default_slo_tbt_s``: of models without an
+        objective for the time between two tokens; 0: none."""
         self.record = plan.model
         self.role: Role = plan.role
         """Of what comes from now on; requests under way finish as they began."""
@@ -46,6 +56,9 @@ class Instance:
         self.engine = engine
         self.scheduler = engine.loop.scheduler.config
         self.received_bytes = 0
+        self._default_slo_tbt_s = default_slo_tbt_s
+        self._slo_tbt_s = 0.0
+        self.keep_tbt(self.record.slo_tbt_s)
         self._digest = ""
         self._begun_s = time.monotonic()
         self.load_s = 0.0
@@ -88,6 +101,13 @@ class Instance:
             context_tokens=self.scheduler.limit_tokens,
             plan_id=self.plan_id,
         )
+
+    def keep_tbt(self, slo_tbt_s: float) -> None:
+        """The model's objective for the time between two tokens is this from now on; 0: it has none."""
+        wanted_s = slo_tbt_s if 0 < slo_tbt_s < inf else self._default_slo_tbt_s
+        if wanted_s != self._slo_tbt_s:
+            self._slo_tbt_s = wanted_s
+            self.engine.call(lambda loop: setattr(loop.scheduler.budgets, "slo_tbt_s", wanted_s))
 
     async def serve(self) -> None:
         """All units are ready: start the engine and take requests."""

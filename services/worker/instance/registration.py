@@ -93,18 +93,25 @@ class Registration:
         return True
 
     async def run(
-        self, stop_instance: Callable[[str], Awaitable[None]], planner_term: Callable[[int], Awaitable[None]]
+        self,
+        stop_instance: Callable[[str], Awaitable[None]],
+        planner_term: Callable[[int], Awaitable[None]],
+        keep_tbt: Callable[[str, float], None],
     ) -> None:
         """Report until cancelled. Raises ``DuplicateId`` when another process that lives has this worker's id.
 
         ``stop_instance`` is called when the registry says that the instance's model was removed, ``planner_term`` with
-        the term of the planner that leads.
+        the term of the planner that leads, ``keep_tbt`` with the instance that was reported and its model's objective
+        for the time between two tokens.
         """
         while True:
             self._changed.clear()
-            ack = await self._report()
+            now = self._standing()
+            ack = await self._report(now)
             if ack is not None:
                 self._pass_on(planner_term, ack.planner_term)
+                if now.instance is not None and ack.slo_tbt_s is not None:
+                    keep_tbt(now.instance.instance_id, ack.slo_tbt_s)
                 if ack.stop_instance:
                     await stop_instance(ack.stop_instance)
             else:
@@ -120,7 +127,7 @@ class Registration:
         self._leaving = True
         if self._passing_on is not None:
             self._passing_on.cancel()
-        await self._report()
+        await self._report(self._standing())
 
     async def retire(self, instance: InstanceInfo, undo: bool, *, leaving: bool = False) -> None:
         """Ask whether the instance's copy may go, or say (``undo``) that it stays after all.
@@ -149,11 +156,10 @@ class Registration:
         )
         await self._bus.request(subjects.pool("retire_copy"), request, Ack, timeout_s=RETIRE_TIMEOUT_S)
 
-    async def _report(self) -> HeartbeatAck | None:
-        """The pool's answer to a report of now; None if there was none."""
+    async def _report(self, now: Standing) -> HeartbeatAck | None:
+        """The pool's answer to a report; None if there was none."""
         self._sequence += 1
         sequence = self._sequence
-        now = self._standing()
         report = WorkerHeartbeat(
             worker=self._worker,
             state=now.state,

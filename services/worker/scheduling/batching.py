@@ -4,7 +4,8 @@ Rules, in order:
 
 1. First come, first served. ``running`` and then ``waiting`` are always in order of arrival.
 2. Each step has a budget of tokens: decode tokens take it first, then prefills that run, then
-   new ones from the head of ``waiting``. A later request never starts before an earlier one.
+   new ones from the head of ``waiting``. A later request never starts before an earlier one. Where requests decode,
+   prompts get no more than the objective for the time between two tokens leaves (``step_budget``).
 3. All blocks of a context are taken when it starts, so that they are one run of the pool and a
    prefill never stops half-way for memory. Decodes take a block when they cross into it.
 4. A decode that finds no block preempts the latest arrival: its blocks are freed, it returns
@@ -20,13 +21,15 @@ from services.worker.scheduling.request_table import RequestTable
 from services.worker.scheduling.reservations import Reservations
 from services.worker.scheduling.schedule import ScheduledBatch, ScheduledSlice
 from services.worker.scheduling.sequence import Sequence
+from services.worker.scheduling.step_budget import StepBudget, StepBudgets
 
 
 class ContinuousBatching:
     """Of one scheduler, whose requests it admits, and preempts where decodes need blocks."""
 
-    def __init__(self, table: RequestTable, reservations: Reservations) -> None:
+    def __init__(self, table: RequestTable, reservations: Reservations, budgets: StepBudgets) -> None:
         self._table = table
+        self._budgets = budgets
         self._reservations = reservations
         self._config = table.config
         # Kept free at admission so that a new prefill is not the next decode's victim.
@@ -66,28 +69,29 @@ class ContinuousBatching:
             slices: list[ScheduledSlice] = []
             preempted: list[Sequence] = []
             start = sequence.num_computed
-            num_prefill_tokens = 0
+            budget = self._budgets.next()
             if len(sequence.tokens) - start > 1:
-                num_prefill_tokens = self._prefill(sequence, self._config.max_batch_tokens, slices)
+                _prefill(sequence, budget, slices)
             else:
                 full = start >= len(sequence.block_table) * self._table.pool.block_size
                 if full and not self._grow(sequence, running.index(sequence) + 1, preempted):
                     continue
                 slices.append(ScheduledSlice(sequence, start, 1, True))
             self._last_alone = sequence.id
-            decodes = 0 if num_prefill_tokens else 1
-            return ScheduledBatch(tuple(slices), num_prefill_tokens, decodes, tuple(preempted), alone=True)
+            decodes = 0 if budget.num_tokens else 1
+            return ScheduledBatch(
+                tuple(slices), budget.num_tokens, decodes, tuple(preempted), budget.num_pairs, alone=True
+            )
         return None
 
     def _together(self, now_s: float) -> ScheduledBatch | None:
-        budget = self._config.max_batch_tokens
         slices: list[ScheduledSlice] = []
         preempted: list[Sequence] = []
         block_size = self._table.pool.block_size
         running = self._table.running
         prefills: list[Sequence] = []
         index = 0
-        while index < len(running) and budget > 0:
+        while index < len(running) and len(slices) < self._config.max_batch_tokens:
             sequence = running[index]
             index += 1
             if sequence.alone:
@@ -99,20 +103,19 @@ class ContinuousBatching:
             if start >= len(sequence.block_table) * block_size and not self._grow(sequence, index, preempted):
                 break
             slices.append(ScheduledSlice(sequence, start, 1, True))
-            budget -= 1
         num_decode_tokens = len(slices)
+        budget = self._budgets.next(num_decode_tokens)
         # A victim arrived later than the decode it yields to, so it is not among these.
         for sequence in prefills:
-            if budget <= 0:
+            if not budget.room(sequence.num_computed):
                 break
-            budget -= self._prefill(sequence, budget, slices)
-        while budget > 0 and not preempted and (admitted := self._admit(now_s)) is not None:
+            _prefill(sequence, budget, slices)
+        while budget.room() and not preempted and (admitted := self._admit(now_s)) is not None:
             if not admitted.alone:
-                budget -= self._prefill(admitted, budget, slices)
+                _prefill(admitted, budget, slices)
         if not slices:
             return None  # what is computed outside of steps leaves no capacity
-        num_prefill_tokens = self._config.max_batch_tokens - budget - num_decode_tokens
-        return ScheduledBatch(tuple(slices), num_prefill_tokens, num_decode_tokens, tuple(preempted))
+        return ScheduledBatch(tuple(slices), budget.num_tokens, num_decode_tokens, tuple(preempted), budget.num_pairs)
 
     def _grow(self, sequence: Sequence, index: int, preempted: list[Sequence]) -> bool:
         """Give a decode its next block; ``running[index:]`` may be preempted for it."""
@@ -128,12 +131,6 @@ class ContinuousBatching:
             preempted.append(victim)
         table.pool.append(sequence.block_table)
         return True
-
-    def _prefill(self, sequence: Sequence, budget: int, slices: list[ScheduledSlice]) -> int:
-        remaining = len(sequence.tokens) - sequence.num_computed
-        count = min(remaining, budget, self._config.prefill_chunk_tokens)
-        slices.append(ScheduledSlice(sequence, sequence.num_computed, count, count == remaining))
-        return count
 
     def _admit(self, now_s: float) -> Sequence | None:
         """Move the head of ``waiting`` to ``running`` if a slot and the blocks of its context are free."""
@@ -151,3 +148,10 @@ class ContinuousBatching:
             sequence.first_scheduled_s = now_s
         table.run(sequence)
         return sequence
+
+
+def _prefill(sequence: Sequence, budget: StepBudget, slices: list[ScheduledSlice]) -> None:
+    """Give it its share of the step, of which something must be left."""
+    remaining = len(sequence.tokens) - sequence.num_computed
+    count = budget.take(sequence.num_computed, remaining)
+    slices.append(ScheduledSlice(sequence, sequence.num_computed, count, count == remaining))

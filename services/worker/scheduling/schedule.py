@@ -51,6 +51,8 @@ class ScheduledBatch:
     num_prefill_tokens: int
     num_decode_tokens: int
     preempted: tuple[Sequence, ...] = ()
+    num_pairs: int = 0
+    """Of a prompt token and a token that it attends to."""
     alone: bool = False
     """Its only slice is of a request that is computed alone."""
 

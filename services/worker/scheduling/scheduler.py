@@ -28,6 +28,7 @@ from services.worker.scheduling.schedule import (
     SchedulerLoad,
 )
 from services.worker.scheduling.sequence import Sequence
+from services.worker.scheduling.step_budget import StepBudgets
 from shared.errors import Conflict, ContextLengthExceeded, Overloaded
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import FinishReason, StreamPart
@@ -45,7 +46,9 @@ class Scheduler:
         self.table = RequestTable(config)
         self.pool = self.table.pool
         self.reservations = Reservations(self.table)
-        self._batching = ContinuousBatching(self.table, self.reservations)
+        self.budgets = StepBudgets(config)
+        """What steps may take. Their times are to be told to it."""
+        self._batching = ContinuousBatching(self.table, self.reservations, self.budgets)
         self._in_flight: ScheduledBatch | None = None
         self._ended: list[StreamPart] = []
         self._decode_tokens_total = 0

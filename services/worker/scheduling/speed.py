@@ -54,6 +54,10 @@ class SpeedEstimator:
             decode_s = self._decode_s(num_decode_tokens, seconds / (num_prefill_tokens + num_decode_tokens))
             self.prefilled(num_prefill_tokens, max(seconds - decode_s, LEAST_PREFILL_SHARE * seconds))
 
+    def decode_s(self, num_requests: int) -> float:
+        """Seconds of a step of so many decodes alone, or of what it takes with none; 0 while nothing was measured."""
+        return self.speed.decode_base_s + num_requests * self.speed.decode_request_s
+
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """So many prompt tokens took so long through all layers, and nothing else was computed at the same time."""
         if seconds > 0:
@@ -64,8 +68,7 @@ class SpeedEstimator:
         """Seconds of a step of so many decodes alone; at ``token_s`` each while nothing was measured."""
         if not num_requests:
             return 0.0
-        known = self.speed.decode_base_s + num_requests * self.speed.decode_request_s
-        return known or num_requests * token_s
+        return self.decode_s(num_requests) or num_requests * token_s
 
     def _update(self) -> None:
         prefill, decode = self._prefill.largest, self._decode.largest

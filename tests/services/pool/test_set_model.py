@@ -12,8 +12,8 @@ import pytest
 
 from shared import subjects
 from shared.errors import BadRequest, ModelNotFound, Unavailable
-from shared.messages.registry import ModelRecord, RouteChanges
-from tests.records import model
+from shared.messages.registry import HeartbeatAck, ModelRecord, RouteChanges, WorkerHeartbeat
+from tests.records import heartbeat, model
 from tests.services.pool.running import CopyPool, running_copy_pool
 from tests.services.waiting import eventually
 
@@ -54,6 +54,16 @@ async def test_the_same_change_again_is_no_news(pool: CopyPool) -> None:
     assert await pool.set_model("m", max_instances=7) == first
     await asyncio.sleep(0.2)
     assert (heard, await stored(pool)) == ([], before)
+
+
+async def test_a_worker_hears_its_models_objective_with_the_next_report(pool: CopyPool) -> None:
+    async def objective_s(report: WorkerHeartbeat) -> float | None:
+        return (await pool.client.request(subjects.pool("heartbeat"), report, HeartbeatAck, timeout_s=5.0)).slo_tbt_s
+
+    assert await objective_s(heartbeat("w0")) is None
+    assert await objective_s(heartbeat("w1", M, "serving")) == 0.0
+    await pool.set_model("m", slo_tbt_s=0.03)
+    assert await objective_s(heartbeat("w1", M, "serving", sequence=2)) == 0.03
 
 
 async def test_0_lifts_what_a_model_need_not_have(pool: CopyPool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from services.worker import service
@@ -68,6 +69,29 @@ async def test_reports_go_on_while_the_planners_plans_cannot_be_subscribed_to(mo
         await eventually(lambda: len(alone.pool.heartbeats) > known + 5)
 
 
+async def test_a_changed_objective_reaches_the_running_instance(alone: LoneWorker) -> None:
+    def objective_s() -> float:
+        return alone.worker.serving.engine.loop.scheduler.budgets.slo_tbt_s
+
+    alone.pool.ack = HeartbeatAck(lease_s=0.1)
+    await alone.serve()
+    assert objective_s() == alone.worker.config.slo_tbt_s  # the model has none of its own
+    alone.pool.ack = HeartbeatAck(lease_s=0.1, slo_tbt_s=0.03)
+    await eventually(lambda: objective_s() == 0.03)
+    alone.pool.ack = HeartbeatAck(lease_s=0.1)  # as from a pool that does not say
+    known = len(alone.pool.heartbeats)
+    await eventually(lambda: len(alone.pool.heartbeats) > known + 2)
+    assert objective_s() == 0.03
+    alone.pool.ack = HeartbeatAck(lease_s=0.1, slo_tbt_s=0.0)
+    await eventually(lambda: objective_s() == alone.worker.config.slo_tbt_s)
+
+
+async def test_an_instance_begins_with_its_models_objective(alone: LoneWorker) -> None:
+    alone.model = msgspec.structs.replace(alone.model, slo_tbt_s=0.02)
+    await alone.serve()
+    assert alone.worker.serving.engine.loop.scheduler.budgets.slo_tbt_s == 0.02
+
+
 async def test_a_registry_that_lost_the_model_gets_it_back(alone: LoneWorker) -> None:
     alone.pool.ack = HeartbeatAck(lease_s=0.6, wants_model=True)
     known = len(alone.pool.heartbeats)
@@ -84,7 +108,7 @@ async def test_it_ends_when_it_is_stopped_just_as_something_changes(alone: LoneW
     registration = alone.worker.service.parts.registration
     known = len(alone.pool.heartbeats)
     parts = alone.worker.service.parts
-    work = registration.run(parts.scaling.on_stop_instance, parts.orders.planner_term)
+    work = registration.run(parts.scaling.on_stop_instance, parts.orders.planner_term, parts.scaling.on_slo_tbt)
     reporting = asyncio.create_task(work)
     await eventually(lambda: len(alone.pool.heartbeats) > known)
     await asyncio.sleep(0.01)  # it waits again
