@@ -2,7 +2,8 @@
 (design of the protocol: ``docs/decisions/0014-disaggregated.md``).
 
 KV travels over the tensor transport, one message per layer, ``[2 (K, V), num_tokens, num_kv_heads, head_dim]`` in the
-model's dtype, with the tags of the reservation's ``ticket``.
+model's dtype, with the tags of the reservation's ``ticket``. A context that is computed in chunks may come chunk by
+chunk: all layers of the first chunk, then all of the next. Where layers are counted, they are counted over the chunks.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class ReserveDecode(Message, frozen=True, kw_only=True, tag="reserve_decode.v1")
     host: str
     transport_address: bytes
     lease_s: float
+    chunk_tokens: int = 0
+    """Its KV comes in chunks of at most so many tokens, each announced by a ``RenewDecode``; 0: in one."""
 
 
 class DecodeReserved(Message, frozen=True, kw_only=True, tag="decode_reserved.v1"):
@@ -34,6 +37,8 @@ class DecodeReserved(Message, frozen=True, kw_only=True, tag="decode_reserved.v1
     transport_address: bytes
     window_layers: int
     """So many layers may be sent beyond those that have arrived: their receives are posted."""
+    chunked: bool = False
+    """It comes in chunks, as was asked for. A worker before this field takes it in one."""
 
 
 class RenewDecode(Message, frozen=True, kw_only=True, tag="renew_decode.v1"):
@@ -43,10 +48,14 @@ class RenewDecode(Message, frozen=True, kw_only=True, tag="renew_decode.v1"):
     attempt: int
     ticket: int
     wait_layers: int = 0
+    chunk_start: int = 0
+    chunk_end: int = 0
+    """If not 0, the next chunk is of tokens ``chunk_start <= i < chunk_end``: its receives are posted as far as the
+    window goes when this is answered."""
 
 
 class DecodeRoom(Message, frozen=True, kw_only=True, tag="decode_room.v1"):
-    """The KV of the first ``layers_here`` layers has arrived."""
+    """The KV of the first ``layers_here`` layers has arrived, counted over the chunks."""
 
     layers_here: int
 

@@ -77,8 +77,9 @@ class PartialWork(Protocol):
 class PrefillListener(Protocol):
     """Requests that another instance is to decode (disaggregated serving). Called on the engine's thread."""
 
-    def ran_layers(self, sequence: Sequence, num_layers: int) -> None:
-        """So many layers of the request's context have KV here; 0: it was begun."""
+    def ran_layers(self, sequence: Sequence, start: int, end: int, num_layers: int) -> None:
+        """A chunk of the request's context, tokens ``start <= i < end``, has KV of so many layers here; what is before
+        it has KV of all."""
 
     def computed(self, sequence: Sequence, token: Sampled) -> None:
         """Its first token was sampled. It is held, unless that was the end."""
@@ -239,8 +240,4 @@ def _is_prefill(piece: ScheduledSlice) -> bool:
 
 def _tell(prefill_listener: PrefillListener, pieces: list[ScheduledSlice], num_layers: int) -> None:
     for piece in pieces:
-        if piece.sample:
-            prefill_listener.ran_layers(piece.sequence, num_layers)
-        elif num_layers == 1:
-            # Before the last part of a context no layer has its KV whole: this is only to say that it has begun.
-            prefill_listener.ran_layers(piece.sequence, 0)
+        prefill_listener.ran_layers(piece.sequence, piece.start, piece.start + piece.num_tokens, num_layers)

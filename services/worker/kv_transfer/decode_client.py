@@ -10,7 +10,9 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import TypeVar
 
-from services.worker.kv_transfer.transfer import DecodeRefused, KvTransfer
+import msgspec
+
+from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfer
 from services.worker.link import growing
 from services.worker.scheduling.schedule import Sampled
 from shared import subjects
@@ -66,6 +68,7 @@ class DecodeClient:
             host=self._me.host,
             transport_address=self._me.transport_address,
             lease_s=LEASE_S,
+            chunk_tokens=transfer.chunk_tokens,
         )
         # The message is as long as the prompt, and others may wait as well.
         pauses = (pause_s * random.uniform(0.5, 1.0) for pause_s in growing(RETRY_S, MAX_RETRY_S))
@@ -100,8 +103,13 @@ class DecodeClient:
                 self._transfer.lose(str(error))
                 return
 
+    async def announce(self, ticket: int, chunk: Chunk) -> None:
+        """The chunk's KV is next: receives for it are posted as far as the window goes when this returns."""
+        message = msgspec.structs.replace(self._renewal(ticket), chunk_start=chunk.start, chunk_end=chunk.end)
+        await self._ask("renew", message, DecodeRoom, time.monotonic())
+
     async def until_here(self, ticket: int, num_layers: int) -> int:
-        """Ask until so many layers of KV are there; how many there are."""
+        """Ask until so many layers of KV are there, counted over the chunks; how many there are."""
         here, moved_at_s = -1, time.monotonic()
         message = self._renewal(ticket, num_layers)
         while True:

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.reservation import DecodeReservation, Staging
+from services.worker.kv_transfer.transfer import Chunk
 from services.worker.requests.inbox import Cooperation, Inbox
 from services.worker.scheduling.gateways import Gone
 from services.worker.scheduling.schedule import Sampled
@@ -100,6 +101,7 @@ class KvReceiver(Cooperation):
             host=self._me.host,
             transport_address=self._me.transport_address,
             window_layers=reservation.window_layers,
+            chunked=message.chunk_tokens > 0,
         )
 
     async def _reserve(self, message: ReserveDecode) -> DecodeReservation:
@@ -112,6 +114,8 @@ class KvReceiver(Cooperation):
             raise Conflict(f"attempt {request.attempt} of request {request.request_id} was decoded here already")
         if not 0 < message.lease_s <= MAX_LEASE_S:
             raise BadRequest(f"lease_s {message.lease_s!r} is not a time", param="lease_s")
+        if message.chunk_tokens < 0:
+            raise BadRequest(f"chunks of {message.chunk_tokens} tokens", param="chunk_tokens")
         sequence = instance.sequence_of(request)
         sequence.decode_at = None
         limit = instance.scheduler.limit_tokens
@@ -119,7 +123,8 @@ class KvReceiver(Cooperation):
             raise BadRequest(f"{sequence.num_tokens} tokens: this instance takes up to {limit - 1}", param="request")
         await self._give_up_older(request, instance)
         engine = instance.engine.loop.engine
-        window = self._staging.window(sequence.num_tokens * engine.kv_bytes_per_token_layer, engine.num_layers)
+        num_tokens = min(sequence.num_tokens, message.chunk_tokens or sequence.num_tokens)
+        window = self._staging.window(num_tokens * engine.kv_bytes_per_token_layer, engine.num_layers)
         if window is None:
             raise Overloaded(f"{self._staging.used_bytes} bytes of KV are on their way here already")
         call = instance.engine.call(lambda loop: loop.scheduler.reservations.reserve([sequence]), between_layers=True)
@@ -152,11 +157,14 @@ class KvReceiver(Cooperation):
             await self._drop(self.reservations.pop(key))
 
     async def on_renew(self, message: RenewDecode) -> DecodeRoom:
-        """Keep a reservation for longer; wait a moment for so many layers. Raises ``Conflict`` if there is none."""
+        """Keep a reservation for longer; expect a chunk; wait a moment for so many layers. Raises ``Conflict`` if there
+        is none, ``BadRequest`` for a chunk that cannot be."""
         reservation = self.reservations.get((message.request_id, message.attempt))
         if reservation is None or reservation.ticket != message.ticket:
             raise Conflict(f"there is no reservation for attempt {message.attempt} of request {message.request_id}")
         reservation.renewed_at_s = time.monotonic()
+        if message.chunk_end:
+            reservation.expect(Chunk(message.chunk_start, message.chunk_end))
         await reservation.until_here(message.wait_layers, MAX_WAIT_S)
         return DecodeRoom(layers_here=reservation.layers_here)
 
@@ -170,7 +178,7 @@ class KvReceiver(Cooperation):
             reservation = self.reservations.get(key)
             if reservation is not None:
                 if not reservation.is_whole:
-                    raise Conflict(f"only {reservation.layers_here} of {reservation.num_layers} layers of KV are here")
+                    raise Conflict(f"only {reservation.layers_here} layers of its KV are here")
                 reservation.instance.check_token(message.token_id)
                 await self._begin(reservation, message)
             elif key not in self._begun:

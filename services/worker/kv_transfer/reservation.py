@@ -12,10 +12,11 @@ from collections.abc import Callable
 import numpy as np
 
 from services.worker.instance.instance import Instance
+from services.worker.kv_transfer.transfer import Chunk
 from services.worker.scheduling.sequence import Sequence
 from services.worker.weights.peers import TENSOR_LANE, Peers
 from shared.aio import Wakeup, in_thread
-from shared.errors import BlitzError
+from shared.errors import BadRequest, BlitzError
 from shared.messages.disaggregated import ReserveDecode
 from shared.transport.base import Buffer, Channel, TensorTransport, Transfer
 from shared.transport.tags import Carries, tag_of
@@ -25,12 +26,13 @@ log = logging.getLogger(__name__)
 STAGING_BYTES = 512 << 20
 """Eight requests' windows: more senders at once do not make a NIC faster."""
 WINDOW_LAYERS = 8
+MAX_CHUNKS = 1 << 16
 WINDOW_BYTES = 64 << 20
 """Of KV that may be on its way to one request: its receives are posted before it is sent."""
 
 
 def kv_tag(ticket: int, layer: int) -> int:
-    """The tag of a layer's KV under a reservation's ticket."""
+    """The tag of a layer's KV under a reservation's ticket. Layers are counted over the chunks."""
     return tag_of(ticket, layer, Carries.KV_TO_DECODE)
 
 
@@ -78,15 +80,21 @@ class DecodeReservation:
         self.ticket = ticket
         self.renewed_at_s = time.monotonic()
         self.layers_here = 0
+        """Counted over the chunks."""
         self.num_tokens = sequence.num_tokens
         engine = instance.engine.loop.engine
         self.num_layers = engine.num_layers
-        self._layer_bytes = self.num_tokens * engine.kv_bytes_per_token_layer
+        """Of the model."""
+        self._token_bytes = engine.kv_bytes_per_token_layer
+        self._chunks = [] if message.chunk_tokens else [Chunk(0, self.num_tokens)]
+        """Those that are known, in order."""
         self._window = window
         self._transport: TensorTransport
         self._channel: Channel
         self._posted: deque[tuple[Buffer, Transfer]] = deque()
-        """Receives of the layers after those that are here."""
+        """Receives of the layers that are next."""
+        self._num_posted = 0
+        """Of layers, those that are here included."""
         self._over = False
         self._changed = Wakeup()
         self._receiving: asyncio.Task[None] | None = None
@@ -101,7 +109,15 @@ class DecodeReservation:
     @property
     def is_whole(self) -> bool:
         """All KV is here."""
-        return self.layers_here == self.num_layers
+        return self._known_tokens == self.num_tokens and self.layers_here == self._known_layers
+
+    @property
+    def _known_tokens(self) -> int:
+        return self._chunks[-1].end if self._chunks else 0
+
+    @property
+    def _known_layers(self) -> int:
+        return len(self._chunks) * self.num_layers
 
     def unpin(self) -> None:
         """The instance is idle as far as this one is concerned."""
@@ -113,12 +129,31 @@ class DecodeReservation:
         self._channel = await peers.channel(self.message.transport_address, self.message.host, lane=TENSOR_LANE)
         self._post()
 
+    def expect(self, chunk: Chunk) -> None:
+        """The next chunk; one that is known already is ignored. Raises ``BadRequest`` for one that cannot be."""
+        if chunk in self._chunks[-1:]:
+            return
+        if chunk.start != self._known_tokens or not chunk.start < chunk.end <= self.num_tokens:
+            raise BadRequest(
+                f"tokens {chunk.start}..{chunk.end} of {self.num_tokens}, behind {self._known_tokens}",
+                param="chunk_end",
+            )
+        if chunk.end - chunk.start > self.message.chunk_tokens or len(self._chunks) == MAX_CHUNKS:
+            raise BadRequest(
+                f"a chunk of {chunk.end - chunk.start} tokens: {self.message.chunk_tokens}", param="chunk_end"
+            )
+        self._chunks.append(chunk)
+        if not self._over:
+            self._post()
+            self._changed.fire()
+
     def _post(self) -> None:
-        """Receives for the whole window."""
-        transport, first = self._transport, self.layers_here + len(self._posted)
-        for layer in range(first, min(self.num_layers, self.layers_here + self.window_layers)):
-            buffer = np.empty(self._layer_bytes, dtype=np.uint8)
-            self._posted.append((buffer, transport.recv(buffer, kv_tag(self.ticket, layer), source=self._channel)))
+        """Receives for the whole window, as far as chunks are known."""
+        while self._num_posted < min(self._known_layers, self.layers_here + self.window_layers):
+            chunk, tag = self._chunks[self._num_posted // self.num_layers], kv_tag(self.ticket, self._num_posted)
+            buffer = np.empty((chunk.end - chunk.start) * self._token_bytes, dtype=np.uint8)
+            self._posted.append((buffer, self._transport.recv(buffer, tag, source=self._channel)))
+            self._num_posted += 1
 
     def receive(self, failed: Callable[[], object]) -> None:
         """Begin to bring the KV in. ``failed()``: it does not come."""
@@ -143,9 +178,10 @@ class DecodeReservation:
         self._window.close()
 
     async def _receive(self, failed: Callable[[], object]) -> None:
-        """All layers, in order."""
+        """All chunks and their layers, in order."""
         try:
             while not self.is_whole:
+                await self._changed.until(lambda: bool(self._posted))
                 kv, transfer = self._posted[0]
                 await transfer.wait()
                 self._posted.popleft()
@@ -163,8 +199,9 @@ class DecodeReservation:
             self._changed.fire()
 
     async def _import(self, kv: Buffer) -> None:
-        engine, layer = self.instance.engine.loop.engine, self.layers_here
-        tables, lengths = [self.sequence.block_table], [self.num_tokens]
-        await in_thread(lambda: engine.import_kv(tables, lengths, layer + 1, kv, first_layer=layer))
+        engine, (number, layer) = self.instance.engine.loop.engine, divmod(self.layers_here, self.num_layers)
+        start, end = self._chunks[number]
+        tables = [self.sequence.block_table]
+        await in_thread(lambda: engine.import_kv(tables, [end], layer + 1, kv, first_layer=layer, first_tokens=[start]))
         self.layers_here += 1
         self._changed.fire()

@@ -1,8 +1,9 @@
 """The prefill side of disaggregated serving: requests leave with their KV for the instance that decodes them.
 
-A request's decode instance is asked for a reservation as soon as the prompt begins. With the prompt's last part its KV
-follows, layer by layer, while later layers are computed. With the first token, which this instance streams itself, the
-decode instance takes the request over. If it does not - it is gone, or has no capacity - the request is decoded here.
+A request's decode instance is asked for a reservation as soon as the prompt begins. Its KV follows, chunk by chunk as
+the prompt is computed, and of each chunk layer by layer, while later layers are computed. With the first token, which
+this instance streams itself, the decode instance takes the request over. If it does not - it is gone, or has no
+capacity - the request is decoded here.
 """
 
 from __future__ import annotations
@@ -10,19 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 
-import numpy as np
 from opentelemetry import trace
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Summary
 
 from services.worker.engine.loop import EngineLoop
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.decode_client import DecodeClient
-from services.worker.kv_transfer.reservation import kv_tag
-from services.worker.kv_transfer.transfer import DecodeRefused, KvTransfer, RequestEnded
+from services.worker.kv_transfer.shipment import Shipment
+from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfer, RequestEnded
 from services.worker.requests.inbox import Cooperation, Inbox
 from services.worker.scheduling.gateways import Gone
 from services.worker.scheduling.schedule import Sampled
@@ -34,12 +34,9 @@ from shared.errors import BlitzError, Unavailable
 from shared.messages.common import ErrorInfo
 from shared.messages.disaggregated import DecodeReserved
 from shared.messages.registry import WorkerInfo
-from shared.transport.base import Channel, Transfer
 
 log = logging.getLogger(__name__)
 
-EXPORTED_LAYERS = 4
-"""Most that are copied out of the KV pool at once."""
 LEAVE_S = 2.0
 
 
@@ -75,33 +72,46 @@ class KvSender(Cooperation):
             ["outcome"],
             registry=metrics,
         )
+        # One minus their quotient is the share of the transfer that prefill hides.
+        self._transferring_s = Summary(
+            "blitz_worker_kv_transfer_seconds",
+            "Of requests that moved: in which their KV was copied or on its way, during prefill or after it",
+            registry=metrics,
+        )
+        self._exposed_s = Summary(
+            "blitz_worker_kv_exposed_seconds",
+            "Of requests that moved: from the end of prefill until all their KV had arrived",
+            registry=metrics,
+        )
 
     # --- from the engine's thread ------------------------------------------------------------
 
-    def ran_layers(self, sequence: Sequence, num_layers: int) -> None:
+    def ran_layers(self, sequence: Sequence, start: int, end: int, num_layers: int) -> None:
         """See ``services.worker.engine.loop.PrefillListener``."""
         context = sequence.num_tokens, sequence.block_table
-        self._loop.call_soon_threadsafe(self._on_layers, sequence, *context, num_layers)
+        self._loop.call_soon_threadsafe(self._on_layers, sequence, *context, Chunk(start, end), num_layers)
 
     def computed(self, sequence: Sequence, token: Sampled) -> None:
         """See ``services.worker.engine.loop.PrefillListener``."""
         context = sequence.num_tokens - 1, sequence.block_table
         self._loop.call_soon_threadsafe(self._on_computed, sequence, *context, token)
 
-    def _on_layers(self, sequence: Sequence, num_tokens: int, block_table: Ordered[int], num_layers: int) -> None:
-        transfer = self._transfer(sequence, num_tokens)
+    def _on_layers(
+        self, sequence: Sequence, num_tokens: int, block_table: Ordered[int], chunk: Chunk, num_layers: int
+    ) -> None:
+        transfer = self._transfer(sequence, num_tokens, in_chunks=chunk.end < num_tokens)
         if transfer is not None:
-            transfer.ran_layers(block_table, num_layers)
+            transfer.ran_layers(block_table, chunk, num_layers)
 
     def _on_computed(self, sequence: Sequence, num_tokens: int, block_table: Ordered[int], token: Sampled) -> None:
         transfer, instance = self._transfer(sequence, num_tokens), self._instance()
         if transfer is not None:
-            transfer.computed(block_table, transfer.instance.engine.loop.engine.num_layers, token)
+            transfer.computed(block_table, token)
         elif instance is not None:
             # It ended before the event loop had heard of it, held as it may be.
             instance.engine.call(lambda loop: loop.scheduler.reservations.decode_here(sequence))
 
-    def _transfer(self, sequence: Sequence, num_tokens: int) -> KvTransfer | None:
+    def _transfer(self, sequence: Sequence, num_tokens: int, *, in_chunks: bool = False) -> KvTransfer | None:
         """None if there is nothing to send any more."""
         known = self.transfers.get(sequence.key)
         if known is not None and known.sequence is sequence:
@@ -109,7 +119,9 @@ class KvSender(Cooperation):
         instance, place = self._instance(), sequence.decode_at
         if sequence.finished or instance is None or place is None:
             return None
-        transfer = self.transfers[sequence.key] = KvTransfer(sequence, num_tokens, place, instance)
+        chunk_tokens = instance.scheduler.prefill_chunk_tokens if in_chunks else 0
+        transfer = KvTransfer(sequence, num_tokens, place, instance, chunk_tokens=chunk_tokens)
+        self.transfers[sequence.key] = transfer
         self._running[transfer] = self._tasks.start(self._run(transfer))
         return transfer
 
@@ -161,50 +173,31 @@ class KvSender(Cooperation):
         sequence = transfer.sequence
         reserved = await client.reserve()
         async with client.kept(reserved):
-            await self._send(transfer, client, reserved)
+            kv_s = await self._send(transfer, client, reserved)
+            here_at_s = time.monotonic()
             token = await transfer.until_computed()
         await client.begin(token)
         transfer.check()  # a cancel from now on is passed on
         self._inbox.moved([sequence], transfer.place.worker_id)
+        self._transferring_s.observe(kv_s)
+        self._exposed_s.observe(max(0.0, here_at_s - transfer.computed_at_s))
         transfer.instance.engine.call(lambda loop: loop.scheduler.reservations.release_to_decoder(sequence))
         return "moved"
 
-    async def _send(self, transfer: KvTransfer, client: DecodeClient, reserved: DecodeReserved) -> None:
-        """Send every layer's KV once it is computed, never more than the other side has receives for; wait until it has
-        all of it. Raises ``DecodeRefused``, ``RequestEnded``."""
+    async def _send(self, transfer: KvTransfer, client: DecodeClient, reserved: DecodeReserved) -> float:
+        """Send every chunk's KV, and every layer's of it, once it is computed, never more than the other side has
+        receives for; wait until it has all of it. The seconds that KV was on its way. Raises ``DecodeRefused``,
+        ``RequestEnded``.
+        """
         connecting = self._peers.channel(reserved.transport_address, reserved.host, lane=TENSOR_LANE)
-        posted: deque[Transfer] = deque()
-        num_layers, window = transfer.instance.engine.loop.engine.num_layers, max(1, reserved.window_layers)
-        first = here = 0
+        shipment = Shipment(transfer, client, reserved)
         try:
-            channel = await transfer.unless_over(connecting)
-            while first < num_layers:
-                await transfer.until(lambda first=first: transfer.layers_done > first)  # type: ignore[misc]
-                if first - here >= window:
-                    here = await client.until_here(reserved.ticket, first - window + 1)
-                last = min(transfer.layers_done, here + window, first + EXPORTED_LAYERS)
-                posted.extend(await self._post(transfer, channel, reserved.ticket, first, last))
-                first = last
-                while posted and posted[0].done:
-                    await posted.popleft().wait()
-            await client.until_here(reserved.ticket, num_layers)
+            await shipment.send_all(await transfer.unless_over(connecting))
+            return shipment.busy_s
         except BlitzError as error:
             raise DecodeRefused(str(error)) from error
         finally:
-            for sent in posted:
-                sent.abort()
-
-    async def _post(self, transfer: KvTransfer, channel: Channel, ticket: int, first: int, last: int) -> list[Transfer]:
-        engine = transfer.instance.engine.loop.engine
-        tables, lengths = [transfer.block_table], [transfer.num_tokens]
-        try:
-            exported = await asyncio.to_thread(engine.export_kv, tables, lengths, last, first_layer=first)
-        except Exception as error:  # an engine may raise anything; the blocks of an ended request are another's
-            transfer.check()
-            log.exception("KV of request %s", transfer.sequence.request_id)
-            raise DecodeRefused(f"its KV cannot be read: {type(error).__name__}: {error}") from error
-        layers = np.split(np.frombuffer(exported, dtype=np.uint8), last - first)
-        return [channel.send(kv, kv_tag(ticket, first + i)) for i, kv in enumerate(layers)]
+            shipment.abort()
 
     async def _keep(self, transfer: KvTransfer) -> str:
         """Decode it here, once its prompt is computed."""

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Ordered
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,6 +22,13 @@ LOOK_S = 0.25
 T = TypeVar("T")
 
 
+class Chunk(NamedTuple):
+    """Tokens ``start <= i < end`` of a context, computed together."""
+
+    start: int
+    end: int
+
+
 class RequestEnded(Exception):
     """The request has ended, or no client waits for it any more."""
 
@@ -33,8 +40,11 @@ class DecodeRefused(Exception):
 class KvTransfer:
     """Event loop only."""
 
-    def __init__(self, sequence: Sequence, num_tokens: int, place: DecodePlace, instance: Instance) -> None:
-        """``num_tokens``: of its context; the sequence may have its first token already."""
+    def __init__(
+        self, sequence: Sequence, num_tokens: int, place: DecodePlace, instance: Instance, *, chunk_tokens: int = 0
+    ) -> None:
+        """``num_tokens``: of its context; the sequence may have its first token already. ``chunk_tokens``: its KV
+        leaves in chunks of at most so many tokens, as they are computed; 0: in one."""
         self.sequence = sequence
         self.place = place
         self.instance = instance
@@ -42,8 +52,13 @@ class KvTransfer:
         output = request.output_token_ids[: num_tokens - len(sequence.prompt)]
         self.request: Submit = msgspec.structs.replace(request, output_token_ids=output, decode_at=None)
         self.num_tokens = num_tokens
+        self.chunk_tokens = chunk_tokens
+        self.num_layers = instance.layout.num_layers
         self.block_table: Ordered[int] = ()
-        self.layers_done = 0
+        self.chunk = Chunk(0, 0)
+        """The one that was computed last."""
+        self._layers_done = 0
+        """Of this chunk; what is before it has all."""
         self.token: Sampled | None = None
         self.computed_at_s = 0.0
         """In monotonic time, once there is a token."""
@@ -53,17 +68,29 @@ class KvTransfer:
         """Done as soon as there is a reason to stop that the event loop knows."""
         self._changed = Wakeup()
 
-    def ran_layers(self, block_table: Ordered[int], num_layers: int) -> None:
-        """The KV of so many layers lies in these blocks."""
-        if num_layers > self.layers_done:
-            self.block_table, self.layers_done = block_table, num_layers
-            self._changed.fire()
+    def ran_layers(self, block_table: Ordered[int], chunk: Chunk, num_layers: int) -> None:
+        """The KV of so many layers of a chunk lies in these blocks. A context that was preempted begins anew, in
+        others."""
+        if chunk == self.chunk and block_table is self.block_table and num_layers <= self._layers_done:
+            return  # a step that failed is run again
+        self.block_table, self.chunk, self._layers_done = block_table, chunk, num_layers
+        self._changed.fire()
 
-    def computed(self, block_table: Ordered[int], num_layers: int, token: Sampled) -> None:
+    def computed(self, block_table: Ordered[int], token: Sampled) -> None:
         """The prompt is computed; the request is held, or has ended."""
         self.token, self.computed_at_s = token, time.monotonic()
-        self.ran_layers(block_table, num_layers)
+        self.ran_layers(block_table, Chunk(0, self.num_tokens), self.num_layers)
         self._changed.fire()
+
+    def lies_in(self, block_table: Ordered[int]) -> bool:
+        """These blocks are the request's still: it was not preempted. To be asked after reading from them."""
+        return self.sequence.block_table is block_table
+
+    def layers_of(self, num_tokens: int) -> int:
+        """How many layers have KV here of so many tokens of the context."""
+        if not self.lies_in(self.block_table) or num_tokens > self.chunk.end:
+            return 0
+        return self.num_layers if num_tokens <= self.chunk.start else self._layers_done
 
     def unwanted(self) -> None:
         """Its client has left."""

@@ -30,20 +30,22 @@ class FailingEngine(MockEngine):
 
 
 class Told:
-    """What a loop says of departing requests: (request, layers), or (request, its token)."""
+    """What a loop says of departing requests: (request, layers), and of chunks (start, end)."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
         self.said: list[tuple[str, int]] = []
+        self.chunks: list[tuple[int, int]] = []
         self.sequences: dict[str, Sequence] = {}
         self.computed_at: list[int] = []
 
-    def ran_layers(self, sequence: Sequence, num_layers: int) -> None:
+    def ran_layers(self, sequence: Sequence, start: int, end: int, num_layers: int) -> None:
         self.said.append((sequence.request_id, num_layers))
+        self.chunks.append((start, end))
         assert not sequence.output, "its first token comes after its layers"
-        if num_layers:
-            tables, lengths = [sequence.block_table], [sequence.num_tokens]
-            self._loop.engine.export_kv(tables, lengths, num_layers)  # raises unless it is all there
+        export = self._loop.engine.export_kv  # raises unless it is all there
+        export([sequence.block_table], [end], num_layers, first_tokens=[start])
+        export([sequence.block_table], [start], NUM_LAYERS)
 
     def computed(self, sequence: Sequence, token: Sampled) -> None:
         assert token.error is not None or sequence.output == [token.token_id]
@@ -93,11 +95,12 @@ def test_every_layer_is_told_as_soon_as_it_was_run_and_the_token_after_them() ->
     assert loop.num_requests == 1, "it is held"
 
 
-def test_before_the_last_chunk_only_its_beginning_is_told_once_a_chunk() -> None:
+def test_every_layer_of_every_chunk_is_told() -> None:
     loop, told, _ = loop_of(prefill_chunk_tokens=3)
     loop.add(request("a", 8))
     run(loop)
-    assert told.said == [("a", 0)] * 2 + [("a", 1), ("a", 2), ("a", 3)]
+    assert told.said == [("a", 1), ("a", 2), ("a", 3)] * 3
+    assert told.chunks == [(0, 3)] * 3 + [(3, 6)] * 3 + [(6, 8)] * 3
     assert told.computed_at == [len(told.said)]
 
 
@@ -105,7 +108,7 @@ def test_a_last_chunk_of_one_token_is_told_at_the_latest_with_the_first_token() 
     loop, told, _ = loop_of(prefill_chunk_tokens=4)
     loop.add(request("a", 5))
     run(loop)
-    assert ("a", 0) in told.said
+    assert set(told.chunks) == {(0, 4)}
     sequence = told.sequences["a"]
     kv = loop.engine.export_kv([sequence.block_table], [5], NUM_LAYERS)
     assert len(kv) == NUM_LAYERS * 5 * loop.engine.kv_bytes_per_token_layer

@@ -75,12 +75,18 @@ class Gate:
         real = engine.import_kv
 
         def import_kv(
-            tables: Sequence[Sequence[int]], lengths: Sequence[int], last: int, kv: Buffer, *, first_layer: int = 0
+            tables: Sequence[Sequence[int]],
+            lengths: Sequence[int],
+            last: int,
+            kv: Buffer,
+            *,
+            first_layer: int = 0,
+            first_tokens: Sequence[int] = (),
         ) -> None:
             if first_layer == layer:
                 self.inside.set()
                 assert self._open.wait(20)
-            real(tables, lengths, last, kv, first_layer=first_layer)
+            real(tables, lengths, last, kv, first_layer=first_layer, first_tokens=first_tokens)
 
         monkeypatch.setattr(engine, "import_kv", import_kv)
 

@@ -66,13 +66,14 @@ class FakePrefill:
         )
         return msgspec.structs.replace(request, **changes)
 
-    async def reserve(self, request: Submit, *, lease_s: float = 10.0) -> DecodeReserved:
+    async def reserve(self, request: Submit, *, lease_s: float = 10.0, chunk_tokens: int = 0) -> DecodeReserved:
         message = ReserveDecode(
             request=request,
             worker_id=self.bus.name,
             host=f"host-of-{self.bus.name}",
             transport_address=self.transport.address,
             lease_s=lease_s,
+            chunk_tokens=chunk_tokens,
         )
         return await self.bus.request(self._subject("reserve"), message, DecodeReserved, timeout_s=ASK_S)
 
@@ -110,6 +111,17 @@ class FakePrefill:
         )
         room = await self.bus.request(self._subject("renew"), message, DecodeRoom, timeout_s=ASK_S)
         return room.layers_here
+
+    async def announce(self, request: Submit, reserved: DecodeReserved, start: int, end: int) -> None:
+        """A chunk is next."""
+        message = RenewDecode(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            ticket=reserved.ticket,
+            chunk_start=start,
+            chunk_end=end,
+        )
+        await self.bus.request(self._subject("renew"), message, DecodeRoom, timeout_s=ASK_S)
 
     async def arrive(self, request: Submit) -> DecodeReserved:
         """Reserve room for a request and send its KV: it can begin."""
@@ -179,8 +191,12 @@ class FakeDecode:
         self.on_begin: Callable[[BeginDecode], Awaitable[Ack]] = self.ack
         self._alone = alone
         self._tickets: dict[tuple[str, int], int] = {}
+        self.takes_chunks = True
+        """Unlike one of an earlier version."""
+        self.chunks: dict[int, list[tuple[int, int]]] = {}
+        """By ticket: first and last token."""
         self.layers: dict[int, list[np.ndarray]] = {}
-        """What was sent under a ticket."""
+        """What was sent under a ticket, by chunks and their layers."""
         self.transfers: dict[int, list[Transfer]] = {}
         """By ticket, a receive for every layer."""
 
@@ -224,16 +240,32 @@ class FakeDecode:
         key = request.request_id, request.attempt
         if key not in self._tickets:
             ticket = self._tickets[key] = len(self._tickets)
-            engine = self._alone.worker.serving.engine.loop.engine
-            num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-            num_bytes = num_tokens * engine.kv_bytes_per_token_layer
-            self.layers[ticket] = [np.zeros(num_bytes, dtype=np.uint8) for _ in range(engine.num_layers)]
-            self.transfers[ticket] = [
-                self.transport.recv(kv, kv_tag(ticket, layer)) for layer, kv in enumerate(self.layers[ticket])
-            ]
-        return self.answer(self._tickets[key])
+            self.chunks[ticket], self.layers[ticket], self.transfers[ticket] = [], [], []
+            if not (message.chunk_tokens and self.takes_chunks):
+                self.expect(ticket, 0, len(request.prompt_token_ids) + len(request.output_token_ids))
+        return self.answer(self._tickets[key], chunked=message.chunk_tokens > 0 and self.takes_chunks)
 
-    def answer(self, ticket: int = 0, *, transport_address: bytes | None = None) -> DecodeReserved:
+    def expect(self, ticket: int, start: int, end: int) -> None:
+        """Post receives for a chunk, unless it is known."""
+        if (start, end) in self.chunks[ticket]:
+            return
+        self.chunks[ticket].append((start, end))
+        engine, layers = self._alone.worker.serving.engine.loop.engine, self.layers[ticket]
+        for _ in range(engine.num_layers):
+            kv = np.zeros((end - start) * engine.kv_bytes_per_token_layer, dtype=np.uint8)
+            self.transfers[ticket].append(self.transport.recv(kv, kv_tag(ticket, len(layers))))
+            layers.append(kv)
+
+    def kv(self, ticket: int) -> list[np.ndarray]:
+        """What was sent under a ticket, by layers: that of the chunks put together."""
+        num_layers = self._alone.worker.serving.engine.loop.engine.num_layers
+        rows = [self.layers[ticket][layer::num_layers] for layer in range(num_layers)]
+        halves = [[kv.reshape(2, -1) for kv in row] for row in rows]
+        return [np.concatenate(row, axis=1).reshape(-1) for row in halves]
+
+    def answer(
+        self, ticket: int = 0, *, transport_address: bytes | None = None, chunked: bool = False
+    ) -> DecodeReserved:
         """Room under this ticket, whether or not anything is received under it."""
         address = self.transport.address if transport_address is None else transport_address
         return DecodeReserved(
@@ -241,6 +273,7 @@ class FakeDecode:
             host=f"host-of-{self.worker_id}",
             transport_address=address,
             window_layers=self.window_layers,
+            chunked=chunked,
         )
 
     async def no_receives(self, _: ReserveDecode) -> DecodeReserved:
@@ -254,6 +287,8 @@ class FakeDecode:
 
     async def room(self, message: RenewDecode) -> DecodeRoom:
         """It is kept."""
+        if message.chunk_end and message.ticket in self.chunks:
+            self.expect(message.ticket, message.chunk_start, message.chunk_end)
         with contextlib.suppress(TimeoutError):
             await eventually(lambda: self.layers_here(message.ticket) >= message.wait_layers, ROOM_WAIT_S)
         return DecodeRoom(layers_here=self.layers_here(message.ticket))

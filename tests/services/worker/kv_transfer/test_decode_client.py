@@ -54,6 +54,9 @@ class _Instance:
     class record:  # noqa: N801 - an attribute
         name = "m"
 
+    class layout:  # noqa: N801
+        num_layers = 4
+
 
 class _Me:
     worker_id, host, transport_address = "w0", "host-of-w0", b"here"
@@ -149,7 +152,7 @@ async def test_room_is_waited_for_as_long_as_the_prompt_takes(rig: Rig) -> None:
     waits = asyncio.create_task(rig.client.reserve())
     await asyncio.sleep(0.15)
     assert not waits.done(), "there is nothing to be lost by it"
-    rig.transfer.computed([1], 2, TOKEN)
+    rig.transfer.computed([1], TOKEN)
     with pytest.raises(DecodeRefused, match="full"):
         await waits
 
@@ -172,7 +175,7 @@ async def test_questions_about_room_come_less_and_less_often(rig: Rig, monkeypat
 
 async def test_room_that_comes_in_time_is_taken(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROOM_PATIENCE_S", NEVER_S)
-    rig.transfer.computed([1], 2, TOKEN)
+    rig.transfer.computed([1], TOKEN)
     rig.answers = [Overloaded("full"), Unavailable("starting"), None, RESERVED]
     assert await rig.client.reserve() == RESERVED
 

@@ -347,7 +347,7 @@ async def test_no_layer_is_sent_that_nobody_receives(
     for name, prompt in prompts.items():
         await whole(patient_pair, name, prompt, 8)
     assert patient_pair.outcomes() == {"moved": 6}
-    assert len(ahead) == 6 * engine.num_layers
+    assert len(ahead) == 7 * engine.num_layers, "one of them in two chunks"
     assert max(ahead) == window - 1
 
 

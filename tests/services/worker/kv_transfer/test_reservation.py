@@ -10,7 +10,7 @@ import pytest
 from services.worker.kv_transfer import receiver
 from services.worker.kv_transfer import reservation as reservation_module
 from services.worker.weights.peers import Peers
-from shared.errors import Conflict, Overloaded, Unavailable
+from shared.errors import BadRequest, Conflict, Overloaded, Unavailable
 from shared.transport.base import Channel
 from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.decode_side import (
@@ -232,3 +232,52 @@ async def test_blocks_are_not_freed_while_kv_is_written_into_them(
     await dropping
     assert reservation.sequence.block_table == []
     await prefill.release(prefill.request(attempt=2))
+
+
+# --- in chunks -----------------------------------------------------------------------------------
+
+
+async def test_kv_comes_chunk_by_chunk(alone: LoneWorker, prefill: FakePrefill) -> None:
+    request = prefill.request()
+    reserved = await prefill.reserve(request, chunk_tokens=64)
+    assert reserved.chunked
+    layers = prefill.kv(request)
+    for number, chunk in enumerate([(0, 40), (40, 100)]):
+        await prefill.announce(request, reserved, *chunk)
+        await prefill.announce(request, reserved, *chunk)  # the answer got lost
+        with pytest.raises(Conflict, match="layers of its KV are here"):
+            await prefill.begin(request)
+        part = [np.ascontiguousarray(kv.reshape(2, 100, -1)[:, slice(*chunk)]).reshape(-1) for kv in layers]
+        first = number * len(layers)
+        await prefill.send(reserved, dict(enumerate(part, start=first)))
+        while await prefill.renew(request, reserved, wait_layers=first + len(layers)) < first + len(layers):
+            pass
+    await prefill.begin(request)
+    await decoded(alone, request)
+
+
+@pytest.mark.parametrize("chunk", [(0, 65), (1, 20), (0, 101), (10, 5), (-5, 5)])
+async def test_a_chunk_that_cannot_be_is_refused_and_changes_nothing(
+    alone: LoneWorker, prefill: FakePrefill, chunk: tuple[int, int]
+) -> None:
+    request = prefill.request()
+    reserved = await prefill.reserve(request, chunk_tokens=64)
+    with pytest.raises(BadRequest):
+        await prefill.announce(request, reserved, *chunk)
+    await prefill.announce(request, reserved, 0, 64)
+    with pytest.raises(BadRequest):
+        await prefill.announce(request, reserved, 0, 63)
+    assert await prefill.renew(request, reserved) == 0
+    await prefill.release(request)
+
+
+async def test_a_long_prompt_in_chunks_needs_no_more_memory_on_its_way_than_a_chunk_does(
+    alone: LoneWorker, prefill: FakePrefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_bytes = alone.worker.serving.engine.loop.engine.kv_bytes_per_token_layer
+    monkeypatch.setattr(reservation_module, "WINDOW_BYTES", 30 * token_bytes)
+    whole = await prefill.reserve(prefill.request("whole"))
+    chunks = await prefill.reserve(prefill.request("chunks"), chunk_tokens=10)
+    assert (whole.window_layers, chunks.window_layers) == (1, 3)
+    for name in ("whole", "chunks"):
+        await prefill.release(prefill.request(name))

@@ -9,7 +9,7 @@ import pytest
 
 from services.worker.kv_transfer import transfer as module
 from services.worker.kv_transfer.reservation import kv_tag
-from services.worker.kv_transfer.transfer import DecodeRefused, KvTransfer, RequestEnded
+from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfer, RequestEnded
 from services.worker.scheduling.schedule import Sampled
 from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import DecodePlace, SamplingParams
@@ -21,6 +21,9 @@ PLACE = DecodePlace(worker_id="w1", instance_id="i1")
 class _Instance:
     class record:  # noqa: N801 - an attribute
         name = "m"
+
+    class layout:  # noqa: N801
+        num_layers = 4
 
 
 def sequence_of(*, output: tuple[int, ...] = ()) -> Sequence:
@@ -60,26 +63,43 @@ async def test_the_request_is_the_prefix_without_the_tokens_sampled_since() -> N
     assert transfer_of(fresh, 3).request.output_token_ids == ()
 
 
-async def test_layers_only_become_more(transfer: KvTransfer) -> None:
-    transfer.ran_layers([], 0)
-    assert (transfer.layers_done, transfer.block_table) == (0, ())
-    transfer.ran_layers([4, 5], 2)
-    transfer.ran_layers([9], 1)
-    transfer.ran_layers([9], 2)
-    assert (transfer.layers_done, transfer.block_table) == (2, [4, 5])
+async def test_layers_of_a_chunk_only_become_more_and_those_before_it_are_all_there(transfer: KvTransfer) -> None:
+    assert transfer.layers_of(1) == 0
+    table = transfer.sequence.block_table = [4, 5]
+    transfer.ran_layers(table, Chunk(0, 2), 3)
+    transfer.ran_layers(table, Chunk(0, 2), 1)
+    assert [transfer.layers_of(tokens) for tokens in (1, 2, 3)] == [3, 3, 0]
+    transfer.ran_layers(table, Chunk(2, 3), 1)
+    assert [transfer.layers_of(tokens) for tokens in (1, 2, 3)] == [4, 4, 1]
+    transfer.computed(table, Sampled(42))
+    assert [transfer.layers_of(tokens) for tokens in (1, 2, 3)] == [4, 4, 4]
+
+
+async def test_a_request_that_was_preempted_has_nothing_until_it_is_computed_again(transfer: KvTransfer) -> None:
+    table = transfer.sequence.block_table = [4]
+    transfer.ran_layers(table, Chunk(0, 2), 4)
+    assert transfer.lies_in(table)
+    transfer.sequence.block_table = []
+    assert not transfer.lies_in(table)
+    assert transfer.layers_of(2) == 0
+    table = transfer.sequence.block_table = [4]  # the same block, and another's KV in between
+    assert transfer.layers_of(2) == 0
+    transfer.ran_layers(table, Chunk(0, 1), 1)
+    assert [transfer.layers_of(tokens) for tokens in (1, 2)] == [1, 0]
 
 
 async def test_who_waits_hears_of_every_change(transfer: KvTransfer) -> None:
-    waits = await started(transfer.until(lambda: transfer.layers_done > 1))
-    transfer.ran_layers([1], 1)
+    table = transfer.sequence.block_table = [1]
+    waits = await started(transfer.until(lambda: transfer.layers_of(3) > 1))
+    transfer.ran_layers(table, Chunk(0, 3), 1)
     await asyncio.sleep(0)
     assert not waits.done()
-    transfer.ran_layers([1], 2)
+    transfer.ran_layers(table, Chunk(0, 3), 2)
     await waits
     first = await started(transfer.until_computed())
-    transfer.computed([1], 4, Sampled(42))
+    transfer.computed(table, Sampled(42))
     assert (await first).token_id == 42
-    assert transfer.layers_done == 4
+    assert transfer.layers_of(3) == 4
 
 
 @pytest.fixture
@@ -115,7 +135,7 @@ async def test_who_waits_for_the_token_waits_on_though_the_decode_instance_is_lo
     token = await started(transfer.until_computed())
     transfer.lose("no room")
     await asyncio.sleep(0)
-    transfer.computed([1], 4, Sampled(42))
+    transfer.computed([1], Sampled(42))
     assert (await token).token_id == 42
     transfer.unwanted()
     with pytest.raises(RequestEnded):

@@ -18,18 +18,22 @@ SILENCE_S = 1.5
 
 
 class Gate:
-    """Holds the engine before this layer of any step until it is opened; then it fails there ``failures`` times."""
+    """Holds the engine before this layer of any step but the first ``passes`` until it is opened; then it fails there
+    ``failures`` times."""
 
-    def __init__(self, alone: LoneWorker, layer: int) -> None:
+    def __init__(self, alone: LoneWorker, layer: int, *, passes: int = 0) -> None:
         engine = alone.worker.serving.engine.loop.engine
         assert isinstance(engine, MockEngine)
         self.inside = threading.Event()
         self.failures = 0
+        self.passes = passes
         self._open = threading.Event()
         real = engine.run_layers
 
         def run_layers(activation: Activation, first: int, last: int) -> None:
-            if first <= layer < last and not self._open.is_set():
+            if first <= layer < last and self.passes:
+                self.passes -= 1
+            elif first <= layer < last and not self._open.is_set():
                 self.inside.set()
                 assert self._open.wait(20)
             if first <= layer < last and self.failures:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -33,7 +34,7 @@ async def test_all_kv_and_the_first_token_arrive(alone: LoneWorker, decode: Fake
     assert reserve.request.instance_id == decode.place.instance_id
     assert (begin.request_id, begin.attempt, begin.token_id) == ("r", 1, next_token(prompt))
     prefill = FakePrefill(alone, "")
-    for got, computed in zip(decode.layers[0], prefill.kv(prefill.request(prompt=prompt)), strict=True):
+    for got, computed in zip(decode.kv(0), prefill.kv(prefill.request(prompt=prompt)), strict=True):
         assert np.array_equal(got, computed)
     await prefill.close()
     await clean(alone)
@@ -266,6 +267,7 @@ async def test_no_more_layers_are_sent_than_there_are_receives_for(alone: LoneWo
     here, wanted = 0, [0]
 
     async def room(message: RenewDecode) -> DecodeRoom:
+        await decode.room(msgspec.structs.replace(message, wait_layers=0))  # chunks are expected
         wanted.append(message.wait_layers)
         return DecodeRoom(layers_here=here)
 
@@ -274,7 +276,7 @@ async def test_no_more_layers_are_sent_than_there_are_receives_for(alone: LoneWo
 
     decode.window_layers, decode.on_renew = 1, room
     await submit(alone, decode)
-    num_layers = alone.worker.serving.engine.loop.engine.num_layers
+    num_layers = 2 * alone.worker.serving.engine.loop.engine.num_layers  # of two chunks
     for layers_here in range(num_layers):
         here = layers_here
         await eventually(lambda layers_here=layers_here: wanted[-1] == layers_here + 1)
