@@ -98,7 +98,7 @@ def _print(record: ScaleRecord) -> None:
         ("model", record.model),
         *([("role", record.role)] if record.role != "colocated" else []),
         ("plan_id", record.plan_id),
-        ("status", record.status),
+        ("status", "advised" if record.advice else record.status),
         ("direction", record.direction),
         ("desired", str(record.desired)),
         *times,

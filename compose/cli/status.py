@@ -64,6 +64,12 @@ def _exceptions(found: Status) -> Iterator[Table]:
         for entry in found.unplanned:
             unplanned.add_row(entry.model, entry.role, str(entry.wanted), f"{entry.for_s:.0f} s", entry.why)
         yield unplanned
+    if found.advice:
+        advice = titled_table("Asked for by the load, and only said", "model", "role", "now", "wanted", "since", "why")
+        for asked in found.advice:
+            now, wanted, since = str(asked.now), str(asked.wanted), f"{asked.for_s:.0f} s"
+            advice.add_row(asked.model, asked.role, now, wanted, since, asked.why)
+        yield advice
     if found.refused:
         refused = titled_table("Left alone, because they failed", "worker", "model", "for", "why")
         for worker in found.refused:

@@ -52,6 +52,9 @@ def up(
     slo_tbt_ms: SloTbt = None,
     keep_alive_s: KeepAlive = None,
     served_as: Served = None,
+    advise: Annotated[
+        bool, typer.Option("--advise", help="Only say what the load asks for; minimums and `scale` are carried out.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Services' lines go to the log files only.")] = False,
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait for all models.")] = 300.0,
 ) -> None:
@@ -76,6 +79,7 @@ def up(
         slo_tbt_s=seconds(slo_tbt_ms),
         keep_alive_s=keep_alive_s,
         served_as=served_as or "",
+        service_env={"planner": {"BLITZ_PLANNER_ADVISE": "1"}} if advise else {},
     )
     if not config.models:
         # A port in use is refused before anything is written.

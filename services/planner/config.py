@@ -47,6 +47,8 @@ class PlanSettings:
     busy_nic_share: float = BUSY_NIC_SHARE
     """NICs in use are those that carry more than this share of their bandwidth."""
     live: LiveSettings = field(default_factory=LiveSettings)
+    advise: bool = False
+    """Only say of every model what the load asks for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,7 @@ class PlannerConfig(ServiceConfig):
                 busy_nic_share=env.number(
                     "BLITZ_PLANNER_BUSY_NIC_SHARE", default=BUSY_NIC_SHARE, minimum=0.0, maximum=1.0
                 ),
+                advise=env.boolean("BLITZ_PLANNER_ADVISE", default=False),
                 live=LiveSettings(
                     choice=env.choice("BLITZ_PLANNER_LIVE", LIVE_CHOICES, default="auto"),
                     policy=env.choice("BLITZ_PLANNER_LIVE_POLICY", LIVE_POLICIES, default="zigzag"),

@@ -41,11 +41,18 @@ class _Waits:
 class Fleet:
     """Remembers what the monitor said of each model. Event loop only."""
 
-    def __init__(self, operations: Operations, refusals: Refusals, at_work: Callable[[str], bool]) -> None:
-        """``at_work``: whether an instance has requests."""
+    def __init__(
+        self,
+        operations: Operations,
+        refusals: Refusals,
+        at_work: Callable[[str], bool],
+        advises: Callable[[ModelRecord], bool] = lambda model: model.advise,
+    ) -> None:
+        """``at_work``: whether an instance has requests. ``advises``: whether the load takes nothing from a model."""
         self._operations = operations
         self._refusals = refusals
         self._at_work = at_work
+        self._advises = advises
         self._said: dict[About, tuple[float, Demand]] = {}
         self._promised: dict[str, About] = {}
         """For whom instances make room, by instance id."""
@@ -153,6 +160,8 @@ class Fleet:
                 serving.setdefault(about, []).append((record, instance))
         holdings = []
         for (name, role), found in serving.items():
+            if self._advises(view.models[name]):
+                continue
             spendable = counted[name, role] - bounded(0, view.models[name], view.floors.get((name, role)), role)
             if role in TAKES_PROMPTS and counted[name, "decode"]:
                 # Not the last that takes prompts: what only decodes is of no use without it, and goes first.

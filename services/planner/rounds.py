@@ -18,6 +18,7 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from services.planner.advice import Adviser
 from services.planner.core.fleet.allocation import Want
 from services.planner.core.multicast.explain import instances_of
 from services.planner.core.operations.decision import ScaleRequest
@@ -82,11 +83,13 @@ class Rounds:
         reader: RegistryReader,
         scaler: Scaler,
         fleet: Fleet,
+        adviser: Adviser,
         leader: Leader,
         metrics: CollectorRegistry,
     ) -> None:
         self._leases = leases
         self._fleet = fleet
+        self._adviser = adviser
         self._reader = reader
         self._scaler = scaler
         self._leader = leader
@@ -225,6 +228,10 @@ class Rounds:
             if (steps or wants) and time.monotonic() - began_s > MAX_ROUND_S:
                 late.append(one)
                 continue
+            model = view.models.get(one.request.model)
+            if model is not None:
+                floor = view.floors.get((one.request.model, one.request.role))
+                one.request = self._adviser.allowed(one.request, model, clusters.of_model(model.name), floor)
             try:
                 step = self._scaler.plan(one.request, view, clusters, promised)
             except BlitzError as error:

@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
+from services.planner.advice import Adviser
 from services.planner.config import PlanSettings
 from services.planner.core.multicast.explain import instances_of
 from services.planner.core.operations.decision import ScaleRequest
@@ -110,8 +111,9 @@ class PlannerService:
             self._refusals,
             settings,
         )
-        self._fleet = Fleet(self._operations, self._refusals, self._pairs.is_at_work)
-        self._rounds = Rounds(self._leases, self._reader, self._scaler, self._fleet, leader, metrics)
+        self._adviser = Adviser(self._operations, everything=settings.advise)
+        self._fleet = Fleet(self._operations, self._refusals, self._pairs.is_at_work, self._adviser.advises)
+        self._rounds = Rounds(self._leases, self._reader, self._scaler, self._fleet, self._adviser, leader, metrics)
         self._tracker = OperationTracker(
             self._stream, leader, self._operations, self._refusals, self._pairs, self._leases
         )
@@ -327,4 +329,5 @@ class PlannerService:
             records=tuple(self._operations.newest(min(request.limit, MAX_LISTED))),
             refused=self._refusals.newest(time.monotonic(), MAX_REFUSED_LISTED, request.models),
             unplanned=self._rounds.unplanned(request.models),
+            advice=self._adviser.current(),
         )

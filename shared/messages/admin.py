@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from shared.messages.common import SERVED_BY, LiveChoice, Role, Serving
-from shared.messages.scaling import Unplanned
+from shared.messages.scaling import Advice, Unplanned
 
 MAX_INSTANCES = 1_000_000
 """So many stand for no limit."""
@@ -191,6 +191,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that the planner leaves alone for a while."""
     unplanned: tuple[Unplanned, ...] = ()
     """What is asked for and not possible now."""
+    advice: tuple[Advice, ...] = ()
+    """What the load asks for of models that are only to be advised on."""
 
     def serving(self, model: str, role: Role | None = None) -> int:
         """How many instances of a model answer requests on their own; of one role, or of all."""

@@ -389,6 +389,8 @@ class ScaleRecord(Message, frozen=True, kw_only=True, tag="scale_record.v1"):
     trigger_to_working_ms: float | None = None
     """Of a mutation: when the first request came that one of its instances got for its new role. None: not before
     the record was kept."""
+    advice: bool = False
+    """Not carried out: the load asked for it, and the model is only to be advised on."""
 
 
 class ListScaleRecords(Message, frozen=True, kw_only=True, tag="list_scale_records.v1"):
@@ -422,6 +424,19 @@ class Unplanned(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since it was first refused."""
 
 
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    """What the load asks for of a model that is only to be advised on."""
+
+    model: str
+    role: Role
+    now: int
+    """Instances."""
+    wanted: int
+    why: str
+    for_s: float
+    """Seconds since it was first asked for."""
+
+
 class ScaleRecords(Message, frozen=True, kw_only=True, tag="scale_records.v1"):
     """Newest first."""
 
@@ -430,3 +445,5 @@ class ScaleRecords(Message, frozen=True, kw_only=True, tag="scale_records.v1"):
     """In force now, the newest first."""
     unplanned: tuple[Unplanned, ...] = ()
     """Asked for again within the last seconds, those that wait the longest first."""
+    advice: tuple[Advice, ...] = ()
+    """Asked for by the load and not carried out, for longest first."""

@@ -132,7 +132,7 @@ def admin_router(gateway: Gateway) -> APIRouter:
         """Models, instances, workers, manual floors, and workers that are left alone because they failed."""
         loads = gateway.load_gauges.latest(time.monotonic())
         view, planned = await registry(), await planners_part()
-        return _json(status_of(view, loads, planned.refused, planned.unplanned, queued(view)))
+        return _json(status_of(view, loads, planned, queued(view)))
 
     @router.get("/pool")
     async def pool() -> Response:

@@ -26,7 +26,7 @@ from shared.messages.admin import (
 )
 from shared.messages.load import LoadReport
 from shared.messages.registry import HostCopy, InstanceInfo, ModelRecord, WorkerRecord
-from shared.messages.scaling import RefusedLoad, Unplanned
+from shared.messages.scaling import ScaleRecords
 from shared.registry import RegistryView
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -35,16 +35,15 @@ S = TypeVar("S", bound=msgspec.Struct)
 def status_of(
     view: RegistryView,
     loads: Mapping[str, LoadReport] | None = None,
-    refused: Sequence[RefusedLoad] = (),
-    unplanned: Sequence[Unplanned] = (),
+    planned: ScaleRecords | None = None,
     queued: Mapping[str, int] | None = None,
 ) -> Status:
     """The registry as ``/admin/status`` shows it.
 
-    ``loads``: the latest report of each instance that reports. ``refused``, ``unplanned``: as the planner says.
+    ``loads``: the latest report of each instance that reports. ``planned``: what the planner knows.
     ``queued``: requests by model that wait in gateways.
     """
-    loads, queued = loads or {}, queued or {}
+    loads, queued, planned = loads or {}, queued or {}, planned or ScaleRecords(records=())
     holders: dict[str, tuple[InstanceInfo, list[str]]] = {}
     for record in view.workers:
         if record.instance is not None:
@@ -56,8 +55,9 @@ def status_of(
         instances=tuple(instances),
         workers=tuple(_worker(record) for record in view.workers),
         floors=tuple(_same(FloorStatus, floor) for floor in view.floors.values()),
-        refused=tuple(_same(RefusedWorker, load, worker=load.worker_id) for load in refused),
-        unplanned=tuple(unplanned),
+        refused=tuple(_same(RefusedWorker, load, worker=load.worker_id) for load in planned.refused),
+        unplanned=planned.unplanned,
+        advice=planned.advice,
     )
 
 

@@ -102,12 +102,15 @@ class Rig:
         self.pool.workers = tuple(worker_record(w) for w in worker_ids)
 
     async def demand(self, desired: int, role: Role = "colocated") -> None:
+        await self.demand_of("m", desired, role)
+
+    async def demand_of(self, name: str, desired: int, role: Role = "colocated") -> None:
         self._sequence += 1
         message = Demand(
             publisher="monitor",
             sequence=self._sequence,
             published_at_s=time.time(),
-            model="m",
+            model=name,
             role=role,
             desired=desired,
             observed=0,

@@ -68,6 +68,8 @@ class Operation:
     """Seconds that each target should take once the plan is out; one that should take long has a later deadline."""
     revives: bool = False
     """The targets drain and shall serve again."""
+    advice: bool = False
+    """It was not carried out."""
     recalled: bool = False
     """It was begun under an earlier planner, and its end may have gone unseen."""
 
@@ -308,6 +310,7 @@ class Operation:
             explain=self.explain,
             left_out=self.left_out,
             trace_id=self.trace_id,
+            advice=self.advice,
             live=tuple(pair.record(self.triggered_at_s, details=details) for pair in self.pairs.values()),
         )
 

@@ -12,7 +12,7 @@ import pytest
 from services.gateway.http.status import pool_of, status_of
 from shared.messages.load import LoadReport
 from shared.messages.registry import Floor, HostCopy, Unplaced
-from shared.messages.scaling import RefusedLoad, Unplanned
+from shared.messages.scaling import Advice, RefusedLoad, ScaleRecords, Unplanned
 from shared.registry import RegistryView
 from tests.records import model, view, worker_record
 
@@ -46,7 +46,9 @@ def status() -> Any:
     )  # fmt: skip
     refused = RefusedLoad(worker_id="w1", model="m", why="its disk is gone", for_s=3.5, failures=2)
     unplanned = Unplanned(model="m", role="prefill", wanted=2, why="no worker is spare", for_s=1.5)
-    return status_of(registry(), {"i-w0": report}, (refused,), (unplanned,), {"m": 5})
+    advice = Advice(model="m", role="colocated", now=1, wanted=2, why="prefill 1.40", for_s=0.5)
+    planned = ScaleRecords(records=(), refused=(refused,), unplanned=(unplanned,), advice=(advice,))
+    return status_of(registry(), {"i-w0": report}, planned, {"m": 5})
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import msgspec
 
 from services.gateway.http.status import status_of
 from shared.messages.registry import Floor
-from shared.messages.scaling import RefusedLoad, Unplanned
+from shared.messages.scaling import RefusedLoad, ScaleRecords, Unplanned
 from tests.records import model, view, worker_record
 
 M = model("m")
@@ -25,7 +25,9 @@ def test_roles_of_instances_and_the_floors_of_each_role_are_shown() -> None:
 def test_a_worker_that_is_about_to_end_and_one_that_is_left_alone_are_shown() -> None:
     ending = msgspec.structs.replace(worker_record("w0", M, "draining"), stopping=True)
     refused = RefusedLoad(worker_id="w1", model="m", why="its disk is gone", for_s=3.5, failures=2)
-    read = status_of(view(ending, worker_record("w1"), models=(M,)), refused=(refused,))
+    read = status_of(
+        view(ending, worker_record("w1"), models=(M,)), planned=ScaleRecords(records=(), refused=(refused,))
+    )
     assert [w.stopping for w in read.workers] == [True, False]
     assert [(r.worker, r.model, r.why, r.for_s, r.failures) for r in read.refused] == [
         ("w1", "m", "its disk is gone", 3.5, 2)
@@ -34,6 +36,6 @@ def test_a_worker_that_is_about_to_end_and_one_that_is_left_alone_are_shown() ->
 
 def test_what_waits_and_what_is_wanted_in_vain_is_shown() -> None:
     unplanned = Unplanned(model="m", role="colocated", wanted=2, why="no worker is spare", for_s=1.5)
-    read = status_of(view(models=(M,)), unplanned=(unplanned,), queued={"m": 5})
+    read = status_of(view(models=(M,)), planned=ScaleRecords(records=(), unplanned=(unplanned,)), queued={"m": 5})
     assert [m.queued_requests for m in read.models] == [5]
     assert [(u.model, u.wanted, u.why, u.for_s) for u in read.unplanned] == [("m", 2, "no worker is spare", 1.5)]
