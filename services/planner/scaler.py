@@ -17,6 +17,7 @@ from services.planner.core.live.pairs import Selection, num_sources
 from services.planner.core.multicast.baselines import plan_by
 from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.multicast.cluster import Cluster, Clusters
+from services.planner.core.multicast.explain import instances_of
 from services.planner.core.operations.decision import Decision, ScaleRequest, decide
 from services.planner.core.operations.operation import Operation, give_up_s
 from services.planner.core.operations.operations import Operations
@@ -25,7 +26,7 @@ from services.planner.core.operations.refusals import Refusals
 from services.planner.leases import Leases
 from services.planner.pair_planner import PairPlanner
 from services.planner.plan_stream import PlanStream
-from shared.errors import BlitzError, ModelNotFound, NoCapacity
+from shared.errors import BlitzError, Conflict, ModelNotFound, NoCapacity
 from shared.messages.common import LiveChoice
 from shared.messages.registry import LeaseGrant, LeaseWorkers, ModelRecord, WorkerRecord
 from shared.messages.scaling import DrainPlan, ScalePlan
@@ -134,6 +135,11 @@ class Scaler:
             only=request.only,
         )
         if decision.nothing:
+            if request.by_hand and decision.desired < request.desired:
+                wanted = instances_of(request.desired, request.role)
+                raise Conflict(
+                    f"{wanted} and those of other roles are more than the model's max_instances {model.max_instances}"
+                )
             return None
         plan_id = f"plan-{secrets.token_hex(6)}"
         if not decision.load:

@@ -321,15 +321,24 @@ async def test_a_refused_wish_leaves_the_floors_of_all_roles_as_they_were(rig: R
     assert [(f.role, f.instances) for f in rig.pool.floors_set] == [("decode", 2), ("decode", 1)]
 
 
-async def test_a_models_most_instances_bound_each_role_by_itself(rig: Rig) -> None:
-    rig.pool.workers = tuple(worker_record(f"w{i}", rig.model, "serving") for i in range(4))
-    rig.pool.workers += tuple(worker_record(f"w{i}") for i in range(4, 9))
+async def test_a_models_most_instances_bound_all_roles_together(rig: Rig) -> None:
+    rig.pool.workers = tuple(worker_record(f"w{i}", rig.model, "serving") for i in range(2))
+    rig.pool.workers += tuple(worker_record(f"w{i}") for i in range(2, 9))
     with pytest.raises(Conflict, match="5 prefill instances are more than the model's max_instances 4"):
         await rig.scale(5, role="prefill")
     await rig.scale(4, role="prefill")
     (plan,) = rig.plans()
     assert isinstance(plan, ScalePlan)
-    assert len(plan.targets) == 4
+    assert len(plan.targets) == 2
+
+
+async def test_a_number_that_instances_of_other_roles_leave_no_place_for_is_refused(rig: Rig) -> None:
+    rig.pool.workers = tuple(worker_record(f"w{i}", rig.model, "serving") for i in range(4))
+    rig.pool.workers += (worker_record("w4"),)
+    with pytest.raises(Conflict, match="1 prefill instance and those of other roles are more than the model's max"):
+        await rig.scale(1, role="prefill")
+    assert rig.plans() == []
+    assert [(f.role, f.instances) for f in rig.pool.floors_set] == [("prefill", 1), ("prefill", 0)]
 
 
 async def test_new_settings_of_a_known_model_bound_the_next_decision(rig: Rig) -> None:
