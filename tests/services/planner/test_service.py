@@ -335,7 +335,7 @@ async def test_a_models_most_instances_bound_all_roles_together(rig: Rig) -> Non
 async def test_a_number_that_instances_of_other_roles_leave_no_place_for_is_refused(rig: Rig) -> None:
     rig.pool.workers = tuple(worker_record(f"w{i}", rig.model, "serving") for i in range(4))
     rig.pool.workers += (worker_record("w4"),)
-    with pytest.raises(Conflict, match="1 prefill instance and those of other roles are more than the model's max"):
+    with pytest.raises(Conflict, match="1 prefill instances and those of other roles are more than the model's max"):
         await rig.scale(1, role="prefill")
     assert rig.plans() == []
     assert [(f.role, f.instances) for f in rig.pool.floors_set] == [("prefill", 1), ("prefill", 0)]
