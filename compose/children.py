@@ -14,7 +14,13 @@ from typing import cast
 
 from compose import credentials
 from compose.child import ChildSpec
-from compose.config import ADMIN_KEYS_VARIABLE, HEALTH_PORT_VARIABLE, StackConfig, inherited_environment
+from compose.config import (
+    ADMIN_KEYS_VARIABLE,
+    HEALTH_PORT_VARIABLE,
+    PROFILES_VARIABLE,
+    StackConfig,
+    inherited_environment,
+)
 from compose.errors import StackRefused
 from compose.forking import ForkServer
 from compose.preflight import Findings
@@ -141,6 +147,7 @@ def _environment(
         "BLITZ_NATS_URL": addresses.nats_url,
         **nats_access(state, kind),
         "BLITZ_LOG_LEVEL": config.log_level,
+        **({PROFILES_VARIABLE: str(config.profiles.absolute())} if config.profiles is not None else {}),
         **own,
         **config.env,
         HEALTH_PORT_VARIABLE: str(config.health_port(kind, index_of(name))),

@@ -24,7 +24,13 @@ API_KEY_VARIABLE = "BLITZ_API_KEY"
 HEALTH_PORT_VARIABLE = "BLITZ_HEALTH_PORT"
 DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
 _SMALL_BOX_CORES = 8
-_PATH_VARIABLES = ("BLITZ_GATEWAY_KEYS_FILE", "BLITZ_POOL_MODEL_ROOTS", "BLITZ_WORKER_SCRATCH_DIR")
+PROFILES_VARIABLE = "BLITZ_PROFILES"
+_PATH_VARIABLES = (
+    "BLITZ_GATEWAY_KEYS_FILE",
+    "BLITZ_POOL_MODEL_ROOTS",
+    "BLITZ_WORKER_SCRATCH_DIR",
+    PROFILES_VARIABLE,
+)
 """A path, or several with colons between them."""
 
 
@@ -58,6 +64,8 @@ class StackConfig:
     """How long the last instance of each model stays without traffic. None: a model keeps an instance."""
     served_as: Serving = ""
     """How all models are served."""
+    profiles: Path | None = None
+    """A directory of profiles, or one. None: as the environment says."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of every service."""
     service_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

@@ -14,8 +14,9 @@ from compose.config import HEALTH_PORT_VARIABLE, StackConfig
 from compose.errors import StackRefused
 from compose.ports import require_free
 from shared.checkpoint import inspect_checkpoint
-from shared.errors import BadCheckpoint
+from shared.errors import BadCheckpoint, BadProfile
 from shared.messages.common import SERVED_BY
+from shared.profile import read_profile
 
 CUDA_PROBE_S = 60.0
 CUDA_PROBE = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
@@ -81,9 +82,28 @@ class Findings:
     """Of each worker's arena to commit at start: what the largest model needs, where memory is plenty."""
 
 
+def check_profiles(config: StackConfig) -> None:
+    """Raises ``StackRefused`` for a path where nothing is, and ``BadProfile`` for a single profile that is of none of
+    these models, or of other instances. Of those in a directory, services use what fits."""
+    path = config.profiles
+    if path is None or path.is_dir():
+        return
+    if not path.exists():
+        raise StackRefused(f"--profiles {path}: no such file or directory")
+    profile = read_profile(path)
+    profile.check(engine=config.engine, device=config.device)
+    layouts = {
+        name: inspect_checkpoint(folder, with_hash=False).layout.hash
+        for name, folder in model_names(config.models).items()
+    }
+    if layouts and profile.layout_hash not in layouts.values():
+        raise BadProfile(f"{path} is of {profile.model}, of another layout than {', '.join(layouts)}")
+
+
 def check(config: StackConfig) -> Findings:
-    """Everything that can be refused early. Raises ``StackRefused``."""
+    """Everything that can be refused early. Raises ``StackRefused``, ``BadProfile``."""
     largest = largest_checkpoint_bytes(config.models)
+    check_profiles(config)
     if config.port:
         require_free(config.host, config.port, "--port")
     if config.nats_port:

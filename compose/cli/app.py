@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from compose.cli.credentials import credentials
 from compose.cli.models import app as models_app
 from compose.cli.pool import pool
+from compose.cli.profile import profile
 from compose.cli.scale import scale
 from compose.cli.status import status
 from compose.cli.up import up
@@ -113,6 +114,7 @@ app.command()(status)
 app.command()(pool)
 app.add_typer(models_app, name="models")
 app.command()(scale)
+app.command()(profile)
 app.command()(credentials)
 
 

@@ -51,6 +51,10 @@ def up(
     slo_ttft_ms: SloTtft = None,
     slo_tbt_ms: SloTbt = None,
     keep_alive_s: KeepAlive = None,
+    profiles: Annotated[
+        Path | None,
+        typer.Option(help="Profiles of models, made by `blitzscale profile`.", metavar="DIR", show_default=False),
+    ] = None,
     served_as: Served = None,
     advise: Annotated[
         bool, typer.Option("--advise", help="Only say what the load asks for; minimums and `scale` are carried out.")
@@ -78,6 +82,7 @@ def up(
         slo_ttft_s=seconds(slo_ttft_ms),
         slo_tbt_s=seconds(slo_tbt_ms),
         keep_alive_s=keep_alive_s,
+        profiles=profiles.expanduser() if profiles is not None else None,
         served_as=served_as or "",
         service_env={"planner": {"BLITZ_PLANNER_ADVISE": "1"}} if advise else {},
     )

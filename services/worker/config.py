@@ -12,7 +12,7 @@ from typing import Literal, cast
 
 from services.worker.engine.mock.settings import MockFaults, MockTiming
 from shared.messages.common import Device
-from shared.service import ServiceConfig, health_settings, process_settings
+from shared.service import ServiceConfig, health_settings, process_settings, profiles_path
 from shared.settings import Settings, SettingsError
 
 MIB = 1024 * 1024
@@ -60,6 +60,7 @@ class WorkerConfig(ServiceConfig):
     report_interval_s: float
     load_by_host: bool
     stall_s: float
+    profiles: Path | None
     mock: MockTiming
     mock_faults: MockFaults
 
@@ -111,6 +112,7 @@ class WorkerConfig(ServiceConfig):
             report_interval_s=env.number("BLITZ_WORKER_REPORT_INTERVAL_S", default=0.1, minimum=0.01),
             stall_s=env.number("BLITZ_WORKER_STALL_S", default=5.0, minimum=0.1),
             drain_timeout_s=env.number("BLITZ_WORKER_DRAIN_TIMEOUT_S", default=30.0, minimum=0.0),
+            profiles=profiles_path(env),
             mock=MockTiming(
                 layer_base_s=env.number("BLITZ_MOCK_LAYER_BASE_MS", default=0.0, minimum=0.0) / 1000,
                 layer_per_token_s=env.number("BLITZ_MOCK_LAYER_PER_TOKEN_US", default=0.0, minimum=0.0) / 1e6,

@@ -13,6 +13,10 @@ from compose.config import StackConfig, default_state_dir, default_workers, inhe
 from compose.errors import StackRefused
 from compose.ports import free_port
 from compose.state_dir import StateDir
+from shared.checkpoint import inspect_checkpoint
+from shared.errors import BadProfile
+from shared.profile import write_profile
+from tests.records import profile
 
 
 def config(tmp_path: Path, **settings: object) -> StackConfig:
@@ -54,6 +58,37 @@ def test_a_good_checkpoint_passes(tmp_path: Path, demo_model: Path) -> None:
     assert findings.num_cuda_devices == 0
     assert findings.prefault_bytes > 20_000_000
     assert preflight.model_names((demo_model, demo_model)) == {"demo": demo_model}
+
+
+def test_a_single_profile_must_be_of_what_is_served(tmp_path: Path, demo_model: Path) -> None:
+    layout_hash = inspect_checkpoint(demo_model, with_hash=False).layout.hash
+    file = tmp_path / "m.json"
+
+    def check(**settings: object) -> None:
+        preflight.check_profiles(config(tmp_path, models=(demo_model,), profiles=file, **settings))
+
+    with pytest.raises(StackRefused, match="no such file"):
+        check()
+    file.write_bytes(b"{}")
+    with pytest.raises(BadProfile, match=r"m\.json: not a"):
+        check()
+    write_profile(file, profile())
+    with pytest.raises(BadProfile, match="another layout than demo"):
+        check()
+    write_profile(file, profile(layout_hash=layout_hash, engine="mock"))
+    with pytest.raises(BadProfile, match="engine torch"):
+        check()
+    check(engine="mock")
+    write_profile(file, profile(layout_hash=layout_hash, version="0.0.1"))
+    with pytest.raises(BadProfile, match="version"):
+        check()
+    write_profile(file, profile(layout_hash=layout_hash))
+    check()
+
+
+def test_of_profiles_in_a_directory_services_take_what_fits(tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_bytes(b"{")
+    preflight.check_profiles(config(tmp_path, profiles=tmp_path))
 
 
 def test_two_directories_of_one_name_are_refused(tmp_path: Path) -> None:

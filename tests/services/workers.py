@@ -58,6 +58,7 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
         "load_by_host": False,
         "stall_s": 3.0,
         "drain_timeout_s": 10.0,
+        "profiles": None,
         "mock": MockTiming(),
         "mock_faults": MockFaults(),
         "health_port": 0,

@@ -22,6 +22,8 @@ from shared.errors import BadCheckpoint, BlitzError, Conflict, NoCapacity
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.scaling import ChainMember, ScalePlan
 from shared.model_spec import DTYPE_BYTES
+from shared.profile import Profile
+from shared.profile_directory import ProfileDirectory
 
 M = TypeVar("M")
 
@@ -61,6 +63,7 @@ class InstanceFactory:
         self._on_failure = on_failure
         self._arena = _reserved(HostArena, config.arena_bytes, "BLITZ_WORKER_ARENA_MIB")
         self._kv = _reserved(KvPool, config.kv_bytes, "BLITZ_WORKER_KV_MIB")
+        self._profiles = ProfileDirectory(config.profiles)
 
     async def prefault(self, stopping: asyncio.Event) -> None:
         """Commit as much of the arena as is configured, unless the worker is stopped before. To be called before the
@@ -89,7 +92,11 @@ class InstanceFactory:
         if layout.hash != record.layout_hash:
             raise Conflict(f"layout {layout.hash} here, {record.layout_hash} in the plan: different versions?")
         copy = WeightCopy(layout, self._arena)
-        engine = await in_thread(self._engine, layout)
+        await in_thread(self._profiles.look)
+        profile = self._profiles.find(
+            model_hash=record.model_hash, layout_hash=layout.hash, engine=config.engine, device=config.device
+        )
+        engine = await in_thread(make_engine, config, layout, self._arena, self._kv, profile)
         limits = SchedulerConfig(
             num_blocks=engine.num_blocks,
             block_size=engine.block_size,
@@ -101,35 +108,11 @@ class InstanceFactory:
             max_queued_tokens=config.max_queued_tokens,
         )
         loop = EngineLoop(engine, limits, time.monotonic)
+        if profile is not None:
+            loop.scheduler.budgets.expect(profile)
         loop.prefill_listener, loop.witness = self._prefill_listener, self._witness
         thread = EngineThread(loop, self._on_output, self._on_failure)
         return Instance(plan, member, copy, thread, default_slo_tbt_s=config.slo_tbt_s)
-
-    def _engine(self, layout: ArenaLayout) -> Engine:
-        config = self._config
-        num_blocks = self._kv.num_blocks(layout.spec, config.block_size)
-        if num_blocks < 1:
-            raise BadCheckpoint(
-                f"a KV block of this model does not fit {config.kv_bytes} bytes: raise BLITZ_WORKER_KV_MIB"
-            )
-        # More blocks than every running request at full context could use would only cost lookups.
-        most = config.max_running_requests * -(-layout.spec.max_position // config.block_size)
-        num_blocks = min(num_blocks, most)
-        if config.engine == "mock":
-            return MockEngine(
-                num_layers=layout.num_layers,
-                num_blocks=num_blocks,
-                block_size=config.block_size,
-                vocab_size=layout.spec.vocab_size,
-                timing=config.mock,
-                faults=config.mock_faults,
-                hidden_bytes_per_token=layout.spec.hidden_size * DTYPE_BYTES[layout.spec.dtype],
-                kv_bytes_per_token_layer=max(MOCK_KV_BYTES, layout.spec.kv_bytes_per_token // layout.num_layers),
-            )
-        # Imported here, and by the process that has this engine at its start: PyTorch takes seconds.
-        from services.worker.engine.torch_engine import TorchEngine
-
-        return TorchEngine(layout, self._arena, self._kv, num_blocks=num_blocks, block_size=config.block_size)
 
     async def release(self) -> None:
         """The instance is gone: the KV pool's pages may go back to the system.
@@ -138,3 +121,32 @@ class InstanceFactory:
         faster in pages that exist.
         """
         await in_thread(self._kv.release)
+
+
+def make_engine(
+    config: WorkerConfig, layout: ArenaLayout, arena: HostArena, kv: KvPool, profile: Profile | None = None
+) -> Engine:
+    """The engine that is configured, over the weights that are or will be in the arena. ``profile``: what the mock
+    plays. Raises ``BadCheckpoint`` where not even one KV block fits."""
+    num_blocks = kv.num_blocks(layout.spec, config.block_size)
+    if num_blocks < 1:
+        raise BadCheckpoint(f"a KV block of this model does not fit {config.kv_bytes} bytes: raise BLITZ_WORKER_KV_MIB")
+    # More blocks than every running request at full context could use would only cost lookups.
+    most = config.max_running_requests * -(-layout.spec.max_position // config.block_size)
+    num_blocks = min(num_blocks, most)
+    if config.engine == "mock":
+        return MockEngine(
+            num_layers=layout.num_layers,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            vocab_size=layout.spec.vocab_size,
+            timing=config.mock,
+            profile=profile,
+            faults=config.mock_faults,
+            hidden_bytes_per_token=layout.spec.hidden_size * DTYPE_BYTES[layout.spec.dtype],
+            kv_bytes_per_token_layer=max(MOCK_KV_BYTES, layout.spec.kv_bytes_per_token // layout.num_layers),
+        )
+    # Imported here, and by the process that has this engine at its start: PyTorch takes seconds.
+    from services.worker.engine.torch_engine import TorchEngine
+
+    return TorchEngine(layout, arena, kv, num_blocks=num_blocks, block_size=config.block_size)

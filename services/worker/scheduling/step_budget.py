@@ -14,6 +14,7 @@ from math import inf
 from services.worker.scheduling.prompt_cost import PromptCost, num_pairs
 from services.worker.scheduling.schedule import SchedulerConfig
 from services.worker.scheduling.speed import SpeedEstimator
+from shared.profile import Profile
 
 USED_SHARE = 0.8
 """Of the objective. The rest is for what steps vary by, and for the way to the client."""
@@ -73,6 +74,12 @@ class StepBudgets:
         """The objective; 0: none, every step has its full budget."""
         self.speed = SpeedEstimator()
         self.cost = PromptCost()
+        self._expected_decode_s = (0.0, 0.0)
+
+    def expect(self, profile: Profile) -> None:
+        """What steps of such an instance take, until some have been measured here."""
+        self.cost.expect(profile.prefill_fit.token_s, profile.prefill_fit.pair_s)
+        self._expected_decode_s = profile.decode_fit.base_s, profile.decode_fit.request_s
 
     def next(self, num_decodes: int = 0) -> StepBudget:
         """For the prompts of a step in which so many requests decode."""
@@ -80,7 +87,9 @@ class StepBudgets:
         tokens = config.max_batch_tokens - num_decodes
         if not num_decodes or slo_s <= 0:
             return StepBudget(tokens, config.prefill_chunk_tokens, self.cost)
-        left_s = USED_SHARE * slo_s - self.speed.decode_s(num_decodes)
+        base_s, request_s = self._expected_decode_s
+        decodes_s = self.speed.decode_s(num_decodes) or base_s + num_decodes * request_s
+        left_s = USED_SHARE * slo_s - decodes_s
         return StepBudget(
             tokens,
             config.prefill_chunk_tokens,

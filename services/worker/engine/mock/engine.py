@@ -26,11 +26,13 @@ from services.worker.engine.handoff import (
 )
 from services.worker.engine.mock.hidden import HIDDEN_MIN_BYTES, check_hidden, hidden_of
 from services.worker.engine.mock.kv import MockKv, Slots
+from services.worker.engine.mock.played import played_step_s
 from services.worker.engine.mock.settings import MockFaults, MockTiming
 from services.worker.engine.mock.sleep import PreciseSleep
 from services.worker.engine.mock.tokens import sample
 from services.worker.scheduling.schedule import Sampled
 from services.worker.scheduling.sequence import Sequence as Request
+from shared.profile import Profile
 from shared.transport.base import Buffer
 
 BYTE_TOKENS = 256
@@ -43,7 +45,8 @@ class MockActivation:
 
     batch: Batch
     num_tokens: int
-    context_tokens: int
+    layer_s: float
+    """What one of its layers takes."""
     layers_done: int = 0
     next_token: int = 0
     """Of the next layer: those before it have run."""
@@ -70,7 +73,8 @@ class MockEngine:
     back at every slice (O(context) a step) instead of only the hash before the slice (O(1)).
     Sampling parameters other than those are accepted and change nothing; logprobs are made up
     and well formed. ``hidden_bytes_per_token`` (8 or more) and ``kv_bytes_per_token_layer`` (even, 24 or
-    more; ``ValueError`` below) are the sizes of what moves between two engines.
+    more; ``ValueError`` below) are the sizes of what moves between two engines. With a ``profile`` its batches take as
+    long as those of the instance that was profiled, by its fit, unless ``timing`` says something.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class MockEngine:
         block_size: int = 16,
         vocab_size: int = BYTE_TOKENS + 4,
         timing: MockTiming | None = None,
+        profile: Profile | None = None,
         eos_every: int = 0,
         verify: bool = False,
         faults: MockFaults | None = None,
@@ -97,6 +102,7 @@ class MockEngine:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self._timing = timing or MockTiming()
+        self._profile = profile if self._timing == MockTiming() else None
         self._eos_every = eos_every
         self._faults = faults if faults != MockFaults() else None
         self.hidden_bytes_per_token = hidden_bytes_per_token
@@ -137,7 +143,7 @@ class MockEngine:
 
     def _begin(self, batch: Batch, layers_done: int) -> MockActivation:
         self._sleep(self._timing.step_overhead_s)
-        return MockActivation(batch, batch.num_tokens, _context_tokens(batch), layers_done)
+        return MockActivation(batch, batch.num_tokens, self._layer_s(batch), layers_done)
 
     def hidden_states(self, activation: MockActivation) -> Buffer:
         """See ``Engine``."""
@@ -186,9 +192,8 @@ class MockEngine:
         if first == last:
             return
         started = time.perf_counter()
-        layer_s = self._layer_s(activation.num_tokens, activation.context_tokens)
         slots = self._place(activation)
-        self._run(activation, slots, first, last, layer_s, started)
+        self._run(activation, slots, first, last, activation.layer_s, started)
         activation.layers_done = last
 
     def run_part(self, activation: MockActivation, layer: int, begin: int, end: int) -> None:
@@ -197,18 +202,20 @@ class MockEngine:
         at = {"next_layer": activation.layers_done, "next_token": activation.next_token}
         check_part(layer, begin, end, **at, num_layers=self.num_layers, num_tokens=num_tokens)
         started = time.perf_counter()
-        layer_s = self._layer_s(end - begin, _context_tokens(activation.batch.part(begin, end)))
+        layer_s = self._layer_s(activation.batch.part(begin, end))
         self._run(activation, self._place(activation)[begin:end], layer, layer + 1, layer_s, started)
         activation.next_token = end
         if end == num_tokens:
             activation.layers_done, activation.next_token = layer + 1, 0
 
-    def _layer_s(self, num_tokens: int, context_tokens: int) -> float:
+    def _layer_s(self, batch: Batch) -> float:
+        if self._profile is not None:
+            return played_step_s(self._profile, batch) / self.num_layers
         timing = self._timing
         return (
             timing.layer_base_s
-            + timing.layer_per_token_s * num_tokens
-            + timing.layer_per_context_token_s * context_tokens
+            + timing.layer_per_token_s * batch.num_tokens
+            + timing.layer_per_context_token_s * _context_tokens(batch)
         )
 
     def _run(

@@ -11,6 +11,7 @@ from services.worker.engine.mock.sleep import PreciseSleep
 from services.worker.engine.mock.tokens import next_token
 from services.worker.scheduling.sequence import Sequence as Request
 from shared.messages.generation import SamplingParams
+from tests.records import profile
 
 
 def sampling(output=(), eos=(256,), **params):
@@ -134,3 +135,23 @@ def test_a_stall_of_the_machine_is_not_made_up_for(monkeypatch):
     clock.late_s = 0.0
     sleep(1.0)
     assert clock.now == pytest.approx(4.0, abs=2e-3)
+
+
+def test_a_profiled_instances_steps_take_as_long_as_they_did():
+    slept = []
+    played = profile()
+    engine = MockEngine(num_layers=4, profile=played, sleep=slept.append)
+    run(engine, Slice(0, list(range(20)), 0, [0, 1], True))
+    assert sum(slept) == pytest.approx(played.step_s(20, 20 * 21 // 2, 0, 0))
+    slept.clear()
+    # A decode beside the next prompt: the weights are read once.
+    prompt, decode = Slice(1, list(range(16)), 0, [2], True), Slice(0, [1], 20, [0, 1], True)
+    run(engine, decode, prompt)
+    assert sum(slept) == pytest.approx(played.step_s(16, 16 * 17 // 2, 1, 21))
+
+
+def test_times_that_the_mock_was_told_go_before_a_profile():
+    slept = []
+    engine = MockEngine(num_layers=4, profile=profile(), timing=MockTiming(layer_base_s=0.1), sleep=slept.append)
+    run(engine, Slice(0, [1, 2, 3], 0, [0], True))
+    assert sum(slept) == pytest.approx(0.4)

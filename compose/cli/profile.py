@@ -1,0 +1,195 @@
+"""``blitzscale profile``: what one instance of a model can do on this machine, as a file."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from compose.admin import AdminClient, GatewayUnreachable
+from compose.cli.options import URL_DEFAULT, Url, ask
+from compose.config import num_cores
+from compose.errors import StackError
+from shared.errors import BadProfile, ModelNotFound
+from shared.messages.admin import ModelStatus, Status
+from shared.profile import Profile, write_profile
+
+_INTERRUPTED = 130
+
+
+class NotProfiled(StackError):
+    """What is to be measured, or where the result is to go, is of no use."""
+
+
+def profile(
+    model: Annotated[
+        str, typer.Argument(help="A checkpoint directory, or the name of a model that is registered.", metavar="MODEL")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where the profile goes.", metavar="FILE", show_default="NAME.profile.json, here"),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Shorter prompts, smaller batches, fewer repetitions.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    engine: Annotated[Literal["torch", "mock"], typer.Option(help="mock takes the times that it is told.")] = "torch",
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What to compute on.")] = "cpu",
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Compute threads.", show_default="as a worker of that stack, or BLITZ_WORKER_THREADS"),
+    ] = None,
+    url: Url = URL_DEFAULT,
+) -> None:
+    """Measure one instance of a model, by itself, in this process: nothing is asked of instances that serve.
+
+    The file says how fast prompts and decode steps are, and how long the model takes to load. Monitor, planner and the
+    mock engine read it (`blitzscale up --profiles`). Measure on a machine that does nothing else.
+    """
+    path, name, registered, status = _find(model, url)
+    file = (out if out is not None else Path(f"{name}.profile.json")).expanduser()
+    _check_file(file, force)
+    if threads is None and status is not None:
+        threads = max(1, num_cores() // _num_workers(status))
+    if status is not None and any(i.load and i.load.running_requests for i in status.instances):
+        typer.echo("instances are serving requests: what is measured beside them is too slow", err=True)
+    with _saying() as say:
+        measured = _measure(path, name, registered, threads, engine, device, quick, say)
+    try:
+        write_profile(file, measured)
+    except OSError as error:
+        raise NotProfiled(f"{file} cannot be written: {error.strerror}") from error
+    for table in _tables(measured):
+        Console(highlight=False).print(table)
+    typer.echo(f"wrote {file}")
+
+
+def _find(model: str, url: str) -> tuple[Path, str, ModelStatus | None, Status | None]:
+    """The directory, a name for people, and what a stack says, if the model is one of its. Raises ``StackError`` and
+    what the gateway answers."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder.resolve(), folder.resolve().name, None, None
+    if "/" in model:
+        raise NotProfiled(f"{model}: no such directory")
+    try:
+        status = ask(url, AdminClient.status)
+    except GatewayUnreachable as error:
+        raise NotProfiled(
+            f"{model}: no such directory here, and no stack to ask for a model of that name: {error}"
+        ) from error
+    known = next((each for each in status.models if each.name == model), None)
+    if known is None:
+        names = ", ".join(sorted(each.name for each in status.models)) or "none"
+        raise ModelNotFound(f"{model}: no such directory here, and no model of that name is registered ({names} are)")
+    if not Path(known.path).is_dir():
+        raise NotProfiled(f"{model} is at {known.path}, which is not on this machine: run this on one that has it")
+    return Path(known.path), known.name, known, status
+
+
+def _num_workers(status: Status) -> int:
+    """That share this machine's cores."""
+    return max(1, sum(worker.host == socket.gethostname() for worker in status.workers))
+
+
+def _check_file(file: Path, force: bool) -> None:
+    """Before anything is measured."""
+    if file.is_dir():
+        raise NotProfiled(f"{file} is a directory: give a file with --out")
+    if not file.absolute().parent.is_dir():
+        raise NotProfiled(f"{file}: no such directory: {file.absolute().parent}")
+    if file.suffix != ".json":
+        raise NotProfiled(f"{file}: services read profiles from files whose names end in .json")
+    if not os.access(file.absolute().parent, os.W_OK):
+        raise NotProfiled(f"{file}: {file.absolute().parent} cannot be written to")
+    if file.exists() and not force:
+        raise NotProfiled(f"{file} exists: give another --out, or --force to overwrite it")
+
+
+def _measure(
+    path: Path,
+    name: str,
+    registered: ModelStatus | None,
+    threads: int | None,
+    engine: Literal["torch", "mock"],
+    device: Literal["cpu", "cuda"],
+    quick: bool,
+    say: Callable[[str], None],
+) -> Profile:
+    own = {"BLITZ_WORKER_ENGINE": engine, "BLITZ_WORKER_DEVICE": device, "BLITZ_PROFILES": ""}
+    if threads is not None:
+        own["BLITZ_WORKER_THREADS"] = str(threads)
+    # Here: the engine takes seconds to import, and other commands need none of it.
+    from services.worker.config import WorkerConfig
+    from services.worker.profiling.measure import QUICK, Effort, measure
+    from shared.checkpoint import hash_checkpoint, inspect_checkpoint
+
+    config = WorkerConfig.from_env(os.environ | own)
+    os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
+    if config.device == "cuda":
+        raise NotProfiled("--device cuda: this version serves on the CPU only")
+    if engine == "torch":
+        import torch
+
+        torch.set_num_threads(config.num_threads)
+    say("reading the checkpoint")
+    checkpoint = inspect_checkpoint(path, with_hash=False)
+    if registered is not None and registered.layout_hash not in ("", checkpoint.layout.hash):
+        raise BadProfile(f"{path} has another layout than {name} had when it was registered: was it replaced?")
+    model_hash = registered.model_hash if registered is not None else ""
+    checkpoint = replace(checkpoint, model_hash=model_hash or hash_checkpoint(checkpoint))
+    return measure(checkpoint, name, config, QUICK if quick else Effort(), say)
+
+
+@contextmanager
+def _saying() -> Iterator[Callable[[str], None]]:
+    """Where it is, on stderr: one line that changes on a terminal, else one after another."""
+    console = Console(stderr=True, highlight=False)
+    try:
+        if console.is_terminal:
+            with console.status("starting") as line:
+                yield line.update
+        else:
+            yield lambda text: print(text, file=sys.stderr, flush=True)  # noqa: T201
+    except KeyboardInterrupt:
+        typer.echo("interrupted: nothing was written", err=True)
+        raise typer.Exit(_INTERRUPTED) from None
+
+
+def _tables(measured: Profile) -> Iterator[Table]:
+    prefill = Table("prompt tokens", "ms", "tokens/s", box=None, pad_edge=False, header_style="dim", title="prompts")
+    for prompt in measured.prefill:
+        prefill.add_row(str(prompt.prompt_tokens), f"{prompt.seconds * 1e3:.1f}", f"{prompt.tokens_per_s:.0f}")
+    yield prefill
+    contexts = sorted({point.context_tokens for point in measured.decode})
+    decode = Table("requests", *map(str, contexts), box=None, pad_edge=False, header_style="dim")
+    decode.title = "decode steps in ms, by tokens of context"
+    by_size = {(point.num_requests, point.context_tokens): point.seconds for point in measured.decode}
+    for count in sorted({count for count, _ in by_size}):
+        cells = [by_size.get((count, context)) for context in contexts]
+        decode.add_row(str(count), *["-" if s is None else f"{s * 1e3:.1f}" for s in cells])
+    yield decode
+    rest = Table("", "", box=None, pad_edge=False, show_header=False)
+    for load in measured.load:
+        rest.add_row(f"load from {load.source}", f"{load.seconds:.3f} s")
+    fit, prompts = measured.decode_fit, measured.prefill_fit
+    rest.add_row(
+        "a decode step",
+        f"{fit.base_s * 1e3:.3g} ms + {fit.request_s * 1e3:.3g} ms/request + {fit.context_token_s * 1e6:.3g} us/token "
+        f"of context, within {fit.error:.0%}",
+    )
+    rest.add_row(
+        "a prompt",
+        f"{prompts.base_s * 1e3:.3g} ms/step + {prompts.token_s * 1e6:.3g} us/token + {prompts.pair_s * 1e9:.3g} "
+        f"ns/pair, within {prompts.error:.0%}",
+    )
+    yield rest

@@ -1,0 +1,48 @@
+"""How long a whole copy takes from where it may come, verified as a worker verifies it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from services.worker.memory.arena import HostArena
+from services.worker.memory.pieces import cut
+from services.worker.memory.weight_copy import WeightCopy
+from services.worker.weights.checkpoint_reader import CheckpointReader
+from shared.checkpoint import Checkpoint
+from shared.errors import Internal
+
+CHUNK_BYTES = 8 << 20
+
+
+def load_from_disk(checkpoint: Checkpoint, arena: HostArena, clock: Callable[[], float]) -> tuple[WeightCopy, float]:
+    """The copy, and the seconds that it took. The files are taken out of the page cache before, as far as the kernel
+    lets them. Raises ``BadCheckpoint``."""
+    _out_of_page_cache(checkpoint.weight_files)
+    copy = WeightCopy(checkpoint.layout, arena)
+    reader = CheckpointReader(copy, str(checkpoint.path), lambda _: None, alone=True)
+    started_s = clock()
+    asyncio.run(reader.read(cut(checkpoint.layout, CHUNK_BYTES), lambda: None))
+    return copy, clock() - started_s
+
+
+def load_from_host(source: WeightCopy, clock: Callable[[], float]) -> float:
+    """Seconds until a copy in this machine's memory is there a second time. Raises ``Internal`` if it differs."""
+    copy = WeightCopy(source.layout, HostArena(source.layout.num_bytes))
+    started_s = clock()
+    for unit in range(len(source.layout.units)):
+        copy.copy_unit(unit, source)
+        if copy.bad_ranges(unit):
+            raise Internal(f"unit {unit} of the copy differs from where it came from")
+    return clock() - started_s
+
+
+def _out_of_page_cache(files: Iterable[Path]) -> None:
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
