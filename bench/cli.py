@@ -45,6 +45,12 @@ def chaos(context: typer.Context) -> None:
     _hand_over(context, "bench.chaos.cli")
 
 
+@app.command("chunk", context_settings=_PASS_ON, add_help_option=False)
+def chunk(context: typer.Context) -> None:
+    """Time between tokens while long prompts come: a constant chunk against one that follows from the objective."""
+    _hand_over(context, "bench.chunk")
+
+
 @app.command("control", context_settings=_PASS_ON, add_help_option=False)
 def control(context: typer.Context) -> None:
     """What the control plane costs with simulated workers by the thousand, and how fast it is."""
