@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import get_args
 
 from services.planner.core.live.load import ASSUMED_TOKENS_PER_S, REPORT_TTL_S
@@ -11,7 +12,7 @@ from services.planner.core.multicast.baselines import STRATEGIES, Strategy
 from services.planner.core.multicast.traffic import BUSY_NIC_SHARE
 from shared.bus.nats_stream import StreamLimits
 from shared.messages.common import LiveChoice, LivePolicy
-from shared.service import ServiceConfig, health_settings, process_settings
+from shared.service import ServiceConfig, health_settings, process_settings, profiles_path
 from shared.settings import Settings
 
 LIVE_CHOICES: tuple[LiveChoice, ...] = get_args(LiveChoice)
@@ -27,7 +28,9 @@ class LiveSettings:
     slo_ttft_s: float = 1.0
     slo_tbt_s: float = 0.1
     assumed_tokens_per_s: float = ASSUMED_TOKENS_PER_S
-    """Prefill speed of an instance, until one reports it."""
+    """Prefill speed of an instance of a model without a profile, until one reports it."""
+    profiles: Path | None = None
+    """A directory of profiles, or one."""
     report_ttl_s: float = REPORT_TTL_S
     """Load reports older than this are forgotten."""
 
@@ -82,6 +85,7 @@ class PlannerConfig(ServiceConfig):
                     assumed_tokens_per_s=env.number(
                         "BLITZ_PLANNER_ASSUMED_TOKENS_PER_S", default=ASSUMED_TOKENS_PER_S, minimum=1.0
                     ),
+                    profiles=profiles_path(env),
                 ),
             ),
             stream=StreamLimits(

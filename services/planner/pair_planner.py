@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -26,6 +26,8 @@ from shared.messages.live import ZigzagAssignment
 from shared.messages.load import QueueReport
 from shared.messages.registry import ModelRecord, WorkerRecord
 from shared.messages.scaling import ScalePlan
+from shared.profile import Profile
+from shared.profile_directory import ProfileDirectory
 
 log = logging.getLogger(__name__)
 
@@ -43,18 +45,24 @@ class PairPlanner:
         self._operations = operations
         self._settings = settings
         self._load = LoadView(assumed_tokens_per_s=settings.assumed_tokens_per_s, report_ttl_s=settings.report_ttl_s)
+        self._profiles = ProfileDirectory(settings.profiles)
         self._startup_s = 0.0
         """From a plan to the first byte of its weights, as pairs have seen it."""
         self._published = Counter("blitz_planner_pairs_total", "Pairs published", ["policy"], registry=metrics)
 
     async def subscribe(self, bus: Bus) -> list[Subscription]:
-        """Listen to load."""
+        """Listen to load, and know the profiles that are there."""
+        await self.look_for_profiles()
         return [
             *await subscribe_load(bus, lambda report: self._load.on_load(report, time.monotonic())),
             await bus.subscribe(
                 subjects.queue(), QueueReport, lambda report: self._load.on_queue(report, time.monotonic())
             ),
         ]
+
+    async def look_for_profiles(self) -> None:
+        """Read those that are new."""
+        await asyncio.to_thread(self._profiles.look)
 
     def forget(self) -> None:
         """Forget instances and gateways that have been silent for too long."""
@@ -84,9 +92,22 @@ class PairPlanner:
             slo_ttft_s=model.slo_ttft_s or self._settings.slo_ttft_s,
             now_s=time.monotonic(),
             in_pairs=self._operations.instances_in_pairs(),
+            profiles=self._profiles_of(model, sources),
         )
         roles = {instance_id: w.instance.role for instance_id, w in sources.items() if w.instance is not None}
         return tuple([queue for queue in queues if roles[queue.instance_id] == role])
+
+    def _profiles_of(self, model: ModelRecord, instances: Mapping[str, WorkerRecord]) -> dict[str, Profile]:
+        """Of those that have one, by instance id."""
+        found: dict[str, Profile] = {}
+        for instance_id, record in instances.items():
+            worker = record.worker
+            profile = self._profiles.find(
+                model_hash=model.model_hash, layout_hash=model.layout_hash, engine=worker.engine, device=worker.device
+            )
+            if profile is not None:
+                found[instance_id] = profile
+        return found
 
     def _sources(self, model: ModelRecord, workers: Iterable[WorkerRecord]) -> dict[str, WorkerRecord]:
         """Serving instances of these very weights that run prefills and are to stay, by instance id."""

@@ -235,6 +235,7 @@ class PlannerService:
 
     async def _check_regularly(self) -> None:
         while True:
+            await self._pairs.look_for_profiles()
             self._pairs.forget()
             self._refusals.forget(time.monotonic())
             self._fleet.forget()

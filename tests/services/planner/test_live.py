@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,7 +19,9 @@ from shared.messages.common import LiveChoice, LivePolicy, Role
 from shared.messages.live import LayerRuns
 from shared.messages.registry import WorkerRecord
 from shared.messages.scaling import DrainPlan, ScalePlan
+from shared.profile import PrefillPoint, write_profile
 from shared.settings import SettingsError
+from tests.records import profile
 from tests.services.planner.core.live.some_pairs import report
 from tests.services.planner.live_rig import LOADING_S, LiveRig, break_assignments
 from tests.services.planner.rig import running
@@ -69,6 +72,17 @@ async def test_what_gateways_hold_overloads_too(rig: LiveRig) -> None:
     (plan,) = rig.plans()
     assert isinstance(plan, ScalePlan)
     assert len(plan.chains) == 2, "every pair has a tail of its own"
+
+
+async def test_whether_an_instance_is_overloaded_follows_from_its_profile(tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_bytes(b"{")
+    rig = LiveRig(LiveSettings(report_ttl_s=60.0, profiles=tmp_path))
+    point = PrefillPoint(prompt_tokens=100, seconds=1e-4, repetitions=1)
+    write_profile(tmp_path / "m.json", profile(rig.model, prefill=(point,)))
+    async with running(rig):
+        await rig.load("w0", 50_000)  # 25 s at the speed that would be assumed, 0.05 s at this one
+        await rig.scale(3)
+    assert rig.assignments() == []
 
 
 async def test_instances_without_load_are_not_paired(rig: LiveRig) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from math import inf
+from types import MappingProxyType
 
 from services.planner.core.live.pairs import SourceCandidate
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
+from shared.profile import Profile
 
 REPORT_TTL_S = 2.0
 """A report older than this comes from something dead."""
@@ -68,11 +70,13 @@ class LoadView:
         slo_ttft_s: float,
         now_s: float,
         in_pairs: Collection[str] = (),
+        profiles: Mapping[str, Profile] = MappingProxyType({}),
     ) -> tuple[SourceCandidate, ...]:
         """The queue and the slack of each of ``instance_ids``, which are all that serve ``model``.
 
         What gateways hold is shared evenly. An instance that reports nothing has only that share. ``in_pairs``:
-        instances that scale live already.
+        instances that scale live already. ``profiles``: of those that were measured beforehand, which goes before what
+        they report: it knows how long prompts of that length take.
         """
         self.forget(now_s)
         queues = [q for _, models in self._gateways.values() for q in models if q.model == model]
@@ -82,7 +86,11 @@ class LoadView:
         made = []
         for instance_id in sorted(instance_ids):
             report = reports.get(instance_id)
-            speed = self.tokens_per_s(model, instance_id)
+            profile = profiles.get(instance_id)
+            if profile is not None:
+                speed = profile.prefill_tokens_per_s(prompt_tokens)
+            else:
+                speed = self.tokens_per_s(model, instance_id)
             queued_tokens = share_tokens + (report.queued_tokens if report is not None else 0)
             waited_s = report.oldest_queued_s if report is not None else 0.0
             slack_s = slo_ttft_s - waited_s - prompt_tokens / speed

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.worker.config import WorkerConfig
+from services.worker.engine.base import Batch
 from services.worker.engine.kv_pool import KvPool
+from services.worker.engine.mock import engine as mock_engine
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.instance.factory import InstanceFactory
 from services.worker.memory.arena import HostMemory
 from shared.errors import Conflict, NoCapacity
+from shared.profile import Profile, write_profile
+from tests.records import profile
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
@@ -169,3 +174,32 @@ def test_more_memory_than_there_are_addresses_is_refused_with_its_setting(settin
     config = WorkerConfig.from_env({setting: str(1 << 30)})
     with pytest.raises(NoCapacity, match=f"{setting}={1 << 30}: this machine does not give so much: Cannot allocate"):
         InstanceFactory(config, lambda _: None, lambda _: None)
+
+
+async def test_an_instance_with_a_profile_begins_with_it_and_the_mock_plays_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played: list[Profile] = []
+
+    def step_s(known: Profile, _batch: Batch) -> float:
+        played.append(known)
+        return 0.0
+
+    monkeypatch.setattr(mock_engine, "played_step_s", step_s)
+    (tmp_path / "broken.json").write_bytes(b"{")
+    async with lone_worker(profiles=tmp_path) as alone:
+        write_profile(tmp_path / "m.json", profile(alone.model))  # after the worker's start
+        instance_id = await alone.serve()
+        budgets = alone.worker.serving.engine.loop.scheduler.budgets
+        assert budgets.cost.token_s == profile().prefill_fit.token_s
+        await alone.submit(instance_id, "r")
+        await eventually(lambda: played)
+    assert set(played) == {profile(alone.model)}
+
+
+async def test_a_profile_of_another_model_is_not_used(tmp_path: Path) -> None:
+    async with lone_worker(profiles=tmp_path) as alone:
+        write_profile(tmp_path / "m.json", profile(alone.model, model_hash="another"))
+        write_profile(tmp_path / "n.json", profile(alone.model, layout_hash="another"))
+        await alone.serve()
+        assert not alone.worker.serving.engine.loop.scheduler.budgets.cost.is_known

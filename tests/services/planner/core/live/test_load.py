@@ -8,6 +8,7 @@ import pytest
 from services.planner.core.live.load import ASSUMED_TOKENS_PER_S, REPORT_TTL_S, LoadView
 from services.planner.core.live.pairs import SourceCandidate
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
+from tests.records import profile
 
 
 def load(instance_id: str = "i0", **changes: object) -> LoadReport:
@@ -153,3 +154,20 @@ def test_the_silent_are_forgotten() -> None:
     book.on_queue(queue(requests=1, tokens=500), 0.0)
     assert overloaded(book, "i0", now_s=REPORT_TTL_S)[0].queue_s == pytest.approx(1.0)
     assert overloaded(book, "i0", now_s=REPORT_TTL_S + 0.01)[0].queue_s == 0.0
+
+
+def test_an_instance_that_was_profiled_is_as_fast_as_that_says_at_the_length_of_what_waits() -> None:
+    book = LoadView()
+    book.on_load(load("i0", queued_tokens=1000, queued_requests=10, prefill_tokens_per_s=7.0), 0.0)
+    book.on_load(load("i1", queued_tokens=1000, queued_requests=10, prefill_tokens_per_s=50.0), 0.0)
+    of = {"i0": profile()}
+    short = book.overloaded("m", ("i0", "i1"), slo_ttft_s=5.0, now_s=0.0, profiles=of)
+    # 1000 tokens per second at 100 tokens, and no word of the other one.
+    assert [(one.queue_s, one.slack_s) for one in short] == [
+        pytest.approx((1.0, 4.9)),
+        pytest.approx((20.0, 3.0)),
+    ]
+    book.on_load(load("i0", queued_tokens=2000, queued_requests=1), 0.0)
+    book.on_load(load("i1"), 0.0)
+    (long, _) = book.overloaded("m", ("i0", "i1"), slo_ttft_s=5.0, now_s=0.0, profiles=of)
+    assert long.queue_s == pytest.approx(4.0)  # 500 per second at 1000 tokens or more
