@@ -105,6 +105,12 @@ def loaders(context: typer.Context) -> None:
     _hand_over(context, "bench.loaders.cli")
 
 
+@app.command("zero", context_settings=_PASS_ON, add_help_option=False)
+def zero(context: typer.Context) -> None:
+    """The first token of a model that sleeps, from a host copy, over a link and from disk, against the ideal."""
+    _hand_over(context, "bench.zero.cli")
+
+
 @app.command("zigzag", context_settings=_PASS_ON, add_help_option=False)
 def zigzag(context: typer.Context) -> None:
     """Schedules of live scaling, played back: against its baselines and the optimum, and how long the ILP takes."""

@@ -43,17 +43,20 @@ def worker_spec(
     rate: Rate,
     arena_mib: int,
     offers_copies: bool,
+    holds_instances: bool = True,
     env: Mapping[str, str],
 ) -> ChildSpec:
-    """The worker of one host. ``offers_copies``: memory for copies outside of its arena. ``env`` wins over the rest."""
-    findings = Findings(num_cuda_devices=0, prefault_bytes=arena_mib * _MIB)
+    """The worker of one host. ``offers_copies``: memory for copies outside of its arena.
+    ``holds_instances``: the arena has room for the model. ``env`` wins over the rest."""
+    own_mib = arena_mib if holds_instances else 0
+    findings = Findings(num_cuda_devices=0, prefault_bytes=own_mib * _MIB)
     spec = children.worker_spec(config, state, addresses, host.index, findings)
     own = {
         "BLITZ_NATS_URL": nats_url(addresses),
         "BLITZ_WORKER_HOST": host.namespace,
         "BLITZ_WORKER_NIC": DATA_DEVICE,
         "BLITZ_WORKER_NIC_GBPS": f"{rate.gbps:g}",
-        "BLITZ_WORKER_ARENA_MIB": str(arena_mib + 1),
+        "BLITZ_WORKER_ARENA_MIB": str(own_mib + 1),
         "BLITZ_WORKER_KV_MIB": str(_KV_MIB),
         "BLITZ_WORKER_HOST_CACHE_MIB": str(_HOST_COPIES * (arena_mib + 1) if offers_copies else 0),
         # UCX would otherwise find the shared memory of the one machine, or the unrated interface.

@@ -53,7 +53,8 @@ class LabStack(RunningStack):
 
     ``worker_env`` is added to every worker's environment (``UCX_*`` settings to try), ``service_env`` to that of the
     services named in it. ``num_workers``: on the first hosts only, all by default. ``copies_on``: hosts whose workers
-    offer memory for copies outside of their arenas, all by default.
+    offer memory for copies outside of their arenas, all by default; ``arenas_on``: those whose arenas hold the model.
+    ``min_instances``: of the model, 0 or 1; so many serve once it has started.
     Raises ``StackError`` or ``LabFailed``, with everything stopped.
     """
 
@@ -69,11 +70,15 @@ class LabStack(RunningStack):
         service_env: Mapping[str, Mapping[str, str]] | None = None,
         num_workers: int | None = None,
         copies_on: Container[int] | None = None,
+        arenas_on: Container[int] | None = None,
+        min_instances: int = 1,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._network = network
         self._hosts = network.hosts[:num_workers]
         self._copies_on = range(len(network.hosts)) if copies_on is None else copies_on
+        self._arenas_on = range(len(network.hosts)) if arenas_on is None else arenas_on
+        self._min_instances = min_instances
         self._quiet = _QUIET_SHARE * network.rate.gbps
         self._checkpoint = checkpoint
         self._mib = -(-weights_bytes // _MIB)
@@ -232,14 +237,16 @@ class LabStack(RunningStack):
                 rate=self._network.rate,
                 arena_mib=self._mib,
                 offers_copies=host.index in self._copies_on,
+                holds_instances=host.index in self._arenas_on,
                 env=self._worker_env,
             )
             await self._supervisor.start(spec)
         deadline_s = time.monotonic() + READY_S
         count = len(self._hosts)
         await self._until(lambda s: len(s.workers) == count, f"{count} workers are here", deadline_s)
-        await self.admin.add_model(str(self._checkpoint), name=self.model)
-        await self._until(lambda s: s.serving(self.model) == 1, "the model serves", deadline_s)
+        await self.admin.add_model(str(self._checkpoint), name=self.model, min_instances=self._min_instances)
+        serving = self._min_instances
+        await self._until(lambda s: s.serving(self.model) == serving, f"{serving} instances serve", deadline_s)
 
     async def _until(self, condition: Callable[[Status], bool], what: str, deadline_s: float) -> None:
         last = "no answer"
