@@ -105,6 +105,12 @@ def loaders(context: typer.Context) -> None:
     _hand_over(context, "bench.loaders.cli")
 
 
+@app.command("turns", context_settings=_PASS_ON, add_help_option=False)
+def turns(context: typer.Context) -> None:
+    """Many models on two workers, asked in turn: how long it takes until all have been answered."""
+    _hand_over(context, "bench.turns")
+
+
 @app.command("zero", context_settings=_PASS_ON, add_help_option=False)
 def zero(context: typer.Context) -> None:
     """The first token of a model that sleeps, from a host copy, over a link and from disk, against the ideal."""

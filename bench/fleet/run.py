@@ -176,14 +176,15 @@ async def _ask(client: StreamClient, arrivals: Sequence[Arrival], seconds: float
 
     async def one(arrival: Arrival) -> Answer:
         await asyncio.sleep(max(0.0, began_s + arrival.at_s - time.monotonic()))
-        return await _answer(client, arrival)
+        return await answer_of(client, arrival)
 
     answers = await asyncio.gather(*(one(arrival) for arrival in arrivals))
     await asyncio.sleep(max(0.0, began_s + seconds - time.monotonic()))
     return list(answers)
 
 
-async def _answer(client: StreamClient, arrival: Arrival) -> Answer:
+async def answer_of(client: StreamClient, arrival: Arrival) -> Answer:
+    """Ask now, and follow the answer to its end, whatever becomes of it."""
     pieces: list[str] = []
     first_s: float | None = None
     error, done = "", False

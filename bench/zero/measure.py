@@ -25,6 +25,8 @@ Say = Callable[[str], None]
 SOURCES = ("host_copy", "peer", "disk")
 READY_S = 120.0
 POLL_S = 0.1
+MAX_FRESH = 3
+"""Fresh processes of a size: they take long, and differ little."""
 _MIB = 1024 * 1024
 _TIMING = {
     # The answer itself costs next to nothing: what is measured is the way to it. The weights are moved all the same.
@@ -62,7 +64,7 @@ async def measure(
         if reason := fresh.missing():
             skipped[f"fresh_process.{mb}"] = reason
             continue
-        cold[mb], warm[mb] = await asyncio.to_thread(_fresh, checkpoint, repetitions)
+        cold[mb], warm[mb] = await asyncio.to_thread(_fresh, checkpoint, min(repetitions, MAX_FRESH))
         say(f"a fresh process, {mb} MB: {min(cold[mb]):.2f} s, {min(warm[mb]):.2f} s from the page cache")
     return Result(repetitions, tuple(rows), cold, warm, skipped)
 

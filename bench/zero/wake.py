@@ -64,7 +64,7 @@ class Sleeper:
         ended_at_s = answers[-1][1]
         out = await self._record("out", asked_at_s)
         back = await self._record("in", ended_at_s)
-        parts = _parts(out, asked_at_s, asked_at_s + ttft_s)
+        parts = parts_of(out, asked_at_s, asked_at_s + ttft_s)
         load_s = _ms(out.trigger_to_serving_ms) - _ms(out.trigger_to_plan_ms)
         give_back_s = back.triggered_at_s + _ms(back.trigger_to_spare_ms) / 1000 - ended_at_s
         return Wake(ttft_s, warm_s, load_s / 1000, give_back_s, parts)
@@ -108,8 +108,9 @@ def _ms(value: float | None) -> float:
     return value
 
 
-def _parts(record: ScaleRecord, asked_at_s: float, answered_at_s: float) -> dict[str, float]:
-    """All processes read one machine's clock."""
+def parts_of(record: ScaleRecord, asked_at_s: float, answered_at_s: float) -> dict[str, float]:
+    """What the time between the two consists of (unix times: all processes read one machine's clock). Raises
+    ``LabFailed`` if the record lacks one."""
     at_ms = (record.triggered_at_s - asked_at_s) * 1000
     plan_ms, serving_ms = _ms(record.trigger_to_plan_ms), _ms(record.trigger_to_serving_ms)
     first_ms, loaded_ms = _ms(record.trigger_to_first_byte_ms), _ms(record.trigger_to_loaded_ms)

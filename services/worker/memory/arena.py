@@ -62,6 +62,9 @@ class Arena(Protocol):
     def unit_checksums(self, unit: Unit) -> tuple[int, ...]:
         """xxh3-64 of each ``CHECK_BYTES`` of the unit, the last piece shorter."""
 
+    def copy_unit(self, unit: Unit, source: Arena) -> tuple[int, ...]:
+        """Copy a unit from its place in another arena of this process; the checksums of what was copied."""
+
     def release(self) -> None:
         """Give the pages back; contents become zeros. Views stay valid. Only for a spare worker:
         no transfer may be reading or writing."""
@@ -148,3 +151,12 @@ class HostArena(HostMemory):
             xxhash.xxh3_64_intdigest(whole[begin : begin + CHECK_BYTES])
             for begin in range(0, unit.num_bytes, CHECK_BYTES)
         )
+
+    def copy_unit(self, unit: Unit, source: Arena) -> tuple[int, ...]:
+        # Block by block: each is hashed while it is in the processor's cache, not read from memory once more.
+        target, origin = self.memory(unit.offset, unit.num_bytes), source.memory(unit.offset, unit.num_bytes)
+        checksums = []
+        for begin in range(0, unit.num_bytes, CHECK_BYTES):
+            target[begin : begin + CHECK_BYTES] = origin[begin : begin + CHECK_BYTES]
+            checksums.append(xxhash.xxh3_64_intdigest(target.data[begin : begin + CHECK_BYTES]))
+        return tuple(checksums)

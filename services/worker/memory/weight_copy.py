@@ -111,13 +111,14 @@ class WeightCopy:
         """Copy a piece from a copy in this process's memory. It has arrived once ``arrived`` says so."""
         self.buffer(piece)[:] = source.buffer(piece)
 
-    def copy_unit(self, unit: int, source: WeightCopy) -> None:
-        """Copy a unit and its checksums from a copy in this process's memory: it has arrived."""
-        target = self.layout.units[unit]
-        self.arena.memory(target.offset, target.num_bytes)[:] = source.arena.memory(target.offset, target.num_bytes)
+    def copy_unit(self, unit: int, source: WeightCopy) -> bool:
+        """Copy a unit and its checksums from a copy in this process's memory: it has arrived. Whether it is verified,
+        too: if not, some of its blocks do not match."""
+        computed = self.arena.copy_unit(self.layout.units[unit], source.arena)
         first, end = self._starts[unit], self._starts[unit + 1]
         self._checksums[first:end] = source._checksums[first:end]
         self._whole_unit_arrived(unit)
+        return computed == self.checksums(unit)
 
     def _whole_unit_arrived(self, unit: int) -> None:
         with self._lock:

@@ -18,7 +18,7 @@ from services.worker.weights.mover import WeightMover
 from services.worker.weights.outcome import BuffersStuck
 from services.worker.weights.upstreams import DISK, StripeSources, Upstream
 from shared.aio import OwnedTasks, in_thread
-from shared.errors import BlitzError, Conflict, DeadlineExceeded, NotFound
+from shared.errors import BlitzError, Conflict, DeadlineExceeded, NotFound, TransportError
 from shared.messages.common import Ack
 from shared.messages.copies import CopySource, DropCopy, HoldCopy
 from shared.messages.registry import HostCopy, ModelRecord
@@ -129,7 +129,8 @@ class HostCopies:
         try:
             with instance.pinned(), self._store.pinned(record.model_hash):
                 for unit in range(len(copy.layout.units)):
-                    await in_thread(copy.copy_unit, unit, instance.copy)
+                    if not await in_thread(copy.copy_unit, unit, instance.copy):
+                        raise TransportError(f"unit {unit} of {instance.instance_id} does not match its checksums")
                     copy.mark_ready(unit)
         except Exception:
             # As in ``_load``; here a hold may have been acknowledged in between, too.

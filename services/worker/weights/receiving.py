@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from services.worker.memory.pieces import MAX_ATTEMPTS, REFETCH_INDEX, Piece, cut, deal, wanted_bits
 from services.worker.memory.weight_copy import WeightCopy
@@ -33,6 +34,8 @@ OnReady = Callable[[int], Awaitable[None]]
 _WATCH_S = 0.2
 """A feed that is silent for this long is asked after."""
 MAX_FETCHES = 3
+NUM_COPYING = 2
+"""Threads that copy units within this process's memory: one alone leaves it waiting while it hashes."""
 RECONNECT_S = 5.0
 """After a bus outage others may take this long to be back: until then an absent worker does not count as dead."""
 
@@ -75,6 +78,8 @@ class Fill:
         self._first = asyncio.Event()
         self._feeds: dict[int, tuple[Outcome, Upstream]] = {}
         self._disk = CheckpointReader(copy, checkpoint_path, self._units.put_nowait, alone=len(stripes) == 1)
+        self._verified: set[int] = set()
+        """Units that were verified as they came."""
         self.received_bytes = 0
         """From other workers."""
 
@@ -205,12 +210,25 @@ class Fill:
     # --- from this process -------------------------------------------------------------------
 
     async def _copy_from_host(self, missing: tuple[Piece, ...]) -> None:
+        in_unit, wanted = Counter(p.unit for p in self._pieces), Counter(p.unit for p in missing)
         with self._upstreams.local_copy() as local:
             self._first.set()
+            # Of a unit that is here in part, others may read what is here: only the rest is written.
+            units = iter([unit for unit in wanted if wanted[unit] == in_unit[unit]])
+            async with asyncio.TaskGroup() as copying:
+                for _ in range(NUM_COPYING):
+                    copying.create_task(self._copy_units(units, local))
             for piece in missing:
-                await in_thread(self._copy.copy_piece, piece, local)
-                if self._copy.arrived(piece):
-                    self._units.put_nowait(piece.unit)
+                if wanted[piece.unit] < in_unit[piece.unit]:
+                    await in_thread(self._copy.copy_piece, piece, local)
+                    if self._copy.arrived(piece):
+                        self._units.put_nowait(piece.unit)
+
+    async def _copy_units(self, units: Iterator[int], local: WeightCopy) -> None:
+        for unit in units:
+            if await in_thread(self._copy.copy_unit, unit, local):
+                self._verified.add(unit)
+            self._units.put_nowait(unit)
 
     # --- verification ------------------------------------------------------------------------
 
@@ -226,7 +244,7 @@ class Fill:
 
     async def _verify(self, unit: int) -> None:
         """Verify a unit, fetching bad blocks again. Raises ``TransportError`` if they stay bad."""
-        if unit in self._disk.sealed:
+        if unit in self._disk.sealed or unit in self._verified:
             return
         candidates = list(dict.fromkeys(u for s in self._stripes for u in s.upstreams if u.kind in ("gpu", "host")))
         bad = await in_thread(self._copy.bad_ranges, unit)

@@ -223,6 +223,42 @@ async def test_a_host_copy_of_the_same_process_is_copied_in_memory() -> None:
         assert target.asked == []
 
 
+async def test_a_block_that_went_bad_in_a_host_copy_is_noticed_as_it_is_copied() -> None:
+    path = tiny_checkpoint("llama")
+    layout = inspect_checkpoint(path, with_hash=False).layout
+    async with peers(2, layout=layout) as (_, (whole, target)):
+        await whole.receive([[DISK]], path=str(path))
+        held = WeightCopy(layout, HostArena(layout.num_bytes))
+        verified = [held.copy_unit(unit, whole.copy) for unit in range(len(layout.units))]
+        assert all(verified)
+        held.arena.memory(layout.units[1].offset, 1)[0] ^= 1
+        assert [target.copy.copy_unit(unit, held) for unit in range(len(layout.units))].count(False) == 1
+    async with peers(1, layout=layout) as (_, (target,)):
+        target.offer("host", held)
+        await target.receive([[target.upstream("local")]], path=str(path))
+        assert same_bytes(target.copy, whole.copy), "the unit was read from disk"
+
+
+async def test_of_a_unit_that_is_here_in_part_only_the_rest_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with peers(1) as (_, (target,)):
+        held = random_copy()
+        target.offer("host", held)
+        first = cut(held.layout, CHECK_BYTES)[0]
+        target.copy.copy_piece(first, held)
+        target.copy.arrived(first)
+        copied: list[int] = []
+        copy_unit = WeightCopy.copy_unit
+
+        def watched(copy: WeightCopy, unit: int, source: WeightCopy) -> bool:
+            copied.append(unit)
+            return copy_unit(copy, unit, source)
+
+        monkeypatch.setattr(WeightCopy, "copy_unit", watched)
+        await target.receive([[target.upstream("local")]])
+        assert sorted(copied) == list(range(1, len(held.layout.units)))
+        assert same_bytes(target.copy, held)
+
+
 async def test_a_fill_that_fails_sends_its_readers_elsewhere_at_once() -> None:
     async with peers(3, random_copy(), stall_s=30.0) as (fabric, (source, failing, last)):
         fabric.set_rate(SLOW_BYTES_PER_S)

@@ -150,9 +150,9 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copying a unit inside a process takes 50 ms."""
     copy_unit = WeightCopy.copy_unit
 
-    def slow(self: WeightCopy, unit: int, source: WeightCopy) -> None:
+    def slow(self: WeightCopy, unit: int, source: WeightCopy) -> bool:
         time.sleep(0.05)
-        copy_unit(self, unit, source)
+        return copy_unit(self, unit, source)
 
     monkeypatch.setattr(WeightCopy, "copy_unit", slow)
 
