@@ -73,7 +73,7 @@ async def _scale(
     record = await client.scale(model, instances, hold_s=hold_s, live=live, role=role)
     while record.status == "running" and (left_s := deadline_s - time.monotonic()) > 0:
         record = await client.scale_record(record.plan_id, wait_s=min(_WAIT_S, left_s))
-    if record.status != "done" or record.direction != "out" or not record.left_out:
+    if record.status != "done" or record.direction not in ("out", "mutate") or not record.left_out:
         return record, None
     found = (await client.status()).instances
     states = ("loading", "live", "serving")
@@ -92,6 +92,12 @@ def _print(record: ScaleRecord) -> None:
         ]
     elif record.direction == "in":
         times = [("trigger_to_spare_ms", _ms(record.trigger_to_spare_ms))]
+    elif record.direction == "mutate":
+        times = [
+            ("trigger_to_plan_ms", _ms(record.trigger_to_plan_ms)),
+            ("trigger_to_serving_ms", _ms(record.trigger_to_serving_ms)),
+            ("trigger_to_working_ms", _ms(record.trigger_to_working_ms)),
+        ]
     else:
         times = [("reason", record.reason)]
     rows = [

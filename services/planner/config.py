@@ -49,6 +49,9 @@ class PlanSettings:
     with."""
     busy_nic_share: float = BUSY_NIC_SHARE
     """NICs in use are those that carry more than this share of their bandwidth."""
+    mutation: bool = True
+    """Whether instances get other roles of their model. Without it a role that lacks instances has them loaded: what
+    mutation is compared with."""
     live: LiveSettings = field(default_factory=LiveSettings)
     advise: bool = False
     """Only say of every model what the load asks for."""
@@ -77,6 +80,7 @@ class PlannerConfig(ServiceConfig):
                     "BLITZ_PLANNER_BUSY_NIC_SHARE", default=BUSY_NIC_SHARE, minimum=0.0, maximum=1.0
                 ),
                 advise=env.boolean("BLITZ_PLANNER_ADVISE", default=False),
+                mutation=env.boolean("BLITZ_PLANNER_MUTATION", default=True),
                 live=LiveSettings(
                     choice=env.choice("BLITZ_PLANNER_LIVE", LIVE_CHOICES, default="auto"),
                     policy=env.choice("BLITZ_PLANNER_LIVE_POLICY", LIVE_POLICIES, default="zigzag"),

@@ -62,13 +62,18 @@ class Fleet:
         """The monitor says what a model could do without. Whether it could not before, as far as is known."""
         about, now_s = (demand.model, demand.role), time.monotonic()
         before_s, before = self._said.get(about, (0.0, None))
-        if not demand.idle:
+        if not demand.idle and demand.desired >= demand.observed:
             self._said.pop(about, None)
         elif before is not None or len(self._said) < MAX_MODELS:
             self._said[about] = now_s, demand
         if before is None or now_s - before_s > SAID_S:
             return demand.idle > 0
-        return demand.idle > before.idle or demand.idle_since_s > before.idle_since_s
+        return demand.idle > before.idle or (demand.idle > 0 and demand.idle_since_s > before.idle_since_s)
+
+    def said(self, model: str, role: Role) -> Demand | None:
+        """What the monitor says now of instances that a model could do without; None: it does not speak of any."""
+        said_s, said = self._said.get((model, role), (0.0, None))
+        return said if time.monotonic() - said_s <= SAID_S else None
 
     def forget(self) -> None:
         """Forget what the monitor no longer says, of models that were removed, too."""
@@ -127,10 +132,15 @@ class Fleet:
         self._waiting = known
 
     def make_room(
-        self, wants: Sequence[Want], view: RegistryView, clusters: Clusters, drained: Collection[WorkerRecord]
+        self,
+        wants: Sequence[Want],
+        view: RegistryView,
+        clusters: Clusters,
+        drained: Collection[WorkerRecord],
+        mutated: Collection[str] = (),
     ) -> list[ScaleRequest]:
         """Requests for fewer instances of other models; ``drained``: what this round takes away for other reasons, from
-        models that lose nothing else by it."""
+        models that lose nothing else by it; ``mutated``: worker ids whose instances it gives other roles."""
         self._wait(wants)
         if not wants:
             return []
@@ -156,6 +166,8 @@ class Fleet:
             if about is None or about in givers or not is_scaled_by_load(view.models[about[0]].serving, about[1]):
                 continue
             counted[about] += 1
+            if worker.worker_id in mutated:
+                continue
             if record.state == "serving" and instance is not None and instance.instance_id not in in_pairs:
                 serving.setdefault(about, []).append((record, instance))
         holdings = []
@@ -186,11 +198,8 @@ class Fleet:
         self, model: ModelRecord, role: Role, serving: Sequence[tuple[WorkerRecord, InstanceInfo]], spendable: int
     ) -> Holding:
         spendable = min(spendable, len(serving))
-        said_s, said = self._said.get((model.name, role), (0.0, None))
-        if said is None or time.monotonic() - said_s > SAID_S:
-            idle, idle_since_s = 0, 0.0
-        else:
-            idle, idle_since_s = min(said.idle, spendable), said.idle_since_s
+        said = self.said(model.name, role)
+        idle, idle_since_s = (min(said.idle, spendable), said.idle_since_s) if said is not None else (0, 0.0)
         return Holding(
             model.name,
             role,

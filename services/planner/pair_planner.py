@@ -72,6 +72,10 @@ class PairPlanner:
         """Whether an instance had requests when it reported last."""
         return self._load.is_at_work(instance_id)
 
+    def load_s(self, model: str) -> float:
+        """How long an instance of the model took to load; 0: none has said."""
+        return self._load.load_s(model)
+
     def choice(self, asked: LiveChoice, role: Role) -> LiveChoice:
         """What a request for instances of ``role`` comes to. A decode instance never loads live: weights and KV would
         both come in."""

@@ -6,14 +6,16 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from services.planner.core.operations.plan_events import drain_parts, own_drain, own_plans, parts_of
+from services.planner.core.operations.plan_events import own_part, own_plans, parts_of, target_parts
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.messages.live import WorkerOrder, ZigzagAssignment
-from shared.messages.scaling import DrainPlan, ScalePlan, ScaleRecord
+from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan, ScaleRecord
 
 log = logging.getLogger(__name__)
+
+AnyPlan = ScalePlan | DrainPlan | MutatePlan
 
 MAX_SENDING = 64
 """Events of one plan that wait for the stream's word at a time."""
@@ -28,26 +30,33 @@ class PlanStream:
         """Records that the stream has not taken yet."""
         self._storing = False
 
-    async def publish(self, plan: ScalePlan | DrainPlan) -> None:
+    async def publish(self, plan: AnyPlan) -> None:
         """First for the record, in parts; then to each target what it has to know."""
-        if isinstance(plan, ScalePlan):
-            for part in parts_of(plan):
-                await self._bus.publish_event(subjects.scale_plans(), part, message_id=part.plan_id)
-        else:
-            for drain in drain_parts(plan):
-                await self._bus.publish_event(subjects.drain_plans(), drain, message_id=drain.plan_id)
+        match plan:
+            case ScalePlan():
+                for part in parts_of(plan):
+                    await self._bus.publish_event(subjects.scale_plans(), part, message_id=part.plan_id)
+            case DrainPlan():
+                for drain in target_parts(plan):
+                    await self._bus.publish_event(subjects.drain_plans(), drain, message_id=drain.plan_id)
+            case MutatePlan():
+                for mutation in target_parts(plan):
+                    await self._bus.publish_event(subjects.mutate_plans(), mutation, message_id=mutation.plan_id)
         await self.tell(plan)
         if isinstance(plan, DrainPlan):
             verb = "revive" if plan.revive else "drain"
             log.info("%s: %s; %s %s", plan.plan_id, plan.reason, verb, ", ".join(t.worker_id for t in plan.targets))
 
-    async def tell(self, plan: ScalePlan | DrainPlan) -> None:
+    async def tell(self, plan: AnyPlan) -> None:
         """Tell each target of a plan what it has to know; a target that has heard it ignores it. When the leader of a
         new term tells it again, it is new to the stream, and valid for workers that know of that term."""
-        if isinstance(plan, ScalePlan):
-            orders = [(worker_id, WorkerOrder(scale=own)) for worker_id, own in own_plans(plan)]
-        else:
-            orders = [(t.worker_id, WorkerOrder(drain=own_drain(plan, t))) for t in plan.targets]
+        match plan:
+            case ScalePlan():
+                orders = [(worker_id, WorkerOrder(scale=own)) for worker_id, own in own_plans(plan)]
+            case DrainPlan():
+                orders = [(t.worker_id, WorkerOrder(drain=own_part(plan, t))) for t in plan.targets]
+            case MutatePlan():
+                orders = [(t.worker_id, WorkerOrder(mutate=own_part(plan, t))) for t in plan.targets]
         turns = asyncio.Semaphore(MAX_SENDING)
 
         async def tell(worker_id: str, order: WorkerOrder) -> None:

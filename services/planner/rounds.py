@@ -10,7 +10,7 @@ import asyncio
 import heapq
 import logging
 import time
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -20,11 +20,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from services.planner.advice import Adviser
 from services.planner.core.fleet.allocation import Want
+from services.planner.core.multicast.cluster import Clusters
 from services.planner.core.multicast.explain import instances_of
 from services.planner.core.operations.decision import ScaleRequest
 from services.planner.core.operations.operation import Operation
-from services.planner.fleet import Fleet
+from services.planner.fleet import About, Fleet
 from services.planner.leases import RPC_TIMEOUT_S, Leases
+from services.planner.mutations import Mutations
 from services.planner.scaler import NoSpareWorker, Scaler, Step
 from shared.aio import OwnedTasks
 from shared.errors import BlitzError, Conflict, Internal, Unavailable
@@ -33,6 +35,7 @@ from shared.messages.common import Role
 from shared.messages.registry import LeaseVerdict, LeaseWorkers
 from shared.messages.scaling import Unplanned
 from shared.registry import RegistryReader
+from shared.registry_view import RegistryView
 from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
@@ -43,6 +46,8 @@ MAX_ROUND_S = 0.05
 """Of planning: what is left waits for the next round, which begins at once."""
 MAX_WAITING = 20_000
 """Models and roles with an unmet demand."""
+SHRINK_S = 0.02
+"""A demand for fewer instances waits for so long for what could use them in another role."""
 UNPLANNED_S = 10.0
 """A demand that was not repeated for so long is met, or was dropped."""
 SHORT_S = 2.5
@@ -60,6 +65,24 @@ class _Waiting:
     by_hand: asyncio.Future[Operation | None] | None = None
     tries: int = 0
     since_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class _Round:
+    """What one round is decided from, and what was decided so far."""
+
+    view: RegistryView
+    clusters: Clusters
+    promised: frozenset[str]
+    """Instances that make room for a model that still waits."""
+    wanted: Mapping[About, int]
+    """What is asked for."""
+    steps: list[tuple[_Waiting, Step, trace.Span]] = field(default_factory=list)
+    wants: list[Want] = field(default_factory=list)
+    shrinking: list[_Waiting] = field(default_factory=list)
+    """Requests for fewer instances."""
+    staying: set[str] = field(default_factory=set)
+    """Instances (ids) with which something happens already."""
 
 
 @dataclass(slots=True)
@@ -84,12 +107,14 @@ class Rounds:
         scaler: Scaler,
         fleet: Fleet,
         adviser: Adviser,
+        mutations: Mutations,
         leader: Leader,
         metrics: CollectorRegistry,
     ) -> None:
         self._leases = leases
         self._fleet = fleet
         self._adviser = adviser
+        self._mutations = mutations
         self._reader = reader
         self._scaler = scaler
         self._leader = leader
@@ -169,7 +194,7 @@ class Rounds:
     # --- a round -----------------------------------------------------------------------------
 
     async def _round(self) -> None:
-        waiting = self._take()
+        waiting: list[_Waiting] = []
         term = self._leader.term
         leases: list[LeaseWorkers] = []
         try:
@@ -188,11 +213,11 @@ class Rounds:
             if not isinstance(error, BlitzError):
                 log.exception("a round of decisions failed")
                 error = Internal("the planner failed; its log says more")
-            for one in waiting:
+            for one in (*waiting, *self._take_by_hand(), *self._take_demands()):
                 self._refuse(one, error)
             return
         for one, step, span in steps:
-            verdict = verdicts.get(step.plan_id)
+            verdict = verdicts.get(step.needs or step.plan_id)
             if verdict is not None and verdict.grant is None:
                 span.end()
                 self._again(one, verdict)
@@ -200,72 +225,107 @@ class Rounds:
             grant = verdict.grant if verdict is not None else None
             self._publishing.start(self._publish(one, self._scaler.begin(step, grant, term, span)))
 
-    def _take(self) -> list[_Waiting]:
-        waiting = [*self._by_hand, *self._demands.values()]
-        self._by_hand.clear()
-        self._demands.clear()
+    def _take_by_hand(self) -> list[_Waiting]:
+        waiting, self._by_hand = self._by_hand, []
+        return waiting
+
+    def _take_demands(self) -> list[_Waiting]:
+        waiting, self._demands = [*self._demands.values()], {}
         return waiting
 
     def _put_back(self, one: _Waiting) -> None:
         """For the next round; a demand only if there is no newer one."""
+        self._keep(one)
+        self._wake.set()
+
+    def _keep(self, one: _Waiting) -> None:
         if one.by_hand is not None:
             self._by_hand.append(one)
         else:
             self._demands.setdefault((one.request.model, one.request.role), one)
-        self._wake.set()
 
     async def _decide(self, waiting: list[_Waiting]) -> list[tuple[_Waiting, Step, trace.Span]]:
+        """``waiting`` is filled with what is decided on."""
         self._leader.check()
-        view = await self._reader.read(timeout_s=RPC_TIMEOUT_S)
-        began_s = time.monotonic()
+        # The registry is to know the numbers that were set by hand. Demands are of now, and those of one model's roles
+        # come one after the other: the later they are taken, the fewer are decided on without the others.
+        waiting += self._take_by_hand()
+        view = self._mutations.seen(await self._reader.read(timeout_s=RPC_TIMEOUT_S))
+        waiting += self._take_demands()
         clusters = self._scaler.clusters(view)
-        promised = self._fleet.promised()
-        steps: list[tuple[_Waiting, Step, trace.Span]] = []
-        late: list[_Waiting] = []
-        wants: list[Want] = []
-
-        for one in sorted(waiting, key=lambda one: one.request.rank(self._fleet.standing(one.request, view, clusters))):
-            if (steps or wants) and time.monotonic() - began_s > MAX_ROUND_S:
-                late.append(one)
-                continue
-            model = view.models.get(one.request.model)
-            if model is not None:
-                floor = view.floors.get((one.request.model, one.request.role))
-                one.request = self._adviser.allowed(one.request, model, clusters.of_model(model.name), floor)
-            try:
-                step = self._scaler.plan(one.request, view, clusters, promised)
-            except BlitzError as error:
-                if isinstance(error, NoSpareWorker) and one.by_hand is None:
-                    self._short[one.request.model, one.request.role] = one
-                    wants.append(self._fleet.want(one.request, error.missing, view, clusters))
-                self._refuse(one, error)
-                continue
-            except Exception:
-                log.exception("no plan for %s", one.request.model)
-                self._refuse(one, Internal("the planner failed; its log says more"))
-                continue
-            if step is None:
-                self._settle(one, None)
-                continue
-            if step.load is not None:
-                clusters.take(step.load.chains.targets)
-                self._fleet.got_workers(step.model.name, step.request.role)
-            if step.missing and one.by_hand is None:
-                wants.append(self._fleet.want(one.request, step.missing, view, clusters))
-            steps.append((one, step, tracer().start_span("planner.plan", context=one.context)))
+        for one in waiting:
+            one.request = self._allowed(one.request, view, clusters)
+        wanted = {(one.request.model, one.request.role): one.request.desired for one in waiting}
+        deciding = _Round(view, clusters, self._fleet.promised(), wanted)
+        began_s, late = time.monotonic(), list[_Waiting]()
+        steps, wants = deciding.steps, deciding.wants
+        waiting.sort(key=lambda one: one.request.rank(self._fleet.standing(one.request, view, clusters)))
+        # Again those that need fewer: what could go may have got another role by then.
+        for requests, shrinks in ((waiting, False), (deciding.shrinking, True)):
+            for one in requests:
+                if (steps or wants) and time.monotonic() - began_s > MAX_ROUND_S:
+                    late.append(one)
+                else:
+                    self._plan(one, deciding, shrinks=shrinks)
         for one in late:
             self._put_back(one)
         drained = [record for _, step, _ in steps for record in step.decision.drain]
+        mutated = {record.worker.worker_id for _, step, _ in steps for record in step.mutate}
         began_s = time.monotonic()
-        for request in self._fleet.make_room(wants, view, clusters, drained):
+        for request in self._fleet.make_room(wants, view, clusters, drained, mutated):
             if steps and time.monotonic() - began_s > MAX_ROUND_S:
                 break  # those that wait say so again
-            step = self._scaler.plan(request, view, clusters)
+            step = self._scaler.plan(request, view, clusters, mutating=deciding.staying)
             if step is not None:
                 log.info("%s makes room: %s", request.model, request.reason)
                 taking = _Waiting(request, otel_context.get_current())
                 steps.append((taking, step, tracer().start_span("planner.plan")))
         return steps
+
+    def _allowed(self, request: ScaleRequest, view: RegistryView, clusters: Clusters) -> ScaleRequest:
+        model = view.models.get(request.model)
+        if model is None:
+            return request
+        floor = view.floors.get((request.model, request.role))
+        return self._adviser.allowed(request, model, clusters.of_model(model.name), floor)
+
+    def _plan(self, one: _Waiting, now: _Round, *, shrinks: bool) -> None:
+        """Decide on one request. One that takes instances away is put aside, unless it is its turn (``shrinks``)."""
+        request = one.request
+        try:
+            steps = self._scaler.plan_with_roles(
+                request, now.view, now.clusters, now.wanted, promised=now.promised, staying=now.staying
+            )
+        except BlitzError as error:
+            if isinstance(error, NoSpareWorker) and one.by_hand is None:
+                self._short[request.model, request.role] = one
+                now.wants.append(self._fleet.want(request, error.missing, now.view, now.clusters))
+            self._refuse(one, error)
+            return
+        except Exception:
+            log.exception("no plan for %s", request.model)
+            self._refuse(one, Internal("the planner failed; its log says more"))
+            return
+        if not steps:
+            self._settle(one, None)
+            return
+        if steps[-1].decision.drain and not shrinks:
+            now.shrinking.append(one)
+            return
+        if steps[-1].decision.drain and one.by_hand is None and time.monotonic() - one.since_s < SHRINK_S:
+            self._keep(one)
+            asyncio.get_running_loop().call_later(SHRINK_S, self._wake.set)
+            return
+        # Who asked hears of the last of what is done in the role itself.
+        answer = next(step for step in reversed(steps) if step.request is request)
+        for step in steps:
+            now.staying.update(step.changes)
+            if step.load is not None:
+                self._fleet.got_workers(step.model.name, step.request.role)
+            if step.missing and one.by_hand is None:
+                now.wants.append(self._fleet.want(step.request, step.missing, now.view, now.clusters))
+            asked = one if step is answer else _Waiting(step.request, one.context)
+            now.steps.append((asked, step, tracer().start_span("planner.plan", context=one.context)))
 
     async def _lease(
         self, steps: list[tuple[_Waiting, Step, trace.Span]], leases: list[LeaseWorkers]

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,22 +17,27 @@ from services.planner.core.live.pairs import Selection, num_sources
 from services.planner.core.multicast.baselines import plan_by
 from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.multicast.cluster import Cluster, Clusters
-from services.planner.core.multicast.explain import instances_of
+from services.planner.core.multicast.explain import instances_of, names
 from services.planner.core.operations.decision import Decision, ScaleRequest, decide
 from services.planner.core.operations.operation import Operation, give_up_s
 from services.planner.core.operations.operations import Operations
-from services.planner.core.operations.plan_events import PlanHeader, drain_plan, scale_plan
+from services.planner.core.operations.plan_events import PlanHeader, drain_plan, mutate_plan, scale_plan
 from services.planner.core.operations.refusals import Refusals
+from services.planner.fleet import About
 from services.planner.leases import Leases
+from services.planner.mutations import Mutations
 from services.planner.pair_planner import PairPlanner
-from services.planner.plan_stream import PlanStream
+from services.planner.plan_stream import AnyPlan, PlanStream
 from shared.errors import BlitzError, Conflict, ModelNotFound, NoCapacity
 from shared.messages.common import LiveChoice
 from shared.messages.registry import LeaseGrant, LeaseWorkers, ModelRecord, WorkerRecord
-from shared.messages.scaling import DrainPlan, ScalePlan
-from shared.registry import RegistryView
+from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan
+from shared.registry_view import RegistryView, counted_as
 
 log = logging.getLogger(__name__)
+
+MUTATE_BY_S = 2.0
+"""A worker that hears later that it is to mutate does not: by then something else is decided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +61,28 @@ class Step:
     """Those that have an instance of the model."""
     load: Load | None = None
     """If anything is to be loaded."""
+    mutate: Sequence[WorkerRecord] = ()
+    """Whose instances get the request's role. Then nothing else is done."""
+    explain: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Both of a mutation."""
+    short: int = 0
+    """Instances beyond those that mutate that no spare worker was left for."""
+    needs: str = ""
+    """The plan id of the step without whose lease this one is not to be carried out."""
 
     @property
     def missing(self) -> int:
         """Instances that no spare worker was left for."""
-        return self.decision.load - len(self.load.chains.targets) if self.load is not None else 0
+        return self.decision.load - len(self.load.chains.targets) if self.load is not None else self.short
+
+    @property
+    def changes(self) -> frozenset[str]:
+        """The instances (ids) with which something happens: those that drain, come back, mutate, or scale live with a
+        new one."""
+        records = (*self.decision.drain, *self.decision.revive, *self.mutate)
+        sources = [pair.source for pair in self.load.selection.pairs] if self.load is not None else []
+        return frozenset(sources) | {r.instance.instance_id for r in records if r.instance is not None}
 
     def lease(self, ttl_s: float, term: int) -> LeaseWorkers | None:
         """What has to be leased for it."""
@@ -94,8 +116,10 @@ class Scaler:
         operations: Operations,
         pairs: PairPlanner,
         refusals: Refusals,
+        mutations: Mutations,
         settings: PlanSettings,
     ) -> None:
+        self._mutations = mutations
         self._stream = stream
         self._leases = leases
         self._pairs = pairs
@@ -110,11 +134,103 @@ class Scaler:
         transfers = self._operations.transfers(time.time()) if self._settings.knows_flows else None
         return Clusters(view.workers, transfers=transfers, busy_nic_share=self._settings.busy_nic_share)
 
+    def plan_with_roles(
+        self,
+        request: ScaleRequest,
+        view: RegistryView,
+        clusters: Clusters,
+        wanted: Mapping[About, int],
+        *,
+        promised: Collection[str] = (),
+        staying: Collection[str] = (),
+    ) -> list[Step]:
+        """What to do about a request, where instances of other roles may get its role: what does not mutate is planned
+        last. Raises as ``plan`` if nothing is done. ``wanted``: what else is asked for in this round; ``staying``:
+        instance ids that keep their roles, and do not go. Workers that are to load are taken."""
+        steps: list[Step] = []
+        changes = self._mutations.from_surplus(request, view, clusters, wanted, staying)
+        if changes:
+            instead = self._mutations.otherwise(request.model)
+            explain = tuple(
+                f"mutate: {c.record.worker.worker_id} from {c.was} to {request.role}: {c.why}; otherwise {instead}"
+                for c in changes
+            )
+            steps.append(self._change_roles(request, view, clusters, [c.record for c in changes], explain))
+        staying = frozenset(staying) | {c.record.instance.instance_id for c in changes if c.record.instance is not None}
+        steps += self._make_up(request, view, clusters, staying)
+        try:
+            rest = self.plan(request, view, clusters, promised, staying)
+        except (NoSpareWorker, Conflict) as error:
+            if not steps:
+                raise
+            # What can be had at once is had; the rest is asked for again.
+            missing = error.missing if isinstance(error, NoSpareWorker) else 0
+            steps[0] = dataclasses.replace(steps[0], left_out=(error.message,), short=missing)
+            return steps
+        if rest is not None:
+            _take(rest, clusters)
+            steps.append(rest)
+        return steps
+
+    def _change_roles(
+        self,
+        request: ScaleRequest,
+        view: RegistryView,
+        clusters: Clusters,
+        records: Sequence[WorkerRecord],
+        explain: tuple[str, ...],
+    ) -> Step:
+        """These instances have the request's role from here on, in this round's eyes."""
+        model = view.models[request.model]
+        clusters.give_roles(model.name, {r.instance.instance_id: request.role for r in records if r.instance})
+        workers, registered = clusters.of_model(model.name), {model.name: model}
+        there = sum(counted_as(worker, registered) == (model.name, request.role) for worker in workers)
+        decision = Decision(there, there - len(records), 0, (), ())
+        return Step(request, _new_plan_id(), model, decision, workers, mutate=records, explain=explain)
+
+    def _make_up(
+        self, request: ScaleRequest, view: RegistryView, clusters: Clusters, staying: Collection[str]
+    ) -> list[Step]:
+        """Prefill instances become decode instances, and others load in their place, if that is faster than to load
+        decode instances; nothing where no worker is spare."""
+        records, num_prefill = self._mutations.made_up_for(request, view, clusters, staying)
+        try:
+            instead = self.plan(request, view, clusters) if records else None
+        except NoSpareWorker:
+            return []
+        if instead is None or instead.load is None:
+            return []
+        predicted_s = instead.load.chains.predicted_s.values()
+        load_s = max(predicted_s, default=0.0) if all(predicted_s) else 0.0
+        if not self._mutations.is_faster_than(load_s, request.model):
+            return []
+        records = records[: len(instead.load.chains.targets)]
+        gained = f"otherwise a decode instance would load{f', in about {load_s:.2f} s' if load_s else ''}"
+        took = f"in about {self._mutations.took_s:.2f} s, and a prefill instance loads in its place"
+        explain = tuple(f"mutate: {r.worker.worker_id} from prefill to decode, {took}; {gained}" for r in records)
+        mutation = self._change_roles(request, view, clusters, records, explain)
+        gone = names([record.worker.worker_id for record in records])
+        why = f"in place of {gone}, which decode from now on: {request.reason}"
+        made_up = ScaleRequest(request.model, num_prefill, request.triggered_at_s, why, request.live, "prefill")
+        load = self.plan(made_up, view, clusters)
+        if load is None:
+            clusters.give_roles(request.model, {r.instance.instance_id: "prefill" for r in records if r.instance})
+            return []
+        if load.load is not None:
+            mutation = dataclasses.replace(mutation, needs=load.plan_id)
+        _take(load, clusters)
+        return [mutation, load]
+
     def plan(
-        self, request: ScaleRequest, view: RegistryView, clusters: Clusters, promised: Collection[str] = ()
+        self,
+        request: ScaleRequest,
+        view: RegistryView,
+        clusters: Clusters,
+        promised: Collection[str] = (),
+        mutating: Collection[str] = (),
     ) -> Step | None:
         """What to do about a request; None when nothing is. Raises ``ModelNotFound``, ``NoSpareWorker``. ``promised``:
-        instances that go for another model, which load does not take back.
+        instances that go for another model, which load does not take back. ``mutating``: as in ``decide``.
 
         What was asked for by hand is tried even on workers that failed a short while ago, if no others are left.
         """
@@ -133,6 +249,7 @@ class Scaler:
             at_work=self._pairs.is_at_work,
             promised=() if request.by_hand else promised,
             only=request.only,
+            mutating=mutating,
         )
         if decision.nothing:
             if request.by_hand and decision.desired < request.desired:
@@ -141,7 +258,7 @@ class Scaler:
                     f"{wanted} and those of other roles are more than the model's max_instances {model.max_instances}"
                 )
             return None
-        plan_id = f"plan-{secrets.token_hex(6)}"
+        plan_id = _new_plan_id()
         if not decision.load:
             return Step(request, plan_id, model, decision, workers)
         cluster = clusters.of(
@@ -168,7 +285,7 @@ class Scaler:
     def nothing_to_do(self, request: ScaleRequest) -> Operation:
         """The record of a request that was fulfilled already."""
         operation = Operation(
-            plan_id=f"plan-{secrets.token_hex(6)}",
+            plan_id=_new_plan_id(),
             model=request.model,
             direction="none",
             desired=request.desired,
@@ -190,10 +307,13 @@ class Scaler:
         That raises ``BlitzError`` if the plan cannot be published; then no lease is held. ``span`` ends with it.
         """
         span.set_attributes(_attributes(step))
-        plans: list[ScalePlan | DrainPlan] = []
+        plans: list[AnyPlan] = []
         leased: tuple[str, ...] = ()
+        plan: AnyPlan
         with trace.use_span(span):
-            if grant is None or step.load is None:
+            if step.mutate:
+                operation, plan = self._mutate(step, term)
+            elif grant is None or step.load is None:
                 operation, plan = self._drain_or_revive(step, term)
             else:
                 leased = step.load.chains.targets
@@ -207,7 +327,7 @@ class Scaler:
     async def _publish(
         self,
         operation: Operation,
-        plans: Sequence[ScalePlan | DrainPlan],
+        plans: Sequence[AnyPlan],
         leased: tuple[str, ...],
         term: int,
         span: trace.Span,
@@ -258,10 +378,34 @@ class Scaler:
             operation = Operation.of_drain(plan, "out", heed_by_s)
         return operation, plan
 
+    def _mutate(self, step: Step, term: int) -> tuple[Operation, MutatePlan]:
+        now_s = time.time()
+        plan = mutate_plan(
+            step.plan_id,
+            step.model.name,
+            step.mutate,
+            planned_at_s=now_s,
+            expires_at_s=now_s + MUTATE_BY_S,
+            explain=step.explain,
+            left_out=step.left_out,
+            **_header(step, term),
+        )
+        log.info("%s: %s; %s", step.plan_id, step.request.reason, "; ".join(step.explain + step.left_out))
+        return Operation.of_mutation(plan), plan
+
     def _revival(self, step: Step, term: int, plan_id: str) -> DrainPlan:
         plan = drain_plan(plan_id, step.model.name, step.decision.revive, revive=True, **_header(step, term))
         self._operations.overrule_drains(((t.worker_id, t.instance_id) for t in plan.targets), plan.plan_id)
         return plan
+
+
+def _take(step: Step, clusters: Clusters) -> None:
+    if step.load is not None:
+        clusters.take(step.load.chains.targets, step.plan_id, step.model.name, step.request.role)
+
+
+def _new_plan_id() -> str:
+    return f"plan-{secrets.token_hex(6)}"
 
 
 def _attributes(step: Step) -> dict[str, str | int]:

@@ -21,17 +21,18 @@ from services.planner.config import PlanSettings
 from services.planner.core.multicast.explain import instances_of
 from services.planner.core.operations.decision import ScaleRequest
 from services.planner.core.operations.history import (
-    drains_from,
     operations_under_way,
     plans_from,
     unheeded,
     unpublished_leases,
+    without_chains_from,
 )
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import MAX_RECORDS, Operations
 from services.planner.core.operations.refusals import Refusals
 from services.planner.fleet import Fleet
 from services.planner.leases import RPC_TIMEOUT_S, Leases
+from services.planner.mutations import Mutations
 from services.planner.pair_planner import PairPlanner
 from services.planner.plan_stream import PlanStream
 from services.planner.rounds import Rounds
@@ -52,6 +53,7 @@ from shared.messages.scaling import (
     DrainPlan,
     GetScaleRecord,
     ListScaleRecords,
+    MutatePlan,
     ScalePlan,
     ScaleProgress,
     ScaleRecord,
@@ -62,7 +64,7 @@ from shared.registry import RegistryReader
 
 log = logging.getLogger(__name__)
 
-E = TypeVar("E", ScalePlan, DrainPlan, ZigzagAssignment)
+E = TypeVar("E", ScalePlan, DrainPlan, MutatePlan, ZigzagAssignment)
 RECOVERY_WAIT_S = 4.0
 """How long a manual scale waits for a registry that just started."""
 MONITOR_TERM_S = 10.0
@@ -103,19 +105,28 @@ class PlannerService:
         self._stream = PlanStream(bus)
         self._pairs = PairPlanner(self._stream, self._operations, settings.live, metrics)
         self._splitter = Splitter(self._stream, self._operations, metrics)
+        self._adviser = Adviser(self._operations, everything=settings.advise)
+        self._fleet = Fleet(self._operations, self._refusals, self._pairs.is_at_work, self._adviser.advises)
+        self._mutations = Mutations(
+            self._operations,
+            self._fleet,
+            self._pairs,
+            allows=lambda model: settings.mutation and not self._adviser.advises(model),
+        )
         self._scaler = Scaler(
             self._stream,
             self._leases,
             self._operations,
             self._pairs,
             self._refusals,
+            self._mutations,
             settings,
         )
-        self._adviser = Adviser(self._operations, everything=settings.advise)
-        self._fleet = Fleet(self._operations, self._refusals, self._pairs.is_at_work, self._adviser.advises)
-        self._rounds = Rounds(self._leases, self._reader, self._scaler, self._fleet, self._adviser, leader, metrics)
+        self._rounds = Rounds(
+            self._leases, self._reader, self._scaler, self._fleet, self._adviser, self._mutations, leader, metrics
+        )
         self._tracker = OperationTracker(
-            self._stream, leader, self._operations, self._refusals, self._pairs, self._leases
+            self._stream, leader, self._operations, self._refusals, self._mutations, self._pairs, self._leases
         )
         self._tasks = OwnedTasks()
 
@@ -202,12 +213,16 @@ class PlannerService:
             self._operations.remember(record)
         # This leader repeats earlier plans under its own term: workers no longer listen to an earlier leader.
         plans = plans_from(self._mine(await past(subjects.scale_plans(), ScalePlan, limit=MAX_PAST_EVENTS)))
-        drains = drains_from(self._mine(await past(subjects.drain_plans(), DrainPlan, limit=MAX_PAST_EVENTS)))
+        limit = MAX_PAST_EVENTS
+        drains = without_chains_from(self._mine(await past(subjects.drain_plans(), DrainPlan, limit=limit)))
+        mutations = without_chains_from(self._mine(await past(subjects.mutate_plans(), MutatePlan, limit=limit)))
         assignments = self._mine(await past(subjects.zigzag_assignments(), ZigzagAssignment, limit=MAX_PAST_EVENTS))
         view = await self._reader.read(timeout_s=RPC_TIMEOUT_S)
         ended = {record.plan_id for record in records}
         now_s = time.time()
-        for operation in operations_under_way(plans.values(), drains.values(), assignments, ended, now_s):
+        for operation in operations_under_way(
+            plans.values(), drains.values(), mutations.values(), assignments, ended, now_s
+        ):
             self._operations.add(operation)
         for plan_id, worker_ids in unpublished_leases(view.workers, plans.keys()):
             log.warning("%s was never published: freeing %s", plan_id, ", ".join(worker_ids))
@@ -239,6 +254,7 @@ class PlannerService:
             self._pairs.forget()
             self._refusals.forget(time.monotonic())
             self._fleet.forget()
+            self._mutations.forget()
             await self._leases.release(self._leader.term)
             if self._operations.running():
                 try:

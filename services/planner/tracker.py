@@ -9,6 +9,7 @@ from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import Operations, bounded_record
 from services.planner.core.operations.refusals import Refusals
 from services.planner.leases import Leases
+from services.planner.mutations import Mutations
 from services.planner.pair_planner import PairPlanner
 from services.planner.plan_stream import PlanStream
 from shared.aio import OwnedTasks, Wakeup
@@ -36,12 +37,14 @@ class OperationTracker:
         leader: Leader,
         operations: Operations,
         refusals: Refusals,
+        mutations: Mutations,
         pairs: PairPlanner,
         leases: Leases,
     ) -> None:
         self._leader = leader
         self._operations = operations
         self._refusals = refusals
+        self._mutations = mutations
         self._pairs = pairs
         self._leases = leases
         self._stream = stream
@@ -62,11 +65,14 @@ class OperationTracker:
             for pair in operation.pairs.values():
                 if pair.assignment.target.worker_id == event.worker_id:
                     self._pairs.first_layer(pair, event.at_s)
-        if event.event == "serving":
+        if event.event == "serving" and operation.direction == "mutate":
+            self._mutations.done(operation, event.worker_id)
+        elif event.event == "serving":
             self._refusals.served(event.worker_id, operation.model)
         if event.event == "failed":
             log.warning("%s: %s failed: %s", event.plan_id, event.worker_id, event.detail)
             self._failed(operation, event.worker_id, event.detail)
+        if event.event == "failed" and operation.direction != "mutate":
             self._tasks.start(self.release(operation.plan_id, event.worker_id))
         if operation.finished:
             self._tasks.start(self.tell_waiters())
@@ -83,6 +89,8 @@ class OperationTracker:
             self._tasks.start(self.tell_waiters())
 
     def _failed(self, operation: Operation, worker_id: str, why: str) -> None:
+        if operation.direction == "mutate":
+            self._mutations.failed(operation, worker_id, why)
         if operation.direction == "out" and not operation.recalled and not why.startswith(BLAMELESS):
             self._refusals.failed(worker_id, operation.model, why, time.monotonic())
 

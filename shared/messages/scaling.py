@@ -159,6 +159,8 @@ class MutatePlan(Message, frozen=True, kw_only=True, tag="mutate_plan.v1"):
     """A worker that hears of it later says so, and changes nothing."""
     reason: str = ""
     explain: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """As in ``ScalePlan``."""
     term: int = 0
     """As in ``ScalePlan``."""
     desired: int = 0

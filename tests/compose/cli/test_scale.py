@@ -44,6 +44,23 @@ def test_scale_waits_for_the_end_and_prints_the_record(
     assert "role" not in rows, "it goes without saying"
 
 
+def test_a_change_of_roles_says_when_it_was_in_force(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    mutated = DONE | {
+        "direction": "mutate",
+        "role": "decode",
+        "trigger_to_plan_ms": 1.5,
+        "explain": ["mutate: w1 from prefill to decode: why"],
+    }
+    gateway.answers["POST /admin/models/demo/scale"] = (200, mutated)
+    assert run(["scale", "demo", "2", "--role", "decode"]) == 0
+    rows = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["direction"].strip() == "mutate"
+    assert (rows["trigger_to_plan_ms"].strip(), rows["trigger_to_serving_ms"].strip()) == ("1.5", "42.0")
+    assert rows["trigger_to_working_ms"].strip() == "-"
+    assert rows["explain"].strip() == "mutate: w1 from prefill to decode: why"
+    assert "gbps" not in rows
+
+
 def test_scale_as_json_is_the_whole_record(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     gateway.answers["POST /admin/models/demo/scale"] = (200, DONE)
     assert run(["scale", "demo", "2", "--json"]) == 0

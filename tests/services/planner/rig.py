@@ -23,6 +23,7 @@ from shared.messages.scaling import (
     DrainPlan,
     GetScaleRecord,
     ListScaleRecords,
+    MutatePlan,
     ProgressEvent,
     RefusedLoad,
     ScalePlan,
@@ -47,6 +48,7 @@ class Rig:
         *,
         knows_flows: bool = True,
         live: LiveSettings | None = None,
+        mutation: bool = True,
         broker: MemoryBroker | None = None,
         pool: FakePool | None = None,
     ) -> None:
@@ -54,6 +56,7 @@ class Rig:
         self.strategy: Strategy = strategy
         self.knows_flows = knows_flows
         self.live = live
+        self.mutation = mutation
         self.broker = broker or MemoryBroker(event_timeout_s=0.2)
         self._shares_pool = pool is not None
         self.pool = pool or FakePool(self.broker)
@@ -80,6 +83,7 @@ class Rig:
                 lease_ttl_s=5.0,
                 strategy=self.strategy,
                 knows_flows=self.knows_flows,
+                mutation=self.mutation,
                 live=self.live or LiveSettings(),
             ),
             metrics=self.metrics,
@@ -165,7 +169,11 @@ class Rig:
 
     def plans(self) -> list[Message]:
         """Every plan published, oldest first."""
-        kinds: dict[str, type[Message]] = {subjects.scale_plans(): ScalePlan, subjects.drain_plans(): DrainPlan}
+        kinds: dict[str, type[Message]] = {
+            subjects.scale_plans(): ScalePlan,
+            subjects.drain_plans(): DrainPlan,
+            subjects.mutate_plans(): MutatePlan,
+        }
         return [decode(e.payload, kinds[e.subject]) for e in self.broker.events if e.subject in kinds]
 
     def assignments(self) -> list[ZigzagAssignment]:

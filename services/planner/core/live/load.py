@@ -30,12 +30,16 @@ class LoadView:
         self._gateways: dict[str, tuple[float, tuple[ModelQueue, ...]]] = {}
         self._model_tokens_per_s: dict[str, float] = {}
         """The latest figure of any of a model's instances."""
+        self._load_s: dict[str, float] = {}
+        """The same: how long it took to load."""
 
     def on_load(self, report: LoadReport, now_s: float) -> None:
         """An instance reports."""
         self._instances[report.instance_id] = (now_s, report)
         if MIN_TOKENS_PER_S < report.prefill_tokens_per_s < inf:
             self._model_tokens_per_s[report.model] = report.prefill_tokens_per_s
+        if 0.0 < report.load_s < inf:
+            self._load_s[report.model] = report.load_s
 
     def on_queue(self, report: QueueReport, now_s: float) -> None:
         """A gateway reports."""
@@ -56,6 +60,10 @@ class LoadView:
             if MIN_TOKENS_PER_S < own < inf
             else self._model_tokens_per_s.get(model, 0.0) or self._assumed_tokens_per_s
         )
+
+    def load_s(self, model: str) -> float:
+        """How long an instance of the model took to load, as the latest report has it; 0: none has said."""
+        return self._load_s.get(model, 0.0)
 
     def is_at_work(self, instance_id: str) -> bool:
         """Whether an instance had requests when it reported last."""

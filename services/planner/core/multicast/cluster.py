@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from services.planner.core.multicast.explain import MAX_NAMES, shortened
 from services.planner.core.multicast.topology import Topology, topology_of, with_copy_holders
 from services.planner.core.multicast.traffic import BUSY_NIC_SHARE, Flow, Transfers, serving_flows, transfer_flows
+from shared.messages.common import Role
 from shared.messages.registry import ModelRecord, WorkerInfo, WorkerRecord
 
 
@@ -76,7 +79,8 @@ class Clusters:
         busy_nic_share: float = BUSY_NIC_SHARE,
     ) -> None:
         """``transfers`` None plans as if no NIC carried anything."""
-        self.records = sorted(records, key=lambda r: r.worker.worker_id)
+        self.records = sorted(records, key=_worker_id)
+        self._index = {record.worker.worker_id: index for index, record in enumerate(self.records)}
         self._by_model: dict[str, list[WorkerRecord]] = {}
         self._by_hash: dict[str, list[WorkerRecord]] = {}
         self._spare: dict[str, WorkerRecord] = {}
@@ -102,10 +106,29 @@ class Clusters:
         """Workers with an instance of a model, or leased for one."""
         return self._by_model.get(name, ())
 
-    def take(self, worker_ids: Iterable[str]) -> None:
-        """These workers are no longer spare: a plan of this round has them."""
+    def take(self, worker_ids: Iterable[str], plan_id: str, model: str, role: Role) -> None:
+        """These workers are no longer spare: a plan of this round has them, and they count as leased."""
         for worker_id in worker_ids:
             self._spare.pop(worker_id, None)
+            index = self._index[worker_id]
+            record = self.records[index]
+            self.records[index] = leased = msgspec.structs.replace(
+                record, lease_plan_id=plan_id, lease_model=model, lease_role=role
+            )
+            # What was returned before stays as it was.
+            self._by_model[model] = sorted([*self._by_model.get(model, ()), leased], key=_worker_id)
+
+    def give_roles(self, model: str, roles: Mapping[str, Role]) -> None:
+        """This round gives these instances (by id) of a model other roles."""
+        changed = []
+        for record in self._by_model[model]:
+            held = record.instance
+            if held is not None and held.instance_id in roles:
+                held = msgspec.structs.replace(held, role=roles[held.instance_id])
+                record = msgspec.structs.replace(record, instance=held)  # noqa: PLW2901
+                self.records[self._index[record.worker.worker_id]] = record
+            changed.append(record)
+        self._by_model[model] = changed
 
     def of(
         self,
@@ -164,6 +187,10 @@ class Clusters:
             ),
             too_small=f"{small} spare workers' arenas hold less than {model.weights_bytes} bytes" if small else "",
         )
+
+
+def _worker_id(record: WorkerRecord) -> str:
+    return record.worker.worker_id
 
 
 def _is_copy_of(record: WorkerRecord, model: ModelRecord) -> bool:

@@ -78,6 +78,7 @@ def decide(
     at_work: Callable[[str], bool] = lambda _: False,
     promised: Collection[str] = (),
     only: Collection[str] = (),
+    mutating: Collection[str] = (),
 ) -> Decision:
     """Steps from what ``workers`` run to ``desired`` instances of ``model`` in ``role``; those of other roles are
     left alone. ``floor`` is the role's.
@@ -88,36 +89,63 @@ def decide(
     leased for the model and role and not yet reporting count as loading. Scaling in drains the instances
     that serve least, never one that still loads (its plan runs; it can go when it is up). Those of
     ``in_pairs`` (instance ids), which scale live with another, go last, and before them those ``at_work``, which have
-    requests. ``only``: if not empty, none but those of these workers go.
+    requests. ``only``: if not empty, none but those of these workers go. ``mutating``: instance ids that have only just
+    been given the role, and do not go.
     """
-    # Instances of other weights that had this name before do not belong to the model: they drain.
-    mine = [
-        w
-        for w in workers
-        if w.instance is not None
-        and (w.instance.model, w.instance.model_hash, w.instance.role) == (model.name, model.model_hash, role)
-    ]
-    registered = {model.name: model}
-    in_roles = [(about[1], w) for w in workers if (about := counted_as(w, registered)) and not _leaves(w, leaving)]
-    counted = [w for counts_as, w in in_roles if counts_as == role]
+    counted, num_others, draining = _of_role(model, workers, role, leaving, promised)
     # What is there of this role has its place; of what is left, other roles have taken theirs.
-    room = max(len(counted), model.max_instances - (len(in_roles) - len(counted)))
+    room = max(len(counted), model.max_instances - num_others)
     wanted = min(bounded(desired, model, floor, role), room)
     missing = wanted - len(counted)
-    draining = [
-        w
-        for w in mine
-        if (w.state == "draining" or _leaves(w, leaving))
-        and not w.stopping
-        and (w.instance is None or w.instance.instance_id not in promised)
-    ]
     revive = tuple(draining[:missing]) if missing > 0 else ()
     load = max(0, missing - len(revive))
     drain: tuple[WorkerRecord, ...] = ()
     if missing < 0:
-        serving = [w for w in counted if w.state == "serving" and (not only or w.worker.worker_id in only)]
+        serving = [
+            w
+            for w in counted
+            if w.state == "serving"
+            and (not only or w.worker.worker_id in only)
+            and (w.instance is None or w.instance.instance_id not in mutating)
+        ]
         drain = tuple(sorted(serving, key=lambda w: staying(w, in_pairs, at_work))[:-missing])
     return Decision(wanted, len(counted), load, revive, drain)
+
+
+def lacking(
+    model: ModelRecord,
+    workers: Sequence[WorkerRecord],
+    desired: int,
+    floor: Floor | None,
+    role: Role,
+    *,
+    leaving: Collection[str] = (),
+    promised: Collection[str] = (),
+) -> int:
+    """How many instances of ``role`` are missing that nothing can be revived for, as far as instances of the model's
+    other roles may take it: those have their places already. Arguments as ``decide`` takes them."""
+    counted, _, draining = _of_role(model, workers, role, leaving, promised)
+    return max(0, bounded(desired, model, floor, role) - len(counted) - len(draining))
+
+
+def _of_role(
+    model: ModelRecord, workers: Sequence[WorkerRecord], role: Role, leaving: Collection[str], promised: Collection[str]
+) -> tuple[list[WorkerRecord], int, list[WorkerRecord]]:
+    """What counts as the role's, how many count as other roles', and what could be revived."""
+    registered = {model.name: model}
+    in_roles = [(about[1], w) for w in workers if (about := counted_as(w, registered)) and not _leaves(w, leaving)]
+    counted = [w for counts_as, w in in_roles if counts_as == role]
+    draining = [
+        w
+        for w in workers
+        # Instances of other weights that had this name before do not belong to the model: they drain.
+        if w.instance is not None
+        and (w.instance.model, w.instance.model_hash, w.instance.role) == (model.name, model.model_hash, role)
+        and (w.state == "draining" or _leaves(w, leaving))
+        and not w.stopping
+        and w.instance.instance_id not in promised
+    ]
+    return counted, len(in_roles) - len(counted), draining
 
 
 def _leaves(record: WorkerRecord, leaving: Collection[str]) -> bool:

@@ -8,11 +8,11 @@ from math import isfinite, isnan
 import msgspec
 
 from services.planner.core.operations.operation import Operation
-from services.planner.core.operations.plan_events import base_id, whole_plan
+from services.planner.core.operations.plan_events import TargetPlan, base_id, whole_plan
 from services.planner.core.operations.target import Direction
 from shared.messages.live import ZigzagAssignment
 from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import DrainPlan, ScalePlan
+from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan
 
 HEED_S = 15.0
 """A worker that was told to drain, maybe by an earlier planner, shows it by then, or never will."""
@@ -48,11 +48,13 @@ def _number(part: ScalePlan) -> int:
     return int(part.plan_id.partition(".")[2] or 0)
 
 
-def drains_from(events: Iterable[DrainPlan]) -> dict[str, DrainPlan]:
-    """Drains and revivals by id, oldest first, as far as they were published and make sense."""
-    parts: dict[str, list[DrainPlan]] = {}
+def without_chains_from(events: Iterable[TargetPlan]) -> dict[str, TargetPlan]:
+    """Drains and revivals, or mutations, by id, oldest first, as far as they were published and make sense."""
+    parts: dict[str, list[TargetPlan]] = {}
     for event in events:
         if not isfinite(event.triggered_at_s):
+            continue
+        if isinstance(event, MutatePlan) and not (isfinite(event.planned_at_s) and isfinite(event.expires_at_s)):
             continue
         parts.setdefault(base_id(event.plan_id), []).append(event)
     return {
@@ -66,11 +68,13 @@ def drains_from(events: Iterable[DrainPlan]) -> dict[str, DrainPlan]:
 def operations_under_way(
     plans: Iterable[ScalePlan],
     drains: Iterable[DrainPlan],
+    mutations: Iterable[MutatePlan],
     assignments: Iterable[ZigzagAssignment],
     ended: Collection[str],
     now_s: float,
 ) -> list[Operation]:
-    """Operations of plans that have no record yet. ``drains``: oldest first. ``ended``: plan ids of records."""
+    """Operations of plans that have no record yet. ``drains``, ``mutations``: oldest first. ``ended``: plan ids of
+    records."""
     newest: dict[str, ZigzagAssignment] = {}
     for assignment in assignments:
         known = newest.get(assignment.pair_id)
@@ -84,6 +88,12 @@ def operations_under_way(
             pairs = [a for a in of_plan if a.target.worker_id in named]
             operation = Operation.of_plan(plan, pairs, recalled=True)
             operation.planned(plan.planned_at_s)
+            found.append(operation)
+    for mutation in mutations:
+        # Not told again: what came of it shows soon, or nothing does, and then it is decided anew.
+        if mutation.plan_id not in ended:
+            operation = Operation.of_mutation(mutation, recalled=True)
+            operation.planned(mutation.planned_at_s)
             found.append(operation)
     draining: list[Operation] = []
     for drain in drains:

@@ -14,7 +14,7 @@ from services.planner.core.operations.target import Direction, Target, since_ms
 from shared.messages.common import Role
 from shared.messages.live import LiveReport, ZigzagAssignment
 from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import DrainPlan, ScalePlan, ScaleProgress, ScaleRecord
+from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan, ScaleProgress, ScaleRecord
 
 DEADLINE_FINISHES = 3.0
 """A target may take this many times its predicted finish, where that is longer than what its bytes alone allow."""
@@ -25,6 +25,8 @@ MISSING_S = 2.0
 """A worker that the registry has not known for this long is dead."""
 LEAST_LOAD_S = 15.0
 """A target has at least this long, whatever is predicted: predictions do not know what else the hosts have to do."""
+MUTATE_REPORT_S = 1.0
+"""A mutation that was heard in time has been reported by then."""
 LOAD_FACTOR = 10.0
 """A target must have everything within this multiple of its predicted finish."""
 
@@ -70,6 +72,8 @@ class Operation:
     """The targets drain and shall serve again."""
     advice: bool = False
     """It was not carried out."""
+    mutated_at_s: float = 0.0
+    """When it was decided that the targets get another role."""
     recalled: bool = False
     """It was begun under an earlier planner, and its end may have gone unseen."""
 
@@ -127,6 +131,29 @@ class Operation:
             recalled=recalled,
         )
 
+    @classmethod
+    def of_mutation(cls, plan: MutatePlan, *, recalled: bool = False) -> Operation:
+        """The operation of a plan that gives its targets another role."""
+        operation = cls(
+            plan_id=plan.plan_id,
+            model=plan.model,
+            direction="mutate",
+            desired=plan.desired,
+            reason=plan.reason,
+            triggered_at_s=plan.triggered_at_s,
+            targets=tuple((t.worker_id, t.instance_id) for t in plan.targets),
+            explain=plan.explain,
+            left_out=plan.left_out,
+            trace_id=plan.trace_id,
+            deadline_s=plan.expires_at_s + MUTATE_REPORT_S,
+            role=plan.role,
+            mutated_at_s=plan.planned_at_s,
+            recalled=recalled,
+        )
+        for target in plan.targets:
+            operation._targets[target.worker_id].was = target.was
+        return operation
+
     @property
     def finished(self) -> bool:
         """Whether every target has ended, well or not, and no pair's report is still expected."""
@@ -148,6 +175,10 @@ class Operation:
     def failures(self) -> dict[str, str]:
         """Why targets failed, by worker id."""
         return {t.worker_id: t.failure for t in self._targets.values() if t.failure}
+
+    def has_failed(self, worker_id: str) -> bool:
+        """Whether the operation failed, as a whole or on this target."""
+        return bool(self._failure or self._targets[worker_id].failure)
 
     def running_links(self) -> list[Link]:
         """Transfers that go on: their target is open and has not reported ``loaded``."""
@@ -260,6 +291,8 @@ class Operation:
                 elif worker.state == "serving" and now_s > self.accept_by_s:
                     # It counts again: draining it takes a new plan.
                     self.fail_target(worker_id, "it serves on: it never heard that it is to drain")
+            elif self.direction == "mutate":
+                self._check_role(worker, target, now_s)
             elif self._came_up(worker, instance_id):
                 # Its own reports were lost, or came before this planner led. When that was is unknown.
                 target.loaded_s = target.loaded_s or now_s
@@ -273,6 +306,14 @@ class Operation:
                 elif now_s > self.accept_by_s:
                     why = "how it ended is not known" if self.recalled else "the plan was never accepted"
                     self.fail_target(worker_id, why)
+
+    def _check_role(self, worker: WorkerRecord, target: Target, now_s: float) -> None:
+        if not _holds(worker, target.instance_id):
+            self.fail_target(target.worker_id, "its instance is gone")
+        elif worker.instance is not None and worker.instance.role == self.role:
+            target.serving_s = now_s  # its own report was lost
+        elif now_s > self.deadline_s:
+            self.fail_target(target.worker_id, "it did not take its new role in time")
 
     def _came_up(self, worker: WorkerRecord, instance_id: str) -> bool:
         """Whether the registry shows that the target serves, or has served."""
@@ -312,6 +353,7 @@ class Operation:
             trace_id=self.trace_id,
             advice=self.advice,
             live=tuple(pair.record(self.triggered_at_s, details=details) for pair in self.pairs.values()),
+            trigger_to_working_ms=self._ms(min((t.working_s for t in targets if t.working_s), default=None)),
         )
 
     def _ms(self, at_s: float | None) -> float | None:

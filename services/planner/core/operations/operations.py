@@ -12,10 +12,13 @@ from services.planner.core.multicast.traffic import SETTLING_S, Transfers
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.pair_record import LivePair
 from services.planner.core.operations.plan_events import base_id
+from shared.messages.common import Role
 from shared.messages.scaling import ScaleRecord
 
 MAX_RECORDS = 500
 MAX_RECORD_BYTES = 200 * 1024
+MAX_MUTATED_S = 120.0
+"""For how long it is remembered when an instance got another role."""
 
 
 class Operations:
@@ -33,9 +36,15 @@ class Operations:
         """Records of operations that ended under an earlier planner."""
         self._told: set[str] = set()
         """Operations that ``just_finished`` has returned."""
+        self._mutations: OrderedDict[str, tuple[str, Operation]] = OrderedDict()
+        """By instance id, its worker's id and the newest that gave, or gives, it a role; the newest last."""
 
     def add(self, operation: Operation) -> None:
         self._by_id[operation.plan_id] = self._open[operation.plan_id] = operation
+        if operation.direction == "mutate":
+            for worker_id, instance_id in operation.open_targets:
+                self._mutations.pop(instance_id, None)
+                self._mutations[instance_id] = worker_id, operation
         while len(self._by_id) > self._keep:
             oldest = next((i for i, o in self._by_id.items() if o.finished), next(iter(self._by_id)))
             del self._by_id[oldest]
@@ -52,6 +61,7 @@ class Operations:
         self._settling.clear()
         self._past.clear()
         self._told.clear()
+        self._mutations.clear()
 
     def remember(self, record: ScaleRecord) -> None:
         """An operation that ended under an earlier planner."""
@@ -133,6 +143,16 @@ class Operations:
         """Instances that drain, or were told to and may not show it yet, for what was triggered ``until_s``."""
         draining = [o for o in self.running() if o.direction == "in" and o.triggered_at_s <= until_s]
         return frozenset([i for o in draining for _, i in o.open_targets])
+
+    def mutated(self, now_s: float, within_s: float) -> dict[str, Role]:
+        """The roles that instances were given within so many seconds, by instance id; not where that failed."""
+        while self._mutations and now_s - next(iter(self._mutations.values()))[1].mutated_at_s > MAX_MUTATED_S:
+            self._mutations.popitem(last=False)
+        return {
+            instance_id: operation.role
+            for instance_id, (worker_id, operation) in self._mutations.items()
+            if now_s - operation.mutated_at_s <= within_s and not operation.has_failed(worker_id)
+        }
 
 
 def bounded_record(operation: Operation) -> ScaleRecord:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Required, TypedDict, Unpack
+from typing import Required, TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -11,13 +11,16 @@ from services.planner.core.multicast.chains import WorkerChains
 from services.planner.core.multicast.cluster import Cluster
 from shared.messages.common import Role
 from shared.messages.registry import LeaseGrant, ModelRecord, WorkerRecord
-from shared.messages.scaling import Chain, ChainMember, DrainPlan, DrainTarget, ScalePlan
+from shared.messages.scaling import Chain, ChainMember, DrainPlan, DrainTarget, MutatePlan, MutateTarget, ScalePlan
 
 PART_TARGETS = 100
 """Targets in one part of a plan: some 700 bytes each."""
-PART_DRAINS = 1000
+PART_INSTANCES = 1000
+"""To drain, revive or mutate, in one part."""
 MAX_CLIMB = 8
 """How many hops above its own a target knows; when those are lost it turns to the plan's fallbacks, then its disk."""
+
+TargetPlan = TypeVar("TargetPlan", DrainPlan, MutatePlan)
 
 
 class PlanHeader(TypedDict, total=False):
@@ -102,6 +105,35 @@ def drain_plan(
     return DrainPlan(plan_id=plan_id, model=model, targets=targets, revive=revive, **header)
 
 
+def mutate_plan(
+    plan_id: str,
+    model: str,
+    records: Sequence[WorkerRecord],
+    *,
+    planned_at_s: float,
+    expires_at_s: float,
+    explain: tuple[str, ...] = (),
+    left_out: tuple[str, ...] = (),
+    **header: Unpack[PlanHeader],
+) -> MutatePlan:
+    """Give these workers' instances, which have other roles, the header's role."""
+    targets = tuple(
+        MutateTarget(worker_id=w.worker.worker_id, instance_id=w.instance.instance_id, was=w.instance.role)
+        for w in records
+        if w.instance is not None
+    )
+    return MutatePlan(
+        plan_id=plan_id,
+        model=model,
+        targets=targets,
+        planned_at_s=planned_at_s,
+        expires_at_s=expires_at_s,
+        explain=explain,
+        left_out=left_out,
+        **header,
+    )
+
+
 # --- parts ---------------------------------------------------------------------------------------
 
 
@@ -176,17 +208,17 @@ def _with_chains(plan: ScalePlan, chains: tuple[Chain, ...], members: Mapping[st
     return msgspec.structs.replace(plan, chains=chains, members=tuple(members[name] for name in sorted(named)))
 
 
-def drain_parts(plan: DrainPlan) -> tuple[DrainPlan, ...]:
-    """The plan in messages of bounded size."""
-    if len(plan.targets) <= PART_DRAINS:
+def target_parts(plan: TargetPlan) -> tuple[TargetPlan, ...]:
+    """A plan without chains in messages of bounded size."""
+    if len(plan.targets) <= PART_INSTANCES:
         return (plan,)
-    cuts = [plan.targets[i : i + PART_DRAINS] for i in range(0, len(plan.targets), PART_DRAINS)]
+    cuts = [plan.targets[i : i + PART_INSTANCES] for i in range(0, len(plan.targets), PART_INSTANCES)]
     return tuple(
         msgspec.structs.replace(plan, plan_id=f"{plan.plan_id}.{number}", targets=targets, num_parts=len(cuts))
         for number, targets in enumerate(cuts)
     )
 
 
-def own_drain(plan: DrainPlan, target: DrainTarget) -> DrainPlan:
+def own_part(plan: TargetPlan, target: DrainTarget | MutateTarget) -> TargetPlan:
     """What one of its workers has to know."""
     return msgspec.structs.replace(plan, targets=(target,))

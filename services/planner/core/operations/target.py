@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shared.messages.common import Role
 from shared.messages.scaling import ScaleProgress, TargetRecord
 
-Direction = Literal["out", "in", "none"]
+Direction = Literal["out", "in", "mutate", "none"]
 
 
 @dataclass(slots=True)
@@ -24,6 +25,9 @@ class Target:
     loaded_s: float | None = None
     serving_s: float | None = None
     spare_s: float | None = None
+    working_s: float | None = None
+    was: Role | None = None
+    """Of a mutation: the role before."""
     received_bytes: int = 0
     failure: str = ""
 
@@ -65,6 +69,8 @@ class Target:
                 self.spare_s = self.spare_s or event.at_s
                 if self.direction == "out" and self.serving_s is None:
                     self.failure = self.failure or event.detail or "the worker went back to spare"
+            case "working":
+                self.working_s = self.working_s or event.at_s
             case "failed":
                 self.failure = self.failure or event.detail or "failed"
 
@@ -85,6 +91,8 @@ class Target:
             spare_ms=ms(self.spare_s),
             received_bytes=self.received_bytes,
             failure=self.failure,
+            working_ms=ms(self.working_s),
+            was=self.was,
         )
 
 

@@ -11,10 +11,10 @@ from services.planner.core.multicast.chains import links_of, predicted_s_of
 from services.planner.core.multicast.cluster import Cluster
 from services.planner.core.operations.history import plans_from
 from services.planner.core.operations.plan_events import (
-    drain_parts,
     own_plans,
     parts_of,
     scale_plan,
+    target_parts,
     targets_of,
 )
 from services.worker.weights.upstreams import part_of
@@ -163,7 +163,7 @@ def test_what_a_target_is_told_makes_sense_by_itself(strategy: Strategy) -> None
 
 def test_drains_of_many_go_out_in_bounded_parts() -> None:
     targets = tuple(DrainTarget(worker_id=f"worker-{i}", instance_id=f"instance-{i}") for i in range(2500))
-    parts = drain_parts(DrainPlan(plan_id="p", model="m", targets=targets))
+    parts = target_parts(DrainPlan(plan_id="p", model="m", targets=targets))
     assert [p.plan_id for p in parts] == ["p.0", "p.1", "p.2"]
     assert tuple(t for p in parts for t in p.targets) == targets
     assert max(len(encode(p)) for p in parts) < 256 * 1024

@@ -1,0 +1,199 @@
+"""Mutation, the planner's side: which instances of a model get another of its roles, by what the monitor says of each.
+
+``core/operations/mutation.py`` has the rules.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from services.planner.core.fleet.allocation import IDLE_S
+from services.planner.core.multicast.cluster import Clusters
+from services.planner.core.operations.decision import ScaleRequest, lacking
+from services.planner.core.operations.mutation import (
+    Change,
+    Offer,
+    from_surplus,
+    kept_s,
+    made_up_for,
+    surplus_of,
+    with_roles,
+)
+from services.planner.core.operations.operation import Operation
+from services.planner.core.operations.operations import Operations
+from services.planner.core.operations.refusals import Refusals
+from services.planner.fleet import About, Fleet
+from services.planner.pair_planner import PairPlanner
+from shared.messages.common import TAKES_PROMPTS, Role
+from shared.messages.registry import ModelRecord, WorkerRecord
+from shared.registry_view import RegistryView, bounded, counted_as
+
+SHOWN_S = 10.0
+"""A registry that works shows by then which role an instance has."""
+ASSUMED_S = 0.05
+"""What a mutation takes, until one has been seen."""
+_SMOOTHING = 0.3
+
+
+class Mutations:
+    """Remembers which workers did not mutate, and how long those took that did. Event loop only."""
+
+    def __init__(
+        self,
+        operations: Operations,
+        fleet: Fleet,
+        pairs: PairPlanner,
+        *,
+        allows: Callable[[ModelRecord], bool] = lambda _: True,
+    ) -> None:
+        """``allows``: whether a model's instances may get other roles."""
+        self._operations = operations
+        self._fleet = fleet
+        self._pairs = pairs
+        self._allows = allows
+        self._refusals = Refusals()
+        self.took_s = ASSUMED_S
+        """From the decision to the word that the new role is known, lately."""
+
+    # --- what became of earlier ones ---------------------------------------------------------
+
+    def failed(self, operation: Operation, worker_id: str, why: str) -> None:
+        """A worker did not give its instance the role: it is left alone for a while."""
+        self._refusals.failed(worker_id, operation.model, why, time.monotonic())
+
+    def done(self, operation: Operation, worker_id: str) -> None:
+        """A worker says that its instance has the role, and the pool knows."""
+        self._refusals.served(worker_id, operation.model)
+        if not operation.recalled:
+            self.took_s += _SMOOTHING * (max(0.0, time.time() - operation.mutated_at_s) - self.took_s)
+
+    def forget(self) -> None:
+        """Forget failures that are long over."""
+        self._refusals.forget(time.monotonic())
+
+    # --- in a round --------------------------------------------------------------------------
+
+    def seen(self, view: RegistryView) -> RegistryView:
+        """The registry with the roles that instances were given and that it may not show yet."""
+        return with_roles(view, self._operations.mutated(time.time(), SHOWN_S))
+
+    def from_surplus(
+        self,
+        request: ScaleRequest,
+        view: RegistryView,
+        clusters: Clusters,
+        wanted: Mapping[About, int],
+        staying: Collection[str],
+    ) -> tuple[Change, ...]:
+        """Instances of other roles that get the request's, as far as it lacks some. ``wanted``: what else is asked for
+        in this round; ``staying``: instance ids that stay what they are."""
+        model = view.models.get(request.model)
+        if model is None or not self._allows(model):
+            return ()
+        by_role = self._by_role(model, clusters)
+        missing = self._missing(request, model, view, clusters)
+        if not missing or not by_role.keys() - {request.role}:
+            return ()
+        kept = self._kept(model, staying)
+        offers = [
+            Offer(role, surplus, why, self._movable(records, kept))
+            for role, records in sorted(by_role.items())
+            if role != request.role
+            for surplus, why in [self._surplus(model, role, len(records), request, view, wanted)]
+            if surplus
+        ]
+        takers = sum(r.state == "serving" for role in TAKES_PROMPTS for r in by_role.get(role, ()))
+        return from_surplus(request.role, missing, offers, self._pairs.is_at_work, takers)
+
+    def made_up_for(
+        self, request: ScaleRequest, view: RegistryView, clusters: Clusters, staying: Collection[str]
+    ) -> tuple[list[WorkerRecord], int]:
+        """Prefill instances that could become the decode instances that the request lacks, if others load in their
+        place; and how many prefill instances there are, on their way included."""
+        model = view.models.get(request.model)
+        if model is None or request.role != "decode" or not self._allows(model):
+            return [], 0
+        by_role = self._by_role(model, clusters)
+        prefill = by_role.get("prefill", [])
+        room = model.max_instances - sum(map(len, by_role.values()))
+        missing = min(self._missing(request, model, view, clusters), room)
+        movable = self._movable(prefill, self._kept(model, staying))
+        num_serving = sum(record.state == "serving" for record in prefill)
+        return made_up_for(missing, movable, self._pairs.is_at_work, num_serving), len(prefill)
+
+    def is_faster_than(self, load_s: float, model: str) -> bool:
+        """Whether a mutation takes less than a load that should take ``load_s``; 0: as long as the model's last one."""
+        load_s = load_s or self._pairs.load_s(model)
+        return not load_s or self.took_s < load_s
+
+    def otherwise(self, model: str) -> str:
+        """What would happen without a mutation, in words."""
+        load_s = self._pairs.load_s(model)
+        return f"a worker would load it{f', in about {load_s:.2f} s' if load_s else ''}, or none is spare"
+
+    def _missing(self, request: ScaleRequest, model: ModelRecord, view: RegistryView, clusters: Clusters) -> int:
+        return lacking(
+            model,
+            clusters.of_model(model.name),
+            request.desired,
+            view.floors.get((request.model, request.role)),
+            request.role,
+            leaving=self._operations.instances_to_drain(),
+            promised=() if request.by_hand else self._fleet.promised(),
+        )
+
+    def _by_role(self, model: ModelRecord, clusters: Clusters) -> dict[Role, list[WorkerRecord]]:
+        """What counts towards the number of instances of each role."""
+        leaving, registered = self._operations.instances_to_drain(), {model.name: model}
+        found: dict[Role, list[WorkerRecord]] = defaultdict(list)
+        for record in clusters.of_model(model.name):
+            about = counted_as(record, registered)
+            if about is not None and (record.instance is None or record.instance.instance_id not in leaving):
+                found[about[1]].append(record)
+        return dict(found)
+
+    def _kept(self, model: ModelRecord, staying: Collection[str]) -> frozenset[str]:
+        """Instance ids that keep their roles."""
+        lately = self._operations.mutated(time.time(), kept_s(self._pairs.load_s(model.name)))
+        return frozenset(lately) | self._operations.instances_in_pairs() | frozenset(staying)
+
+    def _movable(self, records: Sequence[WorkerRecord], kept: Collection[str]) -> list[WorkerRecord]:
+        now_s = time.monotonic()
+        return [
+            record
+            for record in records
+            if record.state == "serving"
+            and record.instance is not None
+            and record.instance.instance_id not in kept
+            and record.worker.worker_id not in self._refusals.avoided(record.instance.model, now_s)
+        ]
+
+    def _surplus(
+        self,
+        model: ModelRecord,
+        role: Role,
+        there: int,
+        request: ScaleRequest,
+        view: RegistryView,
+        wanted: Mapping[About, int],
+    ) -> tuple[int, str]:
+        """How many of a role's instances may go to the request's, and why, in words."""
+        needed: list[int] = []
+        why = ""
+        said = self._fleet.said(model.name, role)
+        if (model.name, role) in wanted:
+            needed.append(wanted[model.name, role])
+        elif said is not None and said.desired < said.observed:
+            needed.append(said.desired)
+        if needed:
+            why = f"{min(needed)} of {there} {role} instances are needed"
+        if said is not None and said.idle:
+            idle_s = max(0.0, time.time() - said.idle_since_s)
+            # With steady traffic a role is idle between any two requests.
+            if request.by_hand or idle_s >= IDLE_S:
+                needed.append(said.observed - said.idle)
+                why = why or f"{said.idle} of {there} {role} instances have been idle for {idle_s:.1f} s"
+        least = bounded(0, model, view.floors.get((model.name, role)), role)
+        return surplus_of(there, least, needed), why

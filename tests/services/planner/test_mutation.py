@@ -1,0 +1,372 @@
+"""Instances get other roles of their model instead of being loaded and drained."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+import pytest
+
+from services.planner import scaler
+from services.planner.core.operations import operation as operation_module
+from shared import subjects
+from shared.errors import Conflict, Unavailable
+from shared.messages.codec import decode
+from shared.messages.common import Role
+from shared.messages.live import WorkerOrder
+from shared.messages.load import Demand
+from shared.messages.registry import Floor, WorkerRecord
+from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan
+from tests.records import model, worker_record
+from tests.services.planner.rig import Rig, running
+from tests.services.waiting import eventually
+
+BIG = 1 << 34
+"""Bytes: loading so much takes seconds."""
+M = model("m", max_instances=8, min_instances=0, weights_bytes=BIG)
+
+P = TypeVar("P", DrainPlan, MutatePlan, ScalePlan)
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with running(Rig()) as made:
+        made.pool.models = (M,)
+        made.pool.shows_leases = True
+        yield made
+
+
+def serving(role: Role, *worker_ids: str) -> tuple[WorkerRecord, ...]:
+    """The later in the list, the newer."""
+    return tuple(worker_record(w, M, "serving", role=role, epoch=i + 1) for i, w in enumerate(worker_ids))
+
+
+def spare(*worker_ids: str) -> tuple[WorkerRecord, ...]:
+    return tuple(worker_record(w, arena_bytes=2 * BIG) for w in worker_ids)
+
+
+async def say(
+    rig: Rig, role: Role, desired: int, observed: int, *, idle: int = 0, idle_s: float = 5.0, reason: str = "load"
+) -> None:
+    now_s = time.time()
+    demand = Demand(
+        publisher="monitor",
+        sequence=1,
+        published_at_s=now_s,
+        model="m",
+        role=role,
+        desired=desired,
+        observed=observed,
+        triggered_at_s=now_s,
+        reason=reason,
+        idle=idle,
+        idle_since_s=now_s - idle_s if idle else 0.0,
+    )
+    await rig.client.publish(subjects.demand(), demand)
+
+
+async def plans(rig: Rig, kind: type[P], number: int = 1) -> list[P]:
+    def found() -> list[P]:
+        return [plan for plan in rig.plans() if isinstance(plan, kind)]
+
+    await eventually(lambda: len(found()) >= number)
+    return found()
+
+
+async def one(rig: Rig, kind: type[P]) -> P:
+    found = await plans(rig, kind)
+    assert len(found) == 1
+    return found[0]
+
+
+def moved(plan: MutatePlan) -> list[tuple[str, Role, Role]]:
+    return [(t.worker_id, t.was, plan.role) for t in plan.targets]
+
+
+async def settled(rig: Rig) -> None:
+    """What was said until now has been decided on."""
+    before = len(rig.plans())
+    for _ in range(3):
+        await asyncio.sleep(2 * 0.02)
+    assert len(rig.plans()) == before
+
+
+async def test_a_surplus_gets_the_role_that_lacks_an_instance(rig: Rig) -> None:
+    rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w9")
+    await say(rig, "prefill", 1, 2)
+    await say(rig, "decode", 2, 1)
+    plan = await one(rig, MutatePlan)
+    assert moved(plan) == [("w1", "prefill", "decode")], "the newest"
+    assert (plan.model, plan.desired, plan.reason) == ("m", 2, "load")
+    assert plan.explain[0].startswith(
+        "mutate: w1 from prefill to decode: 1 of 2 prefill instances are needed; otherwise"
+    )
+    orders = [decode(e.payload, WorkerOrder) for e in rig.broker.events if e.subject == subjects.worker_plans("w1")]
+    assert [order.mutate for order in orders] == [plan]
+    # What is under way counts as done.
+    await say(rig, "prefill", 1, 2)
+    await say(rig, "decode", 2, 1)
+    await settled(rig)
+    record = await rig.record(plan.plan_id)
+    assert (record.status, record.direction, record.role) == ("running", "mutate", "decode")
+    await rig.report(plan.plan_id, "working", "w1", "i-w1")
+    await rig.report(plan.plan_id, "serving", "w1", "i-w1")
+    record = await rig.record(plan.plan_id, wait_s=5.0)
+    assert record.status == "done"
+    (target,) = record.targets
+    assert (target.was, target.failure) == ("prefill", "")
+    assert None not in (record.trigger_to_plan_ms, record.trigger_to_serving_ms, record.trigger_to_working_ms)
+    assert target.working_ms == record.trigger_to_working_ms
+    # The registry may show it later.
+    await say(rig, "decode", 2, 1)
+    await settled(rig)
+    assert rig.planned("mutate") == 1
+
+
+async def test_the_surplus_that_nobody_can_use_drains(rig: Rig) -> None:
+    rig.pool.workers = serving("prefill", "w0", "w1", "w2") + serving("decode", "w3")
+    await say(rig, "prefill", 1, 3)
+    await say(rig, "decode", 2, 1)
+    mutate, drain = await one(rig, MutatePlan), await one(rig, DrainPlan)
+    assert {t.worker_id for t in mutate.targets} | {t.worker_id for t in drain.targets} == {"w1", "w2"}
+    assert (len(mutate.targets), len(drain.targets)) == (1, 1)
+    await settled(rig)
+
+
+async def test_what_no_role_can_give_is_loaded(rig: Rig) -> None:
+    rig.pool.workers = serving("decode", "w0", "w1") + serving("prefill", "w3") + spare("w9")
+    await say(rig, "decode", 1, 2)
+    await say(rig, "prefill", 3, 1)
+    mutate, load = await one(rig, MutatePlan), await one(rig, ScalePlan)
+    assert moved(mutate) == [("w1", "decode", "prefill")]
+    assert ([t.worker_id for t in load.targets], load.role) == (["w9"], "prefill")
+
+
+async def test_what_can_be_had_is_had_where_no_worker_is_spare(rig: Rig) -> None:
+    rig.pool.workers = serving("decode", "w0", "w1") + serving("prefill", "w3")
+    await say(rig, "decode", 1, 2)
+    await say(rig, "prefill", 3, 1)
+    plan = await one(rig, MutatePlan)
+    assert moved(plan) == [("w1", "decode", "prefill")]
+    assert (await rig.record(plan.plan_id)).left_out == plan.left_out
+    assert "spare" in plan.left_out[0]
+    await eventually(lambda: rig.planned("mutate") == 1)
+
+
+async def test_idle_instances_go_first_and_only_after_a_while(rig: Rig) -> None:
+    rig.pool.workers = serving("colocated", "w0", "w1") + serving("decode", "w2") + spare("w9")
+    await say(rig, "colocated", 2, 2, idle=1, idle_s=0.1)
+    await say(rig, "decode", 2, 1)
+    await one(rig, ScalePlan)
+    rig.pool.workers = serving("colocated", "w0", "w1") + serving("decode", "w2", "w9")
+    await say(rig, "colocated", 2, 2, idle=1, idle_s=1.5)
+    await say(rig, "decode", 3, 2)
+    plan = await one(rig, MutatePlan)
+    assert moved(plan) == [("w1", "colocated", "decode")]
+    assert "have been idle for" in plan.explain[0]
+
+
+async def test_minimum_and_floor_keep_their_instances(rig: Rig) -> None:
+    rig.pool.floors = (Floor(model="m", instances=2, until_s=4e9, role="prefill"),)
+    rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w9")
+    await say(rig, "prefill", 1, 2)
+    await say(rig, "decode", 2, 1)
+    # None but by making up for it.
+    load = await one(rig, ScalePlan)
+    assert load.role == "prefill"
+    assert [p.role for p in await plans(rig, ScalePlan)] == ["prefill"]
+
+
+async def test_not_the_last_that_takes_prompts_stops_taking_them(rig: Rig) -> None:
+    rig.pool.workers = serving("colocated", "w0") + spare("w9")
+    await say(rig, "colocated", 0, 1)
+    await say(rig, "decode", 1, 0)
+    load = await one(rig, ScalePlan)
+    assert load.role == "decode"
+    assert not [p for p in rig.plans() if isinstance(p, MutatePlan)]
+
+
+async def test_all_roles_change_at_once(rig: Rig) -> None:
+    """A model is served in another way from now on."""
+    rig.pool.workers = serving("colocated", "w0", "w1")
+    await say(rig, "colocated", 0, 2)
+    await say(rig, "prefill", 1, 0)
+    await say(rig, "decode", 1, 0)
+    found = await plans(rig, MutatePlan, 2)
+    assert sorted(plan.role for plan in found) == ["decode", "prefill"]
+    assert {t.worker_id for plan in found for t in plan.targets} == {"w0", "w1"}
+    await settled(rig)
+
+
+async def test_by_hand_an_idle_instance_gets_the_role_and_the_record_says_so(rig: Rig) -> None:
+    rig.pool.workers = serving("colocated", "w0", "w1")
+    await say(rig, "colocated", 2, 2, idle=1, idle_s=0.1)
+    await settled(rig)
+    record = await rig.scale(1, role="prefill")
+    assert (record.direction, record.role, record.desired) == ("mutate", "prefill", 1)
+    assert [t.worker_id for t in record.targets] == ["w1"]
+
+
+async def test_it_can_be_turned_off() -> None:
+    async with running(Rig(mutation=False)) as rig:
+        rig.pool.models = (M,)
+        rig.pool.workers = serving("prefill", "w0", "w1", "w2") + serving("decode", "w3") + spare("w9")
+        await say(rig, "prefill", 2, 3)
+        await say(rig, "decode", 2, 1)
+        load, drain = await one(rig, ScalePlan), await one(rig, DrainPlan)
+        assert (load.role, drain.role) == ("decode", "prefill")
+
+
+# --- decode instances without a surplus ----------------------------------------------------------
+
+
+async def test_the_source_of_a_pair_keeps_its_role(rig: Rig) -> None:
+    rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w8", "w9")
+    record = await rig.scale(3, role="prefill", live="always")
+    (pair,) = rig.assignments()
+    await say(rig, "decode", 2, 1)
+    mutate = await one(rig, MutatePlan)
+    assert {t.worker_id for t in mutate.targets} == {"w0", "w1"} - {pair.source.worker_id}
+    assert record.live
+
+
+async def test_a_prefill_instance_decodes_and_another_one_loads_in_its_place(rig: Rig) -> None:
+    rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w8", "w9")
+    await say(rig, "decode", 2, 1)
+    mutate, load = await one(rig, MutatePlan), await one(rig, ScalePlan)
+    assert moved(mutate) == [("w1", "prefill", "decode")]
+    assert (load.role, load.desired, len(load.targets)) == ("prefill", 2, 1)
+    assert load.reason == "in place of w1, which decode from now on: load"
+    assert (
+        "a prefill instance loads in its place; otherwise a decode instance would load, in about" in mutate.explain[0]
+    )
+    await say(rig, "decode", 2, 1)
+    await say(rig, "prefill", 2, 2)
+    await settled(rig)
+
+
+async def test_as_many_as_there_are_workers_for_and_one_prefill_instance_stays(rig: Rig) -> None:
+    rig.pool.workers = serving("prefill", "w0", "w1", "w2") + serving("decode", "w3") + spare("w7", "w8", "w9")
+    await say(rig, "decode", 4, 1)
+    mutate, loads = await one(rig, MutatePlan), await plans(rig, ScalePlan, 2)
+    assert sorted(t.worker_id for t in mutate.targets) == ["w1", "w2"]
+    assert {(p.role, len(p.targets)) for p in loads} == {("prefill", 2), ("decode", 1)}
+    assert len({t.worker_id for p in loads for t in p.targets}) == 3
+
+
+async def test_without_a_spare_worker_no_prefill_instance_is_taken(rig: Rig) -> None:
+    rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2")
+    await say(rig, "decode", 2, 1)
+    await eventually(lambda: rig.refused("no_capacity") == 1)
+    assert rig.plans() == []
+
+
+async def test_a_load_that_is_faster_is_preferred(rig: Rig) -> None:
+    small = model("m", max_instances=8, min_instances=0)
+    rig.pool.models = (small,)
+    records = [("w0", "prefill"), ("w1", "prefill"), ("w2", "decode")]
+    rig.pool.workers = tuple(worker_record(w, small, "serving", role=role) for w, role in records) + spare("w9")  # type: ignore[arg-type]
+    await say(rig, "decode", 2, 1)
+    load = await one(rig, ScalePlan)
+    assert load.role == "decode"
+    await settled(rig)
+
+
+async def test_without_the_lease_for_what_makes_up_for_it_nothing_mutates(rig: Rig) -> None:
+    rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w9")
+    rig.pool.errors["lease"] = [Unavailable("the registry recovers")]
+    await say(rig, "decode", 2, 1)
+    await eventually(lambda: rig.refused("unavailable") >= 1)
+    assert rig.plans() == []
+    rig.pool.errors["lease"] = [Conflict("w9 is leased")]
+    await say(rig, "decode", 2, 1)
+    await one(rig, MutatePlan)
+    load = await one(rig, ScalePlan)
+    assert load.role == "prefill"
+
+
+# --- what does not go as planned -----------------------------------------------------------------
+
+
+async def test_a_worker_that_does_not_mutate_is_left_alone_and_the_role_is_loaded(rig: Rig) -> None:
+    rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w9")
+    await say(rig, "prefill", 1, 2)
+    await say(rig, "decode", 2, 1)
+    plan = await one(rig, MutatePlan)
+    await rig.report(plan.plan_id, "failed", "w1", "i-w1")
+    assert (await rig.record(plan.plan_id, wait_s=5.0)).status == "failed"
+    assert await rig.refusals() == (), "it may load"
+    rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w9")
+    await say(rig, "decode", 2, 1)
+    second = (await plans(rig, MutatePlan, 2))[1]
+    assert moved(second) == [("w0", "prefill", "decode")]
+
+
+async def test_a_worker_that_says_nothing_fails_soon(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the version before does not know the order."""
+    monkeypatch.setattr(scaler, "MUTATE_BY_S", 0.1)
+    monkeypatch.setattr(operation_module, "MUTATE_REPORT_S", 0.1)
+    rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w9")
+    rig.pool.floors = (Floor(model="m", instances=1, until_s=4e9, role="prefill"),)
+    await say(rig, "prefill", 1, 2)
+    await say(rig, "decode", 2, 1)
+    plan = await one(rig, MutatePlan)
+    record = await rig.record(plan.plan_id, wait_s=5.0)
+    assert (record.status, record.targets[0].failure) == ("failed", "it did not take its new role in time")
+
+
+async def test_a_lost_report_is_replaced_by_the_registry(rig: Rig) -> None:
+    rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2")
+    await say(rig, "prefill", 1, 2)
+    await say(rig, "decode", 2, 1)
+    plan = await one(rig, MutatePlan)
+    rig.pool.workers = serving("prefill", "w0") + serving("decode", "w1", "w2")
+    assert (await rig.record(plan.plan_id, wait_s=5.0)).status == "done"
+
+
+async def test_an_instance_that_is_gone_ends_it(rig: Rig) -> None:
+    rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2")
+    await say(rig, "prefill", 1, 2)
+    await say(rig, "decode", 2, 1)
+    plan = await one(rig, MutatePlan)
+    rig.pool.workers = serving("prefill", "w0") + spare("w1") + serving("decode", "w2")
+    record = await rig.record(plan.plan_id, wait_s=5.0)
+    assert (record.status, record.targets[0].failure) == ("failed", "its instance is gone")
+
+
+async def test_a_role_is_kept_for_as_long_as_a_change_costs(rig: Rig) -> None:
+    rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w9")
+    await say(rig, "prefill", 1, 2)
+    await say(rig, "decode", 2, 1)
+    plan = await one(rig, MutatePlan)
+    rig.pool.workers = serving("prefill", "w0") + serving("decode", "w2", "w1") + spare("w9")
+    await rig.report(plan.plan_id, "serving", "w1", "i-w1")
+    await rig.record(plan.plan_id, wait_s=5.0)
+    # The load has turned: the older one goes instead, and where there is none the role is loaded.
+    await say(rig, "decode", 0, 2)
+    await say(rig, "prefill", 3, 1)
+    back = (await plans(rig, MutatePlan, 2))[1]
+    assert moved(back) == [("w2", "decode", "prefill")]
+    load = await one(rig, ScalePlan)
+    assert load.role == "prefill"
+
+
+async def test_the_next_planner_learns_what_was_under_way_and_repeats_nothing(rig: Rig) -> None:
+    rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2")
+    await say(rig, "prefill", 1, 2)
+    await say(rig, "decode", 2, 1)
+    plan = await one(rig, MutatePlan)
+    await rig.die()
+    heir = Rig(broker=rig.broker, pool=rig.pool)
+    rig.pool.leader = ""
+    await heir.start()
+    record = await heir.record(plan.plan_id)
+    assert (record.direction, record.status, record.role) == ("mutate", "running", "decode")
+    await say(heir, "prefill", 1, 2)
+    await say(heir, "decode", 2, 1)
+    await settled(heir)
+    rig.pool.workers = serving("prefill", "w0") + serving("decode", "w1", "w2")
+    assert (await heir.record(plan.plan_id, wait_s=5.0)).status == "done"
+    await heir.stop()
