@@ -3,9 +3,10 @@
 - *Reserved for prefill* (``reserve``): the context is computed outside of steps, or by another instance. The request
   may be one of this scheduler's own that was lent, or another instance's so far. It ends with ``adopt``,
   ``compute_here`` or ``release``.
-- *Held for decode*: the context is computed, the first token is known, and the request is not decoded here now.
-  Either another instance is to decode it (``decode_at``): ``decode_here`` or ``release_to_decoder`` ends that. Or KV of
-  its first layers, which ran elsewhere, is still on its way: ``kv_arrived`` or ``kv_lost`` ends that.
+- *Held for decode*: the context is computed, a token behind it is known, and the request is not decoded here now.
+  Either another instance is to decode it (``decode_at``, or it was decoded here and moves: ``hold_to_move``):
+  ``decode_here`` or ``release_to_decoder`` ends that. Or KV of its first layers, which ran elsewhere, is still on its
+  way: ``kv_arrived`` or ``kv_lost`` ends that.
 
 Both have a slot and blocks, which stay theirs when the request ends, since a transfer may be reading or writing the
 blocks: ``release`` frees them.
@@ -77,6 +78,21 @@ class Reservations:
             sequence.block_table = table.pool.allocate(table.pool.blocks_for(sequence.num_tokens))
             sequence.reserved = True
             self._for_prefill[id(sequence)] = sequence
+        return True
+
+    def extend(self, sequence: Sequence, token_ids: Rows[int]) -> bool:
+        """A reserved context got longer where it is computed. False, and nothing changes, if blocks are lacking. Raises
+        ``Conflict`` unless it is reserved for prefill."""
+        if id(sequence) not in self._for_prefill:
+            raise Conflict(f"attempt {sequence.attempt} of request {sequence.request_id} has no reservation here")
+        pool = self._table.pool
+        missing = pool.blocks_for(sequence.num_tokens + len(token_ids)) - len(sequence.block_table)
+        if not pool.can_allocate(missing):
+            return False
+        for _ in range(missing):
+            pool.append(sequence.block_table)
+        for token_id in token_ids:
+            sequence.append(token_id)
         return True
 
     def release(self, sequences: Iterable[Sequence]) -> None:
@@ -163,6 +179,17 @@ class Reservations:
         self._prefilled.append((sequence, token))
         if not sequence.finished:
             self._hold(sequence)
+
+    def hold_to_move(self, sequence: Sequence) -> bool:
+        """A request that is decoded here is to be decoded elsewhere: it keeps its slot and blocks, and is in no step. False
+        if it is not decoded here now: it has ended, was preempted, or its context is not computed. Not to be called
+        while a batch is in flight."""
+        running = self._table.running
+        if sequence.reserved or not sequence.decodes or sequence not in running:
+            return False
+        running.remove(sequence)
+        self._hold(sequence)
+        return True
 
     def take_prefilled(self) -> list[tuple[Sequence, Sampled]]:
         """Requests that are to be decoded elsewhere, with the first tokens that they got since the last call.

@@ -85,6 +85,8 @@ class Sequence:
     reserved: bool = field(init=False, default=False)
     """It has blocks and is in no step: they stay until it is released."""
     finished: bool = field(init=False, default=False)
+    last_logprobs: TokenLogprobs | None = field(init=False, default=None)
+    """Of the token that was put out last."""
 
     def __post_init__(self) -> None:
         self.prompt = tuple(self.prompt)
@@ -113,6 +115,11 @@ class Sequence:
         return self.alone or self.has_begun
 
     @property
+    def decodes(self) -> bool:
+        """Whether its next token is the next thing to compute."""
+        return not self.finished and len(self.tokens) - self.num_computed == 1
+
+    @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and output."""
         return len(self.tokens)
@@ -139,6 +146,7 @@ class Sequence:
         """The output of the token just appended."""
         first = self.num_emitted == 0
         self.num_emitted += 1
+        self.last_logprobs = logprobs
         return StreamPart(
             request_id=self.request_id,
             attempt=self.attempt,

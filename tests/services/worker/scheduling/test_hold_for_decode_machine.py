@@ -12,7 +12,7 @@ from services.worker.scheduling.gateways import Gone
 from services.worker.scheduling.schedule import Sampled
 from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import StreamPart
-from tests.services.worker.scheduling.harness import ERROR, PLACE, SchedulerMachine, sampled
+from tests.services.worker.scheduling.harness import ERROR, PLACE, SchedulerMachine, expected, sampled
 
 
 class HoldForDecode(SchedulerMachine):
@@ -70,6 +70,32 @@ class HoldForDecode(SchedulerMachine):
             self.leaving[name] = sequence
         else:
             assert sequence.finished
+
+    @precondition(lambda self: self.flying is None and self.accepted)
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.accepted)))
+        sequence = self.all[name]
+        decoded = not (sequence.finished or sequence.reserved) and sequence in self.scheduler.table.running
+        decoded = decoded and len(sequence.tokens) - sequence.num_computed == 1
+        assert self.scheduler.reservations.hold_to_move(sequence) == decoded
+        if decoded:
+            self.leaving[name] = sequence
+
+    @precondition(lambda self: any(s.decode_at is None for s in self.guests.values()))
+    @rule(data=st.data(), count=st.integers(0, 5))
+    def extend(self, data: st.DataObject, count: int) -> None:
+        name = data.draw(st.sampled_from(sorted(n for n, s in self.guests.items() if s.decode_at is None)))
+        sequence = self.guests[name]
+        count = min(count, sequence.params.max_tokens - len(sequence.output) - 1, 20 - sequence.num_tokens - 1)
+        before = list(sequence.block_table), list(sequence.tokens)
+        more = expected(sequence, len(sequence.output) + count)[len(sequence.output) :]
+        if self.scheduler.reservations.extend(sequence, more):
+            assert sequence.tokens == [*before[1], *more]
+            self.tokens[name] += more
+            assert len(sequence.block_table) == max(len(before[0]), -(-len(sequence.tokens) // 2))
+        else:
+            assert (sequence.block_table, sequence.tokens) == before
 
     @precondition(lambda self: self.leaving)
     @rule(data=st.data(), how=st.sampled_from(["decode_here", "release_to_decoder"]))

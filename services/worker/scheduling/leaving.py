@@ -1,0 +1,72 @@
+"""Which requests of an instance leave it before they end, and how: with their KV, or back to their gateways. Pure.
+
+- A request that is decoded moves with its KV, if what it has left to say takes longer than its KV would. How much that
+  is, nobody knows: ``max_tokens`` is an upper bound, mostly far away. So it counts up to ``EXPECTED_TOKENS``.
+- A request that has not begun has nothing to move: another instance can begin it as well.
+- A prompt that is being computed stays if it soon has its first token, and moves with its KV then; otherwise it is begun
+  again elsewhere.
+- Left alone are requests that are computed alone (another instance might die of them), and those that have a slot
+  without being in a step: they are on their way elsewhere already, or belong to a pair's batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.worker.scheduling.scheduler import Scheduler
+from services.worker.scheduling.sequence import Sequence
+from services.worker.scheduling.speed import Speed
+
+EXPECTED_TOKENS = 256
+"""Of an answer's rest, at most: the same as gateways assume."""
+QUESTIONS_S = 0.02
+"""What moving costs whatever the size: a few questions and answers."""
+PREFILL_PATIENCE_S = 1.0
+"""How long a prompt that is being computed may take until it is moved rather than begun again."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvPath:
+    """What moving KV takes."""
+
+    bytes_per_token: int
+    """In all layers."""
+    bytes_per_s: float
+
+    def seconds(self, num_tokens: int) -> float:
+        """For the KV of so many tokens."""
+        return QUESTIONS_S + num_tokens * self.bytes_per_token / self.bytes_per_s
+
+
+def to_move(scheduler: Scheduler, speed: Speed, path: KvPath) -> list[Sequence]:
+    """Requests that are worth moving with their KV, in order of arrival."""
+    step_s = speed.decode_base_s + len(scheduler.table.running) * speed.decode_request_s
+    decoding = [s for s in scheduler.table.running if s.decodes and not s.alone]
+    return [s for s in decoding if _left_s(s, step_s) > path.seconds(s.num_computed)]
+
+
+def to_send_back(scheduler: Scheduler, speed: Speed) -> list[Sequence]:
+    """Requests that another instance may as well begin, in order of arrival."""
+    table = scheduler.table
+    if table.lending:  # a pair shares what waits
+        return []
+    prompts = [s for s in table.running if not s.finished and not s.decodes and not s.alone]
+    return [*(s for s in prompts if _prefill_s(s, speed) > PREFILL_PATIENCE_S), *table.waiting]
+
+
+def to_hand_back(scheduler: Scheduler) -> list[Sequence]:
+    """All that can be: for an instance that goes at once, and has nobody to move anything to."""
+    waiting = [] if scheduler.table.lending else scheduler.table.waiting
+    return [*(s for s in scheduler.table.running if not s.finished), *waiting]
+
+
+def _left_s(sequence: Sequence, step_s: float) -> float:
+    """Until it will have ended here; infinite while no step was measured."""
+    left = min(sequence.params.max_tokens - len(sequence.output), EXPECTED_TOKENS)
+    return left * step_s if step_s else float("inf")
+
+
+def _prefill_s(sequence: Sequence, speed: Speed) -> float:
+    """Until its first token; infinite while no speed was measured."""
+    left = sequence.num_tokens - sequence.num_computed
+    return left / speed.prefill_tokens_per_s if speed.prefill_tokens_per_s else float("inf")

@@ -1,0 +1,92 @@
+"""Which requests leave an instance, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from services.worker.scheduling import leaving
+from services.worker.scheduling.leaving import KvPath, to_hand_back, to_move, to_send_back
+from services.worker.scheduling.scheduler import Scheduler
+from services.worker.scheduling.sequence import Sequence
+from services.worker.scheduling.speed import Speed
+from tests.services.worker.scheduling.harness import config, held, names, request, step
+
+QUICK = KvPath(bytes_per_token=1000, bytes_per_s=1e9)
+SPEED = Speed(prefill_tokens_per_s=1000.0, decode_base_s=0.01, decode_request_s=0.001)
+
+
+def running(*sequences: Sequence, **changes: int) -> Scheduler:
+    """Their prompts are computed."""
+    return _added(sequences, **changes)
+
+
+def _added(sequences: Iterable[Sequence], **changes: int) -> Scheduler:
+    scheduler = Scheduler(config(**changes))
+    for sequence in sequences:
+        scheduler.add(sequence)
+    step(scheduler)
+    return scheduler
+
+
+def test_what_has_much_to_say_moves_and_what_has_little_stays() -> None:
+    scheduler = running(request("much", max_tokens=100), request("little", max_tokens=2))
+    assert names(to_move(scheduler, SPEED, QUICK)) == ["much"]
+    assert names(to_move(scheduler, Speed(), QUICK)) == ["much", "little"], "nothing is known of the steps"
+
+
+def test_a_long_context_moves_only_if_that_is_quicker_than_to_end() -> None:
+    scheduler = running(request("long", 40, max_tokens=100), request("short", 4, max_tokens=100))
+    slow = KvPath(bytes_per_token=1000, bytes_per_s=1000 * 40 / 3)
+    assert names(to_move(scheduler, SPEED, slow)) == ["short"]
+
+
+def test_an_unbounded_answer_counts_up_to_what_is_expected() -> None:
+    scheduler = running(request("a", 40, max_tokens=3000), num_blocks=1000)
+    step_s = SPEED.decode_base_s + SPEED.decode_request_s
+    just_too_long_s = leaving.EXPECTED_TOKENS * step_s
+    slow = KvPath(bytes_per_token=1, bytes_per_s=40 / just_too_long_s)
+    assert to_move(scheduler, SPEED, slow) == []
+
+
+def test_prompts_and_requests_computed_alone_do_not_move() -> None:
+    suspect = request("alone", max_tokens=50)
+    suspect.alone_tokens = 17
+    scheduler = Scheduler(config(prefill_chunk_tokens=4))
+    for sequence in (request("decodes", 4, 50), request("prompt", 20, 50), suspect):
+        scheduler.add(sequence)
+    for _ in range(6):
+        step(scheduler)
+        moved = names(to_move(scheduler, SPEED, QUICK))
+        assert set(moved) <= {"decodes", "prompt"}
+        assert "prompt" not in moved or scheduler.table.running[1].decodes
+
+
+def test_what_waits_goes_back_and_a_prompt_that_is_nearly_computed_stays() -> None:
+    scheduler = Scheduler(config(prefill_chunk_tokens=4, max_num_sequences=2, max_batch_tokens=8))
+    for sequence in (request("short", 12, 50), request("long", 100, 50), request("waits", 5, 50)):
+        scheduler.add(sequence)
+    step(scheduler)
+    slow = Speed(prefill_tokens_per_s=50.0)
+    assert names(to_send_back(scheduler, slow)) == ["long", "waits"]
+    assert names(to_send_back(scheduler, SPEED)) == ["waits"]
+    assert names(to_send_back(scheduler, Speed())) == ["short", "long", "waits"]
+    assert names(to_hand_back(scheduler)) == ["short", "long", "waits"]
+
+
+def test_what_a_pair_shares_is_left_to_it() -> None:
+    scheduler = Scheduler(config(max_num_sequences=1))
+    for name in ("runs", "waits"):
+        scheduler.add(request(name, max_tokens=50))
+    step(scheduler)
+    scheduler.table.lending = True
+    assert to_send_back(scheduler, SPEED) == []
+    assert names(to_hand_back(scheduler)) == ["runs"]
+
+
+def test_what_has_a_slot_outside_of_steps_stays_where_it_is() -> None:
+    leaves = request("leaves", max_tokens=50)
+    scheduler = held(leaves)
+    assert scheduler.reservations.hold_to_move(leaves)
+    assert to_move(scheduler, SPEED, QUICK) == to_send_back(scheduler, SPEED) == to_hand_back(scheduler) == []
+    scheduler.reservations.decode_here(leaves)
+    assert names(to_move(scheduler, SPEED, QUICK)) == ["leaves"]
