@@ -27,6 +27,7 @@
     │   ├── EngineBroken             engine_broken           503
     │   ├── InProgress               in_progress             503
     │   ├── NoResponder              no_responder            503
+    │   ├── SentBack                 sent_back               503
     │   └── NoCapacity               no_capacity             503
     │       └── Unservable           unservable              503
     ├── DeadlineExceeded             deadline_exceeded       504
@@ -216,6 +217,12 @@ class NoResponder(Unavailable):
     """No process listens on the subject."""
 
     code = "no_responder"
+
+
+class SentBack(Unavailable):
+    """An instance that goes gives a request back to its gateway, which has it continue elsewhere: nothing failed."""
+
+    code = "sent_back"
 
 
 class InProgress(Unavailable):

@@ -290,6 +290,7 @@ class Dispatcher:
     def _moved(self, request: ActiveRequest) -> None:
         """Another instance took the request over: from now on count it there, and send questions and cancels there."""
         stream = request.stream
+        self._metrics.of(stream.model).moves += 1
         self.router.bookings.moved(stream.request_id, stream.instance_id)
         # The new holder knows the stream, whatever happens to the Submit to the old one, and its silence starts now.
         request.submitting = False
@@ -353,7 +354,9 @@ class Dispatcher:
                 log.error("request %s is ended: it was running in %s when they died", stream.request_id, workers)
             self._fail(request, outcome.error)
             return
-        if not outcome.full:
+        if outcome.sent_back:
+            self._metrics.of(stream.model).sent_back += 1
+        elif not outcome.full:
             log.warning(
                 "request %s: attempt %d on %s failed: %s", stream.request_id, stream.attempt, stream.instance_id, error
             )
@@ -363,7 +366,8 @@ class Dispatcher:
             workers = ", ".join(outcome.deaths.workers)
             log.warning("request %s is computed alone: it was running in %s when they died", stream.request_id, workers)
         # A request that kept being sent to workers that were gone has been waiting all the time.
-        if outcome.fault or outcome.deaths is not None or stream.phase is Phase.RUNNING:
+        waits_anew = outcome.fault or outcome.sent_back or outcome.deaths is not None
+        if waits_anew or stream.phase is Phase.RUNNING:
             request.deadline_s = max(request.deadline_s, now_s + self._config.queue_timeout_s)
         stream.requeued(fault=outcome.fault, avoid=not outcome.full, deaths=outcome.deaths)
         self.router.requeue(stream, deadline_s=request.deadline_s)

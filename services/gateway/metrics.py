@@ -38,6 +38,8 @@ _MODEL_COUNTERS = (
     ("blitz_gateway_failovers", "Attempts given up and continued elsewhere.", "failovers"),
     ("blitz_gateway_resends", "Times a worker was asked for tokens again.", "resends"),
     ("blitz_gateway_refusals", "Times an instance said that it is full.", "refusals"),
+    ("blitz_gateway_moves", "Times a running request moved to another instance.", "moves"),
+    ("blitz_gateway_sent_back", "Times an instance that goes sent a request back.", "sent_back"),
     ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
     ("vllm:generation_tokens", "Tokens generated.", "generation_tokens"),
 )
@@ -102,6 +104,8 @@ class ModelMetrics:
     failovers: int = 0
     resends: int = 0
     refusals: int = 0
+    moves: int = 0
+    sent_back: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     """Requests that ended: ``stop``, ``length``, ``abort`` (the client left) or ``error``."""
     ttft_s: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS_S))

@@ -5,6 +5,7 @@ Rules
   request that an engine fails on while it computes others.
 - A worker's death does not count as an attempt, unless a request is the cause (``stream.Deaths``). Neither does a
   worker that is gone when a request is sent to it.
+- An instance that goes sends requests back: nothing has failed, and the instance gets no others.
 - When all tokens have arrived and only the terminal part was lost, the request is complete.
 - Any other failure sends the request back into its queue, until it has failed too often, and the instance gets no
   requests for a moment. A full instance is not a failure: the router decides how long to leave it alone.
@@ -29,6 +30,7 @@ from shared.errors import (
     PayloadTooLarge,
     PoisonRequest,
     RequestFailed,
+    SentBack,
     Unavailable,
 )
 from shared.messages.codec import MalformedMessage
@@ -65,6 +67,8 @@ class Retry:
     """How long the instance takes nothing."""
     full: bool = False
     """The instance was full, but is healthy."""
+    sent_back: bool = False
+    """The instance asked for it: nothing failed."""
     deaths: Deaths | None = None
     """If the worker died: the request's deaths, including this one."""
 
@@ -106,6 +110,8 @@ def after_failure(
         return _after_death(stream, pause_s)
     if isinstance(error, Overloaded):
         return Retry(fault=False, pause_s=pause_s, full=True)
+    if isinstance(error, SentBack):
+        return Retry(fault=False, pause_s=pause_s, sent_back=True)
     if isinstance(error, NoResponder | WorkerLost):
         return Retry(fault=False, pause_s=pause_s)
     failures = stream.failures + 1

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from shared import subjects
-from shared.errors import BadRequest, Overloaded, Unavailable
-from shared.messages.common import Ack
+from shared.errors import BadRequest, Overloaded, SentBack, Unavailable
+from shared.messages.common import Ack, ErrorInfo
 from shared.messages.generation import Submit
 from tests.services.gateway.cluster import FakeWorker, say
 from tests.services.gateway.conftest import Stack, StackFactory
@@ -145,6 +145,33 @@ async def test_an_attempt_that_ends_in_error_continues_elsewhere(make_stack: Sta
     stack.workers[0].end_reason = "error"
     assert [await collect(stack) for _ in range(2)] == [TEXT] * 2
     assert len(answer_from["w1"].submits) == 2
+
+
+async def test_a_request_that_an_instance_sends_back_goes_on_elsewhere_and_nothing_failed(
+    make_stack: StackFactory,
+) -> None:
+    stack = await two_workers(make_stack)
+    for worker in stack.workers:
+        worker.pause_after = 7
+    answer = asyncio.create_task(collect(stack))
+    await stack.until(lambda: any(w.submits for w in stack.workers))
+    first = busy(stack)
+    second = next(w for w in stack.workers if w is not first)
+    await stack.received(7)
+    (submit,) = first.submits
+    goes = ErrorInfo.of(SentBack("the instance goes"))
+    await first.send(
+        submit.gateway_id, msgspec.structs.replace(first.part(submit, 7, []), finish_reason="error", error=goes)
+    )
+    await stack.until(lambda: second.submits)
+    (request,) = stack.gateway.dispatcher.requests.all()
+    assert (request.stream.failures, request.stream.deaths.counted) == (0, 0)
+    second.resume.set()
+    assert await answer == TEXT
+    assert bytes(second.submits[0].output_token_ids).decode() == TEXT[:7]
+    metrics = stack.gateway.metrics.of("tiny")
+    assert (metrics.failovers, metrics.sent_back) == (0, 1)
+    first.resume.set()
 
 
 async def test_a_silent_instance_is_asked_and_then_given_up(make_stack: StackFactory) -> None:

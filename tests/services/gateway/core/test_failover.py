@@ -17,6 +17,7 @@ from shared.errors import (
     Overloaded,
     PayloadTooLarge,
     RequestFailed,
+    SentBack,
     Unavailable,
 )
 from shared.messages.codec import MalformedMessage
@@ -76,6 +77,12 @@ def test_a_full_instance_is_no_failure_however_often_it_is_full() -> None:
 @pytest.mark.parametrize("error", [NoResponder("nobody listens"), WorkerLost("away with the bus", reason="gone")])
 def test_a_worker_that_is_not_there_costs_no_attempt(error: BlitzError) -> None:
     assert judge(running(5, failures=2), error) == Retry(fault=False, pause_s=1.0)
+
+
+def test_a_request_that_an_instance_sends_back_costs_no_attempt_however_often() -> None:
+    outcome = judge(running(5, failures=2), SentBack("it goes"))
+    assert outcome == Retry(fault=False, pause_s=1.0, sent_back=True)
+    assert judge(running(1, EOS), SentBack("it goes")) == Complete("stop")
 
 
 @pytest.mark.parametrize(("output", "reason"), [((1, EOS), "stop"), ((1, 2, 3, 4), "length")])
