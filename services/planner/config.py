@@ -52,6 +52,9 @@ class PlanSettings:
     mutation: bool = True
     """Whether instances get other roles of their model. Without it a role that lacks instances has them loaded: what
     mutation is compared with."""
+    migration: bool = True
+    """Requests of instances that go move to others. Without it they end where they are: what migration is compared
+    with."""
     live: LiveSettings = field(default_factory=LiveSettings)
     advise: bool = False
     """Only say of every model what the load asks for."""
@@ -81,6 +84,7 @@ class PlannerConfig(ServiceConfig):
                 ),
                 advise=env.boolean("BLITZ_PLANNER_ADVISE", default=False),
                 mutation=env.boolean("BLITZ_PLANNER_MUTATION", default=True),
+                migration=env.boolean("BLITZ_PLANNER_MIGRATION", default=True),
                 live=LiveSettings(
                     choice=env.choice("BLITZ_PLANNER_LIVE", LIVE_CHOICES, default="auto"),
                     policy=env.choice("BLITZ_PLANNER_LIVE_POLICY", LIVE_POLICIES, default="zigzag"),

@@ -44,8 +44,9 @@ class PairPlanner:
         self._stream = stream
         self._operations = operations
         self._settings = settings
-        self._load = LoadView(assumed_tokens_per_s=settings.assumed_tokens_per_s, report_ttl_s=settings.report_ttl_s)
         self._profiles = ProfileDirectory(settings.profiles)
+        self.load = LoadView(assumed_tokens_per_s=settings.assumed_tokens_per_s, report_ttl_s=settings.report_ttl_s)
+        """What instances and gateways said last; kept here alone."""
         self._startup_s = 0.0
         """From a plan to the first byte of its weights, as pairs have seen it."""
         self._published = Counter("blitz_planner_pairs_total", "Pairs published", ["policy"], registry=metrics)
@@ -54,9 +55,9 @@ class PairPlanner:
         """Listen to load, and know the profiles that are there."""
         await self.look_for_profiles()
         return [
-            *await subscribe_load(bus, lambda report: self._load.on_load(report, time.monotonic())),
+            *await subscribe_load(bus, lambda report: self.load.on_load(report, time.monotonic())),
             await bus.subscribe(
-                subjects.queue(), QueueReport, lambda report: self._load.on_queue(report, time.monotonic())
+                subjects.queue(), QueueReport, lambda report: self.load.on_queue(report, time.monotonic())
             ),
         ]
 
@@ -66,11 +67,11 @@ class PairPlanner:
 
     def forget(self) -> None:
         """Forget instances and gateways that have been silent for too long."""
-        self._load.forget(time.monotonic())
+        self.load.forget(time.monotonic())
 
     def is_at_work(self, instance_id: str) -> bool:
         """Whether an instance had requests when it reported last."""
-        return self._load.is_at_work(instance_id)
+        return self.load.is_at_work(instance_id)
 
     def load_s(self, model: str) -> float:
         """How long an instance of the model took to load; 0: none has said."""
@@ -90,7 +91,7 @@ class PairPlanner:
         an instance of the model."""
         sources = self._sources(model, workers)
         # Of all of them: what gateways hold goes to instances of either role.
-        queues = self._load.overloaded(
+        queues = self.load.overloaded(
             model.name,
             tuple(sources),
             slo_ttft_s=model.slo_ttft_s or self._settings.slo_ttft_s,

@@ -21,10 +21,17 @@ from services.planner.core.multicast.explain import instances_of, names
 from services.planner.core.operations.decision import Decision, ScaleRequest, decide
 from services.planner.core.operations.operation import Operation, give_up_s
 from services.planner.core.operations.operations import Operations
-from services.planner.core.operations.plan_events import PlanHeader, drain_plan, mutate_plan, scale_plan
+from services.planner.core.operations.plan_events import (
+    PlanHeader,
+    drain_plan,
+    drain_targets,
+    mutate_plan,
+    scale_plan,
+)
 from services.planner.core.operations.refusals import Refusals
 from services.planner.fleet import About
 from services.planner.leases import Leases
+from services.planner.migrations import Migrations
 from services.planner.mutations import Mutations
 from services.planner.pair_planner import PairPlanner
 from services.planner.plan_stream import AnyPlan, PlanStream
@@ -117,6 +124,7 @@ class Scaler:
         pairs: PairPlanner,
         refusals: Refusals,
         mutations: Mutations,
+        migrations: Migrations,
         settings: PlanSettings,
     ) -> None:
         self._mutations = mutations
@@ -124,6 +132,7 @@ class Scaler:
         self._leases = leases
         self._pairs = pairs
         self._refusals = refusals
+        self._migrations = migrations
         self._operations = operations
         self._settings = settings
 
@@ -370,8 +379,9 @@ class Scaler:
         # A drain ends when its requests do. A revival that came too late must not be waited for.
         heed_by_s = time.time() + self._leases.ttl_s
         if step.decision.drain:
-            records, name = step.decision.drain, step.model.name
-            plan = drain_plan(step.plan_id, name, records, revive=False, **_header(step, term))
+            at_once = step.request.for_another
+            targets = self._migrations.drains(step.model, step.decision.drain, step.workers, at_once=at_once)
+            plan = drain_plan(step.plan_id, step.model.name, targets, revive=False, **_header(step, term))
             operation = Operation.of_drain(plan, "in", float("inf"), heed_by_s=heed_by_s)
         else:
             plan = self._revival(step, term, step.plan_id)
@@ -394,7 +404,8 @@ class Scaler:
         return Operation.of_mutation(plan), plan
 
     def _revival(self, step: Step, term: int, plan_id: str) -> DrainPlan:
-        plan = drain_plan(plan_id, step.model.name, step.decision.revive, revive=True, **_header(step, term))
+        targets = drain_targets(step.decision.revive)
+        plan = drain_plan(plan_id, step.model.name, targets, revive=True, **_header(step, term))
         self._operations.overrule_drains(((t.worker_id, t.instance_id) for t in plan.targets), plan.plan_id)
         return plan
 

@@ -32,6 +32,7 @@ from services.planner.core.operations.operations import MAX_RECORDS, Operations
 from services.planner.core.operations.refusals import Refusals
 from services.planner.fleet import Fleet
 from services.planner.leases import RPC_TIMEOUT_S, Leases
+from services.planner.migrations import Migrations
 from services.planner.mutations import Mutations
 from services.planner.pair_planner import PairPlanner
 from services.planner.plan_stream import PlanStream
@@ -113,6 +114,7 @@ class PlannerService:
             self._pairs,
             allows=lambda model: settings.mutation and not self._adviser.advises(model),
         )
+        self._migrations = Migrations(self._operations, self._pairs.load, enabled=settings.migration)
         self._scaler = Scaler(
             self._stream,
             self._leases,
@@ -120,6 +122,7 @@ class PlannerService:
             self._pairs,
             self._refusals,
             self._mutations,
+            self._migrations,
             settings,
         )
         self._rounds = Rounds(

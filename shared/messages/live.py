@@ -15,7 +15,7 @@ import msgspec
 from shared.messages.codec import Message
 from shared.messages.common import Count, Figure, LivePolicy
 from shared.messages.generation import Submit
-from shared.messages.scaling import ChainMember, DrainPlan, MutatePlan, ScalePlan
+from shared.messages.scaling import ChainMember, DrainPlan, MigratePlan, MutatePlan, ScalePlan
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +58,8 @@ class WorkerOrder(Message, frozen=True, kw_only=True, tag="worker_order.v1"):
     drain: DrainPlan | None = None
     zigzag: ZigzagAssignment | None = None
     mutate: MutatePlan | None = None
-    """Nothing of it reaches a worker of 0.1: it does not know the field."""
+    """Nothing of it reaches a worker of 0.1: it does not know the field. Nor the next."""
+    migrate: MigratePlan | None = None
 
 
 class SplitBatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,6 +30,8 @@ class LoadReport(Message, frozen=True, kw_only=True, tag="load.v1"):
     kv_blocks_total: Count
     kv_blocks_used: Count
     preemptions_total: Count = 0
+    kv_block_tokens: Count = 0
+    """Tokens of one KV block. 0: from a worker of 0.1."""
     oldest_queued_s: Figure = 0.0
     """How long the earliest request has waited that is not begun; 0 when none waits."""
     prefilling_requests: Count = 0

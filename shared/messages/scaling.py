@@ -112,11 +112,28 @@ class ScalePlan(Message, frozen=True, kw_only=True, tag="scale_plan.v2"):
         return tuple(members[t] for chain in self.chains for hop in chain.hops for t in hop.targets)
 
 
-class DrainTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance to drain, or to revive if it drains."""
+class Destination(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance of the same weights that takes over requests that run."""
 
     worker_id: str
     instance_id: str
+    kv_tokens: Count
+    """Of KV at most: what it is thought to have free, and others do not get."""
+
+
+SendBack = Literal["none", "waiting", "all"]
+"""Which requests an instance that drains sends back to their gateways' queues, beside those that move: none; those that
+have not begun, because other instances take such; or all, because it goes for another model, and nobody takes any."""
+
+
+class DrainTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance to drain, or to revive if it drains. A worker of 0.1 drains without moving anything."""
+
+    worker_id: str
+    instance_id: str
+    destinations: tuple[Destination, ...] = ()
+    """Where its running requests may go with their KV."""
+    send_back: SendBack = "none"
 
 
 class DrainPlan(Message, frozen=True, kw_only=True, tag="drain_plan.v1"):
@@ -134,6 +151,36 @@ class DrainPlan(Message, frozen=True, kw_only=True, tag="drain_plan.v1"):
     triggered_at_s: float = 0.0
     trace_id: str = ""
     num_parts: int = 1
+
+
+class MigratePlan(Message, frozen=True, kw_only=True, tag="migrate_plan.v1"):
+    """Move some of an instance's running requests with their KV, and leave the instance as it is."""
+
+    plan_id: str
+    model: str
+    worker_id: str
+    instance_id: str
+    destinations: tuple[Destination, ...]
+    """Not more than their ``kv_tokens`` in all."""
+    expires_at_s: float
+    """A worker that hears of it later does nothing."""
+    reason: str = ""
+    term: int = 0
+    """As in ``ScalePlan``."""
+
+
+class GetDestinations(Message, frozen=True, kw_only=True, tag="get_destinations.v1"):
+    """A worker that is being stopped asks the planner what becomes of its instance's requests."""
+
+    worker_id: str
+    instance_id: str
+
+
+class Destinations(Message, frozen=True, kw_only=True, tag="destinations.v1"):
+    """As in ``DrainTarget``."""
+
+    destinations: tuple[Destination, ...]
+    send_back: SendBack
 
 
 class MutateTarget(msgspec.Struct, frozen=True, kw_only=True):

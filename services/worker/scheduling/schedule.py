@@ -92,5 +92,7 @@ class SchedulerLoad:
     preemptions_total: int
     oldest_arrived_s: float | None = None
     """Arrival of the earliest request that waits, in the scheduler's clock."""
+    kv_block_tokens: int = 0
+    """Tokens of one block."""
     prefilling_requests: int = 0
     """Running requests whose context is not computed to its end."""

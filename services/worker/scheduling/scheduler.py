@@ -225,6 +225,7 @@ class Scheduler:
             self._decode_tokens_total,
             self.table.preemptions_total,
             queued.oldest_arrived_s,
+            self.pool.block_size,
             num_prefilling,
         )
 

@@ -70,6 +70,21 @@ class LoadView:
         known = self._instances.get(instance_id)
         return known is not None and known[1].running_requests + known[1].queued_requests > 0
 
+    def free_kv_tokens(self, instance_id: str) -> int:
+        """As it reported last; 0 if it reports nothing, or not how large its blocks are."""
+        known = self._instances.get(instance_id)
+        return 0 if known is None else _blocks(known[1], known[1].kv_blocks_total - known[1].kv_blocks_used)
+
+    def used_kv_tokens(self, instance_id: str) -> int:
+        """As it reported last."""
+        known = self._instances.get(instance_id)
+        return 0 if known is None else _blocks(known[1], known[1].kv_blocks_used)
+
+    def running_requests(self, instance_id: str) -> int:
+        """As it reported last."""
+        known = self._instances.get(instance_id)
+        return 0 if known is None else known[1].running_requests
+
     def overloaded(
         self,
         model: str,
@@ -104,6 +119,11 @@ class LoadView:
             slack_s = slo_ttft_s - waited_s - prompt_tokens / speed
             made.append(SourceCandidate(instance_id, queued_tokens / speed, slack_s, instance_id in in_pairs))
         return tuple(made)
+
+
+def _blocks(report: LoadReport, num_blocks: int) -> int:
+    """In tokens."""
+    return max(0, num_blocks) * report.kv_block_tokens
 
 
 def _mean_prompt_tokens(queues: Iterable[ModelQueue], reports: Iterable[LoadReport]) -> float:

@@ -39,6 +39,8 @@ class ScaleRequest:
     """Worker ids: if not empty, no instance elsewhere is to go."""
     deficit: float = 0.0
     """As in ``Demand``."""
+    for_another: bool = False
+    """The instances go because another model has requests and no worker."""
 
     def rank(self, standing: Standing) -> tuple[bool, bool, float, float, float, str, str]:
         """Its place in a round, the lowest first: what was asked for by hand and what limits and floors keep; models

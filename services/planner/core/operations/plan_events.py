@@ -15,8 +15,8 @@ from shared.messages.scaling import Chain, ChainMember, DrainPlan, DrainTarget, 
 
 PART_TARGETS = 100
 """Targets in one part of a plan: some 700 bytes each."""
-PART_INSTANCES = 1000
-"""To drain, revive or mutate, in one part."""
+PART_INSTANCES = 500
+"""To drain (with the destinations of their requests), revive or mutate, in one part."""
 MAX_CLIMB = 8
 """How many hops above its own a target knows; when those are lost it turns to the plan's fallbacks, then its disk."""
 
@@ -93,15 +93,16 @@ def targets_of(plan: ScalePlan) -> tuple[tuple[str, str], ...]:
     return tuple((m.worker_id, m.instance_id) for m in plan.targets)
 
 
+def drain_targets(records: Sequence[WorkerRecord]) -> tuple[DrainTarget, ...]:
+    """These workers' instances."""
+    held = [(record.worker.worker_id, record.instance) for record in records]
+    return tuple(DrainTarget(worker_id=w, instance_id=i.instance_id) for w, i in held if i is not None)
+
+
 def drain_plan(
-    plan_id: str, model: str, records: Sequence[WorkerRecord], *, revive: bool, **header: Unpack[PlanHeader]
+    plan_id: str, model: str, targets: tuple[DrainTarget, ...], *, revive: bool, **header: Unpack[PlanHeader]
 ) -> DrainPlan:
-    """Drain these workers' instances, or take their drain back."""
-    targets = tuple(
-        DrainTarget(worker_id=w.worker.worker_id, instance_id=w.instance.instance_id)
-        for w in records
-        if w.instance is not None
-    )
+    """Drain these instances, or take their drain back."""
     return DrainPlan(plan_id=plan_id, model=model, targets=targets, revive=revive, **header)
 
 
