@@ -191,7 +191,8 @@ class Fleet:
                 for worker_id in taking.workers:
                     self._promised[instances[worker_id].instance_id] = (taking.for_model, taking.for_role)
             why = "; ".join(t.why for t in takings)
-            requests.append(ScaleRequest(name, counted[name, role] - len(going), now_s, why, role=role, only=going, for_another=True))
+            fewer = counted[name, role] - len(going)
+            requests.append(ScaleRequest(name, fewer, now_s, why, role=role, only=going, for_another=True))
         return requests
 
     def _holding(
