@@ -1,4 +1,5 @@
-"""Which requests of an instance leave it before they end, and how: with their KV, or back to their gateways. Pure.
+"""Which requests of an instance leave it before they end, how (with their KV, or back to their gateways), and to whom.
+Pure.
 
 - A request that is decoded moves with its KV, if what it has left to say takes longer than its KV would. How much that
   is, nobody knows: ``max_tokens`` is an upper bound, mostly far away. So it counts up to ``EXPECTED_TOKENS``.
@@ -11,11 +12,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.worker.scheduling.scheduler import Scheduler
 from services.worker.scheduling.sequence import Sequence
 from services.worker.scheduling.speed import Speed
+from shared.messages.scaling import Destination
 
 EXPECTED_TOKENS = 256
 """Of an answer's rest, at most: the same as gateways assume."""
@@ -23,6 +26,8 @@ QUESTIONS_S = 0.02
 """What moving costs whatever the size: a few questions and answers."""
 PREFILL_PATIENCE_S = 1.0
 """How long a prompt that is being computed may take until it is moved rather than begun again."""
+REFUSED_S = 1.0
+"""How long an instance that has refused a request is not asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +75,33 @@ def _prefill_s(sequence: Sequence, speed: Speed) -> float:
     """Until its first token; infinite while no speed was measured."""
     left = sequence.num_tokens - sequence.num_computed
     return left / speed.prefill_tokens_per_s if speed.prefill_tokens_per_s else float("inf")
+
+
+class Takers:
+    """Instances that take requests over. The one that can still be given the most gets the next; one that has refused
+    gets none for ``REFUSED_S``. Times are of any one clock, in seconds."""
+
+    def __init__(self, destinations: Iterable[Destination]) -> None:
+        self._left = {destination: destination.kv_tokens for destination in destinations}
+        self._paused_until_s: dict[Destination, float] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def take(self, num_tokens: int, now_s: float, *, at_most: bool = False) -> Destination | None:
+        """Who gets a request of so many tokens of KV; it counts as given. None: nobody now. ``at_most``: nobody gets
+        more than was planned."""
+        ready = [d for d in self._left if self._paused_until_s.get(d, now_s) <= now_s]
+        taker = max(ready, key=lambda d: (self._left[d], d.instance_id), default=None)
+        if taker is None or (at_most and self._left[taker] < num_tokens):
+            return None
+        self._left[taker] -= num_tokens
+        return taker
+
+    def kept(self, taker: Destination, num_tokens: int) -> None:
+        """The request did not go there after all."""
+        self._left[taker] += num_tokens
+
+    def refused(self, taker: Destination, now_s: float) -> None:
+        """It does not take requests now."""
+        self._paused_until_s[taker] = now_s + REFUSED_S

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from services.worker.scheduling import leaving
-from services.worker.scheduling.leaving import KvPath, to_hand_back, to_move, to_send_back
+from services.worker.scheduling.leaving import REFUSED_S, KvPath, Takers, to_hand_back, to_move, to_send_back
 from services.worker.scheduling.scheduler import Scheduler
 from services.worker.scheduling.sequence import Sequence
 from services.worker.scheduling.speed import Speed
+from shared.messages.scaling import Destination
 from tests.services.worker.scheduling.harness import config, held, names, request, step
 
 QUICK = KvPath(bytes_per_token=1000, bytes_per_s=1e9)
@@ -90,3 +91,35 @@ def test_what_has_a_slot_outside_of_steps_stays_where_it_is() -> None:
     assert to_move(scheduler, SPEED, QUICK) == to_send_back(scheduler, SPEED) == to_hand_back(scheduler) == []
     scheduler.reservations.decode_here(leaves)
     assert names(to_move(scheduler, SPEED, QUICK)) == ["leaves"]
+
+
+def destination(name: str, kv_tokens: int) -> Destination:
+    return Destination(worker_id=f"w-{name}", instance_id=name, kv_tokens=kv_tokens)
+
+
+def test_requests_spread_by_what_each_taker_can_still_be_given() -> None:
+    takers = Takers([destination("a", 100), destination("b", 70)])
+    taken = [takers.take(30, 0.0) for _ in range(6)]
+    assert [t.instance_id for t in taken if t] == ["a", "b", "a", "b", "a", "b"]
+
+
+def test_a_taker_that_refused_gets_nothing_for_a_while_and_what_it_did_not_take_is_left_to_give() -> None:
+    takers = Takers([destination("a", 100), destination("b", 10)])
+    first = takers.take(50, 0.0)
+    assert first is not None
+    takers.refused(first, 0.0)
+    takers.kept(first, 50)
+    second = takers.take(50, 0.0)
+    assert second is not None
+    assert second.instance_id == "b"
+    takers.refused(second, 0.0)
+    assert takers.take(50, REFUSED_S - 0.1) is None
+    assert takers.take(100, REFUSED_S) is first
+
+
+def test_an_order_to_move_some_is_not_exceeded() -> None:
+    takers = Takers([destination("a", 100)])
+    assert takers.take(60, 0.0, at_most=True) is not None
+    assert takers.take(60, 0.0, at_most=True) is None
+    assert takers.take(40, 0.0, at_most=True) is not None
+    assert not Takers([])
