@@ -127,7 +127,7 @@ TABLE: tuple[Row, ...] = (
     *_operations(
         subjects.planner,
         "planner",
-        {"scale": _GATEWAY, "record": _GATEWAY, "records": _GATEWAY, "split": _WORKER},
+        {"scale": _GATEWAY, "record": _GATEWAY, "records": _GATEWAY, "split": _WORKER, "destinations": _WORKER},
     ),
     # Workers read those that are for all of them only while planners of 0.1 lead.
     _row(subjects.scale_plans, _PLANNER, ("planner", "worker"), stream=subjects.PLAN_STREAM),

@@ -16,7 +16,7 @@ POOL_OPERATIONS = (
     "heartbeat", "add_model", "set_model", "remove_model", "restore_model", "snapshot", "lease", "lease_batch",
     "release", "set_floor", "retire_copy", "lead",
 )  # fmt: skip
-PLANNER_OPERATIONS = ("scale", "record", "records", "split")
+PLANNER_OPERATIONS = ("destinations", "scale", "record", "records", "split")
 
 MAX_NAME = 255
 _TOKEN = re.compile(r"[A-Za-z0-9_\-]+")

@@ -8,8 +8,11 @@ from collections.abc import Collection, Iterable
 from services.planner.core.fleet.migration import Destinations, Goes, Stays
 from services.planner.core.live.load import LoadView
 from services.planner.core.operations.operations import Operations
+from shared.errors import NotFound
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerRecord
 from shared.messages.scaling import Destination, DrainTarget, SendBack
+from shared.messages.scaling import Destinations as DestinationsMessage
+from shared.registry_view import RegistryView
 
 
 class Migrations:
@@ -39,6 +42,17 @@ class Migrations:
             )
         return tuple(targets)
 
+    def of(self, instance_id: str, view: RegistryView) -> DestinationsMessage:
+        """For an instance whose worker is being stopped. Raises ``NotFound`` for one that is not there."""
+        holder = next((w for w in view.workers if w.instance and w.instance.instance_id == instance_id), None)
+        instance = holder.instance if holder is not None else None
+        model = view.models.get(instance.model) if instance is not None else None
+        if instance is None or model is None:
+            raise NotFound(f"instance {instance_id!r} is not registered", param="instance_id")
+        staying = Destinations(self._staying(model, view.workers, {instance_id}))
+        named, send_back = self._moves(instance, staying, at_once=False)
+        return DestinationsMessage(destinations=named, send_back=send_back)
+
     def _moves(
         self, instance: InstanceInfo, destinations: Destinations, *, at_once: bool
     ) -> tuple[tuple[Destination, ...], SendBack]:
@@ -48,9 +62,7 @@ class Migrations:
         goes = Goes(instance.instance_id, instance.role, used, instance.context_tokens)
         return destinations.of(goes), destinations.send_back(goes, at_once=at_once)
 
-    def _staying(
-        self, model: ModelRecord, workers: Iterable[WorkerRecord], gone: Collection[str]
-    ) -> Iterable[Stays]:
+    def _staying(self, model: ModelRecord, workers: Iterable[WorkerRecord], gone: Collection[str]) -> Iterable[Stays]:
         """Instances of these very weights that serve and are not to go."""
         leaving = self._operations.instances_to_drain()
         for record in workers:

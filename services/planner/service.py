@@ -51,7 +51,9 @@ from shared.messages.live import LiveReport, PlanSplit, ZigzagAssignment
 from shared.messages.load import Demand
 from shared.messages.registry import MAX_HOLD_S, RouteChanges, SetFloor
 from shared.messages.scaling import (
+    Destinations,
     DrainPlan,
+    GetDestinations,
     GetScaleRecord,
     ListScaleRecords,
     MutatePlan,
@@ -159,6 +161,7 @@ class PlannerService:
                 await self._bus.subscribe(subjects.demand(), Demand, self._on_demand),
                 await self._bus.subscribe(subjects.route_changes(), RouteChanges, self._on_routes),
                 await self._respond("split", PlanSplit, self._splitter.on_split),
+                await self._respond("destinations", GetDestinations, self._on_get_destinations),
                 await self._respond("scale", StartScale, self._on_start_scale),
                 await self._respond("record", GetScaleRecord, self._tracker.on_get_record),
                 await self._respond("records", ListScaleRecords, self._on_list_records),
@@ -297,6 +300,9 @@ class PlannerService:
     def _on_routes(self, changes: RouteChanges) -> None:
         if changes.gone:
             self._rounds.try_again()
+
+    async def _on_get_destinations(self, request: GetDestinations) -> Destinations:
+        return self._migrations.of(request.instance_id, await self._reader.read(timeout_s=RPC_TIMEOUT_S))
 
     async def _on_start_scale(self, request: StartScale) -> ScaleRecord:
         role, wanted = request.role, instances_of(request.instances, request.role)

@@ -14,6 +14,8 @@ from services.worker.instance.instance import InstanceSlot
 from services.worker.instance.load_reporter import LoadReporter
 from services.worker.instance.progress import ProgressReporter
 from services.worker.instance.registration import Registration, Standing
+from services.worker.kv_transfer.departures import Departures
+from services.worker.kv_transfer.migration import Migrator
 from services.worker.kv_transfer.receiver import KvReceiver
 from services.worker.kv_transfer.sender import KvSender
 from services.worker.live.roles import PairRoles
@@ -91,20 +93,30 @@ class Parts:
         progress = ProgressReporter(bus, worker_id)
         self.mover = mover = WeightMover(bus, transport, info, peers, progress, stall_s=silence_s)
         self.host_copies = HostCopies(worker_id, store, mover, registration, changed=slot.changed, fatal=fatal)
-        self.kv_sender = KvSender(bus, info, peers, inbox, slot.current, silence_s=silence_s, metrics=metrics)
+        self.departures = Departures(bus, info, peers, inbox, silence_s=silence_s, metrics=metrics)
+        self.kv_sender = KvSender(self.departures, slot.current, metrics=metrics)
         witness = StepWitness(bus, inbox)
         self.factory = InstanceFactory(
             config, inbox.on_output, on_engine_failure, prefill_listener=self.kv_sender, witness=witness
         )
+        self.kv_receiver = KvReceiver(bus, transport, info, peers, inbox, slot.current)
+        self.migrator = Migrator(bus, worker_id, self.departures, slot.current, self.kv_receiver.begun_at_s)
         self.scaling = Scaling(
-            worker_id, slot, self.factory, mover, registration, self.host_copies, progress, fatal=fatal
+            worker_id,
+            slot,
+            self.factory,
+            mover,
+            registration,
+            self.host_copies,
+            progress,
+            self.migrator.leave,
+            fatal=fatal,
         )
         self.pair_roles = PairRoles(bus, transport, worker_id, peers, inbox, progress, slot, silence_s=silence_s)
-        self.kv_receiver = KvReceiver(bus, transport, info, peers, inbox, slot.current)
         slot.when_loaded(self.pair_roles.loaded)
-        for part in (self.pair_roles, self.kv_sender, self.kv_receiver):
+        for part in (self.pair_roles, self.departures, self.kv_receiver):
             slot.before_gone(part.instance_gone)
-        inbox.cooperate(self.pair_roles, self.kv_sender, self.kv_receiver)
+        inbox.cooperate(self.pair_roles, self.departures, self.kv_receiver)
         group = group_name(config.nats_url, config.host) if config.load_by_host else ""
         self.load_reporter = LoadReporter(
             bus,
@@ -123,6 +135,7 @@ class Parts:
             self.scaling.on_drain_plan,
             self.pair_roles.on_assignment,
             self.mutation.on_mutate_plan,
+            self.migrator.on_migrate_plan,
         )
 
 

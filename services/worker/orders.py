@@ -12,7 +12,7 @@ from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.errors import BlitzError
 from shared.messages.live import WorkerOrder, ZigzagAssignment
-from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan
+from shared.messages.scaling import DrainPlan, MigratePlan, MutatePlan, ScalePlan
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class Orders:
         on_drain: Callable[[DrainPlan], Awaitable[None]],
         on_zigzag: Callable[[ZigzagAssignment], Awaitable[None]],
         on_mutate: Callable[[MutatePlan], Awaitable[None]],
+        on_migrate: Callable[[MigratePlan], Awaitable[None]],
     ) -> None:
         self._bus = bus
         self._worker_id = worker_id
@@ -38,6 +39,7 @@ class Orders:
         self._on_drain = on_drain
         self._on_zigzag = on_zigzag
         self._on_mutate = on_mutate
+        self._on_migrate = on_migrate
         self._term = 0
         """As the pool has named it."""
         self._claimed_term = 0
@@ -105,6 +107,8 @@ class Orders:
             await self._zigzag(order.zigzag)
         if order.mutate is not None:
             await self._mutate(order.mutate)
+        if order.migrate is not None and self._is_valid(order.migrate.term, order.migrate.plan_id):
+            await self._on_migrate(order.migrate)
 
     async def _scale(self, plan: ScalePlan) -> None:
         if self._is_valid(plan.term, plan.plan_id):

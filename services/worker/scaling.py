@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from opentelemetry.trace import Span
 
@@ -25,13 +25,15 @@ from services.worker.weights.outcome import BuffersStuck
 from services.worker.weights.upstreams import Part, part_of
 from shared.aio import OwnedTasks
 from shared.errors import BadRequest, BlitzError, Conflict, DeadlineExceeded
-from shared.messages.scaling import DrainPlan, ScalePlan
+from shared.messages.scaling import Destination, DrainPlan, DrainTarget, ScalePlan, SendBack
 from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
 
 DROP_RETRY_S = 0.5
 """How often a drained instance that holds the model's last copy asks whether it may go."""
+
+Leave = Callable[[Instance, Sequence[Destination], SendBack], None]
 
 
 class Scaling:
@@ -46,10 +48,12 @@ class Scaling:
         registration: Registration,
         host_copies: HostCopies,
         progress: ProgressReporter,
+        leave: Leave,
         *,
         fatal: Callable[[str], None],
     ) -> None:
-        """``fatal(why)``: this process cannot go on and must be restarted."""
+        """``leave``: sees the requests of an instance off that drains.
+        ``fatal(why)``: this process cannot go on and must be restarted."""
         self._registration = registration
         self._host_copies = host_copies
         self._kept = ""
@@ -58,6 +62,7 @@ class Scaling:
         self._factory = factory
         self._mover = mover
         self._progress = progress
+        self._leave = leave
         self._fatal = fatal
         self.leaving = False
         """The worker is being stopped: a drain is final."""
@@ -188,10 +193,11 @@ class Scaling:
     async def on_drain_plan(self, plan: DrainPlan) -> None:
         """Drain or revive this worker's instance, if the plan names it."""
         instance = self._slot.current()
-        if instance is None or instance.instance_id not in {t.instance_id for t in plan.targets}:
+        target = next((t for t in plan.targets if instance is not None and t.instance_id == instance.instance_id), None)
+        if instance is None or target is None:
             return
         if not plan.revive:
-            self._start_drain(plan.plan_id)
+            self._start_drain(plan.plan_id, target)
         elif not self.leaving and instance.revive():
             self._slot.changed()
             await self._progress.tell(plan.plan_id, instance.instance_id, "serving")
@@ -212,13 +218,15 @@ class Scaling:
         if instance is not None and instance.instance_id == instance_id:
             instance.keep_tbt(slo_tbt_s)
 
-    def _start_drain(self, plan_id: str) -> None:
-        """Refuse new requests, finish what runs, and become spare."""
+    def _start_drain(self, plan_id: str, target: DrainTarget | None = None) -> None:
+        """Refuse new requests, see off or finish what runs, and become spare."""
         instance = self._slot.current()
         if instance is None or instance.state != "serving":
             return
         instance.drain()
         self._slot.changed()
+        if target is not None:
+            self._leave(instance, target.destinations, target.send_back)
         self._drain_plan_id = plan_id
         if self._draining is None:
             self._draining = self._tasks.start(self._drain(instance))

@@ -18,7 +18,7 @@ from services.worker.node.facts import NodeFacts
 from shared import subjects
 from shared.bus.base import Bus, Subscription
 from shared.ending import closed
-from shared.errors import BlitzError, Unavailable
+from shared.errors import BlitzError, SentBack
 from shared.identity import hold, new_incarnation, refuse_if_held
 from shared.messages.common import ErrorInfo
 from shared.messages.copies import DropCopy, HoldCopy
@@ -146,7 +146,7 @@ class WorkerService:
         for task in tasks:
             task.cancel()
         own = self.parts
-        parts = (own.mutation, own.host_copies, own.pair_roles, own.kv_sender, own.kv_receiver)
+        parts = (own.migrator, own.mutation, own.host_copies, own.pair_roles, own.departures, own.kv_receiver)
         await asyncio.gather(
             closed("the tasks", asyncio.wait(tasks), LISTENING_S),
             closed("the subscriptions", asyncio.gather(*(s.close() for s in subscriptions)), LISTENING_S),
@@ -190,6 +190,7 @@ class WorkerService:
     async def _until_drained(self, instance: Instance | None) -> None:
         if instance is not None:
             await self.parts.registration.confirmed(JOIN_TIMEOUT_S)
+            self.parts.migrator.ask_and_leave(instance)
         async with asyncio.TaskGroup() as group:
             group.create_task(self.parts.host_copies.let_all_go())
             if instance is not None:
@@ -202,7 +203,7 @@ class WorkerService:
 
     async def _hand_back(self, instance: Instance) -> None:
         """Tell gateways of the requests that are left: their attempts end here, and it was no worker's death."""
-        leaves = Unavailable(f"worker {self._config.worker_id} leaves")
+        leaves = SentBack(f"worker {self._config.worker_id} leaves")
 
         def end(loop: EngineLoop) -> None:
             loop.scheduler.abort_all(ErrorInfo.of(leaves))

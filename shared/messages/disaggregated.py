@@ -27,6 +27,9 @@ class ReserveDecode(Message, frozen=True, kw_only=True, tag="reserve_decode.v1")
     lease_s: float
     chunk_tokens: int = 0
     """Its KV comes in chunks of at most so many tokens, each announced by a ``RenewDecode``; 0: in one."""
+    context_tokens: int = 0
+    """How long prompt and output may become where it comes from: an instance that cannot hold as much refuses. 0: not
+    said."""
 
 
 class DecodeReserved(Message, frozen=True, kw_only=True, tag="decode_reserved.v1"):
@@ -52,6 +55,9 @@ class RenewDecode(Message, frozen=True, kw_only=True, tag="renew_decode.v1"):
     chunk_end: int = 0
     """If not 0, the next chunk is of tokens ``chunk_start <= i < chunk_end``: its receives are posted as far as the
     window goes when this is answered."""
+    more_token_ids: tuple[int, ...] = ()
+    """With a chunk: the context has grown by these since the capacity was reserved. A request that moves while it is
+    decoded says so with its last chunk."""
 
 
 class DecodeRoom(Message, frozen=True, kw_only=True, tag="decode_room.v1"):

@@ -59,8 +59,8 @@ class DecodeClient:
         self._may_be_heard = False
         """A question was not answered that may have arrived."""
 
-    async def reserve(self) -> DecodeReserved:
-        """Ask until the decode instance has the capacity."""
+    async def reserve(self, *, waits: bool = True) -> DecodeReserved:
+        """Ask until the decode instance has the capacity. ``waits``: otherwise one that has none now is refused."""
         transfer = self._transfer
         message = ReserveDecode(
             request=transfer.request,
@@ -68,6 +68,7 @@ class DecodeClient:
             host=self._me.host,
             transport_address=self._me.transport_address,
             lease_s=LEASE_S,
+            context_tokens=transfer.context_tokens,
             chunk_tokens=transfer.chunk_tokens,
         )
         # The message is as long as the prompt, and others may wait as well.
@@ -77,7 +78,7 @@ class DecodeClient:
                 return await self._ask("reserve", message, DecodeReserved, time.monotonic(), pauses)
             except DecodeRefused as why:
                 waited_s = 0.0 if transfer.token is None else time.monotonic() - transfer.computed_at_s
-                if not isinstance(why.__cause__, Overloaded) or waited_s > ROOM_PATIENCE_S:
+                if not isinstance(why.__cause__, Overloaded) or not waits or waited_s > ROOM_PATIENCE_S:
                     raise
             await transfer.pause(next(pauses))
 
@@ -105,7 +106,12 @@ class DecodeClient:
 
     async def announce(self, ticket: int, chunk: Chunk) -> None:
         """The chunk's KV is next: receives for it are posted as far as the window goes when this returns."""
-        message = msgspec.structs.replace(self._renewal(ticket), chunk_start=chunk.start, chunk_end=chunk.end)
+        message = msgspec.structs.replace(
+            self._renewal(ticket),
+            chunk_start=chunk.start,
+            chunk_end=chunk.end,
+            more_token_ids=self._transfer.more_token_ids,
+        )
         await self._ask("renew", message, DecodeRoom, time.monotonic())
 
     async def until_here(self, ticket: int, num_layers: int) -> int:

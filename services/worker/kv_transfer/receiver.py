@@ -68,8 +68,8 @@ class KvReceiver(Cooperation):
         self._instance = instance
         self.reservations: dict[Key, DecodeReservation] = {}
         """Changed here alone."""
-        self._begun: OrderedDict[Key, None] = OrderedDict()
-        """Those that are, or were, decoded here: the answer may have been lost."""
+        self._begun: OrderedDict[Key, float] = OrderedDict()
+        """Those that are, or were, decoded here, and since when: the answer may have been lost."""
         self._tickets = itertools.count()
         self._staging = Staging()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -110,7 +110,7 @@ class KvReceiver(Cooperation):
         if instance is None or not self._inbox.admitting:
             raise Conflict(f"worker {self._me.worker_id} has no instance that takes requests")
         instance.check_admits(request.instance_id)
-        if key in self._begun:
+        if key in self._begun or self._inbox.new_owners.owner_of(key) is not None:
             raise Conflict(f"attempt {request.attempt} of request {request.request_id} was decoded here already")
         if not 0 < message.lease_s <= MAX_LEASE_S:
             raise BadRequest(f"lease_s {message.lease_s!r} is not a time", param="lease_s")
@@ -121,6 +121,8 @@ class KvReceiver(Cooperation):
         limit = instance.scheduler.limit_tokens
         if not 0 < sequence.num_tokens < limit:
             raise BadRequest(f"{sequence.num_tokens} tokens: this instance takes up to {limit - 1}", param="request")
+        if limit < message.context_tokens:
+            raise BadRequest(f"a context of {message.context_tokens} tokens: {limit} here", param="context_tokens")
         await self._give_up_older(request, instance)
         engine = instance.engine.loop.engine
         num_tokens = min(sequence.num_tokens, message.chunk_tokens or sequence.num_tokens)
@@ -163,10 +165,39 @@ class KvReceiver(Cooperation):
         if reservation is None or reservation.ticket != message.ticket:
             raise Conflict(f"there is no reservation for attempt {message.attempt} of request {message.request_id}")
         reservation.renewed_at_s = time.monotonic()
+        chunk = Chunk(message.chunk_start, message.chunk_end)
+        if message.more_token_ids:
+            await self._grow(reservation, chunk, message.more_token_ids)
         if message.chunk_end:
-            reservation.expect(Chunk(message.chunk_start, message.chunk_end))
+            reservation.expect(chunk)
         await reservation.until_here(message.wait_layers, MAX_WAIT_S)
         return DecodeRoom(layers_here=reservation.layers_here)
+
+    async def _grow(self, reservation: DecodeReservation, chunk: Chunk, token_ids: tuple[int, ...]) -> None:
+        """The request was decoded where it comes from while its KV came, and ``chunk`` is what it has grown by. Raises
+        ``Conflict``, ``Overloaded``, ``BadRequest`` for tokens that cannot be."""
+        sequence, instance = reservation.sequence, reservation.instance
+        async with self._lock(sequence.request_id):
+            if self.reservations.get(sequence.key) is not reservation:
+                raise Conflict(
+                    f"attempt {sequence.attempt} of request {sequence.request_id} has no reservation any more"
+                )
+            if reservation.expects(chunk):
+                return  # it is said again
+            start, end = reservation.num_tokens, reservation.num_tokens + len(token_ids)
+            if chunk != (start, end) or end >= instance.scheduler.limit_tokens:
+                raise BadRequest(f"{len(token_ids)} tokens more than {start} make no chunk {chunk}", param="chunk_end")
+            for token_id in token_ids:
+                instance.check_token(token_id)
+            extend = instance.engine.call(
+                lambda loop: loop.scheduler.reservations.extend(sequence, token_ids), between_layers=True
+            )
+            if not await asyncio.wrap_future(extend):
+                raise Overloaded(f"no capacity for {end} tokens of KV now")
+            self._inbox.follow(sequence, token_ids)
+            await reservation.grow(
+                len(token_ids), failed=lambda: self._drops.start(self._failed(sequence.key, reservation))
+            )
 
     # --- decoding ----------------------------------------------------------------------------
 
@@ -184,6 +215,10 @@ class KvReceiver(Cooperation):
             elif key not in self._begun:
                 raise Conflict(f"there is no reservation for attempt {message.attempt} of request {message.request_id}")
         return Ack()
+
+    def begun_at_s(self, key: Key) -> float | None:
+        """When (monotonic) a request was taken over; None if it was not, or that is not remembered."""
+        return self._begun.get(key)
 
     async def _begin(self, reservation: DecodeReservation, message: BeginDecode) -> None:
         sequence = reservation.sequence
@@ -204,7 +239,7 @@ class KvReceiver(Cooperation):
         except BlitzError as error:
             self._inbox.spans.refused(sequence.key, error)
             raise
-        self._begun[sequence.key] = None
+        self._begun[sequence.key] = time.monotonic()
         if len(self._begun) > MAX_BEGUN:
             self._begun.popitem(last=False)
         self.reservations.pop(sequence.key, None)

@@ -16,7 +16,7 @@ from services.worker.kv_transfer.transfer import Chunk
 from services.worker.scheduling.sequence import Sequence
 from services.worker.weights.peers import TENSOR_LANE, Peers
 from shared.aio import Wakeup, in_thread
-from shared.errors import BadRequest, BlitzError
+from shared.errors import BadRequest, BlitzError, Conflict, Overloaded
 from shared.messages.disaggregated import ReserveDecode
 from shared.transport.base import Buffer, Channel, TensorTransport, Transfer
 from shared.transport.tags import Carries, tag_of
@@ -60,6 +60,15 @@ class Window:
         self._staging = staging
         self._num_bytes = num_layers * layer_bytes
         staging.used_bytes += self._num_bytes
+
+    def reopen(self, layer_bytes: int) -> bool:
+        """As many layers again, of another size, once it was closed; False if there is no memory now."""
+        num_bytes = self.num_layers * layer_bytes
+        if self._staging.used_bytes and self._staging.used_bytes + num_bytes > STAGING_BYTES:
+            return False
+        self._num_bytes = num_bytes
+        self._staging.used_bytes += num_bytes
+        return True
 
     def close(self) -> None:
         """No more is received. May be repeated."""
@@ -129,9 +138,25 @@ class DecodeReservation:
         self._channel = await peers.channel(self.message.transport_address, self.message.host, lane=TENSOR_LANE)
         self._post()
 
+    def expects(self, chunk: Chunk) -> bool:
+        """Whether it was announced before."""
+        return chunk in self._chunks[-1:]
+
+    async def grow(self, num_tokens: int, failed: Callable[[], object]) -> None:
+        """All KV of the context is here, and so many tokens are to follow. Raises ``Conflict`` if it is not all here,
+        ``Overloaded`` if there is no memory for more now."""
+        if self._receiving is None or not self.is_whole:
+            raise Conflict(f"only {self.layers_here} layers of its KV are here")
+        await asyncio.wait({self._receiving})
+        if not self._window.reopen(num_tokens * self._token_bytes):
+            raise Overloaded("too much KV is on its way here already")
+        self.num_tokens += num_tokens
+        self._over = False
+        self.receive(failed)
+
     def expect(self, chunk: Chunk) -> None:
         """The next chunk; one that is known already is ignored. Raises ``BadRequest`` for one that cannot be."""
-        if chunk in self._chunks[-1:]:
+        if self.expects(chunk):
             return
         if chunk.start != self._known_tokens or not chunk.start < chunk.end <= self.num_tokens:
             raise BadRequest(

@@ -27,13 +27,16 @@ EXPORTED_LAYERS = 4
 class Shipment:
     """Under one reservation. Event loop only."""
 
-    def __init__(self, transfer: KvTransfer, client: DecodeClient, reserved: DecodeReserved) -> None:
+    def __init__(self, transfer: KvTransfer, client: DecodeClient, reserved: DecodeReserved, channel: Channel) -> None:
         self._transfer = transfer
         self._client = client
+        self._channel = channel
         self._ticket = reserved.ticket
         self._window = max(1, reserved.window_layers)
         self._chunk_tokens = transfer.chunk_tokens if reserved.chunked else transfer.num_tokens
         self._is_announced = reserved.chunked
+        self._start = 0
+        """Of the next chunk."""
         self._sent = self._here = 0
         """Layers, counted over the chunks: those that were posted, and those that are known to be there."""
         self._posted: deque[Transfer] = deque()
@@ -45,17 +48,18 @@ class Shipment:
         """Seconds in which KV was copied, or on its way."""
         return covered(self._busy)
 
-    async def send_all(self, channel: Channel) -> None:
-        """Returns when all KV is there. Raises ``RequestEnded``, ``DecodeRefused``, ``BlitzError``."""
-        transfer, start = self._transfer, 0
-        while start < transfer.num_tokens:
-            await transfer.until(lambda start=start: transfer.chunk.end > start)  # type: ignore[misc]
-            end = min(transfer.chunk.end, start + self._chunk_tokens)
-            chunk = Chunk(start, end if self._is_announced else transfer.num_tokens)
+    async def send_all(self) -> None:
+        """Returns when all KV is there; called again, what has come since. Raises ``RequestEnded``, ``DecodeRefused``,
+        ``BlitzError``."""
+        transfer = self._transfer
+        while self._start < transfer.num_tokens:
+            await transfer.until(lambda: transfer.chunk.end > self._start)
+            end = min(transfer.chunk.end, self._start + self._chunk_tokens)
+            chunk = Chunk(self._start, end if self._is_announced else transfer.num_tokens)
             if self._is_announced:
                 await self._client.announce(self._ticket, chunk)
-            await self._send(chunk, channel)
-            start = chunk.end
+            await self._send(chunk)
+            self._start = chunk.end
         self._here = await self._client.until_here(self._ticket, self._sent)
 
     def abort(self) -> None:
@@ -63,7 +67,7 @@ class Shipment:
         for sent in self._posted:
             sent.abort()
 
-    async def _send(self, chunk: Chunk, channel: Channel) -> None:
+    async def _send(self, chunk: Chunk) -> None:
         transfer, first = self._transfer, 0
         while first < transfer.num_layers:
             await transfer.until(lambda first=first: transfer.layers_of(chunk.end) > first)  # type: ignore[misc]
@@ -73,13 +77,13 @@ class Shipment:
             last = min(transfer.layers_of(chunk.end), first + most)
             layers = await self._export(chunk, first, last) if last > first else []
             for kv in layers:
-                self._post(channel, kv)
+                self._post(kv)
             first += len(layers)
             while self._posted and self._posted[0].done:
                 await self._posted.popleft().wait()
 
-    def _post(self, channel: Channel, kv: np.ndarray) -> None:
-        since_s, sending = time.monotonic(), channel.send(kv, kv_tag(self._ticket, self._sent))
+    def _post(self, kv: np.ndarray) -> None:
+        since_s, sending = time.monotonic(), self._channel.send(kv, kv_tag(self._ticket, self._sent))
         sending.add_done_callback(lambda _: self._busy.append((since_s, time.monotonic())))
         self._posted.append(sending)
         self._sent += 1

@@ -53,12 +53,16 @@ class KvTransfer:
         self.request: Submit = msgspec.structs.replace(request, output_token_ids=output, decode_at=None)
         self.num_tokens = num_tokens
         self.chunk_tokens = chunk_tokens
+        self.context_tokens = 0
+        """As in ``ReserveDecode``."""
         self.num_layers = instance.layout.num_layers
         self.block_table: Ordered[int] = ()
         self.chunk = Chunk(0, 0)
         """The one that was computed last."""
         self._layers_done = 0
         """Of this chunk; what is before it has all."""
+        self.more_token_ids: tuple[int, ...] = ()
+        """What the context has grown by since the decode instance was asked to reserve it."""
         self.token: Sampled | None = None
         self.computed_at_s = 0.0
         """In monotonic time, once there is a token."""
@@ -81,6 +85,15 @@ class KvTransfer:
         self.token, self.computed_at_s = token, time.monotonic()
         self.ran_layers(block_table, Chunk(0, self.num_tokens), self.num_layers)
         self._changed.fire()
+
+    def grew(self, token_ids: tuple[int, ...], token: Sampled) -> None:
+        """A request that moves while it is decoded is held: its context is longer by so much, all computed, and
+        ``token`` is behind it."""
+        start, self.more_token_ids = self.num_tokens, token_ids
+        self.num_tokens += len(token_ids)
+        self.token, self.computed_at_s = token, time.monotonic()
+        if token_ids:
+            self.ran_layers(self.block_table, Chunk(start, self.num_tokens), self.num_layers)
 
     def lies_in(self, block_table: Ordered[int]) -> bool:
         """These blocks are the request's still: it was not preempted. To be asked after reading from them."""

@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Tokens
 from typing import Protocol
 
 import msgspec
@@ -41,6 +42,8 @@ STOOD_STILL_S = 1.0
 """A look for silent gateways that comes so late means that this process heard nothing in the meantime."""
 OWNER_TIMEOUT_S = 0.5
 """Well within a gateway's patience with a question."""
+REPEATED_TOKENS = 64
+"""Of those that another worker has streamed, a new owner can say again so many."""
 RESEND_LOGPROBS = 500
 """The same with 20 alternatives each."""
 
@@ -224,9 +227,17 @@ class Inbox:
         now_s = time.monotonic()
         for request in requests:
             gateway = request.gateway_id, request.gateway_incarnation
-            key, offset = (request.request_id, request.attempt), len(request.output_token_ids)
-            self.streams.open(*key, gateway[0], offset, incarnation=gateway[1])
+            key, output = (request.request_id, request.attempt), request.output_token_ids
+            # The last ones may have been lost with the worker that said them.
+            start = max(0, len(output) - REPEATED_TOKENS)
+            if self.streams.open(*key, gateway[0], start, incarnation=gateway[1]):
+                logprobs = request.sampling.logprobs is not None
+                self.streams.follow(*key, output[start:], with_logprobs=logprobs)
             self._free(self._gateways.spoke(*gateway, now_s))
+
+    def follow(self, sequence: Sequence, token_ids: Tokens[int]) -> None:
+        """The other worker has streamed these of a hosted request."""
+        self.streams.follow(*sequence.key, token_ids, with_logprobs=sequence.params.logprobs is not None)
 
     def supersede(self, request: Submit, instance: Instance) -> None:
         """Another worker's request is about to be hosted: earlier attempts at it are given up. Raises ``Conflict`` for

@@ -6,7 +6,7 @@ acknowledged: a gateway that sees a gap asks for them again from an offset.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
@@ -55,6 +55,18 @@ class Streams:
             return False
         self._streams[request_id] = _Stream(gateway_id, incarnation, attempt, offset)
         return True
+
+    def follow(self, request_id: str, attempt: int, token_ids: Sequence[int], *, with_logprobs: bool) -> None:
+        """Tokens that another worker has streamed under this attempt, behind those that are here: the gateway may ask
+        here for them. ``with_logprobs``: it would want to have theirs, too, which are not here."""
+        stream = self._streams.get(request_id)
+        if stream is None or stream.attempt != attempt:
+            return
+        if with_logprobs:
+            stream.start += len(stream.token_ids) + len(token_ids)
+            stream.token_ids.clear()
+        else:
+            stream.token_ids.extend(token_ids)
 
     def attempt_of(self, request_id: str) -> int | None:
         """The attempt that is open here, if any is."""

@@ -4,8 +4,8 @@ Pure.
 - A request that is decoded moves with its KV, if what it has left to say takes longer than its KV would. How much that
   is, nobody knows: ``max_tokens`` is an upper bound, mostly far away. So it counts up to ``EXPECTED_TOKENS``.
 - A request that has not begun has nothing to move: another instance can begin it as well.
-- A prompt that is being computed stays if it soon has its first token, and moves with its KV then; otherwise it is begun
-  again elsewhere.
+- A prompt that is being computed stays if it soon has its first token, and moves with its KV then; otherwise it is
+  begun again elsewhere.
 - Left alone are requests that are computed alone (another instance might die of them), and those that have a slot
   without being in a step: they are on their way elsewhere already, or belong to a pair's batches.
 """

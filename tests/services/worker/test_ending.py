@@ -34,7 +34,7 @@ def part(name: str, method: str = "close") -> Callable[[WorkerService], None]:
     return lambda service: setattr(getattr(service.parts, name), method, _hangs)
 
 
-PARTS = [part(name) for name in ("host_copies", "pair_roles", "kv_sender", "kv_receiver", "scaling")]
+PARTS = [part(name) for name in ("host_copies", "pair_roles", "departures", "migrator", "kv_receiver", "scaling")]
 PARTS.append(part("registration", "leave"))
 
 

@@ -12,7 +12,7 @@ from services.worker.orders import Orders
 from shared import subjects
 from shared.errors import Unavailable
 from shared.messages.live import WorkerOrder, ZigzagAssignment
-from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan
+from shared.messages.scaling import DrainPlan, MigratePlan, MutatePlan, ScalePlan
 from tests.records import model
 from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
@@ -44,7 +44,7 @@ class Heard:
         self.planner = self.broker.bus("planner")
         self.all: list[str] = []
         self.bus = self.broker.bus("w0")
-        self.orders = Orders(self.bus, "w0", self._scale, self._drain, self._zigzag, self._mutate)
+        self.orders = Orders(self.bus, "w0", self._scale, self._drain, self._zigzag, self._mutate, self._migrate)
         self._number = 0
 
     async def _scale(self, order: ScalePlan) -> None:
@@ -55,6 +55,9 @@ class Heard:
 
     async def _zigzag(self, order: ZigzagAssignment) -> None:
         self.all.append(order.pair_id)
+
+    async def _migrate(self, order: MigratePlan) -> None:
+        self.all.append(order.plan_id)
 
     async def _mutate(self, order: MutatePlan) -> None:
         self.all.append(order.plan_id)

@@ -315,7 +315,7 @@ async def test_a_drain_that_takes_too_long_is_cut_short_and_gateways_hear_of_wha
         assert alone.gateway.tokens("stuck") == ()
         end = await alone.gateway.end_of("stuck")
         assert end.error is not None
-        assert (end.error.code, end.error.message) == ("unavailable", "worker w0 leaves")
+        assert (end.error.code, end.error.message) == ("sent_back", "worker w0 leaves")
 
 
 async def test_prompts_share_the_engine_without_disturbing_each_other(alone: LoneWorker) -> None:

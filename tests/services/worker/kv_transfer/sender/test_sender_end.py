@@ -223,7 +223,7 @@ async def test_close_leaves_nothing_under_way(alone: LoneWorker, decode: FakeDec
     decode.on_begin = forever
     await submit(alone, decode)
     await eventually(lambda: decode.begins)
-    sender = alone.worker.service.parts.kv_sender
+    sender = alone.worker.service.parts.departures
     await sender.close()
     assert not any(task.get_coro().__qualname__.startswith("KvSender.") for task in asyncio.all_tasks())  # type: ignore[union-attr]
     assert not sender.transfers

@@ -1,0 +1,241 @@
+"""Migration: requests that are decoded here move with their KV to other instances of the same weights; their clients
+notice nothing (``docs/decisions/0021-migration.md``).
+
+While a request's capacity is reserved and the KV of its context travels, it is decoded on. Then it is held: the KV of
+the tokens made meanwhile follows, and the other instance begins with the last token. So the stream stops for about one
+step and what is left to send, not for the whole transfer. It moves under the same attempt by the protocol of
+disaggregated serving: whatever goes wrong before the other instance has it, it is decoded on here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+
+from services.worker.engine.loop import EngineLoop
+from services.worker.instance.instance import Instance
+from services.worker.kv_transfer.decode_client import DecodeClient
+from services.worker.kv_transfer.departures import Departures
+from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfer
+from services.worker.scheduling.leaving import KvPath, Takers, to_hand_back, to_move, to_send_back
+from services.worker.scheduling.schedule import Sampled
+from services.worker.scheduling.sequence import Sequence
+from shared import subjects
+from shared.aio import OwnedTasks, Wakeup
+from shared.bus.base import Bus
+from shared.errors import BlitzError, SentBack
+from shared.messages.common import ErrorInfo
+from shared.messages.generation import DecodePlace
+from shared.messages.scaling import Destination, Destinations, GetDestinations, MigratePlan, SendBack
+
+log = logging.getLogger(__name__)
+
+MOVING_AT_ONCE = 4
+"""More requests on their way at the same time would only make each of them take longer."""
+LOOK_S = 0.1
+"""How often an instance that goes looks for requests that can leave."""
+AGAIN_S = 5.0
+"""A request moves, or tries to, no more often."""
+ASK_S = 1.0
+"""How long a worker that is being stopped waits for the planner's word on its requests."""
+ASSUMED_BYTES_PER_S = 1e9
+"""Of KV, until some has moved."""
+MORE_TOKENS = 4096
+"""Most that a request may be decoded by while its KV travels."""
+
+Key = tuple[str, int]
+"""(request id, attempt)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """A request as it is when it begins to move."""
+
+    sequence: Sequence
+    num_tokens: int
+    """That have KV."""
+    block_table: Ordered[int]
+
+
+class Move(KvTransfer):
+    """A request that is decoded while its KV travels."""
+
+    def __init__(self, moving: Moving, place: DecodePlace, instance: Instance) -> None:
+        sequence, limit = moving.sequence, instance.scheduler.limit_tokens
+        super().__init__(sequence, moving.num_tokens, place, instance, chunk_tokens=moving.num_tokens + MORE_TOKENS)
+        self.context_tokens = min(limit, len(sequence.prompt) + sequence.params.max_tokens)
+        self.ran_layers(moving.block_table, Chunk(0, moving.num_tokens), self.num_layers)
+
+    def check(self) -> None:
+        """Raises ``DecodeRefused``, too, once it was preempted: it has other KV then."""
+        super().check()
+        if not self.lies_in(self.block_table):
+            raise DecodeRefused("it was preempted")
+
+
+class Migrator:
+    """Event loop only."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        worker_id: str,
+        departures: Departures,
+        instance: Callable[[], Instance | None],
+        arrived_at_s: Callable[[Key], float | None],
+    ) -> None:
+        """``arrived_at_s``: when a request was taken over from another instance, if it was."""
+        self._bus = bus
+        self._worker_id = worker_id
+        self._departures = departures
+        self._instance = instance
+        self._arrived_at_s = arrived_at_s
+        self._bytes_per_s = ASSUMED_BYTES_PER_S
+        self._tried_at_s: dict[Key, float] = {}
+        self._ended = Wakeup()
+        self._tasks = OwnedTasks()
+
+    async def close(self) -> None:
+        """Begin nothing more."""
+        await self._tasks.close()
+
+    # --- who leaves ----------------------------------------------------------------------------
+
+    def leave(self, instance: Instance, destinations: Ordered[Destination], send_back: SendBack) -> None:
+        """The instance drains: see its requests off, as long as it does."""
+        if destinations or send_back != "none":
+            self._tasks.start(self._leave(instance, Takers(destinations), send_back))
+
+    def ask_and_leave(self, instance: Instance) -> None:
+        """The worker is being stopped, and the instance drains: ask the planner where its requests may go. Without an
+        answer they end here."""
+        self._tasks.start(self._ask_and_leave(instance))
+
+    async def _ask_and_leave(self, instance: Instance) -> None:
+        question = GetDestinations(worker_id=self._worker_id, instance_id=instance.instance_id)
+        try:
+            answer = await self._bus.request(subjects.planner("destinations"), question, Destinations, timeout_s=ASK_S)
+        except BlitzError as error:
+            log.info("requests of %s end where they are: %s", instance.instance_id, error)
+            return
+        await self._leave(instance, Takers(answer.destinations), answer.send_back)
+
+    async def on_migrate_plan(self, plan: MigratePlan) -> None:
+        """Move some requests, and serve on."""
+        instance = self._instance()
+        if instance is None or instance.instance_id != plan.instance_id or instance.state != "serving":
+            return
+        if time.time() <= plan.expires_at_s:
+            self._tasks.start(self._move_some(instance, Takers(plan.destinations), plan))
+
+    async def _leave(self, instance: Instance, takers: Takers, send_back: SendBack) -> None:
+        moves: set[asyncio.Task[None]] = set()
+        while instance.state == "draining":
+            try:
+                found = await self._look(instance, send_back)
+            except BlitzError:
+                return  # the engine has stopped
+            moves = {move for move in moves if not move.done()}
+            for moving in found if takers else ():
+                if len(moves) < MOVING_AT_ONCE and self._may_try(moving):
+                    taker = takers.take(moving.num_tokens, time.monotonic())
+                    if taker is None:
+                        break
+                    moves.add(self._start(instance, moving, taker, takers))
+            await self._ended.wait(LOOK_S)
+
+    async def _move_some(self, instance: Instance, takers: Takers, plan: MigratePlan) -> None:
+        moves: set[asyncio.Task[None]] = set()
+        for moving in await self._look(instance, "none"):
+            if instance.state != "serving" or time.time() > plan.expires_at_s:
+                break
+            if not self._may_try(moving):
+                continue
+            taker = takers.take(moving.num_tokens, time.monotonic(), at_most=True)
+            if taker is not None:
+                moves.add(self._start(instance, moving, taker, takers))
+            if len(moves) >= MOVING_AT_ONCE:
+                _, moves = await asyncio.wait(moves, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _look(self, instance: Instance, send_back: SendBack) -> list[Moving]:
+        """Send back what is to go that way; what is worth moving. Raises ``Unavailable`` if the engine has stopped."""
+        path = KvPath(self._kv_bytes_per_token(instance), self._bytes_per_s)
+        goes = ErrorInfo.of(SentBack(f"instance {instance.instance_id} goes", retry_after_s=0.0))
+
+        def look(loop: EngineLoop) -> list[Moving]:
+            scheduler, speed = loop.scheduler, loop.scheduler.budgets.speed.speed
+            if send_back != "none":
+                back = to_send_back(scheduler, speed) if send_back == "waiting" else to_hand_back(scheduler)
+                scheduler.abort(back, goes)
+            return [Moving(s, s.num_computed, s.block_table) for s in to_move(scheduler, speed, path)]
+
+        return await asyncio.wrap_future(instance.engine.call(look))
+
+    def _may_try(self, moving: Moving) -> bool:
+        """Whether it is not on its way, and has neither come nor tried to leave a short while ago."""
+        key, now_s = moving.sequence.key, time.monotonic()
+        self._tried_at_s = {k: at_s for k, at_s in self._tried_at_s.items() if now_s - at_s < AGAIN_S}
+        arrived_at_s = self._arrived_at_s(key)
+        rests = arrived_at_s is not None and now_s - arrived_at_s < AGAIN_S
+        return not rests and key not in self._tried_at_s and key not in self._departures.transfers
+
+    @staticmethod
+    def _kv_bytes_per_token(instance: Instance) -> int:
+        engine = instance.engine.loop.engine
+        return engine.num_layers * engine.kv_bytes_per_token_layer
+
+    # --- one request ---------------------------------------------------------------------------
+
+    def _start(self, instance: Instance, moving: Moving, taker: Destination, takers: Takers) -> asyncio.Task[None]:
+        place = DecodePlace(worker_id=taker.worker_id, instance_id=taker.instance_id)
+        move = Move(moving, place, instance)
+        self._tried_at_s[moving.sequence.key] = time.monotonic()
+
+        async def keep(_: KvTransfer) -> str:
+            takers.refused(taker, time.monotonic())
+            takers.kept(taker, moving.num_tokens)
+            self._departures.decode_here(move)
+            return "kept"
+
+        task = self._departures.start(move, self._hand_over, keep)
+        task.add_done_callback(lambda _: self._ended.fire())
+        return task
+
+    async def _hand_over(self, move: KvTransfer, client: DecodeClient) -> None:
+        """See ``departures.HandOver``."""
+        reserved = await client.reserve(waits=False)
+        if not reserved.chunked:
+            raise DecodeRefused("it is of an older version")
+        async with client.kept(reserved), self._departures.shipment(move, client, reserved) as shipment:
+            since_s = time.monotonic()
+            await shipment.send_all()
+            self._measured(move, time.monotonic() - since_s)
+            token = await self._hold(move)
+            await shipment.send_all()
+        await client.begin(token)
+        self._departures.left(move)
+
+    async def _hold(self, move: KvTransfer) -> Sampled:
+        """Stop decoding it, for the other instance to go on behind the last token. Raises ``RequestEnded``,
+        ``DecodeRefused``."""
+        sequence, sent = move.sequence, move.num_tokens
+
+        def hold(loop: EngineLoop) -> bool:
+            return move.lies_in(move.block_table) and loop.scheduler.reservations.hold_to_move(sequence)
+
+        held = await asyncio.wrap_future(move.instance.engine.call(hold))
+        if not held:
+            move.check()
+            raise DecodeRefused("it is not decoded here now")
+        token = Sampled(sequence.tokens[-1], sequence.last_logprobs)
+        move.grew(tuple(sequence.tokens[sent:-1]), token)
+        return token
+
+    def _measured(self, move: KvTransfer, seconds: float) -> None:
+        """So much took the KV of a whole context. Half of the estimate is the last one."""
+        num_bytes = move.num_tokens * self._kv_bytes_per_token(move.instance)
+        self._bytes_per_s = (self._bytes_per_s + num_bytes / max(seconds, 1e-6)) / 2
