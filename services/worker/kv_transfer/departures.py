@@ -137,8 +137,8 @@ class Departures(Cooperation):
             raise DecodeRefused(str(error)) from error
 
     def left(self, transfer: KvTransfer) -> None:
-        """The other instance has it, and a cancel from now on is passed on. Raises ``RequestEnded`` if nobody wants it any
-        more."""
+        """The other instance has it, and a cancel from now on is passed on. Raises ``RequestEnded`` if nobody wants it
+        any more."""
         sequence = transfer.sequence
         transfer.check()
         self._inbox.moved([sequence], transfer.place.worker_id)
