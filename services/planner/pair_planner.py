@@ -75,7 +75,7 @@ class PairPlanner:
 
     def load_s(self, model: str) -> float:
         """How long an instance of the model took to load; 0: none has said."""
-        return self._load.load_s(model)
+        return self.load.load_s(model)
 
     def choice(self, asked: LiveChoice, role: Role) -> LiveChoice:
         """What a request for instances of ``role`` comes to. A decode instance never loads live: weights and KV would
