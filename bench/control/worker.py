@@ -27,7 +27,7 @@ from shared.messages.generation import AckTerminal, Cancel, GatewayHeartbeat, Re
 from shared.messages.live import ZigzagAssignment
 from shared.messages.load import LoadReport
 from shared.messages.registry import HostCopy, ModelRecord, WorkerInfo
-from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan
+from shared.messages.scaling import DrainPlan, MigratePlan, MutatePlan, ScalePlan
 
 RETIRE_RETRY_S = 0.5
 OnServing = Callable[[SimInstance, float], None]
@@ -47,7 +47,15 @@ class SimWorker:
         self._tasks = OwnedTasks()
         self._progress = ProgressReporter(bus, info.worker_id)
         self.gateways_heard = 0
-        self._orders = Orders(bus, info.worker_id, self._on_scale, self._on_drain, self._on_zigzag, self._on_mutate)
+        self._orders = Orders(
+            bus,
+            info.worker_id,
+            self._on_scale,
+            self._on_drain,
+            self._on_zigzag,
+            self._on_mutate,
+            self._on_migrate,
+        )
         self._registration = Registration(bus, info, self._standing, self._record)
         self.changed: Callable[[], None] = lambda: None
         """Called, besides the registration, whenever this worker's part changed."""
@@ -150,6 +158,9 @@ class SimWorker:
 
     async def _on_zigzag(self, assignment: ZigzagAssignment) -> None:
         """Nothing is computed here that could be shared."""
+
+    async def _on_migrate(self, _: MigratePlan) -> None:
+        """Requests here have no KV to move: they end where they are."""
 
     async def _on_mutate(self, plan: MutatePlan) -> None:
         instance = self.instance
