@@ -10,7 +10,16 @@ import httpx
 import msgspec
 
 from shared.errors import BadRequest, BlitzError, Internal, Unauthorized, Unavailable, error_from_code
-from shared.messages.admin import AddModelBody, ModelList, ModelStatus, PoolStatus, ScaleBody, SetModelBody, Status
+from shared.messages.admin import (
+    AddModelBody,
+    ModelList,
+    ModelStatus,
+    PoolStatus,
+    ScaleBody,
+    SetModelBody,
+    Status,
+    TrafficStatus,
+)
 from shared.messages.common import LiveChoice, Role, Serving
 from shared.messages.scaling import ScaleRecord, ScaleRecords
 
@@ -70,6 +79,10 @@ class AdminClient:
     async def pool(self) -> PoolStatus:
         """Which memory holds which model."""
         return await self._call("GET", "/admin/pool", PoolStatus)
+
+    async def traffic(self) -> TrafficStatus:
+        """What each worker has carried."""
+        return await self._call("GET", "/admin/traffic", TrafficStatus)
 
     async def models(self) -> tuple[ModelStatus, ...]:
         """The registered models."""

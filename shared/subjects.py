@@ -132,6 +132,11 @@ def worker_drop_copy(worker_id: str) -> str:
     return f"{PREFIX}.worker.{_token(worker_id)}.drop_copy"
 
 
+def worker_traffic(worker_id: str) -> str:
+    """GetTraffic -> WorkerTraffic, RPC from a gateway that is asked for it to one worker."""
+    return f"{PREFIX}.worker.{_token(worker_id)}.traffic"
+
+
 def worker_live(worker_id: str, operation: str) -> str:
     """RPC between the members of a pair (``shared.messages.live``): offer, hand_over, seal, pull, pull_kv, settle,
     dissolve to the target; taken to the source."""

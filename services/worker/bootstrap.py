@@ -22,6 +22,7 @@ from services.worker.live.roles import PairRoles
 from services.worker.mutation import Mutation
 from services.worker.node.facts import NodeFacts
 from services.worker.node.nic_meter import NicMeter
+from services.worker.node.traffic import TrafficReporter
 from services.worker.orders import Orders
 from services.worker.requests.inbox import Inbox
 from services.worker.requests.witness import StepWitness
@@ -88,6 +89,7 @@ class Parts:
         self.peers = peers = Peers(bus, transport, info)
         slot.when_changed(registration.changed)
         slot.when_changed(peers.look_soon)
+        self.traffic = TrafficReporter(info, transport.traffic, metrics=metrics)
 
         self.inbox = inbox = Inbox(bus, worker_id, slot.current, looks_every_s=interval_s)
         progress = ProgressReporter(bus, worker_id)

@@ -31,6 +31,7 @@ from shared.messages.scaling import (
     GetFeedState,
     StopFeed,
 )
+from shared.messages.traffic import GetTraffic
 from shared.transport.base import TensorTransport
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class WorkerService:
             await self._bus.subscribe(subjects.worker_feed_ended(worker_id), FeedEnded, parts.mover.on_feed_ended),
             await self._bus.respond(subjects.worker_hold_copy(worker_id), HoldCopy, parts.host_copies.on_hold),
             await self._bus.respond(subjects.worker_drop_copy(worker_id), DropCopy, parts.host_copies.on_drop),
+            await self._bus.respond(subjects.worker_traffic(worker_id), GetTraffic, parts.traffic.on_get),
             await self._bus.subscribe(subjects.worker_cancel(worker_id), Cancel, inbox.on_cancel),
             await self._bus.subscribe(subjects.worker_ack(worker_id), AckTerminal, inbox.on_ack),
             await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, inbox.on_gateway),

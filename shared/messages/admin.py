@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from shared.messages.common import SERVED_BY, LiveChoice, Role, Serving
 from shared.messages.scaling import Advice, Unplanned
+from shared.messages.traffic import WorkerTraffic
 
 MAX_INSTANCES = 1_000_000
 """So many stand for no limit."""
@@ -285,3 +286,11 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[PoolHost, ...] = ()
     strays: tuple[StrayCopy, ...] = ()
     totals: PoolTotals = PoolTotals()
+
+
+class TrafficStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What each worker has carried since its process began."""
+
+    workers: tuple[WorkerTraffic, ...] = ()
+    silent: tuple[str, ...] = ()
+    """Workers that did not answer, by id."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from shared.transport.traffic import Traffic
+
 Buffer = Any
 """C-contiguous memory; see the module's docstring."""
 
@@ -74,6 +76,10 @@ class TensorTransport(Protocol):
     @property
     def peers(self) -> frozenset[bytes]:
         """Addresses of the peers that hold a connection open here, whoever made it."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """What it has carried. A receive counts where ``source`` names its sender."""
 
     async def connect(self, address: bytes, *, same_host: bool, timeout_s: float = 10.0, lane: int = 0) -> Channel:
         """Connect to a peer and wait until the connection carries data. Between hosts the channel

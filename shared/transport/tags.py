@@ -48,6 +48,11 @@ def tag_of(transfer: int, number: int, carries: Carries = Carries.WEIGHTS) -> in
     return (carries << _TRANSFER_BITS | which) << _NUMBER_BITS | number
 
 
+def carried_by(tag: int) -> Carries:
+    """What the transfer of a tag carries."""
+    return Carries(tag >> (_TRANSFER_BITS + _NUMBER_BITS) & (1 << _CARRIES_BITS) - 1)
+
+
 MAX_UNCLAIMED = 4096
 """Messages kept for a receive that is not posted yet. Data planes post receives ahead, so a handful is usual."""
 MAX_UNCLAIMED_BYTES = 256 * 1024 * 1024

@@ -21,6 +21,7 @@ from shared.transport.base import Buffer, Channel, Transfer
 from shared.transport.control import CONTROL_TAG
 from shared.transport.mailbox import Mailbox
 from shared.transport.tags import MAX_UNCLAIMED
+from shared.transport.traffic import Traffic
 from shared.transport.transfer import PostedTransfer
 from shared.transport.ucx_peers import Peer, Peers
 from shared.transport.ucx_transfers import Receives, UcxChannel, array_of
@@ -66,6 +67,7 @@ class UcxTransport:
         self._on_failure = on_failure
         self._max_unclaimed = max_unclaimed
         self._mailbox = Mailbox()
+        self._traffic = Traffic()
         self._stopping = False
         self._worker: UcxWorker
         self._peers: Peers
@@ -93,6 +95,11 @@ class UcxTransport:
     def num_overflowed(self) -> int:
         """Messages thrown away because too many waited for a receive."""
         return self._receives.num_overflowed
+
+    @property
+    def traffic(self) -> Traffic:
+        """What it has carried."""
+        return self._traffic
 
     @property
     def peers(self) -> frozenset[bytes]:
@@ -155,11 +162,11 @@ class UcxTransport:
             started.set_exception(TransportError(f"UCX did not start: {error}"))
             return
         self._mailbox.watch(self._worker.event_fd)
-        self._receives = Receives(self._worker, self._name, self._max_unclaimed)
+        self._receives = Receives(self._worker, self._name, self._max_unclaimed, self._traffic)
         self._peers = Peers(
             self._worker,
             self._name,
-            make_channel=lambda peer: UcxChannel(self._worker, self._peers, peer, self.post),
+            make_channel=lambda peer: UcxChannel(self._worker, self._peers, peer, self._traffic, self.post),
             on_lost=self._receives.peer_lost,
             on_broken=self._receives.connection_broke,
             on_cancel=self._receives.cancelled,

@@ -20,6 +20,7 @@ from shared.errors import PeerLost, TransferAborted, TransportError
 from shared.transport.base import CLOSE_TIMEOUT_S, Buffer, Transfer
 from shared.transport.control import CONTROL_TAG, Control, Kind
 from shared.transport.tags import MAX_UNCLAIMED_BYTES, RecentTags
+from shared.transport.traffic import Traffic
 from shared.transport.transfer import PostedTransfer, ended_within
 from shared.transport.ucx_peers import Peer, Peers
 from shared.transport.ucx_worker import UcxWorker
@@ -34,9 +35,10 @@ Post = Callable[[Callable[[], None]], bool]
 class UcxChannel:
     """A ``Channel``; made by ``UcxTransport.connect``. Any thread may use it."""
 
-    def __init__(self, worker: UcxWorker, peers: Peers, peer: Peer, run: Post) -> None:
+    def __init__(self, worker: UcxWorker, peers: Peers, peer: Peer, traffic: Traffic, run: Post) -> None:
         self._worker = worker
         self._peers = peers
+        self._traffic = traffic
         self._run = run
         self.peer = peer
         self.closed = False
@@ -98,16 +100,19 @@ class UcxChannel:
 
     def _ended(self, transfer: PostedTransfer, error: Exception | None) -> None:
         self.peer.sends.discard(transfer)
+        if error is None and not transfer.aborted:
+            self._traffic.count("sent", transfer.tag, transfer.nbytes, same_host=self.peer.same_host)
         transfer.finish_or_abort(error)
 
 
 class Receives:
     """The posted receives of one transport, and the messages that no receive has asked for yet."""
 
-    def __init__(self, worker: UcxWorker, name: str, max_unclaimed: int) -> None:
+    def __init__(self, worker: UcxWorker, name: str, max_unclaimed: int, traffic: Traffic) -> None:
         self._worker = worker
         self._name = name
         self._max_unclaimed = max_unclaimed
+        self._traffic = traffic
         self._expected: dict[int, tuple[PostedTransfer, Any, Peer | None]] = {}
         self._writing: dict[PostedTransfer, Peer] = {}
         """Matched, and not whole yet, with the only peer that can send the rest."""
@@ -203,6 +208,8 @@ class Receives:
 
         def ended(error: Exception | None) -> None:
             self._writing.pop(transfer, None)
+            if error is None and not transfer.aborted and peer is not None:
+                self._traffic.count("received", transfer.tag, transfer.nbytes, same_host=peer.same_host)
             transfer.finish_or_abort(error)
 
         if peer is not None and not peer.closed:

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from shared.errors import TransferAborted
 from shared.transport.base import Buffer, Channel, TensorTransport, Transfer
 from shared.transport.tags import MAX_NUMBER
+from shared.transport.traffic import Traffic
 from shared.transport.transfer import PostedTransfer
 
 Tamper = Callable[[Buffer, int], tuple[Buffer, int]]
@@ -91,6 +92,10 @@ class TamperingTransport(TensorTransport):
     @property
     def peers(self) -> frozenset[bytes]:
         return self.real.peers
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.real.traffic
 
     def forget(self, address: bytes) -> None:
         self.real.forget(address)

@@ -20,7 +20,15 @@ from services.gateway.request_bodies.body import read_body, required, shown
 from services.gateway.service import Gateway
 from shared import subjects
 from shared.errors import BadRequest, BlitzError, InProgress, NoResponder, Unavailable
-from shared.messages.admin import MAX_INSTANCES, AddModelBody, ModelList, ModelRemoved, ScaleBody, SetModelBody
+from shared.messages.admin import (
+    MAX_INSTANCES,
+    AddModelBody,
+    ModelList,
+    ModelRemoved,
+    ScaleBody,
+    SetModelBody,
+    TrafficStatus,
+)
 from shared.messages.codec import Message
 from shared.messages.common import Ack
 from shared.messages.registry import AddModel, ModelRecord, RemoveModel, SetModel
@@ -31,6 +39,7 @@ from shared.messages.scaling import (
     ScaleRecords,
     StartScale,
 )
+from shared.messages.traffic import GetTraffic, WorkerTraffic
 from shared.registry import RegistryView
 
 T = TypeVar("T")
@@ -47,6 +56,9 @@ LEADER_WAIT_S = 6.0
 LEADER_RETRY_S = 0.2
 REFUSED_TIMEOUT_S = 0.5
 """The status is shown without the planner's part where that does not answer."""
+TRAFFIC_TIMEOUT_S = 0.5
+MAX_ASKED = 64
+"""Workers that are asked at a time what they have carried."""
 
 
 WITHOUT_POOL = "the registry cannot be read or changed until one leads"
@@ -138,6 +150,28 @@ def admin_router(gateway: Gateway) -> APIRouter:
     async def pool() -> Response:
         """Which memory holds which model, and whether every model has a copy."""
         return _json(pool_of(await registry()))
+
+    @router.get("/traffic")
+    async def traffic() -> Response:
+        """Bytes of weights, KV and activations that each worker has sent and received."""
+        limit = asyncio.Semaphore(MAX_ASKED)
+
+        async def ask(worker_id: str) -> WorkerTraffic | None:
+            subject = subjects.worker_traffic(worker_id)
+            try:
+                async with limit:
+                    return await bus.request(subject, GetTraffic(), WorkerTraffic, timeout_s=TRAFFIC_TIMEOUT_S)
+            except BlitzError:  # it is gone, stands still, or is of a version that does not count
+                return None
+
+        ids = [record.worker.worker_id for record in (await registry()).workers]
+        answers = await asyncio.gather(*map(ask, ids))
+        return _json(
+            TrafficStatus(
+                workers=tuple(answer for answer in answers if answer is not None),
+                silent=tuple(worker_id for worker_id, answer in zip(ids, answers, strict=True) if answer is None),
+            )
+        )
 
     @router.get("/models")
     async def list_models() -> Response:

@@ -8,9 +8,11 @@ import time
 from typing import Any
 
 from shared.errors import DeadlineExceeded, PeerLost, TransferAborted, TransportError
+from shared.messages.traffic import Direction
 from shared.transport.base import CLOSE_TIMEOUT_S, Buffer, Channel, Transfer
 from shared.transport.mailbox import Mailbox
 from shared.transport.tags import MAX_UNCLAIMED, RecentTags
+from shared.transport.traffic import Traffic
 from shared.transport.transfer import PostedTransfer, ended_within
 
 _SLEEP_S = 1.0
@@ -104,6 +106,7 @@ class MemoryTransport:
         self._aborted_tags = RecentTags()
         self._overflowed = RecentTags()
         self.num_overflowed = 0
+        self.traffic = Traffic()
         self._mailbox = Mailbox()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"memory-{name}", daemon=True)
@@ -145,6 +148,8 @@ class MemoryTransport:
         transfer = PostedTransfer(buffer, tag, self._abort_recv)
         view = _view_of(transfer, writable=True)
         channel = source if isinstance(source, MemoryChannel) else None
+        if channel is not None:
+            transfer.add_done_callback(lambda _: self._count("received", transfer, channel))
         if view is not None and not self.post(lambda: self._recv(transfer, view, channel)):
             transfer.finish(TransferAborted(f"transport {self._name} is closed"))
         return transfer
@@ -182,9 +187,14 @@ class MemoryTransport:
         elif (view := _view_of(transfer, writable=False)) is not None:
             channel.sends.add(transfer)
             transfer.add_done_callback(lambda _: channel.sends.discard(transfer))
+            transfer.add_done_callback(lambda _: self._count("sent", transfer, channel))
             if not self.post(lambda: self._send(transfer, view, channel)):
                 transfer.finish(TransferAborted(f"transport {self._name} is closed"))
         return transfer
+
+    def _count(self, direction: Direction, transfer: PostedTransfer, channel: MemoryChannel) -> None:
+        if transfer.error is None:
+            self.traffic.count(direction, transfer.tag, transfer.nbytes, same_host=channel.same_host)
 
     def peer_lost(self, address: bytes) -> None:
         """A peer died: end what waits for it on channels that notice."""

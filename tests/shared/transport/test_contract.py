@@ -13,7 +13,7 @@ import pytest
 
 from shared.errors import DeadlineExceeded, PeerLost, TransferAborted, TransportError
 from shared.transport.base import Channel, TensorTransport, Transfer
-from shared.transport.tags import tag_of
+from shared.transport.tags import Carries, tag_of
 from shared.transport.ucx import UcxTransport
 from tests.shared.transport.memory import MemoryFabric
 from tests.shared.transport.ucx_process import spawn
@@ -336,6 +336,30 @@ async def test_both_sides_use_lanes_of_their_own(start: Start, same_host: bool) 
     await back[0].close()
     assert back[1].alive
     await delivered(back[1], first, tag_of(2, 7))
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+async def test_what_was_carried_is_counted_by_what_for_and_on_which_way(start: Start, same_host: bool) -> None:
+    sender, receiver = start("a"), start("b")
+    channel = await sender.connect(receiver.address, same_host=same_host)
+    source = await receiver.connect(sender.address, same_host=same_host)
+    for size, carries in ((10, Carries.WEIGHTS), (200, Carries.PAIR), (3_000, Carries.PAIR_KV), (7, Carries.WEIGHTS)):
+        tag = tag_of(size, 0, carries)
+        received = receiver.recv(np.zeros(size, np.uint8), tag, source=source)
+        await channel.send(np.ones(size, np.uint8), tag).wait(5)
+        await received.wait(5)
+    given_up = receiver.recv(np.zeros(500, np.uint8), tag_of(9, 9), source=source)
+    given_up.abort()
+    with pytest.raises(TransferAborted):
+        await given_up.wait(5)
+    way = "host" if same_host else "network"
+    for transport, direction in ((sender, "sent"), (receiver, "received")):
+        carried = {(r.direction, r.purpose, r.way): r.num_bytes for r in transport.traffic.carried() if r.num_bytes}
+        assert carried == {
+            (direction, "weights", way): 17,
+            (direction, "activations", way): 200,
+            (direction, "kv", way): 3_000,
+        }
 
 
 @pytest.mark.parametrize("lane", [0, 1])

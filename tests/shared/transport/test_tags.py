@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from shared.transport.control import CONTROL_TAG
-from shared.transport.tags import MAX_NUMBER, Carries, tag_of
+from shared.transport.tags import MAX_NUMBER, Carries, carried_by, tag_of
 
 
 def epoch_of(year: int, month: int = 1, day: int = 1) -> int:
@@ -23,6 +23,11 @@ EDGES = (
 )
 """The bits above 37 come into use in May 2029, September 2033 and June 2042."""
 NUMBERS = (0, 1, 1 << 18, MAX_NUMBER)
+
+
+@pytest.mark.parametrize("carries", Carries)
+def test_a_tag_says_what_its_transfer_carries(carries: Carries) -> None:
+    assert {carried_by(tag_of(epoch, number, carries)) for epoch, number in product(EDGES, NUMBERS)} == {carries}
 
 
 @pytest.mark.parametrize("epoch", EDGES)

@@ -15,6 +15,7 @@ from shared.messages.codec import Message
 from shared.messages.load import LoadReport
 from shared.messages.registry import AddModel, SetModel
 from shared.messages.scaling import GetScaleRecord, ListScaleRecords, ScaleRecord, ScaleRecords, StartScale
+from shared.messages.traffic import CarriedBytes, GetTraffic, WorkerTraffic
 from tests.services.gateway.conftest import Stack, StackFactory
 from tests.services.gateway.http.test_refusals import check
 
@@ -62,6 +63,20 @@ async def test_status_shows_models_instances_and_workers_of_all_pages(make_stack
     assert (model["name"], model["instances"], model["weights_bytes"], model["model_hash"]) == ("tiny", 5, 1000, "hash")
     assert status["floors"] == []
     assert (await stack.http.get("/admin/models")).json() == {"models": status["models"]}
+
+
+async def test_traffic_is_asked_of_the_workers_and_those_that_do_not_answer_are_named(make_stack: StackFactory) -> None:
+    stack = await make_stack(2)
+    kv = CarriedBytes(direction="sent", purpose="kv", way="network", num_bytes=7)
+
+    async def answer(_: GetTraffic) -> WorkerTraffic:
+        return WorkerTraffic(worker_id="w1", incarnation="i", carried=(kv,))
+
+    await stack.broker.bus("w1").respond(subjects.worker_traffic("w1"), GetTraffic, answer)
+    [worker] = (traffic := (await stack.http.get("/admin/traffic")).json())["workers"]
+    assert (worker["worker_id"], worker["incarnation"]) == ("w1", "i")
+    assert worker["carried"] == [{"direction": "sent", "purpose": "kv", "way": "network", "num_bytes": 7}]
+    assert traffic["silent"] == ["w0"]
 
 
 async def test_status_shows_live_instances_and_what_instances_have_to_do(make_stack: StackFactory) -> None:
