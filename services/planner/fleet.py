@@ -83,13 +83,15 @@ class Fleet:
 
     def want(self, request: ScaleRequest, missing: int, view: RegistryView, clusters: Clusters) -> Want:
         """What is missing of a request, for a model that is registered."""
+        standing = self.standing(request, view, clusters)
         return Want(
             request.model,
             request.role,
             missing,
-            _has_instances(request, _roles(request.model, view, clusters)),
+            standing.has_instances,
             view.models[request.model].weights_bytes,
             self._refusals.avoided(request.model, time.monotonic()),
+            request.by_hand or standing.below_least,
         )
 
     def standing(self, request: ScaleRequest, view: RegistryView, clusters: Clusters) -> Standing:
@@ -115,6 +117,10 @@ class Fleet:
         self._promised = {i: about for i, about in self._promised.items() if i in leaving}
         waiting = {about for about, waits in self._waiting.items() if waits.last_s >= oldest_s}
         return frozenset([i for i, about in self._promised.items() if about in waiting])
+
+    def makes_room_for(self, model: str, role: Role) -> bool:
+        """Whether instances go for it, those among them that were chosen in this round."""
+        return (model, role) in self._promised.values()
 
     def got_workers(self, model: str, role: Role) -> None:
         """It does not wait any more. If it does soon, it is behind those that have waited since."""

@@ -53,6 +53,8 @@ UNPLANNED_S = 10.0
 SHORT_S = 2.5
 """A demand for which no worker was spare is tried again when one may be, unless it is older than this: the monitor has
 said it again by then if it still stands."""
+ROOM_WAIT_S = 4.0
+"""How long an operator waits for other models to make room."""
 MAX_UNPLANNED_LISTED = 100
 MAX_WHY_CHARS = 500
 BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
@@ -78,7 +80,10 @@ class _Round:
     wanted: Mapping[About, int]
     """What is asked for."""
     steps: list[tuple[_Waiting, Step, trace.Span]] = field(default_factory=list)
-    wants: list[Want] = field(default_factory=list)
+    wants: dict[About, Want] = field(default_factory=dict)
+    """What no worker was left for; by hand and by load it is one thing."""
+    without_worker: list[tuple[_Waiting, BlitzError]] = field(default_factory=list)
+    """Requests made by hand, each with why nothing comes of it without room."""
     shrinking: list[_Waiting] = field(default_factory=list)
     """Requests for fewer instances."""
     staying: set[str] = field(default_factory=set)
@@ -122,6 +127,8 @@ class Rounds:
         self._by_hand: list[_Waiting] = []
         self._short: dict[tuple[str, Role], _Waiting] = {}
         """Demands for which no worker was spare."""
+        self._awaiting_room: list[_Waiting] = []
+        """Requests made by hand for which other models make room."""
         self._wake = asyncio.Event()
         self._publishing = OwnedTasks()
         self._last_refusal: dict[tuple[str, Role], _Refusal] = {}
@@ -160,6 +167,10 @@ class Rounds:
         for one in short.values():
             if one.since_s >= oldest_s:
                 self._put_back(one)
+        awaiting, self._awaiting_room = self._awaiting_room, []
+        for one in awaiting:
+            if one.by_hand is not None and not one.by_hand.done():
+                self._put_back(one)
 
     async def scale(self, request: ScaleRequest) -> Operation | None:
         """Decide on this, too, in the next round; its operation once published, None if nothing is to do. Raises
@@ -172,8 +183,9 @@ class Rounds:
         try:
             return await outcome
         finally:
-            if waiting in self._by_hand:
-                self._by_hand.remove(waiting)
+            for where in (self._by_hand, self._awaiting_room):
+                if waiting in where:
+                    where.remove(waiting)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -187,9 +199,10 @@ class Rounds:
         await self._publishing.finish()
         self._demands.clear()
         self._short.clear()
-        for waiting in self._by_hand:
+        for waiting in (*self._by_hand, *self._awaiting_room):
             self._refuse(waiting, Unavailable("the planner that was asked does not lead any more", retry_after_s=0.5))
         self._by_hand.clear()
+        self._awaiting_room.clear()
 
     # --- a round -----------------------------------------------------------------------------
 
@@ -272,7 +285,12 @@ class Rounds:
         drained = [record for _, step, _ in steps for record in step.decision.drain]
         mutated = {record.worker.worker_id for _, step, _ in steps for record in step.mutate}
         began_s = time.monotonic()
-        for request in self._fleet.make_room(wants, view, clusters, drained, mutated):
+        try:
+            making_room = self._fleet.make_room([*wants.values()], view, clusters, drained, mutated)
+        except Exception:  # what is planned already is carried out all the same
+            log.exception("no room could be made")
+            making_room = []
+        for request in making_room:
             if steps and time.monotonic() - began_s > MAX_ROUND_S:
                 break  # those that wait say so again
             step = self._scaler.plan(request, view, clusters, mutating=deciding.staying)
@@ -280,7 +298,18 @@ class Rounds:
                 log.info("%s makes room: %s", request.model, request.reason)
                 taking = _Waiting(request, otel_context.get_current())
                 steps.append((taking, step, tracer().start_span("planner.plan")))
+        for one, error in deciding.without_worker:
+            self._await_room(one, error)
         return steps
+
+    def _await_room(self, one: _Waiting, error: BlitzError) -> None:
+        """Until workers become spare, if instances of other models go for what was asked for by hand."""
+        left_s = one.since_s + ROOM_WAIT_S - time.monotonic()
+        if left_s <= 0 or not self._fleet.makes_room_for(one.request.model, one.request.role):
+            self._refuse(one, error)
+            return
+        self._awaiting_room.append(one)
+        asyncio.get_running_loop().call_later(left_s, self.try_again)
 
     def _allowed(self, request: ScaleRequest, view: RegistryView, clusters: Clusters) -> ScaleRequest:
         model = view.models.get(request.model)
@@ -297,9 +326,12 @@ class Rounds:
                 request, now.view, now.clusters, now.wanted, promised=now.promised, staying=now.staying
             )
         except BlitzError as error:
-            if isinstance(error, NoSpareWorker) and one.by_hand is None:
+            if isinstance(error, NoSpareWorker):
+                self._want(request, error.missing, now)
+                if one.by_hand is not None:
+                    now.without_worker.append((one, error))
+                    return
                 self._short[request.model, request.role] = one
-                now.wants.append(self._fleet.want(request, error.missing, now.view, now.clusters))
             self._refuse(one, error)
             return
         except Exception:
@@ -323,9 +355,13 @@ class Rounds:
             if step.load is not None:
                 self._fleet.got_workers(step.model.name, step.request.role)
             if step.missing and one.by_hand is None:
-                now.wants.append(self._fleet.want(step.request, step.missing, now.view, now.clusters))
+                self._want(step.request, step.missing, now)
             asked = one if step is answer else _Waiting(step.request, one.context)
             now.steps.append((asked, step, tracer().start_span("planner.plan", context=one.context)))
+
+    def _want(self, request: ScaleRequest, missing: int, now: _Round) -> None:
+        want = self._fleet.want(request, missing, now.view, now.clusters)
+        now.wants.setdefault((request.model, request.role), want)
 
     async def _lease(
         self, steps: list[tuple[_Waiting, Step, trace.Span]], leases: list[LeaseWorkers]

@@ -11,6 +11,7 @@ import pytest
 from services.planner import fleet, rounds
 from services.planner.tracker import CHECK_INTERVAL_S
 from shared import subjects
+from shared.errors import NoCapacity
 from shared.messages.common import Role
 from shared.messages.load import Demand, LoadReport
 from shared.messages.registry import Floor, GoneRoute, RouteChanges, WorkerRecord
@@ -152,7 +153,7 @@ async def test_of_several_the_instance_without_requests_goes(rig: Rig) -> None:
     assert [t.worker_id for t in drain.targets] == ["w0"]
 
 
-@pytest.mark.parametrize("why", ["nothing is idle", "said long ago", "a floor", "its arena is small", "asked by hand"])
+@pytest.mark.parametrize("why", ["nothing is idle", "said long ago", "a floor", "its arena is small"])
 async def test_nobody_goes_who_need_not(rig: Rig, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     idle = 0 if why == "nothing is idle" else 2
     if why == "said long ago":
@@ -165,12 +166,8 @@ async def test_nobody_goes_who_need_not(rig: Rig, why: str, monkeypatch: pytest.
         # Neither has its share of the time passed.
         rig.pool.models = (model("busy", min_instances=2), rig.pool.models[1])
     await say(rig, "busy", 2, 2, idle=idle)
-    if why == "asked by hand":
-        with pytest.raises(Exception, match="no worker is spare"):
-            await rig.scale(1, "waits")
-    else:
-        await say(rig, "waits", 1, 0)
-        await eventually(lambda: rig.refused("no_capacity") == 1)
+    await say(rig, "waits", 1, 0)
+    await eventually(lambda: rig.refused("no_capacity") == 1)
     await asyncio.sleep(0.1)
     assert rig.plans() == []
 
@@ -373,3 +370,31 @@ async def test_a_model_without_an_instance_that_takes_prompts_gets_a_busy_one(di
     await say(rig, "pd", 1, 0, role="prefill")
     drain = await drain_of(rig, 1)
     assert "pd has requests and no instance" in drain.reason
+
+
+async def test_what_is_asked_for_by_hand_waits_for_an_idle_instance_to_go(rig: Rig) -> None:
+    await say(rig, "busy", 2, 2, idle=1)
+    asking = asyncio.create_task(rig.scale(1, "waits"))
+    await eventually(lambda: len(rig.plans()) == 1)
+    (drain,) = rig.plans()
+    assert isinstance(drain, DrainPlan)
+    assert "waits has fewer instances than it is to have" in drain.reason
+    gone = drain.targets[0].worker_id
+    assert not asking.done()
+    await spare_again(rig, gone)
+    record = await asking
+    assert [target.worker_id for target in record.targets] == [gone]
+
+
+async def test_what_is_asked_for_by_hand_takes_no_busy_instance(rig: Rig) -> None:
+    with pytest.raises(NoCapacity, match="no worker is spare"):
+        await rig.scale(3, "busy")
+    assert rig.plans() == []
+
+
+async def test_an_operator_is_told_when_no_room_comes_in_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "ROOM_WAIT_S", 0.2)
+    await say(rig, "busy", 2, 2, idle=1)
+    with pytest.raises(NoCapacity, match="no worker is spare"):
+        await rig.scale(1, "waits")
+    assert len(rig.plans()) == 1

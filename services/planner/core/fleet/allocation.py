@@ -8,7 +8,7 @@ A round serves what is wanted from spare workers first. What is left over is dec
 2. A model with requests and no instance gets an idle instance of another model at once: the one that has been idle for
    longest.
 3. So does a model that has instances and needs more, once that instance has been idle for ``IDLE_S``: a model with
-   steady traffic is idle between any two requests.
+   steady traffic is idle between any two requests. What a minimum keeps, or was asked for by hand, does not wait.
 4. A model with requests and no instance gets a busy instance, if there is no idle one, of the model that has served for
    longest: time slices of ``QUANTUM_S`` and what the instance took to load, at least, so that loading does not eat up
    what they share. A model gives away one instance in a round this way.
@@ -46,6 +46,8 @@ class Want:
     weights_bytes: int = 0
     avoided: Collection[str] = ()
     """Workers that failed to load the model a short while ago."""
+    is_kept: bool = False
+    """A minimum, or a number that was asked for by hand, asks for it, and not the load alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ def allocate(
         missing = want.missing - _claim(coming, want, want.missing, late=False)
         for owner in idle:
             idle_s = max(0.0, now_s - owner.holding.idle_since_s)
-            if not missing or (want.has_instances and idle_s < IDLE_S):
+            if not missing or (want.has_instances and not want.is_kept and idle_s < IDLE_S):
                 break
             taken: list[str] = []
             while len(taken) < missing and owner.idle and (worker_id := owner.give(want)) is not None:
@@ -176,6 +178,7 @@ def _claim(coming: Mapping[tuple[str, Role] | None, list[Room]], want: Want, mos
 
 def _taking(holding: Holding, workers: Sequence[str], want: Want, state: str) -> Taking:
     lacks = "needs more instances" if want.has_instances else "has requests and no instance"
+    lacks = "has fewer instances than it is to have" if want.is_kept else lacks
     instead = "it would wait until a worker becomes spare"
     why = f"{state}, while {want.model} {lacks} and no worker is spare; otherwise {instead}"
     return Taking(holding.model, holding.role, tuple(workers), want.model, want.role, why)
