@@ -68,8 +68,10 @@ def profile(
         write_profile(file, measured)
     except OSError as error:
         raise NotProfiled(f"{file} cannot be written: {error.strerror}") from error
-    for table in _tables(measured):
-        Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    for title, table in _tables(measured):
+        console.print(f"{title}:" if title else "")
+        console.print(table)
     typer.echo(f"wrote {file}")
 
 
@@ -165,19 +167,18 @@ def _saying() -> Iterator[Callable[[str], None]]:
         raise typer.Exit(_INTERRUPTED) from None
 
 
-def _tables(measured: Profile) -> Iterator[Table]:
-    prefill = Table("prompt tokens", "ms", "tokens/s", box=None, pad_edge=False, header_style="dim", title="prompts")
+def _tables(measured: Profile) -> Iterator[tuple[str, Table]]:
+    prefill = Table("tokens", "ms", "tokens/s", box=None, pad_edge=False, header_style="dim")
     for prompt in measured.prefill:
         prefill.add_row(str(prompt.prompt_tokens), f"{prompt.seconds * 1e3:.1f}", f"{prompt.tokens_per_s:.0f}")
-    yield prefill
+    yield "prompts", prefill
     contexts = sorted({point.context_tokens for point in measured.decode})
     decode = Table("requests", *map(str, contexts), box=None, pad_edge=False, header_style="dim")
-    decode.title = "decode steps in ms, by tokens of context"
     by_size = {(point.num_requests, point.context_tokens): point.seconds for point in measured.decode}
     for count in sorted({count for count, _ in by_size}):
         cells = [by_size.get((count, context)) for context in contexts]
         decode.add_row(str(count), *["-" if s is None else f"{s * 1e3:.1f}" for s in cells])
-    yield decode
+    yield "decode steps in ms, by requests and tokens of context", decode
     rest = Table("", "", box=None, pad_edge=False, show_header=False)
     for load in measured.load:
         rest.add_row(f"load from {load.source}", f"{load.seconds:.3f} s")
@@ -192,4 +193,4 @@ def _tables(measured: Profile) -> Iterator[Table]:
         f"{prompts.base_s * 1e3:.3g} ms/step + {prompts.token_s * 1e6:.3g} us/token + {prompts.pair_s * 1e9:.3g} "
         f"ns/pair, within {prompts.error:.0%}",
     )
-    yield rest
+    yield "", rest
