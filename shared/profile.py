@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
@@ -178,6 +179,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             raise BadProfile(f"the profile of {self.model} does not fit: {'; '.join(differs)}; measure it again")
 
 
+@cache
 def program_version() -> str:
     """Of this program, as installed."""
     try:

@@ -22,12 +22,13 @@ _Signature = tuple[int, int]
 
 
 class ProfileDirectory:
-    """Not safe for several threads at once."""
+    """One ``look`` at a time; ``find`` at any time."""
 
     def __init__(self, path: Path | None) -> None:
         """None: there are no profiles. Nothing is read before ``look``."""
         self._path = path
         self._read: dict[Path, tuple[_Signature, Profile | None]] = {}
+        self._by_model: dict[str, list[tuple[Path, Profile]]] = {}
         self._warned: set[str] = set()
 
     def look(self) -> None:
@@ -35,17 +36,22 @@ class ProfileDirectory:
         if self._path is None:
             return
         found = self._files(self._path)
-        self._read = {file: read for file, read in self._read.items() if file in found}
+        if found == {file: signature for file, (signature, _) in self._read.items()}:
+            return
+        known, self._read = self._read, {}
+        by_model: dict[str, list[tuple[Path, Profile]]] = {}
         for file, signature in found.items():
-            if file not in self._read or self._read[file][0] != signature:
-                self._read[file] = signature, self._profile(file)
+            before = known.get(file)
+            profile = before[1] if before is not None and before[0] == signature else self._profile(file)
+            self._read[file] = signature, profile
+            if profile is not None:
+                by_model.setdefault(profile.model_hash, []).append((file, profile))
+        self._by_model = by_model
 
     def find(self, *, model_hash: str, layout_hash: str, engine: str, device: str) -> Profile | None:
         """The newest profile of instances of that kind, as of the last look."""
         fitting: list[Profile] = []
-        for file, (_, profile) in self._read.items():
-            if profile is None or profile.model_hash != model_hash:
-                continue
+        for file, profile in self._by_model.get(model_hash, ()):
             try:
                 profile.check(layout_hash=layout_hash, engine=engine, device=device)
             except BadProfile as error:
