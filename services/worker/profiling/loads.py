@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from services.worker.memory.arena import HostArena
 from services.worker.memory.pieces import cut
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.checkpoint_reader import CheckpointReader
+from services.worker.weights.receiving import NUM_COPYING
 from shared.checkpoint import Checkpoint
 from shared.errors import Internal
 
@@ -32,11 +34,12 @@ def load_from_host(source: WeightCopy, clock: Callable[[], float]) -> float:
     """Seconds until a copy in this machine's memory is there a second time. Raises ``Internal`` if it differs."""
     copy = WeightCopy(source.layout, HostArena(source.layout.num_bytes))
     started_s = clock()
-    for unit in range(len(source.layout.units)):
-        copy.copy_unit(unit, source)
-        if copy.bad_ranges(unit):
-            raise Internal(f"unit {unit} of the copy differs from where it came from")
-    return clock() - started_s
+    with ThreadPoolExecutor(NUM_COPYING) as threads:
+        verified = list(threads.map(lambda unit: copy.copy_unit(unit, source), range(len(source.layout.units))))
+    took_s = clock() - started_s
+    if not all(verified):
+        raise Internal("a copy in memory differs from where it came from")
+    return took_s
 
 
 def _out_of_page_cache(files: Iterable[Path]) -> None:
