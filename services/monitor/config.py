@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.monitor.core.demand import DemandPolicy
+from services.monitor.core.policy import DemandPolicy
 from shared.service import ServiceConfig, health_settings, process_settings, profiles_path
 from shared.settings import Settings
 
@@ -38,6 +38,7 @@ class MonitorConfig(ServiceConfig):
                 "BLITZ_MONITOR_KV_UPPER_BOUND", default=usual.kv_upper_bound, minimum=0.05, maximum=1.0
             ),
             running_limit=env.integer("BLITZ_MONITOR_RUNNING_LIMIT", default=0, minimum=0),
+            prescale=env.boolean("BLITZ_MONITOR_PRESCALE", default=usual.prescale),
         )
         return cls(
             **process_settings(env),

@@ -14,20 +14,22 @@ from typing import get_args
 
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
-from services.monitor.core.demand import DemandPolicy, ModelDemand, Verdict
+from services.monitor.core.demand import ModelDemand, Verdict
+from services.monitor.core.policy import DemandPolicy
+from services.monitor.core.roles import There, verdicts
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.leading import Leader
 from shared.load_feed import subscribe_load
-from shared.messages.common import TAKES_PROMPTS, Role
+from shared.messages.common import TAKES_PROMPTS, Role, is_scaled_by_load
 from shared.messages.load import Demand, LoadReport, QueueReport
-from shared.messages.registry import Floor, ModelRecord, RouteChanges, RouteTable
+from shared.messages.registry import ModelRecord, RouteChanges, RouteTable
 from shared.outage import Outage
 from shared.profile import Profile
 from shared.profile_directory import ProfileDirectory
 from shared.registry import RegistryReader
-from shared.registry_view import RegistryView, bounded, counted_as
+from shared.registry_view import RegistryView, counted_as
 from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
@@ -35,14 +37,16 @@ log = logging.getLogger(__name__)
 SNAPSHOT_INTERVAL_S = 1.0
 SNAPSHOT_TIMEOUT_S = 2.0
 
+About = tuple[str, Role]
+"""A model and a role."""
+
 
 @dataclass(slots=True)
 class _Group:
     """The instances of one model and role."""
 
-    observed: int = 0
-    """Instances that serve, load or are live, as of the last snapshot."""
-    floor: Floor | None = None
+    there: There = field(default_factory=There)
+    """As of the last snapshot."""
     sent: int | None = None
     sent_at_s: float = field(default=float("-inf"))
     told: bool | None = None
@@ -51,6 +55,8 @@ class _Group:
     idle: int = 0
     """Instances that another model may have at once, and since when (unix time) so many."""
     idle_since_s: float = 0.0
+    shown: tuple[int, float] | None = None
+    """What the gauges show: desired and needed."""
 
     def set_idle(self, idle: int) -> bool:
         """Whether it is another number than before."""
@@ -64,8 +70,6 @@ class _Group:
 class _Model:
     record: ModelRecord
     demand: ModelDemand
-    shown: tuple[int, float] | None = None
-    """What the gauges show: desired and needed."""
     groups: dict[Role, _Group] = field(default_factory=lambda: {role: _Group() for role in get_args(Role)})
     held_by: set[str] = field(default_factory=set)
     """Gateways that hold requests for which there is no instance, as of their last reports."""
@@ -73,14 +77,14 @@ class _Model:
     @property
     def has_instances(self) -> bool:
         """That take requests, now or soon."""
-        return any(group.observed for role, group in self.groups.items() if role in TAKES_PROMPTS)
+        return any(group.there.observed for role, group in self.groups.items() if role in TAKES_PROMPTS)
 
 
 class MonitorService:
     """Watches every registered model; tells the planner what each needs when it has something else, and which
     instances it could do without.
 
-    Load decides on colocated instances. The number of instances in other roles is what an operator asked for.
+    How a model is served says on which roles its load decides. Of others there are as many as an operator asked for.
     """
 
     def __init__(
@@ -105,12 +109,15 @@ class MonitorService:
         self._leader = Leader(bus, "monitor")
         self._registry = RegistryReader(bus)
         self._models: dict[str, _Model] = {}
+        self._roles: dict[str, Role] = {}
+        """By instance id, as of the last snapshot."""
         self._publisher = f"monitor-{secrets.token_hex(4)}"
         self._sequence = 0
         self._refresh = asyncio.Event()
         self._urgent = asyncio.Event()
-        self._desired_gauge = Gauge("blitz_monitor_desired_instances", "Verdict", ["model"], registry=metrics)
-        self._needed_gauge = Gauge("blitz_monitor_needed_instances", "Load in instances", ["model"], registry=metrics)
+        of = ["model", "role"]
+        self._desired_gauge = Gauge("blitz_monitor_desired_instances", "Verdict", of, registry=metrics)
+        self._needed_gauge = Gauge("blitz_monitor_needed_instances", "Load in instances", of, registry=metrics)
         leads = Gauge("blitz_monitor_leads", "1 while this process leads", registry=metrics)
         leads.set_function(lambda: self._leader.leads)
         self._outage = Outage(log, "the pool answers again")
@@ -193,10 +200,14 @@ class MonitorService:
         await asyncio.to_thread(self._profiles.look)
         models = view.models
         for name in set(self._models) - set(models):
-            del self._models[name]
-            self._desired_gauge.remove(name)
-            self._needed_gauge.remove(name)
-        observed = Counter(counted_as(worker, models) for worker in view.workers)
+            self._forget(name)
+        observed: Counter[About] = Counter()
+        serving: Counter[About] = Counter()
+        for worker in view.workers:
+            about = counted_as(worker, models)
+            if about is not None:
+                observed[about] += 1
+                serving[about] += worker.state == "serving"
         for name, record in models.items():
             known = self._models.get(name)
             if known is None or known.record.model_hash != record.model_hash:
@@ -204,8 +215,25 @@ class MonitorService:
             known.record = record
             known.demand.profile = self._profile(record, view)
             for role, group in known.groups.items():
-                group.observed = observed[name, role]
-                group.floor = view.floors.get((name, role))
+                about = name, role
+                group.there = There(observed[about], serving[about], view.floors.get(about))
+        self._hear_roles(view)
+
+    def _hear_roles(self, view: RegistryView) -> None:
+        """What an instance reported in a role that it has no longer does not count."""
+        before, self._roles = self._roles, {w.instance.instance_id: w.instance.role for w in view.workers if w.instance}
+        for worker in view.workers:
+            instance = worker.instance
+            if instance is None or before.get(instance.instance_id, instance.role) == instance.role:
+                continue
+            if (model := self._models.get(instance.model)) is not None:
+                model.demand.on_role(instance.instance_id, instance.role)
+
+    def _forget(self, name: str) -> None:
+        for role, group in self._models.pop(name).groups.items():
+            if group.shown is not None:
+                self._desired_gauge.remove(name, role)
+                self._needed_gauge.remove(name, role)
 
     def _profile(self, record: ModelRecord, view: RegistryView) -> Profile | None:
         """Of the model's instances, wherever they are. None, too, where workers differ: it is of one kind."""
@@ -220,53 +248,38 @@ class MonitorService:
     async def _evaluate(self, connected_since_s: float) -> None:
         now_s = time.monotonic()
         for name, model in sorted(self._models.items()):
+            there = {role: group.there for role, group in model.groups.items()}
+            found = verdicts(model.demand, model.record, there, now_s, connected_since_s=connected_since_s)
             for role, group in model.groups.items():
-                least = bounded(0, model.record, group.floor, role)
-                fits = least <= group.observed <= model.record.max_instances
-                if role != "colocated" and group.floor is None and fits:
-                    # No operator asked for another number: what is there stays.
-                    group.sent = group.told = None
-                    continue
-                verdict = self._verdict(model, role, group, now_s, connected_since_s)
-                desired = bounded(verdict.desired, model.record, group.floor, role)
-                if role == "colocated" and model.shown != (desired, verdict.needed):
-                    model.shown = desired, verdict.needed
-                    self._desired_gauge.labels(name).set(desired)
-                    self._needed_gauge.labels(name).set(verdict.needed)
-                changed = group.set_idle(max(0, min(verdict.idle, group.observed - least)))
-                if not self._leader.leads:
-                    group.sent = group.told = None
-                    continue
-                if desired == group.observed and not (group.idle or changed):
+                verdict = found[role]
+                desired, observed = verdict.desired, group.there.observed
+                if is_scaled_by_load(model.record.serving, role):
+                    self._show(name, role, group, verdict)
+                changed = group.set_idle(verdict.idle)
+                if not self._leader.leads or (desired == observed and not (group.idle or changed)):
                     group.sent = group.told = None
                     continue
                 if desired != group.sent:
                     group.triggered_at_s = time.time()
                 elif not changed and now_s - group.sent_at_s < self._repeat_s:
                     continue
-                await self._send(name, role, group, verdict, desired)
+                await self._send(name, role, group, verdict)
                 group.sent, group.sent_at_s = desired, now_s
 
-    def _verdict(self, model: _Model, role: Role, group: _Group, now_s: float, connected_since_s: float) -> Verdict:
-        if role == "colocated":
-            return model.demand.evaluate(
-                now_s,
-                group.observed,
-                slo_ttft_s=model.record.slo_ttft_s,
-                slo_tbt_s=model.record.slo_tbt_s,
-                keep_alive_s=model.record.keep_alive_s,
-                connected_since_s=connected_since_s,
-            )
-        desired = group.floor.instances if group.floor else group.observed
-        return Verdict(desired, desired, "asked for by hand")
+    def _show(self, name: str, role: Role, group: _Group, verdict: Verdict) -> None:
+        if group.shown != (verdict.desired, verdict.needed):
+            group.shown = verdict.desired, verdict.needed
+            self._desired_gauge.labels(name, role).set(verdict.desired)
+            self._needed_gauge.labels(name, role).set(verdict.needed)
 
-    async def _send(self, name: str, role: Role, group: _Group, verdict: Verdict, desired: int) -> None:
+    async def _send(self, name: str, role: Role, group: _Group, verdict: Verdict) -> None:
+        desired, observed = verdict.desired, group.there.observed
         self._sequence += 1
         attributes: dict[str, str | int] = {
             "blitz.model": name,
             "blitz.role": role,
             "blitz.desired": desired,
-            "blitz.observed": group.observed,
+            "blitz.observed": observed,
         }
         with tracer().start_as_current_span("monitor.demand", attributes=attributes):
             demand = Demand(
@@ -276,12 +289,13 @@ class MonitorService:
                 model=name,
                 role=role,
                 desired=desired,
-                observed=group.observed,
+                observed=observed,
                 triggered_at_s=group.triggered_at_s,
                 reason=verdict.reason,
                 term=self._leader.term,
                 idle=group.idle,
                 idle_since_s=group.idle_since_s,
+                deficit=max(0.0, min(verdict.needed, desired) - observed) / max(observed, 1),
             )
             try:
                 # Never sent later: the demand from before an outage says nothing about the demand after it.
@@ -289,11 +303,11 @@ class MonitorService:
             except BlitzError as error:
                 log.warning("demand for %s not published: %s", name, error)
                 return
-        if desired == group.observed:
+        if desired == observed:
             group.told = None
             return
-        direction = desired > group.observed
+        direction = desired > observed
         if group.told != direction:
             group.told = direction
             what = "instances" if role == "colocated" else f"{role} instances"
-            log.info("%s: %d %s wanted, %d there: %s", name, desired, what, group.observed, verdict.reason)
+            log.info("%s: %d %s wanted, %d there: %s", name, desired, what, observed, verdict.reason)

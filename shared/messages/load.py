@@ -47,6 +47,12 @@ class LoadReport(Message, frozen=True, kw_only=True, tag="load.v1"):
     """0 with a base: not known yet, because no step had two requests."""
     load_s: Figure = 0.0
     """How long this instance took from its plan to serving; 0 while it loads, and from a worker of 0.1."""
+    ended_requests_total: Count = 0
+    """Requests that ended here by themselves (stop or length); with the next, how long answers are."""
+    ended_tokens_total: Count = 0
+    """Their output, from wherever it was computed."""
+    kv_block_tokens: Count = 0
+    """Tokens that a KV block holds; 0: not said."""
 
 
 class HostLoad(Message, frozen=True, kw_only=True, tag="host_load.v1"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
-from services.monitor.core.demand import DemandPolicy
+from services.monitor.core.policy import DemandPolicy
 from services.monitor.service import MonitorService
 from services.planner.config import LiveSettings, PlanSettings
 from services.planner.service import PlannerService

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.monitor.core.demand import DemandPolicy
+from services.monitor.core.policy import DemandPolicy
 from services.monitor.service import MonitorService
 from services.planner.service import PlannerService
 from services.pool.service import PoolService

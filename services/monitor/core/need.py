@@ -1,4 +1,4 @@
-"""How many colocated instances a load needs (paper section 5.3), in units of one instance:
+"""How many instances a load needs (paper section 5.3), in units of one instance. Colocated ones:
 
     rate    = max(arrived / window, min(arrived within the slack, waiting) / slack)
     overdue = waiting - arrived within the slack
@@ -16,6 +16,20 @@ off: most of it waits because instances are on their way, and those were asked f
 
 A request runs on one instance. So prompts never ask for more instances than there are ``prompts`` that arrived lately
 or wait, and nothing asks for more than there are ``requests``.
+
+Of a model that is served disaggregated, prefill instances are needed for ``prefill`` alone, and decode instances for
+
+    at once = max(running, min(running + coming + growth, flow · residence))
+    decode  = max(at once, min(arrived, flow · residence)) / (requests that one instance can decode within the TBT
+              objective · utilisation)
+    memory  = KV blocks used + (at once - there) · KV blocks of a request and its expected output
+    needed  = min(max(decode, memory, at once / running limit), at once)
+
+``running`` are the requests whose prompts are computed, those included that are not ``there`` (at decode instances)
+yet; ``coming`` the ones whose prompts wait or are being computed. These do not all decode at once: each decodes for its
+``residence``, and no more come in that time than prefill lets ``flow`` (Little's law). What ``arrived`` within a
+residence counts, too: more instances decode faster, so there are fewer requests at once, and by these alone the
+instances would not seem to be needed. ``growth`` is 0, but for pre-scaling (``services.monitor.core.prescaling``).
 """
 
 from __future__ import annotations
@@ -34,6 +48,13 @@ class Capability:
     """Running requests at which a decode step takes as long as the TBT objective allows."""
     running_limit: float = inf
     """Running requests that it should have at most, whatever they do."""
+    decode_base_s: float = 0.0
+    """A decode step of n requests takes ``decode_base_s + n * decode_request_s``; both 0: not known."""
+    decode_request_s: float = 0.0
+
+    def step_s(self, num_requests: float) -> float:
+        """Seconds of a decode step; infinite if not known."""
+        return self.decode_base_s + num_requests * self.decode_request_s or inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +97,48 @@ def need_of(load: Load, one: Capability, *, slack_s: float) -> Need:
     decode = load.decoding_requests / one.max_decodes
     most = max(prefill + decode, load.memory, load.running_requests / one.running_limit)
     return Need(min(most, load.requests), prefill, decode, load.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLoad:
+    """What there is to decode, and will be, for one model that is served disaggregated."""
+
+    running: float = 0.0
+    """Requests whose prompts are computed, wherever they are."""
+    there: float = 0.0
+    """Of these, at decode instances."""
+    coming: float = 0.0
+    """Requests whose prompts are not computed."""
+    growth: float = 0.0
+    """Requests that are expected beyond these."""
+    arrived: float = 0.0
+    """Requests, within as long as a request decodes."""
+    flow_per_s: float = 0.0
+    """Requests whose prompts are computed per second."""
+    residence_s: float = inf
+    """For which a request decodes, in steps as long as the TBT objective allows."""
+    memory: float = 0.0
+    """KV blocks used by those there, in instances filled up to the upper bound."""
+    request_memory: float = 0.0
+    """Of one of the others, with its expected output."""
+
+    @property
+    def let(self) -> float:
+        """Requests whose prompts are computed within a residence."""
+        return self.flow_per_s * self.residence_s if self.flow_per_s else 0.0
+
+    @property
+    def at_once(self) -> float:
+        """Requests that decode at the same time."""
+        return max(self.running, min(self.running + self.coming + self.growth, self.let))
+
+
+def decode_need_of(load: DecodeLoad, one: Capability) -> Need:
+    """The formula above. It never falls when any part of the load grows."""
+    at_once = load.at_once
+    decode = max(at_once, min(load.arrived, load.let)) / one.max_decodes
+    memory = load.memory + (at_once - load.there) * load.request_memory
+    return Need(min(max(decode, memory, at_once / one.running_limit), at_once), 0.0, decode, memory)
 
 
 def max_decodes(base_s: float, request_s: float, slo_tbt_s: float) -> float:

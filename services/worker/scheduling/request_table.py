@@ -30,6 +30,8 @@ class RequestTable:
         """Requests that have not begun wait for ``Scheduler.lend`` instead of being admitted."""
         self.prefill_tokens_total = 0
         self.preemptions_total = 0
+        self.ended_requests_total = 0
+        self.ended_tokens_total = 0
         self._next_id = 0
 
     @property
@@ -69,6 +71,8 @@ class RequestTable:
         reason = sequence.finish_reason(self.config.limit_tokens)
         output = sequence.emit(token.token_id, token.logprobs, reason)
         if reason is not None:
+            self.ended_requests_total += 1
+            self.ended_tokens_total += len(sequence.output)
             self.forget(sequence)
         return output
 

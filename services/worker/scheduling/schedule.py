@@ -96,3 +96,7 @@ class SchedulerLoad:
     """Tokens of one block."""
     prefilling_requests: int = 0
     """Running requests whose context is not computed to its end."""
+    ended_requests_total: int = 0
+    """Requests that ended by themselves, and their output tokens, wherever these were computed."""
+    ended_tokens_total: int = 0
+    kv_block_tokens: int = 0

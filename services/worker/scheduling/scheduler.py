@@ -227,6 +227,9 @@ class Scheduler:
             queued.oldest_arrived_s,
             self.pool.block_size,
             num_prefilling,
+            self.table.ended_requests_total,
+            self.table.ended_tokens_total,
+            self.pool.block_size,
         )
 
     def check(self) -> None:

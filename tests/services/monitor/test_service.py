@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.monitor import service as monitor_service
-from services.monitor.core.demand import DemandPolicy
+from services.monitor.core.policy import DemandPolicy
 from services.monitor.service import MonitorService
 from shared import subjects
 from shared.errors import Unavailable
@@ -25,6 +26,7 @@ from shared.messages.registry import Floor, ModelRecord, RouteChanges, RouteTabl
 from shared.profile import PrefillPoint, write_profile
 from tests.records import model, profile, worker_record
 from tests.services.fake_pool import FAR_FUTURE_S, FakePool
+from tests.services.monitor.core.reports import report
 from tests.services.waiting import eventually
 from tests.shared.bus.memory import MemoryBroker
 
@@ -101,8 +103,8 @@ class Rig:
         await asyncio.sleep(3 * REPEAT_S)
         assert self.demands[known:] == []
 
-    def gauge(self) -> float | None:
-        return self.metrics.get_sample_value("blitz_monitor_desired_instances", {"model": "m"})
+    def gauge(self, role: Role = "colocated") -> float | None:
+        return self.metrics.get_sample_value("blitz_monitor_desired_instances", {"model": "m", "role": role})
 
 
 @contextlib.asynccontextmanager
@@ -482,3 +484,57 @@ async def test_a_monitor_that_cannot_lead_any_more_ends_instead_of_following_for
         with pytest.raises(ZeroDivisionError):
             await rig.task
     rig.task = asyncio.create_task(asyncio.sleep(0))
+
+
+# --- disaggregated -------------------------------------------------------------------------------------
+
+PD = model(min_instances=0, serving="disaggregated")
+
+
+async def test_a_disaggregated_model_that_sleeps_is_woken_with_one_of_each_at_once() -> None:
+    async with running(interval_s=5.0) as rig:
+        rig.pool.models = (PD,)
+        await rig.told(PD)
+        await eventually(lambda: rig.pool.num_snapshots >= 1)
+        await asyncio.sleep(0.05)
+        await rig.queue(100)
+        await eventually(lambda: len(rig.demands) >= 2)
+        assert {(d.role, d.desired, d.observed) for d in rig.demands} == {("prefill", 1, 0), ("decode", 1, 0)}
+        assert rig.gauge("decode") == 1
+
+
+async def test_roles_that_a_model_is_not_served_by_are_given_back(rig: Rig) -> None:
+    rig.pool.models = (PD,)
+    rig.pool.workers = tuple(worker_record(f"w{i}", PD, "serving") for i in range(2))
+    await eventually(lambda: any((d.role, d.desired) == ("colocated", 0) for d in rig.demands))
+    assert "served disaggregated" in next(d.reason for d in rig.demands if d.role == "colocated")
+
+
+async def test_an_instance_that_got_another_role_is_not_heard_in_its_former_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(monitor_service, "SNAPSHOT_INTERVAL_S", 0.02)
+    monkeypatch.setitem(globals(), "POLICY", dataclasses.replace(POLICY, report_ttl_s=600.0))
+    async with running() as rig:
+        rig.pool.models = (PD,)
+        rig.pool.workers = (
+            worker_record("w0", PD, "serving", role="decode"),
+            worker_record("w1", PD, "serving", role="prefill"),
+        )
+        await eventually(lambda: rig.pool.num_snapshots >= 2)
+        said = report("i-w0", role="decode", running_requests=9, kv_blocks_used=270, kv_blocks_total=100)
+        await rig.client.publish(subjects.load(), said)
+        await eventually(lambda: rig.gauge("decode") == 3)
+        rig.pool.workers = tuple(worker_record(f"w{i}", PD, "serving", role="prefill") for i in range(2))
+        await eventually(lambda: rig.gauge("decode") == 0)
+
+
+async def test_a_demand_says_how_much_of_what_is_needed_is_missing(rig: Rig) -> None:
+    await rig.show(model(min_instances=0, max_instances=3), serving=2)
+    async with busy(rig, 4000):
+        # 4.4 instances within a second, of which three may be.
+        demand = await rig.wanted(3)
+        assert demand.deficit == pytest.approx(0.5)
+    rig.demands.clear()
+    await rig.show(model(min_instances=3), serving=2)
+    assert (await rig.wanted(3)).deficit == 0, "a minimum is no load"

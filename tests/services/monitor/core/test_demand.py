@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.monitor.core.demand import DemandPolicy, ModelDemand, Verdict
+from services.monitor.core.demand import ModelDemand, Settings, Verdict
+from services.monitor.core.policy import DemandPolicy
 from shared.messages.common import InstanceState, Role
 from tests.services.monitor.core.reports import queue, report
 
@@ -24,14 +25,14 @@ MEASURED = DemandPolicy(assumed_tokens_per_s=123.0, utilisation=1.0)
 def test_no_load_needs_nothing() -> None:
     demand = ModelDemand(POLICY)
     demand.on_load(report(), 0.0)
-    assert demand.evaluate(0.0, 0).desired == 0
+    assert demand.colocated(0.0, 0).desired == 0
 
 
 def test_arrivals_beyond_one_instances_capacity_need_more() -> None:
     demand = ModelDemand(POLICY)
     demand.on_queue("g", queue(0), 0.0)
     demand.on_queue("g", queue(2500, inflight=25), 0.5)
-    assert demand.evaluate(0.5, 1).desired == 3
+    assert demand.colocated(0.5, 1).desired == 3
 
 
 def test_a_burst_is_drained_within_the_slack() -> None:
@@ -39,7 +40,7 @@ def test_a_burst_is_drained_within_the_slack() -> None:
     demand.on_queue("g", queue(0), 0.0)
     demand.on_load(report(queued_tokens=600, queued_requests=6), 0.1)
     demand.on_queue("g", queue(1500, queued_tokens=900, inflight=6), 0.1)
-    verdict = demand.evaluate(0.1, 1)
+    verdict = demand.colocated(0.1, 1)
     assert verdict.desired == 3  # 1500 tokens / 0.5 s at 1000 tokens/s
     assert "1500 waiting" in verdict.reason
 
@@ -47,19 +48,19 @@ def test_a_burst_is_drained_within_the_slack() -> None:
 def test_what_a_gateway_holds_when_it_is_first_heard_counts_as_a_burst() -> None:
     demand = ModelDemand(POLICY)
     demand.on_queue("g", queue(10_000, queued_tokens=1500), 0.0)
-    assert demand.evaluate(0.0, 1).desired == 3
+    assert demand.colocated(0.0, 1).desired == 3
 
 
 def test_a_models_ttft_objective_is_the_slack() -> None:
     demand = ModelDemand(POLICY)
     demand.on_queue("g", queue(0, queued_tokens=1500), 0.0)
-    assert demand.evaluate(0.0, 1).desired == 3
-    assert demand.evaluate(0.0, 1, slo_ttft_s=0.25).desired == 6
-    assert demand.evaluate(0.0, 1, slo_ttft_s=1.5).desired == 2
+    assert demand.colocated(0.0, 1).desired == 3
+    assert demand.colocated(0.0, 1, Settings(slo_ttft_s=0.25)).desired == 6
+    assert demand.colocated(0.0, 1, Settings(slo_ttft_s=1.5)).desired == 2
     # As a record may have it that nobody checked.
-    assert demand.evaluate(0.0, 1, slo_ttft_s=float("nan")).desired == 3
-    assert demand.evaluate(0.0, 1, slo_ttft_s=5e-324).desired == 15, "as many as there are prompts"
-    assert demand.evaluate(0.0, 1, slo_ttft_s=float("inf")).desired == 2
+    assert demand.colocated(0.0, 1, Settings(slo_ttft_s=float("nan"))).desired == 3
+    assert demand.colocated(0.0, 1, Settings(slo_ttft_s=5e-324)).desired == 15, "as many as there are prompts"
+    assert demand.colocated(0.0, 1, Settings(slo_ttft_s=float("inf"))).desired == 2
 
 
 def test_one_prompt_asks_for_one_instance_wherever_it_is() -> None:
@@ -77,7 +78,7 @@ def test_one_prompt_asks_for_one_instance_wherever_it_is() -> None:
         demand.on_load(
             report(queued_tokens=at_instance, queued_requests=waiting, running_requests=running), now_s
         )  # of a worker that does not say what it prefills
-        wanted.append(demand.evaluate(now_s, 1).desired)
+        wanted.append(demand.colocated(now_s, 1).desired)
     assert wanted == [1, 1, 1, 1]
 
 
@@ -86,15 +87,15 @@ def test_a_prompt_on_its_way_from_gateway_to_instance_is_no_second_one() -> None
     demand.on_load(report(queued_tokens=10_000, running_requests=1, prefilling_requests=1), 0.0)
     demand.on_queue("g", queue(10_000, 10_000, requests=1, arrived_requests=1), 0.0)
     # Two reports of it, a moment apart.
-    assert demand.evaluate(0.0, 1).desired == 1
+    assert demand.colocated(0.0, 1).desired == 1
     demand.on_queue("g", queue(10_000, arrived_requests=1, inflight=1), 0.1)
-    assert demand.evaluate(0.1, 1).desired == 1
+    assert demand.colocated(0.1, 1).desired == 1
 
 
 def test_kv_use_near_its_upper_bound_needs_more() -> None:
     demand = ModelDemand(POLICY)
     demand.on_load(report(kv_blocks_used=95, running_requests=9), 0.0)
-    assert demand.evaluate(0.0, 1).desired == 2
+    assert demand.colocated(0.0, 1).desired == 2
 
 
 @pytest.mark.parametrize("state", ["loading", "live"])
@@ -102,20 +103,20 @@ def test_instances_on_their_way_add_no_blocks_to_the_capacity(state: InstanceSta
     demand = ModelDemand(POLICY)
     demand.on_load(report("i0", kv_blocks_used=95, running_requests=9), 0.0)
     demand.on_load(report("i1", state=state, kv_blocks_total=1000), 0.0)
-    assert demand.evaluate(0.0, 1).desired == 2
+    assert demand.colocated(0.0, 1).desired == 2
 
 
 def test_more_running_requests_than_decode_within_the_tbt_objective_need_more() -> None:
     demand = ModelDemand(POLICY)
     demand.on_load(report(running_requests=50, decode_base_s=0.01, decode_request_s=0.001), 0.0)
-    assert demand.evaluate(0.0, 1).needed == 0
-    assert demand.evaluate(0.0, 1, slo_tbt_s=0.05).needed == pytest.approx(50 / 40)
+    assert demand.colocated(0.0, 1).needed == 0
+    assert demand.colocated(0.0, 1, Settings(slo_tbt_s=0.05)).needed == pytest.approx(50 / 40)
     # Those whose prompts are not computed decode nothing yet.
     demand.on_load(report(running_requests=50, prefilling_requests=20, decode_base_s=0.01, decode_request_s=0.001), 0.1)
-    assert demand.evaluate(0.1, 1, slo_tbt_s=0.05).needed == pytest.approx(30 / 40)
+    assert demand.colocated(0.1, 1, Settings(slo_tbt_s=0.05)).needed == pytest.approx(30 / 40)
     # A report that does not know it changes nothing.
     demand.on_load(report(running_requests=60), 0.2)
-    assert demand.evaluate(0.2, 1, slo_tbt_s=0.05).needed == pytest.approx(60 / 40)
+    assert demand.colocated(0.2, 1, Settings(slo_tbt_s=0.05)).needed == pytest.approx(60 / 40)
 
 
 def test_what_waits_at_a_live_instance_counts_as_load() -> None:
@@ -124,7 +125,7 @@ def test_what_waits_at_a_live_instance_counts_as_load() -> None:
     demand.on_queue("g", queue(1500, inflight=15), 0.1)
     demand.on_load(report("i0", queued_tokens=500, queued_requests=5), 0.1)
     demand.on_load(report("i1", state="live", queued_tokens=1000, queued_requests=10), 0.1)
-    assert demand.evaluate(0.1, 2).desired == 3
+    assert demand.colocated(0.1, 2).desired == 3
 
 
 # --- overdue -------------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ def overdue(demand: ModelDemand, waiting: Callable[[float], int], *, serving: in
         for index in range(serving):
             demand.on_load(report(f"i{index}"), now_s)
         demand.on_queue("g", queue(5000, queued_tokens=waiting(now_s)), now_s)
-        verdicts.append(demand.evaluate(now_s, 10))
+        verdicts.append(demand.colocated(now_s, 10))
     return verdicts
 
 
@@ -171,11 +172,11 @@ def test_instances_that_work_it_off_are_enough() -> None:
 def test_scaling_in_waits_until_a_whole_window_was_quiet() -> None:
     demand = ModelDemand(POLICY)
     demand.on_queue("g", queue(0, queued_tokens=1500), 0.0)
-    assert demand.evaluate(0.0, 1).desired == 3
+    assert demand.colocated(0.0, 1).desired == 3
     for step in range(1, 60):
         now_s = step / 10
         demand.on_queue("g", queue(0), now_s)
-        desired = demand.evaluate(now_s, 3).desired
+        desired = demand.colocated(now_s, 3).desired
         assert desired == (3 if now_s <= 2.0 else 0), now_s
 
 
@@ -184,42 +185,42 @@ def test_a_load_that_just_fits_fewer_instances_keeps_the_headroom() -> None:
     for step in range(40):
         now_s = step / 10
         demand.on_queue("g", queue(190 * step, inflight=19), now_s)  # 1900 tokens/s: two instances, hardly
-        verdict = demand.evaluate(now_s, 3)
+        verdict = demand.colocated(now_s, 3)
     assert verdict.desired == 3
 
 
 def test_silence_says_nothing_before_the_connection_was_up_for_a_window() -> None:
     demand = ModelDemand(POLICY)
     demand.on_queue("g", queue(0, queued_tokens=5000), 0.0)
-    assert demand.evaluate(0.0, 4).desired == 10
+    assert demand.colocated(0.0, 4).desired == 10
     # No reports for long, as in an outage. Then the connection is there again, the others' are not yet.
     for step in range(20):
         now_s = 60.0 + step / 10
-        assert demand.evaluate(now_s, 4, connected_since_s=60.0).desired == 4, now_s
-    assert demand.evaluate(62.1, 4, connected_since_s=60.0).desired == 0
+        assert demand.colocated(now_s, 4, Settings(connected_since_s=60.0)).desired == 4, now_s
+    assert demand.colocated(62.1, 4, Settings(connected_since_s=60.0)).desired == 0
 
 
 def test_scaling_out_does_not_wait_for_the_connection_to_last() -> None:
     demand = ModelDemand(POLICY)
     demand.on_queue("g", queue(0, queued_tokens=5000), 60.0)
-    assert demand.evaluate(60.0, 4, connected_since_s=60.0).desired == 10
+    assert demand.colocated(60.0, 4, Settings(connected_since_s=60.0)).desired == 10
 
 
 def test_what_arrived_in_an_outage_did_not_arrive_at_its_end() -> None:
     demand = ModelDemand(DemandPolicy(prefill_tokens_per_s=1000.0, utilisation=1.0))
     for step in range(11):
         demand.on_queue("g", queue(90 * step, inflight=9), step / 10)
-    assert demand.evaluate(1.0, 1).desired == 1
+    assert demand.colocated(1.0, 1).desired == 1
     # The same 900 tokens/s, unheard for 1.8 s.
     demand.on_queue("g", queue(900 + 1620, inflight=9), 2.8)
-    assert demand.evaluate(2.8, 1).needed == pytest.approx(0.9)
+    assert demand.colocated(2.8, 1).needed == pytest.approx(0.9)
 
 
 def test_a_dead_instances_last_report_is_forgotten() -> None:
     demand = ModelDemand(POLICY)
     demand.on_load(report(kv_blocks_used=90, running_requests=5), 0.0)
-    assert demand.evaluate(0.0, 1).desired == 1
-    assert demand.evaluate(3.0, 0).desired == 0
+    assert demand.colocated(0.0, 1).desired == 1
+    assert demand.colocated(3.0, 0).desired == 0
 
 
 # --- speed ---------------------------------------------------------------------------------------------
@@ -228,20 +229,20 @@ def test_a_dead_instances_last_report_is_forgotten() -> None:
 def test_the_speed_is_what_instances_report() -> None:
     demand = ModelDemand(MEASURED)
     demand.on_load(report(queued_tokens=900, prefill_tokens_total=900, busy_s_total=0.1), 0.0)
-    demand.evaluate(0.0, 1)
+    demand.colocated(0.0, 1)
     assert demand.tokens_per_s == 123.0, "an instance that has measured nothing, or a worker of an earlier version"
     demand.on_load(report("i1", prefill_tokens_per_s=2000.0), 0.1)
     demand.on_load(report("i2", prefill_tokens_per_s=300.0), 0.1)
-    demand.evaluate(0.1, 3)
+    demand.colocated(0.1, 3)
     assert demand.tokens_per_s == 2000.0, "one that has hardly begun has seen small steps only"
-    demand.evaluate(9.0, 3)
+    demand.colocated(9.0, 3)
     assert demand.tokens_per_s == 2000.0, "remembered when nobody says anything"
 
 
 def test_a_profile_wins_over_what_instances_report() -> None:
     demand = ModelDemand(POLICY)
     demand.on_load(report(prefill_tokens_per_s=5.0), 0.0)
-    demand.evaluate(0.0, 1)
+    demand.colocated(0.0, 1)
     assert demand.tokens_per_s == 1000.0
 
 
@@ -249,7 +250,7 @@ def test_a_profile_wins_over_what_instances_report() -> None:
 def test_a_speed_that_is_none_is_not_taken(speed: float) -> None:
     demand = ModelDemand(MEASURED)
     demand.on_load(report(prefill_tokens_per_s=speed, decode_base_s=speed, decode_request_s=speed), 0.0)
-    demand.evaluate(0.0, 1, slo_tbt_s=0.1)
+    demand.colocated(0.0, 1, Settings(slo_tbt_s=0.1))
     assert demand.tokens_per_s == 123.0
 
 
@@ -257,7 +258,7 @@ def test_a_speed_that_is_none_is_not_taken(speed: float) -> None:
 def test_instances_on_their_way_do_not_tell_the_speed(state: InstanceState) -> None:
     demand = ModelDemand(MEASURED)
     demand.on_load(report(state=state, prefill_tokens_per_s=9.0), 0.0)
-    demand.evaluate(0.0, 1)
+    demand.colocated(0.0, 1)
     assert demand.tokens_per_s == 123.0
 
 
@@ -268,7 +269,7 @@ def test_instances_on_their_way_do_not_tell_the_speed(state: InstanceState) -> N
 def test_what_instances_of_other_roles_have_to_do_does_not_count(role: Role) -> None:
     demand = ModelDemand(MEASURED)
     demand.on_load(report("i0", kv_blocks_used=50, running_requests=9), 0.0)
-    before = demand.evaluate(0.0, 1)
+    before = demand.colocated(0.0, 1)
     demand.on_load(
         report(
             "i1",
@@ -281,7 +282,7 @@ def test_what_instances_of_other_roles_have_to_do_does_not_count(role: Role) -> 
         ),
         0.0,
     )
-    assert demand.evaluate(0.0, 1) == before
+    assert demand.colocated(0.0, 1) == before
 
 
 def test_prefill_instances_that_serve_take_their_share_of_new_requests() -> None:
@@ -289,16 +290,16 @@ def test_prefill_instances_that_serve_take_their_share_of_new_requests() -> None
     demand.on_queue("g", queue(0), 0.0)
     demand.on_queue("g", queue(3000, queued_tokens=750, inflight=22), 0.5)  # 3000 tokens/s: three instances
     demand.on_load(report("i0"), 0.5)
-    assert demand.evaluate(0.5, 1).needed == pytest.approx(3.0)
+    assert demand.colocated(0.5, 1).needed == pytest.approx(3.0)
     for name, role, state in (("i1", "prefill", "loading"), ("i2", "decode", "serving")):
         demand.on_load(report(name, role=role, state=state), 0.5)
-    assert demand.evaluate(0.5, 1).needed == pytest.approx(3.0), "they take no requests"
+    assert demand.colocated(0.5, 1).needed == pytest.approx(3.0), "they take no requests"
     demand.on_load(report("i1", role="prefill"), 0.5)
-    verdict = demand.evaluate(0.5, 1)
+    verdict = demand.colocated(0.5, 1)
     assert verdict.needed == pytest.approx(1.5)
     assert "375 waiting" in verdict.reason
     demand.on_load(report("i1", role="prefill", state="draining"), 0.5)
-    assert demand.evaluate(0.5, 1).needed == pytest.approx(3.0)
+    assert demand.colocated(0.5, 1).needed == pytest.approx(3.0)
 
 
 def test_a_model_of_prefill_instances_alone_needs_no_colocated_one() -> None:
@@ -306,12 +307,12 @@ def test_a_model_of_prefill_instances_alone_needs_no_colocated_one() -> None:
     demand.on_load(report("i1", role="prefill"), 0.0)
     demand.on_queue("g", queue(0), 0.0)
     demand.on_queue("g", queue(5000, queued_tokens=5000), 0.5)
-    assert demand.evaluate(0.5, 0).desired == 0
+    assert demand.colocated(0.5, 0).desired == 0
     # The prefill instance fell silent: nobody else takes them.
     demand.on_queue("g", queue(5000, queued_tokens=5000), 1.6)
-    assert demand.evaluate(1.6, 0).desired == 1
+    assert demand.colocated(1.6, 0).desired == 1
     demand.on_queue("g", queue(10_000, queued_tokens=10_000), 1.7)
-    assert demand.evaluate(1.7, 0).desired == 11
+    assert demand.colocated(1.7, 0).desired == 11
 
 
 # --- whatever comes ------------------------------------------------------------------------------------
@@ -329,7 +330,7 @@ def told(what: list[tuple[int, bool]]) -> Verdict:
     demand.on_queue(
         "g", queue(sums, sum(held), requests=len(held), arrived_requests=len(what), inflight=len(there)), 0.1
     )
-    return demand.evaluate(0.1, 0)
+    return demand.colocated(0.1, 0)
 
 
 @given(prompts)
@@ -348,7 +349,7 @@ def test_a_speed_that_nobody_can_have_measured_is_none() -> None:
         report(prefill_tokens_per_s=5e-324, decode_request_s=5e-324, queued_tokens=9, queued_requests=1), 0.0
     )
     demand.on_queue("g", queue(1000, 1000), 0.0)
-    assert demand.evaluate(5.0, 1).desired <= 11
+    assert demand.colocated(5.0, 1).desired <= 11
     assert demand.tokens_per_s == MEASURED.assumed_tokens_per_s
 
 
@@ -361,7 +362,7 @@ def idle_until(demand: ModelDemand, until_s: float, observed: int, *, since_s: f
     while now_s < until_s:
         now_s += 0.05
         demand.on_queue("g", queue(0), now_s)
-        desired = demand.evaluate(now_s, observed, **objectives).desired
+        desired = demand.colocated(now_s, observed, Settings(**objectives)).desired
     return desired
 
 
@@ -372,7 +373,7 @@ def test_an_idle_instance_is_kept_while_fetching_it_again_would_cost_more(load_s
         now_s = step / 20
         demand.on_load(report(load_s=load_s, running_requests=1), now_s)
         demand.on_queue("g", queue(100, inflight=1), now_s)
-        assert demand.evaluate(now_s, 1).desired == 1
+        assert demand.colocated(now_s, 1).desired == 1
     demand.on_load(report(load_s=load_s), 2.5)
     assert idle_until(demand, 2.5 + window_s - 0.1, 1, since_s=2.5) == 1
     assert idle_until(demand, 2.5 + window_s + 0.2, 1, since_s=2.5 + window_s - 0.1) == 0
@@ -402,9 +403,9 @@ def test_a_request_that_came_and_ended_between_two_reports_keeps_the_last_instan
         demand.on_load(report(load_s=0.03), now_s)
         if known:
             demand.on_queue("g", queue(0), now_s)
-        assert demand.evaluate(now_s, 1, keep_alive_s=3.2).desired == 1
+        assert demand.colocated(now_s, 1, Settings(keep_alive_s=3.2)).desired == 1
     demand.on_queue("g", queue(100), now_s)
-    while now_s < 8.0 and demand.evaluate(now_s, 1, keep_alive_s=3.2).desired:
+    while now_s < 8.0 and demand.colocated(now_s, 1, Settings(keep_alive_s=3.2)).desired:
         now_s += 0.05
         demand.on_queue("g", queue(100), now_s)
     assert now_s == pytest.approx(3.0 + 3.2, abs=0.15)
@@ -414,16 +415,16 @@ def test_what_the_load_does_not_need_now_is_idle_though_it_is_kept() -> None:
     demand = ModelDemand(POLICY)
     demand.on_queue("g", queue(0, queued_tokens=1500), 0.0)
     demand.on_load(report(queued_tokens=1500, queued_requests=15), 0.0)
-    assert demand.evaluate(0.0, 3).idle == 0
+    assert demand.colocated(0.0, 3).idle == 0
     demand.on_load(report(running_requests=1, kv_blocks_used=1), 0.1)
     demand.on_queue("g", queue(0, inflight=1), 0.1)
-    verdict = demand.evaluate(0.1, 3)
+    verdict = demand.colocated(0.1, 3)
     assert (verdict.desired, verdict.idle) == (3, 2)
     demand.on_load(report(), 0.2)
     demand.on_queue("g", queue(0), 0.2)
-    assert demand.evaluate(0.2, 3).idle == 3
+    assert demand.colocated(0.2, 3).idle == 3
     # Silence just after an outage says nothing.
-    assert demand.evaluate(0.2, 3, connected_since_s=0.0).idle == 0
+    assert demand.colocated(0.2, 3, Settings(connected_since_s=0.0)).idle == 0
 
 
 def test_what_drains_asks_for_no_instance_for_the_requests_that_it_finishes() -> None:
@@ -431,10 +432,10 @@ def test_what_drains_asks_for_no_instance_for_the_requests_that_it_finishes() ->
     demand = ModelDemand(POLICY)
     demand.on_queue("g", queue(300, inflight=3), 0.0)
     demand.on_load(report(**busy), 0.0)
-    assert demand.evaluate(0.0, 1, slo_tbt_s=0.05).desired == 1
+    assert demand.colocated(0.0, 1, Settings(slo_tbt_s=0.05)).desired == 1
     demand.on_load(report(state="draining", **busy), 5.0)
     demand.on_queue("g", queue(300, inflight=3), 5.0)
-    assert demand.evaluate(5.0, 0, slo_tbt_s=0.05).desired == 0
+    assert demand.colocated(5.0, 0, Settings(slo_tbt_s=0.05)).desired == 0
     # Another request waits for one.
     demand.on_queue("g", queue(400, queued_tokens=100, inflight=3), 5.1)
-    assert demand.evaluate(5.1, 0, slo_tbt_s=0.05).desired == 1
+    assert demand.colocated(5.1, 0, Settings(slo_tbt_s=0.05)).desired == 1

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.monitor.core.need import Capability, Load, max_decodes, need_of
+from services.monitor.core.need import Capability, DecodeLoad, Load, decode_need_of, max_decodes, need_of
 
 ONE = Capability(tokens_per_s=1000.0)
 SLACK_S = 0.5
@@ -120,3 +120,47 @@ def test_more_of_anything_never_needs_less(load: Load, one: Capability, slack_s:
 @given(loads, ones, slacks, st.floats(1.0, 10.0))
 def test_faster_instances_never_need_to_be_more(load: Load, one: Capability, slack_s: float, times: float) -> None:
     assert needed(load, replace(one, tokens_per_s=times * one.tokens_per_s), slack_s) <= needed(load, one, slack_s)
+
+
+# --- decode --------------------------------------------------------------------------------------------
+
+TEN = Capability(tokens_per_s=1000.0, max_decodes=10.0)
+
+
+def decodes(load: DecodeLoad, one: Capability = TEN) -> float:
+    return decode_need_of(load, one).instances
+
+
+def test_prompts_that_wait_ask_for_no_more_than_decodes_at_once() -> None:
+    # Four requests per second, each of which decodes for five seconds.
+    load = DecodeLoad(coming=200, flow_per_s=4.0, residence_s=5.0)
+    assert decodes(load) == 2.0
+    assert decodes(replace(load, coming=7)) == 0.7
+    assert decodes(replace(load, running=20)) == 2.0, "those that come take the place of those that end"
+    assert decodes(replace(load, running=50)) == 5.0
+    assert decodes(replace(load, residence_s=inf)) == 20.0, "not known: it may be all"
+    assert decodes(replace(load, flow_per_s=0.0)) == 0.0
+
+
+def test_what_came_within_a_residence_counts_however_fast_it_is_decoded() -> None:
+    load = DecodeLoad(running=8, there=8, arrived=30, flow_per_s=10.0, residence_s=5.0)
+    assert decodes(load) == 3.0
+    assert decodes(replace(load, flow_per_s=4.0)) == 2.0, "no more than prefill lets come"
+    assert decodes(replace(load, running=1, there=1)) == 1.0, "no more than there are requests"
+
+
+def test_kv_on_its_way_counts_beside_what_is_used() -> None:
+    load = DecodeLoad(running=6, there=4, coming=6, flow_per_s=100.0, memory=0.9, request_memory=0.2)
+    assert decodes(load, Capability(1000.0)) == pytest.approx(0.9 + 8 * 0.2)
+    assert decodes(replace(load, flow_per_s=0.0), Capability(1000.0)) == pytest.approx(0.9 + 2 * 0.2)
+
+
+@given(st.data())
+def test_more_to_decode_never_asks_for_less(data: st.DataObject) -> None:
+    figure = st.floats(0.0, 1e4)
+    names = ("running", "coming", "growth", "arrived", "flow_per_s", "residence_s", "memory", "request_memory")
+    load = DecodeLoad(**{name: data.draw(figure) for name in names})
+    name = data.draw(st.sampled_from(names))
+    more = replace(load, **{name: getattr(load, name) + data.draw(figure)})
+    assert decodes(more) >= decodes(load) * (1 - 1e-9)
+    assert decodes(load) <= load.at_once

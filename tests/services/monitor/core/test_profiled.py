@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.monitor.core.demand import DemandPolicy, ModelDemand
+from services.monitor.core.demand import ModelDemand, Settings
+from services.monitor.core.policy import DemandPolicy
 from tests.records import profile
 from tests.services.monitor.core.reports import queue, report
 
@@ -22,7 +23,7 @@ def test_speed_is_that_at_the_length_of_the_prompts_that_come(requests: int, tok
     demand = profiled()
     demand.on_load(report(prefill_tokens_per_s=77.0), 0.0)
     demand.on_queue("g", queue(1000, arrived_requests=requests), 0.0)
-    demand.evaluate(0.0, 1)
+    demand.colocated(0.0, 1)
     assert demand.tokens_per_s == pytest.approx(tokens_per_s)
 
 
@@ -31,31 +32,31 @@ def test_a_profile_goes_before_the_figure_that_is_configured_and_what_is_reporte
     demand.on_load(report(prefill_tokens_per_s=77.0), 0.0)
     demand.on_queue("g", queue(0), 0.0)
     demand.on_queue("g", queue(3000, queued_tokens=3000, inflight=30), 0.1)
-    assert demand.evaluate(0.1, 1).desired == 30  # no more than requests, at 10 tokens/s
+    assert demand.colocated(0.1, 1).desired == 30  # no more than requests, at 10 tokens/s
     demand.profile = profile()
-    assert demand.evaluate(0.1, 1).desired == 3
+    assert demand.colocated(0.1, 1).desired == 3
 
 
 def test_what_one_instance_can_decode_follows_from_the_contexts_that_run() -> None:
     demand = profiled()
     # A step of n requests of 100 tokens takes 10 + n (1 + 1) ms: 20 within 50 ms.
     demand.on_load(report(running_requests=30, running_tokens=3000), 0.0)
-    assert demand.evaluate(0.0, 1, slo_tbt_s=0.05).needed == pytest.approx(1.5)
+    assert demand.colocated(0.0, 1, Settings(slo_tbt_s=0.05)).needed == pytest.approx(1.5)
     # Of 400 tokens: 10 + n (1 + 4) ms.
     demand.on_load(report(running_requests=30, running_tokens=12_000), 0.0)
-    assert demand.evaluate(0.0, 1, slo_tbt_s=0.05).needed == pytest.approx(30 / 8)
+    assert demand.colocated(0.0, 1, Settings(slo_tbt_s=0.05)).needed == pytest.approx(30 / 8)
 
 
 def test_until_an_instance_has_loaded_its_profile_says_how_long_that_takes() -> None:
     slow, quick = profiled(load=profile().load[:1]), profiled()
     for demand in (slow, quick):
         demand.on_load(report(), 0.0)
-        demand.evaluate(0.0, 1)
+        demand.colocated(0.0, 1)
         demand.on_load(report(), 2.5)
     # Loads from a host's memory take 0.5 s, from disk 4 s: an idle instance is kept for twice that.
-    assert quick.evaluate(2.5, 1).desired == 0
-    assert slow.evaluate(2.5, 1).desired == 1
+    assert quick.colocated(2.5, 1).desired == 0
+    assert slow.colocated(2.5, 1).desired == 1
 
 
 def test_without_load_or_reports_there_is_a_verdict_too() -> None:
-    assert profiled().evaluate(0.0, 0).desired == 0
+    assert profiled().colocated(0.0, 0).desired == 0

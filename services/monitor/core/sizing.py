@@ -1,0 +1,128 @@
+"""From what is needed now to the number of instances: up at once, down late.
+
+- Up to ``ceil(needed)``. Down only when the largest ``needed`` of a whole window would fit fewer instances with
+  headroom, or when there was no request anywhere for as long; and no earlier than a window after the connection to
+  the bus: before, silence says nothing. How long the window is, ``services.monitor.core.give_back`` says.
+- The last instance stays for the model's keep-alive after its last request.
+- While prompts are overdue, ``needed`` does not fall: the instances were asked for when the prompts came. If all of
+  them serve and the overdue prompts still do not become fewer, the instances are slower than they say: one more is
+  needed, and so on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from services.monitor.core.give_back import MAX_WINDOW_S, idle_window_s
+from services.monitor.core.policy import DemandPolicy
+from services.monitor.core.windows import MaxWindow
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a number of instances depends on beside the load."""
+
+    observed: int
+    """Instances that serve or are on their way."""
+    num_serving: int
+    load_s: float
+    """To fetch one again."""
+    keep_alive_s: float
+    """How long the last instance stays after the last request, if that is longer than it would by itself."""
+    connected_s: float
+    """Since when this process's connection is up."""
+    idle_s: float
+    """Since when there is no request anywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number of instances."""
+
+    desired: int
+    needed: float
+    """Before rounding."""
+    idle: int
+    """Of those observed, that the load does not need at this moment, whatever is kept for later."""
+
+
+class Sizing:
+    """The number of one role's instances."""
+
+    def __init__(self, policy: DemandPolicy) -> None:
+        self._policy = policy
+        self._needed = MaxWindow(MAX_WINDOW_S)
+        self._overdue = _Overdue(policy.rate_window_s)
+
+    def size(
+        self,
+        needed: float,
+        situation: Situation,
+        now_s: float,
+        *,
+        most: float,
+        least: int = 0,
+        overdue_tokens: float = 0.0,
+    ) -> Size:
+        """``most``: as many as there are requests to use them. ``least``: not less, however little is needed."""
+        policy, observed = self._policy, situation.observed
+        self._needed.add(now_s, needed)
+        lately = self._needed.largest(now_s, self._window_s(situation))
+        held = self._overdue.hold(overdue_tokens, lately, situation.num_serving, now_s)
+        needed = min(max(needed, held), most)
+        self._needed.add(now_s, needed)
+        desired, idle = max(rounded_up(needed), least), 0
+        if desired < observed:
+            if situation.connected_s >= policy.report_ttl_s:
+                idle = observed - desired
+            desired = min(observed, max(desired, self._kept(situation, now_s)))
+        return Size(desired, needed, idle)
+
+    def _kept(self, situation: Situation, now_s: float) -> int:
+        """Instances that stay for what may come, whatever is needed now."""
+        policy, window_s = self._policy, self._window_s(situation)
+        if situation.connected_s < max(window_s, policy.report_ttl_s):
+            return situation.observed
+        idle_window = policy.down_window_s or idle_window_s(situation.load_s)
+        last = 1 if situation.idle_s < max(idle_window, situation.keep_alive_s) else 0
+        if situation.idle_s >= idle_window:
+            return last
+        if not self._needed.full(now_s, window_s):
+            return situation.observed
+        # In small steps of evidence: the whole window's peak must fit what would remain.
+        return max(last, rounded_up(self._needed.largest(now_s, window_s) / policy.down_headroom))
+
+    def _window_s(self, situation: Situation) -> float:
+        """Whose load has to fit fewer instances. Never shorter than two windows of the rate, or random arrivals
+        would be taken for ups and downs."""
+        return self._policy.down_window_s or max(idle_window_s(situation.load_s), 2 * self._policy.rate_window_s)
+
+
+class _Overdue:
+    """What was needed since prompts became overdue, as long as some are."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._held = 0.0
+        self._since: tuple[float, float] | None = None
+        """When all that was asked for began to serve, or what is overdue last shrank, and how much there was then."""
+
+    def hold(self, overdue_tokens: float, lately: float, num_serving: int, now_s: float) -> float:
+        """Instances that are needed for what is overdue; ``lately``: the most that were needed while it waited."""
+        if overdue_tokens <= 0:
+            self._held, self._since = 0.0, None
+            return 0.0
+        self._held = max(self._held, lately)
+        if num_serving < rounded_up(self._held):
+            self._since = None
+        elif self._since is None or overdue_tokens < self._since[1]:
+            self._since = (now_s, overdue_tokens)
+        elif now_s - self._since[0] >= self._patience_s:
+            self._held, self._since = num_serving + 1.0, None
+        return self._held
+
+
+def rounded_up(instances: float) -> int:
+    """To whole instances; what floating point adds is none."""
+    return ceil(instances - 1e-6)

@@ -1,0 +1,133 @@
+"""What a model needs in each role, by how it is served and within its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.monitor.core.demand import ModelDemand, Verdict
+from services.monitor.core.policy import DemandPolicy
+from services.monitor.core.roles import There, staying, verdicts, within
+from shared.messages.common import Role, Serving
+from shared.messages.registry import Floor
+from tests.records import model
+from tests.services.monitor.core.reports import queue, report
+
+POLICY = DemandPolicy(prefill_tokens_per_s=1000.0, utilisation=1.0, down_window_s=2.0)
+
+
+def found(
+    serving: Serving,
+    there: Mapping[Role, There],
+    *,
+    tokens: int = 0,
+    demand: ModelDemand | None = None,
+    **settings: object,
+) -> Mapping[Role, Verdict]:
+    """With a burst of so many tokens, in prompts of a hundred."""
+    demand = demand or ModelDemand(POLICY)
+    demand.on_queue("g", queue(tokens, queued_tokens=tokens), 0.0)
+    record = model(**{"min_instances": 0, "serving": serving} | settings)
+    every: dict[Role, There] = {"colocated": There(), "prefill": There(), "decode": There()}
+    return verdicts(demand, record, every | there, 0.0)
+
+
+def numbers(found: Mapping[Role, Verdict]) -> tuple[int, int, int]:
+    return found["colocated"].desired, found["prefill"].desired, found["decode"].desired
+
+
+def test_how_a_model_is_served_says_which_roles_its_load_asks_for() -> None:
+    assert numbers(found("", {}, tokens=1500)) == (3, 0, 0)
+    assert numbers(found("colocated", {}, tokens=1500)) == (3, 0, 0)
+    assert numbers(found("disaggregated", {}, tokens=1500)) == (0, 3, 1)
+
+
+def test_the_minimum_is_of_each_role_that_it_is_served_by() -> None:
+    assert numbers(found("", {}, min_instances=2)) == (2, 0, 0)
+    assert numbers(found("disaggregated", {}, min_instances=2)) == (0, 2, 2)
+
+
+def test_what_nobody_asked_for_goes_where_the_load_decides_and_stays_where_it_does_not() -> None:
+    both: dict[Role, There] = {"prefill": There(1, 1), "decode": There(2, 2)}
+    assert numbers(found("", both)) == (0, 1, 2)
+    assert numbers(found("colocated", both)) == (0, 0, 0)
+    floor = Floor(model="m", instances=1, until_s=9.0, role="decode")
+    assert numbers(found("colocated", both | {"decode": There(2, 2, floor)})) == (0, 0, 1)
+    assert numbers(found("", both | {"decode": There(2, 2, floor)})) == (0, 1, 1)
+
+
+def test_surplus_instances_go_as_others_come_to_take_their_prompts() -> None:
+    surplus: dict[Role, There] = {"colocated": There(4, 4)}
+    # Three prefill instances and a decode instance are wanted, and there may be no worker but theirs.
+    assert numbers(found("disaggregated", surplus, tokens=1500)) == (3, 3, 1)
+    coming = surplus | {"prefill": There(3, 1), "decode": There(1, 0)}
+    assert numbers(found("disaggregated", coming, tokens=1500)) == (2, 3, 1)
+    assert numbers(found("disaggregated", coming | {"prefill": There(3, 3)}, tokens=1500)) == (0, 3, 1)
+
+
+@given(*(st.integers(0, 9) for _ in range(5)))
+def test_a_model_that_needs_one_is_never_left_without_an_instance_that_takes_prompts(
+    surplus: int, wanted: int, serving: int, coming: int, lacking: int
+) -> None:
+    stays = staying(surplus, wanted=wanted, serving=serving, coming=coming, lacking=lacking)
+    assert 0 <= stays <= surplus
+    if wanted and surplus:
+        assert stays + serving > 0
+    if serving >= wanted:
+        assert stays == 0
+    if lacking and not coming and surplus > 1:
+        assert stays < surplus, "its worker may be the only one"
+
+
+def test_all_roles_share_the_maximum_in_proportion_to_what_they_need() -> None:
+    assert within({"prefill": 3, "decode": 2}, {"prefill": 0, "decode": 0}, 9) == {"prefill": 3, "decode": 2}
+    assert within({"prefill": 6, "decode": 2}, {"prefill": 1, "decode": 1}, 4) == {"prefill": 3, "decode": 1}
+    assert within({"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0}, 1) == {"prefill": 1, "decode": 0}
+    # What was asked for by hand, and stays, leaves the rest.
+    by_hand: dict[Role, There] = {"decode": There(3, 3)}
+    assert numbers(found("", by_hand, tokens=1500, max_instances=4)) == (1, 0, 3)
+    assert numbers(found("", {"decode": There(5, 5)}, max_instances=4)) == (0, 0, 4)
+
+
+@given(*(st.integers(0, 50) for _ in range(5)))
+def test_no_role_gets_more_than_it_wants_and_all_together_not_more_than_the_most(
+    prefill: int, decode: int, more_prefill: int, more_decode: int, most: int
+) -> None:
+    wanted: dict[Role, int] = {"prefill": prefill + more_prefill, "decode": decode + more_decode}
+    least: dict[Role, int] = {"prefill": prefill, "decode": decode}
+    got = within(wanted, least, most)
+    assert sum(got.values()) == min(most, sum(wanted.values()))
+    assert all(0 <= got[role] <= wanted[role] for role in wanted)
+    if sum(least.values()) <= most:
+        assert all(got[role] >= least[role] for role in wanted)
+
+
+def test_a_model_that_sleeps_wakes_with_one_of_each() -> None:
+    assert numbers(found("disaggregated", {}, tokens=100)) == (0, 1, 1)
+
+
+def test_an_instance_that_has_another_role_is_not_counted_in_its_former_one() -> None:
+    demand = ModelDemand(POLICY)
+    demand.on_load(report("i0", role="decode", running_requests=5, kv_blocks_used=80), 0.0)
+    demand.on_load(report("i1", role="decode", running_requests=5, kv_blocks_used=80), 0.0)
+    there: dict[Role, There] = {"prefill": There(1, 1), "decode": There(2, 2)}
+    before = found("disaggregated", there, demand=demand)["decode"]
+    assert before.needed == pytest.approx(160 / 90)
+    # The registry says so before the instance does.
+    demand.on_role("i1", "prefill")
+    there = {"prefill": There(2, 2), "decode": There(1, 1)}
+    assert found("disaggregated", there, demand=demand)["decode"].needed == pytest.approx(80 / 90)
+    # What it says in its new role counts, whoever hears of it first.
+    demand.on_load(report("i1", role="prefill", running_requests=5, kv_blocks_used=80), 0.0)
+    demand.on_role("i1", "prefill")
+    after = found("disaggregated", there, demand=demand)["decode"]
+    assert "10 are" in after.reason, "it decodes them to their end, but as what another one could"
+
+
+def test_only_what_limits_and_floors_leave_is_idle() -> None:
+    there: dict[Role, There] = {"prefill": There(3, 3), "decode": There(2, 2)}
+    verdict = found("disaggregated", there, min_instances=1)
+    assert (verdict["prefill"].idle, verdict["decode"].idle) == (2, 1)
