@@ -51,8 +51,6 @@ class LoadReport(Message, frozen=True, kw_only=True, tag="load.v1"):
     """Requests that ended here by themselves (stop or length); with the next, how long answers are."""
     ended_tokens_total: Count = 0
     """Their output, from wherever it was computed."""
-    kv_block_tokens: Count = 0
-    """Tokens that a KV block holds; 0: not said."""
 
 
 class HostLoad(Message, frozen=True, kw_only=True, tag="host_load.v1"):

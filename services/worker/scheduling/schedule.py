@@ -99,4 +99,3 @@ class SchedulerLoad:
     ended_requests_total: int = 0
     """Requests that ended by themselves, and their output tokens, wherever these were computed."""
     ended_tokens_total: int = 0
-    kv_block_tokens: int = 0

@@ -229,7 +229,6 @@ class Scheduler:
             num_prefilling,
             self.table.ended_requests_total,
             self.table.ended_tokens_total,
-            self.pool.block_size,
         )
 
     def check(self) -> None:

@@ -179,6 +179,19 @@ def test_load_counts_what_is_queued_running_and_held():
     assert (load.kv_blocks_used, load.kv_blocks_total, load.prefill_tokens_total) == (3, 64, 4)
 
 
+def test_how_long_answers_are_is_counted_when_they_end_by_themselves():
+    scheduler = Scheduler(config())
+    scheduler.add(request("a", max_tokens=3))
+    scheduler.add(request("b", max_tokens=9))
+    # Another instance computed two of its tokens.
+    scheduler.add(request("c", max_tokens=4, output=[1, 2]))
+    for _ in range(3):
+        finish(scheduler, scheduler.schedule())
+    scheduler.cancel("b", 0)
+    load = scheduler.load()
+    assert (load.ended_requests_total, load.ended_tokens_total) == (2, 3 + 4)
+
+
 def test_the_first_token_reports_the_time_in_the_queue_once():
     scheduler = Scheduler(config())
     scheduler.add(request("a"), now_s=10.0)
