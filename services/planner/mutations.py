@@ -96,16 +96,15 @@ class Mutations:
         missing = self._missing(request, model, view, clusters)
         if not missing or not by_role.keys() - {request.role}:
             return ()
-        kept = self._kept(model, staying)
+        kept = self._operations.instances_in_pairs() | frozenset(staying)
         offers = [
-            Offer(role, surplus, why, self._movable(records, kept))
+            offer
             for role, records in sorted(by_role.items())
             if role != request.role
-            for surplus, why in [self._surplus(model, role, len(records), request, view, wanted)]
-            if surplus
+            if (offer := self._offer(model, role, records, request, view, wanted, kept)).surplus
         ]
         takers = sum(r.state == "serving" for role in TAKES_PROMPTS for r in by_role.get(role, ()))
-        return from_surplus(request.role, missing, offers, self._pairs.is_at_work, takers)
+        return from_surplus(request.role, missing, offers, self._pairs.is_at_work, takers, self._lately(model))
 
     def made_up_for(
         self, request: ScaleRequest, view: RegistryView, clusters: Clusters, staying: Collection[str]
@@ -119,7 +118,8 @@ class Mutations:
         prefill = by_role.get("prefill", [])
         room = model.max_instances - sum(map(len, by_role.values()))
         missing = min(self._missing(request, model, view, clusters), room)
-        movable = self._movable(prefill, self._kept(model, staying))
+        kept = self._operations.instances_in_pairs() | frozenset(staying) | self._lately(model)
+        movable = self._movable(prefill, kept)
         num_serving = sum(record.state == "serving" for record in prefill)
         return made_up_for(missing, movable, self._pairs.is_at_work, num_serving), len(prefill)
 
@@ -131,7 +131,7 @@ class Mutations:
     def otherwise(self, model: str) -> str:
         """What would happen without a mutation, in words."""
         load_s = self._pairs.load_s(model)
-        return f"a worker would load it{f', in about {load_s:.2f} s' if load_s else ''}, or none is spare"
+        return f"the role would load on a spare worker, if there is one{f', in about {load_s:.2f} s' if load_s else ''}"
 
     def _missing(self, request: ScaleRequest, model: ModelRecord, view: RegistryView, clusters: Clusters) -> int:
         return lacking(
@@ -154,10 +154,9 @@ class Mutations:
                 found[about[1]].append(record)
         return dict(found)
 
-    def _kept(self, model: ModelRecord, staying: Collection[str]) -> frozenset[str]:
-        """Instance ids that keep their roles."""
-        lately = self._operations.mutated(time.time(), kept_s(self._pairs.load_s(model.name)))
-        return frozenset(lately) | self._operations.instances_in_pairs() | frozenset(staying)
+    def _lately(self, model: ModelRecord) -> frozenset[str]:
+        """Instances that have only just got the role that they have."""
+        return frozenset(self._operations.mutated(time.time(), kept_s(self._pairs.load_s(model.name))))
 
     def _movable(self, records: Sequence[WorkerRecord], kept: Collection[str]) -> list[WorkerRecord]:
         now_s = time.monotonic()
@@ -170,30 +169,31 @@ class Mutations:
             and record.worker.worker_id not in self._refusals.avoided(record.instance.model, now_s)
         ]
 
-    def _surplus(
+    def _offer(
         self,
         model: ModelRecord,
         role: Role,
-        there: int,
+        records: Sequence[WorkerRecord],
         request: ScaleRequest,
         view: RegistryView,
         wanted: Mapping[About, int],
-    ) -> tuple[int, str]:
-        """How many of a role's instances may go to the request's, and why, in words."""
-        needed: list[int] = []
-        why = ""
+        kept: Collection[str],
+    ) -> Offer:
+        """What a role has beyond its need. ``kept``: instance ids that do not go."""
+        there, needed, why = len(records), list[int](), ""
         said = self._fleet.said(model.name, role)
         if (model.name, role) in wanted:
             needed.append(wanted[model.name, role])
         elif said is not None and said.desired < said.observed:
             needed.append(said.desired)
-        if needed:
-            why = f"{min(needed)} of {there} {role} instances are needed"
+        least = bounded(0, model, view.floors.get((model.name, role)), role)
+        going = surplus_of(there, least, needed)
+        if going:
+            why = f"{max(least, *needed)} of {there} {role} instances are needed"
         if said is not None and said.idle:
             idle_s = max(0.0, time.time() - said.idle_since_s)
             # With steady traffic a role is idle between any two requests.
             if request.by_hand or idle_s >= IDLE_S:
                 needed.append(said.observed - said.idle)
                 why = why or f"{said.idle} of {there} {role} instances have been idle for {idle_s:.1f} s"
-        least = bounded(0, model, view.floors.get((model.name, role)), role)
-        return surplus_of(there, least, needed), why
+        return Offer(role, surplus_of(there, least, needed), going, why, self._movable(records, kept))

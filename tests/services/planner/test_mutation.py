@@ -344,13 +344,27 @@ async def test_a_role_is_kept_for_as_long_as_a_change_costs(rig: Rig) -> None:
     rig.pool.workers = serving("prefill", "w0") + serving("decode", "w2", "w1") + spare("w9")
     await rig.report(plan.plan_id, "serving", "w1", "i-w1")
     await rig.record(plan.plan_id, wait_s=5.0)
-    # The load has turned: the older one goes instead, and where there is none the role is loaded.
-    await say(rig, "decode", 0, 2)
+    # Both are idle, and stay for now: the older one goes, and the role is loaded beside it.
+    await say(rig, "decode", 2, 2, idle=2)
     await say(rig, "prefill", 3, 1)
     back = (await plans(rig, MutatePlan, 2))[1]
     assert moved(back) == [("w2", "decode", "prefill")]
     load = await one(rig, ScalePlan)
     assert load.role == "prefill"
+
+
+async def test_an_instance_that_would_have_to_go_changes_back_at_once(rig: Rig) -> None:
+    rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2")
+    await say(rig, "prefill", 1, 2)
+    await say(rig, "decode", 2, 1)
+    plan = await one(rig, MutatePlan)
+    rig.pool.workers = serving("prefill", "w0") + serving("decode", "w2", "w1")
+    await rig.report(plan.plan_id, "serving", "w1", "i-w1")
+    await say(rig, "decode", 0, 2)
+    await say(rig, "prefill", 3, 1)
+    back = (await plans(rig, MutatePlan, 2))[1]
+    assert sorted(moved(back)) == [("w1", "decode", "prefill"), ("w2", "decode", "prefill")]
+    assert not [p for p in rig.plans() if isinstance(p, DrainPlan)]
 
 
 async def test_the_next_planner_learns_what_was_under_way_and_repeats_nothing(rig: Rig) -> None:

@@ -7,11 +7,13 @@
    would both come in.
 
 Not the last serving instance that takes prompts becomes one that takes none. An instance that has just got a role
-keeps it for as long as loading twice takes: an earlier change back would cost more than it saves.
+keeps it for as long as loading twice takes, so that roles do not follow every breath of the load; unless it would have
+to go, and by that the monitor has waited for as long.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,8 +37,10 @@ class Offer:
     role: Role
     surplus: int
     """Instances beyond what it needs."""
+    going: int
+    """Of these, that would have to drain; the others have nothing to do now, and would stay."""
     why: str
-    """What makes them that, in words."""
+    """What makes them a surplus, in words."""
     records: Sequence[WorkerRecord]
     """Its instances that may go: they serve, and nothing else is about to happen to them."""
 
@@ -75,23 +79,33 @@ def surplus_of(there: int, least: int, needed: Iterable[int]) -> int:
 
 
 def from_surplus(
-    role: Role, missing: int, offers: Sequence[Offer], at_work: Callable[[str], bool], num_takers: int
+    role: Role,
+    missing: int,
+    offers: Sequence[Offer],
+    at_work: Callable[[str], bool],
+    num_takers: int,
+    lately: Collection[str] = (),
 ) -> tuple[Change, ...]:
     """Instances of ``offers`` that get ``role``, at most ``missing``. ``num_takers``: serving instances of the model
-    that take prompts."""
-    by_role = {offer.role: offer for offer in offers}
-    left = {offer.role: offer.surplus for offer in offers}
-    candidates = [(record, offer.role) for offer in offers for record in offer.records]
+    that take prompts. ``lately``: instance ids that have only just got the role that they have."""
+
+    def is_fresh(record: WorkerRecord) -> bool:
+        return record.instance is not None and record.instance.instance_id in lately
+
+    candidates = [(record, offer) for offer in offers for record in offer.records]
+    candidates.sort(key=lambda one: (is_fresh(one[0]), staying(one[0], (), at_work)))
+    taken: Counter[Role] = Counter()
     changes: list[Change] = []
-    for record, was in sorted(candidates, key=lambda one: staying(one[0], (), at_work)):
+    for record, offer in candidates:
         if len(changes) >= missing:
             break
-        ends_taking = was in TAKES_PROMPTS and role not in TAKES_PROMPTS
-        if left[was] <= 0 or (ends_taking and num_takers <= 1):
+        may_go = offer.going if is_fresh(record) else offer.surplus
+        ends_taking = offer.role in TAKES_PROMPTS and role not in TAKES_PROMPTS
+        if taken[offer.role] >= may_go or (ends_taking and num_takers <= 1):
             continue
-        left[was] -= 1
+        taken[offer.role] += 1
         num_takers -= ends_taking
-        changes.append(Change(record, was, by_role[was].why))
+        changes.append(Change(record, offer.role, offer.why))
     return tuple(changes)
 
 
