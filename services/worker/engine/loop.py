@@ -128,9 +128,11 @@ class EngineLoop:
 
     @property
     def prefill_token_s(self) -> float:
-        """Seconds that a prompt token takes through all layers, as measured; 0 before the first prompt."""
-        tokens_per_s = self.scheduler.budgets.speed.speed.prefill_tokens_per_s
-        return 1 / tokens_per_s if tokens_per_s else 0.0
+        """Seconds that a prompt token takes through all layers, as measured, or before the first prompt as a profile
+        says; 0 where neither is known."""
+        budgets = self.scheduler.budgets
+        tokens_per_s = budgets.speed.speed.prefill_tokens_per_s
+        return 1 / tokens_per_s if tokens_per_s else budgets.cost.token_s
 
     def add(self, sequence: Sequence) -> None:
         """Accept a request. Raises what ``Scheduler.add`` raises."""

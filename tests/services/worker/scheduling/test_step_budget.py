@@ -21,6 +21,7 @@ from services.worker.scheduling.step_budget import (
     USED_SHARE,
     StepBudgets,
 )
+from tests.records import profile
 from tests.services.worker.scheduling.harness import config, request, sampled
 
 CHUNK, MOST = 512, 2048
@@ -164,3 +165,15 @@ def test_an_objective_that_decodes_alone_break_does_not_starve_prompts() -> None
 def test_an_engine_whose_steps_cost_the_same_whatever_is_in_them_is_not_kept_small() -> None:
     ran = serve(0.1, lambda _: 0.2, prompt_tokens=8000)
     assert ran[-2][0].num_prefill_tokens == CHUNK
+
+
+def test_what_a_profile_says_counts_before_the_first_step() -> None:
+    made = budgets(0.1)
+    made.expect(profile())
+    left_s = USED_SHARE * 0.1 - profile().decode_fit.step_s(8, 0)
+    budget = made.next(8)
+    assert budget.take(0, 10_000) == FIRST_TOKENS
+    assert made.cost.seconds(budget.num_tokens, budget.num_pairs) == pytest.approx(
+        FIRST_TOKENS * 0.0008 + num_pairs(0, FIRST_TOKENS) * 0.000001
+    )
+    assert made.next(60).take(0, 10_000) < FIRST_TOKENS < left_s / 0.0008
