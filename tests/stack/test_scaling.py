@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import pytest
+from openai import AsyncOpenAI
 
 from compose.stack import Stack
 from shared.load_feed import subscribe_load
@@ -41,24 +43,50 @@ async def test_three_instances_hold_identical_weights_and_answer_identically(tor
             await eventually(lambda: len(reports) == 3 and all(r.decode_tokens_total > 0 for r in reports.values()))
 
 
-async def test_scaling_in_lets_streams_finish(torch_stack: Stack) -> None:
+async def test_scaling_in_moves_streams_and_none_of_their_tokens_changes(torch_stack: Stack) -> None:
+    kinds: list[dict[str, object]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 5, "top_p": 0.9},
+        {"temperature": 0.8, "seed": 6, "logprobs": 2, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    ]
+    long = "the quick brown fox " * 12
+
+    async def read(client: AsyncOpenAI, options: dict[str, object]) -> list[tuple[str, tuple[float, ...]]]:
+        """Text and log-probabilities, piece by piece."""
+        fixed = {"model": MODEL, "prompt": long, "max_tokens": 400, "stream": True, "extra_body": {"ignore_eos": True}}
+        events = await client.completions.create(**(fixed | options))  # type: ignore[call-overload]
+        choices = [event.choices[0] async for event in events if event.choices]
+        return [(c.text, tuple(c.logprobs.token_logprobs or ()) if c.logprobs else ()) for c in choices]
+
+    def joined(pieces: list[tuple[str, tuple[float, ...]]]) -> tuple[str, list[float]]:
+        return "".join(text for text, _ in pieces), [value for _, values in pieces for value in values]
+
     async with openai_client(torch_stack) as client:
         await scale(torch_stack, MODEL, 3)
-        expected = await complete(client, MODEL, max_tokens=300)
-
-        async def read() -> str:
-            return "".join([piece async for piece in stream(client, MODEL, max_tokens=300)])
-
-        reading = [asyncio.create_task(read()) for _ in range(9)]
-        await asyncio.sleep(0.2)
+        expected = [joined(await read(client, options)) for options in kinds]
+        reading = [asyncio.create_task(read(client, options)) for options in kinds * 4]
+        await asyncio.sleep(0.3)
+        moved = await _moves(torch_stack)
         record = await scale(torch_stack, MODEL, 1)
         assert record.status == "done", record
         assert record.direction == "in"
-        assert await asyncio.gather(*reading) == [expected] * 9
+        assert not any(task.done() for task in reading), "instances went before the streams on them had ended"
+        for (text, logprobs), task in zip(expected * 4, reading, strict=True):
+            found, found_logprobs = joined(await task)
+            assert found == text
+            assert found_logprobs == pytest.approx(logprobs, abs=1e-4)
+        assert await _moves(torch_stack) >= moved + 4
         await until(
             torch_stack,
             lambda s: s.serving(MODEL) == 1 and sum(1 for w in s.workers if w.state == "spare") == 3,
         )
+
+
+async def _moves(stack: Stack) -> float:
+    """Requests that moved to another instance, as the gateway counts them."""
+    async with httpx.AsyncClient() as http:
+        text = (await http.get(f"{stack.url}/metrics")).text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("blitz_gateway_moves_total{"))
 
 
 async def test_more_instances_than_workers_give_what_there_is_and_say_so(torch_stack: Stack) -> None:
