@@ -31,10 +31,11 @@ from tests.services.fake_gateway import expected_tokens
 from tests.services.tampering import corrupt, index_of, lose_from
 from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.fakes import FakeDecode, clean, outcomes
+from tests.services.worker.kv_transfer.lossy import LossyBroker
 from tests.services.worker.kv_transfer.rig import PROMPT, Disaggregated, disaggregated
 from tests.services.worker.lone_worker import LoneWorker
 from tests.services.workers import RunningWorker
-from tests.shared.bus.memory import MemoryBroker, Reply
+from tests.shared.bus.memory import Reply
 from tests.shared.transport.memory import MemoryTransport
 
 SLOW = MockTiming(layer_base_s=0.01)
@@ -67,33 +68,6 @@ async def patient_pair(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Async
     async with disaggregated(redis_url, stall_s=5.0) as pair:
         yield pair
         await pair.clean()
-
-
-class LossyBroker:
-    """Loses some of the questions and answers about decoding, and is late with others."""
-
-    def __init__(self, broker: MemoryBroker, seed: int, *, lost: float) -> None:
-        self._real = broker.request_raw
-        self._random = random.Random(seed)
-        self.lost = lost
-        broker.request_raw = self.request_raw  # type: ignore[method-assign]
-
-    def request_raw(self, subject: str, payload: bytes, headers: Headers | None, reply: Reply) -> bool:
-        if ".decode." not in subject:
-            return self._real(subject, payload, headers, reply)
-        fate = self._random.random()
-        if fate < self.lost / 2:
-            return True
-
-        def answer(reply_payload: bytes, reply_headers: Headers | None) -> None:
-            if fate >= self.lost:
-                reply(reply_payload, reply_headers)
-
-        if self._random.random() < 0.5:
-            return self._real(subject, payload, headers, answer)
-        delay_s = self._random.random() * 0.15  # some come after the question is given up
-        asyncio.get_running_loop().call_later(delay_s, self._real, subject, payload, headers, answer)
-        return True
 
 
 async def whole(pair: Disaggregated, request_id: str, prompt: tuple[int, ...], count: int) -> None:
