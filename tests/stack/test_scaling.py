@@ -13,7 +13,7 @@ from shared.load_feed import subscribe_load
 from shared.messages.load import LoadReport
 from tests.checkpoints import tiny_checkpoint
 from tests.services.waiting import eventually
-from tests.stack.client import bus, complete, openai_client, scale, stream, until
+from tests.stack.client import bus, complete, openai_client, scale, until
 from tests.stack.conftest import MODEL
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
