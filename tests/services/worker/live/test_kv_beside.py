@@ -124,7 +124,7 @@ class Departing:
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def ran_layers(self, sequence: Sequence, num_layers: int) -> None:
+    def ran_layers(self, sequence: Sequence, start: int, end: int, num_layers: int) -> None:
         """Not of prefixes that are computed outside of steps."""
 
     def computed(self, sequence: Sequence, token: Sampled) -> None:
