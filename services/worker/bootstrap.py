@@ -114,7 +114,9 @@ class Parts:
             self.migrator.leave,
             fatal=fatal,
         )
-        self.pair_roles = PairRoles(bus, transport, worker_id, peers, inbox, progress, slot, silence_s=silence_s)
+        self.pair_roles = PairRoles(
+            bus, transport, worker_id, peers, inbox, self.kv_sender, progress, slot, silence_s=silence_s
+        )
         slot.when_loaded(self.pair_roles.loaded)
         for part in (self.pair_roles, self.departures, self.kv_receiver):
             slot.before_gone(part.instance_gone)

@@ -27,6 +27,9 @@ class ReserveDecode(Message, frozen=True, kw_only=True, tag="reserve_decode.v1")
     lease_s: float
     chunk_tokens: int = 0
     """Its KV comes in chunks of at most so many tokens, each announced by a ``RenewDecode``; 0: in one."""
+    first_layer: int = 0
+    """If not 0, another sender has a reservation for it and has run the layers before; this one sends those from here
+    on, under a ticket of its own, and begins the request or gives it up. ``Conflict``: there is no such reservation."""
     context_tokens: int = 0
     """How long prompt and output may become where it comes from: an instance that cannot hold as much refuses. 0: not
     said."""
@@ -42,6 +45,8 @@ class DecodeReserved(Message, frozen=True, kw_only=True, tag="decode_reserved.v1
     """So many layers may be sent beyond those that have arrived: their receives are posted."""
     chunked: bool = False
     """It comes in chunks, as was asked for. A worker before this field takes it in one."""
+    first_layer: int = 0
+    """As was asked for. A worker before this field knows nothing of two senders."""
 
 
 class RenewDecode(Message, frozen=True, kw_only=True, tag="renew_decode.v1"):
@@ -83,3 +88,5 @@ class ReleaseDecode(Message, frozen=True, kw_only=True, tag="release_decode.v1")
 
     request_id: str
     attempt: int
+    worker_id: str = ""
+    """Who says so: what another sender has taken over stays. Empty before this field."""

@@ -123,6 +123,8 @@ class Pull(Message, frozen=True, kw_only=True, tag="pull.v1"):
     """How long the answer may wait for something to pull."""
     kv_apart: bool = False
     """The source asks for KV by itself (``PullKv``). Workers before this field send and expect it unasked."""
+    kv_direct: bool = False
+    """KV may go from the target straight to the instances that decode the requests; the source sends the rest."""
 
 
 class Pulled(Message, frozen=True, kw_only=True, tag="pulled.v1"):
@@ -140,6 +142,9 @@ class Pulled(Message, frozen=True, kw_only=True, tag="pulled.v1"):
     """Cooperation has nothing left to gain."""
     kv_apart: bool = False
     """As the source asked: its KV waits for ``PullKv``."""
+    kv_direct: bool = False
+    """The KV of the layers that were run is at the decode instances, or on its way there, for all requests of the
+    batch. The target keeps it until the claim is settled: ``PullKv`` gets it if a decode instance is lost."""
 
 
 class PullKv(Message, frozen=True, kw_only=True, tag="pull_kv.v1"):

@@ -70,12 +70,16 @@ class DecodeClient:
             lease_s=LEASE_S,
             context_tokens=transfer.context_tokens,
             chunk_tokens=transfer.chunk_tokens,
+            first_layer=transfer.first_layer,
         )
         # The message is as long as the prompt, and others may wait as well.
         pauses = (pause_s * random.uniform(0.5, 1.0) for pause_s in growing(RETRY_S, MAX_RETRY_S))
         while True:
             try:
-                return await self._ask("reserve", message, DecodeReserved, time.monotonic(), pauses)
+                reserved = await self._ask("reserve", message, DecodeReserved, time.monotonic(), pauses)
+                if reserved.first_layer != transfer.first_layer:
+                    raise DecodeRefused("it takes KV from one sender only")
+                return reserved
             except DecodeRefused as why:
                 waited_s = 0.0 if transfer.token is None else time.monotonic() - transfer.computed_at_s
                 if not isinstance(why.__cause__, Overloaded) or not waits or waited_s > ROOM_PATIENCE_S:
@@ -147,7 +151,9 @@ class DecodeClient:
 
     async def release(self) -> None:
         """The request will not come, or has ended after all."""
-        message = ReleaseDecode(request_id=self._key[0], attempt=self._key[1])
+        # The source of a pair also gives up what the target reserved for it.
+        whose = "" if self._transfer.first_layer else self._me.worker_id
+        message = ReleaseDecode(request_id=self._key[0], attempt=self._key[1], worker_id=whose)
         with contextlib.suppress(BlitzError):  # the reservation lapses by itself
             await self._bus.request(self._subject("release"), message, Ack, timeout_s=ASK_TIMEOUT_S)
 

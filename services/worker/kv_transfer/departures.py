@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter
@@ -21,6 +21,7 @@ from services.worker.kv_transfer.shipment import Shipment
 from services.worker.kv_transfer.transfer import DecodeRefused, KvTransfer, RequestEnded
 from services.worker.requests.inbox import Cooperation, Inbox
 from services.worker.scheduling.gateways import Gone
+from services.worker.scheduling.sequence import Sequence
 from services.worker.weights.peers import TENSOR_LANE, Peers
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus
@@ -33,9 +34,9 @@ log = logging.getLogger(__name__)
 
 LEAVE_S = 2.0
 
-HandOver = Callable[[KvTransfer, DecodeClient], Awaitable[None]]
-"""Returns once the other instance has the request. Raises ``RequestEnded``, ``DecodeRefused``, and ``Unavailable`` if
-the other instance may have it."""
+HandOver = Callable[[KvTransfer, DecodeClient], Awaitable[str]]
+"""What became of it, once the other instance has the request. Raises ``RequestEnded``, ``DecodeRefused``, and
+``Unavailable`` if the other instance may have it."""
 Keep = Callable[[KvTransfer], Awaitable[str]]
 """The request stays here. What became of it: kept, or ended."""
 
@@ -76,6 +77,25 @@ class Departures(Cooperation):
         task = self._running[transfer] = self._tasks.start(self._run(transfer, hand_over, keep))
         return task
 
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """What becomes of these is decided elsewhere: nothing leaves from here any more."""
+        for sequence in sequences:
+            transfer = self.transfers.get(sequence.key)
+            if transfer is not None and transfer.sequence is sequence:
+                del self.transfers[sequence.key]  # should it be computed here again, it leaves anew
+                transfer.is_forgotten = True
+                transfer.unwanted()
+
+    def after(self, running: Collection[asyncio.Task[None]], over: Callable[[], Awaitable[None]]) -> None:
+        """``over()`` once these have left, or have not."""
+
+        async def follow() -> None:
+            if running:
+                await asyncio.wait(running)
+            await over()
+
+        self._tasks.start(follow())
+
     # --- from the gateways -------------------------------------------------------------------
 
     def cancel(self, request_id: str, attempt: int) -> None:
@@ -97,8 +117,7 @@ class Departures(Cooperation):
         client = DecodeClient(self._bus, self._me, transfer, silence_s=self._silence_s)
         with trace.use_span(self._inbox.spans.of(sequence.key), end_on_exit=False):
             try:
-                await hand_over(transfer, client)
-                outcome = "moved"
+                outcome = await hand_over(transfer, client)
             except DecodeRefused as why:
                 log.info("request %s is decoded here, not at %s: %s", sequence.request_id, worker_id, why)
                 _, outcome = await asyncio.gather(client.release(), keep(transfer))
@@ -118,7 +137,8 @@ class Departures(Cooperation):
                 del self._running[transfer]
                 if self.transfers.get(sequence.key) is transfer:
                     del self.transfers[sequence.key]
-        self._ended.labels(outcome).inc()
+        if not transfer.is_forgotten:
+            self._ended.labels(outcome).inc()
 
     @contextlib.asynccontextmanager
     async def shipment(
@@ -136,13 +156,17 @@ class Departures(Cooperation):
         except BlitzError as error:
             raise DecodeRefused(str(error)) from error
 
-    def left(self, transfer: KvTransfer) -> None:
-        """The other instance has it, and a cancel from now on is passed on. Raises ``RequestEnded`` if nobody wants it
-        any more."""
-        sequence = transfer.sequence
+    async def left(self, transfer: KvTransfer) -> None:
+        """The other instance has it, and a cancel from now on is passed on. What is of a batch that both members of a
+        pair ran keeps its blocks until the whole batch is over. Raises ``RequestEnded`` if nobody wants it any more."""
+        sequence, engine = transfer.sequence, transfer.instance.engine
         transfer.check()
         self._inbox.moved([sequence], transfer.place.worker_id)
-        transfer.instance.engine.call(lambda loop: loop.scheduler.reservations.release_to_decoder(sequence))
+        if not transfer.first_layer:
+            engine.call(lambda loop: loop.scheduler.reservations.release_to_decoder(sequence))
+            return
+        with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
+            await asyncio.wrap_future(engine.call(lambda loop: loop.scheduler.reservations.leave(sequence)))
 
     def decode_here(self, transfer: KvTransfer) -> None:
         """It goes on here, if it is held."""
@@ -150,23 +174,25 @@ class Departures(Cooperation):
         transfer.instance.engine.call(lambda loop: loop.scheduler.reservations.decode_here(sequence))
 
     async def free(self, transfer: KvTransfer) -> None:
-        """By what the engine was told before, the request has ended: if it is held, its blocks are free now."""
-        sequence = transfer.sequence
+        """By what the engine was told before, the request has ended: if it is held for decode, its blocks are free now.
+        Those of a batch that a pair runs are the batch's."""
+        sequence, is_rest = transfer.sequence, transfer.first_layer > 0
 
         def free(loop: EngineLoop) -> None:
-            if sequence.finished:
-                loop.scheduler.reservations.release([sequence])
+            if sequence.finished and not is_rest:
+                loop.scheduler.reservations.release_held(sequence)
 
         with contextlib.suppress(BlitzError):  # the engine has stopped, and freed everything
             await asyncio.wrap_future(transfer.instance.engine.call(free))
 
     async def _end(self, transfer: KvTransfer, error: BlitzError) -> None:
         """The attempt ends here, and the gateway makes another one."""
-        sequence, info = transfer.sequence, ErrorInfo.of(error)
+        sequence, info, is_rest = transfer.sequence, ErrorInfo.of(error), transfer.first_layer > 0
 
         def end(loop: EngineLoop) -> None:
             loop.scheduler.abort([sequence], info)
-            loop.scheduler.reservations.release([sequence])
+            if not is_rest:
+                loop.scheduler.reservations.release([sequence])
 
         with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
             await asyncio.wrap_future(transfer.instance.engine.call(end))

@@ -68,7 +68,7 @@ class Move(KvTransfer):
         sequence, limit = moving.sequence, instance.scheduler.limit_tokens
         super().__init__(sequence, moving.num_tokens, place, instance, chunk_tokens=moving.num_tokens + MORE_TOKENS)
         self.context_tokens = min(limit, len(sequence.prompt) + sequence.params.max_tokens)
-        self.ran_layers(moving.block_table, Chunk(0, moving.num_tokens), self.num_layers)
+        self.ran_layers(moving.block_table, Chunk(0, moving.num_tokens), self.last_layer)
 
     def check(self) -> None:
         """Raises ``DecodeRefused``, too, once it was preempted: it has other KV then."""
@@ -205,7 +205,7 @@ class Migrator:
         task.add_done_callback(lambda _: self._ended.fire())
         return task
 
-    async def _hand_over(self, move: KvTransfer, client: DecodeClient) -> None:
+    async def _hand_over(self, move: KvTransfer, client: DecodeClient) -> str:
         """See ``departures.HandOver``."""
         reserved = await client.reserve(waits=False)
         if not reserved.chunked:
@@ -217,7 +217,8 @@ class Migrator:
             token = await self._hold(move)
             await shipment.send_all()
         await client.begin(token)
-        self._departures.left(move)
+        await self._departures.left(move)
+        return "moved"
 
     async def _hold(self, move: KvTransfer) -> Sampled:
         """Stop decoding it, for the other instance to go on behind the last token. Raises ``RequestEnded``,

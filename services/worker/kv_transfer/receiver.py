@@ -8,11 +8,14 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
-from services.worker.kv_transfer.reservation import DecodeReservation, Staging
+from services.worker.kv_transfer.incoming import IncomingKv
+from services.worker.kv_transfer.reservation import DecodeReservation
+from services.worker.kv_transfer.staging import Staging, Window
 from services.worker.kv_transfer.transfer import Chunk
 from services.worker.requests.inbox import Cooperation, Inbox
 from services.worker.scheduling.gateways import Gone
@@ -48,6 +51,13 @@ Key = tuple[str, int]
 """(request id, attempt)."""
 
 
+class Begun(NamedTuple):
+    """A request that was taken over: when (monotonic), and from which worker."""
+
+    at_s: float
+    by: str
+
+
 class KvReceiver(Cooperation):
     """Event loop only. What is said about one request is done in the order in which it was said."""
 
@@ -68,8 +78,8 @@ class KvReceiver(Cooperation):
         self._instance = instance
         self.reservations: dict[Key, DecodeReservation] = {}
         """Changed here alone."""
-        self._begun: OrderedDict[Key, float] = OrderedDict()
-        """Those that are, or were, decoded here, and since when: the answer may have been lost."""
+        self._begun: OrderedDict[Key, Begun] = OrderedDict()
+        """Those that are, or were, decoded here: the answer may have been lost."""
         self._tickets = itertools.count()
         self._staging = Staging()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -94,17 +104,59 @@ class KvReceiver(Cooperation):
         request = message.request
         async with self._lock(request.request_id):
             reservation = self.reservations.get((request.request_id, request.attempt))
-            if reservation is None:
-                reservation = await self._reserve(message)
+            if message.first_layer:
+                kv = await self._join(reservation, message)
+            elif reservation is not None and reservation.kv[0].message.worker_id == message.worker_id:
+                kv = reservation.kv[0]
+            else:
+                if reservation is not None:  # another instance computes it from the beginning
+                    await self._drop(self.reservations.pop(reservation.sequence.key))
+                kv = await self._reserve(message)
         return DecodeReserved(
-            ticket=reservation.ticket,
+            ticket=kv.ticket,
             host=self._me.host,
             transport_address=self._me.transport_address,
-            window_layers=reservation.window_layers,
+            window_layers=kv.window_layers,
             chunked=message.chunk_tokens > 0,
+            first_layer=kv.first_layer,
         )
 
-    async def _reserve(self, message: ReserveDecode) -> DecodeReservation:
+    async def _join(self, reservation: DecodeReservation | None, message: ReserveDecode) -> IncomingKv:
+        """The source of a pair runs the layers from ``first_layer`` on, which the target has not run."""
+        request, layer = message.request, message.first_layer
+        if reservation is None:
+            raise Conflict(f"there is no reservation for attempt {request.attempt} of request {request.request_id}")
+        before, kv = reservation.kv[0], reservation.kv[-1]
+        if kv.message.worker_id == message.worker_id and kv.first_layer == layer:
+            return kv
+        if kv is not before or layer not in before.can_end_before or message.chunk_tokens:
+            raise Conflict(f"nobody can go on from layer {layer} of request {request.request_id}")
+        instance = reservation.instance
+        window = self._window(before.num_tokens, instance, before.last_layer - layer)
+        kv = IncomingKv(message, reservation.sequence, instance, next(self._tickets), window, behind=before)
+        try:
+            await kv.connect(self._transport, self._peers)
+        except BlitzError as error:
+            await kv.stop()
+            raise Conflict(f"the KV cannot come: {error}") from error
+        before.end_before(layer)
+        reservation.kv.append(kv)
+        reservation.renewed_at_s = time.monotonic()
+        self._receive(reservation, kv)
+        return kv
+
+    def _window(self, num_tokens: int, instance: Instance, num_layers: int) -> Window:
+        layer_bytes = num_tokens * instance.engine.loop.engine.kv_bytes_per_token_layer
+        window = self._staging.window(layer_bytes, num_layers)
+        if window is None:
+            raise Overloaded(f"{self._staging.used_bytes} bytes of KV are on their way here already")
+        return window
+
+    def _receive(self, reservation: DecodeReservation, kv: IncomingKv) -> None:
+        key = reservation.sequence.key
+        kv.receive(failed=lambda: self._drops.start(self._failed(key, reservation)))
+
+    async def _reserve(self, message: ReserveDecode) -> IncomingKv:
         request, instance = message.request, self._instance()
         key = (request.request_id, request.attempt)
         if instance is None or not self._inbox.admitting:
@@ -124,11 +176,8 @@ class KvReceiver(Cooperation):
         if limit < message.context_tokens:
             raise BadRequest(f"a context of {message.context_tokens} tokens: {limit} here", param="context_tokens")
         await self._give_up_older(request, instance)
-        engine = instance.engine.loop.engine
         num_tokens = min(sequence.num_tokens, message.chunk_tokens or sequence.num_tokens)
-        window = self._staging.window(num_tokens * engine.kv_bytes_per_token_layer, engine.num_layers)
-        if window is None:
-            raise Overloaded(f"{self._staging.used_bytes} bytes of KV are on their way here already")
+        window = self._window(num_tokens, instance, instance.layout.num_layers)
         call = instance.engine.call(lambda loop: loop.scheduler.reservations.reserve([sequence]), between_layers=True)
         reserved = False
         try:
@@ -138,10 +187,11 @@ class KvReceiver(Cooperation):
                 window.close()
         if not reserved:
             raise Overloaded(f"no capacity for {sequence.num_tokens} tokens of KV now")
-        reservation = DecodeReservation(message, sequence, instance, next(self._tickets), window)
+        kv = IncomingKv(message, sequence, instance, next(self._tickets), window)
+        reservation = DecodeReservation(sequence, instance, kv)
         self._inbox.host((request,))
         try:
-            await reservation.connect(self._transport, self._peers)
+            await kv.connect(self._transport, self._peers)
             if self._instance() is not instance or instance.state not in ("serving", "draining"):
                 raise Conflict(f"instance {request.instance_id} is about to stop")
         except BlitzError as error:
@@ -149,8 +199,8 @@ class KvReceiver(Cooperation):
             raise Conflict(f"the KV cannot come: {error}") from error
         self.reservations[key] = reservation
         instance.began(DECODES_FOR_OTHERS)
-        reservation.receive(failed=lambda: self._drops.start(self._failed(key, reservation)))
-        return reservation
+        self._receive(reservation, kv)
+        return kv
 
     async def _give_up_older(self, request: Submit, instance: Instance) -> None:
         """Earlier attempts at a request, whose prefill instance may be dead. Raises ``Conflict`` for a newer one."""
@@ -162,18 +212,21 @@ class KvReceiver(Cooperation):
         """Keep a reservation for longer; expect a chunk; wait a moment for so many layers. Raises ``Conflict`` if there
         is none, ``BadRequest`` for a chunk that cannot be."""
         reservation = self.reservations.get((message.request_id, message.attempt))
-        if reservation is None or reservation.ticket != message.ticket:
+        kv = None if reservation is None else reservation.under(message.ticket)
+        if reservation is None or kv is None:
             raise Conflict(f"there is no reservation for attempt {message.attempt} of request {message.request_id}")
         reservation.renewed_at_s = time.monotonic()
         chunk = Chunk(message.chunk_start, message.chunk_end)
         if message.more_token_ids:
-            await self._grow(reservation, chunk, message.more_token_ids)
+            await self._grow(reservation, kv, chunk, message.more_token_ids)
         if message.chunk_end:
-            reservation.expect(chunk)
-        await reservation.until_here(message.wait_layers, MAX_WAIT_S)
-        return DecodeRoom(layers_here=reservation.layers_here)
+            kv.expect(chunk)
+        await kv.until_here(message.wait_layers, MAX_WAIT_S)
+        return DecodeRoom(layers_here=kv.layers_here)
 
-    async def _grow(self, reservation: DecodeReservation, chunk: Chunk, token_ids: tuple[int, ...]) -> None:
+    async def _grow(
+        self, reservation: DecodeReservation, kv: IncomingKv, chunk: Chunk, token_ids: tuple[int, ...]
+    ) -> None:
         """The request was decoded where it comes from while its KV came, and ``chunk`` is what it has grown by. Raises
         ``Conflict``, ``Overloaded``, ``BadRequest`` for tokens that cannot be."""
         sequence, instance = reservation.sequence, reservation.instance
@@ -182,9 +235,9 @@ class KvReceiver(Cooperation):
                 raise Conflict(
                     f"attempt {sequence.attempt} of request {sequence.request_id} has no reservation any more"
                 )
-            if reservation.expects(chunk):
+            if kv.expects(chunk):
                 return  # it is said again
-            start, end = reservation.num_tokens, reservation.num_tokens + len(token_ids)
+            start, end = kv.num_tokens, kv.num_tokens + len(token_ids)
             if chunk != (start, end) or end >= instance.scheduler.limit_tokens:
                 raise BadRequest(f"{len(token_ids)} tokens more than {start} make no chunk {chunk}", param="chunk_end")
             for token_id in token_ids:
@@ -195,9 +248,7 @@ class KvReceiver(Cooperation):
             if not await asyncio.wrap_future(extend):
                 raise Overloaded(f"no capacity for {end} tokens of KV now")
             self._inbox.follow(sequence, token_ids)
-            await reservation.grow(
-                len(token_ids), failed=lambda: self._drops.start(self._failed(sequence.key, reservation))
-            )
+            await kv.grow(len(token_ids), failed=lambda: self._drops.start(self._failed(sequence.key, reservation)))
 
     # --- decoding ----------------------------------------------------------------------------
 
@@ -218,7 +269,8 @@ class KvReceiver(Cooperation):
 
     def begun_at_s(self, key: Key) -> float | None:
         """When (monotonic) a request was taken over; None if it was not, or that is not remembered."""
-        return self._begun.get(key)
+        begun = self._begun.get(key)
+        return None if begun is None else begun.at_s
 
     async def _begin(self, reservation: DecodeReservation, message: BeginDecode) -> None:
         sequence = reservation.sequence
@@ -239,7 +291,7 @@ class KvReceiver(Cooperation):
         except BlitzError as error:
             self._inbox.spans.refused(sequence.key, error)
             raise
-        self._begun[sequence.key] = time.monotonic()
+        self._begun[sequence.key] = Begun(time.monotonic(), reservation.message.worker_id)
         if len(self._begun) > MAX_BEGUN:
             self._begun.popitem(last=False)
         self.reservations.pop(sequence.key, None)
@@ -251,8 +303,16 @@ class KvReceiver(Cooperation):
         """The request ends, or is decoded elsewhere. Its slot and blocks are free when this is answered."""
         key = (message.request_id, message.attempt)
         async with self._lock(message.request_id):
-            if (reservation := self.reservations.pop(key, None)) is not None:
-                await self._drop(reservation)
+            reservation = self.reservations.get(key)
+            whose = (
+                (self._begun[key].by if key in self._begun else "")
+                if reservation is None
+                else reservation.message.worker_id
+            )
+            if message.worker_id not in ("", whose):
+                return Ack()  # another sender has taken it over
+            if reservation is not None:
+                await self._drop(self.reservations.pop(key))
             elif key in self._begun:
                 # The other side has not heard that it is decoded here.
                 self._inbox.on_cancel(Cancel(request_id=message.request_id, attempt=message.attempt))

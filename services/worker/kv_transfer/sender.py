@@ -9,8 +9,9 @@ capacity - the request is decoded here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from collections.abc import Sequence as Ordered
 
 from prometheus_client import CollectorRegistry, Summary
@@ -21,6 +22,7 @@ from services.worker.kv_transfer.departures import Departures
 from services.worker.kv_transfer.transfer import Chunk, KvTransfer, RequestEnded
 from services.worker.scheduling.schedule import Sampled
 from services.worker.scheduling.sequence import Sequence
+from shared.errors import BlitzError
 
 
 class KvSender:
@@ -89,21 +91,71 @@ class KvSender:
         self._departures.start(transfer, self._hand_over, self._keep)
         return transfer
 
-    async def _hand_over(self, transfer: KvTransfer, client: DecodeClient) -> None:
+    # --- from a pair of prefill instances ----------------------------------------------------
+
+    def share(self, sequences: Iterable[Sequence], num_layers: int) -> bool:
+        """As the target: the source goes on from this layer on. Whether the KV of the layers before is on its way to
+        the decode instances, for all of these requests that have not ended."""
+        transfers = [self.transfers.get(s.key) for s in sequences if not s.finished]
+        theirs = [t for t in transfers if t is not None and t.is_reserved and not t.is_over]
+        if not theirs or len(theirs) < len(transfers):
+            return False
+        for transfer in theirs:
+            transfer.leave_to_other(num_layers)
+        return True
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """These are the other member's, or computed anew: nothing leaves from here any more."""
+        self._departures.forget(sequences)
+
+    def send_rest(self, sequences: Iterable[Sequence], first_layer: int, over: Callable[[], Awaitable[None]]) -> None:
+        """As the source: the KV of the layers before ``first_layer``, which the target ran, is on its way to the decode
+        instances; this one runs the rest. Once all of these requests are decoded there, or it is known that they are
+        not (``Reservations.stay``), ``over()``."""
+        instance, running = self._instance(), []
+        for sequence in sequences:
+            place = sequence.decode_at
+            if instance is not None and place is not None and not sequence.finished:
+                transfer = KvTransfer(sequence, sequence.num_tokens, place, instance, first_layer=first_layer)
+                running.append(self._departures.start(transfer, self._hand_over, self._keep_rest))
+        self._departures.after(running, over)
+
+    def computed_rest(self, sequence: Sequence, token: Sampled) -> None:
+        """As the source: a request of ``send_rest`` has its first token."""
+        transfer = self.transfers.get(sequence.key)
+        if transfer is not None and transfer.sequence is sequence and transfer.first_layer:
+            transfer.computed(sequence.block_table, token)
+
+    async def _keep_rest(self, transfer: KvTransfer) -> str:
+        """Decode it here, once the KV of the first layers has been fetched from the target."""
+        sequence = transfer.sequence
+        call = transfer.instance.engine.call(lambda loop: loop.scheduler.reservations.stay(sequence))
+        with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
+            await asyncio.wrap_future(call)
+        return "kept"
+
+    # --- one request -------------------------------------------------------------------------
+
+    async def _hand_over(self, transfer: KvTransfer, client: DecodeClient) -> str:
         """See ``departures.HandOver``. Every chunk's KV is sent, and every layer's of it, once it is computed, never
         more than the other side has receives for."""
         reserved = await client.reserve()
         async with client.kept(reserved), self._departures.shipment(transfer, client, reserved) as shipment:
+            transfer.is_reserved = True
             await shipment.send_all()
             here_at_s = time.monotonic()
+            if transfer.is_shared:
+                return "shared"
             token = await transfer.until_computed()
         await client.begin(token)
-        self._departures.left(transfer)
         self._transferring_s.observe(shipment.busy_s)
         self._exposed_s.observe(max(0.0, here_at_s - transfer.computed_at_s))
+        await self._departures.left(transfer)
+        return "moved"
 
     async def _keep(self, transfer: KvTransfer) -> str:
         """Decode it here, once its prompt is computed."""
+        transfer.is_reserved = False
         try:
             await transfer.until_computed()
         except RequestEnded:

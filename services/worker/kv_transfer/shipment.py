@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from services.worker.kv_transfer.decode_client import DecodeClient
-from services.worker.kv_transfer.reservation import kv_tag
+from services.worker.kv_transfer.incoming import kv_tag
 from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfer
 from shared.messages.disaggregated import DecodeReserved
 from shared.transport.base import Channel, Transfer
@@ -68,19 +68,24 @@ class Shipment:
             sent.abort()
 
     async def _send(self, chunk: Chunk) -> None:
-        transfer, first = self._transfer, 0
-        while first < transfer.num_layers:
-            await transfer.until(lambda first=first: transfer.layers_of(chunk.end) > first)  # type: ignore[misc]
+        transfer = self._transfer
+        first = transfer.first_layer
+        while first < transfer.last_layer:
+            await transfer.until(lambda first=first: self._ran(chunk) > first or transfer.last_layer <= first)  # type: ignore[misc]
             if self._sent - self._here >= self._window:
                 self._here = await self._client.until_here(self._ticket, self._sent - self._window + 1)
             most = min(self._window - (self._sent - self._here), EXPORTED_LAYERS)
-            last = min(transfer.layers_of(chunk.end), first + most)
+            last = min(self._ran(chunk), first + most)
             layers = await self._export(chunk, first, last) if last > first else []
             for kv in layers:
                 self._post(kv)
             first += len(layers)
             while self._posted and self._posted[0].done:
                 await self._posted.popleft().wait()
+
+    def _ran(self, chunk: Chunk) -> int:
+        """Layers that have KV of the whole chunk."""
+        return self._transfer.layers_of(chunk.end)
 
     def _post(self, kv: np.ndarray) -> None:
         since_s, sending = time.monotonic(), self._channel.send(kv, kv_tag(self._ticket, self._sent))

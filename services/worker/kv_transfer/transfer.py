@@ -41,7 +41,14 @@ class KvTransfer:
     """Event loop only."""
 
     def __init__(
-        self, sequence: Sequence, num_tokens: int, place: DecodePlace, instance: Instance, *, chunk_tokens: int = 0
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        place: DecodePlace,
+        instance: Instance,
+        *,
+        chunk_tokens: int = 0,
+        first_layer: int = 0,
     ) -> None:
         """``num_tokens``: of its context; the sequence may have its first token already. ``chunk_tokens``: its KV
         leaves in chunks of at most so many tokens, as they are computed; 0: in one."""
@@ -55,7 +62,10 @@ class KvTransfer:
         self.chunk_tokens = chunk_tokens
         self.context_tokens = 0
         """As in ``ReserveDecode``."""
-        self.num_layers = instance.layout.num_layers
+        self.first_layer = first_layer
+        self.last_layer = instance.layout.num_layers
+        """Its KV leaves from here of layers ``first_layer <= i < last_layer``: the other member of a pair sends the
+        rest."""
         self.block_table: Ordered[int] = ()
         self.chunk = Chunk(0, 0)
         """The one that was computed last."""
@@ -66,6 +76,10 @@ class KvTransfer:
         self.token: Sampled | None = None
         self.computed_at_s = 0.0
         """In monotonic time, once there is a token."""
+        self.is_reserved = False
+        """The decode instance has room for it, and it has not been given up."""
+        self.is_forgotten = False
+        """What becomes of it is decided elsewhere."""
         self._wanted = True
         self._lost = ""
         self._stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -83,7 +97,7 @@ class KvTransfer:
     def computed(self, block_table: Ordered[int], token: Sampled) -> None:
         """The prompt is computed; the request is held, or has ended."""
         self.token, self.computed_at_s = token, time.monotonic()
-        self.ran_layers(block_table, Chunk(0, self.num_tokens), self.num_layers)
+        self.ran_layers(block_table, Chunk(0, self.num_tokens), self.last_layer)
         self._changed.fire()
 
     def grew(self, token_ids: tuple[int, ...], token: Sampled) -> None:
@@ -93,7 +107,7 @@ class KvTransfer:
         self.num_tokens += len(token_ids)
         self.token, self.computed_at_s = token, time.monotonic()
         if token_ids:
-            self.ran_layers(self.block_table, Chunk(start, self.num_tokens), self.num_layers)
+            self.ran_layers(self.block_table, Chunk(start, self.num_tokens), self.last_layer)
 
     def lies_in(self, block_table: Ordered[int]) -> bool:
         """These blocks are the request's still: it was not preempted. To be asked after reading from them."""
@@ -103,10 +117,20 @@ class KvTransfer:
         """How many layers have KV here of so many tokens of the context."""
         if not self.lies_in(self.block_table) or num_tokens > self.chunk.end:
             return 0
-        return self.num_layers if num_tokens <= self.chunk.start else self._layers_done
+        return self.last_layer if num_tokens <= self.chunk.start else min(self._layers_done, self.last_layer)
+
+    def leave_to_other(self, layer: int) -> None:
+        """The other member of a pair computes the layers from this one on, and sends them."""
+        self.last_layer = layer
+        self._changed.fire()
+
+    @property
+    def is_shared(self) -> bool:
+        """The other member computes the rest, and says when it begins."""
+        return self.last_layer < self.instance.layout.num_layers
 
     def unwanted(self) -> None:
-        """Its client has left."""
+        """Its client has left, or it is the other member's alone."""
         self._wanted = False
         self._halt()
 

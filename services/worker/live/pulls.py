@@ -16,13 +16,14 @@ from collections import deque
 from dataclasses import dataclass
 
 from services.worker.instance.instance import Instance
+from services.worker.kv_transfer.sender import KvSender
 from services.worker.link import LinkLost
 from services.worker.live.batch import PromptBatch
 from services.worker.live.handover import HandedOver
 from services.worker.live.links import LinkToTarget
 from services.worker.live.steppers import SourceBatch, SourceStepper
 from services.worker.live.tensors import Kind, Tensors, can_tag_kv
-from shared.aio import in_thread
+from shared.aio import Wakeup, in_thread
 from shared.errors import BlitzError, DeadlineExceeded, TransferAborted, TransportError
 from shared.messages.common import Ack
 from shared.messages.live import Pull, Pulled, PullKv
@@ -62,6 +63,7 @@ class Puller:
         link: LinkToTarget,
         stepper: SourceStepper,
         tensors: Tensors,
+        kv_sender: KvSender,
         *,
         pull_s: float,
     ) -> None:
@@ -72,6 +74,10 @@ class Puller:
         self._link = link
         self._stepper = stepper
         self._tensors = tensors
+        self._kv_sender = kv_sender
+        self._num_direct = 0
+        """Batches whose KV leaves from both members, and that are not decoded elsewhere yet."""
+        self._direct_over = Wakeup()
         self._coming: deque[Coming] = deque()
         self._fetching: asyncio.Task[None] | None = None
         self.num_claims = 0
@@ -96,10 +102,12 @@ class Puller:
             serial=serial,
             wait_s=PULL_WAIT_S,
             kv_apart=self.can_take_kv_apart(serial),
+            kv_direct=self.can_take_kv_apart(serial),
         )
         answer = await self._link.ask_pair("pull", message, Pulled, wait_s=PULL_WAIT_S)
         if answer.batch_id:
-            await self.receive(answer.batch_id, answer.first_layer, claim_id, serial, kv_apart=answer.kv_apart)
+            how = {"kv_apart": answer.kv_apart, "kv_direct": answer.kv_direct}
+            await self.receive(answer.batch_id, answer.first_layer, claim_id, serial, **how)
             self._took(time.monotonic() - started_s)
         else:
             self.free.set()  # it still is, unless something comes in between
@@ -109,8 +117,10 @@ class Puller:
         """Whether there are tags for it."""
         return can_tag_kv(serial, self._instance.layout.num_layers)
 
-    async def receive(self, batch_id: str, first_layer: int, claim_id: str, serial: int, *, kv_apart: bool) -> None:
-        """Get a batch here that the target gave, and begin it. Its KV follows."""
+    async def receive(
+        self, batch_id: str, first_layer: int, claim_id: str, serial: int, *, kv_apart: bool, kv_direct: bool = False
+    ) -> None:
+        """Get a batch here that the target gave, and begin it. Its KV follows, or goes straight to who decodes it."""
         batch = self._handed.handed[batch_id]
         self._handed.pulled.add(batch_id)
         pulled, unasked = SourceBatch(batch), None
@@ -120,17 +130,47 @@ class Puller:
             num_bytes = batch.num_tokens * self._instance.engine.loop.engine.hidden_bytes_per_token
             try:
                 hidden = await self._link.until(self._tensors.receive(num_bytes, serial, Kind.PULLED_HIDDEN))
-                pulled = SourceBatch(batch, first_layer, hidden)
+                pulled = SourceBatch(batch, first_layer, hidden, kv_direct)
             except (TransportError, DeadlineExceeded) as error:
                 log.warning("batch %s is computed from the beginning: %s", batch_id, error)
         if not pulled.first_layer:
             self._link.settle(claim_id)
             if unasked is not None:
                 unasked.cancel()
-        await self._begin(pulled)
+        coming = Coming(pulled, claim_id, serial, unasked)
+        if pulled.kv_direct:
+            self._send_rest(coming)  # before the engine says anything of it
+        try:
+            await self._begin(pulled)
+        except BaseException:
+            self._kv_sender.forget(batch.sequences)
+            raise
         del self._handed.handed[batch_id]
-        if pulled.first_layer:
-            self._fetch_soon(Coming(pulled, claim_id, serial, unasked))
+        if pulled.first_layer and not pulled.kv_direct:
+            self._fetch_soon(coming)
+
+    def _send_rest(self, coming: Coming) -> None:
+        self._num_direct += 1
+        over = functools.partial(self._rest_is_over, coming)
+        self._kv_sender.send_rest(coming.pulled.batch.sequences, coming.pulled.first_layer, over)
+
+    async def _rest_is_over(self, coming: Coming) -> None:
+        """Its requests are decoded elsewhere, have ended, or are to be decoded here: then KV of the first layers is
+        needed after all."""
+        batch = coming.pulled.batch
+        with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
+            if batch.begun and await self._handed.call(lambda: batch.ended):
+                self._link.settle(coming.claim_id)
+                await self._handed.call(functools.partial(self._stepper.kv_over, coming.pulled, is_here=True))
+            elif batch.begun:
+                self._fetch_soon(coming)
+        self._num_direct -= 1
+        self._direct_over.fire()
+
+    async def until_all_is_over(self) -> None:
+        """Until the target's copies of what was pulled are not needed any more. Raises ``LinkLost``."""
+        await self._link.until(self._direct_over.until(lambda: not self._num_direct))
+        await self.until_kv_is_over()
 
     def _expect_kv(self, batch: PromptBatch, num_layers: int, serial: int) -> asyncio.Future[Buffer]:
         """The target sends it whole and unasked."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from services.worker.instance.instance import Instance, InstanceSlot
 from services.worker.instance.progress import ProgressReporter
+from services.worker.kv_transfer.sender import KvSender
 from services.worker.live.links import LinkToTarget
 from services.worker.live.report import annotate, declined
 from services.worker.live.source import LiveSource
@@ -64,6 +65,7 @@ class PairRoles:
         worker_id: str,
         peers: Peers,
         inbox: Inbox,
+        kv_sender: KvSender,
         progress: ProgressReporter,
         slot: InstanceSlot,
         *,
@@ -75,6 +77,7 @@ class PairRoles:
         self._worker_id = worker_id
         self._peers = peers
         self._inbox = inbox
+        self._kv_sender = kv_sender
         self._progress = progress
         self._instance = slot.current
         self._changed = slot.changed
@@ -199,7 +202,15 @@ class PairRoles:
             self._changed()
 
         self.source = LiveSource(
-            assignment, instance, link, connect, self._inbox, ask_split, lending, pull_s=self.pull_s
+            assignment,
+            instance,
+            link,
+            connect,
+            self._inbox,
+            self._kv_sender,
+            ask_split,
+            lending,
+            pull_s=self.pull_s,
         )
         self._run = asyncio.create_task(self._cooperate(self.source))
 
@@ -244,7 +255,8 @@ class PairRoles:
         if self._instance() is not instance or instance.state != "loading" or self.target is not None:
             raise Conflict(f"{wanted.instance_id} is {instance.state}: no pair")
         instance.go_live()
-        target = LiveTarget(assignment, instance, self._bus, tensors, self._inbox, silence_s=self._silence_s)
+        silence_s = self._silence_s
+        target = LiveTarget(assignment, instance, self._bus, tensors, self._inbox, self._kv_sender, silence_s=silence_s)
         self.target = target
         instance.on_layer_ready = target.layers_ready
         target.begin()

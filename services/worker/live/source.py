@@ -16,6 +16,7 @@ from opentelemetry import trace
 
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
+from services.worker.kv_transfer.sender import KvSender
 from services.worker.link import LinkLost
 from services.worker.live.handover import HandedOver
 from services.worker.live.links import LinkToTarget
@@ -51,6 +52,7 @@ class LiveSource:
         link: LinkToTarget,
         connect: Callable[[], Awaitable[Tensors]],
         inbox: Inbox,
+        kv_sender: KvSender,
         ask_split: Callable[[PlanSplit], Awaitable[None]],
         lending: Callable[[bool], None],
         *,
@@ -65,6 +67,7 @@ class LiveSource:
         self._link = link
         self._connect = connect
         self._inbox = inbox
+        self._kv_sender = kv_sender
         self._ask_split = ask_split
         self._lending = lending
         self._event_loop = asyncio.get_running_loop()
@@ -89,6 +92,7 @@ class LiveSource:
             start_at_s=self.record.started_at_s,
             on_done=lambda pulled: self._from_engine(self._batch_done, pulled, time.time()),
             on_free=lambda: self._from_engine(self._look),
+            on_token=lambda sequence, token: self._from_engine(kv_sender.computed_rest, sequence, token),
             has_room=self.handed_over.has_room,
         )
 
@@ -106,6 +110,7 @@ class LiveSource:
                 self._link,
                 self._stepper,
                 tensors,
+                self._kv_sender,
                 pull_s=self.pull_s,
             )
             async with asyncio.TaskGroup() as group:
@@ -116,7 +121,7 @@ class LiveSource:
                 self.is_ending = True
                 self._arrivals.set()
                 await handed_over
-                await puller.until_kv_is_over()
+                await puller.until_all_is_over()
                 alive.cancel()
             await self._dissolve(puller)
         except* (LinkLost, BlitzError) as errors:
@@ -309,6 +314,8 @@ class LiveSource:
         self.instance.engine.call(lambda loop: loop.scheduler.release_to_target(sequences), between_layers=True)
 
     def _batch_done(self, pulled: SourceBatch, at_s: float) -> None:
+        if pulled.has_failed and pulled.kv_direct:
+            self._kv_sender.forget(pulled.batch.sequences)  # it is computed from the beginning
         self.record.done(pulled.batch, first_layer=pulled.first_layer, num_layers=self._num_layers, at_s=at_s)
         self._done.set()
 

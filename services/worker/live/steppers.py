@@ -24,6 +24,8 @@ from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.live.batch import PromptBatch
 from services.worker.live.report import Timeline
+from services.worker.scheduling.schedule import Sampled
+from services.worker.scheduling.sequence import Sequence
 from shared.transport.base import Buffer
 from shared.zigzag.batch import ENDED, State
 from shared.zigzag.queue import Claim, Layer, Queue
@@ -47,6 +49,8 @@ class SourceBatch:
     batch: PromptBatch
     first_layer: int = 0
     hidden: Buffer = None
+    kv_direct: bool = False
+    """KV of the layers before leaves the target for the decode instances; that of the others leaves from here."""
     kv: Kv = field(init=False)
     """Changed on the engine's thread only, like all that follows."""
     next_layer: int = field(init=False)
@@ -80,13 +84,16 @@ class SourceStepper:
         start_at_s: float,
         on_done: Callable[[SourceBatch], None],
         on_free: Callable[[], None],
+        on_token: Callable[[Sequence, Sampled], None] = lambda _sequence, _token: None,
         has_room: Callable[[], bool] = lambda: True,
     ) -> None:
-        """``has_room()``: asked on the engine's thread, whether the batch that probably comes fits."""
+        """``on_token``: a request of a batch whose KV leaves from both members has its first token. ``has_room()``:
+        asked on the engine's thread, whether the batch that probably comes fits."""
         self._loop = loop
         self._runs: deque[SourceBatch] = deque()
         self._on_done = on_done
         self._on_free = on_free
+        self._on_token = on_token
         self._has_room = has_room
         self.decode_interval_s = decode_interval_s
         self.lead_s = 0.0
@@ -190,9 +197,16 @@ class SourceStepper:
             return None
         pulled.next_layer += 1
         self.ran_layer()
+        if pulled.kv_direct or pulled.kv is Kv.HERE:
+            tell_layers(self._loop, batch, pulled.next_layer)
         if pulled.next_layer < engine.num_layers:
             return None
-        return finish(self._loop, batch, pulled.activation, kv_here=pulled.kv is Kv.HERE)
+        output = finish(self._loop, batch, pulled.activation, kv_here=pulled.kv is Kv.HERE)
+        if pulled.kv_direct:
+            for sequence in batch.sequences:
+                if (token := self._loop.scheduler.reservations.token_of(sequence)) is not None:
+                    self._on_token(sequence, token)
+        return output
 
     def _done(self, pulled: SourceBatch, output: StepOutput) -> StepOutput:
         self._runs.popleft()
@@ -220,6 +234,8 @@ class TargetBatch:
     """Once pulled, its hidden states are on their way, or there."""
     kv_sent: set[int] = field(default_factory=set)
     """The same of KV, by first layers."""
+    kv_direct: bool | None = None
+    """Once pulled: its KV leaves here for the decode instances."""
 
 
 class TargetStepper:
@@ -330,9 +346,11 @@ class TargetStepper:
         if held.activation is None:
             held.activation = engine.resume(held.batch.as_engine_batch(), held.hidden, next_layer=0)
             held.hidden = None
+            tell_layers(self._loop, held.batch, 0)
         held.next_token = run_part(self._loop, held.batch, held.activation, layer.layer, held.next_token)
         if not held.next_token:
             self.ran_layer()
+            tell_layers(self._loop, held.batch, layer.layer + 1)
 
     def _end(self, held: TargetBatch, layer: Layer, ran: bool) -> StepOutput:
         """``ran``: the whole layer; else it was given up, because the batch was cancelled."""
@@ -369,6 +387,15 @@ def run_part(loop: EngineLoop, batch: PromptBatch, activation: Activation, layer
     end = batch.part_from(begin, loop.scheduler.config.prefill_chunk_tokens)
     loop.engine.run_part(activation, layer, begin, end)
     return 0 if end == batch.num_tokens else end
+
+
+def tell_layers(loop: EngineLoop, batch: PromptBatch, num_layers: int) -> None:
+    """So many layers of a batch have run here: the KV of those of its requests that are decoded elsewhere can leave; 0:
+    the batch was begun."""
+    if loop.prefill_listener is not None:
+        for sequence, num_tokens in zip(batch.sequences, batch.lengths, strict=True):
+            if sequence.decode_at is not None and not sequence.finished:
+                loop.prefill_listener.ran_layers(sequence, 0, num_tokens, num_layers)
 
 
 def finish(loop: EngineLoop, batch: PromptBatch, activation: Activation, *, kv_here: bool = True) -> StepOutput:

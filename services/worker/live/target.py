@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
+from services.worker.kv_transfer.sender import KvSender
 from services.worker.link import ASK_TIMEOUT_S
 from services.worker.live.batch import PromptBatch
 from services.worker.live.gates import Gates
@@ -58,6 +59,7 @@ class LiveTarget:
         bus: Bus,
         tensors: Tensors,
         inbox: Inbox,
+        kv_sender: KvSender,
         *,
         silence_s: float,
     ) -> None:
@@ -89,7 +91,7 @@ class LiveTarget:
             on_broken=self._from_engine(self._engine_failed),
         )
         self.batches = TargetBatches(
-            instance, self._queue, self.stepper, Gates(assignment), tensors, inbox, self._changed
+            instance, self._queue, self.stepper, Gates(assignment), tensors, inbox, kv_sender, self._changed
         )
 
     def begin(self) -> None:
@@ -126,7 +128,8 @@ class LiveTarget:
             self._tasks.start(self.batches.send_pulled(claim, message.serial, kv_apart=message.kv_apart))
             # What was in the way of a later batch is gone.
             self.batches.look_again()
-        return self.batches.answer(claim, kv_apart=message.kv_apart)
+        kv_direct = claim is not None and self.batches.goes_direct(claim, wanted=message.kv_direct)
+        return self.batches.answer(claim, kv_apart=message.kv_apart, kv_direct=kv_direct)
 
     async def on_pull_kv(self, message: PullKv) -> Ack:
         """The source has room for KV of a batch that it pulled. Raises what ``TargetBatches.kv_wanted`` raises."""

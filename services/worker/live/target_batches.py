@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 
 from services.worker.engine.loop import EngineLoop
 from services.worker.instance.instance import Instance
+from services.worker.kv_transfer.sender import KvSender
 from services.worker.live.batch import PromptBatch
 from services.worker.live.gates import Gates
 from services.worker.live.steppers import TargetBatch, TargetStepper
@@ -41,6 +42,7 @@ class TargetBatches:
         gates: Gates,
         tensors: Tensors,
         inbox: Inbox,
+        kv_sender: KvSender,
         changed: Wakeup,
     ) -> None:
         """``changed`` fires when the queue did."""
@@ -50,6 +52,7 @@ class TargetBatches:
         self._gates = gates
         self._tensors = tensors
         self._inbox = inbox
+        self._kv_sender = kv_sender
         self._changed = changed
         self._known: set[str] = set()
         """All that ever came."""
@@ -155,7 +158,19 @@ class TargetBatches:
                 return None
             await self._changed.wait(left_s)
 
-    def answer(self, claim: Claim | None, *, kv_apart: bool) -> Pulled:
+    def goes_direct(self, claim: Claim, *, wanted: bool) -> bool:
+        """Whether the KV of what was run of a claimed batch leaves here for the decode instances. Settled by the first
+        answer; if not, it waits here for the source alone."""
+        held = self._stepper.batches.get(claim.batch_id)
+        if held is None:
+            return False
+        if held.kv_direct is None:
+            held.kv_direct = wanted and self._kv_sender.share(held.batch.sequences, claim.first_layer)
+            if not held.kv_direct:
+                self._kv_sender.forget(held.batch.sequences)
+        return held.kv_direct
+
+    def answer(self, claim: Claim | None, *, kv_apart: bool, kv_direct: bool) -> Pulled:
         """What the source is told of a pull that found this."""
         return Pulled(
             batch_id="" if claim is None else claim.batch_id,
@@ -164,6 +179,7 @@ class TargetBatches:
             loaded=self.loaded,
             can_dissolve=claim is None and self.can_dissolve,
             kv_apart=kv_apart,
+            kv_direct=kv_direct,
         )
 
     async def send_pulled(self, claim: Claim, serial: int, *, kv_apart: bool) -> None:
@@ -246,6 +262,7 @@ class TargetBatches:
         await asyncio.wrap_future(call)
         for batch_id in batch_ids:
             if (batch := self.not_taken.pop(batch_id, None)) is not None:
+                self._kv_sender.forget(batch.sequences)
                 self._inbox.unhost(batch.sequences)
         self.look_again()
 
@@ -285,6 +302,7 @@ class TargetBatches:
         with contextlib.suppress(BlitzError):  # the engine has stopped, and freed everything
             await asyncio.wrap_future(self._instance.engine.call(lambda _: self._stepper.close()))
         for batch in self.not_taken.values():
+            self._kv_sender.forget(batch.sequences)
             self._inbox.unhost(batch.sequences)
         self.not_taken.clear()
         self._changed.fire()

@@ -214,6 +214,27 @@ class Reservations:
             self._table.forget(sequence)
         self.release([sequence])
 
+    def release_held(self, sequence: Sequence) -> None:
+        """Free what a request holds that has ended while it was held for decode, if it was."""
+        if id(sequence) in self._for_decode:
+            self.release([sequence])
+
+    def token_of(self, sequence: Sequence) -> Sampled | None:
+        """The first token of an adopted context that another instance is to decode, and whose KV is not whole here."""
+        return self._incomplete.get(id(sequence))
+
+    def leave(self, sequence: Sequence) -> None:
+        """One of those is decoded elsewhere now, and got its KV there: it leaves without a word, if it has not ended.
+        Its blocks are kept until ``kv_arrived`` or ``kv_lost``."""
+        self._incomplete.pop(id(sequence), None)
+        if not sequence.finished:
+            self._table.forget(sequence)
+
+    def stay(self, sequence: Sequence) -> None:
+        """A reserved or adopted context is decoded here, not elsewhere, once its KV is whole."""
+        self._incomplete.pop(id(sequence), None)
+        sequence.decode_at = None
+
     def _hold(self, sequence: Sequence) -> None:
         sequence.reserved = True
         self._for_decode[id(sequence)] = sequence

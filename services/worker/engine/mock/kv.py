@@ -175,7 +175,9 @@ class MockKv:
 
         The batch's later layers only raise the number of layers that its slots have, in the middle of this or not.
         """
-        joined = self._all_layers[slots] == self._resumed_at[slots]
+        resumed_at = self._resumed_at[slots]
+        own = (resumed_at > 0) & (first_layer >= resumed_at)
+        joined = own | (self._all_layers[slots] == resumed_at)
         held = np.where(joined, self._ran_up_to[slots], self._all_layers[slots])
         self._check_layers(slots, held, last_layer, exactly=False)
         kv = np.zeros((last_layer - first_layer, 2, len(slots), self._bytes_per_token_layer // 2), dtype=np.uint8)

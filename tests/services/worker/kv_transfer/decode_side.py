@@ -98,7 +98,7 @@ def expire(alone: LoneWorker, reservation: DecodeReservation, monkeypatch: pytes
     """Its lease lapses; the task that drops it."""
     before = asyncio.all_tasks()
     with monkeypatch.context() as patch:
-        patch.setattr(reservation, "message", msgspec.structs.replace(reservation.message, lease_s=-1.0))
+        patch.setattr(reservation.kv[-1], "message", msgspec.structs.replace(reservation.message, lease_s=-1.0))
         alone.worker.service.parts.kv_receiver.expire()
     (task,) = asyncio.all_tasks() - before
     return asyncio.create_task(asyncio.wait({task}))

@@ -12,7 +12,7 @@ import numpy as np
 from services.worker.engine.base import Batch, Slice
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.tokens import next_token
-from services.worker.kv_transfer.reservation import kv_tag
+from services.worker.kv_transfer.incoming import kv_tag
 from shared import subjects
 from shared.messages.common import Ack
 from shared.messages.disaggregated import (
@@ -66,7 +66,9 @@ class FakePrefill:
         )
         return msgspec.structs.replace(request, **changes)
 
-    async def reserve(self, request: Submit, *, lease_s: float = 10.0, chunk_tokens: int = 0) -> DecodeReserved:
+    async def reserve(
+        self, request: Submit, *, lease_s: float = 10.0, chunk_tokens: int = 0, first_layer: int = 0
+    ) -> DecodeReserved:
         message = ReserveDecode(
             request=request,
             worker_id=self.bus.name,
@@ -74,6 +76,7 @@ class FakePrefill:
             transport_address=self.transport.address,
             lease_s=lease_s,
             chunk_tokens=chunk_tokens,
+            first_layer=first_layer,
         )
         return await self.bus.request(self._subject("reserve"), message, DecodeReserved, timeout_s=ASK_S)
 
@@ -140,7 +143,7 @@ class FakePrefill:
         return await self.bus.request(self._subject("begin"), message, Ack, timeout_s=ASK_S)
 
     async def release(self, request: Submit) -> Ack:
-        message = ReleaseDecode(request_id=request.request_id, attempt=request.attempt)
+        message = ReleaseDecode(request_id=request.request_id, attempt=request.attempt, worker_id=self.bus.name)
         return await self.bus.request(self._subject("release"), message, Ack, timeout_s=ASK_S)
 
     async def close(self) -> None:

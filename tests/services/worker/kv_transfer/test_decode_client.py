@@ -144,7 +144,7 @@ async def test_the_messages_say_all_there_is_to_say(rig: Rig) -> None:
     assert reserve.lease_s > 2 * module.RENEW_S
     assert renew == RenewDecode(request_id="r", attempt=3, ticket=5, wait_layers=2)
     assert begin == BeginDecode(request_id="r", attempt=3, token_id=42, logprobs=TOKEN.logprobs)
-    assert release == ReleaseDecode(request_id="r", attempt=3)
+    assert release == ReleaseDecode(request_id="r", attempt=3, worker_id="w0")
 
 
 async def test_room_is_waited_for_as_long_as_the_prompt_takes(rig: Rig) -> None:

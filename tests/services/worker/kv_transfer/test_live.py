@@ -24,7 +24,11 @@ async def test_a_burst_at_prefill_instances(redis_url: str, policy: LivePolicy) 
         assert report.batches
         assert await _senders(burst) == dict.fromkeys(burst.prompts, burst.decoder.worker_id)
         for worker in (burst.source, burst.target):
-            assert outcomes_at(worker).keys() <= {"moved"}
+            assert outcomes_at(worker).keys() <= {"moved", "shared"}
+        split = sum(b.num_requests for b in report.batches if b.source_layers and b.target_layers)
+        assert outcomes_at(burst.target).get("shared", 0) == split, "its KV went straight to the decode instance"
+        assert not outcomes_at(burst.source).get("shared")
+        assert policy != "zigzag" or split > 0
 
 
 async def test_the_decode_worker_dies_while_two_prefill_instances_cooperate(redis_url: str) -> None:

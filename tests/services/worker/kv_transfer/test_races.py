@@ -17,9 +17,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.settings import MockTiming
-from services.worker.kv_transfer import decode_client, receiver
-from services.worker.kv_transfer import reservation as reservation_module
-from services.worker.kv_transfer.reservation import DecodeReservation, kv_tag
+from services.worker.kv_transfer import decode_client, receiver, staging
+from services.worker.kv_transfer.incoming import kv_tag
+from services.worker.kv_transfer.reservation import DecodeReservation
 from shared import subjects
 from shared.bus.wire import Headers
 from shared.errors import BlitzError
@@ -272,7 +272,7 @@ async def test_room_that_lapsed_and_was_given_anew_is_not_taken_for_the_first(re
         rooms = pair.decode.service.parts.kv_receiver.reservations
         await eventually(lambda: rooms)
         (room,) = rooms.values()
-        room.ticket += 77
+        room.kv[0].ticket += 77
         await whole(pair, "r", PROMPT, 8)
         assert pair.decoded_by("r") == ["w0"]
         await pair.clean()
@@ -297,7 +297,7 @@ async def test_no_layer_is_sent_that_nobody_receives(
     patient_pair: Disaggregated, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     """However slowly KV is taken in."""
-    monkeypatch.setattr(reservation_module, "WINDOW_LAYERS", window)
+    monkeypatch.setattr(staging, "WINDOW_LAYERS", window)
     there, rooms = patient_pair.decode, patient_pair.decode.service.parts.kv_receiver.reservations
     engine = there.serving.engine.loop.engine
     assert isinstance(engine, MockEngine)
@@ -309,7 +309,7 @@ async def test_no_layer_is_sent_that_nobody_receives(
 
     def watch(kv: Buffer, tag: int) -> tuple[Buffer, int]:
         layer = index_of(tag)
-        (here,) = [a.layers_here for a in rooms.values() if kv_tag(a.ticket, layer) == tag]
+        (here,) = [a.layers_here for a in rooms.values() if kv_tag(a.kv[0].ticket, layer) == tag]
         ahead.append(layer - here)
         return kv, tag
 

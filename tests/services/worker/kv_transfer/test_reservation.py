@@ -7,8 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from services.worker.kv_transfer import receiver
-from services.worker.kv_transfer import reservation as reservation_module
+from services.worker.kv_transfer import receiver, staging
 from services.worker.weights.peers import Peers
 from shared.errors import BadRequest, Conflict, Overloaded, Unavailable
 from shared.transport.base import Channel
@@ -117,7 +116,7 @@ async def test_who_waits_for_layers_hears_of_them_at_once_and_else_after_a_while
 async def test_receives_are_posted_a_window_ahead(
     alone: LoneWorker, prefill: FakePrefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reservation_module, "WINDOW_LAYERS", 2)
+    monkeypatch.setattr(staging, "WINDOW_LAYERS", 2)
     request = prefill.request()
     reserved = await prefill.reserve(request)
     assert reserved.window_layers == 2
@@ -141,7 +140,7 @@ async def test_a_window_is_bounded_in_bytes(
 ) -> None:
     engine = alone.worker.serving.engine.loop.engine
     layer_bytes = len(PROMPT) * engine.kv_bytes_per_token_layer
-    monkeypatch.setattr(reservation_module, "WINDOW_BYTES", int(layers_worth * layer_bytes))
+    monkeypatch.setattr(staging, "WINDOW_BYTES", int(layers_worth * layer_bytes))
     reserved = await prefill.reserve(prefill.request())
     assert reserved.window_layers == window
     await prefill.release(prefill.request())
@@ -151,8 +150,8 @@ async def test_kv_on_its_way_to_all_requests_together_is_bounded_in_bytes(
     alone: LoneWorker, prefill: FakePrefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer_bytes = len(PROMPT) * alone.worker.serving.engine.loop.engine.kv_bytes_per_token_layer
-    monkeypatch.setattr(reservation_module, "STAGING_BYTES", int(3.5 * layer_bytes))
-    monkeypatch.setattr(reservation_module, "WINDOW_LAYERS", 2)
+    monkeypatch.setattr(staging, "STAGING_BYTES", int(3.5 * layer_bytes))
+    monkeypatch.setattr(staging, "WINDOW_LAYERS", 2)
     requests = [prefill.request(f"r{i}") for i in range(3)]
     reserved = [await prefill.reserve(request) for request in requests[:2]]
     assert [r.window_layers for r in reserved] == [2, 1]
@@ -178,7 +177,7 @@ async def test_kv_on_its_way_to_all_requests_together_is_bounded_in_bytes(
 async def test_a_layer_larger_than_the_bound_comes_when_nothing_else_does(
     alone: LoneWorker, prefill: FakePrefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reservation_module, "STAGING_BYTES", 1)
+    monkeypatch.setattr(staging, "STAGING_BYTES", 1)
     one, other = prefill.request("one"), prefill.request("other")
     reserved = await prefill.reserve(one)
     with pytest.raises(Overloaded):
@@ -275,7 +274,7 @@ async def test_a_long_prompt_in_chunks_needs_no_more_memory_on_its_way_than_a_ch
     alone: LoneWorker, prefill: FakePrefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token_bytes = alone.worker.serving.engine.loop.engine.kv_bytes_per_token_layer
-    monkeypatch.setattr(reservation_module, "WINDOW_BYTES", 30 * token_bytes)
+    monkeypatch.setattr(staging, "WINDOW_BYTES", 30 * token_bytes)
     whole = await prefill.reserve(prefill.request("whole"))
     chunks = await prefill.reserve(prefill.request("chunks"), chunk_tokens=10)
     assert (whole.window_layers, chunks.window_layers) == (1, 3)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from services.worker.kv_transfer import transfer as module
-from services.worker.kv_transfer.reservation import kv_tag
+from services.worker.kv_transfer.incoming import kv_tag
 from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfer, RequestEnded
 from services.worker.scheduling.schedule import Sampled
 from services.worker.scheduling.sequence import Sequence

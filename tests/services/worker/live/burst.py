@@ -83,7 +83,9 @@ class Burst:
         if before is not None:
             await before()
         self._hold_prompts()
-        self.source.transport.delay_s = delay_s
+        for worker in cluster.workers.values():
+            if worker is not self.target:  # whoever the weights come from
+                worker.transport.delay_s = delay_s
         self._waits_for_pair = True
         for request_id in prompts:
             await self.submit(request_id)

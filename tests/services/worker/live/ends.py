@@ -15,6 +15,7 @@ import msgspec
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.instance import Instance
+from services.worker.kv_transfer.sender import KvSender
 from services.worker.live.handover import HandedOver
 from services.worker.live.links import LinkToTarget
 from services.worker.live.pulls import Puller
@@ -192,6 +193,8 @@ class Ends:
         self.cancelled: list[Cancel] = []
         """What the source told the target."""
         self.hears_taken = True
+        self.kv_senders = FakeKvSender(), FakeKvSender()
+        """The source's and the target's."""
 
     async def start(self) -> None:
         source, target = self.transports
@@ -208,6 +211,7 @@ class Ends:
             self.buses[1],
             self.target_tensors,
             cast(Inbox, self.requests),
+            cast(KvSender, self.kv_senders[1]),
             silence_s=self.silence_s,
         )
         for member in (self.source, self.target):
@@ -299,6 +303,24 @@ class Ends:
             await self.buses[1].respond(subjects.worker_live("w1", operation), kind, respond)  # type: ignore[arg-type]
 
 
+class FakeKvSender:
+    """Nothing goes to another instance, unless it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.shares = False
+        self.forgotten: list[Sequence] = []
+        self.rests: list[tuple[tuple[Sequence, ...], int, Callable[[], Awaitable[None]]]] = []
+
+    def share(self, _sequences: Iterable[Sequence], _num_layers: int) -> bool:
+        return self.shares
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        self.forgotten += sequences
+
+    def send_rest(self, sequences: Iterable[Sequence], first_layer: int, over: Callable[[], Awaitable[None]]) -> None:
+        self.rests.append((tuple(sequences), first_layer, over))
+
+
 class SourceEnd:
     """The source's parts. Its scheduler lends from the beginning."""
 
@@ -318,7 +340,16 @@ class SourceEnd:
             on_free=lambda: loop.call_soon_threadsafe(self.puller.free.set),
             has_room=self.handed.has_room,
         )
-        self.puller = Puller("pair", instance, self.handed, self.link, self.work, ends.source_tensors, pull_s=0.0)
+        self.puller = Puller(
+            "pair",
+            instance,
+            self.handed,
+            self.link,
+            self.work,
+            ends.source_tensors,
+            cast(KvSender, ends.kv_senders[0]),
+            pull_s=0.0,
+        )
         self.link.watch(ends.source_tensors)
 
     async def begin(self, *sequences: Sequence) -> None:

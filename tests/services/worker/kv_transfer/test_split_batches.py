@@ -1,0 +1,214 @@
+"""A pair of prefill instances and the instance that decodes: each member of the pair sends the layers that it ran, and
+any of the three may be lost at any time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable
+
+import pytest
+
+from services.worker.engine.mock.settings import MockTiming
+from services.worker.kv_transfer import decode_client, receiver
+from services.worker.kv_transfer.receiver import KvReceiver
+from services.worker.kv_transfer.transfer import KvTransfer
+from shared.errors import Conflict
+from shared.messages.disaggregated import DecodeReserved, ReserveDecode
+from shared.transport.base import Buffer
+from shared.transport.tags import Carries, tag_of
+from tests.services.fake_gateway import expected_tokens
+from tests.services.waiting import eventually
+from tests.services.worker.kv_transfer.fakes import outcomes_at
+from tests.services.worker.live.burst import LAYER_S, NUM_TOKENS, Burst, live_cluster
+from tests.services.workers import RunningWorker
+
+SLOW = MockTiming(layer_per_token_s=5 * LAYER_S / NUM_TOKENS)
+"""There is time to do something to a batch."""
+DELAY_S = 0.05
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_client, "ASK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(decode_client, "GONE_S", 0.5)
+    monkeypatch.setattr(decode_client, "LEASE_S", 2.0)
+    monkeypatch.setattr(decode_client, "RENEW_S", 0.4)
+    monkeypatch.setattr(receiver, "MAX_WAIT_S", 0.05)
+
+
+@contextlib.asynccontextmanager
+async def pair_and_decoder(redis_url: str, **worker: object) -> AsyncIterator[Burst]:
+    """A burst at a pair of prefill instances. Afterwards nothing is left at those that live."""
+    fields: dict[str, object] = {"mock": SLOW, "stall_s": 2.0}
+    async with live_cluster(redis_url, num_workers=3, **(fields | worker)) as cluster:
+        burst = Burst(cluster)
+        yield burst
+        for one in cluster.workers.values():
+            if not one.task.done() and one.instance is not None:
+                parts = one.service.parts
+                await eventually(lambda parts=parts: not parts.kv_sender.transfers)
+                await eventually(lambda parts=parts: not parts.kv_receiver.reservations)
+                await eventually(lambda one=one: one.serving.num_pins == 0)
+        await burst.clean()
+
+
+def transfers_of(worker: RunningWorker) -> Iterable[KvTransfer]:
+    return worker.service.parts.kv_sender.transfers.values()
+
+
+def is_reserved(burst: Burst) -> bool:
+    """The target runs layers, and has room for their KV where it is to go."""
+    return any(t.is_reserved for t in transfers_of(burst.target))
+
+
+def is_shared(burst: Burst) -> bool:
+    """The source runs the rest of a batch, whose first layers went straight from the target."""
+    return any(t.first_layer and t.is_reserved for t in transfers_of(burst.source))
+
+
+def has_moved(burst: Burst) -> bool:
+    """A batch that both ran is decoded."""
+    return outcomes_at(burst.source).get("moved", 0) > 0
+
+
+PHASES = pytest.mark.parametrize("when", [is_reserved, is_shared, has_moved], ids=lambda when: when.__name__)
+When = Callable[[Burst], bool]
+
+
+async def no_wrong_token(burst: Burst) -> None:
+    for (request_id, attempt), parts in burst.cluster.gateway.parts.items():
+        assert attempt == 1
+        tokens = expected_tokens(burst.max_tokens, burst.prompts[request_id])
+        for part in parts:
+            assert part.token_ids == tokens[part.offset : part.offset + len(part.token_ids)], part
+
+
+def ended(burst: Burst, *reasons: str) -> int:
+    parts = burst.cluster.gateway.parts.values()
+    return sum(any(p.finish_reason in reasons for p in stream) for stream in parts)
+
+
+def left(burst: Burst, outcome: str) -> int:
+    return int(sum(outcomes_at(w).get(outcome, 0) for w in (burst.source, burst.target)))
+
+
+@PHASES
+async def test_the_decode_instance_is_killed(redis_url: str, when: When) -> None:
+    async with pair_and_decoder(redis_url) as burst:
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8)
+        await eventually(lambda: when(burst))
+        await burst.decoder.kill()
+        # What it had taken over, or may have, is the gateway's to try again; the pair decodes the others.
+        every = len(burst.prompts)
+        await eventually(lambda: left(burst, "moved") + left(burst, "unknown") + left(burst, "kept") == every, 20.0)
+        moved, unknown, kept = (left(burst, outcome) for outcome in ("moved", "unknown", "kept"))
+        assert kept > 0
+        await eventually(lambda: ended(burst, "length") >= kept)
+        assert ended(burst, "length") <= kept + moved
+        assert ended(burst, "error") == unknown
+        await no_wrong_token(burst)
+
+
+@PHASES
+async def test_the_target_is_killed(redis_url: str, when: When) -> None:
+    async with pair_and_decoder(redis_url) as burst:
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8)
+        await eventually(lambda: when(burst))
+        live = burst.live_target_of(burst.target)
+        assert live is not None
+        assert not live.batches.loaded, "a premise: what it finishes would be the gateway's to try again"
+        await burst.target.kill()
+        await burst.ends()
+        await no_wrong_token(burst)
+        assert left(burst, "unknown") == 0
+
+
+@PHASES
+async def test_the_source_is_killed(redis_url: str, when: When) -> None:
+    async with pair_and_decoder(redis_url, max_queued_requests=64) as burst:
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8)
+        await eventually(lambda: when(burst))
+        await burst.source.kill()
+        await eventually(lambda: burst.live_target_of(burst.target) is None)
+        rooms = burst.decoder.service.parts.kv_receiver.reservations
+        await eventually(lambda: not rooms, 10.0)
+        await eventually(lambda: burst.decoder.serving.engine.loop.num_requests == 0)
+        await no_wrong_token(burst)
+
+
+async def test_layers_of_the_target_that_do_not_arrive_are_fetched_from_it(redis_url: str) -> None:
+    """The way from the target to the decode instance stalls, that to the source does not."""
+    mask = (1 << 61) | (1 << 62)
+
+    def stall(buffer: Buffer, tag: int) -> tuple[Buffer, int]:
+        to_decode = tag & mask == tag_of(0, 0, Carries.KV_TO_DECODE) & mask
+        return buffer, tag ^ 1 << 59 if to_decode else tag
+
+    async with pair_and_decoder(redis_url, stall_s=1.0) as burst:
+
+        async def before() -> None:
+            burst.target.transport.tamper = stall
+
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8, before=before)
+        await burst.ends()
+        (report,) = burst.cluster.live_reports
+        assert report.outcome == "dissolved"
+        split = sum(b.num_requests for b in report.batches if b.source_layers and b.target_layers)
+        assert split > 0
+        assert outcomes_at(burst.source)["kept"] >= split
+
+
+async def test_a_decode_instance_that_takes_one_sender_only_gets_nothing_split(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of an earlier version: it takes the source for the target that asks again."""
+    on_reserve = KvReceiver.on_reserve
+
+    async def earlier(self: KvReceiver, message: ReserveDecode) -> DecodeReserved:
+        if message.first_layer:
+            (reservation,) = [r for r in self.reservations.values() if r.message.request == message.request]
+            message = reservation.message
+        return await on_reserve(self, message)
+
+    monkeypatch.setattr(KvReceiver, "on_reserve", earlier)
+    async with pair_and_decoder(redis_url) as burst:
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8)
+        await burst.ends()
+        assert outcomes_at(burst.source)["kept"] > 0
+
+
+async def test_a_split_that_cannot_be_joined_is_decoded_by_the_source(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise Conflict("no")
+
+    monkeypatch.setattr(KvReceiver, "_join", refuse)
+    async with pair_and_decoder(redis_url) as burst:
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8)
+        await burst.ends()
+        (report,) = burst.cluster.live_reports
+        assert report.outcome == "dissolved"
+        assert outcomes_at(burst.source)["kept"] > 0
+
+
+async def test_without_room_at_the_decode_instance_batches_go_by_the_source(redis_url: str) -> None:
+    full = {"max_running_requests": 1}
+    async with live_cluster(
+        redis_url, num_workers=3, mock=SLOW, stall_s=2.0, each=lambda name: full if name == "w0" else {}
+    ) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8)
+        await burst.ends()
+        await burst.clean()
+
+
+async def test_clients_leave_while_batches_are_split(redis_url: str) -> None:
+    async with pair_and_decoder(redis_url) as burst:
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8)
+        await eventually(lambda: is_shared(burst))
+        gone = tuple(list(burst.prompts)[::2])
+        for request_id in gone:
+            for worker in (burst.source, burst.decoder):
+                await burst.cluster.gateway.cancel(worker.worker_id, request_id)
+        await burst.ends(without=gone)
