@@ -163,6 +163,23 @@ async def test_a_pair_is_of_one_role_that_runs_prompts(rig: LiveRig, role: Role,
     assert rig.pairs() == ([("w0", "w5")] if role == wanted != "decode" else [])
 
 
+async def test_two_overloaded_prefill_instances_get_a_chain_and_a_tail_each(rig: LiveRig) -> None:
+    """The paper's Figure 12: weights come from two that do not compute prompts, and both chains end in a live pair."""
+    decoders = tuple(rig.record_of(f"w{i}", "serving", "decode") for i in (3, 4))
+    prefills = tuple(rig.record_of(f"w{i}", "serving", "prefill") for i in (0, 1))
+    rig.pool.workers = (*prefills, *decoders, *(rig.record_of(f"w{i}") for i in range(5, 9)))
+    for worker_id in ("w0", "w1"):
+        await rig.load(worker_id, 50_000)
+    await rig.scale(6, role="prefill")
+    (plan,) = rig.plans()
+    assert isinstance(plan, ScalePlan)
+    assert len(plan.chains) == 2
+    assert {chain.hops[0].stripes[0].source for chain in plan.chains} == {"w3", "w4"}
+    tails = {chain.hops[-1].targets[0] for chain in plan.chains}
+    assert {target for _, target in rig.pairs()} == tails
+    assert {source for source, _ in rig.pairs()} == {"w0", "w1"}
+
+
 @pytest.mark.parametrize("asked", ["auto", "always", "never"])
 async def test_a_decode_plan_says_why_it_is_not_live(asked: LiveChoice) -> None:
     async with running(LiveRig(LiveSettings(choice="always"))) as rig:

@@ -115,7 +115,9 @@ def fallbacks_of(cluster: Cluster, chains: Iterable[Chain]) -> tuple[Copy, ...]:
     used = dict.fromkeys((s.source_kind, s.source) for s in stripes)
     complete = {(c.kind, c.worker_id): c for c in cluster.copies}
     unused = [c for key, c in complete.items() if key not in used]
-    gpus = sorted((c for c in unused if c.kind == "gpu"), key=lambda c: (c.draining, c.sending, c.worker_id))
+    gpus = sorted(
+        (c for c in unused if c.kind == "gpu"), key=lambda c: (c.ships_kv, c.draining, c.sending, c.worker_id)
+    )
     hosts = sorted((c for c in unused if c.kind == "host"), key=lambda c: (c.sending, c.worker_id))
     own = [complete[kind, name] for kind, name in used if kind != "disk" and (kind, name) in complete]
     return tuple(Copy(worker_id=c.worker_id, kind=c.kind) for c in (*gpus, *own, *hosts)[:MAX_FALLBACKS])
@@ -145,7 +147,7 @@ def _nic_id(copy: WorkerCopy, topology: Topology) -> str:
 def _as_sources(copies: Sequence[WorkerCopy]) -> list[Source]:
     """Each GPU copy, and one host copy per host."""
     sources = [
-        Source(c.worker_id, "gpu", leaving=c.draining or c.sending, ready_s=c.ready_s)
+        Source(c.worker_id, "gpu", leaving=c.draining or c.sending, ships_kv=c.ships_kv, ready_s=c.ready_s)
         for c in copies
         if c.kind == "gpu"
     ]

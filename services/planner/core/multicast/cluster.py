@@ -28,6 +28,8 @@ class WorkerCopy:
     """It sends weights of another plan now."""
     ready_s: float = 0.0
     """When a copy that still loads will be whole, from now."""
+    ships_kv: bool = False
+    """Of a prefill instance, while there are decode instances of its weights on other hosts."""
 
     @property
     def worker_id(self) -> str:
@@ -147,6 +149,7 @@ class Clusters:
         mine = self._by_hash.get(model.model_hash, ())
         holders = {r.worker.worker_id for r in mine if _holds_on_host(r, model)}
         topology = with_copy_holders(self._topology, (r.worker for r in mine), holders)
+        decodes_at = {r.worker.host for r in mine if r.instance is not None and r.instance.role == "decode"}
         copies: list[WorkerCopy] = []
         loading: list[WorkerCopy] = []
         for r in mine:
@@ -159,7 +162,8 @@ class Clusters:
                 remaining = (remaining_s or {}).get((name, instance_id))
                 if r.instance.is_complete:
                     leaves = r.state == "draining" or r.stopping
-                    copies.append(WorkerCopy(r.worker, "gpu", instance_id, leaves, sending))
+                    ships_kv = r.instance.role == "prefill" and bool(decodes_at - {r.worker.host})
+                    copies.append(WorkerCopy(r.worker, "gpu", instance_id, leaves, sending, ships_kv=ships_kv))
                 elif r.state in ("loading", "live") and remaining is not None:
                     loading.append(WorkerCopy(r.worker, "gpu", instance_id, False, sending, remaining))
             if name in holders:

@@ -26,6 +26,8 @@ class Greedy:
         self._chains = chains
         self._started = 0
         self.egress = Egress()
+        self.spared: frozenset[str] = frozenset()
+        """NICs that are not listed, for KV leaves through them and others are left."""
         self._borrowed: list[str] = []
         """NICs that are listed although serving sends through them: there was nothing else yet."""
         self._reusable: list[tuple[float, int, str]] = []
@@ -42,9 +44,11 @@ class Greedy:
         self._add_sources(sources)
 
     def _add_sources(self, sources: Sequence[Source]) -> None:
-        """Step 1: prune NICs whose outgoing direction is in use, unless nothing is left; sort leaves by bandwidth."""
+        """Step 1: prune NICs whose outgoing direction is in use, unless nothing is left, and those that KV leaves
+        through, unless that leaves fewer than the chains; sort leaves by bandwidth, those of the latter last."""
         topology, load = self._topology, self._load
         outlets: dict[str, FreeEgress] = {}
+        shippers = {s.holder for s in sources if s.ships_kv}
         for source in sources:
             if source.kind == "host":
                 host = topology.hosts[source.holder]
@@ -67,10 +71,19 @@ class Greedy:
                 outlet.gbps = min(outlet.gbps, load.egress_gbps(outlet.nic))
             free.sort(key=lambda o: (-o.gbps, o.is_host, o.nic.nic_id))
             self._borrowed = list(outlets)
+        ships = {o.nic.nic_id for o in free if o.holder in shippers}
+        if len(ships) < len(free) and len(free) - len(ships) >= self._chains:
+            self.spared = frozenset(ships)
+            free = [o for o in free if o.nic.nic_id not in ships]
         by_leaf: dict[str, list[FreeEgress]] = {}
         for outlet in free:
             by_leaf.setdefault(outlet.nic.leaf, []).append(outlet)
-        for leaf in sorted(by_leaf, key=lambda name: (-sum([o.gbps for o in by_leaf[name]]), name)):
+
+        def order(leaf: str) -> tuple[bool, float, str]:
+            outlets = by_leaf[leaf]
+            return all(o.nic.nic_id in ships for o in outlets), -sum([o.gbps for o in outlets]), leaf
+
+        for leaf in sorted(by_leaf, key=order):
             for outlet in by_leaf[leaf]:
                 self.egress.add(outlet, fresh=True)
         self.leaf_order = {leaf: i for i, leaf in enumerate(self.egress.leaves)}

@@ -87,13 +87,15 @@ def plan(
     left_out = []
     if n > len(wanted):
         left_out.append(f"{n - len(wanted)} of {n} instances: only {len(wanted)} workers are spare")
-    pruned = tuple([s.holder for s in copies if load.egress.get(_nic_id(topology, s))])
-
     groups = group_targets(topology, wanted, load)
     # The smallest chunk bounds the length of a chain; beyond it more chains fill faster.
     width = max([len(g.ports) for g in groups], default=1) if sharded else 1
     chains = max(tails, math.ceil(min(len(groups), n) / longest_chain(model_bytes, width)))
     greedy = Greedy(topology, copies, load, sharded=sharded, chains=chains)
+    shipping = greedy.spared
+    pruned = tuple(
+        [s.holder for s in copies if load.egress.get(_nic_id(topology, s)) or _nic_id(topology, s) in shipping]
+    )
     ordered = in_order(groups, greedy.leaf_order, greedy.source_domains, greedy.source_hosts)
     chosen = _first(topology, ordered, n, load)
     edges: list[Edge] = []
@@ -122,9 +124,9 @@ def plan(
     )
 
 
-def _preference(source: Source) -> tuple[bool, bool, float, str]:
-    """GPU before host, whole before loading, staying before leaving; then by id."""
-    return source.kind == "host", source.leaving, source.ready_s, source.holder
+def _preference(source: Source) -> tuple[bool, bool, bool, float, str]:
+    """What ships KV last, GPU before host, whole before loading, staying before leaving; then by id."""
+    return source.ships_kv, source.kind == "host", source.leaving, source.ready_s, source.holder
 
 
 def _nic_id(topology: Topology, source: Source) -> str:

@@ -21,6 +21,9 @@ class Source(msgspec.Struct, frozen=True):
     kind: SourceKind = "gpu"
     leaving: bool = False
     """Draining, or sending already: read it only after the others."""
+    ships_kv: bool = False
+    """It computes prompts for decode instances, and their KV leaves through its NIC: not to be disturbed while others
+    are left."""
     ready_s: float = 0.0
     """When a copy that still loads will be whole, from now."""
 

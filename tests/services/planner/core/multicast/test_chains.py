@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from services.planner.core.multicast.chains import MAX_FALLBACKS, WorkerChains, plan_worker_chains
 from services.planner.core.multicast.timing import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, chunk_bytes
+from shared.messages.common import Role
 from shared.messages.registry import WorkerRecord
 from shared.messages.scaling import Chain, Copy, Hop, Stripe
 from tests.services.planner.core.multicast.clusters import MODEL_BYTES, cluster, paths, record
@@ -298,3 +300,42 @@ def test_every_worker_without_a_domain_is_a_hop_of_its_own() -> None:
     plan = plan_worker_chains(cluster(*sources, *spare, links=(("s0", "t0"), ("s1", "t1"))), 9, MODEL_BYTES)
     assert all(len(hop.targets) == 1 for chain in plan.chains for hop in chain.hops)
     assert sorted(plan.targets) == sorted(w.worker.worker_id for w in spare)
+
+
+# --- prefill instances that ship KV ------------------------------------------------------------------
+
+
+def prefill(worker_id: str, **fields: object) -> WorkerRecord:
+    return with_role(record(worker_id, "serving", **fields), "prefill")  # type: ignore[arg-type]
+
+
+def with_role(one: WorkerRecord, role: Role) -> WorkerRecord:
+    assert one.instance is not None
+    return msgspec.structs.replace(one, instance=msgspec.structs.replace(one.instance, role=role))
+
+
+@pytest.mark.parametrize("other", ["decode", "colocated", "host"])
+def test_what_ships_kv_sends_no_weights_while_another_can(other: str) -> None:
+    # In every way but its role the prefill instance is the better source.
+    copy = record("z", host_copy="ready") if other == "host" else with_role(record("z", "serving"), other)  # type: ignore[arg-type]
+    decoder = with_role(record("d", "draining"), "decode")
+    plan = plan_worker_chains(cluster(prefill("a"), decoder, copy, record("t1"), record("t2")), 2, MODEL_BYTES)
+    sources = {s.source for chain in plan.chains for hop in chain.hops for s in hop.stripes}
+    assert "a" not in sources
+    assert "z" in sources
+    assert any("a" in line and "avoided" in line for line in plan.explain)
+
+
+def test_a_prefill_instance_that_ships_no_kv_to_other_hosts_is_a_source_like_any_other() -> None:
+    for decoder in ((), (with_role(record("d", "serving", host="h-a"), "decode"),)):
+        plan = plan_worker_chains(cluster(prefill("a"), *decoder, record("t1")), 1, MODEL_BYTES)
+        assert plan.links == (("a", "t1"),)
+
+
+def test_what_ships_kv_starts_a_chain_where_another_tail_is_wanted_and_nobody_else_can() -> None:
+    decoder = with_role(record("d", "serving"), "decode")
+    sees = cluster(prefill("a"), decoder, record("t1"), record("t2"))
+    assert plan_worker_chains(sees, 2, MODEL_BYTES).tails in (("t1",), ("t2",))
+    two = plan_worker_chains(sees, 2, MODEL_BYTES, tails=2)
+    assert set(two.tails) == {"t1", "t2"}
+    assert {source for source, _ in two.links} == {"a", "d"}
