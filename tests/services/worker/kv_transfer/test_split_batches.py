@@ -180,10 +180,14 @@ async def test_a_decode_instance_that_takes_one_sender_only_gets_nothing_split(
 async def test_a_split_that_cannot_be_joined_is_decoded_by_the_source(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuse(*_: object) -> None:
-        raise Conflict("no")
+    on_reserve = KvReceiver.on_reserve
 
-    monkeypatch.setattr(KvReceiver, "_join", refuse)
+    async def refuse(self: KvReceiver, message: ReserveDecode) -> DecodeReserved:
+        if message.first_layer:
+            raise Conflict("no")
+        return await on_reserve(self, message)
+
+    monkeypatch.setattr(KvReceiver, "on_reserve", refuse)
     async with pair_and_decoder(redis_url) as burst:
         await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8)
         await burst.ends()
