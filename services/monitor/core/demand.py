@@ -15,8 +15,9 @@ This module decides what goes into them:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
+from typing import NamedTuple
 
 from services.monitor.core.capability import Estimate
 from services.monitor.core.need import Capability, DecodeLoad, Load, Need, decode_need_of, need_of
@@ -34,8 +35,7 @@ MAX_SLACK_S = ARRIVALS_S
 MAX_RESIDENCE_S = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(NamedTuple):
     """Of one model, and of this process, as far as verdicts depend on them."""
 
     slo_ttft_s: float = 0.0
@@ -50,8 +50,7 @@ class Settings:
 NO_SETTINGS = Settings()
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The number of instances that a model needs now, in one role."""
 
     desired: int
@@ -69,8 +68,7 @@ class Verdict:
         return str(self.why)
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompts:
+class _Prompts(NamedTuple):
     """Why colocated or prefill instances are needed."""
 
     load: Load
@@ -93,8 +91,7 @@ class _Prompts:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Decodes:
+class _Decodes(NamedTuple):
     """Why decode instances are needed."""
 
     load: DecodeLoad
@@ -117,7 +114,7 @@ class _Decodes:
         )
 
 
-_NO_LOAD, _NO_NEED = Load(), Need(0.0, 0.0, 0.0, 0.0)
+_NO_LOAD, _NO_DECODES, _NO_NEED = Load(), DecodeLoad(), Need(0.0, 0.0, 0.0, 0.0)
 
 
 class ModelDemand:
@@ -161,7 +158,12 @@ class ModelDemand:
     @property
     def tokens_per_s(self) -> float:
         """Prompt tokens per second of one instance: the best figure available."""
-        return self._estimate.tokens_per_s(self._reported.prompt_tokens)
+        return self._estimate.tokens_per_s(self._prompt_tokens)
+
+    @property
+    def _prompt_tokens(self) -> float:
+        """Of one of the prompts that arrive, if it matters."""
+        return self._reported.prompt_tokens if self.profile is not None else 0.0
 
     def colocated(
         self, now_s: float, observed: int, settings: Settings = NO_SETTINGS, *, alone: bool = False
@@ -216,12 +218,15 @@ class ModelDemand:
             least=min(observed["prefill"], 1 if load.running_requests else 0),
             overdue_tokens=load.overdue_tokens,
         )
-        decodes, ahead = self._decodes(prefill_size.needed, one, situation.load_s, now_s)
+        decodes, ahead = _NO_DECODES, None
         if busy:
+            decodes, ahead = self._decodes(prefill_size.needed, one, situation.load_s, now_s)
             decode = decode_need_of(decodes, replace(one, max_decodes=one.max_decodes * self._policy.utilisation))
+        else:
+            self._rise.follow(0.0, now_s, self._policy.rate_window_s)
         decode_size = self._sizing["decode"].size(
             decode.instances,
-            replace(situation, observed=observed["decode"], num_serving=len(decoders)),
+            situation._replace(observed=observed["decode"], num_serving=len(decoders)),
             now_s,
             most=decode.instances,
             least=1 if busy else 0,
@@ -274,25 +279,29 @@ class ModelDemand:
         decoders = [r for r in reported.instances("decode") if r.state != "draining"]
         there = sum(r.queued_requests + r.running_requests for r in decoders)
         ready = sum(r.running_requests - min(r.prefilling_requests, r.running_requests) for r in takers)
-        coming = reported.queued_requests + sum(waiting_requests(r) for r in takers)
+        coming: float = reported.queued_requests + sum(waiting_requests(r) for r in takers)
         tokens = reported.queued_tokens + sum(r.queued_tokens + r.running_tokens for r in takers)
         prompt_tokens = tokens / (ready + coming) if ready + coming else reported.prompt_tokens
+        # One that is handed on may be in two instances' reports. Gateways know how many there are.
+        most = reported.open_requests or inf
+        running = min(there + ready, max(there, most))
+        coming = min(coming, max(0.0, most - running))
         num_serving = max(1, len(_serving(decoders)))
-        at_objective = one.max_decodes if one.max_decodes < inf else max(1.0, (there + ready) / num_serving)
+        at_objective = one.max_decodes if one.max_decodes < inf else max(1.0, running / num_serving)
         residence_s = reported.output_tokens * one.step_s(at_objective)
         per_instance = one.tokens_per_s / max(1.0, prompt_tokens)
         flow_per_s, growth, ahead = len(_serving(takers)) * per_instance, 0.0, None
-        marked = self._rise.is_marked(prefill_needed, now_s, min(max(residence_s, policy.rate_window_s), ARRIVALS_S))
+        marked = self._rise.follow(prefill_needed, now_s, min(max(residence_s, policy.rate_window_s), ARRIVALS_S))
         if policy.prescale and marked:
             ahead = prefill_needed, self._rise.usual
             flow_per_s = max(flow_per_s, prefill_needed * per_instance)
-            ending_per_s = (there + ready) / residence_s
+            ending_per_s = running / residence_s
             growth = max(0.0, self._arriving_per_s(now_s) - ending_per_s) * min(load_s, ARRIVALS_S)
         blocks = max((r.kv_blocks_total for r in _serving(decoders) or takers), default=0) * policy.kv_upper_bound
         block_tokens = max((r.kv_block_tokens for r in [*decoders, *takers]), default=0)
         request_blocks = (prompt_tokens + reported.output_tokens) / block_tokens if block_tokens else 0.0
         load = DecodeLoad(
-            running=there + ready,
+            running=running,
             there=there,
             coming=coming,
             growth=growth,
@@ -346,7 +355,7 @@ class ModelDemand:
         self, prefilling: Sequence[LoadReport], decoding: Sequence[LoadReport], settings: Settings
     ) -> Capability:
         return self._estimate.capability(
-            prefilling, decoding, prompt_tokens=self._reported.prompt_tokens, slo_tbt_s=settings.slo_tbt_s
+            prefilling, decoding, prompt_tokens=self._prompt_tokens, slo_tbt_s=settings.slo_tbt_s
         )
 
 

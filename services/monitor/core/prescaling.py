@@ -28,8 +28,8 @@ class Rise:
         self._last: tuple[float, float] | None = None
         """When what was needed."""
 
-    def is_marked(self, needed: float, now_s: float, within_s: float) -> bool:
-        """Whether ``needed`` is markedly more than it usually was over about ``within_s`` seconds."""
+    def follow(self, needed: float, now_s: float, within_s: float) -> bool:
+        """Take what is needed; whether it is markedly more than it usually was over about ``within_s`` seconds."""
         if self._last is not None:
             at_s, before = self._last
             self.usual += (1.0 - exp(-max(0.0, now_s - at_s) / within_s)) * (before - self.usual)

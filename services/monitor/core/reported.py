@@ -14,7 +14,7 @@ MIN_FIGURE = 1e-9
 """A token in thirty years, or a step in a nanosecond: no real measurement is smaller, and dividing by less
 overflows."""
 ARRIVALS_S = 60.0
-"""Arrivals are remembered for this long."""
+"""Arrivals are remembered for this long, or for two windows of the rate."""
 MANY_ENDED = 512
 """Requests after which what ended before counts half: lengths change with the traffic."""
 
@@ -49,7 +49,7 @@ class Reported:
         known = self._gateways.get(gateway_id)
         before = known.queue.arrived_requests_total if known is not None else 0
         if known is None:
-            self._gateways[gateway_id] = _Gateway(queue, now_s)
+            self._gateways[gateway_id] = _Gateway(self._policy, queue, now_s)
         else:
             known.take(queue, now_s)
         return queue.arrived_requests_total != before
@@ -117,7 +117,7 @@ class Reported:
     def output_tokens(self) -> float:
         """Of a request, on average of those that ended."""
         requests, tokens = self._ended
-        return tokens / requests if requests else self._policy.assumed_output_tokens
+        return max(1.0, tokens / requests) if requests else self._policy.assumed_output_tokens
 
     def _count_ended(self, requests: int, tokens: int) -> None:
         if requests <= 0 or tokens < 0:
@@ -130,8 +130,9 @@ class Reported:
 
 
 class _Gateway:
-    def __init__(self, queue: ModelQueue, now_s: float) -> None:
-        self.tokens, self.requests = CounterWindow(ARRIVALS_S), CounterWindow(ARRIVALS_S)
+    def __init__(self, policy: DemandPolicy, queue: ModelQueue, now_s: float) -> None:
+        window_s = max(ARRIVALS_S, 2 * policy.rate_window_s)
+        self.tokens, self.requests = CounterWindow(window_s), CounterWindow(window_s)
         # When it came is unknown; treating it as if it came now leads to the same verdict.
         self.tokens.burst(now_s, queue.queued_tokens)
         self.requests.burst(now_s, queue.queued_requests)

@@ -11,7 +11,7 @@ gets its minimum, and then a share in proportion to what it needs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import get_args
 
 from services.monitor.core.demand import ModelDemand, Settings, Verdict
@@ -20,6 +20,7 @@ from shared.messages.registry import Floor, ModelRecord
 from shared.registry_view import bounded
 
 ROLES: tuple[Role, ...] = get_args(Role)
+_NONE = Verdict(0, 0.0, "there is none, and none was asked for")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +43,35 @@ def verdicts(
 ) -> Mapping[Role, Verdict]:
     """For every role; ``desired`` is within the model's limits and floors, and ``idle`` is beyond these."""
     settings = Settings(model.slo_ttft_s, model.slo_tbt_s, model.keep_alive_s, connected_since_s)
-    observed = {role: there[role].observed for role in ROLES}
-    found: dict[Role, Verdict] = {}
     if model.serving == "disaggregated":
-        found |= demand.disaggregated(now_s, observed, settings)
+        by_load = demand.disaggregated(now_s, {role: there[role].observed for role in ROLES}, settings)
     else:
         alone = model.serving == "colocated"
-        found["colocated"] = demand.colocated(now_s, observed["colocated"], settings, alone=alone)
-    least = {role: bounded(0, model, there[role].floor, role) for role in ROLES}
-    wanted = {role: bounded(verdict.desired, model, there[role].floor, role) for role, verdict in found.items()}
+        by_load = {"colocated": demand.colocated(now_s, there["colocated"].observed, settings, alone=alone)}
+    wanted = {role: bounded(verdict.desired, model, there[role].floor, role) for role, verdict in by_load.items()}
+    found: dict[Role, Verdict] = {}
+    most = model.max_instances
     for role in ROLES:
-        if role not in found:
-            found[role] = _surplus(role, there, wanted, model) if model.serving else _by_hand(there[role])
-    fixed = {role: bounded(found[role].desired, model, there[role].floor, role) for role in ROLES if role not in wanted}
-    within_limit = within(wanted, {role: least[role] for role in wanted}, model.max_instances - sum(fixed.values()))
-    return {
-        role: replace(
-            verdict,
-            desired=within_limit[role] if role in wanted else fixed[role],
-            idle=max(0, min(verdict.idle, observed[role] - least[role])),
-        )
-        for role, verdict in found.items()
-    }
+        if role in by_load:
+            continue
+        here, verdict = there[role], _NONE
+        if here.observed or here.floor is not None:  # nearly all models have instances of one role
+            verdict = _surplus(role, there, wanted, model) if model.serving else _by_hand(here)
+            verdict = _limited(verdict, bounded(verdict.desired, model, here.floor, role), model, here, role)
+        found[role] = verdict
+        most -= verdict.desired
+    if sum(wanted.values()) > most:
+        least = {role: bounded(0, model, there[role].floor, role) for role in wanted}
+        wanted = within(wanted, least, most)
+    for role, verdict in by_load.items():
+        found[role] = _limited(verdict, wanted[role], model, there[role], role)
+    return found
+
+
+def _limited(verdict: Verdict, desired: int, model: ModelRecord, here: There, role: Role) -> Verdict:
+    """With another number; what limits and floors keep is not idle."""
+    idle = max(0, min(verdict.idle, here.observed - bounded(0, model, here.floor, role))) if verdict.idle else 0
+    return Verdict(desired, verdict.needed, verdict.why, idle)
 
 
 def _by_hand(there: There) -> Verdict:
@@ -102,11 +110,11 @@ def staying(surplus: int, *, wanted: int, serving: int, coming: int, lacking: in
     return stays
 
 
-def within(wanted: Mapping[Role, int], least: Mapping[Role, int], most: int) -> Mapping[Role, int]:
+def within(wanted: Mapping[Role, int], least: Mapping[Role, int], most: int) -> dict[Role, int]:
     """At most ``most`` of the ``wanted`` in all; each role's ``least`` first."""
     most = max(0, most)
     if sum(wanted.values()) <= most:
-        return wanted
+        return dict(wanted)
     if sum(least.values()) >= most:
         return _shares(least, most)
     more = _shares({role: wanted[role] - least[role] for role in wanted}, most - sum(least.values()))

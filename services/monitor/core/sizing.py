@@ -11,16 +11,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from services.monitor.core.give_back import MAX_WINDOW_S, idle_window_s
 from services.monitor.core.policy import DemandPolicy
 from services.monitor.core.windows import MaxWindow
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
+class Situation(NamedTuple):
     """What a number of instances depends on beside the load."""
 
     observed: int
@@ -36,8 +35,7 @@ class Situation:
     """Since when there is no request anywhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
+class Size(NamedTuple):
     """A number of instances."""
 
     desired: int
@@ -67,10 +65,13 @@ class Sizing:
     ) -> Size:
         """``most``: as many as there are requests to use them. ``least``: not less, however little is needed."""
         policy, observed = self._policy, situation.observed
-        self._needed.add(now_s, needed)
-        lately = self._needed.largest(now_s, self._window_s(situation))
-        held = self._overdue.hold(overdue_tokens, lately, situation.num_serving, now_s)
-        needed = min(max(needed, held), most)
+        if overdue_tokens > 0:
+            self._needed.add(now_s, needed)
+            lately = self._needed.largest(now_s, self._window_s(situation))
+            needed = max(needed, self._overdue.hold(overdue_tokens, lately, situation.num_serving, now_s))
+        else:
+            self._overdue.end()
+        needed = min(needed, most)
         self._needed.add(now_s, needed)
         desired, idle = max(rounded_up(needed), least), 0
         if desired < observed:
@@ -108,11 +109,12 @@ class _Overdue:
         self._since: tuple[float, float] | None = None
         """When all that was asked for began to serve, or what is overdue last shrank, and how much there was then."""
 
+    def end(self) -> None:
+        """Nothing is overdue."""
+        self._held, self._since = 0.0, None
+
     def hold(self, overdue_tokens: float, lately: float, num_serving: int, now_s: float) -> float:
         """Instances that are needed for what is overdue; ``lately``: the most that were needed while it waited."""
-        if overdue_tokens <= 0:
-            self._held, self._since = 0.0, None
-            return 0.0
         self._held = max(self._held, lately)
         if num_serving < rounded_up(self._held):
             self._since = None

@@ -112,7 +112,7 @@ def test_a_model_is_moved_from_colocated_to_disaggregated_on_the_workers_that_it
 
 def test_all_roles_together_stay_within_the_maximum_in_proportion() -> None:
     loop = DisaggregatedLoop(record=model(serving="disaggregated", max_instances=6, slo_tbt_s=0.05))
-    loop.run(steady(20.0, 500, 300, 0.0, 30.0), 30.0)
+    loop.run(steady(20.0, 500, 300, 0.0, 12.0), 12.0)
     for _, found in loop.verdicts:
         assert sum(verdict.desired for verdict in found.values()) <= 6
     last = loop.verdicts[-1][1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.monitor.core.demand import ModelDemand, Verdict
@@ -25,12 +25,12 @@ def found(
     *,
     tokens: int = 0,
     demand: ModelDemand | None = None,
-    **settings: object,
+    **changes: object,
 ) -> Mapping[Role, Verdict]:
     """With a burst of so many tokens, in prompts of a hundred."""
     demand = demand or ModelDemand(POLICY)
     demand.on_queue("g", queue(tokens, queued_tokens=tokens), 0.0)
-    record = model(**{"min_instances": 0, "serving": serving} | settings)
+    record = model(**{"min_instances": 0, "serving": serving} | changes)
     every: dict[Role, There] = {"colocated": There(), "prefill": There(), "decode": There()}
     return verdicts(demand, record, every | there, 0.0)
 
@@ -125,6 +125,40 @@ def test_an_instance_that_has_another_role_is_not_counted_in_its_former_one() ->
     demand.on_role("i1", "prefill")
     after = found("disaggregated", there, demand=demand)["decode"]
     assert "10 are" in after.reason, "it decodes them to their end, but as what another one could"
+
+
+def test_a_request_that_is_handed_on_and_in_two_reports_is_one() -> None:
+    demand = ModelDemand(POLICY)
+    demand.on_queue("g", queue(1000, inflight=10), 0.0)
+    demand.on_load(report("i0", role="prefill", running_requests=10, running_tokens=1000), 0.0)
+    demand.on_load(report("i1", role="decode", running_requests=6, running_tokens=600), 0.0)
+    there: dict[Role, There] = {"prefill": There(1, 1), "decode": There(1, 1)}
+    every = {"colocated": There()} | there
+    why = verdicts(demand, model(serving="disaggregated"), every, 0.0)["decode"].reason
+    assert "10 requests at once: 10 are" in why
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_whatever_is_reported_there_is_a_verdict_within_limits(data: st.DataObject) -> None:
+    demand = ModelDemand(POLICY)
+    count = st.sampled_from([0, 1, 7, 2**53])
+    figure = st.sampled_from([0.0, 5e-324, 1e-6, 1.0, 1e18])
+    counts = ("queued_requests", "queued_tokens", "running_requests", "running_tokens", "prefilling_requests")
+    blocks = ("kv_blocks_total", "kv_blocks_used", "kv_block_tokens", "ended_requests_total", "ended_tokens_total")
+    speeds = ("prefill_tokens_per_s", "decode_base_s", "decode_request_s", "load_s")
+    record = model(serving="disaggregated", max_instances=9, slo_tbt_s=data.draw(st.sampled_from([0.0, 0.05, 3600.0])))
+    there: dict[Role, There] = {"colocated": There(1, 1), "prefill": There(2, 1), "decode": There(1, 1)}
+    for now_s in (0.0, 0.1, 0.2):
+        for name, role in (("i0", "prefill"), ("i1", "decode"), ("i2", "colocated")):
+            fields = {field: data.draw(count) for field in (*counts, *blocks)}
+            fields |= {field: data.draw(figure) for field in speeds}
+            demand.on_load(report(name, role=role, **fields), now_s)
+        arrived = data.draw(count)
+        demand.on_queue("g", queue(arrived, data.draw(count), inflight=data.draw(count)), now_s)
+        for verdict in verdicts(demand, record, there, now_s).values():
+            assert 0 <= verdict.desired <= 9
+            assert verdict.reason
 
 
 def test_only_what_limits_and_floors_leave_is_idle() -> None:
