@@ -28,12 +28,11 @@ from services.planner.fleet import About, Fleet
 from services.planner.pair_planner import PairPlanner
 from shared.messages.common import TAKES_PROMPTS, Role
 from shared.messages.registry import ModelRecord, WorkerRecord
+from shared.profile import MUTATION_S
 from shared.registry_view import RegistryView, bounded, counted_as
 
 SHOWN_S = 10.0
 """A registry that works shows by then which role an instance has."""
-ASSUMED_S = 0.05
-"""What a mutation takes, until one has been seen."""
 _SMOOTHING = 0.3
 
 
@@ -54,8 +53,8 @@ class Mutations:
         self._pairs = pairs
         self._allows = allows
         self._refusals = Refusals()
-        self.took_s = ASSUMED_S
-        """From the decision to the word that the new role is known, lately."""
+        self._took_s = 0.0
+        """From the decision to the word that the new role is known, lately; 0 before the first."""
 
     # --- what became of earlier ones ---------------------------------------------------------
 
@@ -67,7 +66,9 @@ class Mutations:
         """A worker says that its instance has the role, and the pool knows."""
         self._refusals.served(worker_id, operation.model)
         if not operation.recalled:
-            self.took_s += _SMOOTHING * (max(0.0, time.time() - operation.mutated_at_s) - self.took_s)
+            took_s = max(0.0, time.time() - operation.mutated_at_s)
+            before_s = self._took_s or MUTATION_S
+            self._took_s = before_s + _SMOOTHING * (took_s - before_s)
 
     def forget(self) -> None:
         """Forget failures that are long over."""
@@ -123,10 +124,17 @@ class Mutations:
         num_serving = sum(record.state == "serving" for record in prefill)
         return made_up_for(missing, movable, self._pairs.is_at_work, num_serving), len(prefill)
 
-    def is_faster_than(self, load_s: float, model: str) -> bool:
-        """Whether a mutation takes less than a load that should take ``load_s``; 0: as long as the model's last one."""
-        load_s = load_s or self._pairs.load_s(model)
-        return not load_s or self.took_s < load_s
+    def takes_s(self, model: ModelRecord, record: WorkerRecord) -> float:
+        """Seconds of a mutation of such an instance: as they took lately, else as its profile says, else assumed."""
+        profile = self._pairs.profile_of(model, record)
+        return self._took_s or (profile.mutation_s if profile is not None else MUTATION_S)
+
+    def is_faster_than(self, load_s: float, model: ModelRecord, record: WorkerRecord) -> bool:
+        """Whether a mutation of such an instance takes less than a load that should take ``load_s``; 0: as long as the
+        model's last one, or as its profile says."""
+        profile = self._pairs.profile_of(model, record)
+        load_s = load_s or self._pairs.load_s(model.name) or (profile.load_s if profile is not None else 0.0)
+        return not load_s or self.takes_s(model, record) < load_s
 
     def otherwise(self, model: str) -> str:
         """What would happen without a mutation, in words."""

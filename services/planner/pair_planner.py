@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -97,22 +97,17 @@ class PairPlanner:
             slo_ttft_s=model.slo_ttft_s or self._settings.slo_ttft_s,
             now_s=time.monotonic(),
             in_pairs=self._operations.instances_in_pairs(),
-            profiles=self._profiles_of(model, sources),
+            profiles={i: known for i, w in sources.items() if (known := self.profile_of(model, w)) is not None},
         )
         roles = {instance_id: w.instance.role for instance_id, w in sources.items() if w.instance is not None}
         return tuple([queue for queue in queues if roles[queue.instance_id] == role])
 
-    def _profiles_of(self, model: ModelRecord, instances: Mapping[str, WorkerRecord]) -> dict[str, Profile]:
-        """Of those that have one, by instance id."""
-        found: dict[str, Profile] = {}
-        for instance_id, record in instances.items():
-            worker = record.worker
-            profile = self._profiles.find(
-                model_hash=model.model_hash, layout_hash=model.layout_hash, engine=worker.engine, device=worker.device
-            )
-            if profile is not None:
-                found[instance_id] = profile
-        return found
+    def profile_of(self, model: ModelRecord, record: WorkerRecord) -> Profile | None:
+        """Of the model's instances on such a worker."""
+        worker = record.worker
+        return self._profiles.find(
+            model_hash=model.model_hash, layout_hash=model.layout_hash, engine=worker.engine, device=worker.device
+        )
 
     def _sources(self, model: ModelRecord, workers: Iterable[WorkerRecord]) -> dict[str, WorkerRecord]:
         """Serving instances of these very weights that run prefills and are to stay, by instance id."""

@@ -211,11 +211,12 @@ class Scaler:
             return []
         predicted_s = instead.load.chains.predicted_s.values()
         load_s = max(predicted_s, default=0.0) if all(predicted_s) else 0.0
-        if not self._mutations.is_faster_than(load_s, request.model):
+        model = view.models[request.model]
+        if not self._mutations.is_faster_than(load_s, model, records[0]):
             return []
         records = records[: len(instead.load.chains.targets)]
         gained = f"otherwise a decode instance would load{f', in about {load_s:.2f} s' if load_s else ''}"
-        took = f"in about {self._mutations.took_s:.2f} s, and a prefill instance loads in its place"
+        took = f"in about {self._mutations.takes_s(model, records[0]):.2f} s, and a prefill instance loads in its place"
         explain = tuple(f"mutate: {r.worker.worker_id} from prefill to decode, {took}; {gained}" for r in records)
         mutation = self._change_roles(request, view, clusters, records, explain)
         gone = names([record.worker.worker_id for record in records])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 from services.planner import scaler
+from services.planner.config import LiveSettings
 from services.planner.core.operations import operation as operation_module
 from shared import subjects
 from shared.errors import Conflict, Unavailable
@@ -19,7 +21,8 @@ from shared.messages.live import WorkerOrder
 from shared.messages.load import Demand
 from shared.messages.registry import Floor, WorkerRecord
 from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan
-from tests.records import model, worker_record
+from shared.profile import write_profile
+from tests.records import model, profile, worker_record
 from tests.services.planner.rig import Rig, running
 from tests.services.waiting import eventually
 
@@ -272,6 +275,18 @@ async def test_a_load_that_is_faster_is_preferred(rig: Rig) -> None:
     load = await one(rig, ScalePlan)
     assert load.role == "decode"
     await settled(rig)
+
+
+async def test_a_profile_says_how_long_a_mutation_takes_until_one_has_been_seen(tmp_path: Path) -> None:
+    # BIG takes 14 s to load.
+    write_profile(tmp_path / "m.json", profile(M, mutation_s=60.0))
+    async with running(Rig(live=LiveSettings(profiles=tmp_path))) as rig:
+        rig.pool.models, rig.pool.shows_leases = (M,), True
+        rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w9")
+        await say(rig, "decode", 2, 1)
+        load = await one(rig, ScalePlan)
+        assert load.role == "decode"
+        await settled(rig)
 
 
 async def test_without_the_lease_for_what_makes_up_for_it_nothing_mutates(rig: Rig) -> None:
