@@ -94,6 +94,7 @@ TABLE: tuple[Row, ...] = (
     # Host copies.
     _row(subjects.worker_hold_copy, _POOL, _WORKER),
     _row(subjects.worker_drop_copy, _POOL, _WORKER),
+    _row(subjects.worker_can_read, _POOL, _WORKER),
     # What was carried for what, when somebody wants to know.
     _row(subjects.worker_traffic, _GATEWAY, _WORKER),
     # Load and what follows from it.

@@ -127,6 +127,11 @@ def worker_hold_copy(worker_id: str) -> str:
     return f"{PREFIX}.worker.{_token(worker_id)}.hold_copy"
 
 
+def worker_can_read(worker_id: str) -> str:
+    """CanRead -> Ack, RPC from the pool to one worker."""
+    return f"{PREFIX}.worker.{_token(worker_id)}.can_read"
+
+
 def worker_drop_copy(worker_id: str) -> str:
     """DropCopy -> Ack, RPC from the pool to one worker."""
     return f"{PREFIX}.worker.{_token(worker_id)}.drop_copy"

@@ -22,7 +22,7 @@ from shared.bus.nats import NatsBus
 from shared.errors import BlitzError, Conflict, NotFound
 from shared.identity import hold, refuse_if_held
 from shared.messages.common import Ack, InstanceState
-from shared.messages.copies import DropCopy, HoldCopy
+from shared.messages.copies import CanRead, DropCopy, HoldCopy
 from shared.messages.generation import AckTerminal, Cancel, GatewayHeartbeat, Resend, Submit
 from shared.messages.live import ZigzagAssignment
 from shared.messages.load import LoadReport
@@ -75,6 +75,7 @@ class SimWorker:
         await self._bus.respond(subjects.worker_resend(worker_id), Resend, self._on_resend)
         await self._bus.respond(subjects.worker_hold_copy(worker_id), HoldCopy, self._on_hold)
         await self._bus.respond(subjects.worker_drop_copy(worker_id), DropCopy, self._on_drop)
+        await self._bus.respond(subjects.worker_can_read(worker_id), CanRead, self._on_can_read)
         await self._bus.subscribe(subjects.worker_cancel(worker_id), Cancel, self._on_cancel)
         await self._bus.subscribe(subjects.worker_ack(worker_id), AckTerminal, self._on_ack)
         await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, self._on_gateway)
@@ -227,6 +228,9 @@ class SimWorker:
         if request.model_hash not in self._copies:
             raise NotFound(f"no host copy of model {request.model_hash[:12]} here")
         self._tasks.start(self._let_go(*self._copies[request.model_hash]))
+        return Ack()
+
+    async def _on_can_read(self, _request: CanRead) -> Ack:
         return Ack()
 
     async def _let_go(self, model: ModelRecord, held: HostCopy) -> None:

@@ -47,7 +47,7 @@ _OPTIONS = {
 
 
 _TIMES = ("TTFT ms", "TBT ms", "keep s")
-_COLUMNS = ("name", "serving", "as", "min", "max", "MiB", "what", *_TIMES, "weight", "advise", "path")
+_COLUMNS = ("name", "serving", "as", "min", "max", "MiB", "what", *_TIMES, "weight", "advise", "copies", "path")
 
 
 class NotAdded(StackError):
@@ -142,6 +142,7 @@ def _tables(found: Sequence[ModelStatus], _: Console) -> Iterator[Table]:
             *(shown_ms(model.slo_ttft_s), shown_ms(model.slo_tbt_s), shown_s(model.keep_alive_s)),
             f"{model.weight:g}",
             "yes" if model.advise else "-",
+            model.copies or "-",
             model.path or "-",
         )
     yield table

@@ -14,6 +14,8 @@ from compose.cli.status import state_text
 from compose.cli.tables import shown_mib, titled_table
 from shared.messages.admin import HostCopyStatus, PoolModel, PoolStatus
 
+_STYLES = {"ok": "green", "disk": "yellow"}
+
 
 def pool(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
     """Show which GPU and host memory holds which model, and whether every model has a copy."""
@@ -23,9 +25,11 @@ def pool(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
 def _shown(found: PoolStatus, _: Console) -> Iterator[RenderableType]:
     yield from tables(found)
     totals = found.totals
+    complete = totals.models - totals.models_without_copy - totals.models_on_disk
+    on_disk = f", {totals.models_on_disk} are on disk only" if totals.models_on_disk else ""
     yield (
-        f"{totals.models - totals.models_without_copy} of {totals.models} models have a complete copy, "
-        f"{totals.models - totals.models_without_host_copy} a host copy; "
+        f"{complete} of {totals.models} models have a complete copy, "
+        f"{totals.models - totals.models_without_host_copy} a host copy{on_disk}; "
         f"{shown_mib(totals.host_bytes)} of {shown_mib(totals.host_capacity_bytes)} MiB of host memory used"
     )
 
@@ -35,7 +39,7 @@ def tables(found: PoolStatus) -> tuple[Table, ...]:
     models = titled_table("Models", "name", "MiB", "invariant", "host copy", "on hosts MiB", "why")
     copies = titled_table("Copies", "model", "in", "worker", "host", "state", "MiB")
     for model in found.models:
-        invariant = Text(model.invariant, style="green" if model.invariant == "ok" else "red")
+        invariant = Text(model.invariant, style=_STYLES.get(model.invariant, "red"))
         size = shown_mib(model.weights_bytes)
         models.add_row(model.name, size, invariant, model.host_copy, shown_mib(model.host_bytes), model.reason)
         _add_copies(copies, model)

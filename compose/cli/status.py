@@ -37,11 +37,12 @@ def status(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
 def tables(found: Status, console: Console) -> tuple[Table, ...]:
     """Models, instances and workers as tables for ``console``; and what is unusual, if there is any: numbers that were
     set by hand, instances that are wanted but not available, workers that are not asked because they failed."""
-    models = titled_table("Models", "name", "serving", "as", "waiting", "min", "max", "path")
+    models = titled_table("Models", "name", "serving", "as", "waiting", "min", "max", "copies", "path")
     for model in found.models:
         serving, waiting, least = found.serving(model.name), model.queued_requests, model.min_instances
         most = shown_limit(model.max_instances)
-        models.add_row(model.name, str(serving), model.served_as or "-", str(waiting), str(least), most, model.path)
+        counts = (str(serving), model.served_as or "-", str(waiting), str(least), most)
+        models.add_row(model.name, *counts, model.copies or "-", model.path)
     num_layers = {model.name: model.num_layers for model in found.models}
     rows = [_instance_row(instance, num_layers.get(instance.model)) for instance in found.instances]
     instances = fitting(console, "Instances", _INSTANCE, rows, spared=_SPARED)

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from services.pool.core.cluster import Cluster
 from services.pool.core.copies import gpu_copy_id, host_copy_id
 from services.pool.core.loads import LoadLimits
-from services.pool.core.placement import Drop, Hold, Placement, Placer
+from services.pool.core.placement import Ask, Drop, Hold, Placement, Placer
 from services.pool.core.registry import Registry
 from services.pool.store import Store
 from shared import subjects
@@ -22,7 +22,7 @@ from shared.aio import OwnedTasks
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict, DeadlineExceeded
 from shared.messages.common import Ack
-from shared.messages.copies import DropCopy, HoldCopy, RetireCopy
+from shared.messages.copies import CanRead, DropCopy, HoldCopy, RetireCopy
 from shared.messages.registry import Unplaced, WorkerHeartbeat
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ PAUSE_S = 0.05
 AT_ONCE = 50
 """Workers whose reports are read without a pause: about a millisecond."""
 RPC_TIMEOUT_S = 2.0
+READ_TIMEOUT_S = 5.0
+"""For a worker to look at a checkpoint, which may lie on a file system far away."""
 
 
 class PlacementMetrics:
@@ -41,7 +43,12 @@ class PlacementMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.host_bytes = Gauge("blitz_pool_host_copy_bytes", "Bytes of host copies", ["host"], registry=registry)
         self.no_copy = Gauge(
-            "blitz_pool_models_without_copy", "Models without a complete copy in any memory", registry=registry
+            "blitz_pool_models_without_copy",
+            "Models without a complete copy in any memory, those on disk only apart",
+            registry=registry,
+        )
+        self.on_disk = Gauge(
+            "blitz_pool_models_on_disk", "Models without one, and which a worker can read from disk", registry=registry
         )
         self.no_host_copy = Gauge(
             "blitz_pool_models_without_host_copy", "Models without a complete placed host copy", registry=registry
@@ -130,6 +137,8 @@ class CopyPlacer:
         if decided is None:
             return False
         await self._act(decided.steps)
+        for ask in decided.asks:
+            self._tasks.start(self._ask_for_disk(ask))
         await self._tell(decided)
         return decided.unfinished
 
@@ -182,9 +191,9 @@ class CopyPlacer:
         for entry in decided.unplaced:
             if known.get(entry.model) != entry:
                 in_turn = entry.model in decided.waiting
-                log.log(
-                    logging.DEBUG if in_turn else level, "placement: no host copy of %s: %s", entry.model, entry.reason
-                )
+                now = logging.DEBUG if in_turn else logging.INFO if entry.on_disk else level
+                what = "on disk only" if entry.on_disk else "no host copy"
+                log.log(now, "placement: %s, %s: %s", entry.model, what, entry.reason)
         self._registry.models.set_unplaced(decided.unplaced)
         await self._store.set_unplaced(decided.unplaced)
         self._unplaced = decided.unplaced
@@ -233,6 +242,21 @@ class CopyPlacer:
             # The drop stays marked until it times out, so that a worker in trouble is not asked twice a second.
             log.warning("placement: worker %s does not drop %s: %s", step.worker_id, step.model, error)
 
+    async def _ask_for_disk(self, ask: Ask) -> None:
+        readable = False
+        for worker_id in ask.worker_ids:
+            try:
+                question = CanRead(model=ask.record)
+                await self._bus.request(subjects.worker_can_read(worker_id), question, Ack, timeout_s=READ_TIMEOUT_S)
+            except BlitzError as error:
+                log.info("placement: worker %s cannot read %s from disk: %s", worker_id, ask.record.name, error)
+            else:
+                readable = True
+                break
+        self._cluster.now_s = time.monotonic()
+        self._cluster.disk_answered(ask.record.model_hash, readable=readable)
+        self._next_s = 0.0
+
     async def retire(self, request: RetireCopy, now_s: float) -> None:
         """Let a copy go, or count it again. Raises ``Conflict`` if it is its model's last."""
         on_host = request.kind == "host"
@@ -258,6 +282,9 @@ class CopyPlacer:
                 "placement: the last copy of %s goes with worker %s: no other worker has room", request.model, worker_id
             )
             return
+        if self._may_stay_on_disk(request) and await self._retired(request, copy_id, needed=False):
+            log.info("placement: %s, whose last copy on worker %s goes, stays on disk", request.model, worker_id)
+            return
         # A worker that was not told to drop its copy has its own reasons.
         held = self._cluster.copies.host_copy(key) is not None
         if on_host and not self._cluster.outstanding.drop_over(key) and held:
@@ -270,6 +297,19 @@ class CopyPlacer:
         if agreed:
             self._registry.retired(request.worker_id, copy_id)
         return agreed
+
+    def _may_stay_on_disk(self, request: RetireCopy) -> bool:
+        """Whether a model's last copy in any memory may go: it can be read from disk, and nobody uses it (a host copy
+        that was told to go) or no host has room for it (that of an instance that goes)."""
+        cluster, model_hash = self._cluster, request.model_hash
+        if cluster.is_readable(model_hash) is not True:
+            return False
+        if request.kind == "gpu":
+            return not self._placer.could_take(model_hash)
+        copies = cluster.copies.by_hash.get(model_hash)
+        wakes = any(lease.model == request.model for lease in self._registry.leases.values())
+        in_use = wakes or (copies is not None and bool(copies.instances))
+        return cluster.outstanding.goes_to_disk((request.worker_id, model_hash)) and not in_use
 
     def _needed(self, request: RetireCopy) -> bool:
         """Whether the model is registered, or lost rather than removed.
@@ -298,5 +338,8 @@ class CopyPlacer:
         self._hosts = set(index.host_bytes)
         for host, num_bytes in index.host_bytes.items():
             self._metrics.host_bytes.labels(host).set(num_bytes)
-        self._metrics.no_copy.set(sum(len(index.names_of(h)) for h in self._cluster.without_copy))
+        self._cluster.now_s = time.monotonic()
+        on_disk = {h for h in self._cluster.without_copy if self._cluster.is_readable(h) is True}
+        self._metrics.on_disk.set(sum(len(index.names_of(h)) for h in on_disk))
+        self._metrics.no_copy.set(sum(len(index.names_of(h)) for h in self._cluster.without_copy - on_disk))
         self._metrics.no_host_copy.set(sum(len(index.names_of(h)) for h in self._cluster.without_host_copy))

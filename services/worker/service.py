@@ -21,7 +21,7 @@ from shared.ending import closed
 from shared.errors import BlitzError, SentBack
 from shared.identity import hold, new_incarnation, refuse_if_held
 from shared.messages.common import ErrorInfo
-from shared.messages.copies import DropCopy, HoldCopy
+from shared.messages.copies import CanRead, DropCopy, HoldCopy
 from shared.messages.generation import AckTerminal, Cancel, GatewayHeartbeat, Resend, Submit
 from shared.messages.scaling import (
     Feed,
@@ -112,6 +112,7 @@ class WorkerService:
             await self._bus.respond(subjects.worker_hold_copy(worker_id), HoldCopy, parts.host_copies.on_hold),
             await self._bus.respond(subjects.worker_drop_copy(worker_id), DropCopy, parts.host_copies.on_drop),
             await self._bus.respond(subjects.worker_traffic(worker_id), GetTraffic, parts.traffic.on_get),
+            await self._bus.respond(subjects.worker_can_read(worker_id), CanRead, parts.host_copies.on_can_read),
             await self._bus.subscribe(subjects.worker_cancel(worker_id), Cancel, inbox.on_cancel),
             await self._bus.subscribe(subjects.worker_ack(worker_id), AckTerminal, inbox.on_ack),
             await self._bus.subscribe(subjects.gateway_heartbeat(), GatewayHeartbeat, inbox.on_gateway),

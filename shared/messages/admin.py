@@ -98,6 +98,9 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str = ""
     dtype: str = ""
     num_layers: int | None = None
+    copies: str = ""
+    """``memory``: that of a GPU or host holds a complete copy; ``disk``: none does, and a worker can read it from disk;
+    else ``none``."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,7 +252,8 @@ class PoolModel(msgspec.Struct, frozen=True, kw_only=True):
     model_hash: str = ""
     weights_bytes: int = 0
     invariant: str
-    """``ok``: some memory holds a complete copy; else ``missing``."""
+    """``ok``: some memory holds a complete copy; ``disk``: none does, and a worker can read it from disk; else
+    ``missing``."""
     host_copy: str
     """``ready``, ``loading`` or ``none``."""
     reason: str = ""
@@ -276,7 +280,10 @@ class PoolTotals(msgspec.Struct, frozen=True, kw_only=True):
     host_capacity_bytes: int = 0
     models: int = 0
     models_without_copy: int = 0
+    """``missing``."""
     models_without_host_copy: int = 0
+    models_on_disk: int = 0
+    """``disk``."""
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):

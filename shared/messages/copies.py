@@ -37,6 +37,12 @@ class DropCopy(Message, frozen=True, kw_only=True, tag="drop_copy.v1"):
     model_hash: str
 
 
+class CanRead(Message, frozen=True, kw_only=True, tag="can_read.v1"):
+    """Pool to worker: could you load this model from your disk now? ``Ack``, or the error that it would end with."""
+
+    model: ModelRecord
+
+
 class RetireCopy(Message, frozen=True, kw_only=True, tag="retire_copy.v1"):
     """Worker to pool: may this copy go? ``Ack`` if another unretired one stays (or the model was removed);
     from then on this one does not count. ``Conflict``: it is the last, keep it.

@@ -237,6 +237,8 @@ class Unplaced(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     model_hash: str
     reason: str
+    on_disk: bool = False
+    """It has no complete copy in any memory, and a worker said that it can read it from disk."""
 
 
 class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot.v1"):

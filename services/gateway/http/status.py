@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -50,8 +50,9 @@ def status_of(
             _, workers = holders.setdefault(record.instance.instance_id, (record.instance, []))
             workers.append(record.worker.worker_id)
     instances = [_instance(*holders[key], loads.get(key)) for key in sorted(holders)]
+    copies = _Copies(view)
     return Status(
-        models=tuple(_model(view.models[name], instances, queued.get(name, 0)) for name in sorted(view.models)),
+        models=tuple(_model(view.models[name], instances, queued.get(name, 0), copies) for name in sorted(view.models)),
         instances=tuple(instances),
         workers=tuple(_worker(record) for record in view.workers),
         floors=tuple(_same(FloorStatus, floor) for floor in view.floors.values()),
@@ -63,9 +64,9 @@ def status_of(
 
 def pool_of(view: RegistryView) -> PoolStatus:
     """The registry as ``/admin/pool`` shows it."""
-    reasons = {entry.model_hash: entry.reason for entry in view.unplaced}
+    reasons, copies = {entry.model_hash: entry.reason for entry in view.unplaced}, _Copies(view)
     hashes = {record.model_hash for record in view.models.values()}
-    models = tuple(_pool_model(view.models[name], view.workers, reasons) for name in sorted(view.models))
+    models = tuple(_pool_model(view.models[name], view.workers, reasons, copies) for name in sorted(view.models))
     by_host: dict[str, list[WorkerRecord]] = defaultdict(list)
     for worker in view.workers:
         by_host[worker.worker.host].append(worker)
@@ -83,10 +84,30 @@ def pool_of(view: RegistryView) -> PoolStatus:
             host_bytes=sum(host.used_bytes for host in hosts),
             host_capacity_bytes=sum(host.capacity_bytes for host in hosts),
             models=len(models),
-            models_without_copy=sum(model.invariant != "ok" for model in models),
+            models_without_copy=sum(model.invariant == "missing" for model in models),
             models_without_host_copy=sum(model.host_copy != "ready" for model in models),
+            models_on_disk=sum(model.invariant == "disk" for model in models),
         ),
     )
+
+
+class _Copies:
+    """Where complete copies are, by model hash."""
+
+    def __init__(self, view: RegistryView) -> None:
+        self._in_memory = {c.model_hash for w in view.workers for c in w.host_copies if c.state == "ready"}
+        held = [worker.instance for worker in view.workers if worker.instance is not None]
+        self._in_memory |= {instance.model_hash for instance in held if instance.is_complete}
+        self._on_disk = {entry.model_hash for entry in view.unplaced if entry.on_disk}
+
+    def of(self, model_hash: str) -> Literal["memory", "disk", "none"]:
+        """The best of the places."""
+        if model_hash in self._in_memory:
+            return "memory"
+        return "disk" if model_hash in self._on_disk else "none"
+
+
+_INVARIANT = {"memory": "ok", "disk": "disk", "none": "missing"}
 
 
 def _same(kind: type[S], *sources: msgspec.Struct, **own: object) -> S:
@@ -95,7 +116,7 @@ def _same(kind: type[S], *sources: msgspec.Struct, **own: object) -> S:
     return kind(**{name: getattr(one, name) for one in sources for name in names if hasattr(one, name)} | own)
 
 
-def _model(record: ModelRecord, instances: Sequence[InstanceStatus], queued: int) -> ModelStatus:
+def _model(record: ModelRecord, instances: Sequence[InstanceStatus], queued: int, copies: _Copies) -> ModelStatus:
     states = [instance.state for instance in instances if instance.model == record.name]
     return _same(
         ModelStatus,
@@ -106,6 +127,7 @@ def _model(record: ModelRecord, instances: Sequence[InstanceStatus], queued: int
         live=states.count("live"),
         served_as=record.serving,
         queued_requests=queued,
+        copies=copies.of(record.model_hash),
     )
 
 
@@ -126,7 +148,9 @@ def _worker(record: WorkerRecord) -> WorkerStatus:
     )
 
 
-def _pool_model(record: ModelRecord, workers: Sequence[WorkerRecord], reasons: dict[str, str]) -> PoolModel:
+def _pool_model(
+    record: ModelRecord, workers: Sequence[WorkerRecord], reasons: dict[str, str], copies: _Copies
+) -> PoolModel:
     instances = tuple(
         _same(
             InstanceCopy,
@@ -141,24 +165,25 @@ def _pool_model(record: ModelRecord, workers: Sequence[WorkerRecord], reasons: d
     )
     held = [(w, c) for w in workers for c in w.host_copies if c.model_hash == record.model_hash]
     states = {copy.state for _, copy in held if not copy.cached}
-    complete = any(i.complete for i in instances) or any(copy.state == "ready" for _, copy in held)
+    invariant = _INVARIANT[copies.of(record.model_hash)]
     host_copy = "ready" if "ready" in states else "loading" if "loading" in states else "none"
     return _same(
         PoolModel,
         record,
-        invariant="ok" if complete else "missing",
+        invariant=invariant,
         host_copy=host_copy,
-        reason=_reason(record, complete, host_copy, reasons),
+        reason=_reason(record, invariant, host_copy, reasons),
         instances=instances,
         host_copies=tuple(_copy(HostCopyStatus, worker, copy) for worker, copy in held),
         host_bytes=sum(copy.num_bytes for _, copy in held),
     )
 
 
-def _reason(record: ModelRecord, complete: bool, host_copy: str, reasons: dict[str, str]) -> str:
+def _reason(record: ModelRecord, invariant: str, host_copy: str, reasons: dict[str, str]) -> str:
     if host_copy == "ready":
         return ""
-    missing = "no complete copy in any memory" if not complete else "no host copy"
+    says = {"ok": "no host copy", "disk": "on disk only", "missing": "no complete copy in any memory"}
+    missing = says[invariant]
     if host_copy == "loading":
         return f"{missing}: one loads"
     return f"{missing}: {reasons.get(record.model_hash, 'not placed yet')}"

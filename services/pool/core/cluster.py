@@ -12,8 +12,14 @@ from services.pool.core.copies import Held, Key, ModelCopies
 from services.pool.core.copy_index import CopyIndex
 from services.pool.core.host_memory import HostMemoryUse
 from services.pool.core.loads import LoadLimits, Loads
+from services.pool.core.on_disk import OnDisk
 from services.pool.core.outstanding import OutstandingSteps
+from services.pool.core.ranking import Ranking
+from services.pool.core.usage import Usage
 from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat
+
+PUSH_EVERY_S = 10.0
+"""Least time between two drops of last copies on one worker: each costs a load from a peer or from disk."""
 
 
 class Cluster:
@@ -39,6 +45,14 @@ class Cluster:
         """Hashes of registered models without a complete copy in any memory."""
         self.without_host_copy: set[str] = set()
         """Of those without a complete placed host copy."""
+        self.now_s = 0.0
+        """The latest moment that it was told of."""
+        self.usage = Usage()
+        self.on_disk = OnDisk()
+        self.idle = Ranking()
+        """Hashes of models that nobody uses and that have one host copy, the longest unused first (milliseconds)."""
+        self._pushed_s: dict[str, float] = {}
+        """When each worker last dropped a model's last copy for another model's."""
         self._removed = removed
         self._unsure: set[str] = set()
         """Workers whose ``evictable`` may be outdated."""
@@ -50,15 +64,36 @@ class Cluster:
 
     def put_report(self, report: WorkerHeartbeat, now_s: float) -> tuple[str, ...]:
         """Take a worker's newest report; returns a reason for each hold that failed."""
+        self.now_s = now_s
+        worker, before = report.worker, self.copies.report(report.worker.worker_id)
         if not self.copies.put(report):
             return ()
-        worker = report.worker
+        self._observe_use(before, report)
         return self.outstanding.observe(worker, self.copies.host_copies(worker.worker_id), now_s)
 
     def forget(self, worker_id: str) -> None:
         """The worker is gone."""
+        before = self.copies.report(worker_id)
         self.copies.forget(worker_id)
+        self._observe_use(before)
         self.outstanding.gone(worker_id)
+        self._pushed_s.pop(worker_id, None)
+
+    def _observe_use(self, *reports: WorkerHeartbeat | None) -> None:
+        for report in reports:
+            if report is not None and report.instance is not None:
+                model_hash = report.instance.model_hash
+                copies = self.copies.by_hash.get(model_hash)
+                self.usage.observe(model_hash, self.now_s, in_use=copies is not None and bool(copies.instances))
+
+    def disk_answered(self, model_hash: str, *, readable: bool) -> None:
+        """A worker said whether it can read the model from disk."""
+        if self.on_disk.answered(model_hash, self.now_s, readable=readable):
+            self.version += 1
+
+    def pushed_out(self, worker_id: str) -> None:
+        """The worker drops a last copy now."""
+        self._pushed_s[worker_id] = self.now_s
 
     def refresh(self) -> None:
         """Call this after changes and before questions."""
@@ -131,6 +166,15 @@ class Cluster:
         _keep(self.needy, model_hash, registered and copies is not None and self._needs_copy(copies))
         kept = sum(not self.outstanding.is_dropped(h.key) for h in ready)
         _keep(self.surplus, model_hash, registered and kept > 1)
+        if copies is None or not registered:
+            self.usage.forget(model_hash)
+            self.on_disk.forget(model_hash)
+        else:
+            self.usage.know(model_hash, self.now_s)
+        if copies is not None and registered and self.idle_copy(copies) is not None:
+            self.idle.put(model_hash, int(1000 * self.usage.unused_since_s(model_hash)))
+        else:
+            self.idle.discard(model_hash)
 
     def _needs_copy(self, copies: ModelCopies) -> bool:
         if not all(self.is_lost(held.key) for held in copies.placed.values()):
@@ -143,6 +187,21 @@ class Cluster:
         """Of the registered model with this hash; of several the first by name."""
         copies = self.copies.by_hash.get(model_hash)
         return copies.record if copies is not None else None
+
+    def idle_copy(self, copies: ModelCopies) -> Held | None:
+        """The one host copy of a model that nobody uses, reads for another copy, or is about to let go; else None."""
+        if copies.instances or len(copies.placed) != 1 or self.outstanding.told(copies.model_hash):
+            return None
+        (held,) = copies.placed.values()
+        return held if held.copy.state == "ready" and not self.is_lost(held.key) else None
+
+    def may_push_out(self, worker_id: str) -> bool:
+        """Whether the worker may drop a last copy: not so soon after another."""
+        return self.now_s - self._pushed_s.get(worker_id, -PUSH_EVERY_S) >= PUSH_EVERY_S
+
+    def is_readable(self, model_hash: str) -> bool | None:
+        """Whether some worker can read the model from disk; None: not known."""
+        return self.on_disk.is_readable(model_hash, self.now_s)
 
     def is_lost(self, key: Key) -> bool:
         """A host copy that does not count: it is about to go, or takes too long to load."""

@@ -53,6 +53,8 @@ class ModelCopies:
     serving: dict[str, WorkerInfo] = field(default_factory=dict)
     draining: dict[str, WorkerInfo] = field(default_factory=dict)
     """Complete, and about to go."""
+    instances: set[str] = field(default_factory=set)
+    """Workers with an instance of it, in any state."""
     present: dict[str, Held] = field(default_factory=dict)
     """Every host copy, in any state and of any layout; those of the record's layout that are not retired are also in
     one of the next two."""
@@ -71,7 +73,7 @@ class ModelCopies:
     @property
     def is_unknown(self) -> bool:
         """It is not registered, and no worker has it."""
-        return self.record is None and not (self.serving or self.draining or self.present)
+        return self.record is None and not (self.instances or self.present)
 
     def register(self, record: ModelRecord | None) -> None:
         """It is registered with that record now, or (None) no longer registered."""

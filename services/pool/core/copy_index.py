@@ -135,6 +135,9 @@ class CopyIndex:
         if instance is None:
             return
         copies = self._of(instance.model_hash)
+        copies.instances.discard(worker_id)
+        if there:
+            copies.instances.add(worker_id)
         copies.serving.pop(worker_id, None)
         copies.draining.pop(worker_id, None)
         if there and instance.state == "serving" and worker_id not in self._leaving:

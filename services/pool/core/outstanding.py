@@ -76,9 +76,11 @@ class OutstandingSteps:
         self._end_hold(entry)
         self._update(key, entry)
 
-    def drop_sent(self, key: Key, now_s: float) -> None:
+    def drop_sent(self, key: Key, now_s: float, *, to_disk: bool = False) -> None:
+        """``to_disk``: it may be the last copy in any memory."""
         entry = self._entry(key)
         self.num_busy += entry.drop_until_s is None
+        entry.to_disk = to_disk
         entry.drop_until_s = now_s + DROP_TIMEOUT_S
         self._wake(entry.drop_until_s, key)
         self._update(key, entry)
@@ -214,6 +216,11 @@ class OutstandingSteps:
         """The worker was told to drop its copy."""
         entry = self._get(key)
         return entry is not None and entry.drop_until_s is not None
+
+    def goes_to_disk(self, key: Key) -> bool:
+        """The worker was told to drop its copy, though it may be the last in any memory."""
+        entry = self._get(key)
+        return entry is not None and entry.drop_until_s is not None and entry.to_disk
 
     def is_avoided(self, key: Key) -> bool:
         """The worker failed to hold the model a short while ago."""

@@ -48,6 +48,8 @@ class Entry:
 
     hold: Hold | None = None
     drop_until_s: float | None = None
+    to_disk: bool = False
+    """What is dropped is the last copy in any memory, and the model stays on disk."""
     avoided: Avoided | None = None
     given_up_until_s: float | None = None
     loading: Loading | None = None

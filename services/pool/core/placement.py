@@ -1,18 +1,25 @@
 """Where host copies live: one per model in the whole cluster, spread evenly over the hosts (paper section 4).
 
-Invariant: every registered model has a complete copy in some GPU or host memory. Rules:
+Invariant: every registered model has a complete copy in some GPU or host memory, or (rule 6) can be read from disk.
+Rules:
 
 1. A model without a placed host copy gets one, on the host that holds the fewest bytes of them. It is loaded from a
    GPU that serves the model, else from another host copy, else from disk. One that loads counts as placed.
 2. Of several ready ones all but one are dropped; copies of models that were removed are dropped.
 3. A model that has no copy left and fits nowhere evicts host copies of models that a GPU serves. A model that a GPU
-   serves evicts nothing: it has a copy, and two such models would evict each other for ever.
+   serves evicts nothing: it has a copy, and two such models would evict each other for ever. Nor does one that exists
+   on disk only (rule 6).
 4. Once all is in place, one copy at a time moves from a fuller host to an emptier one: a second copy, then rule 2.
 5. Only so many copies load at a time: in total, into one host, out of one NIC. Models take turns, those with the
    fewest copies first. A host that loads as many as it may is passed over; a model whose sources all send as many
    as they may waits, and its room is kept for it.
 
-No drop takes a model's last complete copy; should the reports be outdated, the registry refuses it (``retire``).
+6. Where all that is not enough, models that a worker can read from disk, as it says when asked, may exist there only.
+   A model that is used, or was, pushes out the last copies of those that are unused for longest, if they have been so
+   for ``UNUSED_S``; a worker lets last copies go every ``PUSH_EVERY_S`` only. Such a model gets a copy again when there
+   is room, or when it is used: the most recently used first.
+
+No other drop takes a model's last complete copy; should the reports be outdated, the registry refuses it (``retire``).
 Copies of workers that leave do not count as placed, and neither do copies that take too long to load.
 Copies that workers cache for themselves count as copies, not as placed ones.
 
@@ -22,7 +29,8 @@ next at the following one, and a round begins anew only once the one before is o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from services.pool.core.cluster import Cluster
 from services.pool.core.copies import Held, Key, ModelCopies
@@ -63,6 +71,14 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask these workers, one after the other, whether they can read a model from disk."""
+
+    record: ModelRecord
+    worker_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """What to do now, and which models have no host copy and none on its way."""
 
@@ -72,6 +88,7 @@ class Placement:
     """Names of the unplaced models that only wait for their turn."""
     unfinished: bool = False
     """There was more to look at than one look may: the next one continues."""
+    asks: tuple[Ask, ...] = ()
 
 
 VISITS = 1000
@@ -80,6 +97,17 @@ MAX_DROPS = 64
 """Of one look."""
 UNSURE = 100
 """Workers for which one look finds the copies to evict ahead of need."""
+UNUSED_S = 60.0
+"""A model whose last copy goes for another one's has not been used for so long. So models that take turns do not push
+each other out."""
+MAX_ASKS = 4
+"""Questions of one look."""
+MAX_ASKED = 3
+"""Workers that one question goes to."""
+MAX_COMPARED = 64
+"""Workers among which those to ask are chosen."""
+RECHECK_S = 5.0
+"""While models have no place, they are gone through this often: what may be done is a matter of time, too."""
 MODEL_VISITS = 20
 """What looking at a model costs, beside the workers that are compared for it."""
 
@@ -98,10 +126,13 @@ class Placer:
         self._evening = Evening(cluster)
         self._now_s = 0.0
         self._steps: list[Hold | Drop] = []
+        self._asks: list[Ask] = []
         self._round: list[str] = []
         """Hashes of the models that are still to be looked at, the next one last."""
         self._round_version = 0
         """Of the cluster, as the round began."""
+        self._round_s = 0.0
+        """When it began."""
         self._found: dict[str, Unplaced] = {}
         """This round's models without a place."""
         self._unplaced: dict[str, Unplaced] = {}
@@ -114,8 +145,11 @@ class Placer:
 
     def look(self, now_s: float, visits: int = VISITS) -> Placement:
         """The next steps; ``visits`` bounds the work."""
-        self._now_s, self._steps = now_s, []
+        self._now_s, self._steps, self._asks = now_s, [], []
+        self._cluster.now_s = now_s
         self._cluster.refresh()
+        if self._unplaced and not self._round and now_s - self._round_s >= RECHECK_S:
+            self._cluster.version += 1
         self._places.visits = self._cluster.find_evictable(UNSURE)
         self._drop_strangers()
         self._drop_surplus()
@@ -127,9 +161,10 @@ class Placer:
             return self._last
         shown = {h: entry for h, entry in self._unplaced.items() if h in self._cluster.needy}
         waiting = frozenset(entry.model for h, entry in shown.items() if h in self._waiting)
-        self._last = Placement(tuple(self._steps), tuple(shown.values()), waiting, unfinished)
+        decided = Placement(tuple(self._steps), tuple(shown.values()), waiting, unfinished, tuple(self._asks))
+        self._last = replace(decided, asks=())
         self._shown_version = -1 if self._steps or unfinished else self._cluster.version
-        return self._last
+        return decided
 
     def could_take(self, model_hash: str) -> bool:
         """Whether some worker has, or could get, a host copy of the model that counts: also if room must be made."""
@@ -185,9 +220,9 @@ class Placer:
             if held is not keep:
                 self._drop(held, f"worker {keep.worker.worker_id} on {keep.worker.host} holds one too")
 
-    def _drop(self, held: Held, reason: str) -> None:
+    def _drop(self, held: Held, reason: str, *, to_disk: bool = False) -> None:
         self._steps.append(Drop(held.worker.worker_id, held.copy.model, held.copy.model_hash, reason))
-        self._cluster.outstanding.drop_sent(held.key, self._now_s)
+        self._cluster.outstanding.drop_sent(held.key, self._now_s, to_disk=to_disk)
         self._cluster.refresh()
 
     # --- placing -----------------------------------------------------------------------------
@@ -198,12 +233,12 @@ class Placer:
         if not self._round:
             if self._round_version == cluster.version:
                 return
-            self._round_version = cluster.version
+            self._round_version, self._round_s = cluster.version, self._now_s
             cluster.memory.drop_claims()
             self._found = {}
             self._waiting = set()
             needy = [cluster.copies.by_hash[model_hash] for model_hash in cluster.needy]
-            needy.sort(key=lambda copies: (copies.num_complete, _name(copies)), reverse=True)
+            needy.sort(key=self._urgency, reverse=True)
             self._round = [copies.model_hash for copies in needy]
         while self._round and not cluster.loads.is_full and self._places.visits < visits:
             self._places.visits += MODEL_VISITS
@@ -217,6 +252,14 @@ class Placer:
             self._let_wait()
         if not self._round:
             self._unplaced = self._found
+
+    def _urgency(self, copies: ModelCopies) -> tuple[bool, int, float, str]:
+        """The most urgent has the lowest."""
+        used_s = self._cluster.usage.used_s(copies.model_hash)
+        return self._is_on_disk_only(copies), copies.num_complete, -used_s, _name(copies)
+
+    def _is_on_disk_only(self, copies: ModelCopies) -> bool:
+        return not copies.num_complete and self._cluster.is_readable(copies.model_hash) is True
 
     def _let_wait(self) -> None:
         """No copy may begin to load: the rest of the round waits for the next."""
@@ -244,8 +287,12 @@ class Placer:
             if self._cluster.num_unsure > UNSURE:
                 return False
             reason = self._evict(copies, record)
-        reason = reason or self._places.why_not(copies, record)
-        self._found[copies.model_hash] = Unplaced(model=record.name, model_hash=copies.model_hash, reason=reason)
+        reason = reason or self._push_out(copies, record) or self._places.why_not(copies, record)
+        self._ask(copies, record)
+        on_disk = self._is_on_disk_only(copies)
+        self._found[copies.model_hash] = Unplaced(
+            model=record.name, model_hash=copies.model_hash, reason=reason, on_disk=on_disk
+        )
         return True
 
     def _hold_or_wait(self, copies: ModelCopies, record: ModelRecord, worker_id: str) -> None:
@@ -286,7 +333,7 @@ class Placer:
         """Whether the model has no other complete copy, so that others may be evicted for it."""
         going = self._cluster.outstanding.is_going
         cached = (h for h in copies.cached.values() if h.copy.state == "ready")
-        return not copies.serving and all(going(held.key) for held in cached)
+        return not (copies.serving or self._is_on_disk_only(copies)) and all(going(held.key) for held in cached)
 
     def _evict(self, copies: ModelCopies, record: ModelRecord) -> str:
         """Makes room and claims it; says what it waits for."""
@@ -298,6 +345,43 @@ class Placer:
         for held in victims:
             self._drop(held, f"{record.name} has no copy left and needs the room; this model is served by a GPU")
         return f"waits for room on worker {worker_id}: {', '.join(h.copy.model for h in victims)} has to go"
+
+    # --- on disk only ------------------------------------------------------------------------
+
+    def _push_out(self, copies: ModelCopies, record: ModelRecord) -> str:
+        """Makes room among the last copies of models that are unused for longest; says what it waits for."""
+        used_s = self._cluster.usage.used_s(copies.model_hash)
+        found = self._places.pushing_out(copies, min(used_s, self._now_s - UNUSED_S))
+        if found is None:
+            return ""
+        worker_id, victims = found
+        names = ", ".join(held.copy.model for held in victims)
+        for held in victims:
+            victim = self._cluster.copies.by_hash[held.copy.model_hash]
+            if victim.record is not None:
+                self._ask(victim, victim.record)
+        if any(self._cluster.is_readable(held.copy.model_hash) is None for held in victims):
+            return f"may get room on worker {worker_id} if {names} can be read from disk"
+        self._claim(copies, worker_id)
+        self._cluster.pushed_out(worker_id)
+        for held in victims:
+            self._drop(held, f"{record.name} is used and has no host copy; this model stays on disk", to_disk=True)
+        return f"waits for room on worker {worker_id}: {names} stays on disk only"
+
+    def _ask(self, copies: ModelCopies, record: ModelRecord) -> None:
+        """Have workers asked whether they can read the model from disk, if that is not known: first who holds it, then
+        those whose arenas it fits."""
+        on_disk = self._cluster.on_disk
+        if len(self._asks) >= MAX_ASKS or not on_disk.wants_asking(copies.model_hash, self._now_s):
+            return
+        some = islice(self._cluster.copies.capacities.falling(), MAX_COMPARED)
+        reports = (self._cluster.copies.report(worker_id) for _, worker_id in some)
+        fit = (r.worker.worker_id for r in reports if r is not None and r.worker.arena_bytes >= record.weights_bytes)
+        own = (*sorted(copies.present), *sorted(copies.instances))
+        worker_ids = tuple(islice(dict.fromkeys((*own, *fit)), MAX_ASKED))
+        if worker_ids:
+            on_disk.asked(copies.model_hash, self._now_s)
+            self._asks.append(Ask(record, worker_ids))
 
     # --- evening out -------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Literal
 
 from services.pool.core.cluster import Cluster
@@ -15,6 +15,8 @@ from shared.messages.registry import ModelRecord, WorkerInfo
 
 MAX_SOURCES = 8
 """Of one hold: the first is used, the others are for when it dies."""
+MAX_IDLE = 64
+"""Models among which one is searched whose last copy may go."""
 FEW = 64
 """Up to this many workers are compared one by one; among more, the first that fits is searched host by host."""
 
@@ -117,20 +119,39 @@ class Places:
         """The copies on a worker that can make so much room: cached ones first, then the most served, the largest."""
         found = sorted(self._cluster.evictable(worker_id), key=_least_missed)
         self.visits += len(found)
-        missing = num_bytes - self._memory.free_after_drops(worker_id)
-        taken: list[Held] = []
-        for held, _ in found:
-            if missing <= 0:
+        return _enough([held for held, _ in found], num_bytes - self._memory.free_after_drops(worker_id))
+
+    def pushing_out(self, copies: ModelCopies, before_s: float) -> tuple[str, tuple[Held, ...]] | None:
+        """A worker where last copies of models that have not been used since ``before_s`` make enough room, and those:
+        of the longest unused model's worker if that will do."""
+        tried: set[str] = set()
+        for _, model_hash in islice(self._cluster.idle, MAX_IDLE):
+            if self._cluster.usage.unused_since_s(model_hash) > before_s:
                 break
-            taken.append(held)
-            missing -= held.copy.num_bytes
-        if missing > 0:
-            return ()
-        for held in list(taken):  # the last ones may have made the first ones needless
-            if missing + held.copy.num_bytes <= 0:
-                taken.remove(held)
-                missing += held.copy.num_bytes
-        return tuple(taken)
+            self.visits += 1
+            held = self._cluster.idle_copy(self._cluster.copies.by_hash[model_hash])
+            if held is None or held.worker.worker_id in tried:
+                continue
+            worker_id = held.worker.worker_id
+            tried.add(worker_id)
+            wanted = self._cluster.wanted_bytes(copies, worker_id)
+            if wanted is None or worker_id not in self._memory.workers or not self._cluster.may_push_out(worker_id):
+                continue
+            victims = self._longest_unused(worker_id, wanted, before_s)
+            if victims and wanted <= self._memory.workers[worker_id].host_cache_bytes:
+                return worker_id, victims
+        return None
+
+    def _longest_unused(self, worker_id: str, num_bytes: int, before_s: float) -> tuple[Held, ...]:
+        """The idle copies on a worker that can make so much room, or none."""
+        cluster, found = self._cluster, []
+        for model_hash in cluster.copies.host_copies(worker_id):
+            held = cluster.idle_copy(cluster.copies.by_hash[model_hash])
+            since_s = cluster.usage.unused_since_s(model_hash)
+            if held is not None and since_s <= before_s and cluster.is_readable(model_hash) is not False:
+                found.append((since_s, model_hash, held))
+        self.visits += len(found)
+        return _enough([held for *_, held in sorted(found)], num_bytes - self._memory.free_after_drops(worker_id))
 
     def why_not(self, copies: ModelCopies, record: ModelRecord) -> str:
         """Why no worker can hold the model at the moment."""
@@ -177,6 +198,24 @@ class Places:
         first = idle or found[0]
         ordered = [first, *(entry for entry in found if entry is not first)]
         return Sources(tuple(_source(w, kind) for kind, w in ordered[:MAX_SOURCES]), first[1], busy=idle is None)
+
+
+def _enough(copies: Iterable[Held], missing: int) -> tuple[Held, ...]:
+    """The first of the copies that have so many bytes together, without those that are not needed for it; none if all
+    have fewer."""
+    taken: list[Held] = []
+    for held in copies:
+        if missing <= 0:
+            break
+        taken.append(held)
+        missing -= held.copy.num_bytes
+    if missing > 0:
+        return ()
+    for held in list(taken):  # the last ones may have made the first ones needless
+        if missing + held.copy.num_bytes <= 0:
+            taken.remove(held)
+            missing += held.copy.num_bytes
+    return tuple(taken)
 
 
 def _least_missed(found: tuple[Held, ModelCopies]) -> tuple[bool, int, int, str]:

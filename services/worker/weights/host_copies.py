@@ -8,6 +8,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from services.worker.instance.instance import Instance
 from services.worker.instance.registration import ASK_INTERVAL_S, Registration, wait_until_retired
@@ -18,9 +19,10 @@ from services.worker.weights.mover import WeightMover
 from services.worker.weights.outcome import BuffersStuck
 from services.worker.weights.upstreams import DISK, StripeSources, Upstream
 from shared.aio import OwnedTasks, in_thread
+from shared.checkpoint import inspect_checkpoint
 from shared.errors import BlitzError, Conflict, DeadlineExceeded, NotFound, TransportError
 from shared.messages.common import Ack
-from shared.messages.copies import CopySource, DropCopy, HoldCopy
+from shared.messages.copies import CanRead, CopySource, DropCopy, HoldCopy
 from shared.messages.registry import HostCopy, ModelRecord
 
 log = logging.getLogger(__name__)
@@ -150,6 +152,17 @@ class HostCopies:
                 yield
 
         self._mover.copies.offer(Offer("host", record.model_hash, copy, pinned))
+
+    # --- disk --------------------------------------------------------------------------------
+
+    async def on_can_read(self, request: CanRead) -> Ack:
+        """Whether the model's checkpoint is here, as far as its files' headers tell. Raises ``BadCheckpoint``, or
+        ``Conflict`` for other weights than those that are registered."""
+        model = request.model
+        checkpoint = await in_thread(functools.partial(inspect_checkpoint, with_hash=False), Path(model.path))
+        if checkpoint.layout.hash != model.layout_hash:
+            raise Conflict(f"{model.path} here has layout {checkpoint.layout.hash}, not {model.layout_hash}")
+        return Ack()
 
     # --- let go ------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ POOL = {
          "cached": True},
     ],
     "totals": {"host_bytes": 25 << 20, "host_capacity_bytes": 64 << 20, "models": 2, "models_without_copy": 1,
-               "models_without_host_copy": 1},
+               "models_without_host_copy": 1, "models_on_disk": 0},
 }  # fmt: skip
 
 
@@ -326,15 +326,15 @@ def test_a_bad_checkpoint_is_the_servers_message(gateway: FakeGateway, capsys: p
 
 def test_models_are_listed_and_removed(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     other = {"name": "other", "path": "/models/other", "min_instances": 0, "slo_ttft_s": 0.5, "slo_tbt_s": 0.0625}
-    other |= {"keep_alive_s": 90.0, "served_as": "disaggregated", "weight": 2.5, "advise": True}
+    other |= {"keep_alive_s": 90.0, "served_as": "disaggregated", "weight": 2.5, "advise": True, "copies": "disk"}
     other |= {"serving": 2, "max_instances": 3, "weights_bytes": 3 << 19, "architecture": "Llama", "dtype": "float16"}
     gateway.answers["GET /admin/models"] = (200, {"models": [*STATUS["models"], other]})
     gateway.answers["DELETE /admin/models/org%2Fdemo"] = (200, {})
     assert run(["models", "list"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[1:] == [
-        "demo 0 - 1 - 0.0 - - - - 1 - /models/demo",
-        "other 2 disaggregated 0 3 1.5 Llama float16 500 62.5 90 2.5 yes /models/other",
+        "demo 0 - 1 - 0.0 - - - - 1 - - /models/demo",
+        "other 2 disaggregated 0 3 1.5 Llama float16 500 62.5 90 2.5 yes disk /models/other",
     ]
     assert run(["models", "list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -436,7 +436,7 @@ def test_status_shows_what_was_asked_for_by_hand_and_what_is_wanted_in_vain(
     )
     assert run(["status"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "demo 1 - 7 1 - /models/demo" in lines
+    assert "demo 1 - 7 1 - - /models/demo" in lines
     assert "demo prefill 2 100 s" in lines
     assert any(line.startswith("demo colocated 3 12 s 2 of 2 more") for line in lines)
 

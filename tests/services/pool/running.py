@@ -17,9 +17,9 @@ from services.pool.core.loads import LoadLimits
 from services.pool.service import PoolService
 from services.pool.store import Store
 from shared import subjects
-from shared.errors import BlitzError, Conflict
+from shared.errors import BadCheckpoint, BlitzError, Conflict
 from shared.messages.common import Ack, InstanceState
-from shared.messages.copies import DropCopy, HoldCopy, RetireCopy
+from shared.messages.copies import CanRead, DropCopy, HoldCopy, RetireCopy
 from shared.messages.registry import (
     GetSnapshot,
     HeartbeatAck,
@@ -126,6 +126,10 @@ class CopyWorker:
         self.holds: list[HoldCopy] = []
         self.drops: list[DropCopy] = []
         self.refused: list[str] = []
+        self.readable: set[str] = set()
+        """Names of the models that it can read from disk."""
+        self.asked: list[str] = []
+        """Whether it can."""
         self.restored = 0
         self.bus = pool.broker.bus(worker_id)
         self.sequence = 0
@@ -134,6 +138,7 @@ class CopyWorker:
     async def start(self) -> None:
         await self.bus.respond(subjects.worker_hold_copy(self.worker_id), HoldCopy, self._on_hold)
         await self.bus.respond(subjects.worker_drop_copy(self.worker_id), DropCopy, self._on_drop)
+        await self.bus.respond(subjects.worker_can_read(self.worker_id), CanRead, self._on_can_read)
         await self.beat()
         self._run(self._keep_beating())
 
@@ -197,6 +202,12 @@ class CopyWorker:
     async def _on_drop(self, request: DropCopy) -> Ack:
         self.drops.append(request)
         self._run(self._retire(request.model_hash))
+        return Ack()
+
+    async def _on_can_read(self, request: CanRead) -> Ack:
+        self.asked.append(request.model.name)
+        if request.model.name not in self.readable:
+            raise BadCheckpoint(f"{request.model.path} is not here")
         return Ack()
 
     async def _retire(self, model_hash: str) -> None:

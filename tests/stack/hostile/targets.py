@@ -47,6 +47,7 @@ TAKES: dict[str, tuple[type[Message], type[Message] | None]] = {
     "worker.*.holder.*": (identity.GetHolder, identity.Holder),
     "worker.*.hold_copy": (copies.HoldCopy, common.Ack),
     "worker.*.drop_copy": (copies.DropCopy, common.Ack),
+    "worker.*.can_read": (copies.CanRead, common.Ack),
     "load.worker": (load.LoadReport, None),
     "load.hosts": (load.HostLoad, None),
     "load.gateway": (load.QueueReport, None),

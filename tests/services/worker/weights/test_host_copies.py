@@ -14,9 +14,9 @@ from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.host_copies import HostCopies
 from services.worker.weights.mover import WeightMover
 from shared import subjects
-from shared.errors import Conflict, NoCapacity, NotFound, Unavailable
+from shared.errors import BadCheckpoint, Conflict, NoCapacity, NotFound, Unavailable
 from shared.messages.common import Ack
-from shared.messages.copies import CopySource, DropCopy, HoldCopy
+from shared.messages.copies import CanRead, CopySource, DropCopy, HoldCopy
 from shared.messages.registry import HeartbeatAck, HostCopy
 from shared.messages.scaling import Stripe
 from tests.services.fake_gateway import expected_tokens
@@ -69,6 +69,18 @@ async def test_a_placed_copy_is_read_from_disk_and_gives_the_next_instance_its_w
     await holder.submit(instance_id, "r")
     await holder.gateway.end_of("r")
     assert holder.gateway.tokens("r") == expected_tokens(8)
+
+
+async def test_a_worker_says_whether_it_can_read_a_model_from_its_disk(holder: LoneWorker) -> None:
+    async def ask(**changes: str) -> Ack:
+        question = CanRead(model=msgspec.structs.replace(holder.model, **changes))
+        return await holder.planner.request(subjects.worker_can_read("w0"), question, Ack, timeout_s=5.0)
+
+    assert await ask() == Ack()
+    with pytest.raises(BadCheckpoint):
+        await ask(path="/gone")
+    with pytest.raises(Conflict, match="layout"):
+        await ask(layout_hash="of another version")
 
 
 async def test_a_copy_comes_from_the_instance_of_the_same_process(holder: LoneWorker) -> None:
