@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +26,10 @@ from shared.messages.admin import ModelStatus, Status
 from shared.profile import Profile, write_profile
 
 _INTERRUPTED = 130
+MAX_RECORDS = 100
+"""Of scale operations that a gateway gives."""
+LEAST_MUTATION_S = 0.001
+"""Clocks of different machines may make it look shorter."""
 
 
 class NotProfiled(StackError):
@@ -62,8 +68,11 @@ def profile(
         threads = max(1, num_cores() // _num_workers(status))
     if status is not None and any(i.load and i.load.running_requests for i in status.instances):
         typer.echo("instances are serving requests: what is measured beside them is too slow", err=True)
+    mutation_s = ask(url, lambda client: _mutation_s(client, name)) if registered is not None else None
     with _saying() as say:
         measured = _measure(path, name, registered, threads, engine, device, quick, say)
+    if mutation_s is not None:
+        measured = msgspec.structs.replace(measured, mutation_s=mutation_s, mutation_is_measured=True)
     try:
         write_profile(file, measured)
     except OSError as error:
@@ -96,6 +105,19 @@ def _find(model: str, url: str) -> tuple[Path, str, ModelStatus | None, Status |
     if not Path(known.path).is_dir():
         raise NotProfiled(f"{model} is at {known.path}, which is not on this machine: run this on one that has it")
     return Path(known.path), known.name, known, status
+
+
+async def _mutation_s(client: AdminClient, name: str) -> float | None:
+    """Median of the model's instances that got another role lately, from the plan to the pool's knowledge; None: none
+    did."""
+    times = [
+        (record.trigger_to_serving_ms - record.trigger_to_plan_ms) / 1000
+        for record in await client.scale_records(limit=MAX_RECORDS)
+        if (record.model, record.direction, record.status) == (name, "mutate", "done")
+        and record.trigger_to_serving_ms is not None
+        and record.trigger_to_plan_ms is not None
+    ]
+    return max(statistics.median(times), LEAST_MUTATION_S) if times else None
 
 
 def _num_workers(status: Status) -> int:
@@ -182,6 +204,8 @@ def _tables(measured: Profile) -> Iterator[tuple[str, Table]]:
     rest = Table("", "", box=None, pad_edge=False, show_header=False)
     for load in measured.load:
         rest.add_row(f"load from {load.source}", f"{load.seconds:.3f} s")
+    if measured.mutation_is_measured:
+        rest.add_row("another role", f"{measured.mutation_s:.3f} s")
     fit, prompts = measured.decode_fit, measured.prefill_fit
     rest.add_row(
         "a decode step",

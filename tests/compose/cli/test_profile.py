@@ -16,6 +16,7 @@ from tests.checkpoints import tiny_checkpoint
 from tests.compose.fake_gateway import FakeGateway
 
 QUICK_MOCK = ("--quick", "--engine", "mock")
+NO_RECORDS = {"kind": "scale_records.v1", "records": []}
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +59,24 @@ def test_a_file_that_is_there_stays_unless_it_is_forced(here: Path, capsys: pyte
 def test_a_registered_model_is_found_by_its_name(here: Path, gateway: FakeGateway) -> None:
     path = tiny_checkpoint("llama")
     gateway.answers["GET /admin/status"] = (200, status_of(path))
+    gateway.answers["GET /admin/scale"] = (200, NO_RECORDS)
     assert run(["profile", "named", *QUICK_MOCK]) == 0
     found = read_profile(here / "named.profile.json")
-    assert (found.model, found.model_hash) == ("named", "f103")
+    assert (found.model, found.model_hash, found.mutation_is_measured) == ("named", "f103", False)
+
+
+def test_how_long_its_instances_took_to_change_roles_is_the_stacks_word(here: Path, gateway: FakeGateway) -> None:
+    def record(**changes: object) -> dict[str, Any]:
+        known = {"model": "named", "plan_id": "p", "status": "done", "direction": "mutate", "desired": 1, "reason": ""}
+        times = {"triggered_at_s": 1.0, "trigger_to_plan_ms": 10.0, "trigger_to_serving_ms": 35.0}
+        return {"kind": "scale_record.v1"} | known | times | changes
+
+    records = [record(), record(model="other", trigger_to_serving_ms=9e9), record(direction="out"), record()]
+    gateway.answers["GET /admin/status"] = (200, status_of(tiny_checkpoint("llama")))
+    gateway.answers["GET /admin/scale"] = (200, {"kind": "scale_records.v1", "records": records})
+    assert run(["profile", "named", *QUICK_MOCK]) == 0
+    found = read_profile(here / "named.profile.json")
+    assert (found.mutation_s, found.mutation_is_measured) == (0.025, True)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +96,7 @@ def test_wrong_usage_is_one_line_and_leaves_nothing(
     arguments: list[str], said: str, here: Path, gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gateway.answers["GET /admin/status"] = (200, status_of(tiny_checkpoint("llama")))
+    gateway.answers["GET /admin/scale"] = (200, NO_RECORDS)
     assert run(["profile", *arguments]) == 1
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
@@ -94,6 +111,7 @@ def test_what_the_stack_serves_must_be_what_is_here(
     changes: dict[str, object], said: str, gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gateway.answers["GET /admin/status"] = (200, status_of(tiny_checkpoint("llama"), **changes))
+    gateway.answers["GET /admin/scale"] = (200, NO_RECORDS)
     assert run(["profile", "named", *QUICK_MOCK]) == 1
     assert said in capsys.readouterr().err
 
