@@ -13,7 +13,7 @@ from services.worker.orders import Orders
 from shared import subjects
 from shared.messages.live import ZigzagAssignment
 from shared.messages.registry import WorkerRecord
-from shared.messages.scaling import DrainPlan, ListScaleRecords, MutatePlan, ScalePlan, ScaleRecords
+from shared.messages.scaling import DrainPlan, ListScaleRecords, MigratePlan, MutatePlan, ScalePlan, ScaleRecords
 from tests.records import worker_record
 from tests.services.planner.rig import Rig, running
 from tests.services.waiting import TIMEOUT_S, eventually
@@ -32,7 +32,8 @@ class Worker:
         self.scales: list[ScalePlan] = []
         self.drains: list[DrainPlan] = []
         self.mutations: list[MutatePlan] = []
-        self.orders = Orders(rig.broker.bus(worker_id), worker_id, self._scale, self._drain, self._zigzag, self._mutate)
+        bus = rig.broker.bus(worker_id)
+        self.orders = Orders(bus, worker_id, self._scale, self._drain, self._zigzag, self._mutate, self._migrate)
 
     async def _scale(self, plan: ScalePlan) -> None:
         self.scales.append(plan)
@@ -44,6 +45,8 @@ class Worker:
 
     async def _mutate(self, plan: MutatePlan) -> None:
         self.mutations.append(plan)
+
+    async def _migrate(self, plan: MigratePlan) -> None: ...
 
 
 async def succeed(rig: Rig) -> Rig:
