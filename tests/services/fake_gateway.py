@@ -67,6 +67,7 @@ class FakeGateway:
         decode_at: DecodePlace | None = None,
         alone_tokens: int = 0,
         may_wait: bool = True,
+        temperature: float = 0.0,
     ) -> Ack:
         """One Submit RPC. Raises the worker's typed refusal."""
         request = Submit(
@@ -76,7 +77,7 @@ class FakeGateway:
             instance_id=instance_id,
             model="m",
             prompt_token_ids=prompt,
-            sampling=SamplingParams(max_tokens=max_tokens, seed=1, temperature=0.0),
+            sampling=SamplingParams(max_tokens=max_tokens, seed=1, temperature=temperature),
             output_token_ids=output,
             decode_at=decode_at,
             alone_tokens=alone_tokens,

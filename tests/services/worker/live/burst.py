@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from services.planner.config import LiveSettings
-from services.worker.engine.mock.engine import MockActivation, MockEngine
+from services.worker.engine.base import Activation
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.live.source import LiveSource
 from services.worker.live.target import LiveTarget
@@ -50,6 +50,7 @@ class Burst:
         self.cluster = cluster
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.decode_at: DecodePlace | None = None
+        self.temperature = 0.0
         self._waits_for_pair = False
         self._has_lent = False
         """The source's scheduler, what had not begun."""
@@ -92,12 +93,10 @@ class Burst:
         self.plan_id = (await cluster.start_scale(2, live="always", role=role)).plan_id
 
     def _hold_prompts(self) -> None:
-        """Have the mock compute no prompt at the source until it lends them, and slowly until there is a pair: however
-        long a busy machine takes to form it, there is work to share then."""
+        """Have the engine compute no prompt at the source until it lends them, and slowly until there is a pair:
+        however long a busy machine takes to form it, there is work to share then."""
         loop = self.source.serving.engine.loop
         engine, held_until_s = loop.engine, time.monotonic() + HOLD_S
-        if not isinstance(engine, MockEngine):
-            return
         run_layers, run_part = engine.run_layers, engine.run_part
 
         def wait(num_layers: float) -> None:
@@ -108,11 +107,11 @@ class Burst:
             if self.waits_for_pair():
                 time.sleep(4 * LAYER_S * num_layers)
 
-        def run_layers_slowly(activation: MockActivation, first: int, last: int) -> None:
+        def run_layers_slowly(activation: Activation, first: int, last: int) -> None:
             wait(last - first)
             run_layers(activation, first, last)
 
-        def run_part_slowly(activation: MockActivation, layer: int, begin: int, end: int) -> None:
+        def run_part_slowly(activation: Activation, layer: int, begin: int, end: int) -> None:
             wait((end - begin) / NUM_TOKENS)
             run_part(activation, layer, begin, end)
 
@@ -147,6 +146,7 @@ class Burst:
             prompt=self.prompts[request_id],
             max_tokens=self.max_tokens,
             decode_at=self.decode_at,
+            temperature=self.temperature,
         )
 
     async def live_source(self) -> LiveSource:
