@@ -216,7 +216,8 @@ class CopyPlacer:
             f"{first.kind} memory of {first.worker_id}" if first else "disk",
             step.reason,
         )
-        request = HoldCopy(model=step.record, epoch=await self._store.next_epoch(), sources=step.sources)
+        epoch = await self._store.next_epoch()
+        request = HoldCopy(model=step.record, epoch=epoch, sources=step.sources, cap_gbps=step.cap_gbps)
         self._metrics.steps.labels("hold").inc()
         self._tasks.start(self._ask_to_hold(step, request))
 

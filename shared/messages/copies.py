@@ -29,6 +29,8 @@ class HoldCopy(Message, frozen=True, kw_only=True, tag="hold_copy.v1"):
     epoch: int
     """Unique in the cluster: the tags of the transfer carry it."""
     sources: tuple[CopySource, ...]
+    cap_gbps: float = 0.0
+    """Of the transfer from the first source; 0: none."""
 
 
 class DropCopy(Message, frozen=True, kw_only=True, tag="drop_copy.v1"):

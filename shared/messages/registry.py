@@ -110,6 +110,8 @@ class HostCopy(msgspec.Struct, frozen=True, kw_only=True):
     """Kept by the ``host-cache`` baseline, not placed by the pool."""
     serial: Count = 0
     """Of this copy within its worker's process: the same model, held again later, has another."""
+    source: str = ""
+    """While it loads, the worker from whose memory; empty: from disk, or not said."""
 
 
 class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker_heartbeat.v1"):

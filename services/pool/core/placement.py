@@ -3,8 +3,9 @@
 Invariant: every registered model has a complete copy in some GPU or host memory, or (rule 6) can be read from disk.
 Rules:
 
-1. A model without a placed host copy gets one, on the host that holds the fewest bytes of them. It is loaded from a
-   GPU that serves the model, else from another host copy, else from disk. One that loads counts as placed.
+1. A model without a placed host copy gets one, on the host that holds the fewest bytes of them. It is loaded from
+   another host copy, else from a GPU that serves the model, else from disk, and takes at most half of a NIC's
+   bandwidth: others have work to do there. One that loads counts as placed.
 2. Of several ready ones all but one are dropped; copies of models that were removed are dropped.
 3. A model that has no copy left and fits nowhere evicts host copies of models that a GPU serves. A model that a GPU
    serves evicts nothing: it has a copy, and two such models would evict each other for ever. Nor does one that exists
@@ -40,6 +41,9 @@ from services.pool.core.places import Places, Sources
 from shared.messages.copies import CopySource
 from shared.messages.registry import ModelRecord, Unplaced
 
+NIC_SHARE = 0.5
+"""What the loading of one host copy takes at most of a NIC's bandwidth."""
+
 
 @dataclass(frozen=True, slots=True)
 class Hold:
@@ -50,6 +54,8 @@ class Hold:
     sources: tuple[CopySource, ...]
     """In order of preference; empty: from disk."""
     reason: str
+    cap_gbps: float = 0.0
+    """Of what comes through a NIC; 0: nothing does."""
 
     @property
     def key(self) -> Key:
@@ -315,8 +321,10 @@ class Placer:
 
     def _hold(self, record: ModelRecord, worker_id: str, sources: Sources, reason: str) -> None:
         worker = self._cluster.memory.workers[worker_id]
-        nic = nic_between(sources.first, worker) if sources.first is not None else None
-        step = Hold(worker_id, record, sources.found, reason)
+        nic, cap_gbps = None, 0.0
+        if sources.first is not None and (nic := nic_between(sources.first, worker)) is not None:
+            cap_gbps = NIC_SHARE * min(sources.first.nic_gbps, worker.nic_gbps)
+        step = Hold(worker_id, record, sources.found, reason, cap_gbps)
         self._steps.append(step)
         self._cluster.outstanding.hold_sent(step.key, record.weights_bytes, self._now_s, worker.host, nic)
         self._cluster.refresh()

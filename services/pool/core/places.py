@@ -180,7 +180,7 @@ class Places:
     # --- where from --------------------------------------------------------------------------
 
     def sources(self, copies: ModelCopies, target: WorkerInfo) -> Sources:
-        """GPUs that serve the model, then host copies, then GPUs that are about to go; near ones first. A NIC that
+        """Host copies, then GPUs that serve the model, then those that are about to go; near ones first. A NIC that
         sends as many copies as it may comes later than one that does not."""
         dropped = self._cluster.outstanding.is_dropped
         ready = (
@@ -189,7 +189,7 @@ class Places:
             if held.copy.state == "ready" and not dropped(held.key) and held.worker.worker_id != target.worker_id
         )
         kinds: tuple[tuple[Literal["gpu", "host"], Iterable[WorkerInfo]], ...]
-        kinds = (("gpu", copies.serving.values()), ("host", ready), ("gpu", copies.draining.values()))
+        kinds = (("host", ready), ("gpu", copies.serving.values()), ("gpu", copies.draining.values()))
         found = [(kind, w) for kind, workers in kinds for w in sorted(workers, key=lambda w: _distance(w, target))]
         self.visits += len(found)
         if not found:

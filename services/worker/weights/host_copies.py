@@ -83,6 +83,8 @@ class HostCopies:
         copy = self._store.reserve(request.model, cached=False, now_s=time.monotonic())
         if not copy.complete and model_hash not in self._filling:
             self._filling.add(model_hash)
+            if request.sources and request.sources[0].worker_id != self._worker_id:
+                self._store.comes_from(model_hash, request.sources[0].worker_id)
             self._offer(request.model, copy)
             self._tasks.start(self._load(request, copy))
         self._changed()
@@ -91,7 +93,7 @@ class HostCopies:
     async def _load(self, request: HoldCopy, copy: WeightCopy) -> None:
         model = request.model
         upstreams = tuple(self._upstream(source) for source in request.sources)
-        sources = StripeSources(1.0, (*upstreams, DISK))
+        sources = StripeSources(1.0, (*upstreams, DISK), request.cap_gbps)
         try:
             with self._store.pinned(model.model_hash):
                 await self._mover.fill_host(model, copy, request.epoch, CHUNK_BYTES, sources)

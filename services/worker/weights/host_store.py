@@ -38,6 +38,7 @@ class _Held:
     used_at_s: float
     pins: int = 0
     retired: bool = False
+    source: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -81,6 +82,10 @@ class HostStore:
         held.cached = held.cached and cached
         held.used_at_s = now_s
         return held.copy
+
+    def comes_from(self, model_hash: str, worker_id: str) -> None:
+        """A copy is about to be loaded from this worker's memory."""
+        self._held[model_hash].source = worker_id
 
     def _allocate(self, record: ModelRecord, layout: ArenaLayout, cached: bool, now_s: float) -> _Held:
         free_bytes = self.capacity_bytes - self.used_bytes
@@ -200,6 +205,7 @@ class HostStore:
                 state="retired" if held.retired else "ready" if held.copy.complete else "loading",
                 cached=held.cached,
                 serial=held.serial,
+                source="" if held.copy.complete else held.source,
             )
             for model_hash, held in sorted(self._held.items())
         )

@@ -10,7 +10,14 @@ import msgspec
 
 from services.planner.core.multicast.explain import MAX_NAMES, shortened
 from services.planner.core.multicast.topology import Topology, topology_of, with_copy_holders
-from services.planner.core.multicast.traffic import BUSY_NIC_SHARE, Flow, Transfers, serving_flows, transfer_flows
+from services.planner.core.multicast.traffic import (
+    BUSY_NIC_SHARE,
+    Flow,
+    Transfers,
+    placed_copies,
+    serving_flows,
+    transfer_flows,
+)
 from shared.messages.common import Role
 from shared.messages.registry import ModelRecord, WorkerInfo, WorkerRecord
 
@@ -97,7 +104,7 @@ class Clusters:
         self._topology = topology = topology_of(r.worker for r in self.records)
         known = [r for r in self.records if r.worker.worker_id in topology.gpus]
         self._workers = {r.worker.worker_id: r.worker for r in known}
-        running = transfers.running if transfers is not None else ()
+        running = (*transfers.running, *placed_copies(self.records)) if transfers is not None else ()
         self._senders = {source for source, _ in running}
         self._transfers = tuple(transfer_flows(topology, running))
         self._serving = (

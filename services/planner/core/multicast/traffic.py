@@ -116,10 +116,10 @@ def serving_flows(
     """What the NICs carry beside the planner's transfers, as one flow per NIC and direction in use.
 
     A reading says how much passes, not whose it is. So the planner ignores a direction that one of its own transfers
-    uses: the transfer is a flow already. It also ignores one that the pool's transfers may use: weights on their way
-    into host memory, from whichever holder. Any other that carries more than ``busy_share`` of the NIC's bandwidth
-    serves (KV that is shipped, or anything else that should not be disturbed). Workers that share a NIC all report its
-    traffic; it counts once, at the first of them.
+    uses: the transfer is a flow already. It also ignores one that the pool's transfers use, or may use: weights on
+    their way into host memory, from the worker that is named or from whichever holder. Any other that carries more
+    than ``busy_share`` of the NIC's bandwidth serves (KV that is shipped, or anything else that should not be
+    disturbed). Workers that share a NIC all report its traffic; it counts once, at the first of them.
     """
     gpus = topology.gpus
     records = sorted(workers, key=lambda w: w.worker.worker_id)
@@ -147,12 +147,20 @@ def serving_flows(
     return [Flow(source=name) for name in leaving.values()] + [Flow(target=name) for name in coming.values()]
 
 
+def placed_copies(records: Iterable[WorkerRecord]) -> tuple[Link, ...]:
+    """The links by which placed host copies are being loaded, as far as workers name their sources."""
+    return tuple((c.source, r.worker.worker_id) for r in records for c in r.host_copies if _comes(c) and c.source)
+
+
 def _host_loads(records: Iterable[WorkerRecord]) -> list[Link]:
     """Every link by which a placed host copy that loads may get its weights. A cached one is copied in its process."""
     records = tuple(records)
-    loads = [(r.worker.worker_id, c.model_hash) for r in records for c in r.host_copies if _comes(c)]
-    return [(source.worker.worker_id, target) for target, h in loads for source in records if _holds(source, h)] + [
-        ("", target) for target, _ in loads
+    loads = [(r.worker.worker_id, c) for r in records for c in r.host_copies if _comes(c)]
+    unnamed = [(target, c.model_hash) for target, c in loads if not c.source]
+    return [
+        *placed_copies(records),
+        *((source.worker.worker_id, target) for target, h in unnamed for source in records if _holds(source, h)),
+        *(("", target) for target, _ in loads),
     ]
 
 

@@ -52,7 +52,7 @@ def test_a_worker_that_failed_is_avoided_and_named_if_there_is_no_other() -> Non
     assert "could not be loaded on w0" in decided.unplaced[0].reason
 
 
-def test_sources_are_serving_gpus_then_host_copies_then_draining_gpus_near_ones_first() -> None:
+def test_sources_are_host_copies_then_serving_gpus_then_draining_ones_near_ones_first() -> None:
     workers = [
         holding("w0", serves=A, state="draining", capacity=0),
         holding("w1", serves=A, capacity=0),
@@ -68,7 +68,7 @@ def test_sources_are_serving_gpus_then_host_copies_then_draining_gpus_near_ones_
     step = only_hold(place([A], workers, outstanding=avoided))
     assert step.worker_id == "w4"
     # The draining instance has no digest: it may have been loading when it was told to drain.
-    assert [(s.worker_id, s.kind) for s in step.sources] == [("w2", "gpu"), ("w1", "gpu"), ("w3", "host")]
+    assert [(s.worker_id, s.kind) for s in step.sources] == [("w3", "host"), ("w2", "gpu"), ("w1", "gpu")]
 
 
 def test_without_any_copy_the_disk_is_the_source() -> None:
@@ -259,3 +259,9 @@ def test_a_leaving_workers_last_copy_is_hopeless_only_if_no_room_can_be_made() -
     assert hopeless([A, B], [gone, full], leaving) == {A.model_hash}
     served = [gone, full, holding("w2", serves=B, capacity=0)]
     assert hopeless([A, B], served, leaving) == frozenset()
+
+
+def test_what_comes_through_a_nic_takes_at_most_half_of_the_slower_one() -> None:
+    for host, cap_gbps in (("far", 5.0), ("near", 0.0)):
+        step = only_hold(place([A], [holding("g", serves=A, host=host, capacity=0), holding("w", host="near")]))
+        assert step.cap_gbps == cap_gbps

@@ -109,10 +109,10 @@ def test_a_source_whose_nic_is_idle_comes_first_and_the_preferred_one_stays_for_
         holding("w", host="y"),
     ]
     avoided = Outstanding(avoided={("s", A.model_hash)})
-    assert sources(place([A], workers, outstanding=avoided, limits=ONE_PER_NIC)) == [["g", "s"]]
+    assert sources(place([A], workers, outstanding=avoided, limits=ONE_PER_NIC)) == [["s", "g"]]
     cluster = cluster_of([A], workers, outstanding=avoided, limits=ONE_PER_NIC)
-    cluster.loads.begin(("elsewhere", "other"), "far", ("x", ""))
-    assert sources(Placer(cluster).look(LATE_S)) == [["s", "g"]]
+    cluster.loads.begin(("elsewhere", "other"), "far", ("z", ""))
+    assert sources(Placer(cluster).look(LATE_S)) == [["g", "s"]]
 
 
 def test_copies_within_a_host_and_from_disk_wait_for_no_nic() -> None:

@@ -91,6 +91,15 @@ async def test_a_copy_comes_from_the_instance_of_the_same_process(holder: LoneWo
     await held(holder)
 
 
+async def test_where_a_copy_comes_from_is_reported_while_it_loads(holder: LoneWorker) -> None:
+    source = CopySource(worker_id="w9", host="host-of-w9", transport_address=b"nobody", kind="host")
+    await hold(holder, source)
+    await held(holder)  # from disk, in the end
+    said = [(c.state, c.source) for beat in holder.pool.heartbeats for c in beat.host_copies]
+    assert ("loading", "w9") in said
+    assert said[-1] == ("ready", "")
+
+
 async def test_a_copy_asked_for_twice_is_loaded_once(holder: LoneWorker) -> None:
     await asyncio.gather(hold(holder), hold(holder))
     await held(holder)

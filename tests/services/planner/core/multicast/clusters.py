@@ -49,6 +49,13 @@ def record(
     )
 
 
+def coming_from(one: WorkerRecord, source: str) -> WorkerRecord:
+    """Its host copy is loaded from that worker."""
+    return msgspec.structs.replace(
+        one, host_copies=tuple(msgspec.structs.replace(c, source=source) for c in one.host_copies)
+    )
+
+
 def cluster(
     *records: WorkerRecord,
     links: tuple[Link, ...] = (),

@@ -6,7 +6,7 @@ from services.planner.core.multicast.cluster import Clusters
 from services.planner.core.multicast.traffic import Flow
 from shared.messages.common import InstanceState
 from tests.records import model, worker_record
-from tests.services.planner.core.multicast.clusters import MODEL, MODEL_BYTES, cluster, record
+from tests.services.planner.core.multicast.clusters import MODEL, MODEL_BYTES, cluster, coming_from, record
 
 
 def test_serving_and_draining_instances_and_ready_host_copies_are_complete_copies() -> None:
@@ -83,3 +83,11 @@ def test_a_thousand_wrong_workers_are_not_all_named() -> None:
     found = cluster(*(record(f"w{i:04}", nic_gbps=0.0) for i in range(1000)))
     assert len(found.refused) == 9
     assert "992 more" in found.refused[-1]
+
+
+def test_the_pools_transfers_are_flows_as_well() -> None:
+    loading = coming_from(record("w2", host_copy="loading"), "w0")
+    found = cluster(record("w0", "serving"), record("w1", "serving"), loading, links=(("w1", "w2"),))
+    assert [c.sending for c in found.copies] == [True, True]
+    assert found.transfers == (Flow("w1", "w2"), Flow("w0", "w2"))
+    assert cluster(record("w0", "serving"), loading, knows_flows=False).transfers == ()

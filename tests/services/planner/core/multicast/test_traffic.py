@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from services.planner.core.multicast.topology import topology_of
-from services.planner.core.multicast.traffic import Flow, Link, Transfers, serving_flows, transfer_flows
+from services.planner.core.multicast.traffic import Flow, Link, Transfers, placed_copies, serving_flows, transfer_flows
 from shared.messages.registry import WorkerRecord
 from tests.records import model
-from tests.services.planner.core.multicast.clusters import record
+from tests.services.planner.core.multicast.clusters import coming_from, record
 
 
 def serving(*records: WorkerRecord, running: tuple[Link, ...] = (), settling: tuple[Link, ...] = ()) -> list[Flow]:
@@ -70,3 +70,12 @@ def test_a_copy_that_loads_inside_its_host_or_process_explains_no_traffic_on_oth
     assert serving(record("w0", host="a", host_copy="loading"), near) == [Flow(source="w1")]
     cached = record("w0", host_copy="loading", cached=True, ingress_gbps=9.0)
     assert serving(cached, record("w1", "serving", egress_gbps=9.0)) == [Flow(source="w1"), Flow(target="w0")]
+
+
+def test_a_host_copy_whose_source_is_named_explains_that_ones_traffic_only() -> None:
+    loading = coming_from(record("w0", host_copy="loading", ingress_gbps=9.0), "w1")
+    sends, other = record("w1", "serving", egress_gbps=9.0), record("w2", "serving", egress_gbps=9.0)
+    assert serving(loading, sends, other) == [Flow(source="w2")]
+    assert placed_copies([loading, sends, other]) == (("w1", "w0"),)
+    assert placed_copies([coming_from(record("w0", host_copy="ready"), "w1")]) == ()
+    assert placed_copies([record("w0", host_copy="loading")]) == ()
