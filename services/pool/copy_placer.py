@@ -192,7 +192,7 @@ class CopyPlacer:
             if known.get(entry.model) != entry:
                 in_turn = entry.model in decided.waiting
                 now = logging.DEBUG if in_turn else logging.INFO if entry.on_disk else level
-                what = "on disk only" if entry.on_disk else "no host copy"
+                what = "on disk, no host copy" if entry.on_disk else "no host copy"
                 log.log(now, "placement: %s, %s: %s", entry.model, what, entry.reason)
         self._registry.models.set_unplaced(decided.unplaced)
         await self._store.set_unplaced(decided.unplaced)

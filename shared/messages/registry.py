@@ -240,7 +240,7 @@ class Unplaced(msgspec.Struct, frozen=True, kw_only=True):
     model_hash: str
     reason: str
     on_disk: bool = False
-    """It has no complete copy in any memory, and a worker said that it can read it from disk."""
+    """A worker said that it can read it from disk: where it has no complete copy in any memory, it is there only."""
 
 
 class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot.v1"):

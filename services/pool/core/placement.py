@@ -295,7 +295,7 @@ class Placer:
             reason = self._evict(copies, record)
         reason = reason or self._push_out(copies, record) or self._places.why_not(copies, record)
         self._ask(copies, record)
-        on_disk = self._is_on_disk_only(copies)
+        on_disk = self._cluster.is_readable(copies.model_hash) is True
         self._found[copies.model_hash] = Unplaced(
             model=record.name, model_hash=copies.model_hash, reason=reason, on_disk=on_disk
         )
@@ -372,8 +372,9 @@ class Placer:
             return f"may get room on worker {worker_id} if {names} can be read from disk"
         self._claim(copies, worker_id)
         self._cluster.pushed_out(worker_id)
+        why = f"{record.name} was used later and has no host copy; this model stays on disk"
         for held in victims:
-            self._drop(held, f"{record.name} is used and has no host copy; this model stays on disk", to_disk=True)
+            self._drop(held, why, to_disk=True)
         return f"waits for room on worker {worker_id}: {names} stays on disk only"
 
     def _ask(self, copies: ModelCopies, record: ModelRecord) -> None:

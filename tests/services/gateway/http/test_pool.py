@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from services.gateway.http.status import pool_of
+from services.gateway.http.status import pool_of, status_of
 from shared.messages.admin import PoolStatus, PoolTotals
 from shared.messages.registry import HostCopy, ModelRecord, Unplaced, WorkerRecord
 from shared.registry import RegistryView
@@ -80,3 +80,16 @@ def test_copies_of_instances_show_their_role() -> None:
 def test_the_command_line_reads_every_key() -> None:
     found = pool_of(snapshot(holder("w0", copy_of(M), copy_of(model("old")), serves=M)))
     assert msgspec.json.decode(msgspec.json.encode(found), type=PoolStatus) == found
+
+
+def test_a_model_that_a_worker_can_read_is_on_disk_once_no_memory_holds_it() -> None:
+    entry = Unplaced(model="m", model_hash=M.model_hash, reason="no room", on_disk=True)
+    found = pool_of(snapshot(holder("w0"), unplaced=(entry,)))
+    [mine] = found.models
+    assert (mine.invariant, mine.host_copy, mine.reason) == ("disk", "none", "on disk only: no room")
+    assert (found.totals.models_without_copy, found.totals.models_on_disk) == (0, 1)
+    served = snapshot(holder("w0", serves=M), unplaced=(entry,))
+    assert [model.invariant for model in pool_of(served).models] == ["ok"]
+    assert [model.copies for model in status_of(served).models] == ["memory"]
+    assert [model.copies for model in status_of(snapshot(unplaced=(entry,))).models] == ["disk"]
+    assert [model.copies for model in status_of(snapshot()).models] == ["none"]
