@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -12,14 +14,20 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.command_line import INTERRUPTED, JsonFile, check_folder, red_line, write
-from bench.replay.plan import Shape, plan_requests
-from bench.replay.record import Collector, Result, as_json
+from bench.command_line import INTERRUPTED, JsonFile, red_line, write
+from bench.replay.document import About, Document
+from bench.replay.objectives import FACTOR, Slo
+from bench.replay.observations import ClusterLog
+from bench.replay.observer import Observer
+from bench.replay.options import HtmlFile, MeanTbt, MeanTtft, Outputs, PngFile, SloFactor, SloTbt, SloTtft
+from bench.replay.plan import PlannedRequest, Shape, plan_requests
+from bench.replay.record import Collector
 from bench.replay.report import latency_table, totals_table
-from bench.replay.runner import SendOptions, choose_model, send_all
+from bench.replay.runner import Bodies, SendOptions, choose_model, send_all
 from bench.stream_client import Endpoint, StreamClient
 from bench.traces.reader import read_trace
 from bench.traces.request import Trace
+from bench.traces.scaling import scale_rate, spread_seconds
 from bench.traces.synthetic import FIGURES, synthesise
 from shared.errors import BadRequest
 
@@ -31,40 +39,83 @@ class _Replay:
     """Everything the command line says."""
 
     trace: Trace
+    about: About
+    """Without the model, which the endpoint may have to say."""
     endpoint: Endpoint
     api_key: str | None
+    admin_key: str | None
     model: str | None
     shape: Shape
+    slo: Slo | None
+    until_s: float | None
     timeout_s: float
-    concurrency_limit: int | None
     sample_outputs: int
-    seed: int
 
 
-async def _measure(settings: _Replay, collectors: list[Collector], models: list[str], progress: Progress) -> None:
-    client = StreamClient(settings.endpoint, api_key=settings.api_key)
+@dataclass(slots=True)
+class _Measured:
+    """What there is so far: enough for a result at any time."""
+
+    about: About
+    requests: tuple[PlannedRequest, ...]
+    collector: Collector
+    log: ClusterLog | None = None
+    until_s: float = 0.0
+
+    def document(self, slo: Slo | None) -> Document:
+        cluster = None
+        if self.log is not None:
+            begin_s = self.requests[0].due_s
+            cluster = self.log.sum_up(begin_s, begin_s + self.until_s, started_at_s=self.about.started_at_s)
+        return Document.of(self.about, self.requests, self.collector, slo=slo, cluster=cluster)
+
+
+async def _measure(settings: _Replay, found: list[_Measured], progress: Progress) -> None:
+    """Appends to ``found`` as soon as there is something that an interruption should not lose."""
+    client, observer = StreamClient(settings.endpoint, api_key=settings.api_key), None
     try:
         card = await choose_model(client, settings.model, timeout_s=min(settings.timeout_s, 10.0))
         shape = replace(settings.shape, context_tokens=card.max_model_len)
         requests = plan_requests(settings.trace, shape)
-        collector = Collector(planned=len(requests), shortened=sum(request.shortened for request in requests))
-        collectors.append(collector)
-        models.append(card.id)
         options = SendOptions(
             model=card.id,
             timeout_s=settings.timeout_s,
-            concurrency_limit=settings.concurrency_limit,
+            concurrency_limit=settings.about.concurrency_limit,
             sample_outputs=settings.sample_outputs,
-            prompt_seed=settings.seed,
+            prompt_seed=settings.about.seed,
         )
+        bodies = Bodies(requests, options)
+        observer = await Observer.find(settings.endpoint, card.id, admin_key=settings.admin_key or settings.api_key)
+        if observer is not None:
+            await observer.look(0.0, at_everything=True)
+        collector = Collector(planned=len(requests), shortened=sum(request.shortened for request in requests))
+        start_s = time.perf_counter()
+        measured = _Measured(replace(settings.about, model=card.id, started_at_s=time.time()), requests, collector)
+        found.append(measured)
         bar = progress.add_task(f"{settings.trace.name} → {card.id}", total=len(requests), failed=0)
 
         def on_progress() -> None:
             progress.update(bar, completed=len(collector.records), failed=collector.failed)
 
-        await send_all(client, requests, options, collector, on_progress=on_progress)
+        if observer is None:
+            await send_all(client, bodies, options, collector, start_s=start_s, on_progress=on_progress)
+            return
+        first_s, last_s = requests[0].due_s, requests[-1].due_s
+        measured.log = observer.log
+        measured.until_s = last_s - first_s if settings.until_s is None else settings.until_s
+        looking = asyncio.create_task(observer.run(start_s))
+        try:
+            await send_all(client, bodies, options, collector, start_s=start_s, on_progress=on_progress)
+            while (left_s := start_s + first_s + measured.until_s - time.perf_counter()) > 0:
+                await asyncio.sleep(left_s)  # which may end a millisecond early
+        finally:
+            looking.cancel()
+            await asyncio.wait({looking})
+        await observer.look(time.perf_counter() - start_s, at_everything=True)
     finally:
         client.close()
+        if observer is not None:
+            observer.close()
 
 
 def _source(trace: Path | None, synthetic: str | None, seed: int, duration_s: float) -> Trace:
@@ -87,28 +138,29 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _run(settings: _Replay, json_file: Path | None, about: dict[str, object]) -> int:
+def _run(settings: _Replay, outputs: Outputs) -> int:
     """Replay, print, write; returns the exit status."""
     console, errors = Console(), Console(stderr=True)
-    collectors: list[Collector] = []
-    models: list[str] = []
+    found: list[_Measured] = []
     status = 0
     try:
         with _progress(errors) as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_measure(settings, collectors, models, progress))
+            runner.run(_measure(settings, found, progress))
     except KeyboardInterrupt:
         errors.print("interrupted: these are the figures so far", style="yellow")
         status = INTERRUPTED
-    if not collectors:
+    if not found:
         return status
-    result = Result.of(collectors[0])
-    console.print(totals_table(result))
-    console.print(latency_table(result))
-    for kind, detail in result.failure_examples.items():
+    document = found[0].document(settings.slo)
+    console.print(totals_table(document))
+    console.print(latency_table(document))
+    for reason in document.void:
+        errors.print(f"void: {reason}", style="red", markup=False, soft_wrap=True)
+    for kind, detail in document.result.failure_examples.items():
         errors.print(f"{kind}: for example: {detail}", style="yellow", markup=False, soft_wrap=True)
-    document = as_json(result, collectors[0], model=models[0], skipped_rows=settings.trace.skipped_rows, **about)
-    write(json_file, document)
-    if status == 0 and result.completed == 0:
+    write(outputs.json_file, document.flat())
+    outputs.draw([document])
+    if status == 0 and document.result.completed == 0:
         errors.print("no request completed", style="red")
         status = 1
     return status
@@ -121,8 +173,8 @@ def replay(
         Path | None,
         typer.Argument(
             metavar="TRACE",
-            help="CSV or CSV.gz in Azure's or BurstGPT's published columns, "
-            "or arrival_s,input_tokens,output_tokens[,model].",
+            help="CSV in Azure's or BurstGPT's published columns, or arrival_s,input_tokens,output_tokens[,model]; "
+            "or Mooncake's JSON lines. May be gzipped.",
         ),
     ] = None,
     url: Annotated[str, typer.Option(help="The endpoint.", envvar="BLITZ_URL")] = "http://127.0.0.1:8000",
@@ -130,8 +182,12 @@ def replay(
     synthetic: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"Instead of a file, a look-alike: {', '.join(FIGURES)}.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the synthetic trace and the prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all that is drawn: prompts, synthetic and scaled traces.")] = 0,
     duration: Annotated[float, typer.Option(metavar="S", help="Seconds of synthetic trace.")] = 300.0,
+    scale_rate_by: Annotated[
+        float,
+        typer.Option("--scale-rate", metavar="X", help="X times as many requests, with the same pattern over time."),
+    ] = 1.0,
     speed: Annotated[float, typer.Option(metavar="X", help="Replay X times as fast.")] = 1.0,
     start_at: Annotated[float, typer.Option(metavar="S", help="Skip this much of the trace.")] = 0.0,
     window: Annotated[float | None, typer.Option(metavar="S", help="Replay only this much trace time.")] = None,
@@ -149,9 +205,26 @@ def replay(
     sample_outputs: Annotated[
         int, typer.Option(metavar="K", min=0, help="Keep prompt and output of the first K requests in the JSON file.")
     ] = 0,
+    slo_ttft: SloTtft = None,
+    slo_tbt: SloTbt = None,
+    mean_ttft: MeanTtft = None,
+    mean_tbt: MeanTbt = None,
+    slo_factor: SloFactor = FACTOR,
+    until: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="Count GPU seconds up to S seconds after the first arrival; by default, the last arrival.",
+        ),
+    ] = None,
     json_file: JsonFile = None,
+    png_file: PngFile = None,
+    html_file: HtmlFile = None,
     api_key: Annotated[
         str | None, typer.Option(envvar=["BLITZ_API_KEY", "OPENAI_API_KEY"], help="Sent as bearer token.")
+    ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="BLITZ_ADMIN_KEY", help="For /admin, where that is ours; else the API key.")
     ] = None,
 ) -> None:
     """Replay a request trace against a running endpoint and measure it.
@@ -162,10 +235,28 @@ def replay(
     with red_line():
         if not timeout > 0:
             raise BadRequest(f"--timeout must be positive, not {timeout!r}", param="timeout")
+        if until is not None and not 0 < until < math.inf:
+            raise BadRequest(f"--until must be positive, not {until!r}", param="until")
+        slo = Slo.of(ttft_ms=slo_ttft, tbt_ms=slo_tbt, mean_ttft_ms=mean_ttft, mean_tbt_ms=mean_tbt, factor=slo_factor)
+        source = _source(trace, synthetic, seed, duration)
         settings = _Replay(
-            trace=_source(trace, synthetic, seed, duration),
+            trace=scale_rate(spread_seconds(source, seed=seed), scale_rate_by, seed=seed),
+            about=About(
+                trace=source.name,
+                url=url,
+                model="",
+                seed=seed,
+                speed=speed,
+                scale_rate=scale_rate_by,
+                spread_seconds=source.whole_seconds,
+                skipped_rows=source.skipped_rows,
+                unsorted_rows=source.unsorted_rows,
+                started_at_s=0.0,
+                concurrency_limit=concurrency_limit,
+            ),
             endpoint=Endpoint.of(url),
             api_key=api_key,
+            admin_key=admin_key,
             model=model,
             shape=Shape(
                 speed=speed,
@@ -177,12 +268,10 @@ def replay(
                 max_input_tokens=max_input_tokens,
                 max_output_tokens=max_output_tokens,
             ),
+            slo=slo,
+            until_s=until,
             timeout_s=timeout,
-            concurrency_limit=concurrency_limit,
             sample_outputs=sample_outputs,
-            seed=seed,
         )
-        check_folder(json_file)
-        about: dict[str, object] = {"trace": settings.trace.name, "url": url, "speed": speed, "seed": seed}
-        status = _run(settings, json_file, about)
+        status = _run(settings, Outputs.checked(json_file, png_file, html_file))
     raise typer.Exit(status)

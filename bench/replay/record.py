@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from bench.stats import Summary
 
@@ -30,9 +29,17 @@ class RequestRecord:
     output_tokens: int
     ttft_s: float | None
     gaps_s: tuple[float, ...]
-    """Time between tokens."""
+    """Time between events with tokens."""
     e2e_s: float
     failure: Failure | None = None
+
+    @property
+    def mean_gap_s(self) -> float | None:
+        """Time per token after the first; None for a single one. Tokens that came in one event have no gap of their
+        own in ``gaps_s``, but count here."""
+        if not self.gaps_s:
+            return None
+        return sum(self.gaps_s) / max(len(self.gaps_s), self.output_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,8 @@ class Result:
     duration_s: float
     input_tokens: int
     output_tokens: int
+    bundled_tokens: int
+    """Tokens that came in one event with the one before: no gap was measured before them."""
     output_tokens_per_s: float
     requests_per_s: float
     ttft_s: Summary | None
@@ -103,6 +112,7 @@ class Result:
             duration_s=duration_s,
             input_tokens=sum(record.input_tokens for record in good),
             output_tokens=output_tokens,
+            bundled_tokens=sum(max(0, record.output_tokens - 1 - len(record.gaps_s)) for record in good),
             output_tokens_per_s=output_tokens / duration_s if duration_s else 0.0,
             requests_per_s=len(good) / duration_s if duration_s else 0.0,
             ttft_s=Summary.of(record.ttft_s for record in good if record.ttft_s is not None),
@@ -112,20 +122,20 @@ class Result:
         )
 
 
-def as_json(result: Result, collector: Collector, **about: Any) -> dict[str, Any]:
-    """The result file: what was replayed, the figures, each request's record, and the samples."""
-    records = [
-        {
-            "index": record.index,
-            "due_s": record.due_s,
-            "ttft_s": record.ttft_s,
-            "max_gap_s": max(record.gaps_s, default=None),
-            "e2e_s": record.e2e_s,
-            "input_tokens": record.input_tokens,
-            "output_tokens": record.output_tokens,
-            "failure": record.failure.kind if record.failure else None,
-        }
-        for record in sorted(collector.records, key=lambda record: record.index)
-    ]
-    samples = [asdict(sample) for sample in sorted(collector.samples, key=lambda sample: sample.index)]
-    return {**about, **asdict(result), "records": records, "samples": samples}
+MAX_LAG_S = 0.005
+"""At the 99th percentile: a client that is later than this measures itself."""
+
+
+def void_reasons(result: Result, *, concurrency_limit: int | None) -> tuple[str, ...]:
+    """Why the figures are not those of the trace; none if they are."""
+    reasons = []
+    lag = result.send_lag_s
+    if lag is not None and lag.p99 > MAX_LAG_S:
+        reasons.append(f"this client sent late: p99 {lag.p99 * 1000:.1f} ms, allowed are {MAX_LAG_S * 1000:g} ms")
+    if result.shortened:
+        reasons.append(f"{result.shortened} of {result.planned} requests were made shorter than the trace says")
+    if concurrency_limit is not None:
+        reasons.append(f"at most {concurrency_limit} requests at a time: the load waited for the answers")
+    if result.unfinished:
+        reasons.append(f"interrupted: {result.unfinished} of {result.planned} requests have no outcome")
+    return tuple(reasons)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,6 +26,11 @@ from bench.replay.record import Collector, Failure, RequestRecord, Sample
 from bench.stream_client import StreamClient, StreamFailed
 from shared.errors import ModelNotFound, Unauthorized, Unavailable
 
+MAX_AHEAD_BYTES = 128 * 1024 * 1024
+"""Of bodies made before they are due."""
+TIME_TO_MAKE_S = 0.02
+"""A longer wait is used to make bodies."""
+
 
 @dataclass(frozen=True, slots=True)
 class SendOptions:
@@ -36,6 +42,14 @@ class SendOptions:
     sample_outputs: int = 0
     prompt_seed: int = 0
     token_ids: range = range(10, 250)
+
+    def prompt(self, request: PlannedRequest) -> tuple[int, ...]:
+        """The same for the same seed and request."""
+        return prompt_of(self.prompt_seed, request.index, request.input_tokens, token_ids=self.token_ids)
+
+    def body(self, request: PlannedRequest) -> bytes:
+        """What is sent."""
+        return write_request(CompletionRequest.exactly(self.model, self.prompt(request), request.output_tokens))
 
 
 async def choose_model(client: StreamClient, name: str | None, *, timeout_s: float) -> ModelCard:
@@ -119,13 +133,12 @@ class _Stream:
 async def _send(
     client: StreamClient,
     request: PlannedRequest,
-    completion: CompletionRequest,
+    body: bytes,
     options: SendOptions,
     *,
     start_s: float,
     collector: Collector,
 ) -> None:
-    body = write_request(completion)
     stream = _Stream(keep_text=request.index < options.sample_outputs)
     due_s = start_s + request.due_s
     lag_s = time.perf_counter() - due_s
@@ -156,45 +169,73 @@ async def _send(
         )
     )
     if stream.pieces is not None and failure is None:
-        collector.samples.append(
-            Sample(
-                request.index, completion.prompt, request.output_tokens, "".join(stream.pieces), stream.finish_reason
-            )
-        )
+        prompt, text = options.prompt(request), "".join(stream.pieces)
+        collector.samples.append(Sample(request.index, prompt, request.output_tokens, text, stream.finish_reason))
+
+
+class Bodies:
+    """The requests' bodies in their order, made ahead of time: a long prompt takes milliseconds, and in a burst there
+    are none between two requests."""
+
+    def __init__(
+        self, requests: Sequence[PlannedRequest], options: SendOptions, *, max_bytes: int = MAX_AHEAD_BYTES
+    ) -> None:
+        """Makes the first ``max_bytes`` of them."""
+        self._make = options.body
+        self._left = iter(requests)
+        self._made: deque[tuple[PlannedRequest, bytes]] = deque()
+        self._num_bytes = 0
+        self._max_bytes = max_bytes
+        while self.make_one():
+            pass
+
+    def make_one(self) -> bool:
+        """The next one that is not made, if there is one, and room for it."""
+        request = next(self._left, None) if self._num_bytes < self._max_bytes else None
+        if request is None:
+            return False
+        body = self._make(request)
+        self._made.append((request, body))
+        self._num_bytes += len(body)
+        return True
+
+    def __iter__(self) -> Iterator[tuple[PlannedRequest, bytes]]:
+        while self._made or self.make_one():
+            request, body = self._made.popleft()
+            self._num_bytes -= len(body)
+            yield request, body
 
 
 async def send_all(
     client: StreamClient,
-    requests: Sequence[PlannedRequest],
+    bodies: Bodies,
     options: SendOptions,
     collector: Collector,
     *,
+    start_s: float | None = None,
     on_progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Send every request at its time; returns when all have ended.
+    """Send every request at its time after ``start_s`` (``time.perf_counter()``; now); returns when all have ended.
 
     Times count from the due time, so that a late client, or a concurrency limit, adds to them
     instead of hiding. Cancelling it cancels what is in flight and leaves ``collector`` as it stands.
     """
     limit = asyncio.Semaphore(options.concurrency_limit) if options.concurrency_limit else contextlib.nullcontext()
-    start_s = time.perf_counter()
+    begin_s = time.perf_counter() if start_s is None else start_s
 
-    async def one(request: PlannedRequest, completion: CompletionRequest) -> None:
+    async def one(request: PlannedRequest, body: bytes) -> None:
         async with limit:
-            await _send(client, request, completion, options, start_s=start_s, collector=collector)
+            await _send(client, request, body, options, start_s=begin_s, collector=collector)
         on_progress()
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            for request in requests:
-                # Made before it is due: a long prompt takes milliseconds.
-                prompt = prompt_of(
-                    options.prompt_seed, request.index, request.input_tokens, token_ids=options.token_ids
-                )
-                completion = CompletionRequest.exactly(options.model, prompt, request.output_tokens)
-                wait_s = start_s + request.due_s - time.perf_counter()
-                if wait_s > 0:
-                    await asyncio.sleep(wait_s)
-                tasks.create_task(one(request, completion))
+            for request, body in bodies:
+                while (wait_s := begin_s + request.due_s - time.perf_counter()) > 0:
+                    if wait_s > TIME_TO_MAKE_S and bodies.make_one():
+                        await asyncio.sleep(0)  # answers come meanwhile
+                    else:
+                        await asyncio.sleep(wait_s)
+                tasks.create_task(one(request, body))
     finally:
-        collector.elapsed_s = time.perf_counter() - start_s
+        collector.elapsed_s = time.perf_counter() - begin_s

@@ -1,108 +1,20 @@
-"""Reads request traces; the header row tells the format. ``.gz`` files are unpacked on the way.
+"""Reads request traces: tables, whose header row tells the format (``tables``), and JSON lines (``mooncake``).
 
-    normalised   arrival_s,input_tokens,output_tokens[,model]
-    Azure        TIMESTAMP,ContextTokens,GeneratedTokens
-    BurstGPT     Timestamp[,Session ID][,Elapsed time],Model,Request tokens,Response tokens,Total tokens,Log Type
-
-Published times are rebased to the first row's.
+``.gz`` files are unpacked on the way. Published times are rebased to the first arrival. A row without input or output
+tokens is no request that could be replayed: it is counted, and so is one that is out of order.
 """
 
 from __future__ import annotations
 
-import csv
 import gzip
-import math
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from bench.traces.mooncake import read_mooncake
 from bench.traces.request import BadTrace, Trace, TraceRequest
-
-_FRACTION = re.compile(r"^(?P<whole>[^.+Z]+)(?:\.(?P<fraction>\d+))?(?:\+00:00|Z)?$")
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One data row, with what an error about it needs."""
-
-    path: str
-    line: int
-    cells: dict[str, str]
-
-    def bad(self, column: str, problem: str) -> BadTrace:
-        return BadTrace(self.path, problem, line=self.line, column=column, value=self.cells[column])
-
-    def seconds(self, column: str) -> float:
-        try:
-            value = float(self.cells[column])
-        except ValueError:
-            raise self.bad(column, "expected seconds") from None
-        if not math.isfinite(value) or value < 0:
-            raise self.bad(column, "expected finite seconds, at least 0")
-        return value
-
-    def tokens(self, column: str) -> int:
-        text = self.cells[column].strip()
-        if not (text.isascii() and text.isdigit()):
-            raise self.bad(column, "expected a number of tokens, at least 0")
-        return int(text)
-
-    def utc_seconds(self, column: str) -> float:
-        # Published times have seven decimals, one more than strptime takes.
-        match = _FRACTION.match(self.cells[column].strip())
-        try:
-            if match is None:
-                raise ValueError
-            whole = datetime.strptime(match["whole"], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp()
-        except ValueError:
-            raise self.bad(column, "expected a time like 2023-11-16 18:17:03.9799600") from None
-        return whole + (float(f"0.{match['fraction']}") if match["fraction"] else 0.0)
-
-
-def _normalised(row: _Row) -> TraceRequest | None:
-    request = TraceRequest(
-        arrival_s=row.seconds("arrival_s"),
-        input_tokens=row.tokens("input_tokens"),
-        output_tokens=row.tokens("output_tokens"),
-        model=row.cells.get("model") or None,
-    )
-    return request if request.input_tokens and request.output_tokens else None
-
-
-def _azure(row: _Row) -> TraceRequest | None:
-    request = TraceRequest(
-        arrival_s=row.utc_seconds("TIMESTAMP"),
-        input_tokens=row.tokens("ContextTokens"),
-        output_tokens=row.tokens("GeneratedTokens"),
-    )
-    return request if request.input_tokens and request.output_tokens else None
-
-
-def _burstgpt(row: _Row) -> TraceRequest | None:
-    request = TraceRequest(
-        arrival_s=row.seconds("Timestamp"),
-        input_tokens=row.tokens("Request tokens"),
-        output_tokens=row.tokens("Response tokens"),
-        model=row.cells["Model"] or None,
-    )
-    # A failed request is a row without a response.
-    return request if request.input_tokens and request.output_tokens else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Format:
-    required: tuple[str, ...]
-    rebase: bool
-    parse: Callable[[_Row], TraceRequest | None]
-
-
-_FORMATS = (
-    _Format(("arrival_s", "input_tokens", "output_tokens"), False, _normalised),
-    _Format(("TIMESTAMP", "ContextTokens", "GeneratedTokens"), True, _azure),
-    _Format(("Timestamp", "Model", "Request tokens", "Response tokens"), True, _burstgpt),
-)
+from bench.traces.tables import read_table
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -121,54 +33,44 @@ def _lines(path: Path) -> Iterator[str]:
         raise BadTrace(str(path), f"cannot be read: {error}") from error
 
 
-def _format_of(path: Path, header: Sequence[str]) -> _Format:
-    for known in _FORMATS:
-        if set(known.required) <= set(header):
-            return known
-    choices = "; ".join(",".join(known.required) for known in _FORMATS)
-    raise BadTrace(
-        str(path), f"no known trace format has these columns; known: {choices}", line=1, value=",".join(header)
-    )
-
-
 def read_trace(path: Path) -> Trace:
     """The trace in ``path``, in order of arrival.
 
     Raises ``BadTrace`` naming file, line, column and value: no such file, unknown header, a row
     of another width, a value that is no time or token count, or not one request.
     """
-    rows = csv.reader(_lines(path))
-    try:
-        header = [name.strip() for name in next(rows, [])]
-        if not header:
-            raise BadTrace(str(path), "empty: expected a header row")
-        known = _format_of(path, header)
-        requests: list[TraceRequest] = []
-        skipped = 0
-        for values in rows:
-            if not values:
-                continue
-            if len(values) != len(header):
-                raise BadTrace(
-                    str(path),
-                    f"expected {len(header)} columns, found {len(values)}",
-                    line=rows.line_num,
-                    value=",".join(values),
-                )
-            row = _Row(str(path), rows.line_num, dict(zip(header, values, strict=True)))
-            request = known.parse(row)
-            if request is None:
-                skipped += 1
-            else:
-                requests.append(request)
-    except csv.Error as error:
-        raise BadTrace(str(path), f"not CSV: {error}", line=rows.line_num) from error
+    lines = _lines(path)
+    first = next(lines, "")
+    if not first.strip():
+        raise BadTrace(str(path), "empty: expected a header row, or a JSON object a line")
+    lines = itertools.chain([first], lines)
+    table = None
+    if first.lstrip().startswith("{"):
+        rows = read_mooncake(str(path), lines)
+    else:
+        table, rows = read_table(str(path), lines)
+    requests: list[TraceRequest] = []
+    num_rows = unsorted = 0
+    latest_s = 0.0
+    for row in rows:
+        unsorted += bool(num_rows) and row.arrival_s < latest_s
+        latest_s = row.arrival_s
+        num_rows += 1
+        if row.input_tokens and row.output_tokens:
+            requests.append(row)
     if not requests:
-        raise BadTrace(str(path), f"no requests ({skipped} rows without tokens)")
+        raise BadTrace(str(path), f"no requests ({num_rows} rows without tokens)")
     requests.sort(key=lambda request: request.arrival_s)
-    zero_s = requests[0].arrival_s if known.rebase else 0.0
-    rebased = tuple(
-        TraceRequest(request.arrival_s - zero_s, request.input_tokens, request.output_tokens, request.model)
-        for request in requests
-    )
-    return Trace(path.name, rebased, skipped)
+    whole_seconds = table is not None and _to_the_second(table.times, requests)
+    if table is None or table.rebase:
+        zero_s = requests[0].arrival_s
+        requests = [replace(request, arrival_s=request.arrival_s - zero_s) for request in requests]
+    return Trace(path.name, tuple(requests), num_rows - len(requests), unsorted, whole_seconds)
+
+
+def _to_the_second(times: str, requests: Sequence[TraceRequest]) -> bool:
+    """Whether arrivals are recorded to the second only. If either may be: when there are ties, and none between two."""
+    different = {request.arrival_s for request in requests}
+    if times == "exact" or not all(at_s.is_integer() for at_s in different):
+        return False
+    return times == "whole seconds" or len(different) < len(requests)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from shared.errors import BadRequest
 
+_SHOWN = 120
+"""Characters of a bad value in a message: a row may be megabytes long."""
+
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
@@ -19,12 +22,16 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival, and how many rows of the source were not requests that can be replayed."""
+    """Requests in order of arrival, and what was found in the source besides."""
 
     name: str
     requests: tuple[TraceRequest, ...]
     skipped_rows: int = 0
     """Failed requests and rows without input or output tokens."""
+    unsorted_rows: int = 0
+    """Rows that arrived before the row above them; here all are in order."""
+    whole_seconds: bool = False
+    """Arrivals are known to the second only (``bench.traces.scaling.spread_seconds``)."""
 
     @property
     def span_s(self) -> float:
@@ -43,7 +50,8 @@ class BadTrace(BadRequest):
         where = f"{path}, line {line}" if line is not None else path
         if column is not None:
             where += f", column {column!r}"
-        super().__init__(f"{where}: {problem}" + (f", not {value!r}" if value is not None else ""), param=column)
+        shown = "" if value is None else f", not {value!r}" if len(value) <= _SHOWN else f", not {value[:_SHOWN]!r}..."
+        super().__init__(f"{where}: {problem}{shown}", param=column)
         self.path = path
         self.line = line
         self.column = column

@@ -161,4 +161,4 @@ def synthesise(name: str, *, seed: int, duration_s: float) -> Trace:
                 if second + offset < duration_s:
                     requests.append(TraceRequest(round(second + offset, 6), input_tokens, output_tokens))
         busy = rng.random() >= sleep if busy else rng.random() < wake
-    return Trace(f"synthetic {name}, seed {seed}", tuple(requests))
+    return Trace(f"synthetic {name}, seed {seed}", tuple(requests), whole_seconds=figures.whole_seconds)

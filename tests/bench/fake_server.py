@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 Script = Callable[[int], str]
-"""The behaviour for the n-th completion: ok, 429, error_event, cut, silent, short, garbage, no_usage."""
+"""The behaviour for the n-th completion: ok, 429, error_event, cut, silent, short, garbage, no_usage; die: nothing
+answers any more, and what is being answered breaks off."""
 
 
 @dataclass
@@ -21,6 +24,7 @@ class FakeServer:
     running: int = 0
     most_running: int = 0
     connections: int = 0
+    dead: bool = False
 
 
 def _chunk(data: str) -> bytes:
@@ -30,9 +34,15 @@ def _chunk(data: str) -> bytes:
 
 @asynccontextmanager
 async def fake_server(
-    script: Script = lambda n: "ok", *, gap_s: float = 0.0, max_model_len: int | None = None, split: bool = False
+    script: Script = lambda n: "ok",
+    *,
+    gap_s: float = 0.0,
+    max_model_len: int | None = None,
+    split: bool = False,
+    admin: Mapping[str, msgspec.Struct] | None = None,
 ) -> AsyncIterator[FakeServer]:
-    """Serve one model, "fake"; ``split`` sends every answer a few bytes at a time."""
+    """Serve one model, "fake"; ``split`` sends every answer a few bytes at a time. ``admin``: what GET
+    answers there, by path."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server.connections += 1
@@ -52,6 +62,8 @@ async def fake_server(
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                if server.dead:
+                    return
                 headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in head.split("\r\n")[1:])}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 if head.startswith("GET /v1/models "):
@@ -59,6 +71,12 @@ async def fake_server(
                     if max_model_len is not None:
                         card["max_model_len"] = max_model_len  # type: ignore[assignment]
                     await answer("200 OK", json.dumps({"object": "list", "data": [card]}).encode())
+                    continue
+                path = head.split(" ")[1]
+                if path.startswith("/admin"):
+                    found = (admin or {}).get(path)
+                    body = msgspec.json.encode(found) if found is not None else b"{}"
+                    await answer("404 Not Found" if found is None else "200 OK", body)
                     continue
                 server.bodies.append(json.loads(body))
                 server.authorizations.append(headers.get("authorization"))
@@ -78,11 +96,17 @@ async def fake_server(
         if behaviour == "429":
             await answer("429 Too Many Requests", b'{"error":{"message":"queue full","code":"overloaded"}}')
             return True
+        if behaviour == "die":
+            server.dead = True
+            listener.close()
+            return False
         if behaviour == "silent":
             await asyncio.sleep(60)
         await send(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         wanted = body["max_tokens"] - (1 if behaviour == "short" else 0)
         for index in range(wanted):
+            if server.dead:
+                return False
             if index == 1 and behaviour in ("error_event", "cut", "garbage"):
                 if behaviour == "error_event":
                     await send(_chunk('{"error":{"message":"instance lost","code":"unavailable"}}'))

@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from bench.replay.cli import app
+from shared.messages.admin import InstanceStatus, ModelStatus, PoolStatus, PoolTotals, Status
 from tests.bench.fake_server import fake_server
 
 ROOT = Path(__file__).parents[3]
@@ -69,13 +70,48 @@ async def test_replays_a_file_and_writes_the_figures(tmp_path: Path) -> None:
     assert {"model", "url", "trace", "output_tokens_per_s", "duration_s"} <= set(document)
     assert len(document["records"]) == 6
     assert len(document["samples"]) == 5
+    assert document["cluster"] is None
+    assert "6 of 6 requests were made shorter" in document["void"][-1]
+    assert "void: 6 of 6" in err
     assert len(document["samples"][0]["prompt_token_ids"]) == 11
 
 
-async def test_an_interrupt_prints_what_was_measured(tmp_path: Path) -> None:
+async def test_objectives_figures_and_a_cluster_that_is_ours(tmp_path: Path) -> None:
+    admin = {
+        "/admin/status": Status(
+            models=(ModelStatus(name="fake", weights_bytes=7),),
+            instances=(InstanceStatus(id="i", model="fake", state="serving", workers=("w0", "w1")),),
+        ),
+        "/admin/pool": PoolStatus(models=(), totals=PoolTotals(host_bytes=7)),
+    }
+    files = [tmp_path / name for name in ("r.json", "r.png")]
+    async with fake_server(gap_s=0.01, admin=admin) as server:
+        status, out, err = await _run(
+            str(_trace_file(tmp_path, rows=4, every_s=0.1)), "--url", server.url, "--scale-rate", "2",
+            "--slo-ttft", "20000", "--slo-tbt", "0.001", "--until", "1",
+            "--json", str(files[0]), "--png", str(files[1]),
+        )  # fmt: skip
+    assert status == 0, err
+    document = json.loads(files[0].read_text())
+    assert (document["completed"], document["scale_rate"]) == (8, 2.0)
+    assert (document["slo"]["ttft_share"], document["slo"]["share"]) == (1.0, 0.0)
+    assert document["cluster"]["gpu_seconds"] == pytest.approx(2.0)
+    assert document["cluster"]["host_cache_max_bytes"] == 7
+    assert document["cluster"]["nic_bytes"] is None
+    assert "GPU seconds" in out
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+async def test_an_interrupt_prints_and_writes_what_was_measured(tmp_path: Path) -> None:
+    result_file = tmp_path / "result.json"
     async with fake_server(lambda n: "ok" if n == 0 else "silent") as server:
-        status, out, err = await _run(str(_trace_file(tmp_path, rows=3)), "--url", server.url, interrupt_after_s=3.0)
+        status, out, err = await _run(
+            str(_trace_file(tmp_path, rows=3)), "--url", server.url, "--json", str(result_file), interrupt_after_s=3.0
+        )
     assert status == 130
+    assert "void: interrupted: 2 of 3" in err
+    document = json.loads(result_file.read_text())
+    assert (document["completed"], document["unfinished"], document["cluster"]) == (1, 2, None)
     assert "interrupted" in err
     assert "1 of 3" in out
     assert "unfinished" in out
@@ -100,6 +136,9 @@ async def test_no_completed_request_is_a_failure(tmp_path: Path) -> None:
         (["--synthetic", "burstgpt", "--url", "ftp://x"], 2, "ftp://x"),
         (["--synthetic", "burstgpt", "--speed", "0"], 2, "speed"),
         (["--synthetic", "burstgpt", "--json", "/absent/dir/x.json"], 2, "/absent/dir"),
+        (["--synthetic", "burstgpt", "--scale-rate", "0"], 2, "positive number"),
+        (["--synthetic", "burstgpt", "--slo-ttft", "0"], 2, "--slo-ttft"),
+        (["--synthetic", "burstgpt", "--until", "-1"], 2, "--until"),
     ],
 )
 def test_refusals_say_what_was_wrong(arguments: list[str], status: int, words: str) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from bench.replay.plan import Shape, plan_requests
+from bench.replay.plan import PlannedRequest, Shape, plan_requests
 from bench.replay.record import Collector, Result
-from bench.replay.runner import SendOptions, choose_model, send_all
+from bench.replay.runner import Bodies, SendOptions, choose_model, send_all
 from bench.stream_client import Endpoint, StreamClient
 from bench.traces.request import Trace, TraceRequest
 from shared.errors import ModelNotFound, Unavailable
@@ -24,7 +24,8 @@ async def _replay(server: FakeServer, trace: Trace, **options: Any) -> tuple[Res
     requests = plan_requests(trace, Shape())
     collector = Collector(planned=len(requests))
     try:
-        await send_all(client, requests, SendOptions(model="fake", **options), collector)
+        send = SendOptions(model="fake", **options)
+        await send_all(client, Bodies(requests, send), send, collector)
     finally:
         client.close()
     return Result.of(collector), collector
@@ -122,8 +123,8 @@ async def test_cancelling_keeps_what_was_measured() -> None:
     async with fake_server(lambda n: "ok" if n == 0 else "silent") as server:
         client = StreamClient(Endpoint.of(server.url))
         requests = plan_requests(_trace(3, every_s=0.05), Shape())
-        collector = Collector(planned=3)
-        task = asyncio.create_task(send_all(client, requests, SendOptions(model="fake"), collector))
+        collector, send = Collector(planned=3), SendOptions(model="fake")
+        task = asyncio.create_task(send_all(client, Bodies(requests, send), send, collector))
         while len(server.bodies) < 3 or not collector.records:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.4)
@@ -134,6 +135,29 @@ async def test_cancelling_keeps_what_was_measured() -> None:
     result = Result.of(collector)
     assert (result.completed, result.unfinished) == (1, 2)
     assert result.duration_s > 0.3
+
+
+async def test_an_endpoint_that_dies_fails_what_it_had_and_what_comes_after() -> None:
+    async with fake_server(lambda n: "die" if n == 4 else "ok", gap_s=0.1) as server:
+        result, _ = await _replay(server, _trace(10, every_s=0.1), timeout_s=2.0)
+    assert (result.completed + result.failed, result.unfinished) == (10, 0)
+    assert result.completed >= 1
+    assert set(result.failures) <= {"disconnected", "connect"}
+    assert result.failures["connect"] >= 1
+
+
+def test_bodies_are_made_ahead_within_a_bound_and_come_in_order() -> None:
+    requests, made = plan_requests(_trace(10), Shape()), []
+
+    class Counting(SendOptions):
+        def body(self, request: PlannedRequest) -> bytes:
+            made.append(request.index)
+            return b"12345"
+
+    bodies = Bodies(requests, Counting(model="m"), max_bytes=12)
+    assert made == [0, 1, 2]
+    assert not bodies.make_one()
+    assert [request.index for request, _ in bodies] == list(range(10)) == made
 
 
 async def test_choosing_a_model() -> None:

@@ -11,6 +11,7 @@ from bench.traces.request import BadTrace, TraceRequest
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
 PLAIN = "arrival_s,input_tokens,output_tokens\n"
+MOON = '{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}\n'
 
 
 def _write(tmp_path: Path, text: str) -> Path:
@@ -50,9 +51,34 @@ def test_reads_gzip_and_windows_text(tmp_path: Path) -> None:
     assert read_trace(path).requests == (TraceRequest(0.0, 1, 2),)
 
 
-def test_sorts_by_arrival(tmp_path: Path) -> None:
-    trace = read_trace(_write(tmp_path, PLAIN + "3,1,1\n1,2,2\n"))
-    assert [request.arrival_s for request in trace.requests] == [1.0, 3.0]
+def test_reads_mooncakes_json_lines_rebased_and_counts_rows_without_tokens(tmp_path: Path) -> None:
+    text = MOON + '\n{"timestamp": 28000.5, "input_length": 3, "output_length": 0, "hash_ids": []}\n'
+    trace = read_trace(_write(tmp_path, text + '{"timestamp": 30535, "input_length": 1, "output_length": 2, "x": 1}'))
+    assert trace.requests == (TraceRequest(0.0, 6955, 52), TraceRequest(pytest.approx(3.053), 1, 2))
+    assert (trace.skipped_rows, trace.whole_seconds) == (1, False)
+
+
+def test_sorts_by_arrival_and_says_how_many_rows_were_out_of_order(tmp_path: Path) -> None:
+    trace = read_trace(_write(tmp_path, PLAIN + "3,1,1\n1,2,2\n2,1,1\n0,0,0\n"))
+    assert [request.arrival_s for request in trace.requests] == [1.0, 2.0, 3.0]
+    assert (trace.unsorted_rows, trace.skipped_rows) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "to_the_second"),
+    [
+        (BURST + "1.0,GPT-4,5,7,12,API log\n2,GPT-4,9,1,9,API log\n", True),
+        (BURST + "1.5,GPT-4,5,7,12,API log\n2,GPT-4,9,1,9,API log\n", False),
+        (PLAIN + "1,1,1\n1,2,2\n4,1,1\n", True),
+        (PLAIN + "1,1,1\n2,2,2\n4,1,1\n", False),
+        (PLAIN + "1,1,1\n1,2,2\n4.5,1,1\n", False),
+        (AZURE + "2023-11-16 18:17:03,1,1\n2023-11-16 18:17:03,1,1\n", False),
+    ],
+)
+def test_arrivals_that_are_known_to_the_second_only_are_recognised(
+    tmp_path: Path, text: str, to_the_second: bool
+) -> None:
+    assert read_trace(_write(tmp_path, text)).whole_seconds is to_the_second
 
 
 @pytest.mark.parametrize(
@@ -67,6 +93,12 @@ def test_sorts_by_arrival(tmp_path: Path) -> None:
         (AZURE + "2023-13-16 18:17:03.97,1,1\n", 2, "TIMESTAMP", "2023-13-16 18:17:03.97"),
         (AZURE + "2023-11-16 18:17:03.97,,1\n", 2, "ContextTokens", ""),
         (BURST + "1,GPT-4,x,1,1,API log\n", 2, "Request tokens", "x"),
+        (BURST + "-1,GPT-4,1,1,1,API log\n", 2, "Timestamp", "-1"),
+        (MOON + '{"timestamp": -1, "input_length": 1, "output_length": 1}', 2, "timestamp", "-1"),
+        (MOON + '{"timestamp": "1", "input_length": 1, "output_length": 1}', 2, "timestamp", '"1"'),
+        (MOON + '{"timestamp": 1, "input_length": 1.5, "output_length": 1}', 2, "input_length", "1.5"),
+        (MOON + '{"timestamp": 1, "input_length": true, "output_length": 1}', 2, "input_length", "true"),
+        (MOON + '{"timestamp": 1, "input_length": 1}', 2, "output_length", "absent"),
     ],
 )
 def test_a_bad_value_is_named_with_its_place(tmp_path: Path, text: str, line: int, column: str, value: str) -> None:
@@ -86,6 +118,9 @@ def test_a_bad_value_is_named_with_its_place(tmp_path: Path, text: str, line: in
         (PLAIN + "0,1\n", "expected 3 columns, found 2"),
         (PLAIN, "no requests"),
         (PLAIN + "0,0,1\n", "no requests (1 rows"),
+        (MOON + "{torn", "line 2: not JSON"),
+        (MOON + "17", "line 2: expected a JSON object, not '17'"),
+        ('{"timestamp": 1, "input_length": 0, "output_length": 1}', "no requests (1 rows"),
     ],
 )
 def test_an_unusable_file_is_refused(tmp_path: Path, text: str, words: str) -> None:

@@ -1,0 +1,57 @@
+"""Options that ``blitzscale replay`` and ``blitzscale report`` share: objectives, and where figures go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench.command_line import check_folder
+from bench.replay.document import Document
+from shared.errors import BadRequest
+
+SloTtft = Annotated[float | None, typer.Option(metavar="MS", help="Objective for the time to the first token.")]
+SloTbt = Annotated[
+    float | None, typer.Option(metavar="MS", help="Objective for a request's mean time between two tokens.")
+]
+MeanTtft = Annotated[
+    float | None, typer.Option(metavar="MS", help="Instead of --slo-ttft: the mean of which it is a multiple.")
+]
+MeanTbt = Annotated[float | None, typer.Option(metavar="MS", help="The same for --slo-tbt.")]
+SloFactor = Annotated[float, typer.Option(metavar="X", help="Objectives are X times the given means.")]
+PngFile = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the figures there.")]
+HtmlFile = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a report of one page there.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The files that are wanted."""
+
+    json_file: Path | None
+    png_file: Path | None
+    html_file: Path | None
+
+    @classmethod
+    def checked(cls, json_file: Path | None, png_file: Path | None, html_file: Path | None) -> Outputs:
+        """Before anything is measured. Raises ``BadRequest`` if a file could not be written, or not be drawn."""
+        for path in (json_file, png_file, html_file):
+            check_folder(path)
+        for option, path, package in (("--png", png_file, "matplotlib"), ("--html", html_file, "plotly")):
+            if path is not None and find_spec(package) is None:
+                raise BadRequest(f"{option} needs {package}: pip install 'blitzscale[bench]'", param=option[2:])
+        return cls(json_file, png_file, html_file)
+
+    def draw(self, documents: Sequence[Document]) -> None:
+        """The figures of these replays together."""
+        if self.png_file is not None:
+            from bench.replay import plot
+
+            plot.save(documents, self.png_file)
+        if self.html_file is not None:
+            from bench.replay import page
+
+            page.save(documents, self.html_file)

@@ -1,0 +1,202 @@
+"""A report as one HTML file that needs nothing else: plotly's script is in it. Only this module imports plotly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from plotly.offline import get_plotlyjs
+
+from bench.replay.document import Document
+from bench.replay.figures import COLOURS, Curve, Panel, label_of, panels, table, time_ticks
+
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; color: #1b1b1b; background: #fff; margin: 2rem auto; max-width: 1240px;
+       padding: 0 1.2rem; }
+h1 { font-size: 1.45rem; margin: 0 0 .2rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .6rem; }
+p.about { color: #555; margin: 0 0 1rem; }
+.void { border: 2px solid #b00020; color: #b00020; background: #fff4f5; padding: .6rem 1rem; border-radius: 4px; }
+.void ul { margin: .2rem 0; }
+.legend span { display: inline-block; margin-right: 1.4rem; } .legend i { display: inline-block; width: 1.1em;
+       height: .3em; margin-right: .45em; vertical-align: middle; }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(360px, 1fr)); gap: .6rem 1rem; }
+.panel { height: 270px; min-width: 0; }
+table { border-collapse: collapse; font-size: .92rem; } th, td { padding: .22rem .9rem .22rem 0; text-align: right;
+       border-bottom: 1px solid #e6e6e6; vertical-align: top; } th:first-child, td:first-child { text-align: left; }
+thead th { border-bottom: 1.5px solid #333; } td.text { text-align: left; } summary { cursor: pointer; }
+@media print { body { max-width: none; margin: 0; } .panel { break-inside: avoid; } }
+"""
+_ABOUT = "<p class='about'>Each point over time is the mean of one second.</p>"
+_DRAW = """
+for (const [index, panel] of PANELS.entries())
+  Plotly.newPlot("panel" + index, panel.data, panel.layout, {displayModeBar: false, responsive: true});
+"""
+
+
+def save(documents: Sequence[Document], path: Path) -> None:
+    """Write the page. Raises ``OSError``."""
+    path.write_text(_page(documents), encoding="utf-8")
+
+
+def _page(documents: Sequence[Document]) -> str:
+    drawn = [_drawn(panel) for row in panels(documents) for panel in row]
+    divs = "".join(f'<div class="panel" id="panel{index}"></div>' for index in range(len(drawn)))
+    # In a script, "</" may end it whatever stands around it.
+    data = msgspec.json.encode(drawn).decode().replace("</", "<\\/")
+    traces = ", ".join(dict.fromkeys(d.about.trace for d in documents))
+    return "".join(
+        (
+            "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>",
+            "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+            f"<title>{escape(traces)}: replay</title><style>{_STYLE}</style>",
+            f"<script>{get_plotlyjs()}</script></head><body>",
+            f"<h1>Replay of {escape(traces)}</h1>{_ABOUT}{_void(documents)}{_legend(documents)}",
+            f"<div class='grid'>{divs}</div><h2>Figures</h2>{_table(documents)}{_operations(documents)}",
+            f"<script>const PANELS = {data};{_DRAW}</script></body></html>\n",
+        )
+    )
+
+
+def _void(documents: Sequence[Document]) -> str:
+    reasons = [f"<li>{escape(label_of(d))}: {escape(reason)}</li>" for d in documents for reason in d.void]
+    if not reasons:
+        return ""
+    return f"<div class='void'><b>Void: these figures are not those of the trace.</b><ul>{''.join(reasons)}</ul></div>"
+
+
+def _legend(documents: Sequence[Document]) -> str:
+    entries = (
+        f"<span><i style='background:{COLOURS[index % len(COLOURS)]}'></i>{escape(label_of(document))}</span>"
+        for index, document in enumerate(documents)
+    )
+    return f"<p class='legend'>{''.join(entries)}</p>"
+
+
+def _table(documents: Sequence[Document]) -> str:
+    head = "".join(f"<th>{escape(label_of(document))}</th>" for document in documents)
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        for name, cells in table(documents)
+    )
+    return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _operations(documents: Sequence[Document]) -> str:
+    parts = []
+    for document in documents:
+        if document.cluster is None or not document.cluster.operations:
+            continue
+        rows = "".join(
+            f"<tr><td>{operation.at_s:.1f}</td><td class='text'>{escape(operation.direction)}</td>"
+            f"<td class='text'>{escape(operation.role)}</td><td>{operation.desired}</td>"
+            f"<td>{'' if (ms := operation.trigger_to_serving_ms) is None else f'{ms:,.0f}'}</td>"
+            f"<td class='text'>{escape(operation.status)}</td><td class='text'>{escape(operation.reason)}</td></tr>"
+            for operation in document.cluster.operations
+        )
+        parts.append(
+            f"<details><summary>{len(document.cluster.operations)} scale operations: {escape(label_of(document))}"
+            "</summary><table><thead><tr><th>s</th><th></th><th>role</th><th>instances</th><th>ms until serving</th>"
+            f"<th></th><th>why</th></tr></thead><tbody>{rows}</tbody></table></details>"
+        )
+    return f"<h2>Scale operations</h2>{''.join(parts)}" if parts else ""
+
+
+def _drawn(panel: Panel) -> dict[str, Any]:
+    """What plotly takes."""
+    data = _bars(panel) if panel.axis == "groups" else [_curve(curve, panel) for curve in panel.curves]
+    x_axis: dict[str, Any] = {"title": {"text": panel.x_label, "standoff": 4}, "automargin": True, "zeroline": False}
+    y_axis: dict[str, Any] = {
+        "title": {"text": panel.y_label, "standoff": 6},
+        "automargin": True,
+        "rangemode": "tozero",
+    }
+    shapes: list[dict[str, Any]] = []
+    if panel.axis == "time":
+        ticks = time_ticks(panel.end_s)
+        x_axis |= {"range": [0, panel.end_s], "title": {"text": "time (min:s)", "standoff": 4}}
+        x_axis |= {"tickvals": [at_s for at_s, _ in ticks], "ticktext": [name for _, name in ticks]}
+    elif panel.axis == "log":
+        x_axis |= {"type": "log", "range": [math.log10(edge) for edge in panel.span]}
+        x_axis |= {"dtick": "D2" if panel.is_short else 1}
+        y_axis |= {"range": [0, 1.02]}
+        if panel.limit is not None:
+            line = {"dash": "dash", "width": 1, "color": "#444"}
+            shapes.append(
+                {
+                    "type": "line",
+                    "x0": panel.limit,
+                    "x1": panel.limit,
+                    "y0": 0,
+                    "y1": 1,
+                    "yref": "paper",
+                    "line": line,
+                    "label": {"text": "SLO", "textposition": "start", "textangle": 0, "xanchor": "left"},
+                }
+            )
+    elif "log" in panel.y_label:
+        y_axis |= {"type": "log", "dtick": 1}
+    if panel.whole:
+        y_axis |= {"tickformat": "d"}
+    layout = {
+        "title": {"text": panel.title, "font": {"size": 14}, "x": 0.02, "y": 0.96},
+        "margin": {"l": 50, "r": 12, "t": 34, "b": 40},
+        "font": {"size": 12},
+        "showlegend": panel.own_legend and len(panel.curves) > 1,
+        "legend": {"x": 1, "xanchor": "right", "y": 1, "bgcolor": "rgba(255,255,255,0.6)", "font": {"size": 11}},
+        "xaxis": x_axis,
+        "yaxis": y_axis,
+        "shapes": shapes,
+        "barmode": "group",
+        "plot_bgcolor": "#fafafa",
+        "hovermode": "x unified" if panel.axis == "time" else "closest",
+    }
+    return {"data": data, "layout": layout}
+
+
+def _curve(curve: Curve, panel: Panel) -> dict[str, Any]:
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "mode": "lines+markers" if panel.axis == "time" and not curve.step and len(curve.x) < 60 else "lines",
+        "marker": {"size": 4},
+        "name": escape(curve.label),
+        "x": curve.x,
+        "y": curve.y,
+        "line": {"color": curve.colour, "width": 1.6, "shape": "hv" if curve.step else "linear"},
+    }
+    if curve.filled:
+        trace["line"]["width"] = 0
+        trace["fillcolor"] = _translucent(curve.colour, curve.strength if curve.stacked else 0.55)
+        if curve.stacked:
+            # Curves of a stack have the same points, so that nothing is to be filled in between.
+            trace["stackgroup"] = "one"
+        else:
+            trace["fill"] = "tozeroy"
+    return trace
+
+
+def _translucent(colour: str, strength: float) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{strength:g})"
+
+
+def _bars(panel: Panel) -> list[dict[str, Any]]:
+    systems = list(dict.fromkeys(bar.label for bar in panel.bars))
+    traces = []
+    for system in systems:
+        bars = [bar for bar in panel.bars if bar.label == system]
+        traces.append(
+            {
+                "type": "bar",
+                "name": escape(system),
+                "x": [bar.group.replace("\n", " ") for bar in bars],
+                "y": [bar.value for bar in bars],
+                "marker": {"color": bars[0].colour},
+                "texttemplate": "%{y:.3s}",
+                "textposition": "outside",
+            }
+        )
+    return traces

@@ -1,0 +1,153 @@
+"""A report as a PNG for print. The only module here that imports matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+from bench.replay.document import Document
+from bench.replay.figures import COLOURS, Panel, label_of, panels, time_ticks
+
+_STYLE: dict[Any, Any] = {
+    # Names may have a dollar sign.
+    "text.parse_math": False,
+    "font.size": 8,
+    "axes.titlesize": 8.5,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.linewidth": 0.4,
+    "grid.color": "#E4E4E4",
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "lines.linewidth": 1.1,
+    "legend.frameon": False,
+    "legend.fontsize": 7.5,
+}
+_WIDTH, _ROW_HEIGHT = 10.0, 2.0
+_VOID = "#B00020"
+
+
+def save(documents: Sequence[Document], path: Path) -> None:
+    """Write a PNG. Raises ``OSError``."""
+    rows = panels(documents)
+    void = [f"{label_of(d)}: {reason}" for d in documents for reason in d.void]
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, _ROW_HEIGHT * len(rows) + 0.45 + 0.17 * len(void)), layout="constrained")
+        grid = figure.subplots(len(rows), 3, squeeze=False)
+        for axes_row, row in zip(grid, rows, strict=True):
+            for axes, panel in zip(axes_row, row, strict=True):
+                _draw(axes, panel)
+        handles = [Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2.0) for i in range(len(documents))]
+        figure.legend(handles, [label_of(d) for d in documents], loc="outside lower center", ncols=len(documents))
+        if void:
+            figure.suptitle("\n".join(["VOID", *void]), color=_VOID, fontsize=8, fontweight="bold")
+        figure.savefig(path, format="png", dpi=200)
+
+
+def _draw(axes: Axes, panel: Panel) -> None:
+    axes.set_title(panel.title)
+    axes.set_ylabel(panel.y_label)
+    axes.set_xlabel(panel.x_label)
+    if panel.axis == "groups":
+        _draw_bars(axes, panel)
+    else:
+        _draw_curves(axes, panel)
+    if panel.axis == "time":
+        ticks = time_ticks(panel.end_s)
+        axes.set_xticks([at_s for at_s, _ in ticks], [name for _, name in ticks])
+        axes.set_xlim(0, panel.end_s)
+        axes.set_xlabel("time (min:s)")
+        axes.set_ylim(bottom=0)
+    if panel.whole:
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    if panel.own_legend and (len(panel.curves) > 1):
+        axes.legend(loc="upper right", ncols=2 if len(panel.curves) > 3 else 1, handlelength=1.2, columnspacing=0.9)
+        axes.set_ylim(top=axes.get_ylim()[1] * 1.25)
+
+
+def _draw_curves(axes: Axes, panel: Panel) -> None:
+    below: list[float] = []
+    for curve in panel.curves:
+        heights = [value or 0.0 for value in curve.y] if curve.filled else []
+        if curve.filled:
+            below = below if curve.stacked and below else [0.0] * len(heights)
+            top = [low + high for low, high in zip(below, heights, strict=True)]
+            axes.fill_between(
+                curve.x,
+                below,
+                top,
+                step="post" if curve.step else None,
+                color=curve.colour,
+                alpha=curve.strength if curve.stacked else 0.55,
+                linewidth=0,
+                label=curve.label,
+            )
+            below = top
+        else:
+            # A few lonely points would not be seen as a line.
+            few = "." if panel.axis == "time" and not curve.step and len(curve.x) < 60 else ""
+            axes.plot(
+                curve.x,
+                [value if value is not None else float("nan") for value in curve.y],
+                color=curve.colour,
+                drawstyle="steps-post" if curve.step else "default",
+                marker=few,
+                markersize=3,
+                label=curve.label,
+            )
+    if panel.axis == "log":
+        axes.set_xscale("log")
+        axes.set_xlim(*panel.span)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if panel.is_short else (1,)))
+        axes.xaxis.set_minor_locator(LogLocator(subs="all"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_ylim(0, 1.02)
+        axes.set_xlabel(panel.x_label)
+        if panel.limit is not None:
+            axes.axvline(panel.limit, color="#444444", linewidth=0.8, linestyle="--")
+            axes.annotate(
+                "SLO",
+                (panel.limit, 0.03),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                xytext=(3, 0),
+                fontsize=7,
+            )
+
+
+def _draw_bars(axes: Axes, panel: Panel) -> None:
+    groups = list(dict.fromkeys(bar.group for bar in panel.bars))
+    systems = list(dict.fromkeys(bar.label for bar in panel.bars))
+    width = 0.8 / max(1, len(systems))
+    for bar in panel.bars:
+        at = groups.index(bar.group) + (systems.index(bar.label) - (len(systems) - 1) / 2) * width
+        axes.bar(at, bar.value, width * 0.92, color=bar.colour)
+        if len(systems) <= 3:
+            axes.annotate(
+                f"{bar.value:,.0f}" if bar.value >= 10 else f"{bar.value:.1f}",
+                (at, bar.value),
+                textcoords="offset points",
+                xytext=(0, 1.5),
+                ha="center",
+                fontsize=6.5,
+            )
+    axes.set_xticks(range(len(groups)), groups)
+    axes.grid(visible=False, axis="x")
+    values = [bar.value for bar in panel.bars if bar.value > 0]
+    if "log" in panel.y_label and values:
+        axes.set_yscale("log")
+        axes.set_ylim(min(values) / 2, max(values) * 3)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())

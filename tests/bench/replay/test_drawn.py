@@ -1,0 +1,34 @@
+"""Reports as files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.replay import plot
+from tests.bench.replay.documents import document
+
+
+@pytest.mark.parametrize("with_cluster", [True, False])
+def test_a_png_is_drawn_of_one_and_of_several(tmp_path: Path, with_cluster: bool) -> None:
+    for count in (1, 2):
+        path = tmp_path / f"{count}.png"
+        plot.save([document(f"a $name^ {n}", with_cluster=with_cluster, shortened=1) for n in range(count)], path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_needs_nothing_else_and_believes_no_name(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    from bench.replay import page
+
+    path = tmp_path / "x.html"
+    page.save([document("</script><b>"), document("b", shortened=3)], path)
+    text = path.read_text()
+    assert len(text) > 1_000_000, "plotly's script is in it"
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", text)
+    own = text[text.rindex("<body>") :]
+    assert "</script><b>" not in own
+    assert "load <b>" not in own
+    assert "3 of 4 requests were made shorter" in own
