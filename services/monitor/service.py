@@ -231,9 +231,7 @@ class MonitorService:
 
     def _forget(self, name: str) -> None:
         for role, group in self._models.pop(name).groups.items():
-            if group.shown is not None:
-                self._desired_gauge.remove(name, role)
-                self._needed_gauge.remove(name, role)
+            self._hide(name, role, group)
 
     def _profile(self, record: ModelRecord, view: RegistryView) -> Profile | None:
         """Of the model's instances, wherever they are. None, too, where workers differ: it is of one kind."""
@@ -255,6 +253,8 @@ class MonitorService:
                 desired, observed = verdict.desired, group.there.observed
                 if is_scaled_by_load(model.record.serving, role):
                     self._show(name, role, group, verdict)
+                else:
+                    self._hide(name, role, group)
                 changed = group.set_idle(verdict.idle)
                 if not self._leader.leads or (desired == observed and not (group.idle or changed)):
                     group.sent = group.told = None
@@ -271,6 +271,12 @@ class MonitorService:
             group.shown = verdict.desired, verdict.needed
             self._desired_gauge.labels(name, role).set(verdict.desired)
             self._needed_gauge.labels(name, role).set(verdict.needed)
+
+    def _hide(self, name: str, role: Role, group: _Group) -> None:
+        if group.shown is not None:
+            group.shown = None
+            self._desired_gauge.remove(name, role)
+            self._needed_gauge.remove(name, role)
 
     async def _send(self, name: str, role: Role, group: _Group, verdict: Verdict) -> None:
         desired, observed = verdict.desired, group.there.observed

@@ -507,7 +507,10 @@ async def test_roles_that_a_model_is_not_served_by_are_given_back(rig: Rig) -> N
     rig.pool.models = (PD,)
     rig.pool.workers = tuple(worker_record(f"w{i}", PD, "serving") for i in range(2))
     await eventually(lambda: any((d.role, d.desired) == ("colocated", 0) for d in rig.demands))
+    assert (rig.gauge("prefill"), rig.gauge("decode")) == (0, 0)
     assert "served disaggregated" in next(d.reason for d in rig.demands if d.role == "colocated")
+    rig.pool.models = (msgspec.structs.replace(PD, serving=""),)
+    await eventually(lambda: rig.gauge("decode") is None)
 
 
 async def test_an_instance_that_got_another_role_is_not_heard_in_its_former_one(
