@@ -19,6 +19,8 @@ from shared.messages.admin import (
     SetModelBody,
     Status,
     TrafficStatus,
+    WorkerList,
+    WorkerStatus,
 )
 from shared.messages.common import LiveChoice, Role, Serving
 from shared.messages.scaling import ScaleRecord, ScaleRecords
@@ -83,6 +85,18 @@ class AdminClient:
     async def traffic(self) -> TrafficStatus:
         """What each worker has carried."""
         return await self._call("GET", "/admin/traffic", TrafficStatus)
+
+    async def workers(self) -> tuple[WorkerStatus, ...]:
+        """The live workers."""
+        return (await self._call("GET", "/admin/workers", WorkerList)).workers
+
+    async def drain_worker(self, worker_id: str) -> WorkerStatus:
+        """Free a worker of everything; its process stays. Raises ``NotFound``."""
+        return await self._call("POST", f"/admin/workers/{quote(worker_id, safe='')}/drain", WorkerStatus)
+
+    async def undrain_worker(self, worker_id: str) -> WorkerStatus:
+        """Use a worker again. Raises ``NotFound``."""
+        return await self._call("POST", f"/admin/workers/{quote(worker_id, safe='')}/undrain", WorkerStatus)
 
     async def models(self) -> tuple[ModelStatus, ...]:
         """The registered models."""

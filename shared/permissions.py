@@ -117,6 +117,7 @@ TABLE: tuple[Row, ...] = (
             "add_model": _GATEWAY,
             "set_model": _GATEWAY,
             "remove_model": _GATEWAY,
+            "cordon_worker": _GATEWAY,
             "lease": _PLANNER,
             "lease_batch": _PLANNER,
             "release": _PLANNER,

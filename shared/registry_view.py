@@ -59,7 +59,7 @@ def counted_as(worker: WorkerRecord, models: Mapping[str, ModelRecord]) -> tuple
     None if it counts nowhere. Instances of other weights than those registered under the name (``models``) do not.
     """
     instance = worker.instance
-    if worker.stopping:
+    if worker.leaves:
         return None
     if instance is None:
         return (worker.lease_model, worker.lease_role) if worker.lease_model in models else None

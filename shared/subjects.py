@@ -14,7 +14,7 @@ RECORD_STREAM = "BLITZ_RECORDS"
 
 POOL_OPERATIONS = (
     "heartbeat", "add_model", "set_model", "remove_model", "restore_model", "snapshot", "lease", "lease_batch",
-    "release", "set_floor", "retire_copy", "lead",
+    "release", "set_floor", "retire_copy", "lead", "cordon_worker",
 )  # fmt: skip
 PLANNER_OPERATIONS = ("destinations", "scale", "record", "records", "split")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +12,7 @@ from rich.text import Text
 from compose.admin import AdminClient
 from compose.cli.options import URL_DEFAULT, Json, Url, show
 from compose.cli.tables import fitting, shown_limit, titled_table
-from shared.messages.admin import InstanceStatus, Status
+from shared.messages.admin import InstanceStatus, Status, WorkerStatus
 
 _STATE_STYLES = {
     "serving": "green",
@@ -46,11 +46,19 @@ def tables(found: Status, console: Console) -> tuple[Table, ...]:
     num_layers = {model.name: model.num_layers for model in found.models}
     rows = [_instance_row(instance, num_layers.get(instance.model)) for instance in found.instances]
     instances = fitting(console, "Instances", _INSTANCE, rows, spared=_SPARED)
-    processes = titled_table("Workers", "id", "host", "device", "engine", "state")
-    for worker in found.workers:
+    return models, instances, workers_table(found.workers), *_exceptions(found)
+
+
+def workers_table(workers: Sequence[WorkerStatus]) -> Table:
+    """Workers, and how far those are that were drained by hand."""
+    drains = any(worker.drain for worker in workers)
+    table = titled_table("Workers", "id", "host", "device", "engine", "state", *(["drain"] if drains else []))
+    for worker in workers:
         state = "stopping" if worker.stopping else worker.state
-        processes.add_row(worker.id, worker.host, worker.device, worker.engine, state_text(state))
-    return models, instances, processes, *_exceptions(found)
+        row = (worker.id, worker.host, worker.device, worker.engine, state_text(state))
+        drain = f"{worker.drain}: {worker.drain_why}" if worker.drain_why else worker.drain
+        table.add_row(*row, *([drain] if drains else []))
+    return table
 
 
 def _exceptions(found: Status) -> Iterator[Table]:

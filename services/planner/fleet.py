@@ -165,7 +165,7 @@ class Fleet:
             if worker.worker_id in given or (instance is not None and instance.instance_id in leaving):
                 instance_id = instance.instance_id if instance is not None else ""
                 slow = instance_id in late and self._at_work(instance_id)
-                if not record.stopping:
+                if not record.leaves:
                     freeing.append(Room(worker.worker_id, worker.arena_bytes, slow, promised.get(instance_id)))
                 continue
             about = counted_as(record, view.models)

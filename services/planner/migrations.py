@@ -67,7 +67,7 @@ class Migrations:
         leaving = self._operations.instances_to_drain()
         for record in workers:
             instance = record.instance
-            if instance is None or record.state != "serving" or record.stopping:
+            if instance is None or record.state != "serving" or record.leaves:
                 continue
             if (instance.model, instance.model_hash) != (model.name, model.model_hash):
                 continue

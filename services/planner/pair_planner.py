@@ -117,7 +117,7 @@ class PairPlanner:
             for w in workers
             if w.instance is not None
             and w.state == "serving"
-            and not w.stopping
+            and not w.leaves
             and w.instance.role in TAKES_PROMPTS
             and (w.instance.model, w.instance.model_hash) == (model.name, model.model_hash)
             and w.instance.instance_id not in leaving

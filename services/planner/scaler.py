@@ -13,6 +13,7 @@ from typing import Any
 from opentelemetry import trace
 
 from services.planner.config import PlanSettings
+from services.planner.core.fleet.evacuation import Evacuation
 from services.planner.core.live.pairs import Selection, num_sources
 from services.planner.core.multicast.baselines import plan_by
 from services.planner.core.multicast.chains import WorkerChains
@@ -291,6 +292,14 @@ class Scaler:
         selection = self._pairs.select(overloaded, planned, request.live, request.role)
         planned = dataclasses.replace(planned, explain=planned.explain + selection.explain)
         return Step(request, plan_id, model, decision, workers, Load(cluster, planned, selection))
+
+    def evacuation(self, going: Evacuation, workers: Sequence[WorkerRecord]) -> Step:
+        """Instances of workers that are to be free. ``workers``: those that have an instance of the model."""
+        names = ", ".join(record.worker.worker_id for record in going.leave)
+        why = f"{names} drained by hand; {instances_of(going.stay, going.role)} of {going.model.name} serve on"
+        request = ScaleRequest(going.model.name, going.stay, time.time(), why, role=going.role)
+        decision = Decision(going.stay, going.stay, 0, (), going.leave)
+        return Step(request, _new_plan_id(), going.model, decision, workers)
 
     def nothing_to_do(self, request: ScaleRequest) -> Operation:
         """The record of a request that was fulfilled already."""

@@ -18,6 +18,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from services.planner.advice import Adviser
 from services.planner.config import PlanSettings
+from services.planner.core.fleet.evacuation import evacuations
 from services.planner.core.multicast.explain import instances_of
 from services.planner.core.operations.decision import ScaleRequest
 from services.planner.core.operations.history import (
@@ -64,6 +65,7 @@ from shared.messages.scaling import (
     StartScale,
 )
 from shared.registry import RegistryReader
+from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +75,8 @@ RECOVERY_WAIT_S = 4.0
 MONITOR_TERM_S = 10.0
 """A monitor repeats its demands each second until they are met. Once no monitor has used a term for this long, an older
 one is heard again."""
+EVACUATE_EVERY_S = 1.0
+"""How often to look whether instances of workers that are to be free can go."""
 MAX_LISTED = 100
 MAX_REFUSED_LISTED = 100
 MAX_PAST_EVENTS = 5000
@@ -255,6 +259,7 @@ class PlannerService:
             log.warning("%s: its targets could not be told again: %s", plan.plan_id, error)
 
     async def _check_regularly(self) -> None:
+        evacuate_at_s = time.monotonic()
         while True:
             await self._pairs.look_for_profiles()
             self._pairs.forget()
@@ -267,8 +272,23 @@ class PlannerService:
                     self._tracker.check(await self._reader.read(timeout_s=RPC_TIMEOUT_S))
                 except BlitzError as error:
                     log.debug("no snapshot to check running operations with: %s", error)
+            if (now_s := time.monotonic()) >= evacuate_at_s:
+                evacuate_at_s = now_s + EVACUATE_EVERY_S
+                try:
+                    await self._evacuate()
+                except BlitzError as error:
+                    log.info("workers that are to be free are looked at later: %s", error)
             await self._tracker.tell_waiters()
             await asyncio.sleep(CHECK_INTERVAL_S)
+
+    async def _evacuate(self) -> None:
+        """Have instances go whose workers are to be free. Raises ``BlitzError``."""
+        view, term = await self._reader.read(timeout_s=RPC_TIMEOUT_S), self._leader.term
+        for going in evacuations(view, self._operations.instances_to_drain(), self._pairs.is_at_work):
+            self._leader.check(term)
+            workers = [w for w in view.workers if w.instance is not None and w.instance.model == going.model.name]
+            step, span = self._scaler.evacuation(going, workers), tracer().start_span("planner.plan")
+            await self._scaler.begin(step, None, term, span)
 
     # --- requests ----------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 from services.pool.core.cluster import Cluster
 from services.pool.core.copies import gpu_copy_id, host_copy_id
 from services.pool.core.loads import LoadLimits
+from services.pool.core.outstanding import LEAVING_S
 from services.pool.core.placement import Ask, Drop, Hold, Placement, Placer
 from services.pool.core.registry import Registry
 from services.pool.store import Store
@@ -94,6 +95,8 @@ class CopyPlacer:
         self._seen = 0
         """The registry's version up to which its changes are known, except for those in ``_unread``."""
         self._unread: deque[WorkerHeartbeat] = deque()
+        self._cordoned: dict[str, float] = {}
+        """Workers that are to be free, and when to say again that they are."""
         self._shown = -1
 
     async def close(self) -> None:
@@ -144,9 +147,22 @@ class CopyPlacer:
 
     def _decide(self) -> Placement:
         now_s = time.monotonic()
+        self._free_cordoned(now_s)
         for failure in self._cluster.outstanding.expire(now_s):
             log.warning("placement: %s", failure)
         return self._placer.look(now_s)
+
+    def _free_cordoned(self, now_s: float) -> None:
+        """Copies on workers that are to be free move away like those of workers that stop."""
+        out, cordons = self._cluster.outstanding, self._registry.cordons
+        for worker_id in cordons.seen():
+            report = self._registry.report(worker_id)
+            if report is not None and now_s >= self._cordoned.get(worker_id, 0.0):
+                self._cordoned[worker_id] = now_s + LEAVING_S / 2
+                out.leaves(worker_id, report.worker.incarnation, now_s)
+        for worker_id in [w for w in self._cordoned if w not in cordons]:
+            del self._cordoned[worker_id]
+            out.stays(worker_id)
 
     def _read(self, most: int) -> bool:
         """Learn what changed in the registry, of ``most`` workers at most; whether that is all."""

@@ -27,13 +27,14 @@ from services.pool.route_publisher import RoutePublisher
 from services.pool.store import Standing, Store
 from shared import subjects
 from shared.bus.base import Bus, Subscription
-from shared.errors import BadRequest, Conflict, Unavailable
+from shared.errors import BadRequest, Conflict, NotFound, Unavailable
 from shared.identity import refuse_if_held
 from shared.messages.codec import M, R
 from shared.messages.common import Ack, InstanceState
 from shared.messages.copies import RetireCopy
 from shared.messages.registry import (
     AddModel,
+    CordonWorker,
     GetSnapshot,
     HeartbeatAck,
     Lead,
@@ -123,6 +124,7 @@ class LeadingPool:
         await self._respond("release", ReleaseWorkers, self._grants.release)
         await self._respond("set_floor", SetFloor, self._models.set_floor)
         await self._respond("retire_copy", RetireCopy, self._on_retire_copy)
+        await self._respond("cordon_worker", CordonWorker, self._on_cordon)
         await self._respond("lead", Lead, self._terms.lead)
         self._publisher = asyncio.create_task(self._routes.run())
 
@@ -194,6 +196,7 @@ class LeadingPool:
         if now_s >= self._tidy_at_s:
             self._tidy_at_s = now_s + TIDY_EVERY_S
             await self._store.forget_removed(self.registry.forget_removed(time.time() - REMOVED_S, MAX_REMOVED))
+            await self._tidy_cordons()
         for state in get_args(InstanceState):
             self._metrics.workers.labels(state).set(self.registry.states[state])
         self._routes.wake()
@@ -256,6 +259,26 @@ class LeadingPool:
                 # No process has a name that cannot be part of a subject: there is no process to ask.
                 log.warning("worker %s had the incarnation %.80r", worker_id, rival)
         self._holders.take(report)
+
+    async def _on_cordon(self, request: CordonWorker) -> Ack:
+        worker_id, registry = request.worker_id, self.registry
+        if worker_id not in registry.workers and worker_id not in registry.cordons:
+            raise NotFound(f"no worker {worker_id[:80]!r} is registered", param="worker_id")
+        if request.lift:
+            registry.lift_cordon(worker_id)
+        else:
+            registry.cordon(worker_id, time.time())
+        # Should this fail, the caller hears of it, and asks again.
+        await self._store.set_cordons(registry.cordons.seen())
+        log.info("worker %s is %s", worker_id, "used again" if request.lift else "to be free")
+        return Ack()
+
+    async def _tidy_cordons(self) -> None:
+        cordons = self.registry.cordons
+        if cordons.seen():
+            for worker_id in cordons.forget(self.registry.workers.__contains__, time.time()):
+                log.info("worker %s, which is drained, has not been here for long: forgotten", worker_id)
+            await self._store.set_cordons(cordons.seen())
 
     async def _on_retire_copy(self, request: RetireCopy) -> Ack:
         if not request.undo:

@@ -9,7 +9,7 @@ from services.pool.core.grace import Grace
 from services.pool.core.registry import Registry
 from services.pool.core.worker_entry import Lease
 from services.pool.store import Store
-from shared.errors import BadRequest, BlitzError, StaleTerm
+from shared.errors import BadRequest, BlitzError, Conflict, StaleTerm
 from shared.messages.common import Ack
 from shared.messages.registry import (
     Lead,
@@ -94,6 +94,9 @@ class LeaseGrants:
     async def _grant(self, request: LeaseWorkers) -> LeaseGrant:
         if not request.worker_ids or not 0 < request.ttl_s <= MAX_TTL_S:
             raise BadRequest(f"a lease needs at least one worker and a ttl_s of up to {MAX_TTL_S:g}", param="ttl_s")
+        cordoned = [worker_id for worker_id in request.worker_ids if worker_id in self._registry.cordons]
+        if cordoned:
+            raise Conflict(f"worker {cordoned[0]} is drained")
         with tracer().start_as_current_span(
             "pool.lease", attributes={"blitz.plan_id": request.plan_id, "blitz.model": request.model}
         ):

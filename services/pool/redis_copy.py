@@ -33,6 +33,7 @@ class RedisCopy:
         for floor in known.floors:
             registry.models.set_floor(floor)
         registry.models.set_unplaced(known.unplaced)
+        registry.cordons.load(known.cordons)
         for report in known.reports:
             registry.load(report, now_s + self._lease_s)
         for lease in known.leases:
@@ -55,6 +56,7 @@ class RedisCopy:
         async with self._changing:
             models = registry.models
             await self._store.replace_models(models.records(), models.removed(), models.floors())
+        await self._store.set_cordons(registry.cordons.seen())
         await self._refill_workers()
         for lease in tuple(registry.leases.values()):
             await self._store.put_lease(lease, lease.until_s - time.monotonic())

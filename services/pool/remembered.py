@@ -34,6 +34,8 @@ class Remembered:
     """Their ``until_s`` counts from now."""
     retired: tuple[tuple[str, str], ...]
     """(worker id, copy id) of copies that may go."""
+    cordons: Mapping[str, float]
+    """Workers that are to be free, and when each last lived (unix time)."""
 
 
 async def remember(redis: Redis, now_s: float, unix_s: float) -> Remembered:
@@ -54,6 +56,7 @@ async def remember(redis: Redis, now_s: float, unix_s: float) -> Remembered:
     reports = (_readable(r, WorkerHeartbeat, w) for w, r in zip(worker_ids, raw[::3], strict=True))
     retired = [i.decode() for held in copies for i, serial in held.items() if serial.startswith(b"retired:")]
     removed = await cast(Any, redis.hgetall(f"{PREFIX}removed"))
+    cordons = await cast(Any, redis.hgetall(f"{PREFIX}cordons"))
     return Remembered(
         models=models,
         removed={name.decode(): float(at_ms) / 1000 for name, at_ms in removed.items()},
@@ -65,6 +68,7 @@ async def remember(redis: Redis, now_s: float, unix_s: float) -> Remembered:
             for w, (plan, model, role, epoch), left_ms in zip(worker_ids, raw[1::3], raw[2::3], strict=True)
             if plan is not None
         ),
+        cordons={name.decode(): float(at_ms) / 1000 for name, at_ms in cordons.items()},
         retired=tuple((copy_id.partition("/")[0], copy_id) for copy_id in retired),
     )
 

@@ -17,6 +17,7 @@ Keys (prefix ``blitz:``):
     leader:<service>  hash   owner, term; while its lease lasts
     terms             hash   service -> the last term that was given out
     leads:<owner>     while this pool process leads: every change asks for it
+    cordons           hash   id of a worker that is to be free -> when it last lived, ms
     unplaced          models without a host copy (tuple of Unplaced, msgpack)
 """
 

@@ -279,6 +279,11 @@ class Store:
         if names:
             await self._run(scripts.CALL, args=["HDEL", f"{PREFIX}removed", *names])
 
+    async def set_cordons(self, seen_s: Mapping[str, float]) -> None:
+        """These workers, and no others, are to be free; when each last lived (unix time)."""
+        at_ms = [a for worker_id, at_s in seen_s.items() for a in (worker_id, str(round(at_s * 1000)))]
+        await self._run(scripts.REPLACE, keys=[f"{PREFIX}cordons"], args=at_ms)
+
     async def set_floor(self, floor: Floor) -> None:
         """Set the manual floor of a model and role, in place of the one before."""
         field = _floor_field(floor.model, floor.role)

@@ -5,7 +5,7 @@ Unknown fields are ignored, and what a gateway of another release may not send h
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -154,6 +154,11 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: str = ""
     stopping: bool = False
     """It is about to end."""
+    drain: Literal["", "waits", "drains", "drained"] = ""
+    """Of a worker that was drained by hand: its instance stays until another one has taken its place; its requests and
+    host copies move away; or it is free."""
+    drain_why: str = ""
+    """What a drain waits for."""
     instance: str | None = None
     model: str | None = None
     pid: int = 0
@@ -162,6 +167,12 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     arena_bytes: int = 0
     kv_bytes: int = 0
     lease_plan_id: str = ""
+
+
+class WorkerList(msgspec.Struct, frozen=True, kw_only=True):
+    """All live workers."""
+
+    workers: tuple[WorkerStatus, ...]
 
 
 class FloorStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -222,6 +222,13 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     nic_ingress_gbps: Figure = 0.0
     stopping: bool = False
     """As in ``WorkerHeartbeat``."""
+    cordoned: bool = False
+    """An operator wants it free: nothing new comes here, and what is here goes elsewhere. Its process stays."""
+
+    @property
+    def leaves(self) -> bool:
+        """Nothing is to be planned onto it, and what it has does not count as staying."""
+        return self.stopping or self.cordoned
 
 
 class Floor(msgspec.Struct, frozen=True, kw_only=True):
@@ -356,6 +363,14 @@ class SetFloor(Message, frozen=True, kw_only=True, tag="set_floor.v1"):
     role: Role = "colocated"
     term: Count = 0
     """As in ``LeaseWorkers``."""
+
+
+class CordonWorker(Message, frozen=True, kw_only=True, tag="cordon_worker.v1"):
+    """Free a worker of everything, or (``lift``) use it again. Raises ``NotFound`` for one that is not there; a worker
+    that is as it should be already is no error."""
+
+    worker_id: str
+    lift: bool = False
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):

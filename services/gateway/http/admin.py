@@ -28,10 +28,12 @@ from shared.messages.admin import (
     ScaleBody,
     SetModelBody,
     TrafficStatus,
+    WorkerList,
+    WorkerStatus,
 )
 from shared.messages.codec import Message
 from shared.messages.common import Ack
-from shared.messages.registry import AddModel, ModelRecord, RemoveModel, SetModel
+from shared.messages.registry import AddModel, CordonWorker, ModelRecord, RemoveModel, SetModel
 from shared.messages.scaling import (
     GetScaleRecord,
     ListScaleRecords,
@@ -172,6 +174,31 @@ def admin_router(gateway: Gateway) -> APIRouter:
                 silent=tuple(worker_id for worker_id, answer in zip(ids, answers, strict=True) if answer is None),
             )
         )
+
+    @router.get("/workers")
+    async def list_workers() -> Response:
+        """The workers part of the status."""
+        return _json(WorkerList(workers=await workers()))
+
+    @router.post("/workers/{worker_id}/drain")
+    async def drain_worker(worker_id: str) -> Response:
+        """Free a worker of everything; its process stays. Repeated, it changes nothing."""
+        return await cordon(worker_id, lift=False)
+
+    @router.post("/workers/{worker_id}/undrain")
+    async def undrain_worker(worker_id: str) -> Response:
+        """Use a worker again. Of one that was not drained it changes nothing."""
+        return await cordon(worker_id, lift=True)
+
+    async def cordon(worker_id: str, *, lift: bool) -> Response:
+        message = CordonWorker(worker_id=worker_id, lift=lift)
+        with _asking("pool", WITHOUT_POOL):
+            await bus.request(subjects.pool("cordon_worker"), message, Ack, timeout_s=RPC_TIMEOUT_S)
+        # One that is away is remembered all the same.
+        return _json(next((w for w in await workers() if w.id == worker_id), WorkerStatus(id=worker_id)))
+
+    async def workers() -> tuple[WorkerStatus, ...]:
+        return status_of(await registry(), planned=await planners_part()).workers
 
     @router.get("/models")
     async def list_models() -> Response:

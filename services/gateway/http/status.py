@@ -26,7 +26,7 @@ from shared.messages.admin import (
 )
 from shared.messages.load import LoadReport
 from shared.messages.registry import HostCopy, InstanceInfo, ModelRecord, WorkerRecord
-from shared.messages.scaling import ScaleRecords
+from shared.messages.scaling import ScaleRecords, Unplanned
 from shared.registry import RegistryView
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -54,7 +54,7 @@ def status_of(
     return Status(
         models=tuple(_model(view.models[name], instances, queued.get(name, 0), copies) for name in sorted(view.models)),
         instances=tuple(instances),
-        workers=tuple(_worker(record) for record in view.workers),
+        workers=tuple(_worker(record, planned.unplanned) for record in view.workers),
         floors=tuple(_same(FloorStatus, floor) for floor in view.floors.values()),
         refused=tuple(_same(RefusedWorker, load, worker=load.worker_id) for load in planned.refused),
         unplanned=planned.unplanned,
@@ -136,16 +136,39 @@ def _instance(instance: InstanceInfo, workers: Sequence[str], report: LoadReport
     return _same(InstanceStatus, instance, id=instance.instance_id, workers=tuple(workers), load=load)
 
 
-def _worker(record: WorkerRecord) -> WorkerStatus:
+def _worker(record: WorkerRecord, unplanned: Sequence[Unplanned]) -> WorkerStatus:
     instance = record.instance
+    drain = _drain(record)
     return _same(
         WorkerStatus,
         record.worker,
         record,
         id=record.worker.worker_id,
+        drain=drain,
+        drain_why=_why(record, drain, unplanned),
         instance=instance.instance_id if instance is not None else None,
         model=instance.model if instance is not None else None,
     )
+
+
+def _drain(record: WorkerRecord) -> Literal["", "waits", "drains", "drained"]:
+    if not record.cordoned:
+        return ""
+    if record.instance is None:
+        return "drains" if record.host_copies else "drained"
+    return "drains" if record.state == "draining" else "waits"
+
+
+def _why(record: WorkerRecord, drain: str, unplanned: Sequence[Unplanned]) -> str:
+    """What a drain waits for; where nothing can take an instance's place, why."""
+    instance = record.instance
+    if drain == "drains":
+        return "its requests end or move" if instance is not None else "other workers take its host copies over"
+    if drain != "waits" or instance is None:
+        return ""
+    missing = next((u.why for u in unplanned if (u.model, u.role) == (instance.model, instance.role)), "")
+    waits = f"it serves until another instance of {instance.model} does"
+    return f"{waits}, which is not possible now: {missing}" if missing else waits
 
 
 def _pool_model(

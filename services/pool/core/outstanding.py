@@ -111,6 +111,11 @@ class OutstandingSteps:
         self._wake(now_s + LEAVING_S, (worker_id, ""))
         self._changed.add((worker_id, ""))
 
+    def stays(self, worker_id: str) -> None:
+        """It does not leave after all."""
+        if self._leaving.pop(worker_id, None) is not None:
+            self._changed.add((worker_id, ""))
+
     # --- what is seen ------------------------------------------------------------------------
 
     def observe(self, worker: WorkerInfo, copies: Mapping[str, HostCopy], now_s: float) -> tuple[str, ...]:
@@ -118,7 +123,7 @@ class OutstandingSteps:
         worker_id, failures = worker.worker_id, []
         leaving = self._leaving.get(worker_id)
         if leaving is not None and leaving.incarnation != worker.incarnation:
-            self._stays(worker_id)
+            self.stays(worker_id)
         loading = {h for h, c in copies.items() if c.state == "loading" and not c.cached}
         for model_hash in sorted(loading | self.entries.get(worker_id, {}).keys()):
             key = worker_id, model_hash
@@ -159,7 +164,7 @@ class OutstandingSteps:
             self._end_drop(entry)
             self.entries[worker_id][model_hash] = Entry()
             self._update((worker_id, model_hash), self.entries[worker_id][model_hash])
-        self._stays(worker_id)
+        self.stays(worker_id)
 
     def expire(self, now_s: float) -> tuple[str, ...]:
         """Strike off what took too long; returns a reason for each hold that failed."""
@@ -172,7 +177,7 @@ class OutstandingSteps:
             if key[1]:
                 failures += self._expire_entry(key, now_s)
             elif (leaving := self._leaving.get(key[0])) is not None and now_s >= leaving.until_s:
-                self._stays(key[0])
+                self.stays(key[0])
         return tuple(failures)
 
     def _expire_entry(self, key: Key, now_s: float) -> list[str]:
@@ -285,10 +290,6 @@ class OutstandingSteps:
         self.num_busy -= found
         entry.drop_until_s = None
         return found
-
-    def _stays(self, worker_id: str) -> None:
-        if self._leaving.pop(worker_id, None) is not None:
-            self._changed.add((worker_id, ""))
 
     def _wake(self, at_s: float, key: Key) -> None:
         heappush(self._alarms, (at_s, *key))

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from services.pool.core.copies import complete_copies
+from services.pool.core.cordons import Cordons
 from services.pool.core.models import Models
 from services.pool.core.route_log import RouteLog
 from services.pool.core.table import Table, Version
@@ -56,6 +57,7 @@ class Registry:
         self.workers: Table[WorkerEntry] = Table(self.version)
         self.leases: dict[str, Lease] = {}
         """The newest lease of each worker."""
+        self.cordons = Cordons()
         self.routes = RouteLog()
         self.states: Counter[InstanceState] = Counter()
         """Living workers by state."""
@@ -137,7 +139,8 @@ class Registry:
     def _put(self, report: WorkerHeartbeat, until_s: float, *, stored: bool) -> None:
         worker_id = report.worker.worker_id
         known = self.workers.get(worker_id)
-        record = record_of(report, self.leases.get(worker_id), known.record if known is not None else None)
+        before = known.record if known is not None else None
+        record = record_of(report, self.leases.get(worker_id), before, cordoned=worker_id in self.cordons)
         if known is None or until_s != known.until_s:
             self._by_renewal.pop(worker_id, None)
             self._by_renewal[worker_id] = until_s
@@ -247,6 +250,16 @@ class Registry:
         entry = self.workers.get(worker_id)
         if entry is not None:
             self._put(entry.report, entry.until_s, stored=entry.stored)
+
+    def cordon(self, worker_id: str, now_s: float) -> None:
+        """The worker (of unix time ``now_s``) is to be free. Raises ``Overloaded``."""
+        self.cordons.add(worker_id, now_s)
+        self._renew_record(worker_id)
+
+    def lift_cordon(self, worker_id: str) -> None:
+        """It is used again."""
+        self.cordons.lift(worker_id)
+        self._renew_record(worker_id)
 
     # --- models ------------------------------------------------------------------------------
 

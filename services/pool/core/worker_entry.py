@@ -53,7 +53,9 @@ def durable(report: WorkerHeartbeat) -> tuple[object, ...]:
     return report.worker, report.state, report.instance, report.host_copies, report.stopping
 
 
-def record_of(report: WorkerHeartbeat, lease: Lease | None, before: WorkerRecord | None) -> WorkerRecord:
+def record_of(
+    report: WorkerHeartbeat, lease: Lease | None, before: WorkerRecord | None, *, cordoned: bool = False
+) -> WorkerRecord:
     egress, ingress = report.nic_egress_gbps, report.nic_ingress_gbps
     if before is not None:
         step = NIC_STEP * report.worker.nic_gbps
@@ -71,6 +73,7 @@ def record_of(report: WorkerHeartbeat, lease: Lease | None, before: WorkerRecord
         nic_egress_gbps=egress,
         nic_ingress_gbps=ingress,
         stopping=report.stopping,
+        cordoned=cordoned,
     )
 
 

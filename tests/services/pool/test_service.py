@@ -23,6 +23,7 @@ from shared.errors import BadCheckpoint, BadRequest, BlitzError, Conflict, Model
 from shared.messages.common import Ack, Role
 from shared.messages.registry import (
     AddModel,
+    CordonWorker,
     GetSnapshot,
     HeartbeatAck,
     LeaseGrant,
@@ -222,6 +223,7 @@ async def test_an_emptied_redis_is_filled_again(pool: Pool) -> None:
     record = await pool.know_model()
     await pool.ask("set_floor", SetFloor(model="m", instances=3, hold_s=60.0), Ack)
     await pool.beat(heartbeat("w0", record, "serving"))
+    await pool.ask("cordon_worker", CordonWorker(worker_id="w0"), Ack)
     await pool.redis.flushdb()
 
     async def filled() -> bool:
@@ -232,6 +234,8 @@ async def test_an_emptied_redis_is_filled_again(pool: Pool) -> None:
     snapshot = await pool.snapshot()
     assert (snapshot.models, [f.instances for f in snapshot.floors]) == ((record,), [3])
     assert await cast(Any, pool.redis.hkeys("blitz:models")) == [b"m"]
+    assert await cast(Any, pool.redis.hkeys("blitz:cordons")) == [b"w0"]
+    assert snapshot.workers[0].cordoned
     assert await cast(Any, pool.redis.hget("blitz:worker:w0", "state")) == b"serving"
 
 

@@ -99,7 +99,7 @@ class Clusters:
             hashes = {c.model_hash for c in record.host_copies}
             for model_hash in hashes | ({record.instance.model_hash} if record.instance is not None else set()):
                 self._by_hash.setdefault(model_hash, []).append(record)
-            if record.state == "spare" and not record.lease_plan_id and not record.stopping:
+            if record.state == "spare" and not record.lease_plan_id and not record.leaves:
                 self._spare[record.worker.worker_id] = record
         self._topology = topology = topology_of(r.worker for r in self.records)
         known = [r for r in self.records if r.worker.worker_id in topology.gpus]
@@ -168,7 +168,7 @@ class Clusters:
                 instance_id = r.instance.instance_id
                 remaining = (remaining_s or {}).get((name, instance_id))
                 if r.instance.is_complete:
-                    leaves = r.state == "draining" or r.stopping
+                    leaves = r.state == "draining" or r.leaves
                     ships_kv = r.instance.role == "prefill" and bool(decodes_at - {r.worker.host})
                     copies.append(WorkerCopy(r.worker, "gpu", instance_id, leaves, sending, ships_kv=ships_kv))
                 elif r.state in ("loading", "live") and remaining is not None:

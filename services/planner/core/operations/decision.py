@@ -144,7 +144,7 @@ def _of_role(
         if w.instance is not None
         and (w.instance.model, w.instance.model_hash, w.instance.role) == (model.name, model.model_hash, role)
         and (w.state == "draining" or _leaves(w, leaving))
-        and not w.stopping
+        and not w.leaves
         and w.instance.instance_id not in promised
     ]
     return counted, len(in_roles) - len(counted), draining
@@ -153,7 +153,7 @@ def _of_role(
 def _leaves(record: WorkerRecord, leaving: Collection[str]) -> bool:
     """A worker that is about to end no longer counts, whatever it still does."""
     told = record.state == "serving" and record.instance is not None and record.instance.instance_id in leaving
-    return told or record.stopping
+    return told or record.leaves
 
 
 def staying(

@@ -1,0 +1,69 @@
+"""``blitzscale workers``: the workers, and freeing one of everything, for instance to repair its machine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from compose.admin import AdminClient
+from compose.cli.options import URL_DEFAULT, Json, Url, ask, show
+from compose.cli.status import workers_table
+from shared.messages.admin import WorkerStatus
+
+LOOK_S = 0.5
+
+app = typer.Typer(
+    help="Show workers, free one of everything, and use it again.",
+    invoke_without_command=True,
+    pretty_exceptions_enable=False,
+)
+WorkerId = Annotated[str, typer.Argument(help="The worker's id.", metavar="WORKER")]
+
+
+@app.callback()
+def workers(context: typer.Context, url: Url = URL_DEFAULT, as_json: Json = False) -> None:
+    """Show workers, free one of everything, and use it again."""
+    if context.invoked_subcommand is None:
+        show(url, as_json, AdminClient.workers, _shown)
+
+
+def _shown(found: tuple[WorkerStatus, ...], _: Console) -> Iterator[Table]:
+    yield workers_table(found)
+
+
+@app.command("drain")
+def drain(
+    worker: WorkerId,
+    wait_s: Annotated[
+        float, typer.Option("--wait", min=0, help="Wait for so many seconds at most until it is free.", metavar="S")
+    ] = 0.0,
+    url: Url = URL_DEFAULT,
+) -> None:
+    """Free a worker of everything: its requests and host copies move to others, an instance that has no other is
+    replaced first. Its process stays."""
+    found = ask(url, lambda client: _drain(client, worker, wait_s))
+    typer.echo(f"{found.id}: {found.drain or 'not here'}" + (f"; {found.drain_why}" if found.drain_why else ""))
+    if wait_s and found.drain != "drained":
+        raise typer.Exit(1)
+
+
+async def _drain(client: AdminClient, worker: str, wait_s: float) -> WorkerStatus:
+    deadline_s = time.monotonic() + wait_s
+    found = await client.drain_worker(worker)
+    while found.drain != "drained" and time.monotonic() < deadline_s:
+        await asyncio.sleep(LOOK_S)
+        found = next((w for w in await client.workers() if w.id == worker), WorkerStatus(id=worker))
+    return found
+
+
+@app.command("undrain")
+def undrain(worker: WorkerId, url: Url = URL_DEFAULT) -> None:
+    """Use a drained worker again."""
+    found = ask(url, lambda client: client.undrain_worker(worker))
+    typer.echo(f"{found.id}: used again")
