@@ -185,6 +185,45 @@ def test_pool_as_json_is_for_programs(gateway: FakeGateway, capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out) == POOL
 
 
+def _worker(**fields: object) -> dict[str, object]:
+    return {"id": "w0", "host": "box", "device": "cpu", "engine": "mock", "state": "serving"} | fields
+
+
+def test_workers_shows_how_far_a_drained_one_is(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    waits = _worker(drain="waits", drain_why="it serves until another instance of m does")
+    gateway.answers["GET /admin/workers"] = (200, {"workers": [waits, _worker(id="w1")]})
+    assert run(["workers"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert any(line.startswith("w0 box cpu mock serving waits: it serves until") for line in lines), lines
+    assert "w1 box cpu mock serving" in lines
+
+
+def test_drain_waits_as_long_as_it_is_told_to(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compose.cli.workers.LOOK_S", 0.01)
+    gateway.answers["POST /admin/workers/w0/drain"] = (200, _worker(drain="drains", drain_why="its requests end"))
+    gateway.answers["GET /admin/workers"] = (200, {"workers": [_worker(drain="drains")]})
+    assert run(["workers", "drain", "w0"]) == 0
+    assert capsys.readouterr().out == "w0: drains; its requests end\n"
+    assert run(["workers", "drain", "w0", "--wait", "0.05"]) == 1
+    gateway.answers["GET /admin/workers"] = (200, {"workers": [_worker(state="spare", drain="drained")]})
+    assert run(["workers", "drain", "w0", "--wait", "5"]) == 0
+    assert capsys.readouterr().out.endswith("w0: drained\n")
+
+
+def test_undrain_says_so_and_an_unknown_worker_is_an_error(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.answers["POST /admin/workers/w0/undrain"] = (200, _worker())
+    assert run(["workers", "undrain", "w0"]) == 0
+    assert capsys.readouterr().out == "w0: used again\n"
+    error = {"error": {"code": "not_found", "message": "no worker 'w9' is registered"}}
+    gateway.answers["POST /admin/workers/w9/drain"] = (404, error)
+    assert run(["workers", "drain", "w9"]) == 1
+    assert "no worker 'w9' is registered" in capsys.readouterr().err
+
+
 def test_the_key_from_the_environment_is_sent(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     gateway.answers["GET /admin/status"] = (200, STATUS)
     monkeypatch.setenv("BLITZ_ADMIN_KEY", "secret")

@@ -25,6 +25,7 @@ from shared.messages.generation import (
 )
 from shared.messages.registry import (
     AddModel,
+    CordonWorker,
     GetSnapshot,
     InstanceInfo,
     ModelRecord,
@@ -266,12 +267,14 @@ class FakePool:
         self.sequence = 0
         self.added: list[AddModel] = []
         self.changed: list[SetModel] = []
+        self.cordons: list[CordonWorker] = []
 
     async def start(self) -> None:
         await self.bus.respond(subjects.pool("snapshot"), GetSnapshot, self._on_snapshot)
         await self.bus.respond(subjects.pool("add_model"), AddModel, self._on_add)
         await self.bus.respond(subjects.pool("set_model"), SetModel, self._on_set)
         await self.bus.respond(subjects.pool("remove_model"), RemoveModel, self._on_remove)
+        await self.bus.respond(subjects.pool("cordon_worker"), CordonWorker, self._on_cordon)
 
     async def _on_snapshot(self, request: GetSnapshot) -> Snapshot:
         rows = [w.record(self.models[0]) for w in sorted(self.workers, key=lambda w: w.name)] if self.models else []
@@ -296,6 +299,12 @@ class FakePool:
         changes = {name: value for name, value in msgspec.structs.asdict(request).items() if value is not None}
         self.models[0] = msgspec.structs.replace(self.models[0], **changes)
         return self.models[0]
+
+    async def _on_cordon(self, request: CordonWorker) -> Ack:
+        self.cordons.append(request)
+        if request.worker_id not in [w.name for w in self.workers]:
+            raise NotFound(f"no worker {request.worker_id!r} is registered", param="worker_id")
+        return Ack()
 
     async def _on_remove(self, request: RemoveModel) -> Ack:
         if request.name not in [m.name for m in self.models]:

@@ -259,6 +259,17 @@ async def test_settings_of_an_unknown_model_are_a_404(stack: Stack) -> None:
     assert [message.name for message in stack.pool.changed] == ["no/such"]
 
 
+async def test_a_worker_is_drained_and_used_again(stack: Stack) -> None:
+    (worker,) = (await stack.http.get("/admin/workers")).json()["workers"]
+    assert (worker["id"], worker["drain"]) == ("w0", "")
+    for verb, lift in (("drain", False), ("undrain", True)):
+        response = await stack.http.post(f"/admin/workers/w0/{verb}")
+        assert (response.status_code, response.json()["id"]) == (200, "w0")
+        assert (stack.pool.cordons[-1].worker_id, stack.pool.cordons[-1].lift) == ("w0", lift)
+        missing = await stack.http.post(f"/admin/workers/w9/{verb}")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+
+
 async def test_admin_errors_are_typed(stack: Stack) -> None:
     await planner(stack)
     answers = {
