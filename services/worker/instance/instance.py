@@ -107,7 +107,7 @@ class Instance:
         wanted_s = slo_tbt_s if 0 < slo_tbt_s < inf else self._default_slo_tbt_s
         if wanted_s != self._slo_tbt_s:
             self._slo_tbt_s = wanted_s
-            self.engine.call(lambda loop: setattr(loop.scheduler.budgets, "slo_tbt_s", wanted_s))
+            self.engine.call(lambda loop: loop.scheduler.budgets.keep_tbt(wanted_s))
 
     async def serve(self) -> None:
         """All units are ready: start the engine and take requests."""

@@ -76,6 +76,10 @@ class StepBudgets:
         self.cost = PromptCost()
         self._expected_decode_s = (0.0, 0.0)
 
+    def keep_tbt(self, slo_tbt_s: float) -> None:
+        """The objective is this from now on."""
+        self.slo_tbt_s = slo_tbt_s
+
     def expect(self, profile: Profile) -> None:
         """What steps of such an instance take, until some have been measured here."""
         self.cost.expect(profile.prefill_fit.token_s, profile.prefill_fit.pair_s)
