@@ -32,13 +32,14 @@ PROMPTS = tuple(
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    """One colocated instance of the model; of its other name one prefill and one decode instance; one spare worker."""
+    """One colocated instance of the model; of its other name one prefill and one decode instance; one spare worker. The
+    longer prompts are computed in several chunks."""
     config = StackConfig(
         models=(tiny_checkpoint("llama"),),
         state_dir=tmp_path_factory.mktemp("split"),
         workers=4,
         port=0,
-        env=FAST | NO_DEMAND,
+        env=FAST | NO_DEMAND | {"BLITZ_WORKER_PREFILL_CHUNK": "96"},
     )
     async with Stack(config) as running:
         await running.wait_ready(READY_S)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from services.worker.engine.loop import EngineLoop
 from services.worker.kv_transfer import decode_client, transfer
 from services.worker.scheduling.schedule import Sampled
 from services.worker.service import WorkerService
@@ -15,12 +16,13 @@ from shared.messages.common import Ack
 from shared.messages.disaggregated import BeginDecode, DecodeReserved, ReserveDecode
 from shared.messages.generation import Cancel, GatewayHeartbeat
 from tests.services.waiting import eventually
-from tests.services.worker.kv_transfer.fakes import PROMPT, FakeDecode, clean, outcomes
+from tests.services.worker.kv_transfer.fakes import PROMPT, FakeDecode, FakePrefill, clean, outcomes
 from tests.services.worker.kv_transfer.sender.steps import (
     Gate,
     ended,
     forever,
     submit,
+    used_blocks,
 )
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
 
@@ -230,3 +232,28 @@ async def test_close_leaves_nothing_under_way(alone: LoneWorker, decode: FakeDec
     await alone.gateway.cancel("w0", "r")
     await asyncio.sleep(0.02)
     await _release_all(alone)
+
+
+async def test_a_request_that_ends_in_the_middle_of_a_pairs_batch_leaves_its_blocks_to_the_batch(
+    alone: LoneWorker, decode: FakeDecode
+) -> None:
+    """As at the target of a pair, which computes it for the source."""
+    instance, sender = alone.worker.serving, alone.worker.service.parts.kv_sender
+    source = FakePrefill(alone, instance.instance_id)
+    sequence = instance.sequence_of(source.request(decode_at=decode.place))
+    await source.close()
+
+    def begin(loop: EngineLoop) -> None:
+        assert loop.scheduler.reservations.reserve([sequence])
+        sender.ran_layers(sequence, 0, sequence.num_tokens, 0)
+
+    def end(loop: EngineLoop) -> int:
+        sequence.finished = True
+        return loop.scheduler.pool.num_used
+
+    await asyncio.wrap_future(instance.engine.call(begin))
+    await eventually(lambda: decode.reserves)
+    used = await asyncio.wrap_future(instance.engine.call(end))
+    await eventually(lambda: decode.releases and not sender.transfers)
+    assert await used_blocks(alone) == used > 0
+    await asyncio.wrap_future(instance.engine.call(lambda loop: loop.scheduler.reservations.release([sequence])))
