@@ -116,8 +116,9 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether its next token is the next thing to compute."""
-        return not self.finished and len(self.tokens) - self.num_computed == 1
+        """Whether it has put out tokens here, and its next one is the next thing to compute. A prompt of which one
+        token is left does not decode yet."""
+        return not self.finished and self.num_emitted > 0 and len(self.tokens) - self.num_computed == 1
 
     @property
     def num_tokens(self) -> int:

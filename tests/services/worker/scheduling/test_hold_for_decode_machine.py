@@ -77,7 +77,7 @@ class HoldForDecode(SchedulerMachine):
         name = data.draw(st.sampled_from(sorted(self.accepted)))
         sequence = self.all[name]
         decoded = not (sequence.finished or sequence.reserved) and sequence in self.scheduler.table.running
-        decoded = decoded and len(sequence.tokens) - sequence.num_computed == 1
+        decoded = decoded and sequence.num_emitted > 0 and len(sequence.tokens) - sequence.num_computed == 1
         assert self.scheduler.reservations.hold_to_move(sequence) == decoded
         if decoded:
             self.leaving[name] = sequence
