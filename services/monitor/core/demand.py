@@ -8,8 +8,8 @@ This module decides what goes into them:
   hold and of what arrives there, and nothing else of prefill and decode instances. A model that is served
   disaggregated gets its prefill instances for all of it.
 - The slack is the model's TTFT objective, or the policy's if it has none.
-- While there is any request, a model that is served disaggregated has a decode instance, and keeps a prefill instance
-  that it has: both are of use to the next one.
+- While there is any request for one, a model that is served disaggregated has a decode instance, however little it
+  needs; and while there is any request at all, it keeps its last prefill instance.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from math import inf
 from typing import NamedTuple
 
 from services.monitor.core.capability import Estimate
-from services.monitor.core.need import Capability, DecodeLoad, Load, Need, decode_need_of, need_of
+from services.monitor.core.decoding import Decoding
+from services.monitor.core.need import Capability, Load, Need, need_of
 from services.monitor.core.policy import DemandPolicy
-from services.monitor.core.prescaling import Rise
-from services.monitor.core.reported import ARRIVALS_S, Reported, waiting_requests
+from services.monitor.core.reported import ARRIVALS_S, Reported, serving, waiting_requests
 from services.monitor.core.sizing import Situation, Size, Sizing
 from shared.messages.common import Role
 from shared.messages.load import LoadReport, ModelQueue
@@ -32,7 +32,6 @@ from shared.profile import Profile
 MIN_SLACK_S = 0.001
 """No backlog can be drained faster; this bound keeps an absurd objective from asking for any number of instances."""
 MAX_SLACK_S = ARRIVALS_S
-MAX_RESIDENCE_S = 3600.0
 
 
 class Settings(NamedTuple):
@@ -91,30 +90,7 @@ class _Prompts(NamedTuple):
         )
 
 
-class _Decodes(NamedTuple):
-    """Why decode instances are needed."""
-
-    load: DecodeLoad
-    need: Need
-    requests: int
-    prefill: tuple[float, float] | None
-    """What prefill needs and usually needed, if that is why there are more of them."""
-
-    def __str__(self) -> str:
-        load, need = self.load, self.need
-        ahead = ""
-        if self.prefill is not None:
-            ahead = (
-                f"; pre-scaled: prefill needs {self.prefill[0]:.2f} instances instead of {self.prefill[1]:.2f}, and "
-                f"lets {load.flow_per_s:.1f} requests/s come"
-            )
-        return (
-            f"decode {need.decode:.2f}, memory {need.memory:.2f} ({load.at_once:.0f} requests at once: "
-            f"{load.running:.0f} are, {load.coming:.0f} have prompts to compute){ahead}; {self.requests} requests"
-        )
-
-
-_NO_LOAD, _NO_DECODES, _NO_NEED = Load(), DecodeLoad(), Need(0.0, 0.0, 0.0, 0.0)
+_NO_LOAD, _NO_NEED = Load(), Need(0.0, 0.0, 0.0, 0.0)
 
 
 class ModelDemand:
@@ -129,7 +105,7 @@ class ModelDemand:
             "prefill": Sizing(policy),
             "decode": Sizing(policy),
         }
-        self._rise = Rise()
+        self._decoding = Decoding(policy, self._reported)
         self._idle_since_s: float | None = None
         """Since when there is no request anywhere, and none came."""
 
@@ -173,20 +149,20 @@ class ModelDemand:
         reported, slack_s = self._reported, self._slack_s(settings)
         reported.forget(now_s)
         reports = reported.instances("colocated")
-        serving = _serving(reports)
-        capability = self._capability(serving, serving, settings)
+        here = serving(reports)
+        capability = self._capability(here, here, settings)
         load, need = _NO_LOAD, _NO_NEED
         # Of hundreds of models nearly all are idle, nearly always.
         if not reported.is_idle(reports):
             share = 1.0
-            if not alone and (others := len(_serving(reported.instances("prefill")))):
-                share = len(serving) / (len(serving) + others)
+            if not alone and (others := len(serving(reported.instances("prefill")))):
+                share = len(here) / (len(here) + others)
             load = self._load(reports, now_s, slack_s, share)
             need = need_of(load, capability, slack_s=slack_s)
         busy = bool(load.requests or load.waiting_tokens)
         size = self._sizing["colocated"].size(
             need.instances,
-            self._situation(observed, len(serving), busy, now_s, settings),
+            self._situation(observed, len(here), busy, now_s, settings),
             now_s,
             most=load.requests,
             # What decodes may need next to nothing, but it needs the instance where it does.
@@ -201,10 +177,10 @@ class ModelDemand:
         """The verdicts on prefill and decode instances when so many serve or are on their way."""
         reported, slack_s = self._reported, self._slack_s(settings)
         reported.forget(now_s)
-        takers, decoders = _serving(reported.instances("prefill")), _serving(reported.instances("decode"))
+        takers, decoders = serving(reported.instances("prefill")), serving(reported.instances("decode"))
         # Without a decode instance, and for requests that none takes, prefill instances decode by themselves.
         one = self._capability(takers, decoders or takers, settings)
-        load, prefill, decode = _NO_LOAD, _NO_NEED, _NO_NEED
+        load, prefill = _NO_LOAD, _NO_NEED
         if not reported.is_idle(reported.instances()):
             load = self._prompts(now_s, slack_s)
             prefill = need_of(load, Capability(one.tokens_per_s), slack_s=slack_s)
@@ -218,22 +194,18 @@ class ModelDemand:
             least=min(observed["prefill"], 1 if load.running_requests else 0),
             overdue_tokens=load.overdue_tokens,
         )
-        decodes, ahead = _NO_DECODES, None
-        if busy:
-            decodes, ahead = self._decodes(prefill_size.needed, one, situation.load_s, now_s)
-            decode = decode_need_of(decodes, replace(one, max_decodes=one.max_decodes * self._policy.utilisation))
-        else:
-            self._rise.follow(0.0, now_s, self._policy.rate_window_s)
+        decoding = self._decoding
+        decode = decoding.need(one, prefill_size.needed, situation.load_s, now_s) if busy else decoding.rest(now_s)
         decode_size = self._sizing["decode"].size(
-            decode.instances,
+            decode.need.instances,
             situation._replace(observed=observed["decode"], num_serving=len(decoders)),
             now_s,
-            most=decode.instances,
-            least=1 if busy else 0,
+            most=decode.need.instances,
+            least=1 if decode.load.running or decode.load.coming else 0,
         )
         return {
             "prefill": _verdict(prefill_size, _Prompts(load, prefill, self.tokens_per_s, decodes=False)),
-            "decode": _verdict(decode_size, _Decodes(decodes, decode, load.requests, ahead)),
+            "decode": _verdict(decode_size, decode),
         }
 
     # --- what goes into the formulas ---------------------------------------------------------
@@ -270,62 +242,6 @@ class ModelDemand:
         load = self._load(reported.instances("prefill"), now_s, slack_s, 1.0)
         return replace(load, memory=0.0, requests=max(load.requests, every))
 
-    def _decodes(
-        self, prefill_needed: float, one: Capability, load_s: float, now_s: float
-    ) -> tuple[DecodeLoad, tuple[float, float] | None]:
-        """What there is to decode; and what prefill needs and usually needed, if that makes it more."""
-        policy, reported = self._policy, self._reported
-        takers = [r for r in reported.instances("prefill") if r.state != "draining"]
-        decoders = [r for r in reported.instances("decode") if r.state != "draining"]
-        there = sum(r.queued_requests + r.running_requests for r in decoders)
-        ready = sum(r.running_requests - min(r.prefilling_requests, r.running_requests) for r in takers)
-        coming: float = reported.queued_requests + sum(waiting_requests(r) for r in takers)
-        tokens = reported.queued_tokens + sum(r.queued_tokens + r.running_tokens for r in takers)
-        prompt_tokens = tokens / (ready + coming) if ready + coming else reported.prompt_tokens
-        # One that is handed on may be in two instances' reports. Gateways know how many there are.
-        most = reported.open_requests or inf
-        running = min(there + ready, max(there, most))
-        coming = min(coming, max(0.0, most - running))
-        num_serving = max(1, len(_serving(decoders)))
-        at_objective = one.max_decodes if one.max_decodes < inf else max(1.0, running / num_serving)
-        residence_s = reported.output_tokens * one.step_s(at_objective)
-        per_instance = one.tokens_per_s / max(1.0, prompt_tokens)
-        flow_per_s, growth, ahead = len(_serving(takers)) * per_instance, 0.0, None
-        marked = self._rise.follow(prefill_needed, now_s, min(max(residence_s, policy.rate_window_s), ARRIVALS_S))
-        if policy.prescale and marked:
-            ahead = prefill_needed, self._rise.usual
-            flow_per_s = max(flow_per_s, prefill_needed * per_instance)
-            ending_per_s = running / residence_s
-            growth = max(0.0, self._arriving_per_s(now_s) - ending_per_s) * min(load_s, ARRIVALS_S)
-        blocks = max((r.kv_blocks_total for r in _serving(decoders) or takers), default=0) * policy.kv_upper_bound
-        block_tokens = max((r.kv_block_tokens for r in [*decoders, *takers]), default=0)
-        request_blocks = (prompt_tokens + reported.output_tokens) / block_tokens if block_tokens else 0.0
-        load = DecodeLoad(
-            running=running,
-            there=there,
-            coming=coming,
-            growth=growth,
-            arrived=self._arrived(now_s, residence_s),
-            flow_per_s=flow_per_s,
-            residence_s=residence_s,
-            memory=sum(r.kv_blocks_used for r in decoders) / blocks if blocks else 0.0,
-            request_memory=request_blocks / blocks if blocks else 0.0,
-        )
-        return load, ahead
-
-    def _arriving_per_s(self, now_s: float) -> float:
-        """Requests that came in two windows of the rate, one after the other: all of a burst is here already."""
-        window_s = self._policy.rate_window_s
-        lately = self._reported.arrived_requests(now_s, window_s)
-        before = self._reported.arrived_requests(now_s, 2 * window_s) - lately
-        return min(lately, before) / window_s
-
-    def _arrived(self, now_s: float, within_s: float) -> float:
-        """Requests within that time, if they came as they do now for all of it."""
-        known_s = min(max(within_s, self._policy.rate_window_s), ARRIVALS_S)
-        arrived = self._reported.arrived_requests(now_s, known_s)
-        return arrived * min(within_s, MAX_RESIDENCE_S) / known_s
-
     # --- what becomes of the result ----------------------------------------------------------
 
     def _situation(self, observed: int, num_serving: int, busy: bool, now_s: float, settings: Settings) -> Situation:
@@ -357,10 +273,6 @@ class ModelDemand:
         return self._estimate.capability(
             prefilling, decoding, prompt_tokens=self._prompt_tokens, slo_tbt_s=settings.slo_tbt_s
         )
-
-
-def _serving(reports: Sequence[LoadReport]) -> list[LoadReport]:
-    return [r for r in reports if r.state == "serving"]
 
 
 def _verdict(size: Size, why: object) -> Verdict:

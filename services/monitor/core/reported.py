@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import isfinite
 
 from services.monitor.core.policy import DemandPolicy
@@ -142,6 +142,11 @@ class _Gateway:
         self.queue, self.at_s = queue, now_s
         self.tokens.add(now_s, queue.arrived_prompt_tokens_total)
         self.requests.add(now_s, queue.arrived_requests_total)
+
+
+def serving(reports: Iterable[LoadReport]) -> list[LoadReport]:
+    """Of instances that take new requests."""
+    return [report for report in reports if report.state == "serving"]
 
 
 def waiting_requests(report: LoadReport) -> int:

@@ -161,6 +161,18 @@ def test_whatever_is_reported_there_is_a_verdict_within_limits(data: st.DataObje
             assert verdict.reason
 
 
+def test_what_drains_asks_for_no_decode_instance_for_the_requests_that_it_finishes() -> None:
+    demand = ModelDemand(POLICY)
+    demand.on_queue("g", queue(300, inflight=3), 0.0)
+    demand.on_load(report("i0", role="decode", state="draining", running_requests=3, kv_blocks_used=90), 0.0)
+    every: dict[Role, There] = {"colocated": There(), "prefill": There(1, 1), "decode": There()}
+    record = model(serving="disaggregated", min_instances=0)
+    assert verdicts(demand, record, every, 0.5)["decode"].desired == 0
+    demand.on_queue("g", queue(400, queued_tokens=100, inflight=3), 0.6)
+    demand.on_load(report("i0", role="decode", state="draining", running_requests=3, kv_blocks_used=90), 0.6)
+    assert verdicts(demand, record, every, 0.6)["decode"].desired == 1
+
+
 def test_only_what_limits_and_floors_leave_is_idle() -> None:
     there: dict[Role, There] = {"prefill": There(3, 3), "decode": There(2, 2)}
     verdict = found("disaggregated", there, min_instances=1)
