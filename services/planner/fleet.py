@@ -47,8 +47,11 @@ class Fleet:
         refusals: Refusals,
         at_work: Callable[[str], bool],
         advises: Callable[[ModelRecord], bool] = lambda model: model.advise,
+        mutates: Callable[[ModelRecord], bool] = lambda _: False,
     ) -> None:
-        """``at_work``: whether an instance has requests. ``advises``: whether the load takes nothing from a model."""
+        """``at_work``: whether an instance has requests. ``advises``: whether the load takes nothing from a model.
+        ``mutates``: whether a model's instances may get other roles."""
+        self._mutates = mutates
         self._operations = operations
         self._refusals = refusals
         self._at_work = at_work
@@ -91,7 +94,8 @@ class Fleet:
             standing.has_instances,
             view.models[request.model].weights_bytes,
             self._refusals.avoided(request.model, time.monotonic()),
-            request.by_hand or standing.below_least,
+            mutates=self._mutates(view.models[request.model]),
+            is_kept=request.by_hand or standing.below_least,
         )
 
     def standing(self, request: ScaleRequest, view: RegistryView, clusters: Clusters) -> Standing:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from services.planner.core.fleet.allocation import IDLE_S
 from services.planner.core.multicast.cluster import Clusters
@@ -26,7 +27,7 @@ from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.refusals import Refusals
 from services.planner.fleet import About, Fleet
 from services.planner.pair_planner import PairPlanner
-from shared.messages.common import TAKES_PROMPTS, Role
+from shared.messages.common import SERVED_BY, TAKES_PROMPTS, Role
 from shared.messages.registry import ModelRecord, WorkerRecord
 from shared.profile import MUTATION_S
 from shared.registry_view import RegistryView, bounded, counted_as
@@ -44,8 +45,7 @@ class Mutations:
         operations: Operations,
         fleet: Fleet,
         pairs: PairPlanner,
-        *,
-        allows: Callable[[ModelRecord], bool] = lambda _: True,
+        allows: Callable[[ModelRecord], bool],
     ) -> None:
         """``allows``: whether a model's instances may get other roles."""
         self._operations = operations
@@ -93,18 +93,17 @@ class Mutations:
         model = view.models.get(request.model)
         if model is None or not self._allows(model):
             return ()
-        by_role = self._by_role(model, clusters)
+        asked = _Asked(request, model, view, wanted, self._by_role(model, clusters))
         missing = self._missing(request, model, view, clusters)
-        if not missing or not by_role.keys() - {request.role}:
+        if not missing or not asked.by_role.keys() - {request.role}:
             return ()
         kept = self._operations.instances_in_pairs() | frozenset(staying)
         offers = [
             offer
-            for role, records in sorted(by_role.items())
-            if role != request.role
-            if (offer := self._offer(model, role, records, request, view, wanted, kept)).surplus
+            for role in sorted(asked.by_role)
+            if role != request.role and (offer := self._offer(asked, role, kept)).surplus
         ]
-        takers = sum(r.state == "serving" for role in TAKES_PROMPTS for r in by_role.get(role, ()))
+        takers = sum(asked.serving(role) for role in TAKES_PROMPTS)
         return from_surplus(request.role, missing, offers, self._pairs.is_at_work, takers, self._lately(model))
 
     def made_up_for(
@@ -142,6 +141,8 @@ class Mutations:
         return f"the role would load on a spare worker, if there is one{f', in about {load_s:.2f} s' if load_s else ''}"
 
     def _missing(self, request: ScaleRequest, model: ModelRecord, view: RegistryView, clusters: Clusters) -> int:
+        if request.fewer:
+            return 0
         return lacking(
             model,
             clusters.of_model(model.name),
@@ -177,31 +178,57 @@ class Mutations:
             and record.worker.worker_id not in self._refusals.avoided(record.instance.model, now_s)
         ]
 
-    def _offer(
-        self,
-        model: ModelRecord,
-        role: Role,
-        records: Sequence[WorkerRecord],
-        request: ScaleRequest,
-        view: RegistryView,
-        wanted: Mapping[About, int],
-        kept: Collection[str],
-    ) -> Offer:
+    def _offer(self, asked: _Asked, role: Role, kept: Collection[str]) -> Offer:
         """What a role has beyond its need. ``kept``: instance ids that do not go."""
-        there, needed, why = len(records), list[int](), ""
+        request, model = asked.request, asked.model
+        there, least, why = len(asked.by_role[role]), asked.least(role), ""
         said = self._fleet.said(model.name, role)
-        if (model.name, role) in wanted:
-            needed.append(wanted[model.name, role])
+        needed = [asked.kept_for_prompts()] if model.serving and role not in SERVED_BY[model.serving] else []
+        if (wanted := asked.wanted.get((model.name, role))) is not None:
+            needed.append(wanted)
         elif said is not None and said.desired < said.observed:
             needed.append(said.desired)
-        least = bounded(0, model, view.floors.get((model.name, role)), role)
         going = surplus_of(there, least, needed)
         if going:
-            why = f"{max(least, *needed)} of {there} {role} instances are needed"
+            why = f"{max(least, min(needed))} of {there} {role} instances are needed"
         if said is not None and said.idle:
             idle_s = max(0.0, time.time() - said.idle_since_s)
             # With steady traffic a role is idle between any two requests.
-            if request.by_hand or idle_s >= IDLE_S:
+            if (
+                request.by_hand
+                or len(asked.by_role.get(request.role, ())) < asked.least(request.role)
+                or idle_s >= IDLE_S
+            ):
                 needed.append(said.observed - said.idle)
                 why = why or f"{said.idle} of {there} {role} instances have been idle for {idle_s:.1f} s"
-        return Offer(role, surplus_of(there, least, needed), going, why, self._movable(records, kept))
+        return Offer(role, surplus_of(there, least, needed), going, why, self._movable(asked.by_role[role], kept))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One request, and how its model stands in this round's eyes."""
+
+    request: ScaleRequest
+    model: ModelRecord
+    view: RegistryView
+    wanted: Mapping[About, int]
+    by_role: Mapping[Role, Sequence[WorkerRecord]]
+
+    def least(self, role: Role) -> int:
+        """What limits and floors keep."""
+        return bounded(0, self.model, self.view.floors.get((self.model.name, role)), role)
+
+    def serving(self, role: Role) -> int:
+        """Instances that serve."""
+        return sum(record.state == "serving" for record in self.by_role.get(role, ()))
+
+    def kept_for_prompts(self) -> int:
+        """How many instances of roles that the model is not served by take prompts until those of others do. What
+        mutates does at once."""
+        if self.request.role in TAKES_PROMPTS:
+            return 0
+        ours = SERVED_BY[self.model.serving] & TAKES_PROMPTS
+        wanted = {
+            r: max(self.wanted.get((self.model.name, r), len(self.by_role.get(r, ()))), self.least(r)) for r in ours
+        }
+        return sum(max(0, wanted[role] - self.serving(role)) for role in ours)

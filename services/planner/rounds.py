@@ -10,7 +10,7 @@ import asyncio
 import heapq
 import logging
 import time
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -151,6 +151,9 @@ class Rounds:
         """In place of what the same model and role wanted before."""
         about = (request.model, request.role)
         self._short.pop(about, None)
+        if request.fewer:
+            # What this role can do without may be what another one is short of.
+            self._retry([(request.model, role) for role in get_args(Role)])
         if about in self._demands or len(self._demands) < MAX_WAITING:
             self._demands[about] = _Waiting(request, otel_context.get_current())
             self._wake.set()
@@ -162,10 +165,13 @@ class Rounds:
 
     def try_again(self) -> None:
         """A worker may be spare, or can be made so: decide again on demands for which none was."""
+        self._retry(list(self._short))
+
+    def _retry(self, abouts: Iterable[About]) -> None:
         oldest_s = time.monotonic() - SHORT_S
-        short, self._short = self._short, {}
-        for one in short.values():
-            if one.since_s >= oldest_s:
+        for about in abouts:
+            one = self._short.pop(about, None)
+            if one is not None and one.since_s >= oldest_s:
                 self._put_back(one)
         awaiting, self._awaiting_room = self._awaiting_room, []
         for one in awaiting:

@@ -262,6 +262,8 @@ class Scaler:
             only=request.only,
             mutating=mutating,
         )
+        if request.fewer and not decision.drain:
+            return None
         if decision.nothing:
             if request.by_hand and decision.desired < request.desired:
                 wanted = instances_of(request.desired, request.role)

@@ -50,7 +50,7 @@ from shared.messages.codec import M, R
 from shared.messages.common import Ack, Role
 from shared.messages.live import LiveReport, PlanSplit, ZigzagAssignment
 from shared.messages.load import Demand
-from shared.messages.registry import MAX_HOLD_S, RouteChanges, SetFloor
+from shared.messages.registry import MAX_HOLD_S, ModelRecord, RouteChanges, SetFloor
 from shared.messages.scaling import (
     Destinations,
     DrainPlan,
@@ -113,13 +113,13 @@ class PlannerService:
         self._pairs = PairPlanner(self._stream, self._operations, settings.live, metrics)
         self._splitter = Splitter(self._stream, self._operations, metrics)
         self._adviser = Adviser(self._operations, everything=settings.advise)
-        self._fleet = Fleet(self._operations, self._refusals, self._pairs.is_at_work, self._adviser.advises)
-        self._mutations = Mutations(
-            self._operations,
-            self._fleet,
-            self._pairs,
-            allows=lambda model: settings.mutation and not self._adviser.advises(model),
-        )
+        advises = self._adviser.advises
+
+        def mutates(model: ModelRecord) -> bool:
+            return settings.mutation and not advises(model)
+
+        self._fleet = Fleet(self._operations, self._refusals, self._pairs.is_at_work, advises, mutates)
+        self._mutations = Mutations(self._operations, self._fleet, self._pairs, mutates)
         self._migrations = Migrations(self._operations, self._pairs.load, enabled=settings.migration)
         self._scaler = Scaler(
             self._stream,
@@ -310,6 +310,7 @@ class PlannerService:
                     demand.reason,
                     role=demand.role,
                     deficit=demand.deficit,
+                    fewer=demand.desired < demand.observed,
                 )
             )
         else:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Literal
 
 from openai import AsyncOpenAI
 
@@ -90,9 +89,11 @@ async def until(stack: Stack, condition: Callable[[Status], bool], timeout_s: fl
 
 
 @contextlib.asynccontextmanager
-async def bus(stack: Stack, kind: Literal["planner", "monitor"] = "planner") -> AsyncIterator[NatsBus]:
-    """As a planner, who hears the load of all, and what is wanted; or as a monitor, who says what is."""
-    connected = await NatsBus.connect(stack.addresses.nats_url, name=kind, id="test", access=stack.nats_access(kind))
+async def bus(stack: Stack) -> AsyncIterator[NatsBus]:
+    """As a planner, who hears the load of all, and what is wanted."""
+    connected = await NatsBus.connect(
+        stack.addresses.nats_url, name="planner", id="test", access=stack.nats_access("planner")
+    )
     try:
         yield connected
     finally:

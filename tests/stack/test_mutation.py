@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from typing import get_args
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
@@ -15,12 +13,10 @@ from openai import AsyncOpenAI
 
 from compose.config import StackConfig
 from compose.stack import Stack
-from shared import subjects
-from shared.bus.base import Bus
-from shared.messages.common import Role
-from shared.messages.load import Demand
+from shared.messages.admin import SetModelBody
+from shared.messages.common import Serving
 from tests.checkpoints import tiny_checkpoint
-from tests.stack.client import PATIENCE_S, bus, openai_client, stream, until
+from tests.stack.client import openai_client, stream, until
 from tests.stack.conftest import FAST, MODEL, NO_DEMAND, READY_S
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
@@ -33,8 +29,7 @@ PROMPTS = tuple(
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    """Two workers, both with a colocated instance of a model that need not have any. Only the test says what is
-    needed."""
+    """Two workers, both with a colocated instance of one model. No load moves the monitor."""
     config = StackConfig(
         models=(),
         state_dir=tmp_path_factory.mktemp("mutation"),
@@ -44,41 +39,15 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
     )
     async with Stack(config) as running:
         await running.wait_ready(READY_S)
-        await running.admin.add_model(str(tiny_checkpoint("llama")), min_instances=0)
-        await running.admin.scale(MODEL, 2, hold_s=0.0)
+        await running.admin.add_model(str(tiny_checkpoint("llama")), min_instances=2)
         await until(running, lambda s: s.serving(MODEL) == 2)
         yield running
 
 
-async def _say(saying: Bus, role: Role, desired: int, observed: int) -> None:
-    now_s = time.time()
-    demand = Demand(
-        publisher="test",
-        sequence=1,
-        published_at_s=now_s,
-        model=MODEL,
-        role=role,
-        desired=desired,
-        observed=observed,
-        triggered_at_s=now_s,
-        reason="the test says so",
-    )
-    await saying.publish(subjects.demand(), demand)
-
-
-async def _roles(stack: Stack) -> Counter[str]:
-    return Counter(i.role for i in (await stack.admin.status()).instances if i.state == "serving")
-
-
-async def _change(stack: Stack, saying: Bus, wanted: Mapping[Role, int]) -> None:
-    """Say what is needed as often as a monitor would, until it is so."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while (there := await _roles(stack)) != Counter(dict(wanted)):
-        assert time.monotonic() < deadline_s, there
-        for role in get_args(Role):
-            if there[role] != wanted.get(role, 0):
-                await _say(saying, role, wanted.get(role, 0), there[role])
-        await asyncio.sleep(0.3)
+async def _serve(stack: Stack, served_as: Serving, least: int, **roles: int) -> None:
+    """Serve the model in another way, with so many instances of each role, and wait until it is."""
+    await stack.admin.set_model(MODEL, SetModelBody(served_as=served_as, min_instances=least))
+    await until(stack, lambda s: Counter(i.role for i in s.instances if i.state == "serving") == Counter(roles))
 
 
 async def _text(client: AsyncOpenAI, prompt: list[int]) -> str:
@@ -86,13 +55,13 @@ async def _text(client: AsyncOpenAI, prompt: list[int]) -> str:
 
 
 async def test_a_model_is_served_in_another_way_and_back_in_mid_stream(stack: Stack) -> None:
-    async with openai_client(stack) as client, bus(stack, "monitor") as saying:
+    async with openai_client(stack) as client:
         alone = [await _text(client, prompt) for prompt in PROMPTS]
         before = {i.id for i in (await stack.admin.status()).instances}
         reading = [asyncio.create_task(_text(client, prompt)) for prompt in PROMPTS * 2]
-        await _change(stack, saying, {"prefill": 1, "decode": 1})
+        await _serve(stack, "disaggregated", 1, prefill=1, decode=1)
         reading += [asyncio.create_task(_text(client, prompt)) for prompt in PROMPTS * 2]
-        await _change(stack, saying, {"colocated": 2})
+        await _serve(stack, "colocated", 2, colocated=2)
         reading += [asyncio.create_task(_text(client, prompt)) for prompt in PROMPTS]
         assert await asyncio.gather(*reading) == alone * 5
         assert {i.id for i in (await stack.admin.status()).instances} == before
@@ -111,10 +80,10 @@ async def test_a_model_is_served_in_another_way_and_back_in_mid_stream(stack: St
 
 
 async def test_a_worker_that_dies_with_its_new_role_costs_no_token(stack: Stack) -> None:
-    async with openai_client(stack) as client, bus(stack, "monitor") as saying:
+    async with openai_client(stack) as client:
         alone = [await _text(client, prompt) for prompt in PROMPTS]
         reading = [asyncio.create_task(_text(client, prompt)) for prompt in PROMPTS * 2]
-        changing = asyncio.create_task(_change(stack, saying, {"prefill": 1, "decode": 1}))
+        changing = asyncio.create_task(_serve(stack, "disaggregated", 1, prefill=1, decode=1))
         status = await until(stack, lambda s: any(i.role == "decode" for i in s.instances))
         (decode,) = [i for i in status.instances if i.role == "decode"]
         stack.kill(decode.workers[0])

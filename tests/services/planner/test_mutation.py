@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import pytest
 
 from services.planner import scaler
@@ -201,6 +202,39 @@ async def test_all_roles_change_at_once(rig: Rig) -> None:
     assert sorted(plan.role for plan in found) == ["decode", "prefill"]
     assert {t.worker_id for plan in found for t in plan.targets} == {"w0", "w1"}
     await settled(rig)
+
+
+async def test_the_last_one_that_takes_prompts_goes_on_taking_them_in_another_role(rig: Rig) -> None:
+    """The monitor keeps it until another one takes prompts, and there is no worker for that."""
+    rig.pool.models = (msgspec.structs.replace(M, serving="disaggregated", min_instances=1),)
+    rig.pool.workers = serving("colocated", "w0")
+    await say(rig, "prefill", 1, 0)
+    plan = await one(rig, MutatePlan)
+    assert moved(plan) == [("w0", "colocated", "prefill")]
+
+
+async def test_a_model_is_served_in_another_way_without_a_load_or_a_drain(rig: Rig) -> None:
+    """As the monitor says it: one instance is to take prompts until another one does."""
+    rig.pool.models = (msgspec.structs.replace(M, serving="disaggregated", min_instances=1),)
+    rig.pool.workers = serving("colocated", "w0", "w1") + spare("w9")
+    await say(rig, "colocated", 1, 2, idle=1, idle_s=0.0)
+    await say(rig, "prefill", 1, 0)
+    await say(rig, "decode", 1, 0)
+    found = await plans(rig, MutatePlan, 2)
+    assert sorted(plan.role for plan in found) == ["decode", "prefill"]
+    await say(rig, "colocated", 1, 2, idle=1, idle_s=0.0)
+    await settled(rig)
+    assert len(rig.plans()) == 2, "what the monitor said before it looked again asks for nothing"
+
+
+async def test_what_no_worker_was_spare_for_gets_what_another_role_can_do_without_later(rig: Rig) -> None:
+    rig.pool.workers = serving("colocated", "w0", "w1")
+    await say(rig, "decode", 1, 0)
+    await eventually(lambda: rig.refused("no_capacity") == 1)
+    await say(rig, "colocated", 1, 2)
+    plan = await one(rig, MutatePlan)
+    assert moved(plan) == [("w1", "colocated", "decode")]
+    assert len(rig.plans()) == 1
 
 
 async def test_by_hand_an_idle_instance_gets_the_role_and_the_record_says_so(rig: Rig) -> None:

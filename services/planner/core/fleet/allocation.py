@@ -46,6 +46,8 @@ class Want:
     weights_bytes: int = 0
     avoided: Collection[str] = ()
     """Workers that failed to load the model a short while ago."""
+    mutates: bool = False
+    """Instances of its model's other roles would get its role (``core/operations/mutation.py``): they make no room."""
     is_kept: bool = False
     """A minimum, or a number that was asked for by hand, asks for it, and not the load alone."""
 
@@ -110,7 +112,7 @@ class _Owner:
         """A worker of use to ``want``; None if there is none, or nothing is to be given."""
         if self.spendable <= 0 or self._largest_bytes < want.weights_bytes:
             return None
-        if (self.holding.model, self.holding.role) == (want.model, want.role):
+        if self.holding.model == want.model and (want.mutates or self.holding.role == want.role):
             return None
         for index, room in enumerate(self._rooms):
             if room.suits(want):

@@ -185,6 +185,35 @@ def test_a_prefill_instances_request_names_the_decode_instance_with_the_fewest_t
     assert h.placed() == [("p", "d1")]
 
 
+def test_an_instance_that_changes_its_role_keeps_what_is_booked_there() -> None:
+    h = Harness(prefill("p", running=2), decode("d1"), decode("d2"))
+    h.add(stream("1", 50, max_tokens=10), stream("2", 20, max_tokens=10))
+    assert h.placed() == [("p", "d1"), ("p", "d2")]
+    h.router.bookings.moved("1", "d1")
+    # The prefill instance decodes now, and a decode instance takes prompts beside what it decodes.
+    h.router.set_routes("m", [decode("p"), prefill("d1"), decode("d2")])
+    h.add(stream("3", 10, max_tokens=10))
+    assert h.placed() == [("d1", "d2")], "30 tokens are at p, and as many were promised to d2, which is first by its id"
+    assert h.router.bookings.load_of("d1").inflight_requests == 2
+    h.router.bookings.moved("2", "d2")
+    h.add(stream("4", 10, max_tokens=10))
+    h.router.finish("1", "m")
+    assert h.placed() == [("d1", "p")], "d2 has the more"
+    h.router.bookings.moved("3", "d2")
+    h.router.bookings.moved("4", "p")
+    for name in ("2", "3", "4"):
+        h.router.finish(name, "m")
+    assert all(h.router.bookings.load_of(name).outstanding_tokens == 0 for name in ("p", "d1", "d2"))
+
+
+def test_what_waits_goes_to_an_instance_that_begins_to_take_prompts() -> None:
+    h = Harness(decode("d1"), decode("d2"))
+    h.add(stream("1", max_tokens=5))
+    assert h.placed() == []
+    h.router.set_routes("m", [decode("d1"), prefill("d2")])
+    assert h.placed() == [("d2", "d1")]
+
+
 def test_prefill_and_colocated_instances_are_chosen_from_alike() -> None:
     h = Harness(route("a"), decode("d"), prefill("p"))
     h.add(stream("1", 90, max_tokens=5), stream("2", max_tokens=5), stream("3", max_tokens=5))
