@@ -57,6 +57,12 @@ def control(context: typer.Context) -> None:
     _hand_over(context, "bench.control.cli")
 
 
+@app.command("drain", context_settings=_PASS_ON, add_help_option=False)
+def drain(context: typer.Context) -> None:
+    """Seconds until a worker under long answers is free, with and without migration, and what streams see of it."""
+    _hand_over(context, "bench.drain")
+
+
 @app.command("engine", context_settings=_PASS_ON, add_help_option=False)
 def engine(context: typer.Context) -> None:
     """Tokens per second of the engine, against a reference on the same machine."""

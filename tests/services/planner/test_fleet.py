@@ -179,6 +179,34 @@ async def test_a_busy_instance_that_served_for_long_goes_for_a_model_without_one
     assert isinstance(drain, DrainPlan)
     assert (drain.model, len(drain.targets)) == ("busy", 1)
     assert "its share of the time is over" in drain.reason
+    # Another instance of its model takes what it has not begun.
+    assert drain.targets[0].send_back == "waiting"
+
+
+async def test_the_last_instance_that_goes_for_another_model_sends_its_requests_back(rig: Rig) -> None:
+    rig.pool.workers = rig.pool.workers[:1]
+    await say(rig, "waits", 1, 0)
+    await eventually(lambda: len(rig.plans()) == 1)
+    (drain,) = rig.plans()
+    assert isinstance(drain, DrainPlan)
+    assert [(t.destinations, t.send_back) for t in drain.targets] == [((), "all")]
+
+
+async def test_instances_that_go_are_told_where_their_requests_may_continue(rig: Rig) -> None:
+    free = {"w0": 100, "w1": 10}
+    for name, blocks in free.items():
+        changes = {"model": "busy", "worker_id": name, "kv_blocks_used": 100 - blocks, "kv_block_tokens": 16}
+        await rig.client.publish(subjects.load(), report(f"i-{name}", **changes))
+    await say(rig, "busy", 1, 2)
+    await eventually(lambda: len(rig.plans()) == 1)
+    (drain,) = rig.plans()
+    assert isinstance(drain, DrainPlan)
+    (target,) = drain.targets
+    (other,) = {"w0", "w1"} - {target.worker_id}
+    (destination,) = target.destinations
+    assert (destination.worker_id, destination.instance_id) == (other, f"i-{other}")
+    assert destination.kv_tokens == free[other] * 16 * 9 // 10
+    assert target.send_back == "waiting"
 
 
 async def test_a_demand_that_is_not_repeated_is_not_met_when_a_worker_becomes_spare(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 
 from services.worker.engine.mock.settings import MockTiming
 from shared import subjects
 from shared.messages.live import WorkerOrder
-from shared.messages.scaling import Destination, DrainPlan, DrainTarget, SendBack
+from shared.messages.scaling import Destination, DrainPlan, DrainTarget, MigratePlan, SendBack
 from tests.services.cluster import Cluster, running_cluster
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
@@ -58,6 +59,27 @@ class Moving:
         plan = DrainPlan(plan_id=plan_id, model="m", targets=(target,), revive=revive)
         order = WorkerOrder(drain=plan)
         await self.cluster.client.publish_event(subjects.worker_plans(self.here.worker_id), order, message_id=plan_id)
+
+    async def migrate(
+        self,
+        to: RunningWorker,
+        *,
+        kv_tokens: int = 1 << 20,
+        plan_id: str = "migrate-1",
+        instance_id: str = "",
+        expires_in_s: float = 60.0,
+    ) -> None:
+        """Some of the first worker's requests go."""
+        plan = MigratePlan(
+            plan_id=plan_id,
+            model="m",
+            worker_id=self.here.worker_id,
+            instance_id=instance_id or self.here.serving.instance_id,
+            destinations=(self.destination(to, kv_tokens),),
+            expires_at_s=time.time() + expires_in_s,
+        )
+        subject = subjects.worker_plans(self.here.worker_id)
+        await self.cluster.client.publish_event(subject, WorkerOrder(migrate=plan), message_id=plan_id)
 
     async def ends(self, *request_ids: str) -> None:
         """Each ended well, once, and with the right tokens."""

@@ -93,3 +93,26 @@ async def test_a_revived_instance_keeps_what_has_not_left(redis_url: str) -> Non
         await eventually(lambda: fleet.here.serving.state == "serving")
         await fleet.ends("a", "b")
         assert fleet.here.instance is not None
+
+
+async def test_an_order_moves_some_and_the_instance_serves_on(redis_url: str) -> None:
+    async with moving(redis_url) as fleet:
+        for name in ("a", "b", "c"):
+            await fleet.submit(name, prompt=PROMPT[:50], max_tokens=250)
+        await fleet.decoding("a", "b", "c")
+        await fleet.migrate(fleet.others[0], kv_tokens=150)
+        await eventually(lambda: fleet.outcomes() == {"moved": 2})
+        await fleet.ends("a", "b", "c")
+        assert sorted(len(fleet.said_by(name)) for name in ("a", "b", "c")) == [1, 2, 2]
+        assert fleet.here.serving.state == "serving"
+
+
+async def test_an_order_that_comes_too_late_or_for_another_instance_moves_nothing(redis_url: str) -> None:
+    async with moving(redis_url) as fleet:
+        await fleet.submit("r", max_tokens=60)
+        await fleet.decoding("r")
+        await fleet.migrate(fleet.others[0], plan_id="late", expires_in_s=-1.0)
+        await fleet.migrate(fleet.others[0], plan_id="other", instance_id="i-other")
+        await fleet.ends("r")
+        assert fleet.said_by("r") == ["w0"]
+        assert fleet.outcomes() == {}
