@@ -366,6 +366,24 @@ async def test_a_worker_that_says_nothing_fails_soon(rig: Rig, monkeypatch: pyte
     assert (record.status, record.targets[0].failure) == ("failed", "it did not take its new role in time")
 
 
+async def test_a_plan_that_cannot_be_published_is_decided_again(rig: Rig) -> None:
+    rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2")
+    publish = rig.bus.publish_event
+
+    async def broken(*_: object, **__: object) -> None:
+        raise Unavailable("the stream does not answer")
+
+    rig.bus.publish_event = broken  # type: ignore[method-assign, assignment]
+    await say(rig, "prefill", 1, 2)
+    await say(rig, "decode", 2, 1)
+    await eventually(lambda: rig.refused("unavailable") >= 1)
+    rig.bus.publish_event = publish  # type: ignore[method-assign]
+    await say(rig, "prefill", 1, 2)
+    await say(rig, "decode", 2, 1)
+    plan = await one(rig, MutatePlan)
+    assert len(plan.targets) == 1
+
+
 async def test_a_lost_report_is_replaced_by_the_registry(rig: Rig) -> None:
     rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2")
     await say(rig, "prefill", 1, 2)

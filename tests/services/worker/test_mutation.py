@@ -16,6 +16,7 @@ from shared.messages.scaling import MutatePlan, MutateTarget
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.rig import PROMPT, Disaggregated, disaggregated
+from tests.services.worker.live.burst import Burst, live_cluster
 from tests.services.worker.lone_worker import LoneWorker, lone_worker
 from tests.services.workers import RunningWorker
 
@@ -196,3 +197,16 @@ async def test_requests_in_every_phase_finish_where_they_were_to(redis_url: str,
         await pair.ends("late")
         assert pair.decoded_by("late") == ["w0", "w1"]
         await pair.clean()
+
+
+async def test_the_source_of_a_pair_that_becomes_a_decode_instance_parts_with_it(redis_url: str) -> None:
+    async with live_cluster(redis_url) as cluster:
+        burst = Burst(cluster)
+        await burst.start(delay_s=0.06)
+        await burst.live_source()
+        await give_role(burst.source, "decode")
+        await burst.ends()
+        (pair,) = (await cluster.record(burst.plan_id)).live
+        assert pair.outcome == "dissolved", pair
+        await eventually(lambda: burst.source.service.parts.pair_roles.source is None)
+        await burst.clean()
