@@ -202,11 +202,14 @@ async def test_requests_in_every_phase_finish_where_they_were_to(redis_url: str,
 async def test_the_source_of_a_pair_that_becomes_a_decode_instance_parts_with_it(redis_url: str) -> None:
     async with live_cluster(redis_url) as cluster:
         burst = Burst(cluster)
-        await burst.start(delay_s=0.06)
+        await burst.start(delay_s=0.15)
         await burst.live_source()
         await give_role(burst.source, "decode")
         await burst.ends()
-        (pair,) = (await cluster.record(burst.plan_id)).live
+        record = await cluster.record(burst.plan_id)
+        ((pair,), (target,)) = record.live, record.targets
         assert pair.outcome == "dissolved", pair
-        await eventually(lambda: burst.source.service.parts.pair_roles.source is None)
+        assert pair.ended_ms is not None
+        assert target.loaded_ms is not None
+        assert pair.ended_ms < target.loaded_ms, "it did not go on until the target had everything"
         await burst.clean()
