@@ -109,7 +109,11 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             about=about,
             result=result,
-            void=void_reasons(result, concurrency_limit=about.concurrency_limit),
+            void=void_reasons(
+                result,
+                concurrency_limit=about.concurrency_limit,
+                not_observed_s=cluster.not_observed_s if cluster is not None else 0.0,
+            ),
             slo=attainment,
             distributions=Distributions(
                 ttft_s=quantiles(record.ttft_s for record in good if record.ttft_s is not None),

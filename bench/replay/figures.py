@@ -7,6 +7,7 @@ First row: rate, mean TTFT and mean TBT over time (Figure 17). Second: distribut
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -72,11 +73,6 @@ class Panel:
     """Its colours are not those of the systems."""
     whole: bool = False
     """Counts things."""
-
-    @property
-    def is_short(self) -> bool:
-        """A logarithmic axis of less than two decades, on which 2 and 5 are named as well."""
-        return self.span[1] < 60 * self.span[0]
 
 
 def label_of(document: Document) -> str:
@@ -279,6 +275,15 @@ def time_ticks(end_s: float, most: int = 6) -> list[tuple[float, str]]:
     """Places on a time axis, and what they are called: minutes and seconds."""
     step_s = next((step for step in _NICE_S if end_s / step <= most), max(3600, round(end_s / most)))
     return [(at_s, f"{at_s // 60}:{at_s % 60:02d}") for at_s in range(0, int(end_s) + 1, int(step_s))]
+
+
+def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """Places on a logarithmic axis, and what they are called: powers of ten; of less than two decades, also twice and
+    five times these."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    steps = (1, 2, 5) if high < 60 * low else (1,)
+    places = [step * 10.0**power for power in range(first, last + 1) for step in steps]
+    return [(place, f"{place:,.6g}") for place in places if low <= place <= high]
 
 
 def table(documents: Sequence[Document]) -> list[tuple[str, list[str]]]:

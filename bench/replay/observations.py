@@ -152,6 +152,7 @@ class ClusterLog:
         the start of the replay."""
         if not self.instances:
             return None
+        looks_s = [*self.looks_s, max(end_s, self.looks_s[-1])]
         end_s = max(begin_s, min(end_s, self.looks_s[-1]))
         by_role: defaultdict[str, float] = defaultdict(float)
         for point, next_s in zip(self.instances, [*(p.at_s for p in self.instances[1:]), end_s], strict=True):
@@ -167,7 +168,7 @@ class ClusterLog:
             weights_bytes=self.weights_bytes,
             host_cache_max_bytes=max((point.num_bytes for point in self.host_cache), default=None),
             nic_bytes=self.carried[-1].network if self.carried else None,
-            not_observed_s=sum(b - a for a, b in pairwise(self.looks_s) if b - a > MAX_SILENCE_S),
+            not_observed_s=sum(b - a for a, b in pairwise(looks_s) if b - a > MAX_SILENCE_S),
             instances=tuple(self.instances),
             host_cache=tuple(self.host_cache),
             carried=tuple(self.carried),

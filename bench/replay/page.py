@@ -12,7 +12,7 @@ import msgspec
 from plotly.offline import get_plotlyjs
 
 from bench.replay.document import Document
-from bench.replay.figures import COLOURS, Curve, Panel, label_of, panels, table, time_ticks
+from bench.replay.figures import COLOURS, Curve, Panel, label_of, log_ticks, panels, table, time_ticks
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1b1b1b; background: #fff; margin: 2rem auto; max-width: 1240px;
@@ -121,7 +121,8 @@ def _drawn(panel: Panel) -> dict[str, Any]:
         x_axis |= {"tickvals": [at_s for at_s, _ in ticks], "ticktext": [name for _, name in ticks]}
     elif panel.axis == "log":
         x_axis |= {"type": "log", "range": [math.log10(edge) for edge in panel.span]}
-        x_axis |= {"dtick": "D2" if panel.is_short else 1}
+        ticks = log_ticks(*panel.span)
+        x_axis |= {"tickvals": [place for place, _ in ticks], "ticktext": [name for _, name in ticks]}
         y_axis |= {"range": [0, 1.02]}
         if panel.limit is not None:
             line = {"dash": "dash", "width": 1, "color": "#444"}

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from bench.replay.document import Document
-from bench.replay.figures import COLOURS, Panel, label_of, panels, time_ticks
+from bench.replay.figures import COLOURS, Panel, label_of, log_ticks, panels, time_ticks
 
 _STYLE: dict[Any, Any] = {
     # Names may have a dollar sign.
@@ -109,10 +109,10 @@ def _draw_curves(axes: Axes, panel: Panel) -> None:
     if panel.axis == "log":
         axes.set_xscale("log")
         axes.set_xlim(*panel.span)
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if panel.is_short else (1,)))
+        ticks = log_ticks(*panel.span)
+        axes.set_xticks([place for place, _ in ticks], [name for _, name in ticks])
         axes.xaxis.set_minor_locator(LogLocator(subs="all"))
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_ylim(0, 1.02)
         axes.set_xlabel(panel.x_label)
         if panel.limit is not None:

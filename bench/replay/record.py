@@ -126,8 +126,9 @@ MAX_LAG_S = 0.005
 """At the 99th percentile: a client that is later than this measures itself."""
 
 
-def void_reasons(result: Result, *, concurrency_limit: int | None) -> tuple[str, ...]:
-    """Why the figures are not those of the trace; none if they are."""
+def void_reasons(result: Result, *, concurrency_limit: int | None, not_observed_s: float = 0.0) -> tuple[str, ...]:
+    """Why the figures are not those of the trace; none if they are. ``not_observed_s``: for which the cluster did not
+    answer."""
     reasons = []
     lag = result.send_lag_s
     if lag is not None and lag.p99 > MAX_LAG_S:
@@ -138,4 +139,6 @@ def void_reasons(result: Result, *, concurrency_limit: int | None) -> tuple[str,
         reasons.append(f"at most {concurrency_limit} requests at a time: the load waited for the answers")
     if result.unfinished:
         reasons.append(f"interrupted: {result.unfinished} of {result.planned} requests have no outcome")
+    if not_observed_s:
+        reasons.append(f"the cluster did not answer for {not_observed_s:.1f} s, in which its GPUs were not seen")
     return tuple(reasons)

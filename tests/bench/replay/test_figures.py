@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from bench.replay.figures import panels, table, time_ticks
+from bench.replay.figures import log_ticks, panels, table, time_ticks
 from tests.bench.replay.documents import document
 
 
@@ -46,3 +46,8 @@ def test_time_is_told_in_minutes_and_seconds() -> None:
     assert time_ticks(300) == [(60 * n, f"{n}:00") for n in range(6)]
     assert time_ticks(3.5) == [(0, "0:00"), (1, "0:01"), (2, "0:02"), (3, "0:03")]
     assert len(time_ticks(100_000)) <= 8
+
+
+def test_a_short_logarithmic_axis_names_more_places() -> None:
+    assert log_ticks(18, 750) == [(20, "20"), (50, "50"), (100, "100"), (200, "200"), (500, "500")]
+    assert [name for _, name in log_ticks(0.05, 20_000)] == ["0.1", "1", "10", "100", "1,000", "10,000"]

@@ -73,7 +73,7 @@ def test_an_interrupted_run_counts_up_to_the_last_look() -> None:
     log.saw_status(3.0, status(SERVING))
     found = log.sum_up(1.0, 60.0, started_at_s=0.0)
     assert found is not None
-    assert (found.gpu_seconds, found.end_s) == (2.0, 3.0)
+    assert (found.gpu_seconds, found.end_s, found.not_observed_s) == (2.0, 3.0, 60.0)
 
 
 def test_other_models_do_not_count_and_nothing_seen_is_nothing() -> None:

@@ -31,4 +31,6 @@ def test_what_makes_a_run_void_is_said() -> None:
     assert "p99 5.1 ms" in reasons(Collector(10, records=late))[0]
     assert "3 of 10" in reasons(Collector(10, shortened=3, records=[record(index) for index in range(10)]))[0]
     assert "8 requests at a time" in reasons(Collector(1, records=[record()]), 8)[0]
+    unseen = void_reasons(Result.of(Collector(1, records=[record()])), concurrency_limit=None, not_observed_s=3.0)
+    assert "did not answer for 3.0 s" in unseen[0]
     assert "1 of 2 requests have no outcome" in reasons(Collector(2, records=[record()]))[0]

@@ -138,7 +138,7 @@ async def test_cancelling_keeps_what_was_measured() -> None:
 
 
 async def test_an_endpoint_that_dies_fails_what_it_had_and_what_comes_after() -> None:
-    async with fake_server(lambda n: "die" if n == 4 else "ok", gap_s=0.1) as server:
+    async with fake_server(lambda n: "die" if n == 4 else "ok") as server:
         result, _ = await _replay(server, _trace(10, every_s=0.1), timeout_s=2.0)
     assert (result.completed + result.failed, result.unfinished) == (10, 0)
     assert result.completed >= 1
