@@ -13,7 +13,7 @@ import pytest
 from services.planner.core.operations import operation
 from services.worker.memory.pieces import REFETCH_INDEX
 from services.worker.weights import outcome
-from shared.errors import Conflict, NoCapacity
+from shared.errors import Conflict, NoCapacity, SentBack
 from shared.messages.scaling import ScalePlan, ScaleRecord
 from tests.checkpoints import tiny_checkpoint
 from tests.services.cluster import LEASE_S, Cluster, running_cluster
@@ -125,7 +125,7 @@ async def test_a_drain_finishes_running_requests_and_refuses_new_ones(unwatched:
     await unwatched.gateway.submit(worker.worker_id, instance_id, "running")
     drain = await unwatched.start_scale(0)
     await unwatched.states(**{worker.worker_id: "draining"})
-    with pytest.raises(Conflict):
+    with pytest.raises(SentBack):
         await unwatched.gateway.submit(worker.worker_id, instance_id, "late")
     assert unwatched.gateway.parts == {}
     resume(engine)

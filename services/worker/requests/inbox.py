@@ -21,7 +21,7 @@ from services.worker.scheduling.sequence import Sequence
 from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus
-from shared.errors import BlitzError, Conflict, NoResponder, NotFound, Overloaded
+from shared.errors import BlitzError, Conflict, NoResponder, NotFound, Overloaded, SentBack
 from shared.messages.common import TAKES_PROMPTS, Ack
 from shared.messages.generation import (
     AckTerminal,
@@ -137,9 +137,12 @@ class Inbox:
     # --- from the gateways -------------------------------------------------------------------
 
     async def on_submit(self, request: Submit) -> Ack:
-        """Take a request. Raises ``Conflict`` (not this instance, not serving), ``Overloaded``,
-        ``ContextLengthExceeded``, ``BadRequest`` (a token that the model lacks); then nothing was taken."""
+        """Take a request. Raises ``Conflict`` (not this instance, not serving), ``SentBack`` (it is about to go),
+        ``Overloaded``, ``ContextLengthExceeded``, ``BadRequest`` (a token that the model lacks); then nothing was
+        taken."""
         instance = self._instance()
+        if instance is not None and instance.instance_id == request.instance_id and instance.state == "draining":
+            raise SentBack(f"instance {instance.instance_id} drains")  # the gateway had not heard of it yet
         if instance is None or not self.admitting:
             raise Conflict(f"worker {self._worker_id} has no instance that takes requests")
         instance.check_admits(request.instance_id)

@@ -13,7 +13,7 @@ from services.worker.requests.inbox import Inbox
 from services.worker.scheduling.gateways import Gone
 from services.worker.scheduling.sequence import Sequence, sequence_of
 from shared import subjects
-from shared.errors import BlitzError, Conflict, ContextLengthExceeded, NotFound, Overloaded
+from shared.errors import BlitzError, Conflict, ContextLengthExceeded, NotFound, Overloaded, SentBack
 from shared.messages.common import Ack
 from shared.messages.generation import Cancel, Resend, SamplingParams, Submit
 from tests.services.fake_gateway import PROMPT, FakeGateway, expected_tokens
@@ -296,7 +296,7 @@ async def test_a_stopped_worker_finishes_what_runs_before_it_leaves() -> None:
         await alone.gateway.tokens_arrived("r", 1)
         stopping = asyncio.create_task(alone.worker.stop())
         await eventually(lambda: alone.pool.heartbeats[-1].state == "draining")
-        with pytest.raises(Conflict):
+        with pytest.raises(SentBack):
             await alone.submit(instance_id, "late")
         assert not alone.pool.heartbeats[-1].leaving
         await stopping
