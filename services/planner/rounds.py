@@ -27,7 +27,8 @@ from services.planner.core.operations.operation import Operation
 from services.planner.fleet import About, Fleet
 from services.planner.leases import RPC_TIMEOUT_S, Leases
 from services.planner.mutations import Mutations
-from services.planner.scaler import NoSpareWorker, Scaler, Step
+from services.planner.scaler import Scaler
+from services.planner.step import NoSpareWorker, Step
 from shared.aio import OwnedTasks
 from shared.errors import BlitzError, Conflict, Internal, Unavailable
 from shared.leading import Leader

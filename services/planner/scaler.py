@@ -7,17 +7,15 @@ import logging
 import secrets
 import time
 from collections.abc import Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from opentelemetry import trace
 
 from services.planner.config import PlanSettings
 from services.planner.core.fleet.evacuation import Evacuation
-from services.planner.core.live.pairs import Selection, num_sources
+from services.planner.core.live.pairs import num_sources
 from services.planner.core.multicast.baselines import plan_by
-from services.planner.core.multicast.chains import WorkerChains
-from services.planner.core.multicast.cluster import Cluster, Clusters
+from services.planner.core.multicast.cluster import Clusters
 from services.planner.core.multicast.explain import instances_of, names
 from services.planner.core.operations.decision import Decision, ScaleRequest, decide
 from services.planner.core.operations.operation import Operation, give_up_s
@@ -36,9 +34,10 @@ from services.planner.migrations import Migrations
 from services.planner.mutations import Mutations
 from services.planner.pair_planner import PairPlanner
 from services.planner.plan_stream import AnyPlan, PlanStream
-from shared.errors import BlitzError, Conflict, ModelNotFound, NoCapacity
+from services.planner.step import Load, NoSpareWorker, Step
+from shared.errors import BlitzError, Conflict, ModelNotFound
 from shared.messages.common import LiveChoice
-from shared.messages.registry import LeaseGrant, LeaseWorkers, ModelRecord, WorkerRecord
+from shared.messages.registry import LeaseGrant, WorkerRecord
 from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan
 from shared.registry_view import RegistryView, counted_as
 
@@ -46,72 +45,6 @@ log = logging.getLogger(__name__)
 
 MUTATE_BY_S = 2.0
 """A worker that hears later that it is to mutate does not: by then something else is decided."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What is to be loaded, and which of its targets scale live."""
-
-    cluster: Cluster
-    chains: WorkerChains
-    selection: Selection
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one request comes to in a round. Nothing is leased or told yet."""
-
-    request: ScaleRequest
-    plan_id: str
-    model: ModelRecord
-    decision: Decision
-    workers: Sequence[WorkerRecord]
-    """Those that have an instance of the model."""
-    load: Load | None = None
-    """If anything is to be loaded."""
-    mutate: Sequence[WorkerRecord] = ()
-    """Whose instances get the request's role. Then nothing else is done."""
-    explain: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    """Both of a mutation."""
-    short: int = 0
-    """Instances beyond those that mutate that no spare worker was left for."""
-    needs: str = ""
-    """The plan id of the step without whose lease this one is not to be carried out."""
-
-    @property
-    def missing(self) -> int:
-        """Instances that no spare worker was left for."""
-        return self.decision.load - len(self.load.chains.targets) if self.load is not None else self.short
-
-    @property
-    def changes(self) -> frozenset[str]:
-        """The instances (ids) with which something happens: those that drain, come back, mutate, or scale live with a
-        new one."""
-        records = (*self.decision.drain, *self.decision.revive, *self.mutate)
-        sources = [pair.source for pair in self.load.selection.pairs] if self.load is not None else []
-        return frozenset(sources) | {r.instance.instance_id for r in records if r.instance is not None}
-
-    def lease(self, ttl_s: float, term: int) -> LeaseWorkers | None:
-        """What has to be leased for it."""
-        if self.load is None:
-            return None
-        return LeaseWorkers(
-            plan_id=self.plan_id,
-            model=self.model.name,
-            worker_ids=self.load.chains.targets,
-            ttl_s=ttl_s,
-            role=self.request.role,
-            term=term,
-        )
-
-
-class NoSpareWorker(NoCapacity):
-    """Not one of the ``missing`` instances has a worker."""
-
-    def __init__(self, message: str, missing: int) -> None:
-        super().__init__(message)
-        self.missing = missing
 
 
 class Scaler:
