@@ -178,7 +178,9 @@ class KvReceiver(Cooperation):
         await self._give_up_older(request, instance)
         num_tokens = min(sequence.num_tokens, message.chunk_tokens or sequence.num_tokens)
         window = self._window(num_tokens, instance, instance.layout.num_layers)
-        call = instance.engine.call(lambda loop: loop.scheduler.reservations.reserve([sequence]), between_layers=True)
+        call = instance.engine.call(
+            lambda loop: loop.scheduler.reservations.reserve([sequence], behind_waiting=True), between_layers=True
+        )
         reserved = False
         try:
             reserved = await asyncio.wrap_future(call)

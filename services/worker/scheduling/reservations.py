@@ -64,14 +64,17 @@ class Reservations:
             return False
         return table.pool.can_allocate(sum(map(table.pool.blocks_for, lengths)) + len(table.running))
 
-    def reserve(self, sequences: Rows[Sequence]) -> bool:
+    def reserve(self, sequences: Rows[Sequence], *, behind_waiting: bool = False) -> bool:
         """Slots and blocks for contexts that are computed outside of steps, for all or, with False, for none.
 
-        Requests that are another instance's so far get their place in the order of arrival here.
+        Requests that are another instance's so far get their place in the order of arrival here. ``behind_waiting``:
+        what waits here to be computed keeps a slot and blocks for the first of it, or it would never begin where others
+        bring as much as ends.
         """
-        if not self.fits([s.num_tokens for s in sequences]):
-            return False
         table = self._table
+        first = [table.waiting[0].num_tokens] if behind_waiting and table.may_admit else []
+        if not self.fits([*first, *(s.num_tokens for s in sequences)]):
+            return False
         for sequence in sequences:
             if sequence.id < 0:
                 table.number(sequence)

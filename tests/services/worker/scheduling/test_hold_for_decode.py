@@ -284,3 +284,24 @@ def test_a_request_as_another_instance_has_to_know_it() -> None:
     assert there.num_emitted == there.num_computed == 0
     sequence.append(1)
     assert len(message.output_token_ids) == 1, "a message does not change"
+
+
+def test_what_comes_to_be_decoded_leaves_room_for_the_prompt_that_waits_here() -> None:
+    scheduler = Scheduler(config(num_blocks=8))
+    scheduler.add(request("runs", 8))
+    step(scheduler)
+    scheduler.add(request("waits", 20))
+    guest = request("guest", 4)
+    assert scheduler.reservations.fits([4]), "there is room, but not for both"
+    assert not scheduler.reservations.reserve([guest], behind_waiting=True)
+    assert not guest.block_table
+    assert scheduler.reservations.reserve([guest]), "a pair's own batch has its place before what waits"
+    scheduler.check()
+
+
+def test_without_a_prompt_that_waits_what_comes_to_be_decoded_has_all_the_room() -> None:
+    scheduler = Scheduler(config(num_blocks=8))
+    scheduler.add(request("runs", 8))
+    step(scheduler)
+    assert scheduler.reservations.reserve([request("guest", 20)], behind_waiting=True)
+    scheduler.check()
