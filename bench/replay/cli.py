@@ -29,7 +29,7 @@ from bench.traces.reader import read_trace
 from bench.traces.request import Trace
 from bench.traces.scaling import scale_rate, spread_seconds
 from bench.traces.synthetic import FIGURES, synthesise
-from shared.errors import BadRequest
+from shared.errors import BadRequest, Unauthorized
 
 app = typer.Typer(help="Replay a request trace against a running endpoint and measure it.", add_completion=False)
 
@@ -85,9 +85,12 @@ async def _measure(settings: _Replay, found: list[_Measured], progress: Progress
             prompt_seed=settings.about.seed,
         )
         bodies = Bodies(requests, options)
-        observer = await Observer.find(settings.endpoint, card.id, admin_key=settings.admin_key or settings.api_key)
+        try:
+            observer = await Observer.find(settings.endpoint, card.id, admin_key=settings.admin_key or settings.api_key)
+        except Unauthorized as error:
+            progress.console.print(f"the cluster is not observed: {error.message}", style="yellow", soft_wrap=True)
         if observer is not None:
-            await observer.look(0.0, at_everything=True)
+            await observer.look(0.0)
         collector = Collector(planned=len(requests), shortened=sum(request.shortened for request in requests))
         start_s = time.perf_counter()
         measured = _Measured(replace(settings.about, model=card.id, started_at_s=time.time()), requests, collector)
@@ -111,7 +114,7 @@ async def _measure(settings: _Replay, found: list[_Measured], progress: Progress
         finally:
             looking.cancel()
             await asyncio.wait({looking})
-        await observer.look(time.perf_counter() - start_s, at_everything=True)
+        await observer.look(time.perf_counter() - start_s)
     finally:
         client.close()
         if observer is not None:

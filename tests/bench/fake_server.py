@@ -40,9 +40,10 @@ async def fake_server(
     max_model_len: int | None = None,
     split: bool = False,
     admin: Mapping[str, msgspec.Struct] | None = None,
+    admin_status: str = "404 Not Found",
 ) -> AsyncIterator[FakeServer]:
     """Serve one model, "fake"; ``split`` sends every answer a few bytes at a time. ``admin``: what GET
-    answers there, by path."""
+    answers there, by path; elsewhere there it answers ``admin_status``."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server.connections += 1
@@ -76,7 +77,7 @@ async def fake_server(
                 if path.startswith("/admin"):
                     found = (admin or {}).get(path)
                     body = msgspec.json.encode(found) if found is not None else b"{}"
-                    await answer("404 Not Found" if found is None else "200 OK", body)
+                    await answer(admin_status if found is None else "200 OK", body)
                     continue
                 server.bodies.append(json.loads(body))
                 server.authorizations.append(headers.get("authorization"))

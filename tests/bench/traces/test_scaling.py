@@ -81,6 +81,14 @@ def test_a_smaller_trace_is_part_of_the_larger_and_twice_as_many_are_twice_each(
     assert len(set(times(double))) == 200, "copies do not come at the same time as what they are copies of"
 
 
+def test_copies_of_a_lonely_request_come_anywhere_in_its_second() -> None:
+    trace = Trace("t", (TraceRequest(0.0, 1, 1), TraceRequest(50.9, 2, 1), TraceRequest(100.0, 3, 1)))
+    offsets_s = [request.arrival_s - 50 for request in scale_rate(trace, 1000, seed=1).requests[1000:2000]]
+    tenths = Counter(math.floor(offset_s * 10) for offset_s in offsets_s)
+    assert sorted(tenths) == list(range(10))
+    assert max(tenths.values()) < 150
+
+
 def test_the_seed_decides() -> None:
     trace = Trace("t", tuple(TraceRequest(index * 0.3, index, 1) for index in range(1, 101)))
     assert scale_rate(trace, 2.5, seed=1) == scale_rate(trace, 2.5, seed=1)
