@@ -87,6 +87,12 @@ def hostile(context: typer.Context) -> None:
     _hand_over(context, "bench.hostile.cli")
 
 
+@app.command("pd", context_settings=_PASS_ON, add_help_option=False)
+def pd(context: typer.Context) -> None:
+    """Prefill and decode on instances of their own, against the same workers that do both, between several hosts."""
+    _hand_over(context, "bench.pd.cli")
+
+
 @app.command("plan", context_settings=_PASS_ON, add_help_option=False)
 def plan(context: typer.Context) -> None:
     """How long the multicast planner thinks at a thousand and ten thousand GPUs."""

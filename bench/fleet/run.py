@@ -8,16 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-
 from bench.control.checkpoints import make_checkpoints
 from bench.fleet.judge import Answer, Sample, SystemResult
 from bench.fleet.plan import Arrival, Setting, make_arrivals, partition
-from bench.openai_events import DONE, CompletionRequest, read_event, write_request
-from bench.stream_client import Endpoint, StreamClient, StreamFailed
+from bench.openai_events import CompletionRequest
+from bench.stream_client import Endpoint, StreamClient
+from bench.streamed import ask
 from compose.config import StackConfig
 from compose.stack import Stack
-from shared.errors import BlitzError
 from shared.messages.scaling import ScaleRecord
 
 Say = Callable[[str], None]
@@ -185,32 +183,6 @@ async def _ask(client: StreamClient, arrivals: Sequence[Arrival], seconds: float
 
 async def answer_of(client: StreamClient, arrival: Arrival) -> Answer:
     """Ask now, and follow the answer to its end, whatever becomes of it."""
-    pieces: list[str] = []
-    first_s: float | None = None
-    error, done = "", False
-
-    def on_event(data: bytes, now_s: float) -> None:
-        nonlocal first_s, error, done
-        if data == DONE:
-            done = True
-            return
-        event = read_event(data)
-        if event.error is not None:
-            error = event.error.message
-        elif event.choices:
-            first_s = first_s or now_s
-            pieces.append(event.choices[0].text)
-
-    body = write_request(CompletionRequest.exactly(arrival.model, arrival.prompt, arrival.output_tokens))
-    sent_s = time.perf_counter()
-    try:
-        reply = await client.request("POST", "/v1/completions", body, on_event=on_event, timeout_s=PATIENCE_S)
-    except (StreamFailed, msgspec.MsgspecError) as failure:
-        return Answer(arrival.number, None, "", f"{type(failure).__name__}: {failure}")
-    except BlitzError as failure:
-        return Answer(arrival.number, None, "", failure.message)
-    if reply.status != 200:
-        error = f"{reply.status}: {reply.body[:200].decode(errors='replace')}"
-    elif not done:
-        error = error or "the stream ended without [DONE]"
-    return Answer(arrival.number, first_s - sent_s if first_s is not None else None, "".join(pieces), error)
+    request = CompletionRequest.exactly(arrival.model, arrival.prompt, arrival.output_tokens)
+    answer = await ask(client, arrival.number, request, timeout_s=PATIENCE_S)
+    return Answer(answer.number, answer.ttft_s, answer.text, answer.error)
