@@ -69,7 +69,7 @@ class Burst:
     def arrivals(self) -> tuple[Arrival, ...]:
         """In the order of time."""
         draw = random.Random(self.seed)
-        found = []
+        found: list[Arrival] = []
         at_s = 0.0
         while at_s < self.quiet_s + self.burst_s:
             at_s += draw.expovariate(self.quiet_per_s if at_s < self.quiet_s else self.burst_per_s)
@@ -124,7 +124,7 @@ async def measure_burst(burst: Burst, model: Model, *, repetitions: int, say: Sa
 
 async def _run(stack: LabStack, burst: Burst, variant: Variant) -> BurstResult:
     changes = SetModelBody(
-        serving="disaggregated",
+        served_as="disaggregated",
         min_instances=1,
         max_instances=burst.workers,
         slo_ttft_s=burst.slo_ttft_s,

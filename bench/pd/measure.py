@@ -85,7 +85,7 @@ class _Bench:
         self._say(f"prefill alone {alone.prefill_s:.3f} s ({tokens_per_s:.0f} tokens/s), step {alone.second_s:.4f} s")
         colocated = Loaded(await self._loaded())
         self._show("colocated", colocated)
-        changes = SetModelBody(serving="disaggregated", min_instances=half, max_instances=workers)
+        changes = SetModelBody(served_as="disaggregated", min_instances=half, max_instances=workers)
         since_s = time.time()
         await self._become(changes, {"prefill": half, "decode": half})
         mutations = await self._mutations(since_s)
