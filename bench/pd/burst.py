@@ -60,7 +60,9 @@ class Burst:
     quiet_per_s: float = 1.0
     burst_per_s: float = 6.0
     prompt_tokens: int = 800
-    output_tokens: int = 120
+    output_tokens: int = 200
+    kv_mib: int = 96
+    """Of each worker: the KV of a dozen requests. A prefill instance decodes what no decode instance has room for."""
     slo_ttft_s: float = 1.0
     slo_tbt_s: float = 0.032
     """A decode step of the mock takes 24 ms and 0.4 ms for each request: twenty at a time."""
@@ -109,7 +111,7 @@ async def measure_burst(burst: Burst, model: Model, *, repetitions: int, say: Sa
                     Path(folder) / f"{variant.name}-{repetition}",
                     path,
                     weights_bytes=weights_bytes,
-                    worker_env=worker_env(model),
+                    worker_env=worker_env(model, burst.kv_mib),
                     service_env=variant.service_env,
                 ) as stack:
                     result = await stack.unless_given_up(_run(stack, burst, variant))

@@ -36,12 +36,12 @@ START = Rate(2_000_000_000)
 KV_MIB = 256
 
 
-def worker_env(model: Model) -> dict[str, str]:
-    """The mock as the model says."""
+def worker_env(model: Model, kv_mib: int = KV_MIB) -> dict[str, str]:
+    """The mock as the model says, and memory for KV."""
     return {
         "BLITZ_MOCK_LAYER_BASE_MS": f"{model.layer_base_ms:g}",
         "BLITZ_MOCK_LAYER_PER_TOKEN_US": f"{model.layer_per_token_us:g}",
-        "BLITZ_WORKER_KV_MIB": str(KV_MIB),
+        "BLITZ_WORKER_KV_MIB": str(kv_mib),
     }
 
 
