@@ -141,7 +141,8 @@ def _drawn(panel: Panel) -> dict[str, Any]:
     elif "log" in panel.y_label:
         y_axis |= {"type": "log", "dtick": 1}
     if panel.whole:
-        y_axis |= {"tickformat": "d"}
+        most = sum(max((value or 0 for value in curve.y), default=0) for curve in panel.curves)
+        y_axis |= {"tickformat": "d", "tick0": 0, "dtick": max(1, math.ceil(most / 8))}
     layout = {
         "title": {"text": panel.title, "font": {"size": 14}, "x": 0.02, "y": 0.96},
         "margin": {"l": 50, "r": 12, "t": 34, "b": 40},
@@ -196,7 +197,7 @@ def _bars(panel: Panel) -> list[dict[str, Any]]:
                 "x": [bar.group.replace("\n", " ") for bar in bars],
                 "y": [bar.value for bar in bars],
                 "marker": {"color": bars[0].colour},
-                "texttemplate": "%{y:.3s}",
+                "text": [f"{bar.value:,.0f}" if bar.value >= 100 else f"{bar.value:.3g}" for bar in bars],
                 "textposition": "outside",
             }
         )
