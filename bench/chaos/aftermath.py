@@ -12,7 +12,7 @@ from bench.chaos.load import ask
 from bench.chaos.observer import Observer
 from bench.chaos.question import Question
 from bench.chaos.result import Aftermath
-from bench.chaos.setting import SPLIT
+from bench.chaos.setting import SLEEPY, SPLIT
 from bench.chaos.strike import Strike, now_s
 from compose.stack import Stack
 from shared.errors import BlitzError
@@ -79,11 +79,16 @@ def is_whole(status: Status, models: Sequence[str], num_workers: int) -> bool:
     def serves(model: str, role: str) -> bool:
         return any(i.model == model and i.role == role and i.state == "serving" for i in status.instances)
 
-    return len(status.workers) == num_workers and all(
-        serves(model, role)
-        for model in models
-        for role in (("prefill", "decode") if model.endswith(SPLIT) else ("colocated",))
-    )
+    served = {model.name: model.served_as for model in status.models}
+
+    def roles(model: str) -> tuple[str, ...]:
+        if model.endswith(SLEEPY):
+            return ()
+        return (
+            ("prefill", "decode") if model.endswith(SPLIT) or served.get(model) == "disaggregated" else ("colocated",)
+        )
+
+    return len(status.workers) == num_workers and all(serves(model, role) for model in models for role in roles(model))
 
 
 async def _until_empty(observer: Observer) -> tuple[str, ...]:

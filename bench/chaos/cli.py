@@ -33,11 +33,14 @@ def command(
         typer.Option("--signal", help="KILL; TERM: they drain; STOP: they stand still for 5 to 8 s."),
     ] = "KILL",
     roles: Annotated[bool, typer.Option("--roles", help="Prefill and decode instances as well.")] = False,
+    fleet: Annotated[
+        bool, typer.Option("--fleet", help="Roles change, workers drain, and models take turns as well.")
+    ] = False,
     engine: Annotated[
         Literal["torch", "mock"], typer.Option(help="mock computes nothing: pauses without the shared cores' part.")
     ] = "torch",
     workers: Annotated[
-        int | None, typer.Option(min=2, max=32, help="4, or 5 with --roles.", show_default=False)
+        int | None, typer.Option(min=2, max=32, help="4, 5 with --roles, 6 with --fleet.", show_default=False)
     ] = None,
     clients: Annotated[int, typer.Option(min=1, max=256, help="Each has one request at a time.")] = 8,
     model_dir: Annotated[Path | None, typer.Option(help="Checkpoint; by default the demo model.")] = None,
@@ -58,12 +61,17 @@ def command(
             kinds=parse_kinds(kill),
             how=how,
             roles=roles,
+            fleet=fleet,
             engine=engine,
-            workers=workers if workers is not None else _DEFAULT_WORKERS + roles,
+            workers=workers if workers is not None else _DEFAULT_WORKERS + roles + 2 * fleet,
             clients=clients,
         )
         if roles and setting.workers < _DEFAULT_WORKERS:
             raise BadRequest(f"--roles needs 4 workers at least, not {setting.workers}", param="workers")
+        if roles and fleet:
+            raise BadRequest("--fleet has prefill and decode instances of its own: without --roles", param="fleet")
+        if fleet and setting.workers < _DEFAULT_WORKERS:
+            raise BadRequest(f"--fleet needs 4 workers at least, not {setting.workers}", param="workers")
         check_folder(json_file)
 
     async def measure(folder: Path) -> Result:
@@ -79,6 +87,7 @@ def command(
             f"blitzscale bench chaos --seconds {seconds:g} --seed {seed} --kill {kill} --every {every:g} "
             f"--signal {how} --engine {engine} --workers {setting.workers} --clients {clients}"
             + (" --roles" if roles else "")
+            + (" --fleet" if fleet else "")
         )
         write(json_file, document | {"machine": machine.describe(), "command": asked})
     for problem in result.problems:
@@ -102,7 +111,7 @@ def result_table(result: Result, how: How) -> Table:
         ("pauses", f"{document['pauses']} with free seats elsewhere, {document['pauses_without_seats']} without"),
         ("pause p99, longest (s)", f"{document['pause_s_p99']}, {document['pause_s_max']}"),
         ("of it computing again, p99 (s)", document["recompute_s_p99"]),
-        ("scale operations", ", ".join(f"{count} {what}" for what, count in document["scales"].items()) or "none"),
+        ("operations", ", ".join(f"{count} {what}" for what, count in document["scales"].items()) or "none"),
         ("whole again after (s)", document["whole_again_s"]),
     ):
         table.add_row(label, str(value))

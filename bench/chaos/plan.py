@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shared.errors import BadRequest
-from shared.messages.common import LiveChoice, Role
+from shared.messages.common import LiveChoice, Role, Serving
 
 Kind = Literal["worker", "planner", "monitor", "pool", "nats", "redis", "gateway"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -16,9 +16,12 @@ How = Literal["KILL", "TERM", "STOP"]
 
 STOPPED_S = (5.0, 8.0)
 """How long a stopped process stays so."""
+DRAINED_S = (2.0, 6.0)
+"""How long a worker is out of use."""
 _JITTER = (0.5, 1.5)
 """Of the time between two kills."""
 _LIVE: tuple[LiveChoice, ...] = ("auto", "always", "never")
+_SERVING: tuple[Serving, ...] = ("colocated", "disaggregated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,27 @@ class ScaleWish:
 
 
 @dataclass(frozen=True, slots=True)
+class ServingWish:
+    """Serve a model another way from now on: its instances change roles under their requests."""
+
+    at_s: float
+    model: str
+    serving: Serving
+
+
+@dataclass(frozen=True, slots=True)
+class DrainWish:
+    """Take a worker out of use for a while: its requests move."""
+
+    at_s: float
+    worker: str
+    for_s: float
+
+
+Wish = ScaleWish | ServingWish | DrainWish
+
+
+@dataclass(frozen=True, slots=True)
 class Scalable:
     """What may be scaled: a model's instances of one role, between two numbers."""
 
@@ -60,7 +84,7 @@ class Plan:
     """All that is done, in the order of time."""
 
     kills: tuple[Kill, ...]
-    scales: tuple[ScaleWish, ...]
+    wishes: tuple[Wish, ...]
 
 
 def kind_of(name: str) -> str:
@@ -88,11 +112,14 @@ def make_plan(
     members: Sequence[str],
     how: How,
     scalables: Sequence[Scalable],
+    switched: Sequence[str] = (),
+    drained: Sequence[str] = (),
 ) -> Plan:
-    """The same for the same arguments. ``members``: names of the stack's processes.
+    """The same for the same arguments. ``members``: names of the stack's processes. ``switched``: models that are
+    served the one way and the other. ``drained``: workers that may be taken out of use.
 
-    Every kind has its turn in a random order before any has it again. Between two kills one scale operation is
-    asked for. Raises ``BadRequest`` for a kind without members.
+    Every kind has its turn in a random order before any has it again. Between two kills something is asked for: a scale
+    operation, another way to serve, or a worker's drain. Raises ``BadRequest`` for a kind without members.
     """
     of_kind = {kind: sorted(name for name in members if kind_of(name) == kind) for kind in kinds}
     for kind, names in of_kind.items():
@@ -102,14 +129,14 @@ def make_plan(
     killing, scaling = random.Random(f"kills-{seed}"), random.Random(f"scales-{seed}")
     turns = _turns(killing, kinds)
     kills: list[Kill] = []
-    scales: list[ScaleWish] = []
+    wishes: list[Wish] = []
     at_s = 0.0
     while True:
         gap_s = every_s * killing.uniform(*_JITTER)
         if at_s + gap_s > seconds:
-            return Plan(tuple(kills), tuple(scales))
+            return Plan(tuple(kills), tuple(wishes))
         if scalables:
-            scales.append(_wish(scaling, at_s + gap_s * scaling.random(), scalables))
+            wishes.append(_wish(scaling, at_s + gap_s * scaling.random(), scalables, switched, drained))
         at_s += gap_s
         kind = next(turns)
         stopped_s = killing.uniform(*STOPPED_S)
@@ -122,6 +149,15 @@ def _turns(rng: random.Random, kinds: Sequence[Kind]) -> Iterator[Kind]:
         yield from rng.sample(list(kinds), len(kinds))
 
 
-def _wish(rng: random.Random, at_s: float, scalables: Sequence[Scalable]) -> ScaleWish:
+def _wish(
+    rng: random.Random, at_s: float, scalables: Sequence[Scalable], switched: Sequence[str], drained: Sequence[str]
+) -> Wish:
+    kinds = ["scale", *["serving"][: len(switched)], *["drain"][: len(drained)]]
+    # Without a choice nothing is drawn: the plans of one seed stay as they are.
+    kind = rng.choice(kinds) if len(kinds) > 1 else "scale"
+    if kind == "serving":
+        return ServingWish(at_s, rng.choice(switched), rng.choice(_SERVING))
+    if kind == "drain":
+        return DrainWish(at_s, rng.choice(drained), rng.uniform(*DRAINED_S))
     what = rng.choice(list(scalables))
     return ScaleWish(at_s, what.model, what.role, rng.randint(what.low, what.high), rng.choice(_LIVE))

@@ -6,21 +6,23 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.chaos.aftermath import look
+from bench.chaos.aftermath import is_whole, look
 from bench.chaos.expect import ChaosFailed, expect
 from bench.chaos.gateways import Gateways
 from bench.chaos.killer import Killer
 from bench.chaos.load import Load, Record
 from bench.chaos.observer import Observer
 from bench.chaos.pauses import Prefill, pauses
-from bench.chaos.plan import Plan, ScaleWish, make_plan
+from bench.chaos.plan import DrainWish, Plan, ScaleWish, ServingWish, Wish, kind_of, make_plan
 from bench.chaos.question import make_questions
 from bench.chaos.result import Result
 from bench.chaos.scaler import Scaler
-from bench.chaos.setting import MAX_RUNNING, SPLIT, Setting
+from bench.chaos.setting import MAX_RUNNING, SLEEPY, SLEEPY_KEEP_ALIVE_S, SPLIT, SWITCHED, Setting
 from bench.chaos.strike import Strike, now_s
 from compose.stack import Stack
 from shared.bus.nats import NatsBus
+from shared.errors import BlitzError
+from shared.messages.admin import SetModelBody
 from shared.messages.scaling import ScaleRecord
 
 Say = Callable[[str], None]
@@ -80,6 +82,8 @@ class _Chaos:
             members=tuple(self._stack.processes),
             how=setting.how,
             scalables=setting.scalables(name),
+            switched=(name + SWITCHED,) if setting.fleet else (),
+            drained=self._workers() if setting.fleet else (),
         )
         # As a gateway, who hears tokens and load.
         access = self._stack.nats_access("gateway")
@@ -88,25 +92,29 @@ class _Chaos:
             await self._observer.listen(bus)
             if setting.roles:
                 await self._split()
+            if setting.fleet:
+                await self._add_models()
             questions = make_questions(setting.seed, setting.questions)
             self._say(f"asking {len(questions)} questions of the idle stack, streamed and whole")
             expected = await expect(self._gateways["gateway"], name, questions)
-            if not setting.roles:
+            if not setting.roles and not setting.fleet:
                 # So that there is somewhere to go from the first kill on.
-                await self._scale(ScaleWish(0.0, name, "colocated", _FIRST_INSTANCES, "never"))
+                await self._scale(ScaleWish(0.0, name, "colocated", _FIRST_INSTANCES, "never"), _HOLD_S)
             self._say(f"{len(plan.kills)} kills in {setting.seconds:g} s")
             load = Load(
                 self._gateways,
-                setting.models(name),
+                setting.asked(name),
                 questions,
                 expected.answers,
                 seed=setting.seed,
                 on_record=self._tell,
             )
-            scaler = Scaler(self._scale)
+            scaler = Scaler(self._execute)
             start_s = now_s()
             await self._disturb(plan, load, scaler, start_s)
             end_s = now_s()
+            if setting.fleet:
+                await self._use_all_workers()
             strikes = self._killer.strikes
             return Result(
                 records=load.records,
@@ -139,7 +147,7 @@ class _Chaos:
         hold_s = 2 * self._setting.seconds + READY_S + _ANSWERS_S
         for role in ("prefill", "decode"):
             wish = ScaleWish(0.0, split, "prefill" if role == "prefill" else "decode", 1, "never")
-            record = await self._scale(wish, hold_s=hold_s)
+            record = await self._scale(wish, hold_s)
             if record.status != "done":
                 raise ChaosFailed(f"no {role} instance of {split}: {record.reason or record.status}")
 
@@ -148,7 +156,7 @@ class _Chaos:
         try:
             async with asyncio.timeout(self._setting.seconds + _REVIVAL_S + _ANSWERS_S), asyncio.TaskGroup() as tasks:
                 asking = tasks.create_task(load.run(self._setting.clients, quiet))
-                scaling = tasks.create_task(scaler.run(plan.scales, start_s=start_s))
+                scaling = tasks.create_task(scaler.run(plan.wishes, start_s=start_s))
                 await self._killer.run(plan.kills, start_s=start_s)
                 await asyncio.sleep(max(0.0, start_s + self._setting.seconds - now_s()))
                 await scaling
@@ -159,10 +167,51 @@ class _Chaos:
             away = [strike.member for strike in self._killer.strikes if strike.over_s is None]
             raise ChaosFailed(f"not over in time; processes that did not come back: {away or 'none'}") from error
 
-    async def _scale(self, wish: ScaleWish, hold_s: float | None = None) -> ScaleRecord:
+    async def _add_models(self) -> None:
+        """The same checkpoint twice more: a model whose instances change roles, and one that sleeps whenever it may."""
+        admin, name = self._stack.admin, self._model.name
+        await admin.add_model(str(self._model), name=name + SWITCHED, served_as="disaggregated")
+        await admin.add_model(str(self._model), name=name + SLEEPY, keep_alive_s=SLEEPY_KEEP_ALIVE_S)
+        deadline_s = now_s() + READY_S
+        while not is_whole(await admin.status(), self._setting.models(name), self._setting.workers):
+            if now_s() > deadline_s:
+                raise ChaosFailed(f"{name + SWITCHED} does not serve")
+            await asyncio.sleep(0.2)
+
+    async def _execute(self, wish: Wish) -> str:
+        """What became of it. Raises ``BlitzError``."""
+        match wish:
+            case ScaleWish():
+                record = await self._scale(wish, _HOLD_S if wish.role == "colocated" else 10 * READY_S)
+                return f"{record.direction} {record.status}"
+            case ServingWish():
+                await self._stack.admin.set_model(wish.model, SetModelBody(served_as=wish.serving))
+                return "done"
+            case DrainWish():
+                await self._stack.admin.drain_worker(wish.worker)
+                await asyncio.sleep(wish.for_s)
+                await self._stack.admin.undrain_worker(wish.worker)
+                return "done"
+
+    async def _use_all_workers(self) -> None:
+        """What could not be undrained, because the pool was away, is now."""
+        for worker in self._workers():
+            deadline_s = now_s() + READY_S
+            while True:
+                try:
+                    await self._stack.admin.undrain_worker(worker)
+                    break
+                except BlitzError as error:
+                    if now_s() > deadline_s:
+                        raise ChaosFailed(f"{worker} cannot be used again: {error}") from error
+                    await asyncio.sleep(0.5)
+
+    def _workers(self) -> tuple[str, ...]:
+        return tuple(name for name in self._stack.processes if kind_of(name) == "worker")
+
+    async def _scale(self, wish: ScaleWish, hold_s: float) -> ScaleRecord:
         admin, deadline_s = self._stack.admin, now_s() + _SCALE_S
-        held_s = hold_s if hold_s is not None else _HOLD_S if wish.role == "colocated" else 10 * READY_S
-        record = await admin.scale(wish.model, wish.instances, hold_s=held_s, live=wish.live, role=wish.role)
+        record = await admin.scale(wish.model, wish.instances, hold_s=hold_s, live=wish.live, role=wish.role)
         while record.status == "running" and (left_s := deadline_s - now_s()) > 0:
             record = await admin.scale_record(record.plan_id, wait_s=min(_SCALE_POLL_S, left_s))
         return record

@@ -22,6 +22,13 @@ ENV: Mapping[str, str] = {
 }
 SPLIT = "-split"
 """Behind a model's name: the same checkpoint, with prefill and decode instances only."""
+SWITCHED = "-switched"
+"""The same once more, served the one way and the other."""
+SLEEPY = "-sleepy"
+"""And once more, seldom asked and given back at once."""
+SLEEPY_KEEP_ALIVE_S = 0.5
+_OFTEN = 5
+"""Requests for each other model, for one to the sleepy one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,8 @@ class Setting:
     kinds: tuple[Kind, ...] = KINDS
     how: How = "KILL"
     roles: bool = False
+    fleet: bool = False
+    """Roles change, workers drain, and models take turns."""
     engine: Literal["torch", "mock"] = "torch"
     workers: int = 4
     clients: int = 8
@@ -47,10 +56,18 @@ class Setting:
 
     def models(self, name: str) -> tuple[str, ...]:
         """Whom the requests are for."""
+        if self.fleet:
+            return name, name + SWITCHED, name + SLEEPY
         return (name, name + SPLIT) if self.roles else (name,)
+
+    def asked(self, name: str) -> tuple[str, ...]:
+        """The same, as often as each is asked."""
+        return tuple(model for model in self.models(name) for _ in range(1 if model.endswith(SLEEPY) else _OFTEN))
 
     def scalables(self, name: str) -> tuple[Scalable, ...]:
         """What is scaled up and down. With roles one worker more than these need at least is left to move."""
+        if self.fleet:
+            return (Scalable(name, "colocated", 1, max(1, self.workers // 2)),)
         if not self.roles:
             return (Scalable(name, "colocated", 1, self.workers),)
         high = max(1, self.workers - 3)

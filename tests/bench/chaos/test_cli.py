@@ -66,7 +66,9 @@ def test_a_stack_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypatch: pyt
     assert "chaos: no memory" in done.output
 
 
-@pytest.mark.parametrize("wrong", [["--kill", "cat"], ["--signal", "HUP"], ["--roles", "--workers", "3"]])
+@pytest.mark.parametrize(
+    "wrong", [["--kill", "cat"], ["--signal", "HUP"], ["--roles", "--workers", "3"], ["--roles", "--fleet"]]
+)
 def test_wrong_options_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: list[str]) -> None:
     asked = run_with(monkeypatch, result("right"))
     assert chaos(tmp_path, *wrong).exit_code == 2

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from bench.chaos.plan import KINDS, Plan, Scalable, make_plan, parse_kinds
+from bench.chaos.plan import KINDS, DrainWish, Plan, Scalable, ScaleWish, ServingWish, make_plan, parse_kinds
 from shared.errors import BadRequest
 
 MEMBERS = ("nats", "redis", "pool", "planner", "monitor", "gateway", "worker-0", "worker-1", "worker-2")
@@ -39,9 +39,27 @@ def test_every_kind_has_its_turn() -> None:
 
 
 def test_scale_operations_are_between_the_kills_and_within_their_numbers() -> None:
-    wishes = plan(5).scales
+    wishes = [w for w in plan(5).wishes if isinstance(w, ScaleWish)]
     assert {(w.model, w.role) for w in wishes} == {("demo", "colocated"), ("demo-split", "decode")}
     assert all(1 <= w.instances <= (3 if w.role == "colocated" else 2) for w in wishes)
+
+
+def test_a_fleet_is_served_the_one_way_and_the_other_and_loses_workers_for_a_while() -> None:
+    made = make_plan(
+        5,
+        seconds=120,
+        every_s=3,
+        kinds=KINDS,
+        members=MEMBERS,
+        how="KILL",
+        scalables=SCALABLES,
+        switched=("demo-switched",),
+        drained=("worker-0", "worker-1"),
+    )
+    assert made.kills == plan(5).kills
+    assert {type(w) for w in made.wishes} == {ScaleWish, ServingWish, DrainWish}
+    assert {w.serving for w in made.wishes if isinstance(w, ServingWish)} == {"colocated", "disaggregated"}
+    assert {w.worker for w in made.wishes if isinstance(w, DrainWish)} == {"worker-0", "worker-1"}
 
 
 def test_stopped_members_are_continued_after_a_while() -> None:
