@@ -73,6 +73,9 @@ def _cluster(table: Table, cluster: Cluster) -> None:
     table.add_row("most GPUs at once", f"{cluster.peak_gpus}")
     if cluster.host_cache_max_bytes is not None:
         table.add_row("host memory of copies, at most", f"{cluster.host_cache_max_bytes / 1e6:,.1f} MB")
-    for purpose, num_bytes in (cluster.nic_bytes or {}).items():
-        table.add_row(f"sent over the network: {purpose}", f"{num_bytes / 1e6:,.1f} MB")
+    for sent in cluster.carried[-1:]:
+        for place, by_purpose in (("over the network", sent.network), ("within hosts", sent.host)):
+            for purpose, num_bytes in by_purpose.items():
+                if num_bytes or place == "over the network":
+                    table.add_row(f"sent {place}: {purpose}", f"{num_bytes / 1e6:,.1f} MB")
     table.add_row("scale operations", f"{len(cluster.operations)}")
