@@ -126,6 +126,8 @@ async def test_no_message_ends_holds_up_or_grows_anything(stack: Stack) -> None:
     for model in (await stack.admin.status()).models:
         if model.name != MODEL:
             await stack.admin.remove_model(model.name)
+    for worker in await stack.admin.workers():  # which somebody may have had freed
+        await stack.admin.undrain_worker(worker.id)
     for role in ("prefill", "decode"):  # which somebody may have asked for
         await stack.admin.scale(MODEL, 0, hold_s=0.0, role=role)
     await until(stack, lambda s: len(s.workers) == 2 and s.serving(MODEL) >= 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from shared import subjects
-from shared.messages import common, copies, disaggregated, generation, identity, live, load, registry, scaling
+from shared.messages import common, copies, disaggregated, generation, identity, live, load, registry, scaling, traffic
 from shared.messages.codec import Message
 from shared.permissions import TABLE, USERS, Row, User
 
@@ -48,6 +48,7 @@ TAKES: dict[str, tuple[type[Message], type[Message] | None]] = {
     "worker.*.hold_copy": (copies.HoldCopy, common.Ack),
     "worker.*.drop_copy": (copies.DropCopy, common.Ack),
     "worker.*.can_read": (copies.CanRead, common.Ack),
+    "worker.*.traffic": (traffic.GetTraffic, traffic.WorkerTraffic),
     "load.worker": (load.LoadReport, None),
     "load.hosts": (load.HostLoad, None),
     "load.gateway": (load.QueueReport, None),
@@ -58,6 +59,7 @@ TAKES: dict[str, tuple[type[Message], type[Message] | None]] = {
     "pool.heartbeat": (registry.WorkerHeartbeat, registry.HeartbeatAck),
     "pool.restore_model": (registry.RestoreModel, common.Ack),
     "pool.retire_copy": (copies.RetireCopy, common.Ack),
+    "pool.cordon_worker": (registry.CordonWorker, common.Ack),
     "pool.snapshot": (registry.GetSnapshot, registry.Snapshot),
     "pool.add_model": (registry.AddModel, registry.ModelRecord),
     "pool.set_model": (registry.SetModel, registry.ModelRecord),
@@ -73,8 +75,10 @@ TAKES: dict[str, tuple[type[Message], type[Message] | None]] = {
     "planner.record": (scaling.GetScaleRecord, scaling.ScaleRecord),
     "planner.records": (scaling.ListScaleRecords, scaling.ScaleRecords),
     "planner.split": (live.PlanSplit, common.Ack),
+    "planner.destinations": (scaling.GetDestinations, scaling.Destinations),
     "plans.scale": (scaling.ScalePlan, None),
     "plans.drain": (scaling.DrainPlan, None),
+    "plans.mutate": (scaling.MutatePlan, None),
     "plans.zigzag": (live.ZigzagAssignment, None),
     "plans.worker.*": (live.WorkerOrder, None),
     "records.scale": (scaling.ScaleRecord, None),
