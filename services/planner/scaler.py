@@ -15,6 +15,7 @@ from services.planner.config import PlanSettings
 from services.planner.core.fleet.evacuation import Evacuation
 from services.planner.core.live.pairs import num_sources
 from services.planner.core.multicast.baselines import plan_by
+from services.planner.core.multicast.chains import left_out_of
 from services.planner.core.multicast.cluster import Clusters
 from services.planner.core.multicast.explain import instances_of, names
 from services.planner.core.operations.decision import Decision, ScaleRequest, decide
@@ -213,17 +214,17 @@ class Scaler:
             avoided=self._refusals.avoided(model.name, time.monotonic()),
             at_least=decision.load if request.by_hand else 0,
         )
+        if not cluster.spare:
+            if decision.revive:
+                # What can be had at once is had; the rest is asked for again.
+                decision = dataclasses.replace(decision, load=0)
+                return Step(request, plan_id, model, decision, workers)
+            raise NoSpareWorker("; ".join(left_out_of(cluster, 0, decision.load)), decision.load)
         choice = self._pairs.choice(request.live, request.role)
         overloaded = self._pairs.overloaded(model, workers, request.role)
         # Every pair needs a tail of its own.
         tails = max(1, min(decision.load, num_sources(overloaded, choice)))
         planned = plan_by(self._settings.strategy, cluster, decision.load, model.weights_bytes, tails=tails)
-        if not planned.chains:
-            if decision.revive:
-                # What can be had at once is had; the rest is asked for again.
-                decision = dataclasses.replace(decision, load=0)
-                return Step(request, plan_id, model, decision, workers)
-            raise NoSpareWorker("; ".join(planned.left_out), decision.load)
         selection = self._pairs.select(overloaded, planned, request.live, request.role)
         planned = dataclasses.replace(planned, explain=planned.explain + selection.explain)
         return Step(request, plan_id, model, decision, workers, Load(cluster, planned, selection))

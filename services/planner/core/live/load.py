@@ -27,7 +27,8 @@ class LoadView:
         self._assumed_tokens_per_s = assumed_tokens_per_s
         self._report_ttl_s = report_ttl_s
         self._instances: dict[str, tuple[float, LoadReport]] = {}
-        self._gateways: dict[str, tuple[float, tuple[ModelQueue, ...]]] = {}
+        self._gateways: dict[str, tuple[float, dict[str, ModelQueue]]] = {}
+        """What each holds, by model."""
         self._model_tokens_per_s: dict[str, float] = {}
         """The latest figure of any of a model's instances."""
         self._load_s: dict[str, float] = {}
@@ -43,7 +44,7 @@ class LoadView:
 
     def on_queue(self, report: QueueReport, now_s: float) -> None:
         """A gateway reports."""
-        self._gateways[report.gateway_id] = (now_s, report.models)
+        self._gateways[report.gateway_id] = (now_s, {queue.model: queue for queue in report.models})
 
     def forget(self, now_s: float) -> None:
         """Forget instances and gateways that have been silent for too long."""
@@ -101,10 +102,12 @@ class LoadView:
         instances that scale live already. ``profiles``: of those that were measured beforehand, which goes before what
         they report: it knows how long prompts of that length take.
         """
-        self.forget(now_s)
-        queues = [q for _, models in self._gateways.values() for q in models if q.model == model]
+        # A round asks this for each of its loads: only what is of the model is looked at.
+        since_s = now_s - self._report_ttl_s
+        queues = [held[model] for at_s, held in self._gateways.values() if at_s >= since_s and model in held]
         share_tokens = sum(q.queued_tokens for q in queues) / max(1, len(instance_ids))
-        reports = {i: self._instances[i][1] for i in instance_ids if i in self._instances}
+        known = {i: self._instances[i] for i in instance_ids if i in self._instances}
+        reports = {i: report for i, (at_s, report) in known.items() if at_s >= since_s}
         prompt_tokens = _mean_prompt_tokens(queues, reports.values())
         made = []
         for instance_id in sorted(instance_ids):

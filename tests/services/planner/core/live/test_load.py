@@ -171,3 +171,15 @@ def test_an_instance_that_was_profiled_is_as_fast_as_that_says_at_the_length_of_
     book.on_load(load("i1"), 0.0)
     (long, _) = book.overloaded("m", ("i0", "i1"), slo_ttft_s=5.0, now_s=0.0, profiles=of)
     assert long.queue_s == pytest.approx(4.0)  # 500 per second at 1000 tokens or more
+
+
+def test_what_is_too_old_does_not_count_and_to_ask_about_one_model_goes_through_no_other() -> None:
+    book = LoadView(assumed_tokens_per_s=1000.0)
+    book.on_load(load("i0", queued_tokens=400), 0.0)
+    book.on_load(load("i1", running_requests=1), 0.0)
+    book.on_queue(queue(requests=1, tokens=600), 0.0)
+    (found,) = overloaded(book, "i0")
+    assert found.queue_s == 1.0
+    (late,) = overloaded(book, "i0", now_s=REPORT_TTL_S + 1)
+    assert late.queue_s == 0.0
+    assert book.is_at_work("i1"), "a round asks for each of its loads; what is old is forgotten elsewhere, once"
