@@ -32,8 +32,6 @@ class ContinuousBatching:
         self._budgets = budgets
         self._reservations = reservations
         self._config = table.config
-        # Kept free at admission so that a new prefill is not the next decode's victim.
-        self._spare_blocks = table.config.num_blocks // 100
         self._some_alone = False
         """Perhaps: a request that is to be computed alone may be here."""
         self._alone_next = False
@@ -139,7 +137,7 @@ class ContinuousBatching:
             return None
         sequence = table.waiting[0]
         need = table.pool.blocks_for(sequence.num_tokens)
-        if not table.pool.can_allocate(need + (self._spare_blocks if table.running else 0)):
+        if not table.pool.can_allocate(need + table.spare_blocks):
             return None
         table.waiting.popleft()
         table.waiting_tokens -= sequence.num_tokens

@@ -39,6 +39,11 @@ class RequestTable:
         """Whether the head of ``waiting`` may run here."""
         return bool(self.waiting) and (not self.lending or self.waiting[0].stays)
 
+    @property
+    def spare_blocks(self) -> int:
+        """Kept free at admission so that a new prefill is not the next decode's victim."""
+        return self.config.num_blocks // 100 if self.running else 0
+
     def number(self, sequence: Sequence) -> None:
         """Give it its place in the order of arrival."""
         sequence.id = self._next_id

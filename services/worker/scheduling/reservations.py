@@ -56,24 +56,26 @@ class Reservations:
         table = self._table
         return table.config.max_num_sequences - len(table.running) - len(self._for_prefill) - len(self._for_decode)
 
-    def fits(self, lengths: Rows[int]) -> bool:
+    def fits(self, lengths: Rows[int], *, spare_blocks: int = 0) -> bool:
         """Whether contexts of so many tokens could be reserved now. Each running request keeps a block to grow into,
-        and what was preempted comes first."""
+        all together at least ``spare_blocks``, and what was preempted comes first."""
         table = self._table
         if (table.waiting and table.waiting[0].has_begun) or self.free_slots < len(lengths):
             return False
-        return table.pool.can_allocate(sum(map(table.pool.blocks_for, lengths)) + len(table.running))
+        spare_blocks = max(spare_blocks, len(table.running))
+        return table.pool.can_allocate(sum(map(table.pool.blocks_for, lengths)) + spare_blocks)
 
     def reserve(self, sequences: Rows[Sequence], *, behind_waiting: bool = False) -> bool:
         """Slots and blocks for contexts that are computed outside of steps, for all or, with False, for none.
 
         Requests that are another instance's so far get their place in the order of arrival here. ``behind_waiting``:
-        what waits here to be computed keeps a slot and blocks for the first of it, or it would never begin where others
-        bring as much as ends.
+        what waits here to be computed keeps a slot and what it takes to admit the first of it, or it would never begin
+        where others bring as much as ends.
         """
         table = self._table
         first = [table.waiting[0].num_tokens] if behind_waiting and table.may_admit else []
-        if not self.fits([*first, *(s.num_tokens for s in sequences)]):
+        spare_blocks = table.spare_blocks if first else 0
+        if not self.fits([*first, *(s.num_tokens for s in sequences)], spare_blocks=spare_blocks):
             return False
         for sequence in sequences:
             if sequence.id < 0:

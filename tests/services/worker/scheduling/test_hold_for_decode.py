@@ -299,6 +299,24 @@ def test_what_comes_to_be_decoded_leaves_room_for_the_prompt_that_waits_here() -
     scheduler.check()
 
 
+def test_what_comes_leaves_all_that_admitting_the_prompt_takes_in_a_large_pool() -> None:
+    scheduler = Scheduler(config(num_blocks=1000, max_num_sequences=400))
+    scheduler.add(request("runs", 8, 400))
+    step(scheduler)
+    reservations = scheduler.reservations
+    guests = [request(f"guest{i}", 16) for i in range(300)]
+    here = [guest for guest in guests if reservations.reserve([guest], behind_waiting=True)]
+    scheduler.add(request("waits", 400, 1))
+    for ends in here:
+        reservations.release([ends])
+        while guests and reservations.reserve([guests[-1]], behind_waiting=True):
+            guests.pop()
+        if "waits" in in_batch(scheduler):
+            return
+        scheduler.check()
+    raise AssertionError("others took the room that it waited for")
+
+
 def test_without_a_prompt_that_waits_what_comes_to_be_decoded_has_all_the_room() -> None:
     scheduler = Scheduler(config(num_blocks=8))
     scheduler.add(request("runs", 8))
