@@ -12,6 +12,7 @@ from services.planner.core.multicast.cluster import Clusters
 from services.planner.core.operations.decision import ScaleRequest, Standing, staying
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.refusals import Refusals
+from services.planner.core.operations.shares import Lack
 from shared.messages.common import TAKES_PROMPTS, Role, is_scaled_by_load
 from shared.messages.load import Demand
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerRecord
@@ -112,6 +113,13 @@ class Fleet:
             waits.since_s if waits is not None and not has_instances and not waits.has_instances else float("inf"),
             model.weight,
         )
+
+    def lack(self, request: ScaleRequest, missing: int, view: RegistryView, clusters: Clusters) -> Lack:
+        """What is to be loaded for a request."""
+        model, about = view.models[request.model], (request.model, request.role)
+        there = _roles(request.model, view, clusters)[request.role]
+        least = bounded(0, model, view.floors.get(about), request.role)
+        return Lack(request, self.standing(request, view, clusters), there, least, missing)
 
     def promised(self) -> frozenset[str]:
         """Instances that make room for a model that still waits."""

@@ -24,6 +24,7 @@ from services.planner.core.multicast.cluster import Clusters
 from services.planner.core.multicast.explain import instances_of
 from services.planner.core.operations.decision import ScaleRequest
 from services.planner.core.operations.operation import Operation
+from services.planner.core.operations.shares import shares
 from services.planner.fleet import About, Fleet
 from services.planner.leases import RPC_TIMEOUT_S, Leases
 from services.planner.mutations import Mutations
@@ -85,6 +86,12 @@ class _Round:
     """What no worker was left for; by hand and by load it is one thing."""
     without_worker: list[tuple[_Waiting, BlitzError]] = field(default_factory=list)
     """Requests made by hand, each with why nothing comes of it without room."""
+    shares: dict[_Waiting, int] = field(default_factory=dict)
+    """Spare workers that are left to a demand at first, where there are fewer than are lacking."""
+    sharing: list[_Waiting] = field(default_factory=list)
+    """Demands that lack more than their share: they get what others could not use."""
+    served: set[_Waiting] = field(default_factory=set)
+    """Requests of which something comes."""
     shrinking: list[_Waiting] = field(default_factory=list)
     """Requests for fewer instances."""
     staying: set[str] = field(default_factory=set)
@@ -280,8 +287,9 @@ class Rounds:
         began_s, late = time.monotonic(), list[_Waiting]()
         steps, wants = deciding.steps, deciding.wants
         waiting.sort(key=lambda one: one.request.rank(self._fleet.standing(one.request, view, clusters)))
+        deciding.shares = self._shares(waiting, deciding)
         # Again those that need fewer: what could go may have got another role by then.
-        for requests, shrinks in ((waiting, False), (deciding.shrinking, True)):
+        for requests, shrinks in ((waiting, False), (deciding.sharing, False), (deciding.shrinking, True)):
             for one in requests:
                 if (steps or wants) and time.monotonic() - began_s > MAX_ROUND_S:
                     late.append(one)
@@ -325,16 +333,43 @@ class Rounds:
         floor = view.floors.get((request.model, request.role))
         return self._adviser.allowed(request, model, clusters.of_model(model.name), floor)
 
+    def _shares(self, waiting: Iterable[_Waiting], now: _Round) -> dict[_Waiting, int]:
+        """Of those that lack more than they are to have at first. What is asked for by hand is done at one go."""
+        if not now.clusters.num_spare:
+            return {}
+        view, clusters = now.view, now.clusters
+        lacking = [
+            (one, self._fleet.lack(one.request, missing, view, clusters))
+            for one in waiting
+            if (missing := self._scaler.num_to_load(one.request, view, clusters, now.promised))
+        ]
+        if sum(lack.missing for _, lack in lacking) <= clusters.num_spare:
+            return {}
+        got = shares([lack for _, lack in lacking], clusters.num_spare)
+        return {
+            one: share
+            for (one, lack), share in zip(lacking, got, strict=True)
+            if share < lack.missing and one.by_hand is None
+        }
+
     def _plan(self, one: _Waiting, now: _Round, *, shrinks: bool) -> None:
         """Decide on one request. One that takes instances away is put aside, unless it is its turn (``shrinks``)."""
-        request = one.request
+        request, share = one.request, now.shares.pop(one, None)
+        if share is not None:
+            now.sharing.append(one)
+        if share == 0:
+            return
         try:
             steps = self._scaler.plan_with_roles(
-                request, now.view, now.clusters, now.wanted, promised=now.promised, staying=now.staying
+                request, now.view, now.clusters, now.wanted, promised=now.promised, staying=now.staying, most=share
             )
         except BlitzError as error:
             if isinstance(error, NoSpareWorker):
+                if share is not None:
+                    return  # those that are spare are of no use to it
                 self._want(request, error.missing, now)
+                if one in now.served:
+                    return
                 if one.by_hand is not None:
                     now.without_worker.append((one, error))
                     return
@@ -357,11 +392,12 @@ class Rounds:
             return
         # Who asked hears of the last of what is done in the role itself.
         answer = next(step for step in reversed(steps) if step.request is request)
+        now.served.add(one)
         for step in steps:
             now.staying.update(step.changes)
             if step.load is not None:
                 self._fleet.got_workers(step.model.name, step.request.role)
-            if step.missing and one.by_hand is None:
+            if step.missing and one.by_hand is None and share is None:
                 self._want(step.request, step.missing, now)
             asked = one if step is answer else _Waiting(step.request, one.context)
             now.steps.append((asked, step, tracer().start_span("planner.plan", context=one.context)))

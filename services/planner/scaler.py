@@ -38,7 +38,7 @@ from services.planner.plan_stream import AnyPlan, PlanStream
 from services.planner.step import Load, NoSpareWorker, Step
 from shared.errors import BlitzError, Conflict, ModelNotFound
 from shared.messages.common import LiveChoice
-from shared.messages.registry import LeaseGrant, WorkerRecord
+from shared.messages.registry import LeaseGrant, ModelRecord, WorkerRecord
 from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan
 from shared.registry_view import RegistryView, counted_as
 
@@ -87,10 +87,11 @@ class Scaler:
         *,
         promised: Collection[str] = (),
         staying: Collection[str] = (),
+        most: int | None = None,
     ) -> list[Step]:
         """What to do about a request, where instances of other roles may get its role: what does not mutate is planned
         last. Raises as ``plan`` if nothing is done. ``wanted``: what else is asked for in this round; ``staying``:
-        instance ids that keep their roles, and do not go. Workers that are to load are taken."""
+        instance ids that keep their roles, and do not go. Workers that are to load are taken, ``most`` at most."""
         steps: list[Step] = []
         changes = self._mutations.from_surplus(request, view, clusters, wanted, staying)
         if changes:
@@ -101,9 +102,12 @@ class Scaler:
             )
             steps.append(self._change_roles(request, view, clusters, [c.record for c in changes], explain))
         staying = frozenset(staying) | {c.record.instance.instance_id for c in changes if c.record.instance is not None}
-        steps += self._make_up(request, view, clusters, staying)
+        making_up = self._make_up(request, view, clusters, staying, most)
+        steps += making_up
+        if most is not None:
+            most -= sum(len(step.load.chains.targets) for step in making_up if step.load is not None)
         try:
-            rest = self.plan(request, view, clusters, promised, staying)
+            rest = self.plan(request, view, clusters, promised, staying, most)
         except (NoSpareWorker, Conflict) as error:
             if not steps:
                 raise
@@ -133,13 +137,18 @@ class Scaler:
         return Step(request, _new_plan_id(), model, decision, workers, mutate=records, explain=explain)
 
     def _make_up(
-        self, request: ScaleRequest, view: RegistryView, clusters: Clusters, staying: Collection[str]
+        self,
+        request: ScaleRequest,
+        view: RegistryView,
+        clusters: Clusters,
+        staying: Collection[str],
+        most: int | None,
     ) -> list[Step]:
         """Prefill instances become decode instances, and others load in their place, if that is faster than to load
         decode instances; nothing where no worker is spare."""
         records, num_prefill = self._mutations.made_up_for(request, view, clusters, staying)
         try:
-            instead = self.plan(request, view, clusters) if records else None
+            instead = self.plan(request, view, clusters, most=most) if records else None
         except NoSpareWorker:
             return []
         if instead is None or instead.load is None:
@@ -173,9 +182,11 @@ class Scaler:
         clusters: Clusters,
         promised: Collection[str] = (),
         mutating: Collection[str] = (),
+        most: int | None = None,
     ) -> Step | None:
         """What to do about a request; None when nothing is. Raises ``ModelNotFound``, ``NoSpareWorker``. ``promised``:
-        instances that go for another model, which load does not take back. ``mutating``: as in ``decide``.
+        instances that go for another model, which load does not take back. ``mutating``: as in ``decide``. ``most``:
+        spare workers that are left to it; None: all.
 
         What was asked for by hand is tried even on workers that failed a short while ago, if no others are left.
         """
@@ -183,19 +194,7 @@ class Scaler:
         if model is None:
             raise ModelNotFound(f"model {request.model!r} is not registered", param="model")
         workers = clusters.of_model(model.name)
-        decision = decide(
-            model,
-            workers,
-            request.desired,
-            view.floors.get((request.model, request.role)),
-            self._operations.instances_in_pairs(),
-            role=request.role,
-            leaving=self._operations.instances_to_drain(),
-            at_work=self._pairs.is_at_work,
-            promised=() if request.by_hand else promised,
-            only=request.only,
-            mutating=mutating,
-        )
+        decision = self._decide(request, model, workers, view, promised, mutating)
         if request.fewer and not decision.drain:
             return None
         if decision.nothing:
@@ -214,7 +213,8 @@ class Scaler:
             avoided=self._refusals.avoided(model.name, time.monotonic()),
             at_least=decision.load if request.by_hand else 0,
         )
-        if not cluster.spare:
+        num_targets = decision.load if most is None else min(decision.load, most)
+        if not cluster.spare or num_targets <= 0:
             if decision.revive:
                 # What can be had at once is had; the rest is asked for again.
                 decision = dataclasses.replace(decision, load=0)
@@ -223,11 +223,43 @@ class Scaler:
         choice = self._pairs.choice(request.live, request.role)
         overloaded = self._pairs.overloaded(model, workers, request.role)
         # Every pair needs a tail of its own.
-        tails = max(1, min(decision.load, num_sources(overloaded, choice)))
-        planned = plan_by(self._settings.strategy, cluster, decision.load, model.weights_bytes, tails=tails)
+        tails = max(1, min(num_targets, num_sources(overloaded, choice)))
+        planned = plan_by(self._settings.strategy, cluster, num_targets, model.weights_bytes, tails=tails)
         selection = self._pairs.select(overloaded, planned, request.live, request.role)
         planned = dataclasses.replace(planned, explain=planned.explain + selection.explain)
         return Step(request, plan_id, model, decision, workers, Load(cluster, planned, selection))
+
+    def num_to_load(
+        self, request: ScaleRequest, view: RegistryView, clusters: Clusters, promised: Collection[str]
+    ) -> int:
+        """Instances for which workers are to be found, unless others get their role."""
+        model = view.models.get(request.model)
+        if model is None or request.fewer:
+            return 0
+        return self._decide(request, model, clusters.of_model(model.name), view, promised).load
+
+    def _decide(
+        self,
+        request: ScaleRequest,
+        model: ModelRecord,
+        workers: Sequence[WorkerRecord],
+        view: RegistryView,
+        promised: Collection[str],
+        mutating: Collection[str] = (),
+    ) -> Decision:
+        return decide(
+            model,
+            workers,
+            request.desired,
+            view.floors.get((request.model, request.role)),
+            self._operations.instances_in_pairs(),
+            role=request.role,
+            leaving=self._operations.instances_to_drain(),
+            at_work=self._pairs.is_at_work,
+            promised=() if request.by_hand else promised,
+            only=request.only,
+            mutating=mutating,
+        )
 
     def evacuation(self, going: Evacuation, workers: Sequence[WorkerRecord]) -> Step:
         """Instances of workers that are to be free. ``workers``: those that have an instance of the model."""

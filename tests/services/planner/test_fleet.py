@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
@@ -318,6 +319,44 @@ async def test_of_two_models_the_one_with_the_larger_weighted_deficit_gets_the_o
     (plan,) = rig.plans()
     assert isinstance(plan, ScalePlan)
     assert plan.model.name == first
+
+
+async def many_at_once(rig: Rig, *wanted: tuple[str, Role, int]) -> dict[tuple[str, Role], int]:
+    """How many of four workers that become spare at once these get, all of them decided on in one round."""
+    rig.pool.shows_leases = True
+    rig.pool.workers = tuple(worker_record(f"w{i}", model("gone"), "draining") for i in range(4))
+    for name, role, desired in wanted:
+        await say(rig, name, desired, 0, deficit=desired, role=role)
+    await eventually(lambda: rig.refused("no_capacity") == len(wanted))
+    rig.pool.workers = tuple(worker_record(f"w{i}") for i in range(4))
+    await spare_again(rig, "w0", "gone")
+    await eventually(lambda: sum(len(p.targets) for p in rig.plans() if isinstance(p, ScalePlan)) == 4)
+    plans = [plan for plan in rig.plans() if isinstance(plan, ScalePlan)]
+    got: Counter[tuple[str, Role]] = Counter()
+    for plan in plans:
+        got[plan.model.name, plan.role] += len(plan.targets)
+    return got
+
+
+async def test_the_first_that_lacks_many_does_not_take_all_that_is_spare(rig: Rig) -> None:
+    rig.pool.models = (model("a", max_instances=9, min_instances=0), model("b", max_instances=9, min_instances=0))
+    got = await many_at_once(rig, ("a", "colocated", 8), ("b", "colocated", 1))
+    assert got == {("a", "colocated"): 3, ("b", "colocated"): 1}
+
+
+async def test_decode_does_not_wait_until_prefill_has_all_that_it_lacks(rig: Rig) -> None:
+    rig.pool.models = (model("a", max_instances=20, min_instances=0, serving="disaggregated"),)
+    got = await many_at_once(rig, ("a", "prefill", 8), ("a", "decode", 4))
+    assert got == {("a", "prefill"): 3, ("a", "decode"): 1}
+
+
+async def test_a_share_that_its_model_does_not_fit_on_goes_to_others(rig: Rig) -> None:
+    large = 1 << 40
+    rig.pool.models = (
+        model("a", max_instances=9, min_instances=0, weights_bytes=large),
+        model("b", max_instances=9, min_instances=0),
+    )
+    assert await many_at_once(rig, ("a", "colocated", 8), ("b", "colocated", 4)) == {("b", "colocated"): 4}
 
 
 async def test_what_a_minimum_keeps_comes_before_what_load_needs(rig: Rig) -> None:

@@ -111,6 +111,11 @@ class Clusters:
             tuple(serving_flows(topology, known, transfers, busy_nic_share)) if transfers is not None else ()
         )
 
+    @property
+    def num_spare(self) -> int:
+        """Workers that no plan has, whatever they can hold."""
+        return len(self._spare)
+
     def of_model(self, name: str) -> Sequence[WorkerRecord]:
         """Workers with an instance of a model, or leased for one."""
         return self._by_model.get(name, ())

@@ -9,6 +9,9 @@ from shared.messages.common import LiveChoice, Role
 from shared.messages.registry import Floor, ModelRecord, WorkerRecord
 from shared.registry_view import bounded, counted_as
 
+Rank = tuple[bool, bool, float, float, float, str, str]
+"""A place in a round, the lowest first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Standing:
@@ -45,7 +48,7 @@ class ScaleRequest:
     for_another: bool = False
     """The instances go because another model has requests and no worker."""
 
-    def rank(self, standing: Standing) -> tuple[bool, bool, float, float, float, str, str]:
+    def rank(self, standing: Standing) -> Rank:
         """Its place in a round, the lowest first: what was asked for by hand and what limits and floors keep; models
         without an instance, that has waited for longest first; then by deficit and weight, and what has waited for
         longest. A tenth of an instance more or less is none: the load is not known to that."""
