@@ -115,14 +115,21 @@ class IncomingKv:
         """Whether it was announced before."""
         return chunk in self._chunks[-1:]
 
-    async def grow(self, num_tokens: int, failed: Callable[[], object]) -> None:
-        """All KV of the context is here, and so many tokens are to follow. Raises ``Conflict`` if it is not all here,
-        ``Overloaded`` if there is no memory for more now."""
+    async def make_room(self, num_tokens: int) -> None:
+        """Memory for the KV of so many tokens more, once all of the context's is here: ``grow`` or ``give_room_back``
+        follows. Raises ``Conflict`` if it is not all here, ``Overloaded`` if there is no memory now."""
         if self._receiving is None or not self.is_whole:
             raise Conflict(f"only {self.layers_here} layers of its KV are here")
         await asyncio.wait({self._receiving})
         if not self._window.reopen(num_tokens * self._engine.kv_bytes_per_token_layer):
             raise Overloaded("too much KV is on its way here already")
+
+    def give_room_back(self) -> None:
+        """It does not grow."""
+        self._window.close()
+
+    def grow(self, num_tokens: int, failed: Callable[[], object]) -> None:
+        """So many tokens more are to follow."""
         self.num_tokens += num_tokens
         self._over = False
         self.receive(failed)

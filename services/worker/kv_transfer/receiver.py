@@ -129,8 +129,9 @@ class KvReceiver(Cooperation):
         before, kv = reservation.kv[0], reservation.kv[-1]
         if kv.message.worker_id == message.worker_id and kv.first_layer == layer:
             return kv
+        refusal = Conflict(f"nobody can go on from layer {layer} of request {request.request_id}")
         if kv is not before or layer not in before.can_end_before or message.chunk_tokens:
-            raise Conflict(f"nobody can go on from layer {layer} of request {request.request_id}")
+            raise refusal
         instance = reservation.instance
         window = self._window(before.num_tokens, instance, before.last_layer - layer)
         kv = IncomingKv(message, reservation.sequence, instance, next(self._tickets), window, behind=before)
@@ -139,6 +140,9 @@ class KvReceiver(Cooperation):
         except BlitzError as error:
             await kv.stop()
             raise Conflict(f"the KV cannot come: {error}") from error
+        if layer not in before.can_end_before:  # more has come from the first one in the meantime
+            await kv.stop()
+            raise refusal
         before.end_before(layer)
         reservation.kv.append(kv)
         reservation.renewed_at_s = time.monotonic()
@@ -240,17 +244,25 @@ class KvReceiver(Cooperation):
             if kv.expects(chunk):
                 return  # it is said again
             start, end = kv.num_tokens, kv.num_tokens + len(token_ids)
-            if chunk != (start, end) or end >= instance.scheduler.limit_tokens:
+            most = min(kv.message.chunk_tokens, instance.scheduler.limit_tokens - 1 - start)
+            if chunk != (start, end) or len(token_ids) > most:
                 raise BadRequest(f"{len(token_ids)} tokens more than {start} make no chunk {chunk}", param="chunk_end")
             for token_id in token_ids:
                 instance.check_token(token_id)
-            extend = instance.engine.call(
-                lambda loop: loop.scheduler.reservations.extend(sequence, token_ids), between_layers=True
-            )
-            if not await asyncio.wrap_future(extend):
+            await kv.make_room(len(token_ids))
+            extended = False
+            try:
+                extend = instance.engine.call(
+                    lambda loop: loop.scheduler.reservations.extend(sequence, token_ids), between_layers=True
+                )
+                extended = await asyncio.wrap_future(extend)
+            finally:
+                if not extended:
+                    kv.give_room_back()
+            if not extended:
                 raise Overloaded(f"no capacity for {end} tokens of KV now")
             self._inbox.follow(sequence, token_ids)
-            await kv.grow(len(token_ids), failed=lambda: self._drops.start(self._failed(sequence.key, reservation)))
+            kv.grow(len(token_ids), failed=lambda: self._drops.start(self._failed(sequence.key, reservation)))
 
     # --- decoding ----------------------------------------------------------------------------
 

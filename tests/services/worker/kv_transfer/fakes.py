@@ -80,8 +80,8 @@ class FakePrefill:
         )
         return await self.bus.request(self._subject("reserve"), message, DecodeReserved, timeout_s=ASK_S)
 
-    def kv(self, request: Submit) -> list[np.ndarray]:
-        """Of every layer."""
+    def kv(self, request: Submit, *, start: int = 0) -> list[np.ndarray]:
+        """Of every layer, from a token on."""
         there = self._alone.worker.serving.engine.loop.engine
         tokens = (*request.prompt_token_ids, *request.output_token_ids)
         engine = MockEngine(
@@ -93,7 +93,7 @@ class FakePrefill:
         blocks = tuple(range(-(-len(tokens) // 16)))
         activation = engine.embed(Batch((Slice(0, tokens, 0, blocks, True),)))
         engine.run_layers(activation, 0, there.num_layers)
-        kv = engine.export_kv([blocks], [len(tokens)], there.num_layers)
+        kv = engine.export_kv([blocks], [len(tokens)], there.num_layers, first_tokens=[start])
         return np.split(np.frombuffer(kv, dtype=np.uint8).copy(), there.num_layers)
 
     async def send(self, reserved: DecodeReserved, layers: dict[int, np.ndarray]) -> list[Transfer]:
@@ -115,14 +115,17 @@ class FakePrefill:
         room = await self.bus.request(self._subject("renew"), message, DecodeRoom, timeout_s=ASK_S)
         return room.layers_here
 
-    async def announce(self, request: Submit, reserved: DecodeReserved, start: int, end: int) -> None:
-        """A chunk is next."""
+    async def announce(
+        self, request: Submit, reserved: DecodeReserved, start: int, end: int, *, more: tuple[int, ...] = ()
+    ) -> None:
+        """A chunk is next. ``more``: the context has grown by these."""
         message = RenewDecode(
             request_id=request.request_id,
             attempt=request.attempt,
             ticket=reserved.ticket,
             chunk_start=start,
             chunk_end=end,
+            more_token_ids=more,
         )
         await self.bus.request(self._subject("renew"), message, DecodeRoom, timeout_s=ASK_S)
 

@@ -6,9 +6,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from services.worker.kv_transfer import staging
+from services.worker.kv_transfer.incoming import IncomingKv
+from services.worker.weights.peers import Peers
 from shared.errors import Conflict
 from shared.messages.disaggregated import DecodeReserved
 from shared.messages.generation import Submit
+from shared.transport.base import TensorTransport
 from tests.services.worker.kv_transfer.decode_side import decoded, reservations_of, used_blocks
 from tests.services.worker.kv_transfer.fakes import FakePrefill, clean
 from tests.services.worker.lone_worker import LoneWorker
@@ -103,3 +107,32 @@ async def test_another_instance_that_computes_it_from_the_beginning_gets_a_reser
     await prefill.release(request)
     await source.begin(request)
     await decoded(alone, request)
+
+
+async def test_layers_that_come_while_somebody_joins_are_not_taken_back(
+    alone: LoneWorker, prefill: FakePrefill, source: FakePrefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was taken for the second one's KV is given back."""
+    request = prefill.request()
+    layers = prefill.kv(request)
+    first = await prefill.reserve(request)
+    connect = IncomingKv.connect
+
+    async def late(kv: IncomingKv, transport: TensorTransport, peers: Peers) -> None:
+        await connect(kv, transport, peers)
+        await prefill.send(first, dict(enumerate(layers[:3])))
+        while await prefill.renew(request, first, wait_layers=3) < 3:
+            pass
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IncomingKv, "connect", late)
+        with pytest.raises(Conflict, match="nobody can go on from layer 2"):
+            await source.reserve(request, first_layer=2)
+    await prefill.send(first, {3: layers[3]})
+    while await prefill.renew(request, first, wait_layers=4) < 4:
+        pass
+    await prefill.begin(request)
+    await decoded(alone, request)
+    monkeypatch.setattr(staging, "STAGING_BYTES", 1)  # too little, but for somebody who is alone
+    await prefill.reserve(request := prefill.request("next"))
+    await prefill.release(request)
