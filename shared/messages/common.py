@@ -12,7 +12,8 @@ from shared.errors import BlitzError, error_from_code
 from shared.messages.codec import Message
 from shared.model_spec import MAX_LAYERS
 
-Count = Annotated[int, Meta(ge=0, le=2**53)]
+MAX_COUNT = 2**53
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 """What is counted. Bounded, as all that follows: sums of what was reported stay numbers, and no message makes
 its reader believe in a figure that cannot have been measured."""
 Figure = Annotated[float, Meta(ge=0.0, le=1e18)]

@@ -7,6 +7,7 @@ from math import inf
 from types import MappingProxyType
 
 from services.planner.core.live.pairs import SourceCandidate
+from shared.messages.common import MAX_COUNT
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
 from shared.profile import Profile
 
@@ -125,8 +126,8 @@ class LoadView:
 
 
 def _blocks(report: LoadReport, num_blocks: int) -> int:
-    """In tokens."""
-    return max(0, num_blocks) * report.kv_block_tokens
+    """In tokens. Both figures may be as large as what is counted at all, and the product is to stay such a number."""
+    return min(max(0, num_blocks) * report.kv_block_tokens, MAX_COUNT)
 
 
 def _mean_prompt_tokens(queues: Iterable[ModelQueue], reports: Iterable[LoadReport]) -> float:

@@ -7,7 +7,10 @@ import pytest
 
 from services.planner.core.live.load import ASSUMED_TOKENS_PER_S, REPORT_TTL_S, LoadView
 from services.planner.core.live.pairs import SourceCandidate
+from shared.messages.codec import decode, encode
+from shared.messages.common import MAX_COUNT
 from shared.messages.load import LoadReport, ModelQueue, QueueReport
+from shared.messages.scaling import Destination, Destinations
 from tests.records import profile
 
 
@@ -183,3 +186,14 @@ def test_what_is_too_old_does_not_count_and_to_ask_about_one_model_goes_through_
     (late,) = overloaded(book, "i0", now_s=REPORT_TTL_S + 1)
     assert late.queue_s == 0.0
     assert book.is_at_work("i1"), "a round asks for each of its loads; what is old is forgotten elsewhere, once"
+
+
+def test_kv_that_cannot_be_is_a_number_that_can_be_sent() -> None:
+    view = LoadView()
+    view.on_load(load(kv_blocks_total=MAX_COUNT, kv_block_tokens=MAX_COUNT), 0.0)
+    view.on_load(load("i1", kv_blocks_total=1, kv_blocks_used=MAX_COUNT, kv_block_tokens=MAX_COUNT), 0.0)
+    for tokens in (view.free_kv_tokens("i0"), view.used_kv_tokens("i1")):
+        named = Destination(worker_id="w", instance_id="i", kv_tokens=tokens)
+        message = Destinations(destinations=(named,), send_back="none")
+        assert decode(encode(message), Destinations) == message
+    assert view.free_kv_tokens("i1") == 0
