@@ -371,10 +371,11 @@ class PlannerService:
     # --- records -----------------------------------------------------------------------------
 
     async def _on_list_records(self, request: ListScaleRecords) -> ScaleRecords:
+        models = frozenset(request.models)
         # Pairs without batches and timelines: a list of many would not fit a message.
         return ScaleRecords(
             records=tuple(self._operations.newest(min(request.limit, MAX_LISTED))),
-            refused=self._refusals.newest(time.monotonic(), MAX_REFUSED_LISTED, request.models),
-            unplanned=self._rounds.unplanned(request.models),
+            refused=self._refusals.newest(time.monotonic(), MAX_REFUSED_LISTED, models),
+            unplanned=self._rounds.unplanned(models),
             advice=self._adviser.current(),
         )
