@@ -36,7 +36,10 @@ MAX_POINTS = 1000
 MUTATION_S = 0.05
 """Assumed: nothing is moved, and the registry has to hear of it."""
 
-Seconds = Annotated[float, Meta(gt=0.0, le=1e6)]
+LEAST_S = 1e-9
+"""No step and no load is quicker, and dividing by less overflows."""
+
+Seconds = Annotated[float, Meta(ge=LEAST_S, le=1e6)]
 Share = Annotated[float, Meta(ge=0.0, le=1e6)]
 Number = Annotated[int, Meta(ge=1, le=2**40)]
 Name = Annotated[str, Meta(min_length=1, max_length=512)]

@@ -69,6 +69,7 @@ POINT = msgspec.to_builtins(profile().prefill[0])
         _document(prefill=[POINT | {"prompt_tokens": i + 1} for i in range(1001)]),
         _document(prefill=[POINT | {"seconds": 0}]),
         _document(prefill=[POINT | {"seconds": -1.0}]),
+        _document(prefill=[POINT | {"seconds": 5e-324}]),
         _document(prefill=[POINT | {"prompt_tokens": 10**30}]),
         _document(prefill=[POINT | {"prompt_tokens": 0}]),
         _document(decode_fit=FIT | {"request_s": 1e300}),

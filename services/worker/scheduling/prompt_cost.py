@@ -16,6 +16,8 @@ MOST_SLOWER = 2.0
 """A step that took more than this many times what was expected was a stall, unless the one before was as slow."""
 LEAST_S = 1e-9
 """That a step can be measured to take: no engine is quicker, and dividing by less overflows."""
+LEAST_TOKEN_S = 1e-18
+"""That a token can take, by the same reasons: a profile may say anything."""
 LEAST_SPREAD = 0.1
 """Contexts that differ by less than this share of their mean say little of the slope."""
 
@@ -62,7 +64,7 @@ class PromptCost:
     def tokens_within(self, seconds: float, start: int) -> int:
         """How many tokens of a prompt, from position ``start`` on, add no more than that. 0 while nothing is known."""
         first_s = self.token_s + (start + 0.5) * self.pair_s
-        if seconds <= 0 or first_s <= 0:
+        if seconds <= 0 or first_s < LEAST_TOKEN_S:
             return 0
         # n · first + n² / 2 · pair = seconds, in the form that loses no digits where pairs cost next to nothing.
         return int(2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * self.pair_s * seconds)))

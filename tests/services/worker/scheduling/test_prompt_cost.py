@@ -88,3 +88,10 @@ def test_whatever_is_measured_the_answer_is_a_number_that_fits(
     count = cost.tokens_within(budget_s, start)
     assert count >= 0
     assert cost.seconds(count, num_pairs(start, count)) <= budget_s * 1.000001
+
+
+@pytest.mark.parametrize("token_s", [0.0, 5e-324, 1e-300])
+def test_a_profile_by_which_tokens_take_no_time_says_nothing(token_s: float) -> None:
+    cost = PromptCost()
+    cost.expect(token_s, token_s)
+    assert cost.tokens_within(1.0, 0) == 0
