@@ -6,9 +6,10 @@ Everything else that is well-formed may have its effect for a while; what serves
 from __future__ import annotations
 
 from shared.messages.codec import MalformedMessage, Message, decode
+from shared.messages.common import TAKES_PROMPTS
 from shared.messages.live import WorkerOrder
 from shared.messages.registry import RemoveModel, RouteChanges, RouteTable
-from shared.messages.scaling import DrainPlan, StartScale
+from shared.messages.scaling import DrainPlan, MutatePlan, StartScale
 from tests.stack.hostile.drawn import Facts, Shot
 
 
@@ -27,7 +28,10 @@ def takes_away(shot: Shot, facts: Facts) -> bool:
         case DrainPlan():
             return _drains(message, instance)
         case WorkerOrder():
-            return message.drain is not None and _drains(message.drain, instance)
+            mutates = message.mutate is not None and _mutates(message.mutate, instance)
+            return mutates or (message.drain is not None and _drains(message.drain, instance))
+        case MutatePlan():
+            return _mutates(message, instance)
         case RouteChanges():
             others = any(record.name == model and record != facts.model for record in message.models)
             changed = any(found.model == model for found in message.routes)
@@ -40,3 +44,7 @@ def takes_away(shot: Shot, facts: Facts) -> bool:
 
 def _drains(plan: DrainPlan, instance: str) -> bool:
     return not plan.revive and any(target.instance_id == instance for target in plan.targets)
+
+
+def _mutates(plan: MutatePlan, instance: str) -> bool:
+    return plan.role not in TAKES_PROMPTS and any(target.instance_id == instance for target in plan.targets)
