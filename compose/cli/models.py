@@ -30,7 +30,7 @@ from compose.cli.options import (
     shown_ms,
     shown_s,
 )
-from compose.cli.tables import shown_limit, shown_mib
+from compose.cli.tables import fitting, shown_limit, shown_mib
 from compose.errors import StackError
 from shared.messages.admin import MAX_INSTANCES, ModelStatus, SetModelBody
 
@@ -46,8 +46,12 @@ _OPTIONS = {
 }
 
 
-_TIMES = ("TTFT ms", "TBT ms", "keep s")
-_COLUMNS = ("name", "serving", "as", "min", "max", "MiB", "what", *_TIMES, "weight", "advise", "copies", "path")
+_SETTINGS = ("as", "max", "TTFT ms", "TBT ms", "keep s", "weight", "advise")
+_COLUMNS = ("name", "serving", "min", *_SETTINGS, "MiB", "what", "copies", "path")
+_USUAL = ("-", "1")
+"""Of a setting. A column of nothing else is left out."""
+_SPARED = ("what", "MiB", "path")
+"""Columns that narrow terminals do without, the least important first."""
 
 
 class NotAdded(StackError):
@@ -125,27 +129,32 @@ def list_(url: Url = URL_DEFAULT, as_json: Json = False) -> None:
     show(url, as_json, AdminClient.models, _tables)
 
 
-def _tables(found: Sequence[ModelStatus], _: Console) -> Iterator[Table]:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in _COLUMNS:
-        table.add_column(column, overflow="fold")
-    for model in found:
-        what = " ".join(text for text in (model.architecture, model.dtype) if text) or "-"
-        table.add_row(
-            model.name,
-            str(model.serving),
-            model.served_as or "-",
-            str(model.min_instances),
-            shown_limit(model.max_instances),
-            shown_mib(model.weights_bytes),
-            what,
-            *(shown_ms(model.slo_ttft_s), shown_ms(model.slo_tbt_s), shown_s(model.keep_alive_s)),
-            f"{model.weight:g}",
-            "yes" if model.advise else "-",
-            model.copies or "-",
-            model.path or "-",
-        )
-    yield table
+def _tables(found: Sequence[ModelStatus], console: Console) -> Iterator[Table]:
+    rows = [_row(model) for model in found]
+    kept = [
+        index
+        for index, name in enumerate(_COLUMNS)
+        if name not in _SETTINGS or any(row[index] not in _USUAL for row in rows)
+    ]
+    columns = [_COLUMNS[index] for index in kept]
+    yield fitting(console, "", columns, [[row[index] for index in kept] for row in rows], spared=_SPARED)
+
+
+def _row(model: ModelStatus) -> tuple[str, ...]:
+    return (
+        model.name,
+        str(model.serving),
+        str(model.min_instances),
+        model.served_as or "-",
+        shown_limit(model.max_instances),
+        *(shown_ms(model.slo_ttft_s), shown_ms(model.slo_tbt_s), shown_s(model.keep_alive_s)),
+        f"{model.weight:g}",
+        "yes" if model.advise else "-",
+        shown_mib(model.weights_bytes),
+        " ".join(text for text in (model.architecture, model.dtype) if text) or "-",
+        model.copies or "-",
+        model.path or "-",
+    )
 
 
 @app.command("set")

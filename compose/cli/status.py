@@ -51,20 +51,20 @@ def tables(found: Status, console: Console) -> tuple[Table, ...]:
 
 def workers_table(workers: Sequence[WorkerStatus]) -> Table:
     """Workers, and how far those are that were drained by hand."""
-    drains = any(worker.drain for worker in workers)
-    table = titled_table("Workers", "id", "host", "device", "engine", "state", *(["drain"] if drains else []))
+    num_more = 2 if any(worker.drain_why for worker in workers) else int(any(worker.drain for worker in workers))
+    table = titled_table("Workers", "id", "host", "device", "engine", "state", *("drain", "why")[:num_more])
     for worker in workers:
         state = "stopping" if worker.stopping else worker.state
         row = (worker.id, worker.host, worker.device, worker.engine, state_text(state))
-        drain = f"{worker.drain}: {worker.drain_why}" if worker.drain_why else worker.drain
-        table.add_row(*row, *([drain] if drains else []))
+        table.add_row(*row, *(worker.drain, worker.drain_why)[:num_more])
     return table
 
 
 def _exceptions(found: Status) -> Iterator[Table]:
-    if found.floors:
+    asked = [floor for floor in found.floors if floor.instances]
+    if asked:
         floors = titled_table("Asked for by hand", "model", "role", "at least", "for")
-        for floor in found.floors:
+        for floor in asked:
             left_s = max(0.0, floor.until_s - time.time())
             floors.add_row(floor.model, floor.role, str(floor.instances), f"{left_s:.0f} s")
         yield floors
@@ -75,9 +75,9 @@ def _exceptions(found: Status) -> Iterator[Table]:
         yield unplanned
     if found.advice:
         advice = titled_table("Asked for by the load, and only said", "model", "role", "now", "wanted", "since", "why")
-        for asked in found.advice:
-            now, wanted, since = str(asked.now), str(asked.wanted), f"{asked.for_s:.0f} s"
-            advice.add_row(asked.model, asked.role, now, wanted, since, asked.why)
+        for advised in found.advice:
+            now, wanted, since = str(advised.now), str(advised.wanted), f"{advised.for_s:.0f} s"
+            advice.add_row(advised.model, advised.role, now, wanted, since, advised.why)
         yield advice
     if found.refused:
         refused = titled_table("Left alone, because they failed", "worker", "model", "for", "why")

@@ -13,7 +13,7 @@ from shared.messages.admin import MAX_INSTANCES
 
 _IDS = ("id", "worker", "workers", "host")
 """Columns that are cut where there is no room: an id over three lines can be neither read nor copied."""
-_TEXTS = ("name", "model", "path", "why")
+_TEXTS = ("name", "model", "path", "what", "why")
 """Columns that take more lines instead: every character counts. All others are short and keep their width."""
 _UNLIMITED = 10_000
 

@@ -65,6 +65,7 @@ from shared.messages.scaling import (
     StartScale,
 )
 from shared.registry import RegistryReader
+from shared.registry_view import bounded
 from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
@@ -326,10 +327,7 @@ class PlannerService:
         return self._migrations.of(request.instance_id, await self._reader.read(timeout_s=RPC_TIMEOUT_S))
 
     async def _on_start_scale(self, request: StartScale) -> ScaleRecord:
-        role, wanted = request.role, instances_of(request.instances, request.role)
-        asked = ScaleRequest(
-            request.model, request.instances, time.time(), f"asked for {wanted}", request.live, role, by_hand=True
-        )
+        role, wanted, triggered_at_s = request.role, instances_of(request.instances, request.role), time.time()
         if request.instances < 0:
             raise BadRequest("instances must not be negative", param="instances")
         if not 0 <= request.hold_s <= MAX_HOLD_S:
@@ -340,6 +338,10 @@ class PlannerService:
             raise ModelNotFound(f"model {request.model!r} is not registered", param="model")
         if request.instances > model.max_instances:
             raise Conflict(f"{wanted} are more than the model's max_instances {model.max_instances}")
+        why, least = f"asked for {wanted}", bounded(0, model, None, role)
+        if request.instances < least:
+            why += f", and min_instances keeps {least}"
+        asked = ScaleRequest(request.model, request.instances, triggered_at_s, why, request.live, role, by_hand=True)
         # Set first: the old floor may be above what is asked for now. Set back if nothing comes of it.
         await self._set_floor(request.model, role, request.instances, request.hold_s)
         try:

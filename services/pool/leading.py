@@ -264,13 +264,14 @@ class LeadingPool:
         worker_id, registry = request.worker_id, self.registry
         if worker_id not in registry.workers and worker_id not in registry.cordons:
             raise NotFound(f"no worker {worker_id[:80]!r} is registered", param="worker_id")
+        if request.lift == (worker_id in registry.cordons):
+            log.info("worker %s is %s", worker_id, "used again" if request.lift else "to be free: drained by hand")
         if request.lift:
             registry.lift_cordon(worker_id)
         else:
             registry.cordon(worker_id, time.time())
         # Should this fail, the caller hears of it, and asks again.
         await self._store.set_cordons(registry.cordons.seen())
-        log.info("worker %s is %s", worker_id, "used again" if request.lift else "to be free")
         return Ack()
 
     async def _tidy_cordons(self) -> None:

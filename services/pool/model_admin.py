@@ -97,8 +97,9 @@ class ModelAdmin:
                 # A removal whose answer was lost; or Redis lost its data, and is about to be given it again.
                 raise Unavailable(f"model {name!r} is not in Redis now: ask again, or remove it", retry_after_s=1.0)
             self._registry.put_model(record)
-        shown = ", ".join(f"{setting} {value}" for setting, value in changes.items())
-        log.info("model %s changed: %s", name, shown)
+        shown = ", ".join(f"{s} {value!r}" for s, value in changes.items() if value != getattr(known, s))
+        if shown:
+            log.info("model %s changed: %s", name, shown)
         return record
 
     async def remove(self, request: RemoveModel) -> Ack:

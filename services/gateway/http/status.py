@@ -163,7 +163,9 @@ def _why(record: WorkerRecord, drain: str, unplanned: Sequence[Unplanned]) -> st
     """What a drain waits for; where nothing can take an instance's place, why."""
     instance = record.instance
     if drain == "drains":
-        return "its requests end or move" if instance is not None else "other workers take its host copies over"
+        return (
+            "its requests end or move" if instance is not None else "its host copies stay until other workers hold them"
+        )
     if drain != "waits" or instance is None:
         return ""
     missing = next((u.why for u in unplanned if (u.model, u.role) == (instance.model, instance.role)), "")

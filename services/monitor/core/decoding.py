@@ -31,7 +31,7 @@ class DecodeNeed(NamedTuple):
         ahead = ""
         if self.prefill is not None:
             ahead = (
-                f"; pre-scaled: prefill needs {self.prefill[0]:.2f} instances instead of {self.prefill[1]:.2f}, and "
+                f"; pre-scaled: prefill needs {self.prefill[0]:.3g} instances instead of {self.prefill[1]:.3g}, and "
                 f"lets {load.flow_per_s:.1f} requests/s come"
             )
         return (

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from services.monitor.core.demand import ModelDemand, Settings, Verdict
 from shared.messages.common import SERVED_BY, TAKES_PROMPTS, Role
@@ -71,7 +71,26 @@ def verdicts(
 def _limited(verdict: Verdict, desired: int, model: ModelRecord, here: There, role: Role) -> Verdict:
     """With another number; what limits and floors keep is not idle."""
     idle = max(0, min(verdict.idle, here.observed - bounded(0, model, here.floor, role))) if verdict.idle else 0
-    return Verdict(desired, verdict.needed, verdict.why, idle)
+    why = verdict.why if desired == verdict.desired else _Limited(verdict, desired, model, here.floor)
+    return Verdict(desired, verdict.needed, why, idle)
+
+
+class _Limited(NamedTuple):
+    """Why it is another number."""
+
+    verdict: Verdict
+    desired: int
+    model: ModelRecord
+    floor: Floor | None
+
+    def __str__(self) -> str:
+        if self.desired < self.verdict.desired:
+            limit = f"{self.verdict.desired} would be needed, and max_instances is {self.model.max_instances}"
+        elif self.floor is not None and self.desired == self.floor.instances:
+            limit = f"{self.desired} asked for by hand"
+        else:
+            limit = f"min_instances is {self.model.min_instances}"
+        return f"{self.verdict.reason}; {limit}"
 
 
 def _by_hand(there: There) -> Verdict:

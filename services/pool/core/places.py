@@ -157,6 +157,9 @@ class Places:
         """Why no worker can hold the model at the moment."""
         most = self._memory.by_free_bytes.last()
         if most is None:
+            offered = self._cluster.copies.capacities.last()
+            if offered is not None and offered[0] > 0:
+                return "every worker that offers host memory stops or is drained"
             return "no worker offers host memory"
         tried = self._cluster.outstanding.avoided(copies.model_hash)
         if tried and not self._is_able_anywhere(copies, record):

@@ -194,8 +194,42 @@ def test_workers_shows_how_far_a_drained_one_is(gateway: FakeGateway, capsys: py
     gateway.answers["GET /admin/workers"] = (200, {"workers": [waits, _worker(id="w1")]})
     assert run(["workers"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert any(line.startswith("w0 box cpu mock serving waits: it serves until") for line in lines), lines
+    assert any(line.startswith("w0 box cpu mock serving waits it serves until") for line in lines), lines
     assert "w1 box cpu mock serving" in lines
+
+
+def test_a_long_reason_leaves_whole_workers_on_a_narrow_terminal(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    why = "it serves until another instance of m does, which is not possible now: no worker is spare"
+    workers = [_worker(drain="waits", drain_why=why), _worker(id="w1")]
+    gateway.answers["GET /admin/workers"] = (200, {"workers": workers})
+    assert run(["workers"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:3] == ["id host device engine state drain why", lines[2]]
+    assert lines[2].startswith("w0 box cpu mock serving waits it serves until")
+    assert lines[-2:] == [lines[-2], "w1 box cpu mock serving"]
+    assert lines[-2].endswith("spare")
+
+
+def test_models_fit_a_narrow_terminal(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    demo = STATUS["models"][0] | {"architecture": "LlamaForCausalLM", "dtype": "float32", "copies": "memory"}
+    used = {"served_as": "disaggregated", "slo_ttft_s": 0.5, "slo_tbt_s": 0.05, "keep_alive_s": 60.0, "weight": 2.0}
+    gateway.answers["GET /admin/models"] = [(200, {"models": [demo]}), (200, {"models": [demo, demo | used]})]
+    assert run(["models", "list"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines == [
+        "name serving min MiB what copies path",
+        "demo 0 1 0.0 LlamaForCausalLM float32 memory /models/demo",
+    ]
+    assert run(["models", "list"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[0] == "name serving min as TTFT ms TBT ms keep s weight copies"
+    assert lines[2] == "demo 0 1 disaggregated 500 50 60 2 memory"
 
 
 def test_drain_waits_as_long_as_it_is_told_to(
@@ -372,8 +406,8 @@ def test_models_are_listed_and_removed(gateway: FakeGateway, capsys: pytest.Capt
     assert run(["models", "list"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[1:] == [
-        "demo 0 - 1 - 0.0 - - - - 1 - - /models/demo",
-        "other 2 disaggregated 0 3 1.5 Llama float16 500 62.5 90 2.5 yes disk /models/other",
+        "demo 0 1 - - - - - 1 - 0.0 - - /models/demo",
+        "other 2 0 disaggregated 3 500 62.5 90 2.5 yes 1.5 Llama float16 disk /models/other",
     ]
     assert run(["models", "list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -467,6 +501,7 @@ def test_status_shows_what_was_asked_for_by_hand_and_what_is_wanted_in_vain(
 ) -> None:
     models = [STATUS["models"][0] | {"queued_requests": 7}]
     floors = [{"model": "demo", "role": "prefill", "instances": 2, "until_s": time.time() + 100.5}]
+    floors.append(floors[0] | {"role": "colocated", "instances": 0})
     why = "2 of 2 more instances have no worker: no worker is spare"
     unplanned = [{"model": "demo", "role": "colocated", "wanted": 3, "why": why, "for_s": 12.3}]
     gateway.answers["GET /admin/status"] = (
@@ -477,6 +512,7 @@ def test_status_shows_what_was_asked_for_by_hand_and_what_is_wanted_in_vain(
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "demo 1 - 7 1 - - /models/demo" in lines
     assert "demo prefill 2 100 s" in lines
+    assert not any(line.startswith("demo colocated 0") for line in lines)
     assert any(line.startswith("demo colocated 3 12 s 2 of 2 more") for line in lines)
 
 

@@ -64,6 +64,12 @@ async def test_a_minimum_and_what_is_asked_for_by_hand_are_carried_out(rig: Rig)
     assert len((await rig.scale(2)).targets) == 1
 
 
+async def test_who_asks_for_fewer_than_the_minimum_is_told_so(rig: Rig) -> None:
+    mine = model("m", min_instances=1)
+    rig.pool.models, rig.pool.workers = (mine,), (worker_record("w0", mine, "serving"),)
+    assert (await rig.scale(0)).reason == "asked for 0 instances, and min_instances keeps 1; nothing to do"
+
+
 async def test_a_number_that_was_asked_for_by_hand_is_kept_up(rig: Rig) -> None:
     rig.pool.floors = (Floor(model="m", instances=2, until_s=FAR_FUTURE_S),)
     await rig.demand(2)

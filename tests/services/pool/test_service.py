@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import shutil
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -217,6 +218,15 @@ async def test_a_bus_outage_kills_nobody(strict_pool: Pool) -> None:
     await strict_pool.beat(heartbeat("w0", record, "serving", sequence=2))
     await asyncio.sleep(0.2)
     assert len((await strict_pool.snapshot()).workers) == 1
+
+
+async def test_a_drain_is_logged_once(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    await pool.beat(heartbeat("w0"))
+    for lift in (True, False, False, True, True):
+        await pool.ask("cordon_worker", CordonWorker(worker_id="w0", lift=lift), Ack)
+    said = [text for text in caplog.messages if text.startswith("worker w0 is")]
+    assert said == ["worker w0 is to be free: drained by hand", "worker w0 is used again"]
 
 
 async def test_an_emptied_redis_is_filled_again(pool: Pool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import AsyncIterator
 from typing import Any
@@ -45,15 +46,17 @@ async def test_what_is_given_changes_and_all_else_stays(pool: CopyPool) -> None:
     await eventually(lambda: changed in [record for event in heard for record in event.models])
 
 
-async def test_the_same_change_again_is_no_news(pool: CopyPool) -> None:
+async def test_the_same_change_again_is_no_news(pool: CopyPool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     heard: list[RouteChanges] = []
-    first = await pool.set_model("m", max_instances=7)
+    first = await pool.set_model("m", max_instances=7, serving="")
     before = await stored(pool)
     await asyncio.sleep(0.2)
     await pool.broker.bus("reader").subscribe(subjects.route_changes(), RouteChanges, heard.append)
     assert await pool.set_model("m", max_instances=7) == first
     await asyncio.sleep(0.2)
     assert (heard, await stored(pool)) == ([], before)
+    assert [text for text in caplog.messages if "changed" in text] == ["model m changed: max_instances 7"]
 
 
 async def test_a_worker_hears_its_models_objective_with_the_next_report(pool: CopyPool) -> None:

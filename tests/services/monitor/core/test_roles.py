@@ -50,6 +50,18 @@ def test_the_minimum_is_of_each_role_that_it_is_served_by() -> None:
     assert numbers(found("disaggregated", {}, min_instances=2)) == (0, 2, 2)
 
 
+def test_a_number_that_is_not_the_loads_says_whose_it_is() -> None:
+    def why(floor: Floor | None = None, **changes: int) -> str:
+        found_ = found("", {"colocated": There(0, 0, floor)}, tokens=1500, **changes)
+        return found_["colocated"].reason
+
+    assert "min_" not in why()
+    assert "hand" not in why()
+    assert why(min_instances=4).endswith("; min_instances is 4")
+    assert why(Floor(model="m", instances=5, until_s=9.0)).endswith("; 5 asked for by hand")
+    assert why(max_instances=2).endswith("; 3 would be needed, and max_instances is 2")
+
+
 def test_what_nobody_asked_for_goes_where_the_load_decides_and_stays_where_it_does_not() -> None:
     both: dict[Role, There] = {"prefill": There(1, 1), "decode": There(2, 2)}
     assert numbers(found("", both)) == (0, 1, 2)

@@ -192,6 +192,11 @@ def test_no_host_memory_at_all_is_said() -> None:
     assert (decided.steps, decided.unplaced[0].reason) == ((), "no worker offers host memory")
 
 
+def test_it_is_said_that_all_who_offer_host_memory_leave() -> None:
+    decided = place([A], [holding("w0", serves=A, capacity=100)], outstanding=Outstanding(leaving={"w0"}))
+    assert decided.unplaced[0].reason == "every worker that offers host memory stops or is drained"
+
+
 def test_a_cached_copy_becomes_the_placed_one_where_there_is_no_other_room() -> None:
     assert holds(place([A], [holding("w0", [copy_of(A, cached=True)], capacity=100)])) == [("w0", "a")]
 
