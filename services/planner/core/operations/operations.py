@@ -16,13 +16,15 @@ from shared.messages.common import Role
 from shared.messages.scaling import ScaleRecord
 
 MAX_RECORDS = 500
+MAX_RUNNING = 10_000
+"""Operations that have not ended: far more than a cluster's workers, of which each takes part in one or two."""
 MAX_RECORD_BYTES = 200 * 1024
 MAX_MUTATED_S = 120.0
 """For how long it is remembered when an instance got another role."""
 
 
 class Operations:
-    """The newest operations by plan id; the oldest finished ones are forgotten beyond ``keep``."""
+    """Operations by plan id: those that run, and the newest ones that ended, ``keep`` together if no more run."""
 
     def __init__(self, keep: int = MAX_RECORDS) -> None:
         self._keep = keep
@@ -40,13 +42,21 @@ class Operations:
         """By instance id, its worker's id and the newest that gave, or gives, it a role; the newest last."""
 
     def add(self, operation: Operation) -> None:
-        self._by_id[operation.plan_id] = self._open[operation.plan_id] = operation
+        self._by_id[operation.plan_id] = operation
+        if operation.finished:
+            self._settling[operation.plan_id] = float("inf")
+        else:
+            self._open[operation.plan_id] = operation
         if operation.direction == "mutate":
             for worker_id, instance_id in operation.open_targets:
                 self._mutations.pop(instance_id, None)
                 self._mutations[instance_id] = worker_id, operation
         while len(self._by_id) > self._keep:
-            oldest = next((i for i, o in self._by_id.items() if o.finished), next(iter(self._by_id)))
+            # One that runs is needed: it says what its workers are about to do, and somebody may wait for its record.
+            oldest = next((i for i in self._by_id if i not in self._open), None)
+            if oldest is None and len(self._by_id) <= MAX_RUNNING:
+                break
+            oldest = oldest or next(iter(self._by_id))
             del self._by_id[oldest]
             self._told.discard(oldest)
             self._open.pop(oldest, None)

@@ -124,6 +124,21 @@ def test_finished_operations_are_forgotten_first() -> None:
     assert [o.plan_id for o in operations.newest(5)] == ["c", "a"]
 
 
+def test_what_runs_is_not_forgotten_however_much_there_is() -> None:
+    operations = Operations(keep=2)
+    draining = [operation("in", plan_id=f"p{i}") for i in range(5)]
+    for one in draining:
+        operations.add(one)
+    assert [operations.get(one.plan_id) for one in draining] == draining
+    assert len(operations.running()) == 5
+    for one in draining[:4]:
+        for worker_id in ("w1", "w2"):
+            one.apply(event(worker_id, "spare", 101.0))
+    assert operations.running() == draining[4:]
+    operations.add(operation(plan_id="last"))
+    assert [o.plan_id for o in operations.newest(9)] == ["last", "p4"], "and no more is kept once they have ended"
+
+
 def test_a_target_that_died_and_was_back_before_it_was_missed_has_failed() -> None:
     op = loads(accept_by_s=110.0, deadline_s=120.0)
     record = worker_record("w1", model("m"), "loading")
