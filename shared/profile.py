@@ -8,13 +8,17 @@ Beside the tables there is a fit of each, for sizes that were not measured:
     decode step   = base + requests · request + tokens of context · context_token
     prefill steps = steps · base + prompt tokens · token + pairs · pair
 
-where a pair is a prompt token and a token that it attends to. Pure, but for ``read_profile`` and ``write_profile``.
+where a pair is a prompt token and a token that it attends to. A GPU's steps are no such lines: there may be a
+``StepFit`` beside them (``shared.step_fit``), which comes nearer. Pure, but for ``read_profile`` and ``write_profile``.
+
+A profile may be derived from figures that others have published (``Derived``): then nothing here has measured it, and
+it is the mock engine's.
 """
 
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -27,12 +31,17 @@ from msgspec import Meta
 from shared.errors import BadProfile
 from shared.messages.common import Device
 from shared.model_spec import MAX_LAYERS
+from shared.step_fit import StepFit
 
 FORMAT: Literal["blitzscale-profile.v1"] = "blitzscale-profile.v1"
 MAX_BYTES = 1 << 20
 """Of a file. Ours have a few thousand."""
 MAX_POINTS = 1000
 """Of a table."""
+MOST_DECODES = 4096
+"""Of a step, that are looked at."""
+ROUNDING = 1e-3
+"""That a fit may differ from its table beyond the error that it states: numbers in files are rounded."""
 MUTATION_S = 0.05
 """Assumed: nothing is moved, and the registry has to hear of it."""
 
@@ -99,6 +108,21 @@ class PrefillFit(msgspec.Struct, frozen=True, kw_only=True):
     error: Share
 
 
+class Derived(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a profile that was computed from published figures: from which, and how."""
+
+    source: Name
+    """Whose measurements, of which engine."""
+    licence: Name
+    """Theirs, as an SPDX expression."""
+    tool: Name
+    """With its version."""
+    method: Name
+    gpu: Name
+    tensor_parallel: Annotated[int, Meta(ge=1, le=1024)]
+    """GPUs of an instance. ``weights_bytes`` and ``kv_bytes_per_token`` are of all of them together."""
+
+
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """See the module."""
 
@@ -126,6 +150,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     mutation_is_measured: bool = False
     decode_fit: DecodeFit
     prefill_fit: PrefillFit
+    step_fit: StepFit | None = None
+    derived: Derived | None = None
+    """None: measured here."""
 
     def __post_init__(self) -> None:
         lengths = [point.prompt_tokens for point in self.prefill]
@@ -135,6 +162,53 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("load: a source is there twice")
         if not (self.prefill_fit.base_s or self.prefill_fit.token_s) or not self.decode_fit.step_s(1, 1):
             raise ValueError("the fit says that steps take no time")
+        if self.step_fit is not None:
+            self._check_step_fit(self.step_fit)
+        if self.derived is not None:
+            self._check_derived()
+
+    def _check_step_fit(self, fit: StepFit) -> None:
+        """Against the tables, in this file, that it was made from."""
+        expected = [
+            (f"a prompt of {point.prompt_tokens} tokens", self._prompt_s(fit, point.prompt_tokens), point.seconds)
+            for point in self.prefill
+        ]
+        for step in self.decode:
+            count, context = step.num_requests, step.context_tokens
+            what = f"a step of {count} requests with {context} tokens each"
+            expected.append((what, fit.step_s(0, 0, count, count * context), step.seconds))
+        for what, seconds, measured_s in expected:
+            if not abs(seconds - measured_s) <= (fit.error + ROUNDING) * measured_s:
+                raise ValueError(
+                    f"step_fit: {what} takes {seconds:.6g} s, and {measured_s:.6g} s in the table: "
+                    f"further apart than {fit.error:.1%}"
+                )
+
+    def _prompt_s(self, fit: StepFit, prompt_tokens: int) -> float:
+        """Alone, in chunks. Whole chunks are taken together: what they attend to lies on a line."""
+        whole, rest = divmod(prompt_tokens, self.chunk_tokens)
+        seconds = 0.0
+        if whole:
+            end = whole * self.chunk_tokens
+            seconds = whole * fit.step_s(self.chunk_tokens, 0, 0, 0) + end * (end + 1) // 2 * fit.pair_s
+        if rest:
+            pairs = rest * (prompt_tokens - rest) + rest * (rest + 1) // 2
+            seconds += fit.step_s(rest, pairs, 0, 0)
+        return seconds
+
+    def _check_derived(self) -> None:
+        if self.engine != "mock":
+            raise ValueError(f"derived: no engine here was measured, and yet the file says {self.engine}")
+        if self.kv_bytes_per_token % self.num_layers:
+            raise ValueError(f"derived: KV of {self.kv_bytes_per_token} bytes is not of {self.num_layers} equal layers")
+        if any(a.seconds > b.seconds for a, b in pairwise(self.prefill)):
+            raise ValueError("derived: a longer prompt takes less time")
+        steps = {(step.num_requests, step.context_tokens): step.seconds for step in self.decode}
+        if len(steps) < len(self.decode):
+            raise ValueError("derived: a decode step is there twice")
+        for (count, context), (other, longer) in pairwise(sorted(steps)):
+            if count == other and steps[count, context] > steps[count, longer]:
+                raise ValueError(f"derived: {count} requests decode faster with {longer} tokens than with {context}")
 
     def prefill_tokens_per_s(self, prompt_tokens: float) -> float:
         """Of prompts of that length: between two that were measured, their times on a line; outside, the nearest
@@ -149,10 +223,27 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     def step_s(self, prompt_tokens: int, pairs: int, num_decodes: int, context_tokens: int) -> float:
         """A step with both: the weights are read once. ``context_tokens``: of the requests that decode."""
+        if self.step_fit is not None:
+            return self.step_fit.step_s(prompt_tokens, pairs, num_decodes, context_tokens)
         prefill, decode = self.prefill_fit, self.decode_fit
         base_s = max(prefill.base_s if prompt_tokens else 0.0, decode.base_s if num_decodes else 0.0)
         prompts_s = prompt_tokens * prefill.token_s + pairs * prefill.pair_s
         return base_s + prompts_s + num_decodes * decode.request_s + context_tokens * decode.context_token_s
+
+    def decode_line(self, context_tokens: float, within_s: float) -> tuple[float, float]:
+        """Seconds of a step that only decodes requests with so many tokens each, as (base, each request). Where steps
+        are no line: the one through one request and through the most that a step takes ``within_s``."""
+        if self.step_fit is None:
+            fit = self.decode_fit
+            return fit.base_s, fit.request_s + context_tokens * fit.context_token_s
+        step_fit = self.step_fit
+
+        def seconds(count: int) -> float:
+            return step_fit.step_s(0, 0, count, count * context_tokens)
+
+        most = max(2, bisect_right(range(MOST_DECODES), within_s, key=seconds) - 1)
+        request_s = (seconds(most) - seconds(1)) / (most - 1)
+        return max(0.0, seconds(1) - request_s), request_s
 
     @property
     def load_s(self) -> float:

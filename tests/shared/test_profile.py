@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import BadProfile
-from shared.profile import MAX_BYTES, PrefillPoint, Profile, read_profile, write_profile
+from shared.profile import MAX_BYTES, DecodePoint, Derived, PrefillPoint, Profile, read_profile, write_profile
+from shared.step_fit import DensePoint, StepFit
 from tests.records import profile
 
 
@@ -118,3 +121,100 @@ def test_a_profile_of_something_else_is_refused(changes: dict[str, object], ther
 def test_the_mock_engine_plays_any_profile() -> None:
     own: Profile = profile()
     own.check(model_hash=own.model_hash, layout_hash=own.layout_hash, engine="mock", device="cpu")
+
+
+def _gpu(**changes: object) -> Profile:
+    """A derived profile whose tables are what its fit of steps says."""
+    fit = StepFit(
+        dense=(DensePoint(num_tokens=1, seconds=0.01), DensePoint(num_tokens=1000, seconds=0.1)),
+        prompts_s=0.001,
+        prompt_token_s=0.00001,
+        pair_s=0.0000001,
+        decodes_s=0.002,
+        request_s=0.0001,
+        context_token_s=0.000001,
+        error=0.01,
+    )
+    lengths, steps = (100, 1000), ((1, 100), (1, 1000), (64, 1000))
+    fields: dict[str, object] = {
+        "engine": "mock",
+        "chunk_tokens": 1000,
+        "prefill": tuple(
+            PrefillPoint(prompt_tokens=n, seconds=fit.step_s(n, n * (n + 1) // 2, 0, 0), repetitions=1) for n in lengths
+        ),
+        "decode": tuple(
+            DecodePoint(num_requests=b, context_tokens=c, seconds=fit.step_s(0, 0, b, b * c), repetitions=1)
+            for b, c in steps
+        ),
+        "step_fit": fit,
+        "derived": Derived(
+            source="elsewhere", licence="Apache-2.0", tool="a tool 1", method="by hand", gpu="A100", tensor_parallel=1
+        ),
+    }
+    return profile(**(fields | changes))
+
+
+def test_where_steps_are_no_line_their_own_fit_counts() -> None:
+    measured = _gpu()
+    assert measured.step_fit is not None
+    assert measured.step_s(100, 5050, 8, 800) == measured.step_fit.step_s(100, 5050, 8, 800)
+    assert measured.step_s(100, 5050, 8, 800) != profile().step_s(100, 5050, 8, 800)
+
+
+def test_decodes_are_a_line_up_to_what_is_allowed_for_them() -> None:
+    assert profile().decode_line(100, 1.0) == pytest.approx((0.01, 0.002))
+    measured = _gpu()
+    for within_s in (0.02, 0.05, 0.3):
+        base_s, request_s = measured.decode_line(1000, within_s)
+        assert base_s + request_s == pytest.approx(measured.step_s(0, 0, 1, 1000))
+        most = int((within_s - base_s) / request_s)
+        assert measured.step_s(0, 0, most, most * 1000) <= within_s < measured.step_s(0, 0, most + 1, (most + 1) * 1000)
+    assert all(cost >= 0 for within_s in (0.0, 1e9) for cost in measured.decode_line(1000, within_s))
+
+
+def test_a_derived_profile_is_the_mock_engines(tmp_path: Path) -> None:
+    derived = _gpu()
+    write_profile(tmp_path / "gpu.json", derived)
+    assert read_profile(tmp_path / "gpu.json") == derived
+    assert derived.fits("mock", "cpu")
+    assert not derived.fits("torch", "cuda")
+
+
+def _change(document: dict[str, Any], table: str, index: int, **values: object) -> None:
+    document[table][index] |= values
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda d: d.update(engine="torch", device="cuda"), "no engine here was measured"),
+        (lambda d: d.update(kv_bytes_per_token=1025, num_layers=2), "equal layers"),
+        (lambda d: (d.update(step_fit=None), _change(d, "prefill", 1, seconds=0.001)), "a longer prompt takes less"),
+        (lambda d: (d.update(step_fit=None), _change(d, "decode", 1, seconds=0.001)), "faster with 1000 tokens"),
+        (lambda d: d["decode"].append(d["decode"][0]), "is there twice"),
+        (lambda d: _change(d, "decode", 0, seconds=0.5), "further apart than 1.0%"),
+        (lambda d: d.update(chunk_tokens=10), "a prompt of 100 tokens takes"),
+    ],
+)
+def test_a_profile_that_contradicts_itself_is_refused(
+    spoil: Callable[[dict[str, Any]], object], said: str, tmp_path: Path
+) -> None:
+    document = msgspec.json.decode(msgspec.json.encode(_gpu()))
+    spoil(document)
+    file = tmp_path / "wrong.json"
+    file.write_bytes(msgspec.json.encode(document))
+    with pytest.raises(BadProfile, match=said):
+        read_profile(file)
+
+
+@pytest.mark.parametrize("chunk_tokens", [100, 300, 1000, 5000])
+def test_a_prompt_in_chunks_is_the_sum_of_its_steps(chunk_tokens: int) -> None:
+    fit = _gpu().step_fit
+    assert fit is not None
+    seconds, start = 0.0, 0
+    while start < 1000:
+        count = min(chunk_tokens, 1000 - start)
+        seconds += fit.step_s(count, count * start + count * (count + 1) // 2, 0, 0)
+        start += count
+    point = PrefillPoint(prompt_tokens=1000, seconds=seconds, repetitions=1)
+    assert _gpu(prefill=(point,), chunk_tokens=chunk_tokens).prefill == (point,)

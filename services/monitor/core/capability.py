@@ -58,8 +58,7 @@ class Estimate:
             self._decode_s = max(measured, key=lambda step: max_decodes(step[0], step[1], slo_tbt_s))
         base_s, request_s = self._decode_s
         if self.profile is not None:
-            fit = self.profile.decode_fit
-            base_s, request_s = fit.base_s, fit.request_s + context_tokens(decoding) * fit.context_token_s
+            base_s, request_s = self.profile.decode_line(context_tokens(decoding), slo_tbt_s)
         capability = Capability(
             self.tokens_per_s(prompt_tokens) * self._policy.utilisation,
             max_decodes(base_s, request_s, slo_tbt_s),

@@ -6,6 +6,7 @@ import pytest
 
 from services.monitor.core.demand import ModelDemand, Settings
 from services.monitor.core.policy import DemandPolicy
+from shared.step_fit import DensePoint, StepFit
 from tests.records import profile
 from tests.services.monitor.core.reports import queue, report
 
@@ -45,6 +46,23 @@ def test_what_one_instance_can_decode_follows_from_the_contexts_that_run() -> No
     # Of 400 tokens: 10 + n (1 + 4) ms.
     demand.on_load(report(running_requests=30, running_tokens=12_000), 0.0)
     assert demand.colocated(0.0, 1, Settings(slo_tbt_s=0.05)).needed == pytest.approx(30 / 8)
+
+
+def test_where_steps_are_no_line_an_instance_decodes_as_many_as_a_step_takes_within_the_objective() -> None:
+    """10 ms up to 16 requests, 2 ms for each more; the straight line beside it says 20."""
+    steps = StepFit(
+        dense=(DensePoint(num_tokens=16, seconds=0.01), DensePoint(num_tokens=116, seconds=0.21)),
+        prompts_s=0.0,
+        prompt_token_s=0.0,
+        pair_s=0.0,
+        decodes_s=0.0,
+        request_s=0.0,
+        context_token_s=0.0,
+        error=1e5,
+    )
+    demand = profiled(step_fit=steps)
+    demand.on_load(report(running_requests=72, running_tokens=7200), 0.0)
+    assert demand.colocated(0.0, 1, Settings(slo_tbt_s=0.05)).needed == pytest.approx(72 / 36, rel=0.02)
 
 
 def test_until_an_instance_has_loaded_its_profile_says_how_long_that_takes() -> None:

@@ -1,0 +1,1 @@
+"""Serving on simulated GPUs."""
