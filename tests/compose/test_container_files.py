@@ -114,6 +114,16 @@ def test_everything_has_a_health_check_a_restart_policy_and_healthy_dependencies
             assert how == {"condition": "service_healthy"}
 
 
+def test_profiles_reach_who_reads_them() -> None:
+    services = compose_file()["services"]
+    for name, service in services.items():
+        mounted = [mount["target"] for mount in service.get("volumes", []) if isinstance(mount, dict)]
+        reads = name in ("monitor", "planner", "worker")
+        assert any("BLITZ_PROFILES" in target for target in mounted) == reads, name
+        assert ("BLITZ_PROFILES" in service.get("environment", {})) == reads, name
+    assert "BLITZ_PLANNER_ADVISE" in services["planner"]["environment"]
+
+
 def test_checkpoints_are_read_only_and_at_one_path_where_they_are_read() -> None:
     services = compose_file()["services"]
     mounts = [services[name]["volumes"][0] for name in ("gateway", "pool", "worker")]
