@@ -8,6 +8,7 @@ import msgspec
 import openai
 import pytest
 
+from services.gateway.core import failover
 from shared import subjects
 from shared.errors import BadRequest, Overloaded, SentBack, Unavailable
 from shared.messages.common import Ack, ErrorInfo
@@ -172,6 +173,20 @@ async def test_a_request_that_an_instance_sends_back_goes_on_elsewhere_and_nothi
     metrics = stack.gateway.metrics.of("tiny")
     assert (metrics.failovers, metrics.sent_back) == (0, 1)
     first.resume.set()
+
+
+async def test_a_request_that_is_sent_back_again_and_again_before_anybody_takes_it_ends(
+    make_stack: StackFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody says that an instance drains: no pool leads, or it has not heard of it."""
+    monkeypatch.setattr(failover, "SUSPECT_PAUSE_S", 0.02)
+    stack = await make_stack(1, queue_timeout_s=0.3)
+    stack.workers[0].refuse_with = SentBack("it drains")
+    with pytest.raises(openai.APIStatusError) as raised:
+        async with asyncio.timeout(10):
+            await collect(stack)
+    assert raised.value.status_code == 503
+    assert stack.gateway.metrics.of("tiny").sent_back > 2
 
 
 async def test_a_silent_instance_is_asked_and_then_given_up(make_stack: StackFactory) -> None:
