@@ -168,6 +168,9 @@ class KvReceiver(Cooperation):
         instance.check_admits(request.instance_id)
         if key in self._begun or self._inbox.new_owners.owner_of(key) is not None:
             raise Conflict(f"attempt {request.attempt} of request {request.request_id} was decoded here already")
+        if self._inbox.streams.attempt_of(request.request_id) == request.attempt:
+            # Giving the reservation up would take its stream from the request that has it.
+            raise Conflict(f"attempt {request.attempt} of request {request.request_id} is here already")
         if not 0 < message.lease_s <= MAX_LEASE_S:
             raise BadRequest(f"lease_s {message.lease_s!r} is not a time", param="lease_s")
         if message.chunk_tokens < 0:
