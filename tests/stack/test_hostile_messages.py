@@ -19,6 +19,7 @@ import pytest_asyncio
 
 from compose.stack import Stack
 from shared import subjects
+from shared.messages.admin import MAX_INSTANCES, SetModelBody
 from shared.messages.load import QueueReport
 from shared.registry import read_registry
 from tests.stack.client import bus, scale, until
@@ -38,6 +39,16 @@ MAX_ANSWER_S = 1.0 if CASES else 5.0
 """The short form also runs where other tests take the machine's time."""
 MAX_GROWTH_BYTES = 64 * 1024 * 1024
 HEAL_S = 10.0
+AS_BEFORE = SetModelBody(
+    min_instances=1,
+    max_instances=MAX_INSTANCES,
+    slo_ttft_s=0.0,
+    slo_tbt_s=0.0,
+    keep_alive_s=0.0,
+    served_as="",
+    weight=1.0,
+    advise=False,
+)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -128,6 +139,8 @@ async def test_no_message_ends_holds_up_or_grows_anything(stack: Stack) -> None:
             await stack.admin.remove_model(model.name)
     for worker in await stack.admin.workers():  # which somebody may have had freed
         await stack.admin.undrain_worker(worker.id)
+    # The model's settings may be others, too.
+    await stack.admin.set_model(MODEL, AS_BEFORE)
     for role in ("prefill", "decode"):  # which somebody may have asked for
         await stack.admin.scale(MODEL, 0, hold_s=0.0, role=role)
     await until(stack, lambda s: len(s.workers) == 2 and s.serving(MODEL) >= 1)
