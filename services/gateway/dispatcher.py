@@ -365,8 +365,8 @@ class Dispatcher:
         if outcome.deaths is not None and outcome.deaths.suspected:
             workers = ", ".join(outcome.deaths.workers)
             log.warning("request %s is computed alone: it was running in %s when they died", stream.request_id, workers)
-        # A request that kept being sent to workers that were gone, or that refused it as they were about to go, has been
-        # waiting all the time.
+        # A request that kept being sent to workers that were gone, or refused it because they go, has been waiting all
+        # the time.
         waits_anew = outcome.fault or outcome.deaths is not None
         if waits_anew or stream.phase is Phase.RUNNING:
             request.deadline_s = max(request.deadline_s, now_s + self._config.queue_timeout_s)
