@@ -1,1 +1,13 @@
-"""Serving on simulated GPUs."""
+"""Serving on simulated GPUs: what the services' cores are given instead of shells, compute and network.
+
+    clock.py      discrete events in virtual time; nothing here reads a wall clock
+    cluster.py    a cluster file (clusters/*.toml): hosts, GPUs, NICs, leaves and what each link carries
+    fabric.py     the cluster's links as resources, and the path of a transfer through them
+    sharing.py    weighted max-min fair rates by progressive filling: a pure function
+    flows.py      flows on a clock: they start, end, are aborted or rerouted, and follow each other in chains
+    profiles/     what steps of models on GPUs take; architectures.py and make_profiles.py derive them
+
+A transfer is a fluid: between two events every flow has one rate, and rates change at once when flows come, go, or
+catch up with what they forward. Resources are one direction of one link each. There are no packets, no slow start and
+no latencies; routing below a flow (ECMP) spreads it over a leaf's uplinks. Same calls, same results, to the last bit.
+"""
