@@ -87,14 +87,15 @@ class Mutations:
         clusters: Clusters,
         wanted: Mapping[About, int],
         staying: Collection[str],
+        promised: Collection[str],
     ) -> tuple[Change, ...]:
         """Instances of other roles that get the request's, as far as it lacks some. ``wanted``: what else is asked for
-        in this round; ``staying``: instance ids that stay what they are."""
+        in this round; ``staying``: instance ids that stay what they are; ``promised``: that make room for others."""
         model = view.models.get(request.model)
         if model is None or not self._allows(model):
             return ()
         asked = _Asked(request, model, view, wanted, self._by_role(model, clusters))
-        missing = self._missing(request, model, view, clusters)
+        missing = self._missing(request, model, view, clusters, promised)
         if not missing or not asked.by_role.keys() - {request.role}:
             return ()
         kept = self._operations.instances_in_pairs() | frozenset(staying)
@@ -104,10 +105,16 @@ class Mutations:
             if role != request.role and (offer := self._offer(asked, role, kept)).surplus
         ]
         takers = sum(asked.serving(role) for role in TAKES_PROMPTS)
-        return from_surplus(request.role, missing, offers, self._pairs.is_at_work, takers, self._lately(model))
+        lately = self._lately(model, clusters)
+        return from_surplus(request.role, missing, offers, self._pairs.is_at_work, takers, lately)
 
     def made_up_for(
-        self, request: ScaleRequest, view: RegistryView, clusters: Clusters, staying: Collection[str]
+        self,
+        request: ScaleRequest,
+        view: RegistryView,
+        clusters: Clusters,
+        staying: Collection[str],
+        promised: Collection[str],
     ) -> tuple[list[WorkerRecord], int]:
         """Prefill instances that could become the decode instances that the request lacks, if others load in their
         place; and how many prefill instances there are, on their way included."""
@@ -117,8 +124,8 @@ class Mutations:
         by_role = self._by_role(model, clusters)
         prefill = by_role.get("prefill", [])
         room = model.max_instances - sum(map(len, by_role.values()))
-        missing = min(self._missing(request, model, view, clusters), room)
-        kept = self._operations.instances_in_pairs() | frozenset(staying) | self._lately(model)
+        missing = min(self._missing(request, model, view, clusters, promised), room)
+        kept = self._operations.instances_in_pairs() | frozenset(staying) | self._lately(model, clusters)
         movable = self._movable(prefill, kept)
         num_serving = sum(record.state == "serving" for record in prefill)
         return made_up_for(missing, movable, self._pairs.is_at_work, num_serving), len(prefill)
@@ -140,7 +147,14 @@ class Mutations:
         load_s = self._pairs.load_s(model)
         return f"the role would load on a spare worker, if there is one{f', in about {load_s:.2f} s' if load_s else ''}"
 
-    def _missing(self, request: ScaleRequest, model: ModelRecord, view: RegistryView, clusters: Clusters) -> int:
+    def _missing(
+        self,
+        request: ScaleRequest,
+        model: ModelRecord,
+        view: RegistryView,
+        clusters: Clusters,
+        promised: Collection[str],
+    ) -> int:
         if request.fewer:
             return 0
         return lacking(
@@ -150,7 +164,7 @@ class Mutations:
             view.floors.get((request.model, request.role)),
             request.role,
             leaving=self._operations.instances_to_drain(),
-            promised=() if request.by_hand else self._fleet.promised(),
+            promised=() if request.by_hand else promised,
         )
 
     def _by_role(self, model: ModelRecord, clusters: Clusters) -> dict[Role, list[WorkerRecord]]:
@@ -163,9 +177,11 @@ class Mutations:
                 found[about[1]].append(record)
         return dict(found)
 
-    def _lately(self, model: ModelRecord) -> frozenset[str]:
-        """Instances that have only just got the role that they have."""
-        return frozenset(self._operations.mutated(time.time(), kept_s(self._pairs.load_s(model.name))))
+    def _lately(self, model: ModelRecord, clusters: Clusters) -> frozenset[str]:
+        """Instances of the model that have only just got the role that they have."""
+        now_s, within_s = time.time(), kept_s(self._pairs.load_s(model.name))
+        held = [record.instance.instance_id for record in clusters.of_model(model.name) if record.instance is not None]
+        return frozenset([i for i in held if self._operations.has_mutated(i, now_s, within_s)])
 
     def _movable(self, records: Sequence[WorkerRecord], kept: Collection[str]) -> list[WorkerRecord]:
         now_s = time.monotonic()

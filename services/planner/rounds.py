@@ -279,6 +279,10 @@ class Rounds:
         waiting += self._take_by_hand()
         view = self._mutations.seen(await self._reader.read(timeout_s=RPC_TIMEOUT_S))
         waiting += self._take_demands()
+        with self._scaler.at_rest():
+            return self._decide_on(waiting, view)
+
+    def _decide_on(self, waiting: list[_Waiting], view: RegistryView) -> list[tuple[_Waiting, Step, trace.Span]]:
         clusters = self._scaler.clusters(view)
         for one in waiting:
             one.request = self._allowed(one.request, view, clusters)

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Collection, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from opentelemetry import trace
@@ -73,6 +74,10 @@ class Scaler:
 
     # --- planning ----------------------------------------------------------------------------
 
+    def at_rest(self) -> AbstractContextManager[None]:
+        """While a round plans, without a turn for anybody else."""
+        return self._operations.at_rest()
+
     def clusters(self, view: RegistryView) -> Clusters:
         """What a round's plans are made from."""
         transfers = self._operations.transfers(time.time()) if self._settings.knows_flows else None
@@ -93,7 +98,7 @@ class Scaler:
         last. Raises as ``plan`` if nothing is done. ``wanted``: what else is asked for in this round; ``staying``:
         instance ids that keep their roles, and do not go. Workers that are to load are taken, ``most`` at most."""
         steps: list[Step] = []
-        changes = self._mutations.from_surplus(request, view, clusters, wanted, staying)
+        changes = self._mutations.from_surplus(request, view, clusters, wanted, staying, promised)
         if changes:
             instead = self._mutations.otherwise(request.model)
             explain = tuple(
@@ -102,7 +107,7 @@ class Scaler:
             )
             steps.append(self._change_roles(request, view, clusters, [c.record for c in changes], explain))
         staying = frozenset(staying) | {c.record.instance.instance_id for c in changes if c.record.instance is not None}
-        making_up = self._make_up(request, view, clusters, staying, most)
+        making_up = self._make_up(request, view, clusters, staying, promised, most)
         steps += making_up
         if most is not None:
             most -= sum(len(step.load.chains.targets) for step in making_up if step.load is not None)
@@ -142,11 +147,12 @@ class Scaler:
         view: RegistryView,
         clusters: Clusters,
         staying: Collection[str],
+        promised: Collection[str],
         most: int | None,
     ) -> list[Step]:
         """Prefill instances become decode instances, and others load in their place, if that is faster than to load
         decode instances; nothing where no worker is spare."""
-        records, num_prefill = self._mutations.made_up_for(request, view, clusters, staying)
+        records, num_prefill = self._mutations.made_up_for(request, view, clusters, staying, promised)
         try:
             instead = self.plan(request, view, clusters, most=most) if records else None
         except NoSpareWorker:

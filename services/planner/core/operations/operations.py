@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,6 +23,8 @@ MAX_RUNNING = 10_000
 MAX_RECORD_BYTES = 200 * 1024
 MAX_MUTATED_S = 120.0
 """For how long it is remembered when an instance got another role."""
+
+T = TypeVar("T")
 
 
 class Operations:
@@ -40,8 +44,30 @@ class Operations:
         """Operations that ``just_finished`` has returned."""
         self._mutations: OrderedDict[str, tuple[str, Operation]] = OrderedDict()
         """By instance id, its worker's id and the newest that gave, or gives, it a role; the newest last."""
+        self._answers: dict[str, Any] | None = None
+        """What was asked since nothing happens."""
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """For as long as nothing happens to operations: what a round asks for each of its requests is made out once,
+        however many run."""
+        self._answers = {}
+        try:
+            yield
+        finally:
+            self._answers = None
+
+    def _once(self, question: str, make: Callable[[], T]) -> T:
+        if self._answers is None:
+            return make()
+        if question not in self._answers:
+            self._answers[question] = make()
+        answer: T = self._answers[question]
+        return answer
 
     def add(self, operation: Operation) -> None:
+        if self._answers:
+            self._answers.clear()
         self._by_id[operation.plan_id] = operation
         if operation.finished:
             self._settling[operation.plan_id] = float("inf")
@@ -134,7 +160,9 @@ class Operations:
 
     def remaining_s(self, now_s: float) -> dict[tuple[str, str], float]:
         """Predicted seconds until each instance that loads is whole, by (worker_id, instance_id)."""
-        return {key: left_s for o in self.running() for key, left_s in o.remaining_s(now_s).items()}
+        return self._once(
+            "remaining", lambda: {key: left_s for o in self.running() for key, left_s in o.remaining_s(now_s).items()}
+        )
 
     def pair(self, pair_id: str) -> LivePair | None:
         """The pair of that id, ended or not."""
@@ -146,13 +174,26 @@ class Operations:
 
     def instances_in_pairs(self) -> frozenset[str]:
         """Sources and targets of the pairs that run."""
+        return self._once("pairs", self._instances_in_pairs)
+
+    def _instances_in_pairs(self) -> frozenset[str]:
         running = [p for o in self.running() for p in o.pairs.values() if p.running]
         return frozenset([instance_id for pair in running for instance_id in pair.instance_ids])
 
     def instances_to_drain(self, until_s: float = float("inf")) -> frozenset[str]:
         """Instances that drain, or were told to and may not show it yet, for what was triggered ``until_s``."""
+        return self._once(f"drain until {until_s}", lambda: self._instances_to_drain(until_s))
+
+    def _instances_to_drain(self, until_s: float) -> frozenset[str]:
         draining = [o for o in self.running() if o.direction == "in" and o.triggered_at_s <= until_s]
         return frozenset([i for o in draining for _, i in o.open_targets])
+
+    def has_mutated(self, instance_id: str, now_s: float, within_s: float) -> bool:
+        """Whether an instance was given its role within so many seconds, and that has not failed."""
+        worker_id, operation = self._mutations.get(instance_id, ("", None))
+        if operation is None or now_s - operation.mutated_at_s > within_s:
+            return False
+        return not operation.has_failed(worker_id)
 
     def mutated(self, now_s: float, within_s: float) -> dict[str, Role]:
         """The roles that instances were given within so many seconds, by instance id; not where that failed."""

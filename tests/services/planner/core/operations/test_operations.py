@@ -139,6 +139,21 @@ def test_what_runs_is_not_forgotten_however_much_there_is() -> None:
     assert [o.plan_id for o in operations.newest(9)] == ["last", "p4"], "and no more is kept once they have ended"
 
 
+def test_at_rest_what_is_asked_again_is_made_out_once_but_what_is_added_counts() -> None:
+    operations = Operations()
+    operations.add(first := operation("in", plan_id="p0"))
+    with operations.at_rest():
+        draining = operations.instances_to_drain()
+        assert draining
+        assert operations.instances_to_drain() is draining
+        assert operations.instances_to_drain(0.0) == frozenset()
+        operations.add(operation(plan_id="p1"))
+        assert operations.instances_to_drain() is not draining
+    first.fail_target("w1", "gone")
+    first.fail_target("w2", "gone")
+    assert operations.instances_to_drain() == frozenset()
+
+
 def test_a_target_that_died_and_was_back_before_it_was_missed_has_failed() -> None:
     op = loads(accept_by_s=110.0, deadline_s=120.0)
     record = worker_record("w1", model("m"), "loading")
