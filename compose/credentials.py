@@ -31,26 +31,25 @@ def password_file(user: User) -> str:
 
 def files_of_credentials() -> tuple[str, ...]:
     """Everything that ``make`` writes."""
-    return (NATS_CONF, REDIS_CONF, REDIS_PASSWORD, *(password_file(user) for user in USERS))
+    return (NATS_CONF, REDIS_CONF, *_password_files())
+
+
+def _password_files() -> tuple[str, ...]:
+    return (REDIS_PASSWORD, *(password_file(user) for user in USERS))
 
 
 def make(folder: Path, *, mode: int = 0o600, http: str = "", renew: bool = True) -> None:
-    """Write new passwords and both servers' configuration. The folder is closed to all others, whatever ``mode`` says.
+    """Write passwords and both servers' configuration. The folder is closed to all others, whatever ``mode`` says.
 
-    ``http``: where NATS answers health checks, such as ``127.0.0.1:8222``. Raises ``StackRefused`` if something is
-    there and ``renew`` is off, or the folder cannot be written.
+    With ``renew`` off the passwords that are there stay, and the configuration is made again with them: another version
+    permits its services other things. ``http``: where NATS answers health checks, such as ``127.0.0.1:8222``. Raises
+    ``StackRefused`` if ``renew`` is off and only some of the passwords are there, or the folder cannot be written.
     """
-    there = [name for name in files_of_credentials() if (folder / name).exists()]
-    if there and not renew:
-        raise StackRefused(
-            f"{folder} already holds {', '.join(there)}: --renew replaces them, for all services at once"
-        )
-    passwords: dict[User, str] = {user: secrets.token_urlsafe(_PASSWORD_BYTES) for user in USERS}
-    redis = secrets.token_urlsafe(_PASSWORD_BYTES)
-    texts = {password_file(user): f"{password}\n" for user, password in passwords.items()}
-    texts[NATS_CONF] = nats_conf(passwords, http=http)
-    texts[REDIS_CONF] = f'{_base(REDIS_CONF)}\nrequirepass "{redis}"\n'
-    texts[REDIS_PASSWORD] = f"{redis}\n"
+    known = {} if renew else _known(folder)
+    passwords = {name: known.get(name) or secrets.token_urlsafe(_PASSWORD_BYTES) for name in _password_files()}
+    texts = {name: f"{password}\n" for name, password in passwords.items() if name not in known}
+    texts[NATS_CONF] = nats_conf({user: passwords[password_file(user)] for user in USERS}, http=http)
+    texts[REDIS_CONF] = f'{_base(REDIS_CONF)}\nrequirepass "{passwords[REDIS_PASSWORD]}"\n'
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
@@ -58,6 +57,20 @@ def make(folder: Path, *, mode: int = 0o600, http: str = "", renew: bool = True)
             _write(folder / name, text, mode)
     except OSError as error:
         raise StackRefused(f"the credentials cannot be written to {folder}: {error.strerror}") from error
+
+
+def _known(folder: Path) -> dict[str, str]:
+    """Passwords by the names of their files: all, or none."""
+    try:
+        known = {name: (folder / name).read_text().strip() for name in _password_files() if (folder / name).exists()}
+    except OSError as error:
+        raise StackRefused(f"{error.filename} cannot be read: {error.strerror}") from error
+    missing = [name for name in _password_files() if not known.get(name)]
+    if known and missing:
+        raise StackRefused(
+            f"{folder} holds passwords, but no {', '.join(missing)}: --renew makes all anew, for all services at once"
+        )
+    return known
 
 
 def nats_conf(

@@ -16,10 +16,11 @@ HEALTH = "127.0.0.1:8222"
 def credentials(
     folder: Annotated[Path, typer.Argument(help="Folder to write them to; created if missing.", metavar="DIR")],
     renew: Annotated[
-        bool, typer.Option("--renew", help="Replace existing ones; servers and services must then be restarted.")
+        bool, typer.Option("--renew", help="Replace existing passwords; servers and services must then be restarted.")
     ] = False,
 ) -> None:
-    """Make a password for each kind of service and for Redis, and the servers' configuration with them."""
+    """Make a password for each kind of service and for Redis, and the servers' configuration with them. Where there are
+    passwords, they stay, and the configuration is made again."""
     # Only the owner can enter the folder. The files in it are readable by all, so that a container's user can read
     # those that are mounted for it.
     make(folder, mode=0o444, http=HEALTH, renew=renew)

@@ -70,8 +70,21 @@ def test_the_command_makes_them_for_containers_and_replaces_them_only_if_told(
     assert {mode(path) for path in folder.iterdir()} == {0o444}
     before = (folder / NATS_CONF).read_text()
     assert "127.0.0.1:8222" in before
-    assert run(["credentials", str(folder)]) == 1
-    assert "--renew" in capsys.readouterr().err
+    (folder / NATS_CONF).chmod(0o600)
+    (folder / NATS_CONF).write_text("of the version before")
+    assert run(["credentials", str(folder)]) == 0
     assert (folder / NATS_CONF).read_text() == before
+    assert {mode(path) for path in folder.iterdir()} == {0o444}
     assert run(["credentials", str(folder), "--renew"]) == 0
     assert (folder / NATS_CONF).read_text() != before
+
+
+def test_passwords_of_which_some_are_missing_are_not_mixed_with_new_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path)
+    (tmp_path / password_file("pool")).unlink()
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert run(["credentials", str(tmp_path)]) == 1
+    assert "no nats-pool.password: --renew" in capsys.readouterr().err
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
