@@ -35,23 +35,27 @@ class Refusals:
 
     def __init__(self) -> None:
         self._by_key: dict[tuple[str, str], Refusal] = {}
+        """The newest last."""
+        self._by_model: dict[str, dict[str, Refusal]] = {}
+        """The same, by worker: a round asks for each of its models."""
 
     def failed(self, worker_id: str, model: str, why: str, now_s: float) -> None:
         """The worker refused the model, or did not get to serve it."""
-        known = self._by_key.pop((model, worker_id), None)
+        known = self._remove(model, worker_id)
         failures = known.failures + 1 if known is not None else 1
         until_s = now_s + min(AVOID_MAX_S, AVOID_S * 2.0 ** min(failures - 1, 30))
-        self._by_key[model, worker_id] = Refusal(worker_id, model, why, until_s, failures)
+        refusal = Refusal(worker_id, model, why, until_s, failures)
+        self._by_key[model, worker_id] = self._by_model.setdefault(model, {})[worker_id] = refusal
         while len(self._by_key) > MAX_REFUSALS:
-            del self._by_key[next(iter(self._by_key))]
+            self._remove(*next(iter(self._by_key)))
 
     def served(self, worker_id: str, model: str) -> None:
         """It can, after all."""
-        self._by_key.pop((model, worker_id), None)
+        self._remove(model, worker_id)
 
     def avoided(self, model: str, now_s: float) -> dict[str, str]:
         """Workers not to choose for a model now, and why."""
-        return {r.worker_id: r.why for r in self._now(now_s) if r.model == model}
+        return {r.worker_id: r.why for r in self._by_model.get(model, {}).values() if now_s < r.until_s}
 
     def newest(self, now_s: float, limit: int, models: Collection[str] = ()) -> tuple[RefusedLoad, ...]:
         """At most ``limit`` that are in force, the newest first. ``models``: of these only."""
@@ -64,7 +68,17 @@ class Refusals:
 
     def forget(self, now_s: float) -> None:
         """Forget what is long over."""
-        self._by_key = {k: r for k, r in self._by_key.items() if now_s < r.until_s + FORGET_S}
+        for model, worker_id in [key for key, r in self._by_key.items() if now_s >= r.until_s + FORGET_S]:
+            self._remove(model, worker_id)
+
+    def _remove(self, model: str, worker_id: str) -> Refusal | None:
+        known = self._by_key.pop((model, worker_id), None)
+        if known is not None:
+            of_model = self._by_model[model]
+            del of_model[worker_id]
+            if not of_model:
+                del self._by_model[model]
+        return known
 
     def _now(self, now_s: float) -> Iterable[Refusal]:
         return (r for r in self._by_key.values() if now_s < r.until_s)

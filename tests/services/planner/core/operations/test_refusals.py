@@ -56,3 +56,14 @@ def test_refusals_are_bounded() -> None:
         refusals.failed(f"w{index}", "m", "no room", 0.0)
     assert len(refusals.avoided("m", 0.0)) == MAX_REFUSALS
     assert [r.worker_id for r in refusals.newest(0.0, 2)] == [f"w{MAX_REFUSALS + 4}", f"w{MAX_REFUSALS + 3}"]
+
+
+def test_a_model_whose_refusals_made_room_for_others_has_none() -> None:
+    refusals = Refusals()
+    refusals.failed("w0", "old", "no room", 0.0)
+    for index in range(MAX_REFUSALS):
+        refusals.failed(f"w{index}", "m", "no room", 0.0)
+    assert refusals.avoided("old", 0.0) == {}
+    refusals.failed("w0", "old", "no room", 0.0)
+    assert refusals.avoided("old", 0.0) == {"w0": "no room"}
+    assert "w0" not in refusals.avoided("m", 0.0), "the oldest"
