@@ -1,28 +1,58 @@
-"""Tells instances that go where their running requests may continue, by the registry and the load that was reported
-last."""
+"""Tells instances where their running requests may continue, by the registry and the load that was reported last: those
+of instances that go, and those that make room for a prompt that waits for KV."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import logging
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterable
 
+from prometheus_client import CollectorRegistry, Counter
+
+from services.planner.core.fleet.defragmentation import LACKS_S, REST_S, Relief, Serves, relief
 from services.planner.core.fleet.migration import Destinations, Goes, Stays
 from services.planner.core.live.load import LoadView
 from services.planner.core.operations.operations import Operations
+from services.planner.plan_stream import PlanStream
 from shared.errors import NotFound
+from shared.messages.common import MAX_COUNT
+from shared.messages.load import LoadReport
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerRecord
-from shared.messages.scaling import Destination, DrainTarget, SendBack
+from shared.messages.scaling import Destination, DrainTarget, MigratePlan, SendBack
 from shared.messages.scaling import Destinations as DestinationsMessage
 from shared.registry_view import RegistryView
+
+log = logging.getLogger(__name__)
 
 
 class Migrations:
     """Event loop only."""
 
-    def __init__(self, operations: Operations, load: LoadView, *, enabled: bool) -> None:
-        """``enabled``: without it, instances that go finish their requests themselves."""
+    def __init__(
+        self,
+        stream: PlanStream,
+        operations: Operations,
+        load: LoadView,
+        advises: Callable[[ModelRecord], bool],
+        metrics: CollectorRegistry,
+        *,
+        enabled: bool,
+    ) -> None:
+        """``enabled``: without it, requests end where they are. ``advises``: whether a model is left alone."""
+        self._stream = stream
         self._operations = operations
         self._load = load
+        self._advises = advises
         self._enabled = enabled
+        self._relieved: dict[str, float] = {}
+        """When instances (ids) were last told to make room, by the monotonic clock; the next: to which."""
+        self._taken: dict[str, float] = {}
+        self._moves = Counter(
+            "blitz_planner_moves_total", "Orders to move requests for a waiting one", registry=metrics
+        )
+
+    # --- instances that go ---------------------------------------------------------------------
 
     def drains(
         self, model: ModelRecord, records: Iterable[WorkerRecord], workers: Iterable[WorkerRecord], *, at_once: bool
@@ -31,10 +61,10 @@ class Migrations:
         workers are taken for another model that has none."""
         going = [(record.worker.worker_id, record.instance) for record in records if record.instance is not None]
         gone = {instance.instance_id for _, instance in going}
-        destinations = Destinations(self._staying(model, workers, gone))
+        destinations = Destinations(self._stays(*serving) for serving in self._serving(model, workers, gone))
         targets = []
         for worker_id, instance in going:
-            named, send_back = self._moves(instance, destinations, at_once=at_once)
+            named, send_back = self._to_leave(instance, destinations, at_once=at_once)
             targets.append(
                 DrainTarget(
                     worker_id=worker_id, instance_id=instance.instance_id, destinations=named, send_back=send_back
@@ -49,11 +79,11 @@ class Migrations:
         model = view.models.get(instance.model) if instance is not None else None
         if instance is None or model is None:
             raise NotFound(f"instance {instance_id!r} is not registered", param="instance_id")
-        staying = Destinations(self._staying(model, view.workers, {instance_id}))
-        named, send_back = self._moves(instance, staying, at_once=False)
+        staying = Destinations(self._stays(*serving) for serving in self._serving(model, view.workers, {instance_id}))
+        named, send_back = self._to_leave(instance, staying, at_once=False)
         return DestinationsMessage(destinations=named, send_back=send_back)
 
-    def _moves(
+    def _to_leave(
         self, instance: InstanceInfo, destinations: Destinations, *, at_once: bool
     ) -> tuple[tuple[Destination, ...], SendBack]:
         if not self._enabled:
@@ -62,8 +92,74 @@ class Migrations:
         goes = Goes(instance.instance_id, instance.role, used, instance.context_tokens)
         return destinations.of(goes), destinations.send_back(goes, at_once=at_once)
 
-    def _staying(self, model: ModelRecord, workers: Iterable[WorkerRecord], gone: Collection[str]) -> Iterable[Stays]:
-        """Instances of these very weights that serve and are not to go."""
+    def _stays(self, worker_id: str, instance: InstanceInfo) -> Stays:
+        return Stays(
+            worker_id,
+            instance.instance_id,
+            instance.role,
+            self._load.free_kv_tokens(instance.instance_id),
+            instance.max_running_requests - self._load.running_requests(instance.instance_id),
+            instance.context_tokens,
+        )
+
+    # --- prompts that wait for KV --------------------------------------------------------------
+
+    def lacking(self) -> dict[str, float]:
+        """Instances (ids) that others might help, and for how many seconds a request has waited for KV there."""
+        if not self._enabled:
+            return {}
+        return {i: seconds for i, seconds in self._load.lacking(time.monotonic()).items() if seconds >= LACKS_S}
+
+    async def make_room(self, lacking: dict[str, float], view: RegistryView, term: int) -> None:
+        """At most one move per model, to be called once a second. Raises what ``Bus.publish_event`` raises."""
+        now_s = time.monotonic()
+        self._relieved = {i: at_s for i, at_s in self._relieved.items() if now_s - at_s < REST_S}
+        self._taken = {i: at_s for i, at_s in self._taken.items() if now_s - at_s < REST_S}
+        workers: dict[str, list[WorkerRecord]] = {}
+        for record in view.workers:
+            if record.instance is not None:
+                workers.setdefault(record.instance.model, []).append(record)
+        in_pairs = self._operations.instances_in_pairs()
+        for name, records in sorted(workers.items()):
+            model = view.models.get(name)
+            if model is None or self._advises(model):
+                continue
+            if any(record.instance is not None and record.instance.instance_id in lacking for record in records):
+                serving = [
+                    _serves(worker_id, instance, report, lacking.get(instance.instance_id, 0.0))
+                    for worker_id, instance in self._serving(model, records, in_pairs)
+                    if (report := self._load.latest(instance.instance_id)) is not None
+                ]
+                bytes_per_token = model.spec.kv_bytes_per_token
+                found = relief(serving, bytes_per_token, relieved=self._relieved, taken=self._taken)
+                if found is not None:
+                    await self._order(name, found, term)
+
+    async def _order(self, model: str, found: Relief, term: int) -> None:
+        now_s = time.monotonic()
+        self._relieved[found.source.instance_id] = now_s
+        self._taken |= {destination.instance_id: now_s for destination in found.destinations}
+        plan = MigratePlan(
+            plan_id=f"move-{secrets.token_hex(6)}",
+            model=model,
+            worker_id=found.source.worker_id,
+            instance_id=found.source.instance_id,
+            destinations=found.destinations,
+            expires_at_s=time.time() + REST_S,
+            reason=found.why,
+            term=term,
+            for_head=True,
+        )
+        await self._stream.move(plan)
+        self._moves.inc()
+        log.info("%s: %s", plan.plan_id, plan.reason)
+
+    # --- who serves on -------------------------------------------------------------------------
+
+    def _serving(
+        self, model: ModelRecord, workers: Iterable[WorkerRecord], others: Collection[str]
+    ) -> Iterable[tuple[str, InstanceInfo]]:
+        """Instances of these very weights that serve and are not to go, with their workers' ids, but for ``others``."""
         leaving = self._operations.instances_to_drain()
         for record in workers:
             instance = record.instance
@@ -71,13 +167,23 @@ class Migrations:
                 continue
             if (instance.model, instance.model_hash) != (model.name, model.model_hash):
                 continue
-            if instance.instance_id in gone or instance.instance_id in leaving:
-                continue
-            yield Stays(
-                record.worker.worker_id,
-                instance.instance_id,
-                instance.role,
-                self._load.free_kv_tokens(instance.instance_id),
-                instance.max_running_requests - self._load.running_requests(instance.instance_id),
-                instance.context_tokens,
-            )
+            if instance.instance_id not in others and instance.instance_id not in leaving:
+                yield record.worker.worker_id, instance
+
+
+def _serves(worker_id: str, instance: InstanceInfo, report: LoadReport, lacked_s: float) -> Serves:
+    block_tokens = report.kv_block_tokens
+    return Serves(
+        worker_id,
+        instance.instance_id,
+        instance.role,
+        instance.context_tokens,
+        free_slots=instance.max_running_requests - report.running_requests,
+        decoding=report.running_requests - report.prefilling_requests,
+        kv=report.kv_blocks_total * block_tokens,
+        # Others are told of it, and the product may be more than is counted at all.
+        free_kv=min(max(0, report.kv_blocks_total - report.kv_blocks_used) * block_tokens, MAX_COUNT),
+        queued_kv=report.queued_tokens,
+        head_kv=report.head_blocks * block_tokens,
+        lacked_s=lacked_s,
+    )

@@ -11,7 +11,7 @@ from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
 from shared.messages.live import WorkerOrder, ZigzagAssignment
-from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan, ScaleRecord
+from shared.messages.scaling import DrainPlan, MigratePlan, MutatePlan, ScalePlan, ScaleRecord
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,11 @@ class PlanStream:
         for member in (assignment.source, assignment.target):
             own_id, order = f"{message_id}@{member.worker_id}", WorkerOrder(zigzag=assignment)
             await self._bus.publish_event(subjects.worker_plans(member.worker_id), order, message_id=own_id)
+
+    async def move(self, plan: MigratePlan) -> None:
+        """Tell a worker to move requests. Nobody else needs to know: it is over before another planner leads."""
+        order = WorkerOrder(migrate=plan)
+        await self._bus.publish_event(subjects.worker_plans(plan.worker_id), order, message_id=plan.plan_id)
 
     def add_record(self, record: ScaleRecord) -> None:
         """The record of an operation that ended: ``store_records`` stores it, once."""

@@ -76,8 +76,9 @@ RECOVERY_WAIT_S = 4.0
 MONITOR_TERM_S = 10.0
 """A monitor repeats its demands each second until they are met. Once no monitor has used a term for this long, an older
 one is heard again."""
-EVACUATE_EVERY_S = 1.0
-"""How often to look whether instances of workers that are to be free can go."""
+LOOK_EVERY_S = 1.0
+"""How often to look whether instances of workers that are to be free can go, and whether requests should move so that
+others can begin."""
 MAX_LISTED = 100
 MAX_REFUSED_LISTED = 100
 MAX_PAST_EVENTS = 5000
@@ -121,7 +122,9 @@ class PlannerService:
 
         self._fleet = Fleet(self._operations, self._refusals, self._pairs.is_at_work, advises, mutates)
         self._mutations = Mutations(self._operations, self._fleet, self._pairs, mutates)
-        self._migrations = Migrations(self._operations, self._pairs.load, enabled=settings.migration)
+        self._migrations = Migrations(
+            self._stream, self._operations, self._pairs.load, advises, metrics, enabled=settings.migration
+        )
         self._scaler = Scaler(
             self._stream,
             self._leases,
@@ -260,7 +263,7 @@ class PlannerService:
             log.warning("%s: its targets could not be told again: %s", plan.plan_id, error)
 
     async def _check_regularly(self) -> None:
-        evacuate_at_s = time.monotonic()
+        look_at_s = time.monotonic()
         while True:
             await self._pairs.look_for_profiles()
             self._pairs.forget()
@@ -273,12 +276,13 @@ class PlannerService:
                     self._tracker.check(await self._reader.read(timeout_s=RPC_TIMEOUT_S))
                 except BlitzError as error:
                     log.debug("no snapshot to check running operations with: %s", error)
-            if (now_s := time.monotonic()) >= evacuate_at_s:
-                evacuate_at_s = now_s + EVACUATE_EVERY_S
+            if (now_s := time.monotonic()) >= look_at_s:
+                look_at_s = now_s + LOOK_EVERY_S
                 try:
                     await self._evacuate()
+                    await self._make_room()
                 except BlitzError as error:
-                    log.info("workers that are to be free are looked at later: %s", error)
+                    log.info("what could move is looked at later: %s", error)
             await self._tracker.tell_waiters()
             await asyncio.sleep(CHECK_INTERVAL_S)
 
@@ -290,6 +294,13 @@ class PlannerService:
             workers = [w for w in view.workers if w.instance is not None and w.instance.model == going.model.name]
             step, span = self._scaler.evacuation(going, workers), tracer().start_span("planner.plan")
             await self._scaler.begin(step, None, term, span)
+
+    async def _make_room(self) -> None:
+        """Have requests move where others wait for KV. Raises ``BlitzError``."""
+        if lacking := self._migrations.lacking():
+            view, term = await self._reader.read(timeout_s=RPC_TIMEOUT_S), self._leader.term
+            self._leader.check(term)
+            await self._migrations.make_room(lacking, view, term)
 
     # --- requests ----------------------------------------------------------------------------
 

@@ -51,6 +51,9 @@ class LoadReport(Message, frozen=True, kw_only=True, tag="load.v1"):
     """Requests that ended here by themselves (stop or length); with the next, how long answers are."""
     ended_tokens_total: Count = 0
     """Their output, from wherever it was computed."""
+    head_blocks: Count = 0
+    """KV blocks that have to be free for the first waiting request to begin, while there are fewer; 0 when none waits
+    for KV, and from a worker that does not say."""
 
 
 class HostLoad(Message, frozen=True, kw_only=True, tag="host_load.v1"):

@@ -167,6 +167,8 @@ class MigratePlan(Message, frozen=True, kw_only=True, tag="migrate_plan.v1"):
     reason: str = ""
     term: int = 0
     """As in ``ScalePlan``."""
+    for_head: bool = False
+    """Only as much as lets the first waiting request begin; nothing, if none waits for KV when it is heard of."""
 
 
 class GetDestinations(Message, frozen=True, kw_only=True, tag="get_destinations.v1"):

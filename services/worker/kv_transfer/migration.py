@@ -14,16 +14,22 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
 
 from services.worker.engine.loop import EngineLoop
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.decode_client import DecodeClient
 from services.worker.kv_transfer.departures import Departures
 from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfer
-from services.worker.scheduling.leaving import KvPath, Takers, to_hand_back, to_move, to_send_back
+from services.worker.scheduling.leaving import (
+    KvPath,
+    Moving,
+    Takers,
+    to_hand_back,
+    to_make_room,
+    to_move,
+    to_send_back,
+)
 from services.worker.scheduling.schedule import Sampled
-from services.worker.scheduling.sequence import Sequence
 from shared import subjects
 from shared.aio import OwnedTasks, Wakeup
 from shared.bus.base import Bus
@@ -49,16 +55,6 @@ MORE_TOKENS = 4096
 
 Key = tuple[str, int]
 """(request id, attempt)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moving:
-    """A request as it is when it begins to move."""
-
-    sequence: Sequence
-    num_tokens: int
-    """That have KV."""
-    block_table: Ordered[int]
 
 
 class Move(KvTransfer):
@@ -150,7 +146,11 @@ class Migrator:
 
     async def _move_some(self, instance: Instance, takers: Takers, plan: MigratePlan) -> None:
         moves: set[asyncio.Task[None]] = set()
-        for moving in await self._look(instance, "none"):
+        found = await self._look(instance, "none")
+        if plan.for_head:
+            ready = [moving for moving in found if self._may_try(moving)]
+            found = to_make_room(ready, instance.engine.stats().load.lacking_blocks, Takers(plan.destinations))
+        for moving in found:
             if instance.state != "serving" or time.time() > plan.expires_at_s:
                 break
             if not self._may_try(moving):

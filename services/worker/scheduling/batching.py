@@ -130,18 +130,22 @@ class ContinuousBatching:
         table.pool.append(sequence.block_table)
         return True
 
-    def _admit(self, now_s: float) -> Sequence | None:
-        """Move the head of ``waiting`` to ``running`` if a slot and the blocks of its context are free."""
+    def head_blocks(self) -> int:
+        """Blocks that have to be free for the head of ``waiting`` to be admitted; 0 if it waits for something else, or
+        none waits."""
         table = self._table
         if not table.may_admit or self._reservations.free_slots < 1:
+            return 0
+        return table.pool.blocks_for(table.waiting[0].num_tokens) + table.spare_blocks
+
+    def _admit(self, now_s: float) -> Sequence | None:
+        """Move the head of ``waiting`` to ``running`` if a slot and the blocks of its context are free."""
+        table, need = self._table, self.head_blocks()
+        if not need or not table.pool.can_allocate(need):
             return None
-        sequence = table.waiting[0]
-        need = table.pool.blocks_for(sequence.num_tokens)
-        if not table.pool.can_allocate(need + table.spare_blocks):
-            return None
-        table.waiting.popleft()
+        sequence = table.waiting.popleft()
         table.waiting_tokens -= sequence.num_tokens
-        sequence.block_table = table.pool.allocate(need)
+        sequence.block_table = table.pool.allocate(table.pool.blocks_for(sequence.num_tokens))
         if sequence.first_scheduled_s is None:
             sequence.first_scheduled_s = now_s
         table.run(sequence)

@@ -8,11 +8,13 @@ Pure.
   begun again elsewhere.
 - Left alone are requests that are computed alone (another instance might die of them), and those that have a slot
   without being in a step: they are on their way elsewhere already, or belong to a pair's batches.
+- Where an instance only makes room for its first waiting request, those move that hold just enough KV for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
 from services.worker.scheduling.scheduler import Scheduler
@@ -48,6 +50,30 @@ def to_move(scheduler: Scheduler, speed: Speed, path: KvPath) -> list[Sequence]:
     step_s = speed.decode_base_s + len(scheduler.table.running) * speed.decode_request_s
     decoding = [s for s in scheduler.table.running if s.decodes and not s.alone]
     return [s for s in decoding if _left_s(s, step_s) > path.seconds(s.num_computed)]
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """A request as it is when it begins to move."""
+
+    sequence: Sequence
+    num_tokens: int
+    """That have KV."""
+    block_table: Ordered[int]
+
+
+def to_make_room(movable: Iterable[Moving], lacking: int, takers: Takers) -> list[Moving]:
+    """Few requests that hold ``lacking`` blocks together, and little more: the smallest that suffices alone, or else
+    the largest and what is lacking beside it. None if what ``takers`` take is not enough. Uses ``takers`` up."""
+    chosen: list[Moving] = []
+    left = sorted(movable, key=lambda moving: len(moving.block_table))
+    while left and lacking > 0:
+        suffices = (place for place, moving in enumerate(left) if len(moving.block_table) >= lacking)
+        moving = left.pop(next(suffices, -1))
+        if takers.take(moving.num_tokens, 0.0, at_most=True) is not None:
+            chosen.append(moving)
+            lacking -= len(moving.block_table)
+    return chosen if lacking <= 0 else []
 
 
 def to_send_back(scheduler: Scheduler, speed: Speed) -> list[Sequence]:

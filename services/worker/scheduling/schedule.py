@@ -99,3 +99,10 @@ class SchedulerLoad:
     ended_requests_total: int = 0
     """Requests that ended by themselves, and their output tokens, wherever these were computed."""
     ended_tokens_total: int = 0
+    head_blocks: int = 0
+    """That have to be free for the first waiting request to begin, while there are fewer; 0: none waits for blocks."""
+
+    @property
+    def lacking_blocks(self) -> int:
+        """That have to become free for the first waiting request to begin."""
+        return max(0, self.head_blocks - (self.kv_blocks_total - self.kv_blocks_used))

@@ -214,6 +214,7 @@ class Scheduler:
         held = self.reservations.for_decode
         running_tokens += sum(s.num_computed for s in held)
         queued = self._queued()
+        head_blocks = self._batching.head_blocks()
         return SchedulerLoad(
             queued.requests,
             queued.tokens + known_tokens,
@@ -229,6 +230,7 @@ class Scheduler:
             num_prefilling,
             self.table.ended_requests_total,
             self.table.ended_tokens_total,
+            0 if self.pool.can_allocate(head_blocks) else head_blocks,
         )
 
     def check(self) -> None:

@@ -49,6 +49,7 @@ class Rig:
         knows_flows: bool = True,
         live: LiveSettings | None = None,
         mutation: bool = True,
+        migration: bool = True,
         broker: MemoryBroker | None = None,
         pool: FakePool | None = None,
     ) -> None:
@@ -57,6 +58,7 @@ class Rig:
         self.knows_flows = knows_flows
         self.live = live
         self.mutation = mutation
+        self.migration = migration
         self.broker = broker or MemoryBroker(event_timeout_s=0.2)
         self._shares_pool = pool is not None
         self.pool = pool or FakePool(self.broker)
@@ -84,6 +86,7 @@ class Rig:
                 strategy=self.strategy,
                 knows_flows=self.knows_flows,
                 mutation=self.mutation,
+                migration=self.migration,
                 live=self.live or LiveSettings(),
             ),
             metrics=self.metrics,

@@ -34,6 +34,8 @@ class LoadView:
         """The latest figure of any of a model's instances."""
         self._load_s: dict[str, float] = {}
         """The same: how long it took to load."""
+        self._lacks_since_s: dict[str, float] = {}
+        """Since when each instance has reported a waiting request that lacks KV."""
 
     def on_load(self, report: LoadReport, now_s: float) -> None:
         """An instance reports."""
@@ -42,6 +44,10 @@ class LoadView:
             self._model_tokens_per_s[report.model] = report.prefill_tokens_per_s
         if 0.0 < report.load_s < inf:
             self._load_s[report.model] = report.load_s
+        if report.head_blocks:
+            self._lacks_since_s.setdefault(report.instance_id, now_s)
+        else:
+            self._lacks_since_s.pop(report.instance_id, None)
 
     def on_queue(self, report: QueueReport, now_s: float) -> None:
         """A gateway reports."""
@@ -52,6 +58,7 @@ class LoadView:
         ttl_s = self._report_ttl_s
         self._instances = {k: v for k, v in self._instances.items() if now_s - v[0] <= ttl_s}
         self._gateways = {k: v for k, v in self._gateways.items() if now_s - v[0] <= ttl_s}
+        self._lacks_since_s = {k: v for k, v in self._lacks_since_s.items() if k in self._instances}
 
     def tokens_per_s(self, model: str, instance_id: str = "") -> float:
         """Prefill speed as that instance reports it, else as the model's latest report has it, else as is assumed."""
@@ -86,6 +93,16 @@ class LoadView:
         """As it reported last."""
         known = self._instances.get(instance_id)
         return 0 if known is None else known[1].running_requests
+
+    def lacking(self, now_s: float) -> dict[str, float]:
+        """For how long each instance has had a waiting request that lacks KV, by instance id; no others."""
+        self.forget(now_s)
+        return {instance_id: now_s - since_s for instance_id, since_s in self._lacks_since_s.items()}
+
+    def latest(self, instance_id: str) -> LoadReport | None:
+        """What it reported last."""
+        known = self._instances.get(instance_id)
+        return known[1] if known is not None else None
 
     def overloaded(
         self,

@@ -51,7 +51,9 @@ async def test_the_speed_that_was_measured_is_reported() -> None:
         assert last.decode_base_s + 3 * last.decode_request_s > alone.model.spec.num_layers * 1e-3
 
 
-@pytest.mark.parametrize("name", ["prefilling_requests", "prefill_tokens_per_s", "decode_base_s", "decode_request_s"])
+@pytest.mark.parametrize(
+    "name", ["prefilling_requests", "prefill_tokens_per_s", "decode_base_s", "decode_request_s", "head_blocks"]
+)
 async def test_a_report_of_a_worker_that_measures_nothing_is_read(alone: LoneWorker, name: str) -> None:
     reports = await reports_of(alone)
     await alone.serve()

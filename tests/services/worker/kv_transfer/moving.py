@@ -68,6 +68,7 @@ class Moving:
         plan_id: str = "migrate-1",
         instance_id: str = "",
         expires_in_s: float = 60.0,
+        for_head: bool = False,
     ) -> None:
         """Some of the first worker's requests go."""
         plan = MigratePlan(
@@ -77,6 +78,7 @@ class Moving:
             instance_id=instance_id or self.here.serving.instance_id,
             destinations=(self.destination(to, kv_tokens),),
             expires_at_s=time.time() + expires_in_s,
+            for_head=for_head,
         )
         subject = subjects.worker_plans(self.here.worker_id)
         await self.cluster.client.publish_event(subject, WorkerOrder(migrate=plan), message_id=plan_id)

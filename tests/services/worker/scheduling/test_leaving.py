@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from services.worker.scheduling import leaving
-from services.worker.scheduling.leaving import REFUSED_S, KvPath, Takers, to_hand_back, to_move, to_send_back
+from services.worker.scheduling.leaving import (
+    REFUSED_S,
+    KvPath,
+    Moving,
+    Takers,
+    to_hand_back,
+    to_make_room,
+    to_move,
+    to_send_back,
+)
 from services.worker.scheduling.scheduler import Scheduler
 from services.worker.scheduling.sequence import Sequence
 from services.worker.scheduling.speed import Speed
@@ -123,3 +132,26 @@ def test_an_order_to_move_some_is_not_exceeded() -> None:
     assert takers.take(60, 0.0, at_most=True) is None
     assert takers.take(40, 0.0, at_most=True) is not None
     assert not Takers([])
+
+
+def making_room(blocks: Iterable[int], lacking: int, *takers: Destination) -> list[int]:
+    """The blocks of those that move, of requests that hold so many; a block has four tokens."""
+    movable = [Moving(request(f"r{i}"), 4 * held, range(held)) for i, held in enumerate(blocks)]
+    return [len(moving.block_table) for moving in to_make_room(movable, lacking, Takers(takers))]
+
+
+def test_room_is_made_by_the_smallest_request_that_suffices() -> None:
+    big = destination("a", 1000)
+    assert making_room([9, 3, 5, 4], 4, big) == [4]
+    assert making_room([9, 3, 5, 4], 9, big) == [9]
+    assert making_room([9, 3, 5, 4], 12, big) == [9, 3]
+    assert making_room([9, 3, 5, 4], 20, big) == [9, 5, 4, 3]
+    assert making_room([9, 3, 5, 4], 0, big) == []
+
+
+def test_room_is_made_as_a_whole_or_not_at_all() -> None:
+    assert making_room([9, 3], 13, destination("a", 1000)) == []
+    assert making_room([9, 3], 5, destination("a", 35)) == [], "the large one does not fit there"
+    assert making_room([9, 3, 3], 5, destination("a", 24)) == [3, 3]
+    assert making_room([5, 5], 8, destination("a", 20), destination("b", 20)) == [5, 5]
+    assert making_room([5, 5], 8, destination("a", 39)) == []

@@ -14,7 +14,7 @@ from services.worker.scheduling.sequence import Sequence
 from shared.errors import Conflict, ContextLengthExceeded, Internal, Overloaded
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import SamplingParams
-from tests.services.worker.scheduling.harness import fail
+from tests.services.worker.scheduling.harness import fail, step
 
 
 def config(**changes):
@@ -289,3 +289,32 @@ def test_whatever_happens_blocks_budget_order_endings_and_tokens_are_right(case)
             assert tokens[name] == want[: len(tokens[name])]
         else:
             assert tokens[name] == want
+
+
+def test_the_blocks_that_the_first_waiting_request_lacks_are_in_the_load() -> None:
+    scheduler = Scheduler(config(num_blocks=10, max_num_sequences=2))
+    scheduler.add(request("runs", 23, 9))
+    step(scheduler)
+    assert (scheduler.load().head_blocks, scheduler.load().lacking_blocks) == (0, 0)
+    scheduler.add(request("waits", 20, 1))
+    scheduler.add(request("is behind it", 1, 1))
+    assert scheduler.load().kv_blocks_used == 6
+    assert (scheduler.load().head_blocks, scheduler.load().lacking_blocks) == (5, 1)
+    scheduler.cancel("waits", 0)
+    assert scheduler.load().head_blocks == 0, "what is next fits"
+
+
+def test_what_waits_for_a_slot_or_is_lent_lacks_no_blocks() -> None:
+    scheduler = Scheduler(config(num_blocks=10, max_num_sequences=2))
+    for name in ("a", "b"):
+        scheduler.add(request(name, 15, 9))
+    step(scheduler)
+    scheduler.add(request("waits", 20, 1))
+    assert scheduler.load().head_blocks == 0
+    scheduler.cancel("b", 0)
+    scheduler.add(request("next", 39, 1))
+    assert scheduler.load().head_blocks == 0
+    scheduler.cancel("waits", 0)
+    assert scheduler.load().head_blocks == 10
+    scheduler.table.lending = True
+    assert scheduler.load().head_blocks == 0

@@ -197,3 +197,16 @@ def test_kv_that_cannot_be_is_a_number_that_can_be_sent() -> None:
         message = Destinations(destinations=(named,), send_back="none")
         assert decode(encode(message), Destinations) == message
     assert view.free_kv_tokens("i1") == 0
+
+
+def test_how_long_a_waiting_request_has_lacked_kv_is_known_as_long_as_it_does() -> None:
+    view = LoadView()
+    for at_s, head_blocks in ((10.0, 5), (10.4, 7), (10.8, 7)):
+        view.on_load(load(head_blocks=head_blocks), at_s)
+        view.on_load(load("i1"), at_s)
+    assert view.lacking(11.0) == {"i0": pytest.approx(1.0)}
+    view.on_load(load(), 11.0)
+    assert view.lacking(11.0) == {}
+    view.on_load(load(head_blocks=5), 11.2)
+    assert view.lacking(11.5) == {"i0": pytest.approx(0.3)}
+    assert view.lacking(20.0) == {}, "it is silent"
