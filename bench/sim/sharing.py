@@ -12,7 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-_MAX_PASSES = 32
+_WHOLE_PASSES = 8
+_MAX_PASSES = 64
 _SAME = 1e-9
 """Relative difference of rates that a further pass would not be worth."""
 
@@ -73,12 +74,15 @@ def _settle(demands: Sequence[Demand], rates: list[float]) -> list[float]:
     """Rates of flows of which some want more, by weight, than what they forward rises.
 
     Those rose too slowly to get their share from who rose faster beside them. Each pass fills anew, with what the
-    upstreams got as a cap. It ends after as many passes as a chain has hops, unless hops of it share resources.
+    upstreams got as a cap, and there are as many as a chain has hops. Hops that share resources may answer each other
+    back and forth: passes then go half the way.
     """
-    for _ in range(_MAX_PASSES):
+    for number in range(_MAX_PASSES):
         before = rates
         capped = [replace(demand, cap_gbps=_cap_gbps(demand, before), behind=[]) for demand in demands]
         rates = _fill(capped, [demand.weight for demand in demands])
+        if number >= _WHOLE_PASSES:
+            rates = [(now + then) / 2 for now, then in zip(rates, before, strict=True)]
         if all(abs(now - then) <= _SAME * now for now, then in zip(rates, before, strict=True)):
             break
     for place, demand in enumerate(demands):

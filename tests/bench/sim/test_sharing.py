@@ -52,30 +52,29 @@ def test_a_flow_and_what_forwards_half_of_it_on_one_resource() -> None:
 
 
 @st.composite
-def loads(draw: st.DrawFn, *, same_size: bool) -> list[Demand]:
-    """Flows over a few resources; some have caught up with one before them. ``same_size``: ratios and weights are 1."""
+def loads(draw: st.DrawFn, *, weights: tuple[float, ...] = (1.0,), ratios: tuple[float, ...] = (1.0,)) -> list[Demand]:
+    """Flows over a few resources; some have caught up with one before them."""
     ins = [Resource(f"in {i}", draw(st.sampled_from([1.0, 2.5, 10.0, 40.0]))) for i in range(4)]
     outs = [Resource(f"out {i}", draw(st.sampled_from([1.0, 2.5, 10.0, 40.0]))) for i in range(4)]
     demands: list[Demand] = []
     for place in range(draw(st.integers(1, 12))):
         path = (draw(st.sampled_from(outs)), draw(st.sampled_from(ins)))
         cap = draw(st.sampled_from([float("inf"), float("inf"), 0.0, 0.7, 3.0]))
-        demand = Demand(path, cap, 1.0 if same_size else draw(st.sampled_from([0.5, 1.0, 3.0])))
+        demand = Demand(path, cap, draw(st.sampled_from(weights)))
         if place and draw(st.booleans()):
-            ratio = 1.0 if same_size else draw(st.sampled_from([1.0, 2.0]))
-            demand.behind.append((draw(st.integers(0, place - 1)), ratio))
+            demand.behind.append((draw(st.integers(0, place - 1)), draw(st.sampled_from(ratios))))
         demands.append(demand)
     return demands
 
 
 @settings(max_examples=100, deadline=None)
-@given(loads(same_size=True))
+@given(loads(ratios=(0.25, 0.5, 1.0, 2.0)))
 def test_rates_are_fair(demands: list[Demand]) -> None:
     check_fair(demands, fair_rates(demands))
 
 
 @settings(max_examples=100, deadline=None)
-@given(loads(same_size=False))
+@given(loads(weights=(0.5, 1.0, 3.0)))
 def test_weighted_rates_are_fair(demands: list[Demand]) -> None:
     for demand in demands:
         demand.behind.clear()
@@ -83,7 +82,7 @@ def test_weighted_rates_are_fair(demands: list[Demand]) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(loads(same_size=False))
+@given(loads(weights=(0.5, 1.0, 3.0), ratios=(0.25, 1.0, 2.0)))
 def test_nobody_is_faster_than_what_it_forwards_or_than_its_links(demands: list[Demand]) -> None:
     rates = fair_rates(demands)
     for demand, rate in zip(demands, rates, strict=True):
