@@ -13,7 +13,7 @@ import functools
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
@@ -50,6 +50,8 @@ class Coming:
     claim_id: str
     serial: int
     unasked: asyncio.Future[Buffer] | None = None
+    tried: asyncio.Event = field(default_factory=asyncio.Event)
+    """The batch was begun here, or is known not to be."""
 
 
 class Puller:
@@ -145,6 +147,8 @@ class Puller:
         except BaseException:
             self._kv_sender.forget(batch.sequences)
             raise
+        finally:
+            coming.tried.set()
         del self._handed.handed[batch_id]
         if pulled.first_layer and not pulled.kv_direct:
             self._fetch_soon(coming)
@@ -158,6 +162,7 @@ class Puller:
         """Its requests are decoded elsewhere, have ended, or are to be decoded here: then KV of the first layers is
         needed after all."""
         batch = coming.pulled.batch
+        await coming.tried.wait()  # all may be over while it waits for room here
         with contextlib.suppress(BlitzError):  # the engine has stopped, and ended everything
             if batch.begun and await self._handed.call(lambda: batch.ended):
                 self._link.settle(coming.claim_id)

@@ -3,8 +3,10 @@ any of the three may be lost at any time."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from services.worker.engine.mock.settings import MockTiming
 from services.worker.kv_transfer import decode_client, receiver
 from services.worker.kv_transfer.receiver import KvReceiver
 from services.worker.kv_transfer.transfer import KvTransfer
+from services.worker.live.pulls import Puller
 from shared.errors import Conflict
 from shared.messages.disaggregated import DecodeReserved, ReserveDecode
 from shared.transport.base import Buffer
@@ -194,6 +197,52 @@ async def test_a_split_that_cannot_be_joined_is_decoded_by_the_source(
         (report,) = burst.cluster.live_reports
         assert report.outcome == "dissolved"
         assert outcomes_at(burst.source)["kept"] > 0
+
+
+@pytest.mark.parametrize("how", ["refused", "cancelled"])
+async def test_a_split_that_is_over_before_the_source_has_room_for_it_is_settled(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    on_reserve, receive = KvReceiver.on_reserve, Puller.receive
+    gone: list[str] = []
+
+    async def refuse(self: KvReceiver, message: ReserveDecode) -> DecodeReserved:
+        if message.first_layer and how == "refused":
+            raise Conflict("no")
+        return await on_reserve(self, message)
+
+    monkeypatch.setattr(KvReceiver, "on_reserve", refuse)
+    async with pair_and_decoder(redis_url) as burst:
+
+        async def over(puller: Puller) -> None:
+            reservations = burst.source.serving.engine.loop.scheduler.reservations
+            with monkeypatch.context() as full:
+                full.setattr(reservations, "reserve", lambda _: False)
+                if how == "refused":
+                    await eventually(lambda: left(burst, "kept") >= len(gone))
+                else:
+                    await eventually(lambda: is_shared(burst))
+                    for request_id in gone:
+                        await burst.cluster.gateway.cancel(burst.source.worker_id, request_id)
+                await eventually(lambda: not any(t.first_layer for t in transfers_of(burst.source)))
+            puller.free.set()
+
+        async def receive_late(self: Puller, batch_id: str, *of: Any, kv_direct: bool = False, **how: Any) -> None:
+            if gone or not kv_direct:
+                await receive(self, batch_id, *of, kv_direct=kv_direct, **how)
+                return
+            source = burst.source.service.parts.pair_roles.source
+            assert source is not None
+            gone.extend(s.request_id for s in source.handed_over.handed[batch_id].sequences)
+            await asyncio.gather(over(self), receive(self, batch_id, *of, kv_direct=True, **how))
+
+        monkeypatch.setattr(Puller, "receive", receive_late)
+        await burst.start(delay_s=DELAY_S, role="prefill", max_tokens=8)
+        await eventually(lambda: gone)
+        await burst.ends(without=tuple(gone) if how == "cancelled" else ())
+        await eventually(lambda: burst.cluster.live_reports)
+        (report,) = burst.cluster.live_reports
+        assert report.outcome == "dissolved"
 
 
 async def test_without_room_at_the_decode_instance_batches_go_by_the_source(redis_url: str) -> None:
