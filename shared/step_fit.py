@@ -25,7 +25,7 @@ class DensePoint(msgspec.Struct, frozen=True, kw_only=True):
     """All of a step but attention, with so many tokens in it."""
 
     num_tokens: Annotated[int, Meta(ge=1, le=2**40)]
-    seconds: Annotated[float, Meta(gt=0.0, le=1e6)]
+    seconds: Annotated[float, Meta(ge=1e-9, le=1e6)]
 
 
 class StepFit(msgspec.Struct, frozen=True, kw_only=True):
