@@ -190,6 +190,10 @@ class Rounds:
         """Decide on this, too, in the next round; its operation once published, None if nothing is to do. Raises
         ``BlitzError`` if nothing comes of it."""
         self._leader.check()
+        about = (request.model, request.role)
+        if about in self._short and self._short[about].request.desired > request.desired:
+            # Its reason may have been an earlier number by hand. The load says it again if it is its own.
+            del self._short[about]
         outcome: asyncio.Future[Operation | None] = asyncio.get_running_loop().create_future()
         waiting = _Waiting(request, otel_context.get_current(), outcome)
         self._by_hand.append(waiting)

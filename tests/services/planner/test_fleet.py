@@ -284,6 +284,16 @@ async def test_the_instance_goes_whose_worker_is_large_enough(rig: Rig) -> None:
     assert [t.worker_id for t in (await drain_of(rig, 1)).targets] == ["w0"]
 
 
+async def test_what_goes_because_fewer_were_asked_for_by_hand_is_not_loaded_again(rig: Rig) -> None:
+    rig.pool.models = (model("busy", min_instances=1), rig.pool.models[1])
+    await say(rig, "busy", 9, 2)
+    await eventually(lambda: rig.refused("no_capacity") == 1)
+    record = await rig.scale(1, "busy")
+    await spare_again(rig, record.targets[0].worker_id, "busy")
+    await asyncio.sleep(0.1)
+    assert [type(plan) for plan in rig.plans()] == [DrainPlan]
+
+
 async def test_a_worker_that_becomes_spare_is_not_loaded_for_what_was_wanted_before(rig: Rig) -> None:
     rig.pool.models = (model("busy", min_instances=1), rig.pool.models[1])
     await say(rig, "busy", 3, 2)
