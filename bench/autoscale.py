@@ -167,7 +167,7 @@ def command(
         ("peak instances", document["peak_instances"]),
         ("seconds back to one", document["back_to_one_s"]),
         ("scale operations", document["operations"]),
-        ("workers taken twice within a second", document["taken_twice_within_1s"]),
+        ("workers taken and given back twice within a second", document["taken_twice_within_1s"]),
         ("samples identical", f"{document['samples_identical']} of {document['samples']}"),
         ("instances over time", " ".join(f"{at:g}s:{count}" for at, count in document["instances"])),
     ):

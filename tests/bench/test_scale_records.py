@@ -21,12 +21,12 @@ def record(at_s: float, direction: Literal["in", "out"], *workers: str) -> Scale
     )
 
 
-def test_a_worker_that_is_taken_again_at_once_is_seen() -> None:
-    again = [record(1.0, "out", "w-0"), record(1.4, "in", "w-0"), record(1.8, "out", "w-0")]
-    assert taken_twice(again) == [("w-0", 1.0)]
+def test_a_worker_that_is_taken_and_given_back_twice_at_once_is_seen() -> None:
+    twice = [record(1.0, "out", "w-0"), record(1.3, "in", "w-0"), record(1.5, "out", "w-0"), record(1.9, "in", "w-0")]
+    assert taken_twice(twice) == [("w-0", 1.0)]
 
 
-def test_one_that_is_taken_again_later_and_another_worker_are_not() -> None:
-    later = [record(1.0, "out", "w-0"), record(1.6, "in", "w-0"), record(2.1, "out", "w-0")]
-    other = [record(3.0, "out", "w-0"), record(3.1, "out", "w-1"), record(3.2, "in", "w-1")]
-    assert taken_twice([*later, *other]) == [("w-0", 2.1)]
+def test_one_that_keeps_its_second_instance_and_another_worker_are_not() -> None:
+    later = [record(1.0, "out", "w-0"), record(1.6, "in", "w-0"), record(1.9, "out", "w-0"), record(2.5, "in", "w-0")]
+    other = [record(9.0, "out", "w-0"), record(9.1, "out", "w-1"), record(9.2, "in", "w-1"), record(9.3, "out", "w-2")]
+    assert taken_twice([*later, *other]) == []
