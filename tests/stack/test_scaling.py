@@ -64,17 +64,22 @@ async def test_scaling_in_moves_streams_and_none_of_their_tokens_changes(torch_s
     async with openai_client(torch_stack) as client:
         await scale(torch_stack, MODEL, 3)
         expected = [joined(await read(client, options)) for options in kinds]
-        reading = [asyncio.create_task(read(client, options)) for options in kinds * 4]
-        await asyncio.sleep(0.3)
-        moved = await _moves(torch_stack)
-        record = await scale(torch_stack, MODEL, 1)
-        assert record.status == "done", record
-        assert record.direction == "in"
-        assert not any(task.done() for task in reading), "instances went before the streams on them had ended"
-        for (text, logprobs), task in zip(expected * 4, reading, strict=True):
-            found, found_logprobs = joined(await task)
-            assert found == text
-            assert found_logprobs == pytest.approx(logprobs, abs=1e-4)
+        for _ in range(3):  # on a busy machine the streams may be over first
+            await scale(torch_stack, MODEL, 3)
+            reading = [asyncio.create_task(read(client, options)) for options in kinds * 4]
+            await asyncio.sleep(0.3)
+            moved = await _moves(torch_stack)
+            record = await scale(torch_stack, MODEL, 1)
+            assert record.status == "done", record
+            assert record.direction == "in"
+            were_over = any(task.done() for task in reading)
+            for (text, logprobs), task in zip(expected * 4, reading, strict=True):
+                found, found_logprobs = joined(await task)
+                assert found == text
+                assert found_logprobs == pytest.approx(logprobs, abs=1e-4)
+            if not were_over:
+                break
+        assert not were_over, "instances went before the streams on them had ended"
         assert await _moves(torch_stack) >= moved + 4
         await until(
             torch_stack,

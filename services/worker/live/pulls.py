@@ -15,6 +15,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
 from services.worker.link import LinkLost
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 PULL_WAIT_S = 0.25
 """How long one pull waits at the target for a batch."""
+LOOK_S = 0.05
+"""How often a batch that lacks room here is tried again, whatever the engine says."""
 MAX_LEAD_LAYERS = 1.0
 """A batch is asked for at most so long before the one in hand is done."""
 _SMOOTHING = 0.5
@@ -196,9 +199,13 @@ class Puller:
 
         while not await self._handed.call(start):
             self.free.clear()
-            await self._link.until(self.free.wait())
-        # What the engine said before it had this batch does not count any more.
+            with contextlib.suppress(TimeoutError):  # room may have come just before
+                async with asyncio.timeout(LOOK_S):
+                    await self._link.until(self.free.wait())
+        # What the engine said before it had this batch does not count any more. But by now it may be done with it, and
+        # nothing else would say so.
         self.free.clear()
+        self._instance.engine.call(lambda _: self._stepper.stepped(StepOutput(())), between_layers=True)
 
     async def run_from_backlog(self) -> None:
         """The target has nothing to pull, and no capacity or no use for what waits here: it is begun here."""

@@ -14,6 +14,7 @@ from services.worker.engine.mock.settings import MockTiming
 from services.worker.kv_transfer import decode_client, receiver
 from services.worker.kv_transfer.receiver import KvReceiver
 from services.worker.kv_transfer.transfer import KvTransfer
+from services.worker.live.handover import HandedOver
 from services.worker.live.pulls import Puller
 from shared.errors import Conflict
 from shared.messages.disaggregated import DecodeReserved, ReserveDecode
@@ -265,3 +266,24 @@ async def test_clients_leave_while_batches_are_split(redis_url: str) -> None:
             for worker in (burst.source, burst.decoder):
                 await burst.cluster.gateway.cancel(worker.worker_id, request_id)
         await burst.ends(without=gone)
+
+
+async def test_a_batch_that_is_done_before_its_beginning_is_heard_of_does_not_hold_the_pair_up(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = HandedOver.call
+
+    async def heard_late(self: HandedOver, function: Callable[[], Any]) -> Any:
+        answer = await call(self, function)
+        await asyncio.sleep(0.1)
+        return answer
+
+    async with pair_and_decoder(redis_url, mock=MockTiming(layer_per_token_s=LAYER_S / NUM_TOKENS)) as burst:
+        monkeypatch.setattr(HandedOver, "call", heard_late)
+        await burst.start(delay_s=DELAY_S, role="prefill")
+        for name in burst.prompts:
+            end = await burst.cluster.gateway.end_of(name)
+            assert end.finish_reason == "length", end
+        await eventually(lambda: burst.cluster.live_reports)
+        (report,) = burst.cluster.live_reports
+        assert report.outcome == "dissolved"
