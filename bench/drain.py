@@ -21,10 +21,11 @@ from rich.table import Table
 
 from bench import machine
 from bench.command_line import JsonFile, check_folder, one_line, say, until_signal, usage, write
-from bench.openai_events import DONE, CompletionRequest, read_event, write_request
+from bench.openai_events import CompletionRequest
 from bench.replay.plan import prompt_of
 from bench.stats import Summary
-from bench.stream_client import Endpoint, StreamClient, StreamFailed
+from bench.stream_client import Endpoint, StreamClient
+from bench.streamed import Streamed, ask
 from compose.config import StackConfig
 from compose.demo_model import ensure_demo_model
 from compose.stack import Stack
@@ -57,20 +58,6 @@ class Setting:
     step_ms: float = 20.0
     kv_mib: int = 512
     repetitions: int = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """When each piece of an answer came, and what it was."""
-
-    times_s: tuple[float, ...]
-    text: str
-    error: str = ""
-
-    def longest_gap_s(self, since_s: float, until_s: float) -> float:
-        """Between two pieces of which the second came in that time."""
-        pairs = zip(self.times_s, self.times_s[1:], strict=False)
-        return max((b - a for a, b in pairs if since_s <= b <= until_s), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,38 +126,16 @@ async def _drain(stack: Stack, client: StreamClient, model: str, setting: Settin
     return Run(
         free_s,
         int(await _moves(stack) - moved),
-        tuple(s.longest_gap_s(began_s, until_s) for s in found if s.times_s and s.times_s[-1] > began_s),
+        tuple(s.longest_gap_s(began_s, until_s) for s in found if s.tokens_s and s.sent_s + s.tokens_s[-1] > began_s),
         usual.p50 if usual is not None else 0.0,
         sum(bool(s.error) for s in found),
     )
 
 
-async def _stream(client: StreamClient, model: str, number: int, setting: Setting) -> Stream:
-    times: list[float] = []
-    pieces: list[str] = []
-    error, done = "", False
-
-    def on_event(data: bytes, now_s: float) -> None:
-        nonlocal error, done
-        if data == DONE:
-            done = True
-            return
-        event = read_event(data)
-        if event.error is not None:
-            error = event.error.message
-        elif event.choices:
-            times.append(now_s)
-            pieces.append(event.choices[0].text)
-
+async def _stream(client: StreamClient, model: str, number: int, setting: Setting) -> Streamed:
     prompt = prompt_of(0, number, setting.prompt_tokens, token_ids=_TOKEN_IDS)
-    body = write_request(CompletionRequest.exactly(model, prompt, setting.output_tokens))
-    try:
-        reply = await client.request("POST", "/v1/completions", body, on_event=on_event, timeout_s=PATIENCE_S)
-        if reply.status != 200:
-            error = f"{reply.status}: {reply.body[:200].decode(errors='replace')}"
-    except StreamFailed as failure:
-        error = str(failure)
-    return Stream(tuple(times), "".join(pieces), error or ("" if done else "it ended without [DONE]"))
+    request = CompletionRequest.exactly(model, prompt, setting.output_tokens)
+    return await ask(client, number, request, timeout_s=PATIENCE_S)
 
 
 async def _moves(stack: Stack) -> float:

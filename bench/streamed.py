@@ -21,6 +21,8 @@ class Streamed:
     tokens_s: tuple[float, ...] = ()
     """When each token came; those that came together have one time."""
     error: str = ""
+    sent_s: float = 0.0
+    """When it was asked for (``time.perf_counter()``)."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -31,6 +33,11 @@ class Streamed:
     def gaps_s(self) -> tuple[float, ...]:
         """Between each token and the one before."""
         return tuple(late - early for early, late in zip(self.tokens_s, self.tokens_s[1:], strict=False))
+
+    def longest_gap_s(self, since_s: float, until_s: float) -> float:
+        """Between two tokens of which the second came in that time (``time.perf_counter()``)."""
+        ends = zip(self.gaps_s, self.tokens_s[1:], strict=True)
+        return max((gap_s for gap_s, at_s in ends if since_s <= self.sent_s + at_s <= until_s), default=0.0)
 
 
 async def ask(client: StreamClient, number: int, request: CompletionRequest, *, timeout_s: float) -> Streamed:
@@ -56,11 +63,11 @@ async def ask(client: StreamClient, number: int, request: CompletionRequest, *, 
         body = write_request(request)
         reply = await client.request("POST", "/v1/completions", body, on_event=on_event, timeout_s=timeout_s)
     except (StreamFailed, msgspec.MsgspecError) as failure:
-        return Streamed(number, "", tuple(tokens_s), f"{type(failure).__name__}: {failure}")
+        return Streamed(number, "", tuple(tokens_s), f"{type(failure).__name__}: {failure}", sent_s)
     except BlitzError as failure:
-        return Streamed(number, "", tuple(tokens_s), failure.message)
+        return Streamed(number, "", tuple(tokens_s), failure.message, sent_s)
     if reply.status != 200:
         error = f"{reply.status}: {reply.body[:200].decode(errors='replace')}"
     elif not done:
         error = error or "the stream ended without [DONE]"
-    return Streamed(number, "".join(pieces), tuple(tokens_s), error)
+    return Streamed(number, "".join(pieces), tuple(tokens_s), error, sent_s)

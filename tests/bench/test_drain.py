@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from bench.drain import Run, Stream, document
+from bench.drain import Run, document
+from bench.streamed import Streamed
 
 
 def test_a_pause_counts_in_which_a_piece_was_late_and_not_one_before_or_after() -> None:
-    stream = Stream((0.0, 1.0, 1.1, 1.4, 3.0), "abcde")
+    stream = Streamed(0, "abcde", (0.0, 1.0, 1.1, 1.4, 3.0))
     assert round(stream.longest_gap_s(1.05, 2.0), 3) == 0.3
     assert round(stream.longest_gap_s(0.0, 2.0), 3) == 1.0
     assert stream.longest_gap_s(4.0, 5.0) == 0.0

@@ -42,6 +42,7 @@ async def stop(alone: LoneWorker) -> None:
     try:
         async with asyncio.timeout(LONG_S):
             await alone.worker.stop()
+        assert alone.worker.task.done()
     finally:
         let_go[0].set()
 
