@@ -276,7 +276,11 @@ class Scaler:
         return Step(request, _new_plan_id(), going.model, decision, workers)
 
     def nothing_to_do(self, request: ScaleRequest) -> Operation:
-        """The record of a request that was fulfilled already."""
+        """The record of a request that was fulfilled already; the operation that is about to, if one is: load may have
+        asked for the same a moment before."""
+        under_way = self._operations.under_way(request.model, request.role)
+        if under_way is not None:
+            return under_way
         operation = Operation(
             plan_id=_new_plan_id(),
             model=request.model,

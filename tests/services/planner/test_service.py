@@ -262,10 +262,29 @@ async def test_a_wish_for_a_role_is_leased_planned_held_and_recorded_as_such(rig
     what = "1 instances" if role == "colocated" else f"1 {role} instances"
     assert (made.role, made.reason) == (role, f"asked for {what}")
     assert [record.role for record in await rig.records()] == [role]
-    # The second time it is there.
+    # The second time it is on its way, the third time it is there.
     rig.pool.workers = (worker_record("w0", rig.model, "serving", role=role), *serving)
+    assert (await rig.scale(1, role=role)).plan_id == made.plan_id
+    await rig.report(plan.plan_id, "serving", "w0", plan.targets[0].instance_id)
+    assert (await rig.record(made.plan_id, wait_s=5.0)).status == "done"
     again = await rig.scale(1, role=role)
     assert (again.direction, again.role) == ("none", role)
+
+
+async def test_who_asks_for_what_load_asked_for_a_moment_before_is_told_of_that_operation(rig: Rig) -> None:
+    rig.pool.workers = (worker_record("w0", rig.model, "serving"), worker_record("w1"), worker_record("w2"))
+    await rig.demand(3)
+    await eventually(lambda: rig.planned("out") == 1)
+    (plan,) = rig.plans()
+    assert isinstance(plan, ScalePlan)
+    # What the registry shows once the plan is carried out.
+    rig.pool.workers = (
+        worker_record("w0", rig.model, "serving"),
+        *(worker_record(t.worker_id, rig.model, "loading", lease_plan_id=plan.plan_id) for t in plan.targets),
+    )
+    record = await rig.scale(3)
+    assert (record.plan_id, record.status) == (plan.plan_id, "running")
+    assert len(record.targets) == 2
 
 
 async def test_scaling_a_role_in_leaves_other_roles_alone_whatever_their_floors(rig: Rig) -> None:

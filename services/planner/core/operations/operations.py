@@ -142,6 +142,10 @@ class Operations:
             self._settling[operation.plan_id] = float("inf")
         return list(self._open.values())
 
+    def under_way(self, model: str, role: Role) -> Operation | None:
+        """The newest that has not ended of a model's role."""
+        return next((o for o in reversed(self.running()) if o.model == model and o.role == role), None)
+
     def transfers(self, now_s: float) -> Transfers:
         """Weights on their way by the plans that are known."""
         since_s = now_s - SETTLING_S
