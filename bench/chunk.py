@@ -21,12 +21,12 @@ from rich.table import Table
 
 from bench.command_line import JsonFile, check_folder, red_line, write
 from bench.stats import Summary
+from services.worker.core.scheduling.schedule import SchedulerConfig
+from services.worker.core.scheduling.sequence import Sequence as Request
 from services.worker.engine.base import Engine
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.settings import MockTiming
-from services.worker.scheduling.schedule import SchedulerConfig
-from services.worker.scheduling.sequence import Sequence as Request
 from shared.errors import Internal
 from shared.messages.generation import SamplingParams
 

@@ -24,7 +24,7 @@ LONG = (
     "tests/services/gateway/http/test_hostile_bodies.py",
     "tests/services/pool/test_stopped.py",
     "tests/services/worker/engine/test_against_transformers.py",
-    "tests/services/worker/scheduling/test_lending_machine.py",
+    "tests/services/worker/core/scheduling/test_lending_machine.py",
 )
 """Modules of few tests that take as long as those with stacks."""
 

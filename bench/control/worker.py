@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.control.instance import SimInstance
+from services.worker.core.upstreams import part_of
 from services.worker.instance.progress import ProgressReporter
 from services.worker.instance.registration import Registration, Standing
 from services.worker.orders import Orders
-from services.worker.weights.upstreams import part_of
 from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.nats import NatsBus

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.engine.run import EngineBenchSettings, prompts_of, run_engine
+from services.worker.core.scheduling.schedule import ScheduledSlice
 from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.torch_engine import TorchEngine
-from services.worker.scheduling.schedule import ScheduledSlice
 
 OVERHEAD_RUNS = 5
 """Pairs of runs per repetition: a prefill is short, and the difference small."""

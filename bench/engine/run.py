@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from services.worker.core.scheduling.schedule import SchedulerConfig
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.torch_engine import TorchEngine
-from services.worker.scheduling.schedule import SchedulerConfig
-from services.worker.scheduling.sequence import Sequence
 from shared.errors import Internal
 from shared.messages.generation import SamplingParams
 

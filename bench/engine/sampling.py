@@ -17,11 +17,11 @@ import msgspec
 import torch
 
 from bench.engine.run import BLOCK_SIZE, GREEDY, EngineBenchSettings, prompts_of, run_engine
+from services.worker.core.scheduling.schedule import Sampled
+from services.worker.core.scheduling.sequence import Sequence as Request
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.memory.arena import HostArena
-from services.worker.scheduling.schedule import Sampled
-from services.worker.scheduling.sequence import Sequence as Request
 from shared.layout import layout_of
 from shared.messages.generation import SamplingParams
 from shared.model_spec import ModelSpec

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from opentelemetry.trace import Span
 
+from services.worker.core.upstreams import Part, part_of
 from services.worker.instance.factory import InstanceFactory
 from services.worker.instance.instance import Instance, InstanceSlot
 from services.worker.instance.progress import ProgressReporter
@@ -22,7 +23,6 @@ from services.worker.instance.registration import Registration
 from services.worker.weights.host_copies import HostCopies
 from services.worker.weights.mover import WeightMover
 from services.worker.weights.outcome import BuffersStuck
-from services.worker.weights.upstreams import Part, part_of
 from shared.aio import OwnedTasks
 from shared.errors import BadRequest, BlitzError, Conflict, DeadlineExceeded
 from shared.messages.scaling import Destination, DrainPlan, DrainTarget, ScalePlan, SendBack

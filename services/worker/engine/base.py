@@ -1,6 +1,6 @@
 """The engine: computes batches, layer by layer. Implementations: ``torch_engine`` and ``mock``.
 
-The scheduler (``services.worker.scheduling``) speaks in ids, token counts and block tables; an engine
+The scheduler (``services.worker.core.scheduling``) speaks in ids, token counts and block tables; an engine
 turns a ``Batch`` into sampled tokens. All methods run on the engine thread, but for those that say
 otherwise. Nothing here imports torch, so that the core, the mock and the tests start without it.
 
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.worker.scheduling.schedule import Sampled
-from services.worker.scheduling.sequence import Sequence as Request
+from services.worker.core.scheduling.schedule import Sampled
+from services.worker.core.scheduling.sequence import Sequence as Request
 from shared.transport.base import Buffer
 
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence as Slices
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from services.worker.core.scheduling.schedule import Sampled, ScheduledSlice, SchedulerConfig, SchedulerLoad
+from services.worker.core.scheduling.scheduler import Scheduler
+from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.speed import Speed
 from services.worker.engine.base import Activation, Batch, Engine, Slice
 from services.worker.engine.parts import compute
-from services.worker.scheduling.schedule import Sampled, ScheduledSlice, SchedulerConfig, SchedulerLoad
-from services.worker.scheduling.scheduler import Scheduler
-from services.worker.scheduling.sequence import Sequence
-from services.worker.scheduling.speed import Speed
 from shared.errors import Internal
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import StreamPart

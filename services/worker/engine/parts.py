@@ -9,9 +9,9 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from services.worker.core.scheduling.schedule import Sampled, ScheduledSlice
+from services.worker.core.scheduling.sequence import Sequence as Request
 from services.worker.engine.base import Batch, Engine, Slice
-from services.worker.scheduling.schedule import Sampled, ScheduledSlice
-from services.worker.scheduling.sequence import Sequence as Request
 from shared.errors import BlitzError, EngineBroken, RequestFailed
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import SamplingParams

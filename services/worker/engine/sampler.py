@@ -20,9 +20,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from services.worker.core.scheduling.schedule import Sampled
+from services.worker.core.scheduling.sequence import Sequence as Request
 from services.worker.engine.draw import DrawRow, Floats, Ids, draw, uniform
-from services.worker.scheduling.schedule import Sampled
-from services.worker.scheduling.sequence import Sequence as Request
 from shared.errors import BadRequest, Internal
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import TokenLogprobs

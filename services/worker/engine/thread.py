@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
+from services.worker.core.scheduling.gateways import Gone
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.engine.loop import EngineLoop, LoopStats, StepOutput
-from services.worker.scheduling.gateways import Gone
-from services.worker.scheduling.sequence import Sequence
 from shared.errors import BlitzError, EngineBroken, Unavailable
 from shared.messages.common import ErrorInfo
 

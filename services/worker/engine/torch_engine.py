@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from services.worker.core.scheduling.schedule import Sampled
+from services.worker.core.scheduling.sequence import Sequence as Request
 from services.worker.engine.attention.base import AttentionBackend
 from services.worker.engine.attention.torch_cpu import TorchAttention
 from services.worker.engine.base import Batch
@@ -28,8 +30,6 @@ from services.worker.engine.rope import inverse_frequencies, rotation
 from services.worker.engine.sampler import sample_rows
 from services.worker.memory.arena import Arena
 from services.worker.memory.dtypes import TORCH_DTYPES
-from services.worker.scheduling.schedule import Sampled
-from services.worker.scheduling.sequence import Sequence as Request
 from shared.errors import BadRequest
 from shared.layout import ArenaLayout
 from shared.transport.base import Buffer

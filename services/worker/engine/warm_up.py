@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import time
 
+from services.worker.core.scheduling.schedule import SchedulerConfig
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.torch_engine import TorchEngine
 from services.worker.memory.arena import HostArena
-from services.worker.scheduling.schedule import SchedulerConfig
-from services.worker.scheduling.sequence import Sequence
 from shared.layout import layout_of
 from shared.messages.generation import SamplingParams
 from shared.model_spec import Dtype, ModelSpec

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from services.worker.config import WorkerConfig
+from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.engine.base import Engine
 from services.worker.engine.kv_pool import KvPool
 from services.worker.engine.loop import EngineLoop, PrefillListener, StepOutput, Witness
@@ -16,7 +17,6 @@ from services.worker.engine.thread import EngineThread
 from services.worker.instance.instance import Instance
 from services.worker.memory.arena import HostArena
 from services.worker.memory.weight_copy import WeightCopy
-from services.worker.scheduling.schedule import SchedulerConfig
 from shared.aio import in_thread
 from shared.errors import BadCheckpoint, BlitzError, Conflict, NoCapacity
 from shared.layout import ArenaLayout, layout_of

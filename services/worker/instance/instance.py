@@ -9,11 +9,11 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from math import inf
 
+from services.worker.core.lifecycle import InstanceLifecycle
+from services.worker.core.scheduling.request_checks import check_request
+from services.worker.core.scheduling.sequence import Sequence, sequence_of
 from services.worker.engine.thread import EngineThread
-from services.worker.instance.lifecycle import InstanceLifecycle
 from services.worker.memory.weight_copy import WeightCopy
-from services.worker.scheduling.request_checks import check_request
-from services.worker.scheduling.sequence import Sequence, sequence_of
 from shared.aio import in_thread
 from shared.errors import BadRequest, Conflict, Unavailable
 from shared.layout import ArenaLayout

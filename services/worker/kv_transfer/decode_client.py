@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import msgspec
 
+from services.worker.core.scheduling.schedule import Sampled
 from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfer
 from services.worker.link import growing
-from services.worker.scheduling.schedule import Sampled
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, DeadlineExceeded, NoResponder, Overloaded, Unavailable

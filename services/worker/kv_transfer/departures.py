@@ -14,14 +14,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter
 
+from services.worker.core.scheduling.gateways import Gone
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.engine.loop import EngineLoop
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.decode_client import DecodeClient
 from services.worker.kv_transfer.shipment import Shipment
 from services.worker.kv_transfer.transfer import DecodeRefused, KvTransfer, RequestEnded
 from services.worker.requests.inbox import Cooperation, Inbox
-from services.worker.scheduling.gateways import Gone
-from services.worker.scheduling.sequence import Sequence
 from services.worker.weights.peers import TENSOR_LANE, Peers
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus

@@ -15,12 +15,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 
-from services.worker.engine.loop import EngineLoop
-from services.worker.instance.instance import Instance
-from services.worker.kv_transfer.decode_client import DecodeClient
-from services.worker.kv_transfer.departures import Departures
-from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfer
-from services.worker.scheduling.leaving import (
+from services.worker.core.scheduling.leaving import (
     KvPath,
     Moving,
     Takers,
@@ -29,7 +24,12 @@ from services.worker.scheduling.leaving import (
     to_move,
     to_send_back,
 )
-from services.worker.scheduling.schedule import Sampled
+from services.worker.core.scheduling.schedule import Sampled
+from services.worker.engine.loop import EngineLoop
+from services.worker.instance.instance import Instance
+from services.worker.kv_transfer.decode_client import DecodeClient
+from services.worker.kv_transfer.departures import Departures
+from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfer
 from shared import subjects
 from shared.aio import OwnedTasks, Wakeup
 from shared.bus.base import Bus

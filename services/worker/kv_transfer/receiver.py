@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+from services.worker.core.scheduling.gateways import Gone
+from services.worker.core.scheduling.schedule import Sampled
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.incoming import IncomingKv
@@ -18,8 +20,6 @@ from services.worker.kv_transfer.reservation import DecodeReservation
 from services.worker.kv_transfer.staging import Staging, Window
 from services.worker.kv_transfer.transfer import Chunk
 from services.worker.requests.inbox import Cooperation, Inbox
-from services.worker.scheduling.gateways import Gone
-from services.worker.scheduling.schedule import Sampled
 from services.worker.weights.peers import Peers
 from shared import subjects
 from shared.aio import OwnedTasks

@@ -7,9 +7,9 @@ import asyncio
 import contextlib
 import time
 
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.incoming import IncomingKv
-from services.worker.scheduling.sequence import Sequence
 from shared.messages.disaggregated import ReserveDecode
 
 

@@ -16,12 +16,12 @@ from collections.abc import Sequence as Ordered
 
 from prometheus_client import CollectorRegistry, Summary
 
+from services.worker.core.scheduling.schedule import Sampled
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.decode_client import DecodeClient
 from services.worker.kv_transfer.departures import Departures
 from services.worker.kv_transfer.transfer import Chunk, KvTransfer, RequestEnded
-from services.worker.scheduling.schedule import Sampled
-from services.worker.scheduling.sequence import Sequence
 from shared.errors import BlitzError
 
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from services.worker.core.scheduling.schedule import Sampled
+from services.worker.core.scheduling.sequence import Sequence, submit_of
 from services.worker.instance.instance import Instance
-from services.worker.scheduling.schedule import Sampled
-from services.worker.scheduling.sequence import Sequence, submit_of
 from shared.aio import Wakeup
 from shared.messages.generation import DecodePlace, Submit
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ordered
 
+from services.worker.core.scheduling.sequence import Sequence, submit_of
 from services.worker.engine.base import Batch, Slice
-from services.worker.scheduling.sequence import Sequence, submit_of
 from shared.messages.generation import Submit
 
 

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.instance.instance import Instance
 from services.worker.live.batch import PromptBatch, packed
 from services.worker.live.links import LinkToTarget
 from services.worker.live.tensors import Kind, Tensors
-from services.worker.scheduling.sequence import Sequence
 from shared.errors import BadRequest, Overloaded, PayloadTooLarge
 from shared.messages.common import Ack, ErrorInfo
 from shared.messages.live import HandOver, ZigzagAssignment

@@ -9,8 +9,8 @@ import itertools
 import time
 from typing import TypeVar
 
+from services.worker.core.live.pair import PairLife
 from services.worker.link import Link, LinkLost, growing
-from services.worker.live.pair import PairLife
 from services.worker.live.tensors import Tensors
 from shared import subjects
 from shared.bus.base import Bus

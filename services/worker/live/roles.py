@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from services.worker.core.scheduling.gateways import Gone
 from services.worker.instance.instance import Instance, InstanceSlot
 from services.worker.instance.progress import ProgressReporter
 from services.worker.kv_transfer.sender import KvSender
@@ -19,7 +20,6 @@ from services.worker.live.source import LiveSource
 from services.worker.live.target import LiveTarget
 from services.worker.live.tensors import Tensors
 from services.worker.requests.inbox import Inbox
-from services.worker.scheduling.gateways import Gone
 from services.worker.weights.peers import TENSOR_LANE, Peers
 from shared import subjects
 from shared.aio import OwnedTasks

@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from opentelemetry import trace
 
+from services.worker.core.live.pair import PairLife, PairState
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
 from services.worker.link import LinkLost
 from services.worker.live.handover import HandedOver
 from services.worker.live.links import LinkToTarget
-from services.worker.live.pair import PairLife, PairState
 from services.worker.live.pulls import Puller
 from services.worker.live.report import PairRecord
 from services.worker.live.steppers import SourceBatch, SourceStepper

@@ -20,12 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from services.worker.core.scheduling.schedule import Sampled
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.live.batch import PromptBatch
 from services.worker.live.report import Timeline
-from services.worker.scheduling.schedule import Sampled
-from services.worker.scheduling.sequence import Sequence
 from shared.transport.base import Buffer
 from shared.zigzag.batch import ENDED, State
 from shared.zigzag.queue import Claim, Layer, Queue

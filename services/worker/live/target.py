@@ -12,6 +12,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from services.worker.core.live.pair import PairLife, PairState
+from services.worker.core.scheduling.gateways import Gone
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
@@ -19,12 +21,10 @@ from services.worker.link import ASK_TIMEOUT_S
 from services.worker.live.batch import PromptBatch
 from services.worker.live.gates import Gates
 from services.worker.live.links import LinkToSource
-from services.worker.live.pair import PairLife, PairState
 from services.worker.live.steppers import TargetStepper
 from services.worker.live.target_batches import TargetBatches
 from services.worker.live.tensors import Tensors
 from services.worker.requests.inbox import Inbox
-from services.worker.scheduling.gateways import Gone
 from shared.aio import OwnedTasks, Wakeup
 from shared.bus.base import Bus
 from shared.errors import BlitzError, Conflict, Unavailable

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.engine.loop import EngineLoop
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
@@ -22,7 +23,6 @@ from services.worker.live.gates import Gates
 from services.worker.live.steppers import TargetBatch, TargetStepper
 from services.worker.live.tensors import Kind, Tensors
 from services.worker.requests.inbox import Inbox
-from services.worker.scheduling.sequence import Sequence
 from shared.aio import Wakeup
 from shared.errors import BadRequest, BlitzError, Conflict, Overloaded
 from shared.messages.live import Gate, HandOver, Pull, Pulled, PullKv

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import psutil
 
 from services.worker.config import WorkerConfig
+from services.worker.core.scheduling.prompt_cost import num_pairs
 from services.worker.engine.kv_pool import KvPool, kv_pool_bytes
 from services.worker.instance.factory import make_engine
 from services.worker.memory.arena import HostArena
@@ -21,7 +22,6 @@ from services.worker.memory.weight_copy import WeightCopy
 from services.worker.profiling.fit import fit, largest_error
 from services.worker.profiling.loads import load_from_disk, load_from_host
 from services.worker.profiling.rig import Chunk, Rig
-from services.worker.scheduling.prompt_cost import num_pairs
 from shared.checkpoint import Checkpoint
 from shared.errors import BadRequest
 from shared.profile import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from services.worker.core.scheduling.sequence import Sequence as Request
 from services.worker.engine.base import Batch, Engine, Slice
-from services.worker.scheduling.sequence import Sequence as Request
 from shared.messages.generation import SamplingParams
 
 _GREEDY = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0, ignore_eos=True)

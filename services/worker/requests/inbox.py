@@ -13,11 +13,11 @@ from typing import Protocol
 
 import msgspec
 
+from services.worker.core.scheduling.gateways import Gateways, Gone
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.requests.streams import NewOwners, RequestSpans, Streams
-from services.worker.scheduling.gateways import Gateways, Gone
-from services.worker.scheduling.sequence import Sequence
 from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 
-from services.worker.scheduling.gateways import Gone
+from services.worker.core.scheduling.gateways import Gone
 from shared.errors import BlitzError, NotFound
 from shared.messages.common import ErrorInfo
 from shared.messages.generation import FinishReason, StreamPart, Submit, TokenLogprobs

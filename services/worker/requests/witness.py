@@ -11,9 +11,9 @@ import logging
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.engine.loop import StepOutput
 from services.worker.requests.inbox import Inbox
-from services.worker.scheduling.sequence import Sequence
 from shared.bus.base import Bus
 
 log = logging.getLogger(__name__)

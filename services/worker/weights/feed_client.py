@@ -6,10 +6,10 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+from services.worker.core.upstreams import Upstream
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.copies import Copies, CopyKind
 from services.worker.weights.peers import Peers
-from services.worker.weights.upstreams import Upstream
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, NotFound

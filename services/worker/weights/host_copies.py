@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from services.worker.core.upstreams import DISK, StripeSources, Upstream
 from services.worker.instance.instance import Instance
 from services.worker.instance.registration import ASK_INTERVAL_S, Registration, wait_until_retired
 from services.worker.memory.weight_copy import WeightCopy
@@ -17,7 +18,6 @@ from services.worker.weights.copies import Offer
 from services.worker.weights.host_store import DROP_TIMEOUT_S, HostStore
 from services.worker.weights.mover import WeightMover
 from services.worker.weights.outcome import BuffersStuck
-from services.worker.weights.upstreams import DISK, StripeSources, Upstream
 from shared.aio import OwnedTasks, in_thread
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BlitzError, Conflict, DeadlineExceeded, NotFound, TransportError

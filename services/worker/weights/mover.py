@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from services.worker.core.upstreams import Part, StripeSources
 from services.worker.instance.instance import Instance
 from services.worker.instance.progress import ProgressReporter
 from services.worker.memory.weight_copy import WeightCopy
@@ -12,7 +13,6 @@ from services.worker.weights.feed_client import FeedClient
 from services.worker.weights.peers import Peers
 from services.worker.weights.receiving import Fill
 from services.worker.weights.sending import Sender
-from services.worker.weights.upstreams import Part, StripeSources
 from shared import subjects
 from shared.bus.base import Bus
 from shared.messages.registry import ModelRecord, WorkerInfo

@@ -13,13 +13,13 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+from services.worker.core.upstreams import StripeSources, Upstream
 from services.worker.memory.pieces import MAX_ATTEMPTS, REFETCH_INDEX, Piece, cut, deal, wanted_bits
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.checkpoint_reader import CheckpointReader
 from services.worker.weights.feed_client import FeedClient
 from services.worker.weights.flow import Inflow
 from services.worker.weights.outcome import SETTLE_S, BuffersStuck, Outcome, ends_soon
-from services.worker.weights.upstreams import StripeSources, Upstream
 from shared.aio import in_thread
 from shared.errors import BlitzError, DeadlineExceeded, NoResponder, NotFound, TransportError
 from shared.messages.scaling import FeedEnded

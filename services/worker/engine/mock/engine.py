@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from services.worker.core.scheduling.schedule import Sampled
+from services.worker.core.scheduling.sequence import Sequence as Request
 from services.worker.engine.base import Batch
 from services.worker.engine.handoff import (
     check_batch,
@@ -30,8 +32,6 @@ from services.worker.engine.mock.played import played_step_s
 from services.worker.engine.mock.settings import MockFaults, MockTiming
 from services.worker.engine.mock.sleep import PreciseSleep
 from services.worker.engine.mock.tokens import sample
-from services.worker.scheduling.schedule import Sampled
-from services.worker.scheduling.sequence import Sequence as Request
 from shared.profile import Profile
 from shared.transport.base import Buffer
 

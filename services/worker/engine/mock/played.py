@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from services.worker.core.scheduling.prompt_cost import num_pairs
 from services.worker.engine.base import Batch
-from services.worker.scheduling.prompt_cost import num_pairs
 from shared.profile import Profile
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from services.worker.core.scheduling.schedule import Sampled
+from services.worker.core.scheduling.sequence import Sequence as Request
 from services.worker.engine.mock.kv import extend_hash, hash_tokens
-from services.worker.scheduling.schedule import Sampled
-from services.worker.scheduling.sequence import Sequence as Request
 from shared.messages.generation import TokenLogprobs
 
 _PRINTABLE_FIRST, _PRINTABLE_COUNT = 32, 95

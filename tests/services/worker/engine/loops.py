@@ -1,10 +1,10 @@
 """Engine loops with a mock engine, and what tests run in them."""
 
+from services.worker.core.scheduling.schedule import SchedulerConfig
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.tokens import next_token
-from services.worker.scheduling.schedule import SchedulerConfig
-from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import SamplingParams
 
 NUM_BLOCKS, BLOCK_SIZE = 16, 4

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.worker.core.scheduling.sequence import Sequence as Request
 from services.worker.engine.base import Activation, Batch, Engine
 from services.worker.engine.mock.engine import MockEngine
-from services.worker.scheduling.sequence import Sequence as Request
 from shared.messages.generation import SamplingParams
 from tests.services.worker.engine.harness import DrivenSequence, loaded_engine, prompt_of
 

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
+from services.worker.core.scheduling.schedule import SchedulerConfig
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.engine.loop import EngineLoop
-from services.worker.scheduling.schedule import SchedulerConfig
-from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import SamplingParams
 from tests.checkpoints import KINDS
 from tests.services.worker.engine.harness import loaded_engine, prompt_of, reference_greedy

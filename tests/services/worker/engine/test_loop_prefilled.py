@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from services.worker.core.scheduling.schedule import Sampled, SchedulerConfig
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.engine.base import Activation
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.tokens import next_token
-from services.worker.scheduling.schedule import Sampled, SchedulerConfig
-from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import DecodePlace, SamplingParams
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_LAYERS = 32, 4, 3

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from services.worker.core.scheduling.schedule import Sampled, SchedulerConfig
+from services.worker.core.scheduling.sequence import Sequence as Request
 from services.worker.engine.base import Activation, Batch, Engine, Logits
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.mock.engine import MockEngine
@@ -13,8 +15,6 @@ from services.worker.engine.mock.settings import MockFaults
 from services.worker.engine.mock.tokens import next_token
 from services.worker.engine.thread import EngineThread
 from services.worker.engine.torch_engine import TorchEngine
-from services.worker.scheduling.schedule import Sampled, SchedulerConfig
-from services.worker.scheduling.sequence import Sequence as Request
 from shared.errors import BlitzError, EngineBroken, PeerLost
 from shared.messages.generation import SamplingParams, StreamPart
 from tests.services.worker.engine.harness import loaded_engine

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
+from services.worker.core.scheduling.sequence import Sequence as Request
 from services.worker.engine.sampler import sample_rows
-from services.worker.scheduling.sequence import Sequence as Request
 from shared.messages.generation import SamplingParams
 
 

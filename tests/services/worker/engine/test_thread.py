@@ -5,11 +5,11 @@ import time
 
 import pytest
 
+from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.engine.thread import EngineThread
-from services.worker.scheduling.schedule import SchedulerConfig
 from shared.errors import Overloaded, Unavailable
 from tests.services.worker.engine.loops import BLOCK_SIZE, NUM_BLOCKS, Partial, expected, make_loop, request
 from tests.services.worker.pausing import pause

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
+from services.worker.core.scheduling.schedule import Sampled
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.kv_transfer import decode_client as module
 from services.worker.kv_transfer.decode_client import DecodeClient
 from services.worker.kv_transfer.transfer import DecodeRefused, KvTransfer, RequestEnded
-from services.worker.scheduling.schedule import Sampled
-from services.worker.scheduling.sequence import Sequence
 from shared import subjects
 from shared.errors import (
     BadRequest,

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.kv_transfer import decode_client, migration, receiver
-from services.worker.scheduling.sequence import Sequence
 from tests.services.fake_gateway import expected_tokens
 from tests.services.waiting import eventually
 from tests.services.worker.kv_transfer.decode_side import Gate

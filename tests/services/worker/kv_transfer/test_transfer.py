@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
+from services.worker.core.scheduling.schedule import Sampled
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.kv_transfer import transfer as module
 from services.worker.kv_transfer.incoming import kv_tag
 from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfer, RequestEnded
-from services.worker.scheduling.schedule import Sampled
-from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import DecodePlace, SamplingParams
 from shared.transport.tags import MAX_NUMBER, tag_of
 

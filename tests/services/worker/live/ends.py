@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 
 import msgspec
 
+from services.worker.core.scheduling.sequence import Sequence, sequence_of, submit_of
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.engine.thread import EngineThread
 from services.worker.instance.instance import Instance
@@ -23,7 +24,6 @@ from services.worker.live.steppers import SourceStepper
 from services.worker.live.target import LiveTarget
 from services.worker.live.tensors import Kind, Tensors
 from services.worker.requests.inbox import Inbox
-from services.worker.scheduling.sequence import Sequence, sequence_of, submit_of
 from shared import subjects
 from shared.errors import BlitzError
 from shared.messages.codec import Message

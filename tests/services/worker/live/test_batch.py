@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.worker.core.scheduling.sequence import sequence_of
 from services.worker.live.batch import PromptBatch, packed
-from services.worker.scheduling.sequence import sequence_of
 from shared.messages.codec import decode, encode
 from shared.messages.generation import SamplingParams, Submit
 from tests.services.worker.live.members import batch_of, make_loop, request

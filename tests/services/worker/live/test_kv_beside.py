@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from services.worker.core.scheduling.schedule import Sampled
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.live.steppers import SourceBatch
-from services.worker.scheduling.schedule import Sampled
-from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import DecodePlace, StreamPart
 from tests.services.worker.live.members import NUM_LAYERS, batch_of, engine_of, expected, request, run_all, tokens_of
 from tests.services.worker.live.test_source_stepper import Source

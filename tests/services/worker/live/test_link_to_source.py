@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from services.worker.core.live.pair import PairLife
 from services.worker.live import links
 from services.worker.live.links import LinkToSource
-from services.worker.live.pair import PairLife
 from services.worker.live.tensors import Tensors
 from shared import subjects
 from shared.errors import Internal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.live.pair import PairState
+from services.worker.core.live.pair import PairState
 from services.worker.live.report import BUCKET_S, MAX_BUCKETS, PairRecord, Timeline
 from shared.messages.codec import decode, encode
 from shared.messages.live import LayerRuns, LiveReport

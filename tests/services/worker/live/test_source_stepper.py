@@ -6,10 +6,10 @@ import time
 
 import pytest
 
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.engine.loop import EngineLoop
 from services.worker.live.batch import PromptBatch
 from services.worker.live.steppers import SourceBatch, SourceStepper
-from services.worker.scheduling.sequence import Sequence
 from shared.errors import EngineBroken, PeerLost
 from shared.transport.base import Buffer
 from tests.services.worker.live.members import (

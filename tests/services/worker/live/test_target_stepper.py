@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from services.worker.core.scheduling.sequence import Sequence
 from services.worker.live.batch import PromptBatch
 from services.worker.live.steppers import TargetBatch, TargetStepper
-from services.worker.scheduling.sequence import Sequence
 from shared.messages.generation import StreamPart
 from shared.zigzag.batch import State
 from shared.zigzag.queue import Claim, Queue

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
+from services.worker.core.scheduling.gateways import Gone
+from services.worker.core.scheduling.sequence import Sequence, sequence_of
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.requests import inbox
 from services.worker.requests.inbox import Inbox
-from services.worker.scheduling.gateways import Gone
-from services.worker.scheduling.sequence import Sequence, sequence_of
 from shared import subjects
 from shared.errors import BlitzError, Conflict, ContextLengthExceeded, NotFound, Overloaded, SentBack
 from shared.messages.common import Ack

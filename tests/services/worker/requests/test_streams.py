@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from services.worker.core.scheduling.gateways import Gone
 from services.worker.requests.streams import TERMINAL_TTL_S, Streams
-from services.worker.scheduling.gateways import Gone
 from shared.errors import NotFound
 from shared.messages.generation import FinishReason, StreamPart, TokenLogprobs
 

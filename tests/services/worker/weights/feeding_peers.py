@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 import numpy as np
 
+from services.worker.core.upstreams import DISK, StripeSources, Upstream
 from services.worker.memory.arena import HostArena
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.copies import Copies, Offer
 from services.worker.weights.receiving import Fill
 from services.worker.weights.sending import Sender
-from services.worker.weights.upstreams import DISK, StripeSources, Upstream
 from shared.errors import NoResponder, NotFound
 from shared.layout import CHECK_BYTES, ArenaLayout, layout_of
 from shared.messages.scaling import Feed, FeedEnded, FetchRange, GetChecksums, GetFeedState, StopFeed

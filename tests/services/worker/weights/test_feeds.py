@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from services.worker.core.upstreams import StripeSources, Upstream
 from services.worker.memory.arena import HostArena
 from services.worker.memory.pieces import cut
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights import checkpoint_reader, outcome
 from services.worker.weights.flow import Inflow
-from services.worker.weights.upstreams import StripeSources, Upstream
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BadRequest, BlitzError, Conflict, NotFound, TransportError
 from shared.layout import CHECK_BYTES

@@ -18,7 +18,7 @@ from services.planner.core.operations.plan_events import (
     target_parts,
     targets_of,
 )
-from services.worker.weights.upstreams import part_of
+from services.worker.core.upstreams import part_of
 from shared.messages.codec import decode, encode
 from shared.messages.common import Role
 from shared.messages.registry import LeaseGrant

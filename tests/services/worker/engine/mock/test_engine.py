@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.worker.core.scheduling.sequence import Sequence as Request
 from services.worker.engine.base import Batch, Slice
 from services.worker.engine.mock import sleep as sleeping
 from services.worker.engine.mock.engine import MockEngine
@@ -9,7 +10,6 @@ from services.worker.engine.mock.kv import hash_tokens
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.engine.mock.sleep import PreciseSleep
 from services.worker.engine.mock.tokens import next_token
-from services.worker.scheduling.sequence import Sequence as Request
 from shared.messages.generation import SamplingParams
 from tests.records import profile
 

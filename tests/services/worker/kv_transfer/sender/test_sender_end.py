@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
+from services.worker.core.scheduling.schedule import Sampled
 from services.worker.engine.loop import EngineLoop
 from services.worker.kv_transfer import decode_client, transfer
-from services.worker.scheduling.schedule import Sampled
 from services.worker.service import WorkerService
 from shared.messages.common import Ack
 from shared.messages.disaggregated import BeginDecode, DecodeReserved, ReserveDecode

@@ -1,0 +1,1 @@
+"""What the two members of a pair decide (live scaling), pure."""

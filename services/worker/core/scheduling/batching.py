@@ -1,0 +1,159 @@
+"""Which tokens an instance computes next: continuous batching with chunked prefill.
+
+Rules, in order:
+
+1. First come, first served. ``running`` and then ``waiting`` are always in order of arrival.
+2. Each step has a budget of tokens: decode tokens take it first, then prefills that run, then
+   new ones from the head of ``waiting``. A later request never starts before an earlier one. Where requests decode,
+   prompts get no more than the objective for the time between two tokens leaves (``step_budget``).
+3. All blocks of a context are taken when it starts, so that they are one run of the pool and a
+   prefill never stops half-way for memory. Decodes take a block when they cross into it.
+4. A decode that finds no block preempts the latest arrival: its blocks are freed, it returns
+   to the head of ``waiting`` with its output kept, and computes prompt and output again. The
+   latest arrival itself just waits. So the oldest request always advances, and nothing starves.
+5. A request that is to be computed alone is in no step with others. It is admitted like any other; then those that are
+   alone and all others together take turns: every second step, while there is one, is one of those, in rotation.
+"""
+
+from __future__ import annotations
+
+from services.worker.core.scheduling.request_table import RequestTable
+from services.worker.core.scheduling.reservations import Reservations
+from services.worker.core.scheduling.schedule import ScheduledBatch, ScheduledSlice
+from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.step_budget import StepBudget, StepBudgets
+
+
+class ContinuousBatching:
+    """Of one scheduler, whose requests it admits, and preempts where decodes need blocks."""
+
+    def __init__(self, table: RequestTable, reservations: Reservations, budgets: StepBudgets) -> None:
+        self._table = table
+        self._budgets = budgets
+        self._reservations = reservations
+        self._config = table.config
+        self._some_alone = False
+        """Perhaps: a request that is to be computed alone may be here."""
+        self._alone_next = False
+        self._last_alone = -1
+
+    def accepted(self, sequence: Sequence) -> None:
+        """A request came."""
+        self._some_alone = self._some_alone or sequence.alone
+
+    def next_batch(self, now_s: float) -> ScheduledBatch | None:
+        """None if there is nothing to compute, or no capacity for it."""
+        if not self._table.running and not self._table.may_admit:
+            return None
+        return self._in_turn(now_s) if self._some_alone else self._together(now_s)
+
+    def _in_turn(self, now_s: float) -> ScheduledBatch | None:
+        batch = self._alone() if self._alone_next else None
+        if batch is not None:
+            self._alone_next = False
+            return batch
+        batch = self._together(now_s)
+        if batch is None:
+            return self._alone()
+        self._alone_next = True
+        self._some_alone = any(s.alone for s in (*self._table.running, *self._table.waiting))
+        return batch
+
+    def _alone(self) -> ScheduledBatch | None:
+        """A step of one request that is computed alone: the next in order of arrival behind the last that had one."""
+        running = self._table.running
+        candidates = [(s.id <= self._last_alone, s.id, s) for s in running if s.alone]
+        for _, _, sequence in sorted(candidates, key=lambda c: c[:2]):
+            slices: list[ScheduledSlice] = []
+            preempted: list[Sequence] = []
+            start = sequence.num_computed
+            budget = self._budgets.next()
+            if len(sequence.tokens) - start > 1:
+                _prefill(sequence, budget, slices)
+            else:
+                full = start >= len(sequence.block_table) * self._table.pool.block_size
+                if full and not self._grow(sequence, running.index(sequence) + 1, preempted):
+                    continue
+                slices.append(ScheduledSlice(sequence, start, 1, True))
+            self._last_alone = sequence.id
+            decodes = 0 if budget.num_tokens else 1
+            return ScheduledBatch(
+                tuple(slices), budget.num_tokens, decodes, tuple(preempted), budget.num_pairs, alone=True
+            )
+        return None
+
+    def _together(self, now_s: float) -> ScheduledBatch | None:
+        slices: list[ScheduledSlice] = []
+        preempted: list[Sequence] = []
+        block_size = self._table.pool.block_size
+        running = self._table.running
+        prefills: list[Sequence] = []
+        index = 0
+        while index < len(running) and len(slices) < self._config.max_batch_tokens:
+            sequence = running[index]
+            index += 1
+            if sequence.alone:
+                continue
+            start = sequence.num_computed
+            if len(sequence.tokens) - start > 1:
+                prefills.append(sequence)
+                continue
+            if start >= len(sequence.block_table) * block_size and not self._grow(sequence, index, preempted):
+                break
+            slices.append(ScheduledSlice(sequence, start, 1, True))
+        num_decode_tokens = len(slices)
+        budget = self._budgets.next(num_decode_tokens)
+        # A victim arrived later than the decode it yields to, so it is not among these.
+        for sequence in prefills:
+            if not budget.room(sequence.num_computed):
+                break
+            _prefill(sequence, budget, slices)
+        while budget.room() and not preempted and (admitted := self._admit(now_s)) is not None:
+            if not admitted.alone:
+                _prefill(admitted, budget, slices)
+        if not slices:
+            return None  # what is computed outside of steps leaves no capacity
+        return ScheduledBatch(tuple(slices), budget.num_tokens, num_decode_tokens, tuple(preempted), budget.num_pairs)
+
+    def _grow(self, sequence: Sequence, index: int, preempted: list[Sequence]) -> bool:
+        """Give a decode its next block; ``running[index:]`` may be preempted for it."""
+        table = self._table
+        while not table.pool.can_allocate(1):
+            if len(table.running) <= index:
+                return False
+            victim = table.running.pop()
+            table.free(victim)
+            victim.num_computed = 0
+            table.wait(victim)
+            table.preemptions_total += 1
+            preempted.append(victim)
+        table.pool.append(sequence.block_table)
+        return True
+
+    def head_blocks(self) -> int:
+        """Blocks that have to be free for the head of ``waiting`` to be admitted; 0 if it waits for something else, or
+        none waits."""
+        table = self._table
+        if not table.may_admit or self._reservations.free_slots < 1:
+            return 0
+        return table.pool.blocks_for(table.waiting[0].num_tokens) + table.spare_blocks
+
+    def _admit(self, now_s: float) -> Sequence | None:
+        """Move the head of ``waiting`` to ``running`` if a slot and the blocks of its context are free."""
+        table, need = self._table, self.head_blocks()
+        if not need or not table.pool.can_allocate(need):
+            return None
+        sequence = table.waiting.popleft()
+        table.waiting_tokens -= sequence.num_tokens
+        sequence.block_table = table.pool.allocate(table.pool.blocks_for(sequence.num_tokens))
+        if sequence.first_scheduled_s is None:
+            sequence.first_scheduled_s = now_s
+        table.run(sequence)
+        return sequence
+
+
+def _prefill(sequence: Sequence, budget: StepBudget, slices: list[ScheduledSlice]) -> None:
+    """Give it its share of the step, of which something must be left."""
+    remaining = len(sequence.tokens) - sequence.num_computed
+    count = budget.take(sequence.num_computed, remaining)
+    slices.append(ScheduledSlice(sequence, sequence.num_computed, count, count == remaining))

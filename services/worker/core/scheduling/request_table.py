@@ -1,0 +1,99 @@
+"""The requests of one instance: who waits, who runs, and whose blocks are whose."""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Callable
+
+from services.worker.core.scheduling.blocks import BlockPool
+from services.worker.core.scheduling.schedule import Sampled, SchedulerConfig
+from services.worker.core.scheduling.sequence import Sequence
+from shared.messages.generation import StreamPart
+
+
+class RequestTable:
+    """What the scheduler and its reservations share.
+
+    ``waiting`` and ``running`` are in order of arrival. An accepted request that is in neither is lent or reserved.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.accepted: dict[tuple[str, int], Sequence] = {}
+        """Those that have not ended, by request id and attempt."""
+        self.waiting: deque[Sequence] = deque()
+        self.waiting_tokens = 0
+        self.running: list[Sequence] = []
+        self.lending = False
+        """Requests that have not begun wait for ``Scheduler.lend`` instead of being admitted."""
+        self.prefill_tokens_total = 0
+        self.preemptions_total = 0
+        self.ended_requests_total = 0
+        self.ended_tokens_total = 0
+        self._next_id = 0
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether the head of ``waiting`` may run here."""
+        return bool(self.waiting) and (not self.lending or self.waiting[0].stays)
+
+    @property
+    def spare_blocks(self) -> int:
+        """Kept free at admission so that a new prefill is not the next decode's victim."""
+        return self.config.num_blocks // 100 if self.running else 0
+
+    def number(self, sequence: Sequence) -> None:
+        """Give it its place in the order of arrival."""
+        sequence.id = self._next_id
+        self._next_id += 1
+
+    def wait(self, sequence: Sequence) -> None:
+        """Put it into ``waiting``, at its place."""
+        bisect.insort(self.waiting, sequence, key=_arrival)
+        self.waiting_tokens += sequence.num_tokens
+
+    def stop_waiting(self, leaves: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Take those that leave out of ``waiting``, in order."""
+        left = [s for s in self.waiting if leaves(s)]
+        if left:
+            self.waiting = deque(s for s in self.waiting if not leaves(s))
+            self.waiting_tokens = sum(s.num_tokens for s in self.waiting)
+        return left
+
+    def run(self, sequence: Sequence) -> None:
+        """Put it into ``running``, at its place."""
+        bisect.insort(self.running, sequence, key=_arrival)
+
+    def take_token(self, sequence: Sequence, token: Sampled) -> StreamPart:
+        """The output of a token just sampled; an end forgets the sequence."""
+        if token.error is not None:
+            output = sequence.end("error", token.error)
+            self.forget(sequence)
+            return output
+        sequence.append(token.token_id)
+        reason = sequence.finish_reason(self.config.limit_tokens)
+        output = sequence.emit(token.token_id, token.logprobs, reason)
+        if reason is not None:
+            self.ended_requests_total += 1
+            self.ended_tokens_total += len(sequence.output)
+            self.forget(sequence)
+        return output
+
+    def forget(self, sequence: Sequence, *, free: bool = True) -> None:
+        """It has ended, or is another instance's. Its blocks are freed unless it is reserved: then ``release`` does."""
+        sequence.finished = True
+        del self.accepted[sequence.key]
+        if free and not sequence.reserved:
+            self.free(sequence)
+
+    def free(self, sequence: Sequence) -> None:
+        """Give its blocks back to the pool."""
+        # A new list, not a cleared one: an engine may still hold the old table.
+        blocks, sequence.block_table = sequence.block_table, []
+        self.pool.free(blocks)
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.id

@@ -1,0 +1,108 @@
+"""What the scheduler is told and what it says: its limits, a step's work, and the load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.worker.core.scheduling.sequence import Sequence
+from shared.messages.common import ErrorInfo
+from shared.messages.generation import TokenLogprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one instance. ``context_tokens`` is the model's; the pool's size limits it further."""
+
+    num_blocks: int
+    block_size: int
+    context_tokens: int = 1_000_000_000
+    max_num_sequences: int = 128
+    max_batch_tokens: int = 2048
+    prefill_chunk_tokens: int = 512
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+
+    @property
+    def limit_tokens(self) -> int:
+        """Longest prompt plus output of one request."""
+        return min(self.context_tokens, self.num_blocks * self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSlice:
+    """``num_tokens`` tokens of a sequence from position ``start``; ``sample`` if they end the known ones."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One step's work: decode slices first, then prefill slices, each in order of arrival."""
+
+    slices: tuple[ScheduledSlice, ...]
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    preempted: tuple[Sequence, ...] = ()
+    num_pairs: int = 0
+    """Of a prompt token and a token that it attends to."""
+    alone: bool = False
+    """Its only slice is of a request that is computed alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One sampled token. With ``error`` there is none: its request ends with it, the others of the batch go on."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: ErrorInfo | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """Requests accepted and not begun."""
+
+    requests: int
+    tokens: int
+    oldest_arrived_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLoad:
+    """Gauges now, and counters over the scheduler's life, by the names that they have in load reports."""
+
+    queued_requests: int
+    queued_tokens: int
+    """Context tokens accepted and not yet computed, waiting or running."""
+    running_requests: int
+    running_tokens: int
+    """Tokens whose KV running requests hold."""
+    kv_blocks_used: int
+    kv_blocks_total: int
+    prefill_tokens_total: int
+    decode_tokens_total: int
+    preemptions_total: int
+    oldest_arrived_s: float | None = None
+    """Arrival of the earliest request that waits, in the scheduler's clock."""
+    kv_block_tokens: int = 0
+    """Tokens of one block."""
+    prefilling_requests: int = 0
+    """Running requests whose context is not computed to its end."""
+    ended_requests_total: int = 0
+    """Requests that ended by themselves, and their output tokens, wherever these were computed."""
+    ended_tokens_total: int = 0
+    head_blocks: int = 0
+    """That have to be free for the first waiting request to begin, while there are fewer; 0: none waits for blocks."""
+
+    @property
+    def lacking_blocks(self) -> int:
+        """That have to become free for the first waiting request to begin."""
+        return max(0, self.head_blocks - (self.kv_blocks_total - self.kv_blocks_used))

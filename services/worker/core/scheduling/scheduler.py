@@ -1,0 +1,269 @@
+"""The requests of one instance: accepted, batched step by step, ended.
+
+``batching`` decides which of them the next step computes. Requests that have a slot and blocks here and are in no
+step are ``reservations``.
+
+While ``lending`` (live scaling), requests that have not begun are not admitted: ``lend`` takes them out, for another
+instance to run layers of. Those that have begun (and were preempted) stay, and go on here; so do those that are
+computed alone. A lent request ends here like any other, unless it is taken back, adopted, or the target's for good.
+
+Pure: no clock, no engine. One batch is in flight at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Rows
+from types import MappingProxyType
+
+from services.worker.core.scheduling.batching import ContinuousBatching
+from services.worker.core.scheduling.gateways import Gone
+from services.worker.core.scheduling.request_table import RequestTable
+from services.worker.core.scheduling.reservations import Reservations
+from services.worker.core.scheduling.schedule import (
+    Queued,
+    Sampled,
+    ScheduledBatch,
+    SchedulerConfig,
+    SchedulerLoad,
+)
+from services.worker.core.scheduling.sequence import Sequence
+from services.worker.core.scheduling.step_budget import StepBudgets
+from shared.errors import Conflict, ContextLengthExceeded, Overloaded
+from shared.messages.common import ErrorInfo
+from shared.messages.generation import FinishReason, StreamPart
+
+LENT_QUEUE_FACTOR = 2
+"""Two instances work on a queue that is lent: it may be twice as long."""
+NO_FAILURES: Mapping[int, ErrorInfo] = MappingProxyType({})
+
+
+class Scheduler:
+    """Continuous batching over one KV pool."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.table = RequestTable(config)
+        self.pool = self.table.pool
+        self.reservations = Reservations(self.table)
+        self.budgets = StepBudgets(config)
+        """What steps may take. Their times are to be told to it."""
+        self._batching = ContinuousBatching(self.table, self.reservations, self.budgets)
+        self._in_flight: ScheduledBatch | None = None
+        self._ended: list[StreamPart] = []
+        self._decode_tokens_total = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``schedule``, ``take_ended`` or ``reservations.take_prefilled`` has something to give."""
+        return bool(self.table.running or self._ended or self.reservations.has_prefilled or self.table.may_admit)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests accepted and not ended."""
+        return len(self.table.accepted)
+
+    def add(self, sequence: Sequence, now_s: float = 0.0) -> None:
+        """Accept a request at the tail of the queue.
+
+        A continuation whose streamed tokens already end it gets its terminal at once. Raises
+        ``Conflict`` for an attempt that is here already, ``ContextLengthExceeded`` when not even
+        one token fits behind the prompt, and ``Overloaded`` when the queue is full.
+        """
+        config, table = self.config, self.table
+        if sequence.key in table.accepted:
+            raise Conflict(f"attempt {sequence.attempt} of request {sequence.request_id} is here already")
+        if not sequence.prompt or len(sequence.prompt) >= config.limit_tokens:
+            raise ContextLengthExceeded(
+                f"a prompt of {len(sequence.prompt)} tokens: this instance takes 1 to {config.limit_tokens - 1}",
+                param="prompt",
+            )
+        reason = sequence.finish_reason(config.limit_tokens)
+        if reason is not None:
+            sequence.finished = True
+            self._ended.append(sequence.end(reason))
+            return
+        queued, factor = self._queued(), LENT_QUEUE_FACTOR if self.table.lending else 1
+        if queued.requests >= factor * config.max_queued_requests:
+            raise Overloaded(f"{queued.requests} requests are queued, the limit is {config.max_queued_requests}")
+        # A queue that is empty takes any prompt that fits the pool, else a long one could never run.
+        if queued.requests and queued.tokens + sequence.num_tokens > factor * config.max_queued_tokens:
+            raise Overloaded(f"{queued.tokens} tokens are queued, the limit is {config.max_queued_tokens}")
+        if sequence.arrived_s is None:
+            sequence.arrived_s = now_s
+        table.number(sequence)
+        table.accepted[sequence.key] = sequence
+        table.wait(sequence)
+        self._batching.accepted(sequence)
+
+    def cancel(self, request_id: str, attempt: int) -> Sequence | None:
+        """End a request as cancelled. Its blocks are free at once, or when the batch in flight completes."""
+        sequence = self.table.accepted.get((request_id, attempt))
+        if sequence is not None:
+            self._end([sequence], "cancelled")
+        return sequence
+
+    def cancel_gateway(self, gone: Gone) -> list[Sequence]:
+        """Cancel every request of gateways that are gone."""
+        theirs = [s for s in self.table.accepted.values() if gone.had(s.gateway_id, s.gateway_incarnation)]
+        self._end(theirs, "cancelled")
+        return theirs
+
+    def abort_all(self, error: ErrorInfo) -> list[Sequence]:
+        """End every request with an error."""
+        every = list(self.table.accepted.values())
+        self._end(every, "error", error)
+        return every
+
+    def abort(self, sequences: Iterable[Sequence], error: ErrorInfo) -> None:
+        """End these requests with an error, those that have not ended."""
+        self._end([s for s in sequences if not s.finished], "error", error)
+
+    def lend(self) -> list[Sequence]:
+        """Take the requests that have not begun out of the queue, in order. They stay accepted: ``take_back``,
+        ``release_to_target`` or a reservation must follow for each that is not cancelled before."""
+        return self.table.stop_waiting(lambda s: not s.stays)
+
+    def take_back(self, sequences: Iterable[Sequence]) -> None:
+        """Lent requests wait here again, at their old places; ended ones are left out."""
+        for sequence in sequences:
+            if not sequence.finished:
+                self.table.wait(sequence)
+
+    def release_to_target(self, sequences: Iterable[Sequence]) -> None:
+        """Lent requests are another instance's for good: they leave without a word."""
+        for sequence in sequences:
+            if not sequence.finished:
+                self.table.forget(sequence)
+
+    def schedule(self, now_s: float = 0.0) -> ScheduledBatch | None:
+        """The next batch, or None if there is nothing to compute. ``complete`` must follow."""
+        if self._in_flight is not None:
+            raise RuntimeError("a batch is in flight")
+        batch = self._batching.next_batch(now_s)
+        if batch is not None:
+            self.table.prefill_tokens_total += batch.num_prefill_tokens
+            self._decode_tokens_total += batch.num_decode_tokens
+            self._in_flight = batch
+        return batch
+
+    def complete(
+        self, batch: ScheduledBatch, sampled: Rows[Sampled], failures: Mapping[int, ErrorInfo] = NO_FAILURES
+    ) -> list[StreamPart]:
+        """Take the tokens of the batch in flight, one per slice that samples, in their order.
+
+        Slices in ``failures``, by their place in the batch, could not be computed: they have no token, and their
+        requests end with that. Returns the new outputs. Requests that ended in between get none: their blocks are freed
+        here.
+        """
+        if batch is not self._in_flight:
+            raise RuntimeError("this batch is not in flight")
+        self._in_flight = None
+        table = self.table
+        outputs: list[StreamPart] = []
+        tokens = iter(sampled)
+        leave = False
+        for place, piece in enumerate(batch.slices):
+            sequence = piece.sequence
+            failure = failures.get(place)
+            token = next(tokens) if piece.sample and failure is None else None
+            if sequence.finished:
+                table.free(sequence)
+                continue
+            if failure is not None:
+                outputs.append(sequence.end("error", failure))
+                table.forget(sequence)
+                leave = True
+                continue
+            sequence.num_computed = piece.start + piece.num_tokens
+            if token is None:
+                continue
+            outputs.append(table.take_token(sequence, token))
+            if sequence.decode_at is not None:
+                self.reservations.hold_for_decode(sequence, token)
+            leave = leave or sequence.finished or sequence.reserved
+        if leave:
+            table.running = [s for s in table.running if not (s.finished or s.reserved)]
+        return outputs
+
+    def take_ended(self) -> list[StreamPart]:
+        """Terminal outputs of requests that ended outside a step (cancelled, aborted, nothing left to do)."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether a running request's context is not computed yet."""
+        return any(len(s.tokens) - s.num_computed > 1 for s in self.table.running)
+
+    @property
+    def has_decodes(self) -> bool:
+        """Whether a running request waits for its next token."""
+        return any(len(s.tokens) - s.num_computed == 1 for s in self.table.running)
+
+    def load(self) -> SchedulerLoad:
+        """The load now. O(running)."""
+        running_tokens = known_tokens = num_prefilling = 0
+        for sequence in self.table.running:
+            running_tokens += sequence.num_computed
+            remaining = len(sequence.tokens) - sequence.num_computed
+            if remaining > 1:
+                known_tokens += remaining
+                num_prefilling += 1
+        # What is held for decode counts as running.
+        held = self.reservations.for_decode
+        running_tokens += sum(s.num_computed for s in held)
+        queued = self._queued()
+        head_blocks = self._batching.head_blocks()
+        return SchedulerLoad(
+            queued.requests,
+            queued.tokens + known_tokens,
+            len(self.table.running) + len(held),
+            running_tokens,
+            self.pool.num_used,
+            self.pool.num_blocks,
+            self.table.prefill_tokens_total,
+            self._decode_tokens_total,
+            self.table.preemptions_total,
+            queued.oldest_arrived_s,
+            self.pool.block_size,
+            num_prefilling,
+            self.table.ended_requests_total,
+            self.table.ended_tokens_total,
+            0 if self.pool.can_allocate(head_blocks) else head_blocks,
+        )
+
+    def check(self) -> None:
+        """Assert the invariants that hold between calls. For tests."""
+        table, reservations = self.table, self.reservations
+        in_flight = [p.sequence for p in self._in_flight.slices] if self._in_flight else []
+        lent = [s for s in table.accepted.values() if not s.block_table]
+        here = [*table.running, *table.waiting, *reservations.for_prefill, *reservations.for_decode, *lent]
+        self.pool.check({id(s): s.block_table for s in [*here, *in_flight]}.values())
+        for name, sequences in (("running", table.running), ("waiting", table.waiting)):
+            order = [s.id for s in sequences]
+            assert order == sorted(order), f"{name} is not in order of arrival"
+        assert reservations.free_slots >= 0
+        assert table.waiting_tokens == sum(s.num_tokens for s in table.waiting)
+        assert set(table.accepted) <= {s.key for s in here if not s.finished}
+
+    def _queued(self) -> Queued:
+        """Those that wait, are lent, or are computed outside of steps."""
+        table, reservations = self.table, self.reservations
+        num_held = sum(not s.finished for s in reservations.for_decode)
+        if len(table.accepted) == len(table.running) + len(table.waiting) + num_held:
+            oldest_s = table.waiting[0].arrived_s if table.waiting else None
+            return Queued(len(table.waiting), table.waiting_tokens, oldest_s)
+        for_prefill = {id(s) for s in reservations.for_prefill}
+        queued = [s for s in table.accepted.values() if id(s) in for_prefill or not s.block_table]
+        oldest_s = min((s.arrived_s for s in queued if s.arrived_s is not None), default=None)
+        return Queued(len(queued), sum(s.num_tokens for s in queued), oldest_s)
+
+    def _end(self, sequences: Iterable[Sequence], reason: FinishReason, error: ErrorInfo | None = None) -> None:
+        """End requests outside a step; those of the batch in flight keep their blocks until it lands."""
+        flying = {id(p.sequence) for p in self._in_flight.slices} if self._in_flight else set()
+        for sequence in sequences:
+            self._ended.append(sequence.end(reason, error))
+            self.table.forget(sequence, free=id(sequence) not in flying)
+        self.table.running = [s for s in self.table.running if not s.finished]
+        self.table.stop_waiting(lambda s: s.finished)
