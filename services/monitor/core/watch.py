@@ -1,0 +1,230 @@
+"""What a monitor knows of all models, and what it has to say to the planner when.
+
+Rules
+- A demand is sent when another number of instances is wanted than there is, or when it is another number of instances
+  that the load does not need at this moment; and again after a while, as long as that is so. Thus a lost message and a
+  failed plan heal.
+- What is wanted was triggered when this number was first wanted: a repeat is the same wish.
+- A follower knows as much as the leader, and says nothing.
+- How a model is served says on which roles its load decides (``services.monitor.core.roles``).
+- What an instance reported in a role that it has no longer does not count.
+- A gateway's first report that requests wait for a model without instances is urgent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+from services.monitor.core.demand import ModelDemand, Verdict
+from services.monitor.core.policy import DemandPolicy
+from services.monitor.core.roles import ROLES, There, verdicts
+from shared.messages.common import TAKES_PROMPTS, Role, is_scaled_by_load
+from shared.messages.load import LoadReport, QueueReport
+from shared.messages.registry import ModelRecord
+from shared.profile import Profile
+from shared.registry_view import RegistryView, counted_as
+
+About = tuple[str, Role]
+"""A model and a role."""
+ProfileOf = Callable[[ModelRecord, str, str], Profile | None]
+"""What an instance of a model can do on workers with that engine and device, if that was measured."""
+
+
+class Wish(NamedTuple):
+    """What the planner is to hear about one model and role; as in ``Demand``."""
+
+    model: str
+    role: Role
+    desired: int
+    observed: int
+    reason: str
+    triggered_at_s: float
+    """With ``idle_since_s``, unix time."""
+    idle: int
+    idle_since_s: float
+    deficit: float
+    turns: bool
+    """Whether people have not been told yet that more, or that fewer, are wanted."""
+
+
+class Figures(NamedTuple):
+    """What the load asks for, in instances."""
+
+    desired: int
+    needed: float
+
+
+@dataclass(slots=True)
+class _Group:
+    """The instances of one model and role."""
+
+    there: There = field(default_factory=There)
+    """As of the last snapshot."""
+    sent: int | None = None
+    sent_at_s: float = -inf
+    told: bool | None = None
+    """Whether people were last told that more (True) or fewer are wanted."""
+    triggered_at_s: float = 0.0
+    idle: int = 0
+    """Instances that another model may have at once, and since when (unix time) so many."""
+    idle_since_s: float = 0.0
+
+    def set_idle(self, idle: int, unix_s: float) -> bool:
+        """Whether it is another number than before."""
+        before, self.idle = self.idle, idle
+        if idle > before:
+            self.idle_since_s = unix_s
+        return idle != before
+
+
+@dataclass(slots=True)
+class _Model:
+    record: ModelRecord
+    demand: ModelDemand
+    groups: dict[Role, _Group] = field(default_factory=lambda: {role: _Group() for role in ROLES})
+    held_by: set[str] = field(default_factory=set)
+    """Gateways that hold requests for which there is no instance, as of their last reports."""
+
+    @property
+    def has_instances(self) -> bool:
+        """That take requests, now or soon."""
+        return any(group.there.observed for role, group in self.groups.items() if role in TAKES_PROMPTS)
+
+
+class Watch:
+    """All registered models, as of the last snapshot and the reports since. ``now_s`` is of one monotonic clock."""
+
+    def __init__(self, policy: DemandPolicy, *, repeat_s: float) -> None:
+        """``repeat_s``: how often an unmet demand is repeated."""
+        self._policy = policy
+        self._repeat_s = repeat_s
+        self._models: dict[str, _Model] = {}
+        self._roles: dict[str, Role] = {}
+        """By instance id, as of the last snapshot."""
+        self._figures: dict[About, Figures] = {}
+
+    @property
+    def knows_models(self) -> bool:
+        """Whether any is registered."""
+        return bool(self._models)
+
+    @property
+    def figures(self) -> Mapping[About, Figures]:
+        """As of the last evaluation, of the roles on which the load decides."""
+        return self._figures
+
+    def on_load(self, report: LoadReport, now_s: float) -> None:
+        """An instance reports."""
+        model = self._models.get(report.model)
+        if model is not None:
+            model.demand.on_load(report, now_s)
+
+    def on_queue(self, report: QueueReport, now_s: float) -> bool:
+        """A gateway reports. Whether it is urgent: somebody waits for a model that sleeps."""
+        urgent = False
+        for queue in report.models:
+            model = self._models.get(queue.model)
+            if model is None:
+                continue
+            model.demand.on_queue(report.gateway_id, queue, now_s)
+            if model.has_instances:
+                model.held_by.clear()
+            elif not queue.queued_requests:
+                model.held_by.discard(report.gateway_id)
+            elif report.gateway_id not in model.held_by:
+                model.held_by.add(report.gateway_id)
+                urgent = True
+        return urgent
+
+    def on_snapshot(self, view: RegistryView, profile_of: ProfileOf) -> None:
+        """The registry is like this now."""
+        models = view.models
+        for name in self._models.keys() - models.keys():
+            del self._models[name]
+            for role in ROLES:
+                self._figures.pop((name, role), None)
+        observed: Counter[About] = Counter()
+        serving: Counter[About] = Counter()
+        for worker in view.workers:
+            about = counted_as(worker, models)
+            if about is not None:
+                observed[about] += 1
+                serving[about] += worker.state == "serving"
+        # A profile is of one kind of worker: where they differ, it says nothing.
+        kinds = {(worker.worker.engine, worker.worker.device) for worker in view.workers}
+        for name, record in models.items():
+            known = self._models.get(name)
+            if known is None or known.record.model_hash != record.model_hash:
+                known = self._models[name] = _Model(record, ModelDemand(self._policy))
+            known.record = record
+            known.demand.profile = profile_of(record, *next(iter(kinds))) if len(kinds) == 1 else None
+            for role, group in known.groups.items():
+                about = name, role
+                group.there = There(observed[about], serving[about], view.floors.get(about))
+        self._hear_roles(view)
+
+    def _hear_roles(self, view: RegistryView) -> None:
+        before, self._roles = self._roles, {w.instance.instance_id: w.instance.role for w in view.workers if w.instance}
+        for worker in view.workers:
+            instance = worker.instance
+            if instance is None or before.get(instance.instance_id, instance.role) == instance.role:
+                continue
+            if (model := self._models.get(instance.model)) is not None:
+                model.demand.on_role(instance.instance_id, instance.role)
+
+    def evaluate(self, now_s: float, *, unix_s: float, connected_since_s: float, leads: bool) -> list[Wish]:
+        """What has to be said now, by model; it counts as said. ``connected_since_s``: since when reports can be
+        heard. ``leads``: whether it is this monitor that speaks."""
+        wishes = []
+        for name, model in sorted(self._models.items()):
+            there = {role: group.there for role, group in model.groups.items()}
+            found = verdicts(model.demand, model.record, there, now_s, connected_since_s=connected_since_s)
+            for role, group in model.groups.items():
+                verdict = found[role]
+                if is_scaled_by_load(model.record.serving, role):
+                    self._figures[name, role] = Figures(verdict.desired, verdict.needed)
+                else:
+                    self._figures.pop((name, role), None)
+                desired, observed = verdict.desired, group.there.observed
+                changed = group.set_idle(verdict.idle, unix_s)
+                if not leads or (desired == observed and not (group.idle or changed)):
+                    group.sent = group.told = None
+                    continue
+                if desired != group.sent:
+                    group.triggered_at_s = unix_s
+                elif not changed and now_s - group.sent_at_s < self._repeat_s:
+                    continue
+                group.sent, group.sent_at_s = desired, now_s
+                wishes.append(_wish(name, role, group, verdict))
+        return wishes
+
+    def published(self, wish: Wish) -> None:
+        """It reached the bus. One that did not is repeated like the others."""
+        model = self._models.get(wish.model)
+        if model is not None:
+            model.groups[wish.role].told = _direction(wish.desired, wish.observed)
+
+
+def _wish(name: str, role: Role, group: _Group, verdict: Verdict) -> Wish:
+    desired, observed = verdict.desired, group.there.observed
+    return Wish(
+        model=name,
+        role=role,
+        desired=desired,
+        observed=observed,
+        reason=verdict.reason,
+        triggered_at_s=group.triggered_at_s,
+        idle=group.idle,
+        idle_since_s=group.idle_since_s,
+        deficit=max(0.0, min(verdict.needed, desired) - observed) / max(observed, 1),
+        turns=_direction(desired, observed) not in (None, group.told),
+    )
+
+
+def _direction(desired: int, observed: int) -> bool | None:
+    """Whether more are wanted, or fewer; None: neither."""
+    return desired > observed if desired != observed else None
