@@ -30,8 +30,9 @@ class Mode:
 
 STOP_THE_WORLD = Mode("stop_the_world", Policy.STOP_THE_WORLD)
 BEST_EFFORT = Mode("best_effort", Policy.BEST_EFFORT)
+OVERLAP = Mode("overlap", Policy.OVERLAP)
 ZIGZAG = Mode("zigzag", Policy.ZIGZAG)
-LIVE_MODES = (STOP_THE_WORLD, BEST_EFFORT, ZIGZAG)
+LIVE_MODES = (STOP_THE_WORLD, OVERLAP, BEST_EFFORT, ZIGZAG)
 """In the order of measuring."""
 PLAIN = Mode("plain", None)
 """Without live scaling."""

@@ -14,6 +14,7 @@ from bench.live.run import Run
 
 _TITLES = {
     "stop_the_world": "stop the world",
+    "overlap": "overlap",
     "best_effort": "best effort",
     "zigzag": "ZigZag",
     "plain": "without live scaling",

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bench.live.modes import BEST_EFFORT, STOP_THE_WORLD, ZIGZAG, Mode
+from bench.live.modes import BEST_EFFORT, OVERLAP, STOP_THE_WORLD, ZIGZAG, Mode
 from bench.live.run import Run
 from bench.live.workload import Workload
 
@@ -15,7 +15,7 @@ Figure = Literal["mean_s", "p99_s", "worst_s"]
 FIGURES: tuple[Figure, ...] = ("mean_s", "p99_s", "worst_s")
 Source = Literal["measured", "planned", "recorded"]
 """Where a figure comes from: the client's clock, or the playback with planned or with recorded times of layers."""
-RATIOS = ((ZIGZAG, STOP_THE_WORLD), (BEST_EFFORT, STOP_THE_WORLD))
+RATIOS = ((ZIGZAG, STOP_THE_WORLD), (BEST_EFFORT, STOP_THE_WORLD), (OVERLAP, STOP_THE_WORLD))
 
 
 @dataclass(frozen=True, slots=True)

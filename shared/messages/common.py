@@ -50,7 +50,7 @@ def is_scaled_by_load(serving: Serving, role: Role) -> bool:
 
 InstanceState = Literal["spare", "loading", "live", "serving", "draining", "failed"]
 Device = Literal["cpu", "cuda"]
-LivePolicy = Literal["zigzag", "best_effort", "stop_the_world"]
+LivePolicy = Literal["zigzag", "best_effort", "overlap", "stop_the_world"]
 """``shared.zigzag.queue.Policy``, by value."""
 LiveChoice = Literal["auto", "always", "never"]
 """Whether a scale operation makes pairs. ``auto``: where loading first and serving then would break the SLO."""

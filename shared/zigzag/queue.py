@@ -19,9 +19,11 @@ The target owns the queue. Rules:
 7. *Dissolving* seals the queue: claims in flight can still be confirmed, begun batches stay at the target, where their
    KV is, and those that nobody has begun are shared evenly.
 
-Two baselines change rules 2 and 3 only. *Best effort*: the target stays with a batch as long as its next layer is
+Three baselines change rules 2 and 3 only. *Best effort*: the target stays with a batch as long as its next layer is
 there, up to half of the layers, then releases it for good and never comes back; the source waits for the earliest to
-be released. *Stop the world*: the target runs nothing until it has everything.
+be released. *Overlap* (PipeSwitch, OSDI'20): no batch is shared. The target takes the earliest untouched one and runs
+its layers as they are loaded, to the end; the source takes whole ones only and passes by what the target has begun.
+*Stop the world*: the target runs nothing until it has everything.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Policy(StrEnum):
 
     ZIGZAG = "zigzag"
     BEST_EFFORT = "best_effort"
+    OVERLAP = "overlap"
     STOP_THE_WORLD = "stop_the_world"
 
 
@@ -305,6 +308,8 @@ class Queue:
             return None
         if self.policy is Policy.BEST_EFFORT:
             return self._choose_best_effort()
+        if self.policy is Policy.OVERLAP:
+            return self._choose_overlap()
         if not self._gated:
             return next((b for b in self._order if b.next_layer < ready and b.can_begin), None)
         return self._choose_gated(ready)
@@ -336,6 +341,14 @@ class Queue:
             return None
         return next((b for b in self._order if b.can_begin and not b.next_layer), None)
 
+    def _choose_overlap(self) -> Batch | None:
+        held = self._in_hand
+        if held is not None:
+            return held if held.can_begin and held.next_layer < self._layers_ready else None
+        if self._layers_ready == 0:
+            return None
+        return next((b for b in self._order if b.can_begin), None)
+
     def _head(self) -> Batch | None:
         """The batch that the source must take next, whether or not it can now."""
         if self.dissolved:
@@ -346,10 +359,15 @@ class Queue:
             if batch.gate is not None:
                 if batch.gate == self.num_layers:
                     continue
-            elif self.policy is Policy.ZIGZAG and self.loaded and batch is self._in_hand:
+            elif batch is self._in_hand and self._target_finishes_it:
                 continue
             return batch
         return None
+
+    @property
+    def _target_finishes_it(self) -> bool:
+        """What the target has in hand is no use to the source."""
+        return self.policy is Policy.OVERLAP or (self.policy is Policy.ZIGZAG and self.loaded)
 
     def _claim(self, claim_id: str, batch: Batch) -> Claim:
         claim = Claim(claim_id, batch.batch_id, batch.generation, batch.next_layer)

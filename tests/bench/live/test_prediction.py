@@ -19,6 +19,7 @@ EVERY_SIX = LoadTimes(tuple(0.06 * k for k in range(7)), 0.36)
     [
         (Policy.ZIGZAG, (7, 12, 17, 21, 24, 27, 29)),
         (Policy.BEST_EFFORT, (7, 13, 19, 25, 31, 37, 42)),
+        (Policy.OVERLAP, (7, 37, 14, 21, 28, 35, 42)),
         (Policy.STOP_THE_WORLD, (7, 14, 21, 28, 35, 42, 43)),
         (None, (7, 14, 21, 28, 35, 42, 49)),
     ],

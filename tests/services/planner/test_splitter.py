@@ -92,7 +92,7 @@ async def test_a_split_of_times_that_cannot_be_is_refused(rig: LiveRig) -> None:
         await rig.split(first.pair_id, (1.0, -1.0))
 
 
-@pytest.mark.parametrize("policy", ["best_effort", "stop_the_world"])
+@pytest.mark.parametrize("policy", ["best_effort", "overlap", "stop_the_world"])
 async def test_the_baselines_get_no_gates(policy: LivePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[object] = []
     monkeypatch.setattr(splitter, "assign", lambda *args, **kwargs: looked.append(args))

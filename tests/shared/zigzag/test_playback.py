@@ -23,6 +23,7 @@ EVERY_SIX = [6 * k for k in range(7)]
     [
         (Policy.ZIGZAG, (7, 12, 17, 21, 24, 27, 29), (0, 2, 2, 3, 4, 4, 5)),
         (Policy.BEST_EFFORT, (7, 13, 19, 25, 31, 37, 42), (0, 1, 1, 1, 1, 1, 2)),
+        (Policy.OVERLAP, (7, 37, 14, 21, 28, 35, 42), (0, 7, 0, 0, 0, 0, 0)),
         (Policy.STOP_THE_WORLD, (7, 14, 21, 28, 35, 42, 43), (0, 0, 0, 0, 0, 0, 7)),
     ],
 )
@@ -127,3 +128,5 @@ def test_every_schedule_runs_each_layer_once_in_order_on_loaded_weights(
         gates = {}
     played = play(jobs, loaded_at, policy, gates=gates, source_free_at=source_free_at, pull_time=pull_time)
     check(played, jobs, loaded_at)
+    if policy in {Policy.OVERLAP, Policy.STOP_THE_WORLD}:
+        assert set(played.target_layers) <= {0, len(loaded_at)}, "no batch is shared"

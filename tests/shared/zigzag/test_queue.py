@@ -273,6 +273,39 @@ def test_best_effort_hands_over_for_good_what_it_cannot_continue() -> None:
     assert claimed(queue.pull("2")) == ("b", 2)
 
 
+def test_overlap_shares_no_batch() -> None:
+    queue = queue_of("a", "b", "c", num_layers=2, policy=Policy.OVERLAP)
+    assert claimed(queue.pull("1")) == ("a", 0)
+    layer = queue.next_for_target(1)
+    assert layer == Layer("b", 0)
+    assert claimed(queue.pull("2")) == ("c", 0), "it passes by what is inside a layer"
+    queue.add("d", 1.0)
+    queue.layer_done("b")
+    assert run_layer(queue) is None, "it stays with the batch that it has begun"
+    assert claimed(queue.pull("3")) == ("d", 0), "it passes by what waits for a layer to be loaded"
+    assert queue.pull("4") is None
+    queue.add("e", 1.0)
+    assert run_layer(queue, 2) == Layer("b", 1)
+    assert queue.batch("b").state is State.FINISHED
+    assert run_layer(queue) == Layer("e", 0)
+
+
+def test_overlap_goes_on_to_the_next_batch_when_its_own_is_cancelled() -> None:
+    queue = queue_of("a", "b", num_layers=2, policy=Policy.OVERLAP)
+    assert run_layer(queue, 1) == Layer("a", 0)
+    queue.cancel("a")
+    assert run_layer(queue) == Layer("b", 0)
+
+
+def test_overlap_keeps_what_the_target_has_begun_and_shares_the_rest() -> None:
+    queue = queue_of("a", "b", "c", num_layers=2, policy=Policy.OVERLAP)
+    run_layer(queue, 1)
+    queue.set_layers_ready(2)
+    shares = queue.dissolve("end")
+    assert (shares.kept, [c.batch_id for c in shares.given]) == (("a", "c"), ["b"])
+    assert [run_layer(queue) for _ in range(3)] == [Layer("a", 1), Layer("c", 0), Layer("c", 1)]
+
+
 def test_stop_the_world_runs_nothing_until_it_shares() -> None:
     queue = queue_of("a", "b", num_layers=2, policy=Policy.STOP_THE_WORLD)
     assert queue.next_for_target(1) is None
@@ -303,7 +336,7 @@ def test_the_source_may_have_an_absent_batch_back() -> None:
     assert run_layer(queue, 2) == Layer("b", 1), "the source is its holder"
 
 
-@pytest.mark.parametrize("policy", [Policy.ZIGZAG, Policy.BEST_EFFORT])
+@pytest.mark.parametrize("policy", [Policy.ZIGZAG, Policy.BEST_EFFORT, Policy.OVERLAP])
 def test_an_absent_batch_does_not_hold_the_target_up(policy: Policy) -> None:
     queue = Queue(2, policy)
     queue.add("a", 1.0, absent=True)

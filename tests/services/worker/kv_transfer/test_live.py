@@ -12,7 +12,7 @@ from tests.services.worker.kv_transfer.fakes import outcomes_at
 from tests.services.worker.live.burst import Burst, live_cluster
 
 
-@pytest.mark.parametrize("policy", ["zigzag", "best_effort", "stop_the_world"])
+@pytest.mark.parametrize("policy", ["zigzag", "best_effort", "overlap", "stop_the_world"])
 async def test_a_burst_at_prefill_instances(redis_url: str, policy: LivePolicy) -> None:
     async with live_cluster(redis_url, policy, num_workers=3) as cluster:
         burst = Burst(cluster)

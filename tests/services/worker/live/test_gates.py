@@ -82,7 +82,7 @@ def test_what_has_ended_is_not_gated() -> None:
     assert queue.batch("a").gate is None
 
 
-@pytest.mark.parametrize("policy", [Policy.BEST_EFFORT, Policy.STOP_THE_WORLD])
+@pytest.mark.parametrize("policy", [Policy.BEST_EFFORT, Policy.OVERLAP, Policy.STOP_THE_WORLD])
 def test_the_baselines_have_no_gates(policy: Policy) -> None:
     kept, queue = gates(), queue_of("a", policy=policy)
     kept.set(queue, [gate("a", 2)])
