@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from shared.bus.base import Bus
@@ -123,10 +123,3 @@ class Link:
         None while it is."""
         connected_since_s = self._bus.connected_since_s
         return None if connected_since_s is None else time.monotonic() - max(since_s, connected_since_s)
-
-
-def growing(first_s: float, most_s: float) -> Iterator[float]:
-    """Pauses that grow by half."""
-    while True:
-        yield first_s
-        first_s = min(most_s, 1.5 * first_s)

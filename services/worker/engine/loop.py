@@ -16,6 +16,7 @@ from services.worker.core.scheduling.schedule import Sampled, ScheduledSlice, Sc
 from services.worker.core.scheduling.scheduler import Scheduler
 from services.worker.core.scheduling.sequence import Sequence
 from services.worker.core.scheduling.speed import Speed
+from services.worker.core.scheduling.turns import StepTurns
 from services.worker.engine.base import Activation, Batch, Engine, Slice
 from services.worker.engine.parts import compute
 from shared.errors import Internal
@@ -107,9 +108,9 @@ class EngineLoop:
             )
         self.scheduler = Scheduler(config)
         self.engine = engine
+        self._turns = StepTurns(self.scheduler)
         self._clock = clock
         self._busy_s_total = 0.0
-        self._stepped_s = float("-inf")
         self.partial: PartialWork | None = None
         self.prefill_listener: PrefillListener | None = None
         self.witness: Witness | None = None
@@ -144,7 +145,7 @@ class EngineLoop:
         Raises ``EngineBroken``; then this loop must run no more.
         """
         partial = self.partial
-        due = partial is None or self._decode_is_due(partial)
+        due = partial is None or self._turns.is_own(partial.decode_interval_s, self._clock())
         output = self._step_batch() if due or partial is None else partial.step()
         if output is None and partial is not None:
             output = partial.step() if due else self._step_batch()
@@ -157,9 +158,6 @@ class EngineLoop:
         if output is not None and self.partial is not None:
             self.partial.stepped(output)
         return output
-
-    def _decode_is_due(self, partial: PartialWork) -> bool:
-        return self.scheduler.has_decodes and self._clock() - self._stepped_s >= partial.decode_interval_s
 
     def _step_batch(self) -> StepOutput | None:
         started_s = self._clock()
@@ -176,8 +174,9 @@ class EngineLoop:
         # Only now: should the engine be broken, they are told with the rest.
         outputs = self.scheduler.take_ended()
         outputs += self.scheduler.complete(batch, computed.sampled, computed.failures)
-        self._stepped_s = self._clock()
-        busy_s = self._stepped_s - started_s
+        ended_s = self._clock()
+        self._turns.stepped(ended_s)
+        busy_s = ended_s - started_s
         self._busy_s_total += busy_s
         if computed.at_once:
             self.scheduler.budgets.stepped(batch.num_prefill_tokens, batch.num_pairs, batch.num_decode_tokens, busy_s)

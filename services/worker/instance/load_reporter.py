@@ -9,10 +9,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Gauge
 
+from services.worker.core.load import load_report
 from services.worker.instance.host_group import HostGroup
 from services.worker.instance.instance import Instance
 from shared import subjects
@@ -99,18 +99,16 @@ class LoadReporter:
         if instance is None or instance.state not in ("live", "serving", "draining"):
             return None
         stats = instance.engine.stats()
-        figures = asdict(stats.load) | asdict(stats.speed)
-        now_s = time.monotonic()
-        oldest_arrived_s = figures.pop("oldest_arrived_s") or now_s
-        return LoadReport(
+        return load_report(
+            stats.load,
+            stats.speed,
             worker_id=self._worker_id,
             instance_id=instance.instance_id,
             model=instance.record.name,
             state=instance.state,
             role=instance.role,
-            published_at_s=time.time(),
             busy_s_total=stats.busy_s_total,
             load_s=instance.load_s,
-            oldest_queued_s=max(0.0, now_s - oldest_arrived_s),
-            **figures,
+            now_s=time.monotonic(),
+            unix_s=time.time(),
         )

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import msgspec
 
+from services.worker.core.kv_transfer import room
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.kv_transfer.transfer import Chunk, DecodeRefused, KvTransfer
-from services.worker.link import growing
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError, DeadlineExceeded, NoResponder, Overloaded, Unavailable
@@ -33,12 +33,8 @@ from shared.messages.registry import WorkerInfo
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 1.5
-RETRY_S = 0.02
-MAX_RETRY_S = 0.3
 GONE_S = 1.0
 """No process answers to the decode worker's name, and a reconnection would have come by now."""
-ROOM_PATIENCE_S = 1.0
-"""How long a request whose prompt is computed waits for capacity before it is decoded here."""
 LEASE_S = 10.0
 RENEW_S = 3.0
 
@@ -72,8 +68,7 @@ class DecodeClient:
             chunk_tokens=transfer.chunk_tokens,
             first_layer=transfer.first_layer,
         )
-        # The message is as long as the prompt, and others may wait as well.
-        pauses = (pause_s * random.uniform(0.5, 1.0) for pause_s in growing(RETRY_S, MAX_RETRY_S))
+        pauses = room.pauses(random.uniform)
         while True:
             try:
                 reserved = await self._ask("reserve", message, DecodeReserved, time.monotonic(), pauses)
@@ -81,8 +76,9 @@ class DecodeClient:
                     raise DecodeRefused("it takes KV from one sender only")
                 return reserved
             except DecodeRefused as why:
-                waited_s = 0.0 if transfer.token is None else time.monotonic() - transfer.computed_at_s
-                if not isinstance(why.__cause__, Overloaded) or not waits or waited_s > ROOM_PATIENCE_S:
+                computed_at_s = None if transfer.token is None else transfer.computed_at_s
+                goes_on = waits and room.is_asked_again(computed_at_s, time.monotonic())
+                if not isinstance(why.__cause__, Overloaded) or not goes_on:
                     raise
             await transfer.pause(next(pauses))
 
@@ -123,11 +119,11 @@ class DecodeClient:
         here, moved_at_s = -1, time.monotonic()
         message = self._renewal(ticket, num_layers)
         while True:
-            room = await self._ask("renew", message, DecodeRoom, moved_at_s)
-            if room.layers_here >= num_layers:
-                return room.layers_here
-            if room.layers_here > here:
-                here, moved_at_s = room.layers_here, time.monotonic()
+            arrived = await self._ask("renew", message, DecodeRoom, moved_at_s)
+            if arrived.layers_here >= num_layers:
+                return arrived.layers_here
+            if arrived.layers_here > here:
+                here, moved_at_s = arrived.layers_here, time.monotonic()
             if time.monotonic() - moved_at_s > self._silence_s:
                 raise DecodeRefused(f"its KV does not arrive: {here} layers in {self._silence_s:g} s")
 
@@ -173,7 +169,7 @@ class DecodeClient:
                 self._judge(error, since_s)
             except BlitzError as error:
                 raise DecodeRefused(str(error)) from error
-            await self._transfer.pause(RETRY_S if pauses is None else next(pauses))
+            await self._transfer.pause(room.RETRY_S if pauses is None else next(pauses))
 
     def _judge(self, error: BlitzError, asked_since_s: float) -> None:
         """Raises ``DecodeRefused`` if the decode worker is gone by all that is known."""

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from services.worker.core.kv_transfer.staging import Window
 from services.worker.core.scheduling.sequence import Sequence
 from services.worker.instance.instance import Instance
-from services.worker.kv_transfer.staging import Window
 from services.worker.kv_transfer.transfer import Chunk
 from services.worker.weights.peers import TENSOR_LANE, Peers
 from shared.aio import Wakeup, in_thread

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+from services.worker.core.kv_transfer import room
+from services.worker.core.kv_transfer.staging import Staging, Window
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.incoming import IncomingKv
 from services.worker.kv_transfer.reservation import DecodeReservation
-from services.worker.kv_transfer.staging import Staging, Window
 from services.worker.kv_transfer.transfer import Chunk
 from services.worker.requests.inbox import Cooperation, Inbox
 from services.worker.weights.peers import Peers
@@ -177,11 +178,7 @@ class KvReceiver(Cooperation):
             raise BadRequest(f"chunks of {message.chunk_tokens} tokens", param="chunk_tokens")
         sequence = instance.sequence_of(request)
         sequence.decode_at = None
-        limit = instance.scheduler.limit_tokens
-        if not 0 < sequence.num_tokens < limit:
-            raise BadRequest(f"{sequence.num_tokens} tokens: this instance takes up to {limit - 1}", param="request")
-        if limit < message.context_tokens:
-            raise BadRequest(f"a context of {message.context_tokens} tokens: {limit} here", param="context_tokens")
+        room.check_fits(sequence.num_tokens, message.context_tokens, instance.scheduler.limit_tokens)
         await self._give_up_older(request, instance)
         num_tokens = min(sequence.num_tokens, message.chunk_tokens or sequence.num_tokens)
         window = self._window(num_tokens, instance, instance.layout.num_layers)

@@ -16,6 +16,7 @@ from collections.abc import Sequence as Ordered
 
 from prometheus_client import CollectorRegistry, Summary
 
+from services.worker.core.kv_transfer import room
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.core.scheduling.sequence import Sequence
 from services.worker.instance.instance import Instance
@@ -66,19 +67,19 @@ class KvSender:
     def _on_layers(
         self, sequence: Sequence, num_tokens: int, block_table: Ordered[int], chunk: Chunk, num_layers: int
     ) -> None:
-        transfer = self._transfer(sequence, num_tokens, in_chunks=chunk.end < num_tokens)
+        transfer = self._transfer(sequence, num_tokens, chunk.end)
         if transfer is not None:
             transfer.ran_layers(block_table, chunk, num_layers)
 
     def _on_computed(self, sequence: Sequence, num_tokens: int, block_table: Ordered[int], token: Sampled) -> None:
-        transfer, instance = self._transfer(sequence, num_tokens), self._instance()
+        transfer, instance = self._transfer(sequence, num_tokens, num_tokens), self._instance()
         if transfer is not None:
             transfer.computed(block_table, token)
         elif instance is not None:
             # It ended before the event loop had heard of it, held as it may be.
             instance.engine.call(lambda loop: loop.scheduler.reservations.decode_here(sequence))
 
-    def _transfer(self, sequence: Sequence, num_tokens: int, *, in_chunks: bool = False) -> KvTransfer | None:
+    def _transfer(self, sequence: Sequence, num_tokens: int, first_end: int) -> KvTransfer | None:
         """None if there is nothing to send any more."""
         known = self._departures.transfers.get(sequence.key)
         if known is not None and known.sequence is sequence:
@@ -86,7 +87,7 @@ class KvSender:
         instance, place = self._instance(), sequence.decode_at
         if sequence.finished or instance is None or place is None:
             return None
-        chunk_tokens = instance.scheduler.prefill_chunk_tokens if in_chunks else 0
+        chunk_tokens = room.chunk_tokens(num_tokens, first_end, instance.scheduler.prefill_chunk_tokens)
         transfer = KvTransfer(sequence, num_tokens, place, instance, chunk_tokens=chunk_tokens)
         self._departures.start(transfer, self._hand_over, self._keep)
         return transfer

@@ -10,7 +10,8 @@ import time
 from typing import TypeVar
 
 from services.worker.core.live.pair import PairLife
-from services.worker.link import Link, LinkLost, growing
+from services.worker.core.pauses import growing
+from services.worker.link import Link, LinkLost
 from services.worker.live.tensors import Tensors
 from shared import subjects
 from shared.bus.base import Bus

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from services.worker.link import GONE_S, Link, LinkLost, growing
+from services.worker.core.pauses import growing
+from services.worker.link import GONE_S, Link, LinkLost
 from shared.errors import BlitzError, Conflict, DeadlineExceeded, NoResponder, NotFound, Overloaded, Unavailable
 from shared.messages.common import Ack
 from shared.messages.live import Seal

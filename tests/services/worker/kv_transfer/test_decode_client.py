@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from services.worker.core.kv_transfer import room
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.core.scheduling.sequence import Sequence
 from services.worker.kv_transfer import decode_client as module
@@ -123,8 +124,8 @@ class Rig:
 async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
     monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.1)
     monkeypatch.setattr(module, "GONE_S", 0.1)
-    monkeypatch.setattr(module, "RETRY_S", 0.005)
-    monkeypatch.setattr(module, "ROOM_PATIENCE_S", 0.1)
+    monkeypatch.setattr(room, "RETRY_S", 0.005)
+    monkeypatch.setattr(room, "ROOM_PATIENCE_S", 0.1)
     monkeypatch.setattr(module, "RENEW_S", 0.005)
     rig = Rig()
     await rig.start()
@@ -168,13 +169,13 @@ async def test_questions_about_room_come_less_and_less_often(rig: Rig, monkeypat
     rig.answers = [Overloaded("full")] * 30 + [RESERVED]
     await rig.client.reserve()
     assert len(pauses) == 30
-    assert module.RETRY_S / 2 <= pauses[0] <= module.RETRY_S
-    assert all(module.MAX_RETRY_S / 2 <= p <= module.MAX_RETRY_S for p in pauses[15:])
+    assert room.RETRY_S / 2 <= pauses[0] <= room.RETRY_S
+    assert all(room.MAX_RETRY_S / 2 <= p <= room.MAX_RETRY_S for p in pauses[15:])
     assert len(set(pauses[15:])) > 1, "those who wait do not all ask at the same moment"
 
 
 async def test_room_that_comes_in_time_is_taken(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ROOM_PATIENCE_S", NEVER_S)
+    monkeypatch.setattr(room, "ROOM_PATIENCE_S", NEVER_S)
     rig.transfer.computed([1], TOKEN)
     rig.answers = [Overloaded("full"), Unavailable("starting"), None, RESERVED]
     assert await rig.client.reserve() == RESERVED
@@ -247,7 +248,7 @@ async def test_our_own_outage_is_nobodys_silence(rig: Rig, what: str) -> None:
 
 @EVERY_QUESTION
 async def test_what_is_over_is_not_asked_for_any_more(rig: Rig, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RETRY_S", 60.0)
+    monkeypatch.setattr(room, "RETRY_S", 60.0)
     rig.answers = [Unavailable("not now")]
     waits = asyncio.create_task(rig.ask(what))
     await eventually(lambda: rig.asked)

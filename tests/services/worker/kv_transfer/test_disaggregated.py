@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from services.worker.core.kv_transfer import room
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.kv_transfer import decode_client
 from tests.services.fake_gateway import expected_tokens
@@ -86,7 +87,7 @@ async def test_the_decode_worker_dies_while_kv_comes(redis_url: str) -> None:
 
 
 async def test_without_room_there_it_is_decoded_here(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_client, "ROOM_PATIENCE_S", 0.2)
+    monkeypatch.setattr(room, "ROOM_PATIENCE_S", 0.2)
     async with disaggregated(redis_url, each=_full_soon) as pair:
         await pair.gateway.submit("w1", pair.place.instance_id, "other", max_tokens=5000)
         await pair.submit("r")
@@ -97,7 +98,7 @@ async def test_without_room_there_it_is_decoded_here(redis_url: str, monkeypatch
 
 
 async def test_it_waits_a_moment_for_room(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_client, "ROOM_PATIENCE_S", 10.0)
+    monkeypatch.setattr(room, "ROOM_PATIENCE_S", 10.0)
     async with disaggregated(redis_url, each=_full_soon) as pair:
         await pair.gateway.submit("w1", pair.place.instance_id, "other", max_tokens=5000)
         await pair.submit("r")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from services.worker.core.kv_transfer import staging
 from services.worker.engine.mock.tokens import next_token
-from services.worker.kv_transfer import staging
 from shared.errors import BadRequest, BlitzError, Conflict, Overloaded
 from shared.messages.disaggregated import DecodeReserved
 from shared.messages.generation import Submit

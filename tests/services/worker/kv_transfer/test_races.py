@@ -15,9 +15,10 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from services.worker.core.kv_transfer import room, staging
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.settings import MockTiming
-from services.worker.kv_transfer import decode_client, receiver, staging
+from services.worker.kv_transfer import decode_client, receiver
 from services.worker.kv_transfer.incoming import kv_tag
 from services.worker.kv_transfer.reservation import DecodeReservation
 from shared import subjects
@@ -45,7 +46,7 @@ SLOW = MockTiming(layer_base_s=0.01)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_client, "ASK_TIMEOUT_S", 0.2)
     monkeypatch.setattr(decode_client, "GONE_S", 0.5)
-    monkeypatch.setattr(decode_client, "ROOM_PATIENCE_S", 1.0)
+    monkeypatch.setattr(room, "ROOM_PATIENCE_S", 1.0)
     monkeypatch.setattr(decode_client, "LEASE_S", 2.0)
     monkeypatch.setattr(decode_client, "RENEW_S", 0.4)
     monkeypatch.setattr(receiver, "MAX_WAIT_S", 0.05)
@@ -64,7 +65,7 @@ async def patient_pair(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Async
     """Asks again for seconds: nobody is given up because the machine is slow, or chance unkind."""
     monkeypatch.setattr(decode_client, "LEASE_S", 10.0)
     monkeypatch.setattr(decode_client, "RENEW_S", 3.0)
-    monkeypatch.setattr(decode_client, "ROOM_PATIENCE_S", 10.0)
+    monkeypatch.setattr(room, "ROOM_PATIENCE_S", 10.0)
     async with disaggregated(redis_url, stall_s=5.0) as pair:
         yield pair
         await pair.clean()

@@ -7,7 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from services.worker.kv_transfer import receiver, staging
+from services.worker.core.kv_transfer import staging
+from services.worker.kv_transfer import receiver
 from services.worker.weights.peers import Peers
 from shared.errors import BadRequest, Conflict, Overloaded, Unavailable
 from shared.transport.base import Channel

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.worker.kv_transfer import staging
+from services.worker.core.kv_transfer import staging
 from services.worker.kv_transfer.incoming import IncomingKv
 from services.worker.weights.peers import Peers
 from shared.errors import Conflict

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from services.worker.core.kv_transfer import room
 from services.worker.kv_transfer import decode_client
 from tests.services.worker.kv_transfer.fakes import FakeDecode, clean
 from tests.services.worker.kv_transfer.sender.steps import SILENCE_S
@@ -16,7 +17,7 @@ from tests.services.worker.lone_worker import LoneWorker, lone_worker
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_client, "ASK_TIMEOUT_S", 0.2)
     monkeypatch.setattr(decode_client, "GONE_S", 0.5)
-    monkeypatch.setattr(decode_client, "ROOM_PATIENCE_S", 1.0)
+    monkeypatch.setattr(room, "ROOM_PATIENCE_S", 1.0)
 
 
 @pytest.fixture
