@@ -16,4 +16,4 @@ def test_layers_come_first_but_for_decodes_that_have_waited() -> None:
     assert turns.is_own(0.1, 5.0)
     turns.stepped(5.0)
     assert not turns.is_own(0.1, 5.05)
-    assert turns.is_own(0.1, 5.1)
+    assert turns.is_own(0.1, 5.2)
