@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from services.gateway.core.queue_reports import Arrivals
 from services.gateway.core.stream import Phase, StreamState
 from shared.errors import BlitzError
 from shared.messages.generation import FinishReason, TokenLogprobs
@@ -52,14 +53,6 @@ class ActiveRequest:
         """Its silence begins anew."""
         self.progress_s = own_s
         self.asked = False
-
-
-@dataclass(slots=True)
-class Arrivals:
-    """Counters of one model's admitted requests."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
 
 
 class ActiveRequests:

@@ -32,9 +32,7 @@ from shared.bus.departures import Departure
 from shared.errors import (
     BlitzError,
     DeadlineExceeded,
-    EngineBroken,
     ModelNotFound,
-    NotFound,
     PoisonRequest,
     Unavailable,
     Unservable,
@@ -105,7 +103,7 @@ class Dispatcher:
         self.router.enqueue(stream, deadline_s=deadline_s, retry_after_s=1.0)
         self.requests.add(ActiveRequest(stream, sink, deadline_s))
         self.pump(stream.model)
-        if self.router.sleeps(stream.model) and self.router.queued(stream.model)[0] == 1:
+        if self.router.wakes(stream.model):
             self.held.set()
 
     def cancel(self, request_id: str) -> None:
@@ -324,12 +322,13 @@ class Dispatcher:
         """Continue elsewhere, or end."""
         stream = request.stream
         model = self._routes.models.get(stream.model)
+        route = model.routes.get(stream.instance_id) if model is not None else None
         outcome = failover.after_failure(
             stream,
             error,
             max_attempts=self._config.max_attempts,
             model_registered=model is not None and model.record.model_hash == stream.model_hash,
-            died=self._died(stream, error),
+            died=failover.has_died(error, route, settled=self.silence_watch.is_settled),
         )
         if isinstance(outcome, failover.Refuse):
             self._fail(request, outcome.error)
@@ -340,23 +339,18 @@ class Dispatcher:
             self._end(request)
             return
         now_s = self._clock()
-        if isinstance(outcome, failover.Retry) and outcome.full:
-            if stream.may_wait:
-                self.router.refused(stream.instance_id, now_s=now_s)
-            else:
-                self.router.slots_taken(stream.instance_id, now_s=now_s)
-            self._metrics.of(stream.model).refusals += 1
-        elif outcome.pause_s:
-            self.router.suspend(stream.instance_id, until_s=now_s + outcome.pause_s)
+        failover.leave_alone(self.router, stream, outcome, now_s=now_s)
         if isinstance(outcome, failover.GiveUp):
             if isinstance(outcome.error, PoisonRequest):
                 workers = ", ".join(stream.deaths_with_this().workers)
                 log.error("request %s is ended: it was running in %s when they died", stream.request_id, workers)
             self._fail(request, outcome.error)
             return
-        if outcome.sent_back:
+        if outcome.full:
+            self._metrics.of(stream.model).refusals += 1
+        elif outcome.sent_back:
             self._metrics.of(stream.model).sent_back += 1
-        elif not outcome.full:
+        else:
             log.warning(
                 "request %s: attempt %d on %s failed: %s", stream.request_id, stream.attempt, stream.instance_id, error
             )
@@ -365,26 +359,15 @@ class Dispatcher:
         if outcome.deaths is not None and outcome.deaths.suspected:
             workers = ", ".join(outcome.deaths.workers)
             log.warning("request %s is computed alone: it was running in %s when they died", stream.request_id, workers)
-        # A request that kept being sent to workers that were gone, or refused it because they go, has been waiting all
-        # the time.
-        waits_anew = outcome.fault or outcome.deaths is not None
-        if waits_anew or stream.phase is Phase.RUNNING:
-            request.deadline_s = max(request.deadline_s, now_s + self._config.queue_timeout_s)
-        stream.requeued(fault=outcome.fault, avoid=not outcome.full, deaths=outcome.deaths)
-        self.router.requeue(stream, deadline_s=request.deadline_s)
+        request.deadline_s = failover.requeue(
+            self.router,
+            stream,
+            outcome,
+            deadline_s=request.deadline_s,
+            queue_timeout_s=self._config.queue_timeout_s,
+            now_s=now_s,
+        )
         self.pump(stream.model)
-
-    def _died(self, stream: StreamState, error: BlitzError) -> bool:
-        """Whether its worker died with it: the worker did not leave on request, and it is not that the bus was away."""
-        if isinstance(error, EngineBroken):
-            return True
-        if not self.silence_watch.is_settled:
-            return False
-        model = self._routes.models.get(stream.model)
-        route = model.routes.get(stream.instance_id) if model is not None else None
-        if isinstance(error, NotFound):
-            return route is None  # it does not know the request, and its instance is gone: the worker was restarted
-        return isinstance(error, WorkerLost) and (route is None or route.state != "draining")
 
     def _cancel_attempt(self, request: ActiveRequest) -> None:
         stream = request.stream

@@ -15,6 +15,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from services.gateway.api_keys import ApiKeys
 from services.gateway.config import GatewayConfig
 from services.gateway.core.capacity import Size
+from services.gateway.core.queue_reports import LEAST_REPORT_S, QUEUE_REPORT_EVERY_S, QueueReports
+from services.gateway.core.router import TICK_S
 from services.gateway.core.routes import ModelRoutes, RouteChanges, RouteView
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.memory import ByteBudget, ResponseMemory
@@ -30,7 +32,7 @@ from shared.identity import ASK_TIMEOUT_S, hold, new_incarnation, refuse_if_held
 from shared.load_feed import subscribe_load
 from shared.messages.generation import GatewayHeartbeat, TokenBatch
 from shared.messages.identity import GetHolder, Holder
-from shared.messages.load import LoadReport, ModelQueue, QueueReport
+from shared.messages.load import LoadReport, QueueReport
 from shared.messages.registry import RouteChanges as RegistryChanges
 from shared.messages.registry import RouteTable
 from shared.outage import Outage
@@ -41,11 +43,7 @@ log = logging.getLogger(__name__)
 
 LEASE_S = 5.0
 HEARTBEAT_EVERY_S = 1.0
-QUEUE_REPORT_EVERY_S = 0.1
-LEAST_REPORT_S = 0.01
-"""Between two reports, however many models are woken."""
 REFRESH_EVERY_S = 3.0
-TICK_S = 0.05
 SNAPSHOT_TIMEOUT_S = 2.0
 CLOSE_CONNECTIONS_S = 1.0
 """Time for clients to read the end of their answers."""
@@ -80,8 +78,7 @@ class Gateway:
         self.seeds = random.Random()
         """Draws the seeds of requests without one. The system seeds it once, not per request."""
         self.draining = False
-        self._spoke: dict[str, tuple[int, bool]] = {}
-        """By model: requests that had arrived by its last report, and whether that report had content."""
+        self._queue_reports = QueueReports(config.gateway_id, self.dispatcher.router)
         self._stale = asyncio.Event()
         self.api_keys = ApiKeys(
             config.api_keys, config.keys_file, gateway_id=config.gateway_id, incarnation=self._incarnation
@@ -296,32 +293,13 @@ class Gateway:
                     await self.dispatcher.held.wait()
 
     def _queue_report(self) -> QueueReport:
-        """Models with something to say, or that had when the last report was made: the others are as they were then,
-        with nothing queued."""
-        queues = []
-        inflight = self.dispatcher.requests.inflight_by_model()
-        spoke, self._spoke = self._spoke, {}
-        for name in sorted(self.routes.models):
-            queued_requests, queued_tokens = self.dispatcher.router.queued(name)
-            arrived = self.dispatcher.requests.arrived(name)
-            busy = bool(queued_requests or inflight.get(name, 0)) or spoke.get(name, (0, False))[0] != arrived.requests
-            if not busy and not spoke.get(name, (0, False))[1]:
-                if arrived.requests:
-                    self._spoke[name] = (arrived.requests, False)
-                continue
-            self._spoke[name] = (arrived.requests, busy)
-            queues.append(
-                ModelQueue(
-                    model=name,
-                    queued_requests=queued_requests,
-                    queued_tokens=queued_tokens,
-                    arrived_requests_total=arrived.requests,
-                    arrived_prompt_tokens_total=arrived.prompt_tokens,
-                    inflight_requests=inflight.get(name, 0),
-                    head_tokens=self.dispatcher.router.head_tokens(name),
-                )
-            )
-        return QueueReport(gateway_id=self.config.gateway_id, published_at_s=time.time(), models=tuple(queues))
+        requests = self.dispatcher.requests
+        return self._queue_reports.report(
+            self.routes.models,
+            inflight=requests.inflight_by_model(),
+            arrived=requests.arrived,
+            published_at_s=time.time(),
+        )
 
     async def _say(self, subject: str, message: GatewayHeartbeat | QueueReport) -> None:
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from services.monitor.core.policy import DemandPolicy
-from services.monitor.core.watch import About, Figures, Watch, Wish
+from services.monitor.core.watch import SNAPSHOT_INTERVAL_S, About, Figures, Watch, Wish
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
@@ -28,7 +28,6 @@ from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
 
-SNAPSHOT_INTERVAL_S = 1.0
 SNAPSHOT_TIMEOUT_S = 2.0
 
 

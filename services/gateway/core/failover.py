@@ -16,12 +16,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from services.gateway.core.stream import MAX_OTHER_DEATHS, Deaths, StreamState
+from services.gateway.core.router import Router
+from services.gateway.core.stream import MAX_OTHER_DEATHS, Deaths, Phase, StreamState
 from shared.errors import (
     BadRequest,
     BlitzError,
     Conflict,
     DeadlineExceeded,
+    EngineBroken,
     Internal,
     ModelNotFound,
     NoResponder,
@@ -35,6 +37,7 @@ from shared.errors import (
 )
 from shared.messages.codec import MalformedMessage
 from shared.messages.generation import FinishReason
+from shared.messages.registry import Route
 
 LossReason = Literal["closed", "gone", "silent"]
 """Why a worker counts as dead: its connection was closed and nothing is subscribed under its name; nothing is
@@ -118,6 +121,45 @@ def after_failure(
     if failures >= max_attempts:
         return GiveUp(Unavailable(f"{failures} attempts failed, the last one: {error.message}"), pause_s)
     return Retry(fault=True, pause_s=pause_s)
+
+
+def has_died(error: BlitzError, route: Route | None, *, settled: bool) -> bool:
+    """Whether the worker of a failed attempt died with it: it did not leave on request, and it is not that the bus was
+    away. ``route``: the present one to its instance. ``settled``: what is silent or unknown now is not so because of
+    an outage of the bus."""
+    if isinstance(error, EngineBroken):
+        return True
+    if not settled:
+        return False
+    if isinstance(error, NotFound):
+        return route is None  # it does not know the request, and its instance is gone: the worker was restarted
+    return isinstance(error, WorkerLost) and (route is None or route.state != "draining")
+
+
+def leave_alone(router: Router, stream: StreamState, outcome: Retry | GiveUp, *, now_s: float) -> None:
+    """Let the router know what the failure says about the stream's instance."""
+    if isinstance(outcome, Retry) and outcome.full:
+        if stream.may_wait:
+            router.refused(stream.instance_id, now_s=now_s)
+        else:
+            router.slots_taken(stream.instance_id, now_s=now_s)
+    elif outcome.pause_s:
+        router.suspend(stream.instance_id, until_s=now_s + outcome.pause_s)
+
+
+def requeue(
+    router: Router, stream: StreamState, retry: Retry, *, deadline_s: float, queue_timeout_s: float, now_s: float
+) -> float:
+    """Give the stream's attempt up and put it back into its queue. Returns until when it may wait there; so far it was
+    ``deadline_s``."""
+    # A request that kept being sent to workers that were gone, or refused it because they go, has been waiting all
+    # the time.
+    waits_anew = retry.fault or retry.deaths is not None
+    if waits_anew or stream.phase is Phase.RUNNING:
+        deadline_s = max(deadline_s, now_s + queue_timeout_s)
+    stream.requeued(fault=retry.fault, avoid=not retry.full, deaths=retry.deaths)
+    router.requeue(stream, deadline_s=deadline_s)
+    return deadline_s
 
 
 def _after_death(stream: StreamState, pause_s: float) -> Outcome:

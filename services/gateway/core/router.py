@@ -47,6 +47,8 @@ from shared.messages.common import DECODES_FOR_OTHERS, NEEDS_DECODER, TAKES_PROM
 from shared.messages.load import LoadReport, QueueReport
 from shared.messages.registry import Route
 
+TICK_S = 0.05
+"""How often waiting requests are looked at, beside whenever something happens."""
 FULL_PAUSE_S = 0.05
 """How long an instance that said "full" gets no requests."""
 MAX_FULL_PAUSE_S = 1.0
@@ -111,6 +113,10 @@ class Router:
         """Whether no instance of a model takes requests."""
         queue = self._queues.get(model)
         return queue is None or not queue.holds_tokens
+
+    def wakes(self, model: str) -> bool:
+        """Whether a model that sleeps has just got its first waiting request: others should hear of it at once."""
+        return self.sleeps(model) and self.queued(model)[0] == 1
 
     def head_tokens(self, model: str) -> int:
         """Prompt tokens of the request whose turn it is; 0 if none waits."""

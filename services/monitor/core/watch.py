@@ -28,6 +28,8 @@ from shared.messages.registry import ModelRecord
 from shared.profile import Profile
 from shared.registry_view import RegistryView, counted_as
 
+SNAPSHOT_INTERVAL_S = 1.0
+"""How often the registry is looked at, beside whenever routes change."""
 About = tuple[str, Role]
 """A model and a role."""
 ProfileOf = Callable[[ModelRecord, str, str], Profile | None]

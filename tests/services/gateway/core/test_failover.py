@@ -2,7 +2,18 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.core.failover import Complete, GiveUp, Outcome, Refuse, Retry, WorkerLost, after_failure
+from services.gateway.core.failover import (
+    Complete,
+    GiveUp,
+    Outcome,
+    Refuse,
+    Retry,
+    WorkerLost,
+    after_failure,
+    has_died,
+    leave_alone,
+    requeue,
+)
 from services.gateway.core.stream import StreamState
 from shared.errors import (
     BadRequest,
@@ -21,7 +32,10 @@ from shared.errors import (
     Unavailable,
 )
 from shared.messages.codec import MalformedMessage
-from shared.messages.generation import SamplingParams
+from shared.messages.common import InstanceState
+from shared.messages.generation import SamplingParams, StreamPart
+from tests.services.gateway.core.routing import Harness, route
+from tests.services.gateway.core.routing import stream as queued
 
 EOS = 7
 
@@ -109,3 +123,75 @@ def test_judging_changes_nothing() -> None:
     before = (stream.phase, stream.attempt, stream.failures, stream.instance_id, list(stream.output_token_ids))
     judge(stream, NoResponder("gone"))
     assert before == (stream.phase, stream.attempt, stream.failures, stream.instance_id, [5])
+
+
+GONE = WorkerLost("gone", reason="gone")
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "settled", "died"),
+    [
+        (EngineBroken("broken"), "serving", False, True),
+        (GONE, "serving", True, True),
+        (GONE, None, True, True),
+        (GONE, "draining", True, False),
+        (GONE, None, False, False),
+        (NotFound("unknown"), None, True, True),
+        (NotFound("unknown"), "serving", True, False),
+        (SentBack("goes"), None, True, False),
+    ],
+)
+def test_a_worker_died_if_it_did_not_leave_on_request(
+    error: BlitzError, state: InstanceState | None, settled: bool, died: bool
+) -> None:
+    present = route("a", state=state) if state is not None else None
+    assert has_died(error, present, settled=settled) is died
+
+
+def test_what_a_failure_says_about_its_instance_keeps_requests_away_from_it() -> None:
+    for outcome, again_s in ((Retry(fault=False, pause_s=0.0, full=True), 0.05), (GiveUp(GONE, pause_s=1.0), 1.0)):
+        harness = Harness(route("a", running=1), route("b", running=1))
+        first, *others = (queued(f"r{i}") for i in range(3))
+        harness.add(first)
+        assert harness.placed() == [("a", None)]
+        first.submitted_to("a", "w-a")
+        leave_alone(harness.router, first, outcome, now_s=0.0)
+        harness.router.bookings.release(first.request_id)
+        harness.add(*others)
+        assert harness.placed(again_s - 0.01) == [("b", None)]
+        assert harness.placed(again_s) == [("a", None)]
+
+
+def test_an_instance_that_had_no_free_slot_is_not_paused_but_full_until_it_reports() -> None:
+    harness = Harness(route("a", running=2))
+    first, second = queued("r0"), queued("r1")
+    harness.add(first)
+    harness.placed()
+    first.submitted_to("a", "w-a", may_wait=False)
+    leave_alone(harness.router, first, Retry(fault=False, pause_s=0.0, full=True), now_s=0.0)
+    assert harness.router.bookings.load_of("a").slots_taken
+    harness.add(second)
+    (assignment,) = harness.router.dispatch("m", now_s=0.0).assignments
+    assert assignment.may_wait, "nothing is free anywhere: it may wait there"
+
+
+def test_a_request_that_was_served_or_failed_waits_anew_and_one_that_was_only_refused_does_not() -> None:
+    def deadline_s(retry: Retry, *tokens: int) -> float:
+        harness = Harness(route("a"))
+        stream = queued("r", max_tokens=4)
+        harness.add(stream)
+        harness.placed()
+        stream.submitted_to("a", "w-a")
+        if tokens:
+            stream.accept(StreamPart(request_id="r", attempt=1, offset=0, token_ids=tokens))
+        found = requeue(harness.router, stream, retry, deadline_s=10.0, queue_timeout_s=10.0, now_s=5.0)
+        assert harness.router.queued("m") == (1, 10 + len(tokens))
+        assert ("a" in stream.avoid) is not retry.full
+        late = harness.router.expired(now_s=found)
+        assert late == [stream]
+        return found
+
+    assert deadline_s(Retry(fault=False, pause_s=0.0, full=True)) == 10.0
+    assert deadline_s(Retry(fault=False, pause_s=0.0, sent_back=True)) == 10.0
+    assert deadline_s(Retry(fault=True, pause_s=0.0)) == 15.0
+    assert deadline_s(Retry(fault=False, pause_s=0.0, sent_back=True), 1, 2) == 15.0

@@ -394,6 +394,16 @@ def test_what_the_load_does_not_need_is_said_and_taken_back() -> None:
     assert rig.run(TICK_S)[0].idle == 0
 
 
+def test_another_number_of_idle_instances_is_said_at_once_even_if_no_other_is_wanted() -> None:
+    rig = Rig(dataclasses.replace(POLICY, down_window_s=60.0))
+    rig.show(model(min_instances=1, max_instances=4), serving=3)
+    rig.run(1.5)
+    assert (rig.said[-1].desired, rig.said[-1].idle) == (3, 2)
+    rig.waiting = 200
+    said = rig.run(2 * TICK_S)
+    assert [(w.desired, w.idle) for w in said] == [(3, 1)]
+
+
 def test_a_demand_says_how_much_of_what_is_needed_is_missing() -> None:
     # 4.4 instances within a second, of which three may be.
     rig = Rig(waiting=4000)
