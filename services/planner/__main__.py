@@ -13,7 +13,7 @@ from shared.service import connected, run
 async def serve(config: PlannerConfig, process: ProcessState) -> None:
     async with connected("planner", config, process) as connection:
         await connection.bus.keep_plan_stream(config.stream)
-        planner = PlannerService(connection.bus, config.plans)
+        planner = PlannerService(connection.bus, config.plans, profiles=config.profiles)
         process.ready_when(planner.subscribed)
         await planner.run(process.stopping)
 

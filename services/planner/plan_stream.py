@@ -7,6 +7,7 @@ import asyncio
 import logging
 
 from services.planner.core.operations.plan_events import own_part, own_plans, parts_of, target_parts
+from services.planner.core.rounds.plan_writer import AnyPlan
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BlitzError
@@ -14,8 +15,6 @@ from shared.messages.live import WorkerOrder, ZigzagAssignment
 from shared.messages.scaling import DrainPlan, MigratePlan, MutatePlan, ScalePlan, ScaleRecord
 
 log = logging.getLogger(__name__)
-
-AnyPlan = ScalePlan | DrainPlan | MutatePlan
 
 MAX_SENDING = 64
 """Events of one plan that wait for the stream's word at a time."""

@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from prometheus_client import REGISTRY, CollectorRegistry, Gauge
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
-from services.planner.advice import Adviser
-from services.planner.config import PlanSettings
-from services.planner.core.fleet.evacuation import evacuations
+from services.planner.clock import now
 from services.planner.core.multicast.explain import instances_of
 from services.planner.core.operations.decision import ScaleRequest
 from services.planner.core.operations.history import (
@@ -29,16 +29,13 @@ from services.planner.core.operations.history import (
     without_chains_from,
 )
 from services.planner.core.operations.operation import Operation
-from services.planner.core.operations.operations import MAX_RECORDS, Operations
-from services.planner.core.operations.refusals import Refusals
-from services.planner.fleet import Fleet
+from services.planner.core.operations.operations import MAX_RECORDS
+from services.planner.core.planner import Planner
+from services.planner.core.rounds.settings import PlanSettings
 from services.planner.leases import RPC_TIMEOUT_S, Leases
-from services.planner.migrations import Migrations
-from services.planner.mutations import Mutations
-from services.planner.pair_planner import PairPlanner
 from services.planner.plan_stream import PlanStream
+from services.planner.publisher import Publisher
 from services.planner.rounds import Rounds
-from services.planner.scaler import Scaler
 from services.planner.splitter import Splitter
 from services.planner.tracker import CHECK_INTERVAL_S, OperationTracker
 from shared import subjects
@@ -46,11 +43,12 @@ from shared.aio import OwnedTasks
 from shared.bus.base import Bus, Subscription
 from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, Unavailable
 from shared.leading import Leader
+from shared.load_feed import subscribe_load
 from shared.messages.codec import M, R
 from shared.messages.common import Ack, Role
 from shared.messages.live import LiveReport, PlanSplit, ZigzagAssignment
-from shared.messages.load import Demand
-from shared.messages.registry import MAX_HOLD_S, ModelRecord, RouteChanges, SetFloor
+from shared.messages.load import Demand, QueueReport
+from shared.messages.registry import MAX_HOLD_S, RouteChanges, SetFloor
 from shared.messages.scaling import (
     Destinations,
     DrainPlan,
@@ -64,6 +62,7 @@ from shared.messages.scaling import (
     ScaleRecords,
     StartScale,
 )
+from shared.profile_directory import ProfileDirectory
 from shared.registry import RegistryReader
 from shared.registry_view import bounded
 from shared.telemetry import tracer
@@ -73,9 +72,6 @@ log = logging.getLogger(__name__)
 E = TypeVar("E", ScalePlan, DrainPlan, MutatePlan, ZigzagAssignment)
 RECOVERY_WAIT_S = 4.0
 """How long a manual scale waits for a registry that just started."""
-MONITOR_TERM_S = 10.0
-"""A monitor repeats its demands each second until they are met. Once no monitor has used a term for this long, an older
-one is heard again."""
 LOOK_EVERY_S = 1.0
 """How often to look whether instances of workers that are to be free can go, and whether requests should move so that
 others can begin."""
@@ -93,6 +89,7 @@ class PlannerService:
         bus: Bus,
         settings: PlanSettings | None = None,
         *,
+        profiles: Path | None = None,
         metrics: CollectorRegistry = REGISTRY,
     ) -> None:
         settings = settings or PlanSettings()
@@ -103,43 +100,18 @@ class PlannerService:
         leads = Gauge("blitz_planner_leads", "1 while this process leads", registry=metrics)
         leads.set_function(lambda: leader.leads)
         self._led_term: int | None = None
-        self._monitor_term = 0
-        """The newest that was heard."""
-        self._monitor_heard_s = float("-inf")
-        """When the monitor of that term last said something."""
         self._reader = RegistryReader(bus)
-        self._operations = Operations()
-        self._refusals = Refusals()
+        self._profiles = ProfileDirectory(profiles)
+        self._planner = Planner(settings, _new_id, self._profiles.find)
+        self._operations = self._planner.operations
         self._leases = Leases(bus, settings.lease_ttl_s)
         self._stream = PlanStream(bus)
-        self._pairs = PairPlanner(self._stream, self._operations, settings.live, metrics)
+        self._publisher = Publisher(self._stream, self._leases, self._planner.writer, self._planner.pairs, metrics)
         self._splitter = Splitter(self._stream, self._operations, metrics)
-        self._adviser = Adviser(self._operations, everything=settings.advise)
-        advises = self._adviser.advises
-
-        def mutates(model: ModelRecord) -> bool:
-            return settings.mutation and not advises(model)
-
-        self._fleet = Fleet(self._operations, self._refusals, self._pairs.is_at_work, advises, mutates)
-        self._mutations = Mutations(self._operations, self._fleet, self._pairs, mutates)
-        self._migrations = Migrations(
-            self._stream, self._operations, self._pairs.load, advises, metrics, enabled=settings.migration
-        )
-        self._scaler = Scaler(
-            self._stream,
-            self._leases,
-            self._operations,
-            self._pairs,
-            self._refusals,
-            self._mutations,
-            self._migrations,
-            settings,
-        )
-        self._rounds = Rounds(
-            self._leases, self._reader, self._scaler, self._fleet, self._adviser, self._mutations, leader, metrics
-        )
-        self._tracker = OperationTracker(
-            self._stream, leader, self._operations, self._refusals, self._mutations, self._pairs, self._leases
+        self._rounds = Rounds(self._planner, self._leases, self._reader, self._publisher, leader, metrics)
+        self._tracker = OperationTracker(self._stream, leader, self._planner, self._leases)
+        self._moves = Counter(
+            "blitz_planner_moves_total", "Orders to move requests for a waiting one", registry=metrics
         )
         self._tasks = OwnedTasks()
 
@@ -158,15 +130,19 @@ class PlannerService:
         subscriptions: list[Subscription] = []
         deciding: asyncio.Task[None] | None = None
         try:
+            await self._look_for_profiles()
             # First, so that nothing is missed while the past is read.
             subscriptions += [
-                *await self._pairs.subscribe(self._bus),
+                *await subscribe_load(self._bus, lambda report: self._planner.on_load(report, now())),
+                await self._bus.subscribe(
+                    subjects.queue(), QueueReport, lambda report: self._planner.on_queue(report, now())
+                ),
                 await self._bus.subscribe(subjects.live_reports(), LiveReport, self._tracker.on_live_report),
                 await self._bus.subscribe(subjects.progress(), ScaleProgress, self._tracker.on_progress),
             ]
             await self._recall()
             subscriptions += [
-                await self._bus.subscribe(subjects.demand(), Demand, self._on_demand),
+                await self._bus.subscribe(subjects.demand(), Demand, self._rounds.on_demand),
                 await self._bus.subscribe(subjects.route_changes(), RouteChanges, self._on_routes),
                 await self._respond("split", PlanSplit, self._splitter.on_split),
                 await self._respond("destinations", GetDestinations, self._on_get_destinations),
@@ -242,7 +218,7 @@ class PlannerService:
             log.warning("%s was never published: freeing %s", plan_id, ", ".join(worker_ids))
             await self._tracker.release(plan_id, *worker_ids)
         self._led_term = self._leader.term
-        self._tracker.check(view)
+        self._planner.tracker.check(view, now())
         # The planner that published them may have died before every target had heard.
         for operation in self._operations.running():
             plan = plans.get(operation.plan_id)
@@ -265,15 +241,13 @@ class PlannerService:
     async def _check_regularly(self) -> None:
         look_at_s = time.monotonic()
         while True:
-            await self._pairs.look_for_profiles()
-            self._pairs.forget()
-            self._refusals.forget(time.monotonic())
-            self._fleet.forget()
-            self._mutations.forget()
+            await self._look_for_profiles()
+            self._planner.forget(now())
             await self._leases.release(self._leader.term)
             if self._operations.running():
                 try:
-                    self._tracker.check(await self._reader.read(timeout_s=RPC_TIMEOUT_S))
+                    view = await self._reader.read(timeout_s=RPC_TIMEOUT_S)
+                    self._planner.tracker.check(view, now())
                 except BlitzError as error:
                     log.debug("no snapshot to check running operations with: %s", error)
             if (now_s := time.monotonic()) >= look_at_s:
@@ -289,53 +263,40 @@ class PlannerService:
     async def _evacuate(self) -> None:
         """Have instances go whose workers are to be free. Raises ``BlitzError``."""
         view, term = await self._reader.read(timeout_s=RPC_TIMEOUT_S), self._leader.term
-        for going in evacuations(view, self._operations.instances_to_drain(), self._pairs.is_at_work):
+        for step in self._planner.evacuations(view, now()):
             self._leader.check(term)
-            workers = [w for w in view.workers if w.instance is not None and w.instance.model == going.model.name]
-            step, span = self._scaler.evacuation(going, workers), tracer().start_span("planner.plan")
-            await self._scaler.begin(step, None, term, span)
+            span = tracer().start_span("planner.plan")
+            begun = self._publisher.begin(step, None, term, span)
+            await self._publisher.publish(begun, term, span)
 
     async def _make_room(self) -> None:
         """Have requests move where others wait for KV. Raises ``BlitzError``."""
-        if lacking := self._migrations.lacking():
-            view, term = await self._reader.read(timeout_s=RPC_TIMEOUT_S), self._leader.term
-            self._leader.check(term)
-            await self._migrations.make_room(lacking, view, term)
+        migrations = self._planner.migrations
+        if not migrations.lacking(time.monotonic()):
+            return
+        view, term = await self._reader.read(timeout_s=RPC_TIMEOUT_S), self._leader.term
+        self._leader.check(term)
+        for plan in migrations.make_room(view, now(), term):
+            try:
+                await self._stream.move(plan)
+            except BlitzError as error:
+                log.info("%s: it is decided again later: %s", plan.plan_id, error)
+                continue
+            self._moves.inc()
+            log.info("%s: %s", plan.plan_id, plan.reason)
+
+    async def _look_for_profiles(self) -> None:
+        """Read those that are new."""
+        await asyncio.to_thread(self._profiles.look)
 
     # --- requests ----------------------------------------------------------------------------
-
-    def _on_demand(self, demand: Demand) -> None:
-        now_s = time.monotonic()
-        if 0 < demand.term < self._monitor_term and now_s - self._monitor_heard_s < MONITOR_TERM_S:
-            return  # from a monitor that no longer leads
-        if demand.term:
-            self._monitor_term, self._monitor_heard_s = demand.term, now_s
-        more_idle = self._fleet.on_demand(demand)
-        # What is there is what is wanted: the monitor only says what it could do without, or no longer. Taken for a
-        # demand, it would undo what was decided since the monitor looked.
-        if not (demand.idle_since_s and demand.desired == demand.observed):
-            self._rounds.demand(
-                ScaleRequest(
-                    demand.model,
-                    demand.desired,
-                    demand.triggered_at_s,
-                    demand.reason,
-                    role=demand.role,
-                    deficit=demand.deficit,
-                    fewer=demand.desired < demand.observed,
-                )
-            )
-        else:
-            self._rounds.forget(demand.model, demand.role)
-        if more_idle:
-            self._rounds.try_again()
 
     def _on_routes(self, changes: RouteChanges) -> None:
         if changes.gone:
             self._rounds.try_again()
 
     async def _on_get_destinations(self, request: GetDestinations) -> Destinations:
-        return self._migrations.of(request.instance_id, await self._reader.read(timeout_s=RPC_TIMEOUT_S))
+        return self._planner.migrations.of(request.instance_id, await self._reader.read(timeout_s=RPC_TIMEOUT_S))
 
     async def _on_start_scale(self, request: StartScale) -> ScaleRecord:
         role, wanted, triggered_at_s = request.role, instances_of(request.instances, request.role), time.time()
@@ -364,7 +325,7 @@ class PlannerService:
             with contextlib.suppress(BlitzError):
                 await self._set_floor(request.model, role, before.instances if before else 0, hold_s)
             raise
-        return (operation or self._scaler.nothing_to_do(asked)).record()
+        return (operation or self._planner.writer.nothing_to_do(asked)).record()
 
     async def _set_floor(self, model: str, role: Role, instances: int, hold_s: float) -> None:
         floor = SetFloor(model=model, instances=instances, hold_s=hold_s, role=role, term=self._leader.term)
@@ -384,11 +345,15 @@ class PlannerService:
     # --- records -----------------------------------------------------------------------------
 
     async def _on_list_records(self, request: ListScaleRecords) -> ScaleRecords:
-        models = frozenset(request.models)
+        models, at = frozenset(request.models), now()
         # Pairs without batches and timelines: a list of many would not fit a message.
         return ScaleRecords(
             records=tuple(self._operations.newest(min(request.limit, MAX_LISTED))),
-            refused=self._refusals.newest(time.monotonic(), MAX_REFUSED_LISTED, models),
-            unplanned=self._rounds.unplanned(models),
-            advice=self._adviser.current(),
+            refused=self._planner.refusals.newest(at.monotonic_s, MAX_REFUSED_LISTED, models),
+            unplanned=self._planner.rounds.unplanned(at, models),
+            advice=self._planner.adviser.current(at.monotonic_s),
         )
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}-{secrets.token_hex(6)}"

@@ -7,7 +7,8 @@ import math
 import pytest
 
 from bench.systems import ABLATION, SYSTEMS, NotInServices, System, UnknownSystem, find
-from services.planner.config import PlannerConfig, PlanSettings
+from services.planner.config import PlannerConfig
+from services.planner.core.rounds.settings import PlanSettings
 from shared.errors import BadRequest
 
 IN_SERVICES = [system for system in SYSTEMS.values() if not system.simulated_only]

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from services.monitor.core.policy import DemandPolicy
 from services.monitor.service import MonitorService
-from services.planner.config import LiveSettings, PlanSettings
+from services.planner.core.rounds.settings import LiveSettings, PlanSettings
 from services.planner.service import PlannerService
 from services.pool.config import PoolSettings
 from services.pool.service import PoolService

@@ -1,1 +1,1 @@
-"""The planner's decisions, pure: ``operations`` use ``live``, both use ``multicast``."""
+"""The planner's decisions, pure: ``planner`` puts together ``rounds``, which use everything below."""

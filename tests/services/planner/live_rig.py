@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from services.planner.config import LiveSettings
+from services.planner.core.rounds.settings import LiveSettings
 from shared import subjects
 from shared.errors import Unavailable
 from shared.messages.codec import Message
@@ -25,9 +26,9 @@ LOADING_S = 10.0
 class LiveRig(Rig):
     """Two instances serve, three workers are spare; loading takes about ``LOADING_S``."""
 
-    def __init__(self, live: LiveSettings | None = None, *, num_serving: int = 2) -> None:
+    def __init__(self, live: LiveSettings | None = None, *, num_serving: int = 2, profiles: Path | None = None) -> None:
         # A loaded machine may take its time between a report and the plan.
-        super().__init__(live=live or LiveSettings(report_ttl_s=60.0))
+        super().__init__(live=live or LiveSettings(report_ttl_s=60.0), profiles=profiles)
         self.model = model("m", max_instances=8, min_instances=0, weights_bytes=int(LOADING_S * 10e9 / 8))
         self.pool.models = (self.model,)
         self.serving = tuple(self.record_of(f"w{i}", "serving") for i in range(num_serving))

@@ -6,12 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from services.planner.config import LiveSettings, PlanSettings
 from services.planner.core.multicast.baselines import Strategy
+from services.planner.core.rounds.settings import LiveSettings, PlanSettings
 from services.planner.service import PlannerService
 from shared import subjects
 from shared.messages.codec import Message, decode
@@ -50,6 +51,7 @@ class Rig:
         live: LiveSettings | None = None,
         mutation: bool = True,
         migration: bool = True,
+        profiles: Path | None = None,
         broker: MemoryBroker | None = None,
         pool: FakePool | None = None,
     ) -> None:
@@ -59,6 +61,7 @@ class Rig:
         self.live = live
         self.mutation = mutation
         self.migration = migration
+        self.profiles = profiles
         self.broker = broker or MemoryBroker(event_timeout_s=0.2)
         self._shares_pool = pool is not None
         self.pool = pool or FakePool(self.broker)
@@ -89,6 +92,7 @@ class Rig:
                 migration=self.migration,
                 live=self.live or LiveSettings(),
             ),
+            profiles=self.profiles,
             metrics=self.metrics,
         )
         self.task = asyncio.create_task(self.planner.run(self.stopping))

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.planner import fleet, rounds
+from services.planner.core.rounds import fleet, waiting
 from services.planner.tracker import CHECK_INTERVAL_S
 from shared import subjects
 from shared.errors import NoCapacity
@@ -213,7 +213,7 @@ async def test_instances_that_go_are_told_where_their_requests_may_continue(rig:
 async def test_a_demand_that_is_not_repeated_is_not_met_when_a_worker_becomes_spare(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounds, "SHORT_S", 0.0)
+    monkeypatch.setattr(waiting, "SHORT_S", 0.0)
     rig.pool.models = (model("busy", min_instances=2), rig.pool.models[1])
     await say(rig, "waits", 1, 0)
     await eventually(lambda: rig.refused("no_capacity") == 1)
@@ -470,7 +470,7 @@ async def test_what_is_asked_for_by_hand_takes_no_busy_instance(rig: Rig) -> Non
 
 
 async def test_an_operator_is_told_when_no_room_comes_in_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "ROOM_WAIT_S", 0.2)
+    monkeypatch.setattr(waiting, "ROOM_WAIT_S", 0.2)
     await say(rig, "busy", 2, 2, idle=1)
     with pytest.raises(NoCapacity, match="no worker is spare"):
         await rig.scale(1, "waits")

@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.planner.config import LIVE_CHOICES, LIVE_POLICIES, LiveSettings, PlannerConfig
+from services.planner.config import LIVE_CHOICES, LIVE_POLICIES, PlannerConfig
 from services.planner.core.operations import operation, pair_record
+from services.planner.core.rounds.settings import LiveSettings
 from shared import subjects
 from shared.errors import Unavailable
 from shared.messages.codec import Message
@@ -76,7 +77,7 @@ async def test_what_gateways_hold_overloads_too(rig: LiveRig) -> None:
 
 async def test_whether_an_instance_is_overloaded_follows_from_its_profile(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_bytes(b"{")
-    rig = LiveRig(LiveSettings(report_ttl_s=60.0, profiles=tmp_path))
+    rig = LiveRig(LiveSettings(report_ttl_s=60.0), profiles=tmp_path)
     point = PrefillPoint(prompt_tokens=100, seconds=1e-4, repetitions=1)
     write_profile(tmp_path / "m.json", profile(rig.model, prefill=(point,)))
     async with running(rig):

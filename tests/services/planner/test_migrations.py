@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from services.planner import migrations, service
+from services.planner import service
 from services.planner.core.fleet import defragmentation
+from services.planner.core.rounds import migrations
 from shared import subjects
 from shared.errors import Unavailable
 from shared.messages.codec import decode

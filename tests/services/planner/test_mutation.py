@@ -11,9 +11,8 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from services.planner import scaler
-from services.planner.config import LiveSettings
 from services.planner.core.operations import operation as operation_module
+from services.planner.core.rounds import plan_writer
 from shared import subjects
 from shared.errors import Conflict, Unavailable
 from shared.messages.codec import decode
@@ -314,7 +313,7 @@ async def test_a_load_that_is_faster_is_preferred(rig: Rig) -> None:
 async def test_a_profile_says_how_long_a_mutation_takes_until_one_has_been_seen(tmp_path: Path) -> None:
     # BIG takes 14 s to load.
     write_profile(tmp_path / "m.json", profile(M, mutation_s=60.0))
-    async with running(Rig(live=LiveSettings(profiles=tmp_path))) as rig:
+    async with running(Rig(profiles=tmp_path)) as rig:
         rig.pool.models, rig.pool.shows_leases = (M,), True
         rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w9")
         await say(rig, "decode", 2, 1)
@@ -355,7 +354,7 @@ async def test_a_worker_that_does_not_mutate_is_left_alone_and_the_role_is_loade
 
 async def test_a_worker_that_says_nothing_fails_soon(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the version before does not know the order."""
-    monkeypatch.setattr(scaler, "MUTATE_BY_S", 0.1)
+    monkeypatch.setattr(plan_writer, "MUTATE_BY_S", 0.1)
     monkeypatch.setattr(operation_module, "MUTATE_REPORT_S", 0.1)
     rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w9")
     rig.pool.floors = (Floor(model="m", instances=1, until_s=4e9, role="prefill"),)

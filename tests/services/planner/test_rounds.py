@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.planner import rounds
 from services.planner.core.operations.decision import ScaleRequest, Standing
+from services.planner.core.rounds import unplanned
 from services.planner.leases import Leases
 from shared import subjects
 from shared.errors import Conflict, DeadlineExceeded
@@ -116,7 +116,7 @@ async def test_what_is_wanted_in_vain_is_shown_with_the_reason_until_it_is_met_o
     await eventually(lambda: rig.refused("no_capacity") == 2)
     (again,) = await rig.unplanned()
     assert (again.wanted, again.for_s >= shown.for_s) == (3, True), "it waits since it was first refused"
-    monkeypatch.setattr(rounds, "UNPLANNED_S", -1.0)
+    monkeypatch.setattr(unplanned, "UNPLANNED_S", -1.0)
     assert await rig.unplanned() == ()
     monkeypatch.undo()
     rig.spare("w0", "w1", "w2")

@@ -11,7 +11,7 @@ import pytest
 
 from services.planner import service as planner_service
 from services.planner.core.operations import operation
-from services.planner.rounds import LEASE_TRIES
+from services.planner.core.rounds.rounds import LEASE_TRIES
 from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, NoCapacity, Unavailable
 from shared.messages.codec import Message
 from shared.messages.common import Role

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from services.planner import splitter
-from services.planner.config import LiveSettings
 from services.planner.core.live.split import SplitResult, assign
+from services.planner.core.rounds.settings import LiveSettings
 from shared import subjects
 from shared.errors import BadRequest, Conflict, NotFound, Unavailable
 from shared.messages.common import LivePolicy

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from services.planner import service as planner_service
+from services.planner.core import planner
 from shared import subjects
 from shared.messages.load import Demand
 from tests.services.planner.rig import Rig, running
@@ -33,13 +33,13 @@ async def demand(rig: Rig, desired: int, term: int) -> None:
 async def test_a_monitor_that_leads_no_more_is_not_heard_until_its_successor_is_silent_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(planner_service, "MONITOR_TERM_S", 600.0)
+    monkeypatch.setattr(planner, "MONITOR_TERM_S", 600.0)
     async with running(Rig()) as rig:
         rig.spare("w0", "w1")
         await demand(rig, 0, term=2**53)
         await demand(rig, 1, term=5)
         await asyncio.sleep(0.1)
         assert rig.plans() == []
-        monkeypatch.setattr(planner_service, "MONITOR_TERM_S", 0.0)
+        monkeypatch.setattr(planner, "MONITOR_TERM_S", 0.0)
         await demand(rig, 1, term=5)
         await eventually(lambda: len(rig.plans()) == 1)

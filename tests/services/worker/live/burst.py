@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from services.planner.config import LiveSettings
+from services.planner.core.rounds.settings import LiveSettings
 from services.worker.engine.base import Activation
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.live.source import LiveSource

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-import secrets
-import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.planner.core.operations.decision import ScaleRequest
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import Operations
+from services.planner.core.rounds.moment import Situation
 from shared.messages.common import Role
-from shared.messages.registry import Floor, ModelRecord, WorkerRecord
+from shared.messages.registry import ModelRecord
 from shared.messages.scaling import Advice
 from shared.registry_view import bounded, counted_as
 
@@ -35,11 +34,12 @@ class _Given:
 
 
 class Adviser:
-    """Event loop only."""
+    """Remembers what it advised."""
 
-    def __init__(self, operations: Operations, *, everything: bool) -> None:
-        """``everything``: not only models that say so."""
+    def __init__(self, operations: Operations, new_id: Callable[[str], str], *, everything: bool) -> None:
+        """``new_id``: of a kind. ``everything``: not only models that say so."""
         self._operations = operations
+        self._new_id = new_id
         self._everything = everything
         self._given: dict[tuple[str, Role], _Given] = {}
 
@@ -47,29 +47,28 @@ class Adviser:
         """Whether the load decides nothing about it."""
         return self._everything or model.advise
 
-    def allowed(
-        self, request: ScaleRequest, model: ModelRecord, workers: Sequence[WorkerRecord], floor: Floor | None
-    ) -> ScaleRequest:
+    def allowed(self, request: ScaleRequest, at: Situation) -> ScaleRequest:
         """What is carried out of a request: of what the load asks for only what a minimum, or a number that was asked
-        for by hand, asks for as well. ``workers``: those that have an instance of the model; ``floor``: the role's."""
-        about = (request.model, request.role)
-        if request.by_hand:
+        for by hand, asks for as well."""
+        about, model = (request.model, request.role), at.view.models.get(request.model)
+        if request.by_hand or model is None:
             return request
         if not self.advises(model):
             self._given.pop(about, None)
             return request
         registered = {model.name: model}
-        now = sum(counted_as(worker, registered) == about for worker in workers)
+        now = sum(counted_as(worker, registered) == about for worker in at.clusters.of_model(model.name))
+        floor = at.view.floors.get(about)
         wanted = bounded(request.desired, model, floor, request.role)
         least = max(now, bounded(0, model, floor, request.role))
         if wanted == least:
             self._given.pop(about, None)
             return request
-        self._advise(request, now, wanted)
+        self._advise(request, now, wanted, at.moment.monotonic_s)
         return dataclasses.replace(request, desired=least)
 
-    def _advise(self, request: ScaleRequest, now: int, wanted: int) -> None:
-        about, now_s = (request.model, request.role), time.monotonic()
+    def _advise(self, request: ScaleRequest, now: int, wanted: int, now_s: float) -> None:
+        about = (request.model, request.role)
         before = self._given.get(about)
         current = before is not None and now_s - before.said_s <= CURRENT_S
         if before is None and len(self._given) >= MAX_ADVICE:
@@ -82,7 +81,7 @@ class Adviser:
 
     def _record(self, request: ScaleRequest, now: int, wanted: int) -> None:
         operation = Operation(
-            plan_id=f"advice-{secrets.token_hex(6)}",
+            plan_id=self._new_id("advice"),
             model=request.model,
             direction="out" if wanted > now else "in",
             desired=wanted,
@@ -94,9 +93,8 @@ class Adviser:
         )
         self._operations.add(operation)
 
-    def current(self) -> tuple[Advice, ...]:
-        """What the load asks for now, and for longest first."""
-        now_s = time.monotonic()
+    def current(self, now_s: float) -> tuple[Advice, ...]:
+        """What the load asks for now, and for longest first. ``now_s``: monotonic."""
         self._given = {about: given for about, given in self._given.items() if now_s - given.said_s <= CURRENT_S}
         oldest = heapq.nsmallest(MAX_LISTED, self._given.items(), key=lambda item: (item[1].since_s, item[0]))
         return tuple(

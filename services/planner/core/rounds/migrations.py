@@ -1,20 +1,15 @@
-"""Tells instances where their running requests may continue, by the registry and the load that was reported last: those
-of instances that go, and those that make room for a prompt that waits for KV."""
+"""Where running requests of instances may continue, by the registry and the load that was reported last: those of
+instances that go, and those that make room for a prompt that waits for KV."""
 
 from __future__ import annotations
 
-import logging
-import secrets
-import time
 from collections.abc import Callable, Collection, Iterable
-
-from prometheus_client import CollectorRegistry, Counter
 
 from services.planner.core.fleet.defragmentation import LACKS_S, REST_S, Relief, Serves, relief
 from services.planner.core.fleet.migration import Destinations, Goes, Stays
 from services.planner.core.live.load import LoadView
 from services.planner.core.operations.operations import Operations
-from services.planner.plan_stream import PlanStream
+from services.planner.core.rounds.moment import Moment
 from shared.errors import NotFound
 from shared.messages.common import MAX_COUNT
 from shared.messages.load import LoadReport
@@ -23,24 +18,22 @@ from shared.messages.scaling import Destination, DrainTarget, MigratePlan, SendB
 from shared.messages.scaling import Destinations as DestinationsMessage
 from shared.registry_view import RegistryView
 
-log = logging.getLogger(__name__)
-
 
 class Migrations:
-    """Event loop only."""
+    """Remembers whose requests moved lately, and to whom."""
 
     def __init__(
         self,
-        stream: PlanStream,
         operations: Operations,
         load: LoadView,
         advises: Callable[[ModelRecord], bool],
-        metrics: CollectorRegistry,
+        new_id: Callable[[str], str],
         *,
         enabled: bool,
     ) -> None:
-        """``enabled``: without it, requests end where they are. ``advises``: whether a model is left alone."""
-        self._stream = stream
+        """``enabled``: without it, requests end where they are. ``advises``: whether a model is left alone.
+        ``new_id``: of a kind."""
+        self._new_id = new_id
         self._operations = operations
         self._load = load
         self._advises = advises
@@ -48,9 +41,6 @@ class Migrations:
         self._relieved: dict[str, float] = {}
         """When instances (ids) were last told to make room, by the monotonic clock; the next: to which."""
         self._taken: dict[str, float] = {}
-        self._moves = Counter(
-            "blitz_planner_moves_total", "Orders to move requests for a waiting one", registry=metrics
-        )
 
     # --- instances that go ---------------------------------------------------------------------
 
@@ -104,15 +94,19 @@ class Migrations:
 
     # --- prompts that wait for KV --------------------------------------------------------------
 
-    def lacking(self) -> dict[str, float]:
-        """Instances (ids) that others might help, and for how many seconds a request has waited for KV there."""
+    def lacking(self, now_s: float) -> dict[str, float]:
+        """Instances (ids) that others might help, and for how many seconds a request has waited for KV there.
+        ``now_s``: monotonic."""
         if not self._enabled:
             return {}
-        return {i: seconds for i, seconds in self._load.lacking(time.monotonic()).items() if seconds >= LACKS_S}
+        return {i: seconds for i, seconds in self._load.lacking(now_s).items() if seconds >= LACKS_S}
 
-    async def make_room(self, lacking: dict[str, float], view: RegistryView, term: int) -> None:
-        """At most one move per model, to be called once a second. Raises what ``Bus.publish_event`` raises."""
-        now_s = time.monotonic()
+    def make_room(self, view: RegistryView, moment: Moment, term: int) -> list[MigratePlan]:
+        """Whose requests are to move: at most one move per model, to be asked once a second."""
+        now_s = moment.monotonic_s
+        lacking = self.lacking(now_s)
+        if not lacking:
+            return []
         self._relieved = {i: at_s for i, at_s in self._relieved.items() if now_s - at_s < REST_S}
         self._taken = {i: at_s for i, at_s in self._taken.items() if now_s - at_s < REST_S}
         workers: dict[str, list[WorkerRecord]] = {}
@@ -120,6 +114,7 @@ class Migrations:
             if record.instance is not None:
                 workers.setdefault(record.instance.model, []).append(record)
         in_pairs = self._operations.instances_in_pairs()
+        plans = []
         for name, records in sorted(workers.items()):
             model = view.models.get(name)
             if model is None or self._advises(model):
@@ -133,26 +128,23 @@ class Migrations:
                 bytes_per_token = model.spec.kv_bytes_per_token
                 found = relief(serving, bytes_per_token, relieved=self._relieved, taken=self._taken)
                 if found is not None:
-                    await self._order(name, found, term)
+                    plans.append(self._move(name, found, moment, term))
+        return plans
 
-    async def _order(self, model: str, found: Relief, term: int) -> None:
-        now_s = time.monotonic()
-        self._relieved[found.source.instance_id] = now_s
-        self._taken |= {destination.instance_id: now_s for destination in found.destinations}
-        plan = MigratePlan(
-            plan_id=f"move-{secrets.token_hex(6)}",
+    def _move(self, model: str, found: Relief, moment: Moment, term: int) -> MigratePlan:
+        self._relieved[found.source.instance_id] = moment.monotonic_s
+        self._taken |= {destination.instance_id: moment.monotonic_s for destination in found.destinations}
+        return MigratePlan(
+            plan_id=self._new_id("move"),
             model=model,
             worker_id=found.source.worker_id,
             instance_id=found.source.instance_id,
             destinations=found.destinations,
-            expires_at_s=time.time() + REST_S,
+            expires_at_s=moment.unix_s + REST_S,
             reason=found.why,
             term=term,
             for_head=True,
         )
-        await self._stream.move(plan)
-        self._moves.inc()
-        log.info("%s: %s", plan.plan_id, plan.reason)
 
     # --- who serves on -------------------------------------------------------------------------
 

@@ -1,73 +1,43 @@
-"""Live scaling, the planner's side: finds the overloaded instances, chooses the pairs, and tells their members."""
+"""Live scaling in a round: finds the overloaded instances, and chooses the pairs."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
 from collections.abc import Iterable
+from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter
-
-from services.planner.config import LiveSettings
 from services.planner.core.live.load import LoadView
 from services.planner.core.live.pairs import Selection, SourceCandidate, select_pairs, zigzag_assignments
 from services.planner.core.multicast.chains import WorkerChains
-from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.pair_record import LivePair
-from services.planner.plan_stream import PlanStream
-from shared import subjects
-from shared.bus.base import Bus, Subscription
-from shared.errors import BlitzError
-from shared.load_feed import subscribe_load
+from services.planner.core.rounds.settings import LiveSettings
 from shared.messages.common import TAKES_PROMPTS, LiveChoice, Role
 from shared.messages.live import ZigzagAssignment
-from shared.messages.load import QueueReport
 from shared.messages.registry import ModelRecord, WorkerRecord
 from shared.messages.scaling import ScalePlan
 from shared.profile import Profile
-from shared.profile_directory import ProfileDirectory
-
-log = logging.getLogger(__name__)
 
 MAX_STARTUP_S = 1.0
 _SMOOTHING = 0.7
 
 
-class PairPlanner:
-    """Chooses the pairs of a plan by the load that was reported last, and publishes their assignments."""
+class FindProfile(Protocol):
+    """The profile of instances of that kind, if one is known."""
 
-    def __init__(
-        self, stream: PlanStream, operations: Operations, settings: LiveSettings, metrics: CollectorRegistry
-    ) -> None:
-        self._stream = stream
+    def __call__(self, *, model_hash: str, layout_hash: str, engine: str, device: str) -> Profile | None: ...
+
+
+class PairPlanner:
+    """Chooses the pairs of a plan by the load that was reported last."""
+
+    def __init__(self, operations: Operations, settings: LiveSettings, find_profile: FindProfile) -> None:
         self._operations = operations
         self._settings = settings
-        self._profiles = ProfileDirectory(settings.profiles)
+        self._find_profile = find_profile
         self.load = LoadView(assumed_tokens_per_s=settings.assumed_tokens_per_s, report_ttl_s=settings.report_ttl_s)
         """What instances and gateways said last; kept here alone."""
         self._startup_s = 0.0
         """From a plan to the first byte of its weights, as pairs have seen it."""
-        self._published = Counter("blitz_planner_pairs_total", "Pairs published", ["policy"], registry=metrics)
-
-    async def subscribe(self, bus: Bus) -> list[Subscription]:
-        """Listen to load, and know the profiles that are there."""
-        await self.look_for_profiles()
-        return [
-            *await subscribe_load(bus, lambda report: self.load.on_load(report, time.monotonic())),
-            await bus.subscribe(
-                subjects.queue(), QueueReport, lambda report: self.load.on_queue(report, time.monotonic())
-            ),
-        ]
-
-    async def look_for_profiles(self) -> None:
-        """Read those that are new."""
-        await asyncio.to_thread(self._profiles.look)
-
-    def forget(self) -> None:
-        """Forget instances and gateways that have been silent for too long."""
-        self.load.forget(time.monotonic())
 
     def is_at_work(self, instance_id: str) -> bool:
         """Whether an instance had requests when it reported last."""
@@ -85,17 +55,17 @@ class PairPlanner:
         return self._settings.choice if asked == "auto" else asked
 
     def overloaded(
-        self, model: ModelRecord, workers: Iterable[WorkerRecord], role: Role
+        self, model: ModelRecord, workers: Iterable[WorkerRecord], role: Role, now_s: float
     ) -> tuple[SourceCandidate, ...]:
         """The queue of each instance that could be a source for new instances of ``role``. ``workers``: all that have
-        an instance of the model."""
+        an instance of the model; ``now_s``: monotonic."""
         sources = self._sources(model, workers)
         # Of all of them: what gateways hold goes to instances of either role.
         queues = self.load.overloaded(
             model.name,
             tuple(sources),
             slo_ttft_s=model.slo_ttft_s or self._settings.slo_ttft_s,
-            now_s=time.monotonic(),
+            now_s=now_s,
             in_pairs=self._operations.instances_in_pairs(),
             profiles={i: known for i, w in sources.items() if (known := self.profile_of(model, w)) is not None},
         )
@@ -105,7 +75,7 @@ class PairPlanner:
     def profile_of(self, model: ModelRecord, record: WorkerRecord) -> Profile | None:
         """Of the model's instances on such a worker."""
         worker = record.worker
-        return self._profiles.find(
+        return self._find_profile(
             model_hash=model.model_hash, layout_hash=model.layout_hash, engine=worker.engine, device=worker.device
         )
 
@@ -155,18 +125,3 @@ class PairPlanner:
         if expected:
             late_s = at_s - expected[0]
             self._startup_s = min(MAX_STARTUP_S, max(0.0, self._startup_s + _SMOOTHING * late_s))
-
-    async def publish(self, operation: Operation) -> None:
-        """Tell the pairs of a published plan. A pair that cannot be told has failed: its target loads like any
-        other."""
-        await asyncio.gather(*[self._publish(pair) for pair in operation.pairs.values()])
-
-    async def _publish(self, pair: LivePair) -> None:
-        try:
-            await self._stream.revision(pair.assignment)
-        except BlitzError as error:
-            pair.fail(f"the assignment could not be published: {error}")
-            log.warning("%s: its target loads without it: %s", pair.pair_id, error)
-            return
-        self._published.labels(pair.assignment.policy).inc()
-        log.info("%s: %s", pair.pair_id, pair.assignment.why)

@@ -1,17 +1,15 @@
-"""Mutation, the planner's side: which instances of a model get another of its roles, by what the monitor says of each.
+"""Mutation in a round: which instances of a model get another of its roles, by what the monitor says of each.
 
 ``core/operations/mutation.py`` has the rules.
 """
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.planner.core.fleet.allocation import IDLE_S
-from services.planner.core.multicast.cluster import Clusters
 from services.planner.core.operations.decision import ScaleRequest, lacking
 from services.planner.core.operations.mutation import (
     Change,
@@ -25,8 +23,9 @@ from services.planner.core.operations.mutation import (
 from services.planner.core.operations.operation import Operation
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.refusals import Refusals
-from services.planner.fleet import About, Fleet
-from services.planner.pair_planner import PairPlanner
+from services.planner.core.rounds.fleet import About, Fleet
+from services.planner.core.rounds.moment import Moment, Situation
+from services.planner.core.rounds.pair_planner import PairPlanner
 from shared.messages.common import SERVED_BY, TAKES_PROMPTS, Role
 from shared.messages.registry import ModelRecord, WorkerRecord
 from shared.profile import MUTATION_S
@@ -38,7 +37,7 @@ _SMOOTHING = 0.3
 
 
 class Mutations:
-    """Remembers which workers did not mutate, and how long those took that did. Event loop only."""
+    """Remembers which workers did not mutate, and how long those took that did."""
 
     def __init__(
         self,
@@ -58,44 +57,43 @@ class Mutations:
 
     # --- what became of earlier ones ---------------------------------------------------------
 
-    def failed(self, operation: Operation, worker_id: str, why: str) -> None:
+    def failed(self, operation: Operation, worker_id: str, why: str, moment: Moment) -> None:
         """A worker did not give its instance the role: it is left alone for a while."""
-        self._refusals.failed(worker_id, operation.model, why, time.monotonic())
+        self._refusals.failed(worker_id, operation.model, why, moment.monotonic_s)
 
-    def done(self, operation: Operation, worker_id: str) -> None:
+    def done(self, operation: Operation, worker_id: str, moment: Moment) -> None:
         """A worker says that its instance has the role, and the pool knows."""
         self._refusals.served(worker_id, operation.model)
         if not operation.recalled:
-            took_s = max(0.0, time.time() - operation.mutated_at_s)
+            took_s = max(0.0, moment.unix_s - operation.mutated_at_s)
             before_s = self._took_s or MUTATION_S
             self._took_s = before_s + _SMOOTHING * (took_s - before_s)
 
-    def forget(self) -> None:
+    def forget(self, now_s: float) -> None:
         """Forget failures that are long over."""
-        self._refusals.forget(time.monotonic())
+        self._refusals.forget(now_s)
 
     # --- in a round --------------------------------------------------------------------------
 
-    def seen(self, view: RegistryView) -> RegistryView:
+    def seen(self, view: RegistryView, moment: Moment) -> RegistryView:
         """The registry with the roles that instances were given and that it may not show yet."""
-        return with_roles(view, self._operations.mutated(time.time(), SHOWN_S))
+        return with_roles(view, self._operations.mutated(moment.unix_s, SHOWN_S))
 
     def from_surplus(
         self,
         request: ScaleRequest,
-        view: RegistryView,
-        clusters: Clusters,
+        at: Situation,
         wanted: Mapping[About, int],
         staying: Collection[str],
         promised: Collection[str],
     ) -> tuple[Change, ...]:
         """Instances of other roles that get the request's, as far as it lacks some. ``wanted``: what else is asked for
         in this round; ``staying``: instance ids that stay what they are; ``promised``: that make room for others."""
-        model = view.models.get(request.model)
+        model = at.view.models.get(request.model)
         if model is None or not self._allows(model):
             return ()
-        asked = _Asked(request, model, view, wanted, self._by_role(model, clusters))
-        missing = self._missing(request, model, view, clusters, promised)
+        asked = _Asked(request, model, at, wanted, self._by_role(model, at))
+        missing = self._missing(request, model, at, promised)
         if not missing or not asked.by_role.keys() - {request.role}:
             return ()
         kept = self._operations.instances_in_pairs() | frozenset(staying)
@@ -105,28 +103,27 @@ class Mutations:
             if role != request.role and (offer := self._offer(asked, role, kept)).surplus
         ]
         takers = sum(asked.serving(role) for role in TAKES_PROMPTS)
-        lately = self._lately(model, clusters)
+        lately = self._lately(model, at)
         return from_surplus(request.role, missing, offers, self._pairs.is_at_work, takers, lately)
 
     def made_up_for(
         self,
         request: ScaleRequest,
-        view: RegistryView,
-        clusters: Clusters,
+        at: Situation,
         staying: Collection[str],
         promised: Collection[str],
     ) -> tuple[list[WorkerRecord], int]:
         """Prefill instances that could become the decode instances that the request lacks, if others load in their
         place; and how many prefill instances there are, on their way included."""
-        model = view.models.get(request.model)
+        model = at.view.models.get(request.model)
         if model is None or request.role != "decode" or not self._allows(model):
             return [], 0
-        by_role = self._by_role(model, clusters)
+        by_role = self._by_role(model, at)
         prefill = by_role.get("prefill", [])
         room = model.max_instances - sum(map(len, by_role.values()))
-        missing = min(self._missing(request, model, view, clusters, promised), room)
-        kept = self._operations.instances_in_pairs() | frozenset(staying) | self._lately(model, clusters)
-        movable = self._movable(prefill, kept)
+        missing = min(self._missing(request, model, at, promised), room)
+        kept = self._operations.instances_in_pairs() | frozenset(staying) | self._lately(model, at)
+        movable = self._movable(prefill, kept, at.moment)
         num_serving = sum(record.state == "serving" for record in prefill)
         return made_up_for(missing, movable, self._pairs.is_at_work, num_serving), len(prefill)
 
@@ -151,54 +148,54 @@ class Mutations:
         self,
         request: ScaleRequest,
         model: ModelRecord,
-        view: RegistryView,
-        clusters: Clusters,
+        at: Situation,
         promised: Collection[str],
     ) -> int:
         if request.fewer:
             return 0
         return lacking(
             model,
-            clusters.of_model(model.name),
+            at.clusters.of_model(model.name),
             request.desired,
-            view.floors.get((request.model, request.role)),
+            at.view.floors.get((request.model, request.role)),
             request.role,
             leaving=self._operations.instances_to_drain(),
             promised=() if request.by_hand else promised,
         )
 
-    def _by_role(self, model: ModelRecord, clusters: Clusters) -> dict[Role, list[WorkerRecord]]:
+    def _by_role(self, model: ModelRecord, at: Situation) -> dict[Role, list[WorkerRecord]]:
         """What counts towards the number of instances of each role."""
         leaving, registered = self._operations.instances_to_drain(), {model.name: model}
         found: dict[Role, list[WorkerRecord]] = defaultdict(list)
-        for record in clusters.of_model(model.name):
+        for record in at.clusters.of_model(model.name):
             about = counted_as(record, registered)
             if about is not None and (record.instance is None or record.instance.instance_id not in leaving):
                 found[about[1]].append(record)
         return dict(found)
 
-    def _lately(self, model: ModelRecord, clusters: Clusters) -> frozenset[str]:
+    def _lately(self, model: ModelRecord, at: Situation) -> frozenset[str]:
         """Instances of the model that have only just got the role that they have."""
-        now_s, within_s = time.time(), kept_s(self._pairs.load_s(model.name))
-        held = [record.instance.instance_id for record in clusters.of_model(model.name) if record.instance is not None]
+        now_s, within_s = at.moment.unix_s, kept_s(self._pairs.load_s(model.name))
+        held = [
+            record.instance.instance_id for record in at.clusters.of_model(model.name) if record.instance is not None
+        ]
         return frozenset([i for i in held if self._operations.has_mutated(i, now_s, within_s)])
 
-    def _movable(self, records: Sequence[WorkerRecord], kept: Collection[str]) -> list[WorkerRecord]:
-        now_s = time.monotonic()
+    def _movable(self, records: Sequence[WorkerRecord], kept: Collection[str], moment: Moment) -> list[WorkerRecord]:
         return [
             record
             for record in records
             if record.state == "serving"
             and record.instance is not None
             and record.instance.instance_id not in kept
-            and record.worker.worker_id not in self._refusals.avoided(record.instance.model, now_s)
+            and record.worker.worker_id not in self._refusals.avoided(record.instance.model, moment.monotonic_s)
         ]
 
     def _offer(self, asked: _Asked, role: Role, kept: Collection[str]) -> Offer:
         """What a role has beyond its need. ``kept``: instance ids that do not go."""
         request, model = asked.request, asked.model
         there, least, why = len(asked.by_role[role]), asked.least(role), ""
-        said = self._fleet.said(model.name, role)
+        said = self._fleet.said(model.name, role, asked.at.moment.monotonic_s)
         needed = [asked.kept_for_prompts()] if model.serving and role not in SERVED_BY[model.serving] else []
         if (wanted := asked.wanted.get((model.name, role))) is not None:
             needed.append(wanted)
@@ -208,7 +205,7 @@ class Mutations:
         if going:
             why = f"{max(least, min(needed))} of {there} {role} instances are needed"
         if said is not None and said.idle:
-            idle_s = max(0.0, time.time() - said.idle_since_s)
+            idle_s = max(0.0, asked.at.moment.unix_s - said.idle_since_s)
             # With steady traffic a role is idle between any two requests.
             if (
                 request.by_hand
@@ -217,7 +214,13 @@ class Mutations:
             ):
                 needed.append(said.observed - said.idle)
                 why = why or f"{said.idle} of {there} {role} instances have been idle for {idle_s:.1f} s"
-        return Offer(role, surplus_of(there, least, needed), going, why, self._movable(asked.by_role[role], kept))
+        return Offer(
+            role,
+            surplus_of(there, least, needed),
+            going,
+            why,
+            self._movable(asked.by_role[role], kept, asked.at.moment),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +229,13 @@ class _Asked:
 
     request: ScaleRequest
     model: ModelRecord
-    view: RegistryView
+    at: Situation
     wanted: Mapping[About, int]
     by_role: Mapping[Role, Sequence[WorkerRecord]]
 
     def least(self, role: Role) -> int:
         """What limits and floors keep."""
-        return bounded(0, self.model, self.view.floors.get((self.model.name, role)), role)
+        return bounded(0, self.model, self.at.view.floors.get((self.model.name, role)), role)
 
     def serving(self, role: Role) -> int:
         """Instances that serve."""

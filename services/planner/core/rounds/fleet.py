@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from services.planner.core.fleet.allocation import QUANTUM_S, Holding, Room, Taking, Want, allocate
-from services.planner.core.multicast.cluster import Clusters
 from services.planner.core.operations.decision import ScaleRequest, Standing, staying
 from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.refusals import Refusals
 from services.planner.core.operations.shares import Lack
+from services.planner.core.rounds.moment import Situation
 from shared.messages.common import TAKES_PROMPTS, Role, is_scaled_by_load
 from shared.messages.load import Demand
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerRecord
-from shared.registry_view import RegistryView, bounded, counted_as
+from shared.registry_view import bounded, counted_as
 
 SAID_S = 2.5
 """The monitor says what is idle each second; what it has not repeated for so long is not so any more."""
@@ -31,7 +30,7 @@ About = tuple[str, Role]
 
 @dataclass(frozen=True, slots=True)
 class _Waits:
-    """A model and role that waits for room, by this process's clock (monotonic)."""
+    """A model and role that waits for room, by the monotonic clock."""
 
     since_s: float
     last_s: float
@@ -40,7 +39,7 @@ class _Waits:
 
 
 class Fleet:
-    """Remembers what the monitor said of each model. Event loop only."""
+    """Remembers what the monitor said of each model, and for whom instances go."""
 
     def __init__(
         self,
@@ -62,9 +61,10 @@ class Fleet:
         """For whom instances make room, by instance id."""
         self._waiting: dict[About, _Waits] = {}
 
-    def on_demand(self, demand: Demand) -> bool:
-        """The monitor says what a model could do without. Whether it could not before, as far as is known."""
-        about, now_s = (demand.model, demand.role), time.monotonic()
+    def on_demand(self, demand: Demand, now_s: float) -> bool:
+        """The monitor says what a model could do without. Whether it could not before, as far as is known.
+        ``now_s``: monotonic."""
+        about = demand.model, demand.role
         before_s, before = self._said.get(about, (0.0, None))
         if not demand.idle and demand.desired >= demand.observed:
             self._said.pop(about, None)
@@ -74,58 +74,57 @@ class Fleet:
             return demand.idle > 0
         return demand.idle > before.idle or (demand.idle > 0 and demand.idle_since_s > before.idle_since_s)
 
-    def said(self, model: str, role: Role) -> Demand | None:
+    def said(self, model: str, role: Role, now_s: float) -> Demand | None:
         """What the monitor says now of instances that a model could do without; None: it does not speak of any."""
         said_s, said = self._said.get((model, role), (0.0, None))
-        return said if time.monotonic() - said_s <= SAID_S else None
+        return said if now_s - said_s <= SAID_S else None
 
-    def forget(self) -> None:
+    def forget(self, now_s: float) -> None:
         """Forget what the monitor no longer says, of models that were removed, too."""
-        now_s = time.monotonic()
         self._said = {about: said for about, said in self._said.items() if now_s - said[0] <= SAID_S}
         self._waiting = {about: waits for about, waits in self._waiting.items() if now_s - waits.last_s <= WAITS_S}
 
-    def want(self, request: ScaleRequest, missing: int, view: RegistryView, clusters: Clusters) -> Want:
+    def want(self, request: ScaleRequest, missing: int, at: Situation) -> Want:
         """What is missing of a request, for a model that is registered."""
-        standing = self.standing(request, view, clusters)
+        standing, model = self.standing(request, at), at.view.models[request.model]
         return Want(
             request.model,
             request.role,
             missing,
             standing.has_instances,
-            view.models[request.model].weights_bytes,
-            self._refusals.avoided(request.model, time.monotonic()),
-            mutates=self._mutates(view.models[request.model]),
+            model.weights_bytes,
+            self._refusals.avoided(request.model, at.moment.monotonic_s),
+            mutates=self._mutates(model),
             is_kept=request.by_hand or standing.below_least,
         )
 
-    def standing(self, request: ScaleRequest, view: RegistryView, clusters: Clusters) -> Standing:
+    def standing(self, request: ScaleRequest, at: Situation) -> Standing:
         """How the request's model stands, whether it is registered or not."""
-        model = view.models.get(request.model)
+        model = at.view.models.get(request.model)
         if model is None:
             return Standing()
         about = request.model, request.role
-        roles, waits = _roles(request.model, view, clusters), self._waiting.get(about)
+        roles, waits = _roles(request.model, at), self._waiting.get(about)
         has_instances = _has_instances(request, roles)
         return Standing(
             has_instances,
-            roles[request.role] < bounded(0, model, view.floors.get(about), request.role),
+            roles[request.role] < bounded(0, model, at.view.floors.get(about), request.role),
             waits.since_s if waits is not None and not has_instances and not waits.has_instances else float("inf"),
             model.weight,
         )
 
-    def lack(self, request: ScaleRequest, missing: int, view: RegistryView, clusters: Clusters) -> Lack:
+    def lack(self, request: ScaleRequest, missing: int, at: Situation) -> Lack:
         """What is to be loaded for a request."""
-        model, about = view.models[request.model], (request.model, request.role)
-        there = _roles(request.model, view, clusters)[request.role]
-        least = bounded(0, model, view.floors.get(about), request.role)
-        return Lack(request, self.standing(request, view, clusters), there, least, missing)
+        model, about = at.view.models[request.model], (request.model, request.role)
+        there = _roles(request.model, at)[request.role]
+        least = bounded(0, model, at.view.floors.get(about), request.role)
+        return Lack(request, self.standing(request, at), there, least, missing)
 
-    def promised(self) -> frozenset[str]:
+    def promised(self, now_s: float) -> frozenset[str]:
         """Instances that make room for a model that still waits."""
         if not self._promised:
             return frozenset()
-        leaving, oldest_s = self._operations.instances_to_drain(), time.monotonic() - WAITS_S
+        leaving, oldest_s = self._operations.instances_to_drain(), now_s - WAITS_S
         self._promised = {i: about for i, about in self._promised.items() if i in leaving}
         waiting = {about for about, waits in self._waiting.items() if waits.last_s >= oldest_s}
         return frozenset([i for i, about in self._promised.items() if about in waiting])
@@ -138,9 +137,8 @@ class Fleet:
         """It does not wait any more. If it does soon, it is behind those that have waited since."""
         self._waiting.pop((model, role), None)
 
-    def _wait(self, wants: Iterable[Want]) -> None:
+    def _wait(self, wants: Iterable[Want], now_s: float) -> None:
         """These models wait for room."""
-        now_s = time.monotonic()
         known = {about: waits for about, waits in self._waiting.items() if now_s - waits.last_s <= WAITS_S}
         for want in wants:
             about = want.model, want.role
@@ -152,27 +150,26 @@ class Fleet:
     def make_room(
         self,
         wants: Sequence[Want],
-        view: RegistryView,
-        clusters: Clusters,
+        at: Situation,
         drained: Collection[WorkerRecord],
         mutated: Collection[str] = (),
     ) -> list[ScaleRequest]:
         """Requests for fewer instances of other models; ``drained``: what this round takes away for other reasons, from
         models that lose nothing else by it; ``mutated``: worker ids whose instances it gives other roles."""
-        self._wait(wants)
+        self._wait(wants, at.moment.monotonic_s)
         if not wants:
             return []
-        now_s = time.time()
+        view, now_s = at.view, at.moment.unix_s
         leaving = self._operations.instances_to_drain()
         late = self._operations.instances_to_drain(now_s - QUANTUM_S)
-        promised = {i: self._promised[i] for i in self.promised()}
+        promised = {i: self._promised[i] for i in self.promised(at.moment.monotonic_s)}
         in_pairs = self._operations.instances_in_pairs()
         given = {record.worker.worker_id for record in drained}
         givers = {counted_as(record, view.models) for record in drained}
         counted: Counter[About] = Counter()
         serving: dict[About, list[tuple[WorkerRecord, InstanceInfo]]] = {}
         freeing: list[Room] = []
-        for record in clusters.records:
+        for record in at.clusters.records:
             instance, worker = record.instance, record.worker
             if worker.worker_id in given or (instance is not None and instance.instance_id in leaving):
                 instance_id = instance.instance_id if instance is not None else ""
@@ -197,7 +194,7 @@ class Fleet:
                 # Not the last that takes prompts: what only decodes is of no use without it, and goes first.
                 spendable = min(spendable, sum(counted[name, takes] for takes in TAKES_PROMPTS) - 1)
             if spendable > 0:
-                holdings.append(self._holding(view.models[name], role, found, spendable))
+                holdings.append(self._holding(view.models[name], role, found, spendable, at.moment.monotonic_s))
         taken: dict[About, list[Taking]] = {}
         for taking in allocate(wants, holdings, freeing, now_s):
             taken.setdefault((taking.model, taking.role), []).append(taking)
@@ -214,10 +211,15 @@ class Fleet:
         return requests
 
     def _holding(
-        self, model: ModelRecord, role: Role, serving: Sequence[tuple[WorkerRecord, InstanceInfo]], spendable: int
+        self,
+        model: ModelRecord,
+        role: Role,
+        serving: Sequence[tuple[WorkerRecord, InstanceInfo]],
+        spendable: int,
+        now_s: float,
     ) -> Holding:
         spendable = min(spendable, len(serving))
-        said = self.said(model.name, role)
+        said = self.said(model.name, role, now_s)
         idle, idle_since_s = (min(said.idle, spendable), said.idle_since_s) if said is not None else (0, 0.0)
         return Holding(
             model.name,
@@ -239,9 +241,9 @@ class Fleet:
         return since[0] + QUANTUM_S + since[1] if since is not None else 0.0
 
 
-def _roles(name: str, view: RegistryView, clusters: Clusters) -> Counter[Role]:
+def _roles(name: str, at: Situation) -> Counter[Role]:
     """How many instances a model has in each role, now or soon."""
-    counted = (counted_as(record, view.models) for record in clusters.of_model(name))
+    counted = (counted_as(record, at.view.models) for record in at.clusters.of_model(name))
     return Counter(about[1] for about in counted if about is not None and about[0] == name)
 
 

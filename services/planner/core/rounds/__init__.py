@@ -1,0 +1,1 @@
+"""Rounds of decisions: what is wanted at one moment is decided on together."""
