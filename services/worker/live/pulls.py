@@ -15,11 +15,12 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from services.worker.core.live.batch import PromptBatch
+from services.worker.core.live.source_work import PullTime
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
 from services.worker.link import LinkLost
-from services.worker.live.batch import PromptBatch
 from services.worker.live.handover import HandedOver
 from services.worker.live.links import LinkToTarget
 from services.worker.live.steppers import SourceBatch, SourceStepper
@@ -36,9 +37,6 @@ PULL_WAIT_S = 0.25
 """How long one pull waits at the target for a batch."""
 LOOK_S = 0.05
 """How often a batch that lacks room here is tried again, whatever the engine says."""
-MAX_LEAD_LAYERS = 1.0
-"""A batch is asked for at most so long before the one in hand is done."""
-_SMOOTHING = 0.5
 PIECE_BYTES = 8 << 20
 """Layers come together up to so many bytes; a larger layer comes alone."""
 WINDOW_BYTES = 64 << 20
@@ -86,8 +84,8 @@ class Puller:
         self._coming: deque[Coming] = deque()
         self._fetching: asyncio.Task[None] | None = None
         self.num_claims = 0
-        self.pull_s = pull_s
-        """Seconds that a pull takes, as measured."""
+        self.time = PullTime(pull_s)
+        """Of pulls, as measured."""
         self.free = asyncio.Event()
         """Set when the engine is free, or there is another reason to look."""
 
@@ -126,8 +124,8 @@ class Puller:
         self, batch_id: str, first_layer: int, claim_id: str, serial: int, *, kv_apart: bool, kv_direct: bool = False
     ) -> None:
         """Get a batch here that the target gave, and begin it. Its KV follows, or goes straight to who decodes it."""
-        batch = self._handed.handed[batch_id]
-        self._handed.pulled.add(batch_id)
+        batch = self._handed.queue.handed[batch_id]
+        self._handed.queue.pulled.add(batch_id)
         pulled, unasked = SourceBatch(batch), None
         if first_layer:
             if not kv_apart:
@@ -135,7 +133,7 @@ class Puller:
             num_bytes = batch.num_tokens * self._instance.engine.loop.engine.hidden_bytes_per_token
             try:
                 hidden = await self._link.until(self._tensors.receive(num_bytes, serial, Kind.PULLED_HIDDEN))
-                pulled = SourceBatch(batch, first_layer, hidden, kv_direct)
+                pulled = SourceBatch(batch, first_layer, kv_direct, hidden=hidden)
             except (TransportError, DeadlineExceeded) as error:
                 log.warning("batch %s is computed from the beginning: %s", batch_id, error)
         if not pulled.first_layer:
@@ -152,7 +150,7 @@ class Puller:
             raise
         finally:
             coming.tried.set()
-        del self._handed.handed[batch_id]
+        del self._handed.queue.handed[batch_id]
         if pulled.first_layer and not pulled.kv_direct:
             self._fetch_soon(coming)
 
@@ -191,9 +189,8 @@ class Puller:
         batch, scheduler = pulled.batch, self._instance.engine.loop.scheduler
 
         def start() -> bool:
-            if not batch.ended and not scheduler.reservations.reserve(batch.sequences):
+            if not self._handed.queue.begin(batch, scheduler):
                 return False
-            batch.begun = True
             self._stepper.start(pulled)
             return True
 
@@ -210,14 +207,15 @@ class Puller:
     async def run_from_backlog(self) -> None:
         """The target has nothing to pull, and no capacity or no use for what waits here: it is begun here."""
         async with self._handed.lock:
-            if self._handed.backlog:
-                await self._begin(SourceBatch(self._handed.backlog[0]))
-                self._handed.backlog.popleft()
+            backlog = self._handed.queue.backlog
+            if backlog:
+                await self._begin(SourceBatch(backlog[0]))
+                backlog.popleft()
 
     def _took(self, seconds: float) -> None:
-        self.pull_s += _SMOOTHING * (seconds - self.pull_s)
-        layer_s = max((b.layer_s for b in self._handed.handed.values()), default=0.0)
-        self._stepper.lead_s = min(self.pull_s, MAX_LEAD_LAYERS * layer_s)
+        layer_s = max((b.layer_s for b in self._handed.queue.handed.values()), default=0.0)
+        self.time.took(seconds, layer_s)
+        self._stepper.lead_s = self.time.lead_s
 
     # --- KV ----------------------------------------------------------------------------------
 

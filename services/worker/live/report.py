@@ -7,8 +7,8 @@ from typing import Any
 
 from opentelemetry.trace import Span
 
+from services.worker.core.live.batch import PromptBatch
 from services.worker.core.live.pair import PairState
-from services.worker.live.batch import PromptBatch
 from shared.messages.live import LayerRuns, LiveBatch, LiveReport, ZigzagAssignment
 
 BUCKET_S = 0.05

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from opentelemetry import trace
 
 from services.worker.core.live.pair import PairLife, PairState
+from services.worker.core.live.source_work import AfterPull, after_pull
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
@@ -138,7 +139,7 @@ class LiveSource:
             await self.handed_over.call(self._detach)
         self._lending(False)
         if self._puller is not None:
-            self.pull_s = self._puller.pull_s
+            self.pull_s = self._puller.time.pull_s
         return self.record.report(self.life.state, self._failure, self._stepper.layers, self._stepper.tokens)
 
     async def until_kv_is_over(self) -> None:
@@ -157,7 +158,7 @@ class LiveSource:
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """A request was cancelled: the target need not compute it."""
-        if self.handed_over.holds(request_id, attempt):
+        if self.handed_over.queue.holds(request_id, attempt):
             self._link.cancel(request_id, attempt)
 
     def ended_by_target(self, reason: str, finished: Iterable[str]) -> None:
@@ -185,9 +186,11 @@ class LiveSource:
         await handed_over.lend(self._begin_lending)
         self._lending(True)
         await handed_over.hand_over(tensors, behind_seal=False)
-        await self._link.ask_pair("seal", Seal(pair_id=self.assignment.pair_id, count=handed_over.num_handed), Ack)
+        await self._link.ask_pair(
+            "seal", Seal(pair_id=self.assignment.pair_id, count=handed_over.queue.num_handed), Ack
+        )
         self.life.move_to(PairState.COOPERATING)
-        trace.get_current_span().add_event("sealed", {"blitz.batches": handed_over.num_handed})
+        trace.get_current_span().add_event("sealed", {"blitz.batches": handed_over.queue.num_handed})
         await self._ask_for_split()
 
     def _begin_lending(self) -> None:
@@ -206,7 +209,7 @@ class LiveSource:
                 await self.handed_over.hand_over(tensors, behind_seal=True, until=lambda: self.is_ending)
 
     async def _ask_for_split(self) -> None:
-        waiting = [SplitBatch(batch_id=b.batch_id, layer_s=b.layer_s) for b in self.handed_over.handed.values()]
+        waiting = [SplitBatch(batch_id=b.batch_id, layer_s=b.layer_s) for b in self.handed_over.queue.handed.values()]
         measured = self.instance.engine.loop.prefill_token_s > 0
         if self.assignment.policy != "zigzag" or not measured or len({b.layer_s for b in waiting}) < 2:
             return  # equal batches need no split, and without a measurement there is none
@@ -234,12 +237,17 @@ class LiveSource:
             self.target_loaded = self.target_loaded or answer.loaded
             if self.target_loaded and self.life.state is PairState.COOPERATING:
                 self.life.move_to(PairState.LOADED)
-            if answer.batch_id:
-                if self.handed_over.backlog:
-                    self._arrivals.set()  # the target has capacity now
-            elif answer.can_dissolve or not self._gets_prompts():
+            then = after_pull(
+                pulled=bool(answer.batch_id),
+                can_dissolve=answer.can_dissolve,
+                gets_prompts=self._gets_prompts(),
+                has_backlog=bool(self.handed_over.queue.backlog),
+            )
+            if then is AfterPull.DISSOLVE:
                 break
-            elif self.handed_over.backlog:
+            if then is AfterPull.HAND_OVER:
+                self._arrivals.set()
+            elif then is AfterPull.RUN_BACKLOG:
                 await puller.run_from_backlog()
 
     def _gets_prompts(self) -> bool:
@@ -263,7 +271,7 @@ class LiveSource:
                     claim_id=claim_id,
                     first_serial=puller.num_claims,
                     source_busy_s=self._stepper.remaining_s,
-                    kv_apart=puller.can_take_kv_apart(puller.num_claims + len(self.handed_over.handed)),
+                    kv_apart=puller.can_take_kv_apart(puller.num_claims + len(self.handed_over.queue.handed)),
                 ),
                 Dissolved,
             )
@@ -271,7 +279,7 @@ class LiveSource:
             self.record.target_runs = answer.layer_runs
             self._taken_by_target((*answer.finished, *answer.kept))
         for given in answer.given:
-            if given.first_layer and given.batch_id in self.handed_over.handed:
+            if given.first_layer and given.batch_id in self.handed_over.queue.handed:
                 claim = f"{claim_id}/{given.batch_id}"
                 apart = answer.kv_apart
                 await puller.receive(given.batch_id, given.first_layer, claim, given.serial, kv_apart=apart)
@@ -294,7 +302,7 @@ class LiveSource:
         if self.life.state is PairState.FAILED:
             raise Conflict(f"pair {self.assignment.pair_id} has failed here: {self._failure}")
         self._taken_by_target(message.batch_ids)
-        if self.handed_over.backlog:
+        if self.handed_over.queue.backlog:
             self._arrivals.set()  # the target has capacity now
         if message.loaded and not self.target_loaded:
             self.target_loaded = True
@@ -305,8 +313,7 @@ class LiveSource:
         return self.target_loaded and self.assignment.policy != "zigzag" and not self.life.ended
 
     def _taken_by_target(self, batch_ids: Iterable[str]) -> None:
-        handed = self.handed_over.handed
-        batches = [handed.pop(i) for i in batch_ids if i in handed]
+        batches = self.handed_over.queue.taken_by_target(batch_ids)
         for batch in batches:
             self.record.done(batch, first_layer=self._num_layers, num_layers=self._num_layers, at_s=time.time())
         sequences = [s for batch in batches for s in batch.sequences]

@@ -11,61 +11,34 @@ steps; other threads look at and change the queue under ``lock``, between two la
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 
+from services.worker.core.live.batch import PromptBatch
+from services.worker.core.live.source_work import Kv, SourceRun, SourceWork
+from services.worker.core.live.target_work import TargetRun, TargetWork
 from services.worker.core.scheduling.schedule import Sampled
 from services.worker.core.scheduling.sequence import Sequence
-from services.worker.engine.base import Activation
+from services.worker.engine.base import Activation, Batch, Slice
 from services.worker.engine.loop import EngineLoop, StepOutput
-from services.worker.live.batch import PromptBatch
 from services.worker.live.report import Timeline
 from shared.transport.base import Buffer
-from shared.zigzag.batch import ENDED, State
-from shared.zigzag.queue import Claim, Layer, Queue
 
 log = logging.getLogger(__name__)
 
 
-class Kv(Enum):
-    """Of the layers of a batch that ran at the target."""
-
-    HERE = "here"
-    COMING = "coming"
-    """Its blocks are written."""
-    LOST = "lost"
-
-
 @dataclass(slots=True, eq=False)
-class SourceBatch:
-    """A batch whose sequences have blocks here. ``hidden``: as of ``first_layer``, if that is not 0."""
+class SourceBatch(SourceRun):
+    """A batch of the source, with what its engine has of it. Changed on the engine's thread only."""
 
-    batch: PromptBatch
-    first_layer: int = 0
     hidden: Buffer = None
-    kv_direct: bool = False
-    """KV of the layers before leaves the target for the decode instances; that of the others leaves from here."""
-    kv: Kv = field(init=False)
-    """Changed on the engine's thread only, like all that follows."""
-    next_layer: int = field(init=False)
-    next_token: int = field(init=False, default=0)
-    """Of the next layer: those before it have run."""
+    """As of ``first_layer``, if that is not 0."""
     activation: Activation = field(init=False, default=None)
     broken: Exception | None = field(init=False, default=None)
     """It cannot be resumed."""
-    busy_s: float = field(init=False, default=0.0)
-    has_failed: bool = field(init=False, default=False)
-    """The engine cannot run it: its requests are computed in ordinary steps."""
-
-    def __post_init__(self) -> None:
-        self.kv = Kv.COMING if self.first_layer else Kv.HERE
-        self.next_layer = self.first_layer
 
 
 class SourceStepper:
@@ -90,7 +63,9 @@ class SourceStepper:
         """``on_token``: a request of a batch whose KV leaves from both members has its first token. ``has_room()``:
         asked on the engine's thread, whether the batch that probably comes fits."""
         self._loop = loop
-        self._runs: deque[SourceBatch] = deque()
+        self._work: SourceWork[SourceBatch] = SourceWork(
+            loop.engine.num_layers, loop.scheduler.config.prefill_chunk_tokens
+        )
         self._on_done = on_done
         self._on_free = on_free
         self._on_token = on_token
@@ -103,57 +78,39 @@ class SourceStepper:
 
     @property
     def ready(self) -> bool:
-        return bool(self._runs)
+        return bool(self._work)
 
     @property
     def remaining_s(self) -> float:
         """Expected seconds until the batches here are done."""
-        num_layers = self._loop.engine.num_layers
-        return sum(run.batch.layer_s * (num_layers - run.next_layer) for run in list(self._runs))
+        return self._work.remaining_s
 
     @property
     def is_free(self) -> bool:
-        """No prefill is unfinished here, or none for longer than ``lead_s``, and there is room for more."""
-        if self._loop.scheduler.has_prefill or (self._runs and self.remaining_s > self.lead_s):
-            return False
-        return self._has_room()
+        """Another batch may be asked for: there is nothing else to run soon, and room for more."""
+        return self._work.is_free(self._loop.scheduler, self.lead_s) and self._has_room()
 
     def start(self, pulled: SourceBatch) -> None:
         """Run the rest of a batch, after those that are here already. If it has a ``first_layer``, its KV may be
         imported as soon as this returns, and ``kv_over`` must follow."""
-        now_s = time.monotonic()
-        for sequence in pulled.batch.sequences:
-            sequence.first_scheduled_s = sequence.first_scheduled_s or now_s
         if pulled.first_layer and not pulled.batch.ended:
             try:
                 pulled.activation = self._loop.engine.resume(
-                    pulled.batch.as_engine_batch(), pulled.hidden, next_layer=pulled.first_layer
+                    engine_batch(pulled.batch), pulled.hidden, next_layer=pulled.first_layer
                 )
             except Exception as error:  # noqa: BLE001 - whatever it is, the batch ends with it in its turn
                 pulled.broken = error
-        self._runs.append(pulled)
+        self._work.begin(pulled, time.monotonic())
 
     def kv_over(self, pulled: SourceBatch, *, is_here: bool) -> None:
         """The KV of a batch is whole, or will not come. Its blocks are not written any more."""
-        pulled.kv = Kv.HERE if is_here else Kv.LOST
-        if pulled not in self._runs:
-            self._join(pulled)
-
-    def _join(self, pulled: SourceBatch) -> None:
-        """Both are over, its layers here and its KV."""
-        scheduler, sequences = self._loop.scheduler, pulled.batch.sequences
-        if pulled.has_failed:
-            scheduler.reservations.compute_here(sequences)
-        elif pulled.kv is Kv.HERE:
-            scheduler.reservations.kv_arrived(sequences)
-        else:
-            scheduler.reservations.kv_lost(sequences)
+        self._work.kv_over(pulled, self._loop.scheduler, is_here=is_here)
 
     def step(self) -> StepOutput | None:
         """One layer of the first batch, or a part of one; after the last one its first tokens."""
-        if not self._runs:
+        pulled = self._work.first
+        if pulled is None:
             return None
-        pulled = self._runs[0]
         batch, loop = pulled.batch, self._loop
         if batch.ended:
             return self._done(pulled, StepOutput(()))
@@ -191,15 +148,15 @@ class SourceStepper:
         if pulled.broken is not None:
             raise pulled.broken
         if pulled.activation is None:
-            pulled.activation = engine.embed(batch.as_engine_batch())
-        pulled.next_token = run_part(self._loop, batch, pulled.activation, pulled.next_layer, pulled.next_token)
-        if pulled.next_token:
+            pulled.activation = engine.embed(engine_batch(batch))
+        begin, end = self._work.next_part(pulled)
+        engine.run_part(pulled.activation, pulled.next_layer, begin, end)
+        if not self._work.ran(pulled, end):
             return None
-        pulled.next_layer += 1
         self.ran_layer()
         if pulled.kv_direct or pulled.kv is Kv.HERE:
             tell_layers(self._loop, batch, pulled.next_layer)
-        if pulled.next_layer < engine.num_layers:
+        if not self._work.is_through(pulled):
             return None
         output = finish(self._loop, batch, pulled.activation, kv_here=pulled.kv is Kv.HERE)
         if pulled.kv_direct:
@@ -209,27 +166,19 @@ class SourceStepper:
         return output
 
     def _done(self, pulled: SourceBatch, output: StepOutput) -> StepOutput:
-        self._runs.popleft()
         pulled.activation = None  # it is large, and the batch's KV may still be on its way
-        scheduler = self._loop.scheduler
-        if pulled.kv is Kv.HERE and not pulled.has_failed:
-            scheduler.reservations.release([s for s in pulled.batch.sequences if s.finished])
-        elif pulled.kv is not Kv.COMING:
-            self._join(pulled)
+        self._work.done(pulled, self._loop.scheduler)
         self._on_done(pulled)
         return output
 
 
 @dataclass(slots=True)
-class TargetBatch:
-    """A batch at the target. Its sequences hold blocks here."""
+class TargetBatch(TargetRun):
+    """A batch of the target, with what its engine has of it."""
 
-    batch: PromptBatch
-    hidden: Buffer
+    hidden: Buffer = None
     """As the source embedded them, until the first layer is begun."""
     activation: Activation = None
-    next_token: int = 0
-    """Of the layer that it is inside of: those before it have run."""
     is_sent: bool = False
     """Once pulled, its hidden states are on their way, or there."""
     kv_sent: set[int] = field(default_factory=set)
@@ -244,7 +193,7 @@ class TargetStepper:
     def __init__(
         self,
         loop: EngineLoop,
-        queue: Queue,
+        work: TargetWork[TargetBatch],
         *,
         decode_interval_s: float,
         start_at_s: float,
@@ -255,24 +204,15 @@ class TargetStepper:
         """``on_layer()``: a layer has ended; ``on_finished``: a batch has, and its requests decode here;
         ``on_broken``: the engine could not run a layer, this runs no more."""
         self._loop = loop
-        self.queue = queue
         self.lock = threading.Lock()
-        self.batches: dict[str, TargetBatch] = {}
+        self.work = work
         """Under ``lock``."""
         self.decode_interval_s = decode_interval_s
         self.layers = Timeline(start_at_s)
         self._on_layer = on_layer
         self._on_finished = on_finished
         self._on_broken = on_broken
-        self.finished: list[str] = []
-        """Batches that ended here, in order. Under ``lock``."""
-        self.wanted = ""
-        """The claim id of a pull that waits: the batch is its as soon as a layer ends, before another one is begun.
-        Under ``lock``."""
-        self._inside: Layer | None = None
-        """Begun, with parts that are left. On the engine's thread."""
         self._maybe = False
-        self._closed = False
 
     @property
     def ready(self) -> bool:
@@ -280,97 +220,86 @@ class TargetStepper:
 
     @property
     def num_requests(self) -> int:
-        return sum(len(held.batch.sequences) for held in list(self.batches.values()))
+        return sum(len(held.batch.sequences) for held in list(self.work.batches.values()))
 
     @property
     def queued(self) -> tuple[int, int]:
         """Kept batches are the target's own; before the pair dissolves, all are the source's."""
-        kept = [held.batch for held in list(self.batches.values())] if self.queue.dissolved else []
+        work = self.work
+        kept = [held.batch for held in list(work.batches.values())] if work.queue.dissolved else []
         return sum(len(b.sequences) for b in kept), sum(b.num_tokens for b in kept)
-
-    @property
-    def is_inside(self) -> bool:
-        """A batch is inside a layer between two steps. On the engine's thread."""
-        return self._inside is not None
 
     def changed(self) -> None:
         """The queue did; there may be a layer to run. Under ``lock``; the caller wakes the engine."""
-        self._maybe = not self._closed
+        self._maybe = not self.work.closed
 
     def close(self) -> list[PromptBatch]:
         """Run nothing more and free all blocks. Between two steps. Returns what was here."""
         with self.lock:
-            self._closed, self._maybe, self._inside = True, False, None
-            batches = [held.batch for held in self.batches.values()]
-            self.batches.clear()
-        for batch in batches:
-            self._loop.scheduler.reservations.release(batch.sequences)
-        return batches
+            self._maybe = False
+            batches = self.work.close()
+        return self._free(batches)
 
     def drop(self, batch_ids: tuple[str, ...]) -> list[PromptBatch]:
         """Free the blocks of batches that are the source's now. Between two steps or layers."""
         with self.lock:
-            batches = [self.batches.pop(i).batch for i in batch_ids if i in self.batches]
+            batches = self.work.drop(batch_ids)
+        return self._free(batches)
+
+    def _free(self, batches: list[PromptBatch]) -> list[PromptBatch]:
         for batch in batches:
             self._loop.scheduler.reservations.release(batch.sequences)
         return batches
 
     def step(self) -> StepOutput | None:
         with self.lock:
-            layer = None if self._closed else self._inside or self.queue.next_for_target()
-            if layer is None:
+            held, layer = self.work.next(), self.work.inside
+            if held is None or layer is None:
                 self._maybe = False
                 return None
-            self._inside = layer
-            held = self.batches[layer.batch_id]
-            is_wanted = self.queue.batch(layer.batch_id).state is not State.STOPPING
+            is_wanted = self.work.is_wanted
         started_s = time.monotonic()
         output = StepOutput(())
         try:
-            if is_wanted:
-                self._run(held, layer)
-            if not is_wanted or not held.next_token:
-                self._inside, held.next_token = None, 0
-                output = self._end(held, layer, is_wanted)
+            if not is_wanted or self._run(held, layer.layer):
+                output = self._end(held, layer.layer, is_wanted)
         except Exception as error:  # an engine may raise anything; the source computes these batches then
             log.exception("layer %d of batch %s failed", layer.layer, layer.batch_id)
             with self.lock:
-                self._closed, self._maybe, self._inside = True, False, None
+                self._maybe = False
+                self.work.halt()
             self._on_broken(error)
             return StepOutput(())
         self._loop.busy(time.monotonic() - started_s)
         return output
 
-    def _run(self, held: TargetBatch, layer: Layer) -> None:
+    def _run(self, held: TargetBatch, layer: int) -> bool:
+        """A part of the layer; whether it was the last one."""
         engine = self._loop.engine
         if held.activation is None:
-            held.activation = engine.resume(held.batch.as_engine_batch(), held.hidden, next_layer=0)
+            held.activation = engine.resume(engine_batch(held.batch), held.hidden, next_layer=0)
             held.hidden = None
             tell_layers(self._loop, held.batch, 0)
-        held.next_token = run_part(self._loop, held.batch, held.activation, layer.layer, held.next_token)
-        if not held.next_token:
-            self.ran_layer()
-            tell_layers(self._loop, held.batch, layer.layer + 1)
+        begin, end = self.work.next_part(held)
+        engine.run_part(held.activation, layer, begin, end)
+        if not self.work.ran(held, end):
+            return False
+        self.ran_layer()
+        tell_layers(self._loop, held.batch, layer + 1)
+        return True
 
-    def _end(self, held: TargetBatch, layer: Layer, ran: bool) -> StepOutput:
+    def _end(self, held: TargetBatch, layer: int, ran: bool) -> StepOutput:
         """``ran``: the whole layer; else it was given up, because the batch was cancelled."""
         output = StepOutput(())
-        adopts = ran and layer.layer + 1 == self.queue.num_layers
+        adopts = ran and layer + 1 == self._loop.engine.num_layers
         if adopts:
             # Before the queue knows: the next look must find the requests in one place or the other.
             output = finish(self._loop, held.batch, held.activation)
         with self.lock:
-            finished = self.queue.layer_done(layer.batch_id)
-            ended = self.queue.batch(layer.batch_id).state in ENDED
-            if ended:
-                self.batches.pop(layer.batch_id, None)
-            if finished:
-                self.finished.append(layer.batch_id)
-            if self.wanted and isinstance(self.queue.pull(self.wanted), Claim):
-                self.wanted = ""  # the source asks again, and gets the same answer
-        if ended and not adopts:  # cancelled while it ran
+            end = self.work.end_layer(held)
+        if end.ended and not adopts:  # cancelled while it ran
             self._loop.scheduler.reservations.release(held.batch.sequences)
-        if finished:
+        if end.finished:
             self._on_finished(held.batch)
         self._on_layer()
         return output
@@ -382,11 +311,9 @@ class TargetStepper:
         """Only a source asks for its tokens."""
 
 
-def run_part(loop: EngineLoop, batch: PromptBatch, activation: Activation, layer: int, begin: int) -> int:
-    """Run a layer from token ``begin`` on, of a long batch a part; where to go on, 0 once the layer has run."""
-    end = batch.part_from(begin, loop.scheduler.config.prefill_chunk_tokens)
-    loop.engine.run_part(activation, layer, begin, end)
-    return 0 if end == batch.num_tokens else end
+def engine_batch(batch: PromptBatch) -> Batch:
+    """For an engine whose blocks the sequences hold."""
+    return Batch(tuple(Slice(s.id, tuple(s.tokens), 0, s.block_table, sample=True) for s in batch.sequences))
 
 
 def tell_layers(loop: EngineLoop, batch: PromptBatch, num_layers: int) -> None:
@@ -403,7 +330,5 @@ def finish(loop: EngineLoop, batch: PromptBatch, activation: Activation, *, kv_h
     ``kv_here`` false once their KV is whole."""
     engine = loop.engine
     sampled = engine.sample(engine.head(activation), batch.sequences)
-    now_s = time.monotonic()
-    adopt = functools.partial(loop.scheduler.reservations.adopt, now_s=now_s, kv_here=kv_here)
-    outputs = [adopt(s, token) for s, token in zip(batch.sequences, sampled, strict=True)]
-    return StepOutput(tuple(o for o in outputs if o is not None), num_prefill_tokens=batch.num_tokens)
+    outputs = batch.adopt(loop.scheduler.reservations, sampled, time.monotonic(), kv_here=kv_here)
+    return StepOutput(outputs, num_prefill_tokens=batch.num_tokens)

@@ -12,16 +12,16 @@ import logging
 import time
 from collections.abc import Callable
 
+from services.worker.core.live.batch import PromptBatch
 from services.worker.core.live.pair import PairLife, PairState
+from services.worker.core.live.target_work import TargetWork
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.engine.loop import EngineLoop, StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
 from services.worker.link import ASK_TIMEOUT_S
-from services.worker.live.batch import PromptBatch
-from services.worker.live.gates import Gates
 from services.worker.live.links import LinkToSource
-from services.worker.live.steppers import TargetStepper
+from services.worker.live.steppers import TargetBatch, TargetStepper
 from services.worker.live.target_batches import TargetBatches
 from services.worker.live.tensors import Tensors
 from services.worker.requests.inbox import Inbox
@@ -41,7 +41,6 @@ from shared.messages.live import (
     Settle,
     ZigzagAssignment,
 )
-from shared.zigzag.queue import Policy, Queue
 
 log = logging.getLogger(__name__)
 
@@ -80,19 +79,18 @@ class LiveTarget:
         """That this one is loaded, or the pair has ended."""
         self._failure = ""
         self._tasks = OwnedTasks(lambda error: self._fail_soon(f"{type(error).__name__}: {error}"))
-        self._queue = Queue(instance.layout.num_layers, Policy(assignment.policy))
+        num_layers, part_tokens = instance.layout.num_layers, instance.scheduler.prefill_chunk_tokens
+        self._work: TargetWork[TargetBatch] = TargetWork(num_layers, part_tokens, assignment)
         self.stepper = TargetStepper(
             instance.engine.loop,
-            self._queue,
+            self._work,
             decode_interval_s=assignment.slo_tbt_s / 2,
             start_at_s=time.time(),
             on_layer=self._from_engine(self._changed.fire),
             on_finished=self._from_engine(self._finished),
             on_broken=self._from_engine(self._engine_failed),
         )
-        self.batches = TargetBatches(
-            instance, self._queue, self.stepper, Gates(assignment), tensors, inbox, kv_sender, self._changed
-        )
+        self.batches = TargetBatches(instance, self._work, self.stepper, tensors, inbox, kv_sender, self._changed)
 
     def begin(self) -> None:
         """The offer is accepted: hand-overs may come."""
@@ -179,16 +177,10 @@ class LiveTarget:
     def _share(self, message: Dissolve) -> Dissolved | None:
         """Between two steps; None while a batch is inside a layer that only the source could go on from."""
         with self.stepper.lock:
-            if self.stepper.is_inside and not self._queue.loaded:
-                return None
-            # The source has what it pulled before it asks for this.
-            for claim in self._queue.open_claims():
-                self._queue.confirm(claim.claim_id)
-            shares = self._queue.dissolve(message.claim_id, source_busy=message.source_busy_s)
-            for claim in shares.given:
-                if not (message.kv_apart and claim.first_layer):
-                    self._queue.confirm(claim.claim_id)
-            finished = tuple(self.stepper.finished)
+            shares = self._work.share(message.claim_id, message.source_busy_s, kv_apart=message.kv_apart)
+            finished = tuple(self._work.finished)
+        if shares is None:
+            return None
         return Dissolved(
             kept=shares.kept,
             given=tuple(
@@ -204,15 +196,15 @@ class LiveTarget:
         """Send what was begun of the given batches, free all that are the source's, wait for the end of the kept."""
         try:
             await self._send_given(shares)
-            await self._changed.until(lambda: not self.stepper.batches)
+            await self._changed.until(lambda: not self._work.batches)
         finally:
             await self._detach()
 
     async def _send_given(self, shares: Dissolved) -> None:
         begun = [
-            (self.stepper.batches[g.batch_id], g)
+            (self._work.batches[g.batch_id], g)
             for g in shares.given
-            if g.first_layer and g.batch_id in self.stepper.batches
+            if g.first_layer and g.batch_id in self._work.batches
         ]
         await self._drop_all_but({*shares.finished, *(given.batch_id for _, given in begun)})
         apart = shares.kv_apart
@@ -220,7 +212,7 @@ class LiveTarget:
         for failure in await asyncio.gather(*sends, return_exceptions=True):
             if failure is not None:
                 log.error("a batch was not handed back: the source computes it", exc_info=failure)
-        while self._queue.open_claims() and not self._link.why_lost():
+        while self._work.queue.open_claims() and not self._link.why_lost():
             await self._changed.wait(LOOK_S)
         await self._drop_all_but(set(shares.finished))
 
@@ -233,7 +225,7 @@ class LiveTarget:
         info = ErrorInfo.of(error)
 
         def abandon(loop: EngineLoop) -> StepOutput:
-            batches = [held.batch for held in self.stepper.batches.values()]
+            batches = [held.batch for held in self._work.batches.values()]
             kept = [s for b in batches if b.batch_id not in self.batches.not_taken for s in b.sequences]
             outputs = []
             if self.batches.loaded:
@@ -255,7 +247,7 @@ class LiveTarget:
     def layers_ready(self) -> None:
         """A layer more is loaded, or everything."""
         copy = self.instance.copy
-        self.batches.set_layers_ready(min(copy.layers_ready, self._queue.num_layers - 1))
+        self.batches.set_layers_ready(copy.layers_ready)
         if copy.complete and not self.batches.loaded:
             self.batches.loaded = True
             self._changed.fire()
@@ -266,7 +258,7 @@ class LiveTarget:
         """The source has to know before that this one finishes batches: should the two lose each other, it must not
         compute what may be finished here."""
         if await self._link.tell_taken(loaded=True):
-            self.batches.set_layers_ready(self._queue.num_layers)
+            self.batches.set_layers_ready(self.instance.layout.num_layers, complete=True)
         self._source_knows.set()
 
     def cancel(self, request_id: str, attempt: int) -> None:
@@ -331,7 +323,7 @@ class LiveTarget:
         await self._detach()
 
     def _engine_failed(self, error: Exception) -> None:
-        if self._queue.dissolved:
+        if self._work.queue.dissolved:
             # What was kept is the target's alone, even if the source does not know yet.
             self._tasks.start(self._abandon_kept(Unavailable(f"the engine failed: {type(error).__name__}: {error}")))
         else:

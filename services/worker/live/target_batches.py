@@ -14,19 +14,19 @@ import math
 import time
 from collections.abc import Callable, Iterable
 
+from services.worker.core.live.batch import PromptBatch
+from services.worker.core.live.target_work import TargetWork
 from services.worker.core.scheduling.sequence import Sequence
 from services.worker.engine.loop import EngineLoop
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
-from services.worker.live.batch import PromptBatch
-from services.worker.live.gates import Gates
 from services.worker.live.steppers import TargetBatch, TargetStepper
 from services.worker.live.tensors import Kind, Tensors
 from services.worker.requests.inbox import Inbox
 from shared.aio import Wakeup
 from shared.errors import BadRequest, BlitzError, Conflict, Overloaded
 from shared.messages.live import Gate, HandOver, Pull, Pulled, PullKv
-from shared.zigzag.queue import Claim, Policy, Queue, Wait
+from shared.zigzag.queue import Claim
 
 log = logging.getLogger(__name__)
 
@@ -37,19 +37,17 @@ class TargetBatches:
     def __init__(
         self,
         instance: Instance,
-        queue: Queue,
+        work: TargetWork[TargetBatch],
         stepper: TargetStepper,
-        gates: Gates,
         tensors: Tensors,
         inbox: Inbox,
         kv_sender: KvSender,
         changed: Wakeup,
     ) -> None:
-        """``changed`` fires when the queue did."""
+        """``work``: what the stepper runs. ``changed`` fires when the queue did."""
         self._instance = instance
-        self._queue = queue
+        self._work = work
         self._stepper = stepper
-        self._gates = gates
         self._tensors = tensors
         self._inbox = inbox
         self._kv_sender = kv_sender
@@ -71,7 +69,7 @@ class TargetBatches:
     def finished_ids(self) -> tuple[str, ...]:
         """Batches that were finished here."""
         with self._stepper.lock:
-            return tuple(self._stepper.finished)
+            return tuple(self._work.finished)
 
     # --- hand-over ---------------------------------------------------------------------------
 
@@ -101,14 +99,12 @@ class TargetBatches:
         if not await asyncio.wrap_future(reserve):
             self._known.discard(batch.batch_id)
             raise Overloaded(f"no capacity for {batch.num_tokens} tokens of KV now")
-        held = TargetBatch(batch, None)
+        held = TargetBatch(batch)
         with self._stepper.lock:
-            if self.closed or self._queue.dissolved:
+            if self.closed or self._work.queue.dissolved:
                 engine.call(lambda loop: loop.scheduler.reservations.release(sequences), between_layers=True)
                 raise Conflict(f"pair {message.pair_id} is over")
-            self._stepper.batches[batch.batch_id] = held
-            self._queue.add(batch.batch_id, message.layer_s, behind_seal=message.behind_seal, absent=True)
-            self._gates.added(self._queue, batch.batch_id)
+            self._work.add(held, behind_seal=message.behind_seal)
         self.not_taken[batch.batch_id] = batch
         self._inbox.host(message.requests)
         self._changed.fire()
@@ -129,15 +125,10 @@ class TargetBatches:
             tokens = batch.token_ids()
             held.hidden = await asyncio.wrap_future(engine.call(lambda loop: loop.engine.embed_tokens(tokens)))
         with self._stepper.lock:
-            self._queue.arrived(batch.batch_id)
+            self._work.queue.arrived(batch.batch_id)
         self.look_again()
 
     # --- pulls -------------------------------------------------------------------------------
-
-    @property
-    def can_dissolve(self) -> bool:
-        """Cooperation has nothing left to gain. The baselines have none once everything is loaded."""
-        return self._queue.can_dissolve if self._queue.policy is Policy.ZIGZAG else self._queue.loaded
 
     async def pull(self, message: Pull, check: Callable[[], None]) -> Claim | None:
         """Claim the earliest batch for the source; waits up to ``wait_s`` for one that it may have. ``send_pulled``
@@ -147,13 +138,11 @@ class TargetBatches:
             check()
             left_s = deadline_s - time.monotonic()
             with self._stepper.lock:
-                over = self._queue.dissolved or self.can_dissolve
-                found = None if over else self._queue.pull(message.claim_id)
-                # The engine would begin the next layer before this had a chance to look. Once no pull waits, it must
-                # not grant a claim any more, which the source would not take.
-                self._stepper.wanted = message.claim_id if isinstance(found, Wait) and left_s > 0 else ""
-            if isinstance(found, Claim):
-                return found
+                over = self._work.is_over
+                # The engine would begin the next layer before this had a chance to look: it grants what waits.
+                claim = self._work.pull(message.claim_id, waits=left_s > 0)
+            if claim is not None:
+                return claim
             if over or left_s <= 0:
                 return None
             await self._changed.wait(left_s)
@@ -161,7 +150,7 @@ class TargetBatches:
     def goes_direct(self, claim: Claim, *, wanted: bool) -> bool:
         """Whether the KV of what was run of a claimed batch leaves here for the decode instances. Settled by the first
         answer; if not, it waits here for the source alone."""
-        held = self._stepper.batches.get(claim.batch_id)
+        held = self._work.batches.get(claim.batch_id)
         if held is None:
             return False
         if held.kv_direct is None:
@@ -175,16 +164,16 @@ class TargetBatches:
         return Pulled(
             batch_id="" if claim is None else claim.batch_id,
             first_layer=0 if claim is None else claim.first_layer,
-            layers_ready=self._queue.layers_ready,
+            layers_ready=self._work.queue.layers_ready,
             loaded=self.loaded,
-            can_dissolve=claim is None and self.can_dissolve,
+            can_dissolve=claim is None and self._work.can_dissolve,
             kv_apart=kv_apart,
             kv_direct=kv_direct,
         )
 
     async def send_pulled(self, claim: Claim, serial: int, *, kv_apart: bool) -> None:
         """Send what was computed of a claimed batch, once; the source has the rest."""
-        held = self._stepper.batches.get(claim.batch_id)
+        held = self._work.batches.get(claim.batch_id)
         if claim.first_layer and held is not None and not held.is_sent:
             held.is_sent = True
             await self.send(held, claim.first_layer, serial, kv_apart=kv_apart)
@@ -210,8 +199,7 @@ class TargetBatches:
         Raises ``Conflict`` unless the batch is here and the source's, ``BadRequest`` for layers that were not run.
         """
         with self._stepper.lock:
-            held = self._stepper.batches.get(message.batch_id)
-            claim = next((c for c in self._queue.open_claims() if c.batch_id == message.batch_id), None)
+            held, claim = self._work.batches.get(message.batch_id), self._work.claim_of(message.batch_id)
         if held is None or claim is None:
             raise Conflict(f"batch {message.batch_id!r} is not the source's to pull, or settled")
         if not 0 <= message.first_layer < message.last_layer <= claim.first_layer:
@@ -241,16 +229,13 @@ class TargetBatches:
 
     def _is_held(self, held: TargetBatch) -> bool:
         with self._stepper.lock:
-            return self._stepper.batches.get(held.batch.batch_id) is held
+            return self._work.batches.get(held.batch.batch_id) is held
 
     async def settle(self, claim_ids: Iterable[str]) -> None:
         """The source has these: they are free here. Unknown and settled claims are ignored."""
         with self._stepper.lock:
-            claims = {claim.claim_id: claim for claim in self._queue.open_claims()}
-            settled = [claims[i] for i in claim_ids if i in claims]
-            for claim in settled:
-                self._queue.confirm(claim.claim_id)
-        await self.drop([claim.batch_id for claim in settled])
+            settled = self._work.settle(set(claim_ids))
+        await self.drop(settled)
 
     # --- dropping ----------------------------------------------------------------------------
 
@@ -269,7 +254,7 @@ class TargetBatches:
     async def cancel(self, is_gone: Callable[[Sequence], bool]) -> None:
         """The requests of which ``is_gone`` says so are not wanted any more."""
         with self._stepper.lock:
-            batches = {id(b): b for b in (*self.not_taken.values(), *(h.batch for h in self._stepper.batches.values()))}
+            batches = {id(b): b for b in (*self.not_taken.values(), *(h.batch for h in self._work.batches.values()))}
         gone = [(b, s) for b in batches.values() for s in b.sequences if is_gone(s)]
         if not gone:
             return
@@ -284,17 +269,9 @@ class TargetBatches:
 
         await asyncio.wrap_future(self._instance.engine.call(end, between_layers=True))
         ended = {batch.batch_id: batch for batch, _ in gone if batch.ended}
-        await self.drop([batch_id for batch_id, batch in ended.items() if self._cancel(batch)])
-
-    def _cancel(self, batch: PromptBatch) -> bool:
-        """Whether its blocks are free now. Else the engine drops it at the layer's end, or the source settles it."""
         with self._stepper.lock:
-            if batch.batch_id not in self._stepper.batches:
-                return False
-            if any(claim.batch_id == batch.batch_id for claim in self._queue.open_claims()):
-                return False
-            self._queue.cancel(batch.batch_id)
-            return not self._queue.batch(batch.batch_id).in_layer
+            free = [batch_id for batch_id in ended if self._work.cancel(batch_id)]
+        await self.drop(free)
 
     async def close(self) -> None:
         """Drop everything that is not taken. Between two steps, so that none is inside a layer."""
@@ -309,24 +286,22 @@ class TargetBatches:
 
     # --- what happens to them ------------------------------------------------------------------
 
-    def set_layers_ready(self, layers_ready: int) -> None:
-        """More is loaded. The last layer counts when everything is, for the head comes after it, and the source knows
-        of it."""
+    def set_layers_ready(self, layers_ready: int, *, complete: bool = False) -> None:
+        """More is loaded. ``complete``: everything is, and the source knows of it."""
         with self._stepper.lock:
-            self._queue.set_layers_ready(layers_ready)
+            self._work.set_layers_ready(layers_ready, complete=complete)
         self.look_again()
 
     def set_gates(self, gates: tuple[Gate, ...]) -> None:
         """A split was computed: hold both sides to it."""
         with self._stepper.lock:
-            if not self._queue.dissolved and not self._queue.loaded:
-                self._gates.set(self._queue, gates)
+            self._work.set_gates(gates)
         self.look_again()
 
     def lapse_if_late(self, now_s: float) -> bool:
         """Whether the split was dropped now, because layers are late."""
         with self._stepper.lock:
-            lapsed = self._gates.lapse_if_late(self._queue, now_s)
+            lapsed = self._work.gates.lapse_if_late(self._work.queue, now_s)
         if lapsed:
             self.look_again()
         return lapsed

@@ -234,7 +234,7 @@ async def test_a_split_that_is_over_before_the_source_has_room_for_it_is_settled
                 return
             source = burst.source.service.parts.pair_roles.source
             assert source is not None
-            gone.extend(s.request_id for s in source.handed_over.handed[batch_id].sequences)
+            gone.extend(s.request_id for s in source.handed_over.queue.handed[batch_id].sequences)
             await asyncio.gather(over(self), receive(self, batch_id, *of, kv_direct=True, **how))
 
         monkeypatch.setattr(Puller, "receive", receive_late)

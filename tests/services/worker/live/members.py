@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from services.worker.core.live.batch import PromptBatch
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.sequence import Sequence as Request
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.mock.engine import MockActivation, MockEngine
 from services.worker.engine.mock.tokens import next_token
-from services.worker.live.batch import PromptBatch
 from shared.messages.generation import SamplingParams, StreamPart
 from shared.messages.live import ZigzagAssignment
 from shared.messages.scaling import ChainMember

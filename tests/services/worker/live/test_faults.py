@@ -220,7 +220,7 @@ async def test_a_loaded_target_that_is_cut_off_leaves_no_attempt_with_two_owners
         await burst.start(delay_s=0.01, max_tokens=3)
         source = await burst.live_source()
         await eventually(lambda: source.target_loaded)
-        assert len(source.handed_over.handed) > 2
+        assert len(source.handed_over.queue.handed) > 2
         burst.target.bus.go_down()  # it computes on, and nobody can ask it what
         assert (await _report(cluster)).outcome == "failed"
         burst.target.bus.go_up()
@@ -270,7 +270,7 @@ async def test_a_target_finishes_nothing_before_the_source_knows_that_it_can(
         assert target is not None
         assert target.batches.loaded
         await eventually(lambda: not target.stepper.ready)  # all that may be run was
-        assert target.stepper.finished == []
+        assert target.stepper.work.finished == []
         deaf = False
         await burst.ends()
         await burst.clean()

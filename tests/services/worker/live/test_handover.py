@@ -50,12 +50,12 @@ async def test_everything_that_waits_is_handed_over_in_order_with_its_hidden_sta
         source = await _source(ends)
         await source.hand_over()
         assert _handed(ends) == [(name, number) for number, name in enumerate(NAMES)]
-        assert source.handed.num_handed == 4
-        assert [b.sequences[0].request_id for b in source.handed.handed.values()] == list(NAMES)
+        assert source.handed.queue.num_handed == 4
+        assert [b.sequences[0].request_id for b in source.handed.queue.handed.values()] == list(NAMES)
         await ends.load(1)
         await ends.ran(4)
-        assert all(source.handed.holds(name, 1) for name in NAMES)
-        assert not source.handed.holds("a", 2)
+        assert all(source.handed.queue.holds(name, 1) for name in NAMES)
+        assert not source.handed.queue.holds("a", 2)
         await source.end()
         await _all_computed_here(ends, source)
 
@@ -78,8 +78,8 @@ async def test_what_the_target_refuses_waits_here_before_what_comes_behind_it(er
         ends.refusals = [error]
         await source.hand_over()
         assert _handed(ends) == [("a", 0)]
-        assert (source.handed.handed, source.handed.num_handed) == ({}, 0)
-        assert [b.sequences[0].request_id for b in source.handed.backlog] == list(NAMES)
+        assert (source.handed.queue.handed, source.handed.queue.num_handed) == ({}, 0)
+        assert [b.sequences[0].request_id for b in source.handed.queue.backlog] == list(NAMES)
         assert ends.target.num_used == 0
         await source.hand_over()
         assert _handed(ends)[1:] == [(name, number) for number, name in enumerate(NAMES)]
@@ -91,10 +91,10 @@ async def test_handing_over_stops_when_it_is_told_to() -> None:
     async with running_ends(batch_tokens=9) as ends:
         source = await _source(ends)
         await source.handed.hand_over(
-            ends.source_tensors, behind_seal=True, until=lambda: source.handed.num_handed == 2
+            ends.source_tensors, behind_seal=True, until=lambda: source.handed.queue.num_handed == 2
         )
         assert _handed(ends) == [("a", 0), ("b", 1)]
-        assert len(source.handed.backlog) == 2
+        assert len(source.handed.queue.backlog) == 2
         await source.end()
         await _all_computed_here(ends, source)
 
@@ -116,7 +116,7 @@ async def test_a_target_that_is_lost_on_the_way_leaves_every_request_here(number
     async with running_ends(batch_tokens=9) as ends:
         source = await _source(ends)
         await source.handed.hand_over(
-            ends.source_tensors, behind_seal=False, until=lambda: source.handed.num_handed == number
+            ends.source_tensors, behind_seal=False, until=lambda: source.handed.queue.num_handed == number
         )
         ends.refusals = [NotFound("no such pair")]
         with pytest.raises(LinkLost):
@@ -161,7 +161,7 @@ async def test_at_the_end_requests_wait_at_their_old_places_before_what_came_lat
     async with running_ends(batch_tokens=9) as ends:
         source = await _source(ends)
         await source.handed.hand_over(
-            ends.source_tensors, behind_seal=False, until=lambda: source.handed.num_handed == 2
+            ends.source_tensors, behind_seal=False, until=lambda: source.handed.queue.num_handed == 2
         )
         await source.member.on_engine(lambda loop: loop.add(request("e", 9)))
         ran_before = len(ends.source.watched.ran)
@@ -176,10 +176,10 @@ async def test_what_the_target_may_own_ends_with_an_error_and_what_it_gave_back_
     async with running_ends(batch_tokens=9) as ends:
         source = await _source(ends)
         await source.handed.hand_over(
-            ends.source_tensors, behind_seal=False, until=lambda: source.handed.num_handed == 3
+            ends.source_tensors, behind_seal=False, until=lambda: source.handed.queue.num_handed == 3
         )
-        first = next(iter(source.handed.handed))
-        source.handed.pulled.add(first)
+        first = next(iter(source.handed.queue.handed))
+        source.handed.queue.pulled.add(first)
         doubt = ErrorInfo(code="unavailable", message="who knows")
         await source.handed.end(doubt)
         await source.handed.end(doubt)

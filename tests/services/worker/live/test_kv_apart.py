@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 import pytest
 
+from services.worker.core.live.batch import PromptBatch
 from services.worker.engine.mock.engine import MockEngine
 from services.worker.engine.mock.settings import MockTiming
 from services.worker.engine.torch_engine import Activation, TorchEngine
 from services.worker.live import pulls
-from services.worker.live.batch import PromptBatch
 from services.worker.live.pulls import Puller
 from services.worker.live.target import LiveTarget
 from services.worker.live.target_batches import TargetBatches
@@ -283,7 +283,7 @@ async def test_the_source_is_stopped_while_the_target_is_inside_a_long_layer(red
         await burst.live_source()
         target = burst.live_target_of(burst.target)
         assert target is not None
-        await eventually(lambda: target.stepper.is_inside)
+        await eventually(lambda: target.stepper.work.inside)
         stop = asyncio.create_task(burst.source.stop())
         await burst.ends()
         await stop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.live.batch import PromptBatch
+from services.worker.core.live.batch import PromptBatch
 from shared.zigzag.batch import State
 from tests.services.worker.live.members import NUM_LAYERS, batch_of, engine_of, expected, request, run_all, tokens_of
 from tests.services.worker.live.test_source_stepper import Source
@@ -74,9 +74,9 @@ def test_the_target_runs_a_part_per_step_and_ends_the_layer_with_the_last() -> N
         assert target.num_layers_ended == 0
         target.loop.step()
         assert engine_of(target.loop).parts[-1] == (0, *part)
-        assert target.work.is_inside == (number < 3)
+        assert (target.work.inside is not None) == (number < 3)
         assert target.queue.batch("a").in_layer == (number < 3)
-    assert target.num_layers_ended == target.work.layers.total == 1
+    assert target.num_layers_ended == target.stepper.layers.total == 1
     target.load(NUM_LAYERS)
     (sequence,) = target.work.batches["a"].batch.sequences
     assert tokens_of(run_all(target.loop)) == {"a": expected(sequence)}
@@ -108,9 +108,9 @@ def test_a_batch_cancelled_between_two_parts_is_given_up_at_the_next_step(layer:
     target.load(NUM_LAYERS)
     for _ in range(3 * layer + 1):
         target.loop.step()
-    assert target.work.is_inside
+    assert target.work.inside
     a.finished = True
-    with target.work.lock:
+    with target.stepper.lock:
         target.queue.cancel("a")
     target.loop.step()
     assert engine_of(target.loop).parts[-1] == (layer, 0, 4), "its other parts are not run"
@@ -126,10 +126,10 @@ def test_closing_between_two_parts_frees_everything() -> None:
     batch = target.take("a", request("a", 11))
     target.load(1)
     target.loop.step()
-    assert target.work.close() == [batch]
-    assert not target.work.is_inside
+    assert target.stepper.close() == [batch]
+    assert not target.work.inside
     assert target.is_empty()
-    assert target.work.step() is None
+    assert target.stepper.step() is None
 
 
 def test_an_engine_error_in_a_later_part_is_told() -> None:
@@ -140,5 +140,5 @@ def test_an_engine_error_in_a_later_part_is_told() -> None:
     engine_of(target.loop).failure = RuntimeError("cuda")
     target.loop.step()
     assert [str(error) for error in target.broken] == ["cuda"]
-    assert not target.work.is_inside
-    assert not target.work.ready
+    assert not target.work.inside
+    assert not target.stepper.ready

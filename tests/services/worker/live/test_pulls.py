@@ -62,7 +62,7 @@ async def test_pulled_after_any_layer_a_batch_gives_the_tokens_of_one_engine(num
         for name, left in (("a", 1), ("b", 0)):
             answer = await source.puller.pull()
             assert (answer.batch_id, answer.first_layer) == (f"pair-{NAMES.index(name)}", num_layers)
-            assert len(source.handed.handed) == left
+            assert len(source.handed.queue.handed) == left
         await _settled(source)
         await eventually(lambda: ends.target.num_used == 0)
         await eventually(lambda: source.done == ["pair-0", "pair-1"])
@@ -147,7 +147,7 @@ async def test_a_pair_lost_while_hidden_states_are_on_their_way_leaves_the_batch
         source = await _handed_over(ends, 2)
         ends.transports[1].tamper = lambda buffer, tag: (buffer, tag ^ 1 << 60)
         pulling = asyncio.create_task(source.puller.pull())
-        await eventually(lambda: source.handed.pulled)
+        await eventually(lambda: source.handed.queue.pulled)
         source.link.lose("the target is gone")
         with pytest.raises(LinkLost, match="the target is gone"):
             await pulling
@@ -186,7 +186,7 @@ async def test_without_room_a_pulled_batch_waits_until_there_is() -> None:
         pulling = asyncio.create_task(source.puller.pull())
         await asyncio.sleep(0.05)
         assert not pulling.done()
-        assert list(source.handed.handed) == ["pair-0", "pair-1"], "still lent: the pair may be lost meanwhile"
+        assert list(source.handed.queue.handed) == ["pair-0", "pair-1"], "still lent: the pair may be lost meanwhile"
         await ends.source.on_engine(lambda loop: loop.scheduler.pool.free(blocks))
         assert await ends.source.on_engine(lambda _: source.handed.has_room())
         source.puller.free.set()
@@ -199,7 +199,7 @@ async def test_what_never_went_there_is_begun_here_first_come_first_served() -> 
     async with running_ends(batch_tokens=9) as ends:
         ends.refusals = [Overloaded("no room")]
         source = await _handed_over(ends)
-        assert [b.batch_id for b in source.handed.backlog] == ["pair-0", "pair-1"]
+        assert [b.batch_id for b in source.handed.queue.backlog] == ["pair-0", "pair-1"]
         assert _asked(ends, HandOver) == 1
         await source.puller.run_from_backlog()
         await eventually(lambda: source.done == ["pair-0"])
@@ -213,9 +213,9 @@ async def test_what_never_went_there_is_begun_here_first_come_first_served() -> 
 async def test_what_a_pull_takes_is_measured_and_is_the_lead_of_the_next() -> None:
     async with running_ends(batch_tokens=9) as ends:
         source = await _handed_over(ends, 2)
-        assert source.puller.pull_s == source.work.lead_s == 0.0
+        assert source.puller.time.pull_s == source.work.lead_s == 0.0
         await source.puller.pull()
-        assert 0 < source.puller.pull_s < 10
-        layer_s = next(iter(source.handed.handed.values())).layer_s
-        assert source.work.lead_s == min(source.puller.pull_s, layer_s)
+        assert 0 < source.puller.time.pull_s < 10
+        layer_s = next(iter(source.handed.queue.handed.values())).layer_s
+        assert source.work.lead_s == min(source.puller.time.pull_s, layer_s)
         await source.end()

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
+from services.worker.core.live.batch import PromptBatch
 from services.worker.core.scheduling.sequence import Sequence
 from services.worker.engine.loop import EngineLoop
-from services.worker.live.batch import PromptBatch
-from services.worker.live.steppers import SourceBatch, SourceStepper
+from services.worker.live.steppers import SourceBatch, SourceStepper, engine_batch
 from shared.errors import EngineBroken, PeerLost
 from shared.transport.base import Buffer
 from tests.services.worker.live.members import (
@@ -57,11 +57,11 @@ class Source:
             target = make_loop()
             there = batch_of(batch.batch_id, *(request(s.request_id, len(s.prompt)) for s in batch.sequences))
             assert target.scheduler.reservations.reserve(there.sequences)
-            activation = target.engine.embed(there.as_engine_batch())
+            activation = target.engine.embed(engine_batch(there))
             target.engine.run_layers(activation, 0, first_layer)
             hidden = target.engine.hidden_states(activation)
             self.kv[batch.batch_id] = target.engine.export_kv(there.block_tables, there.lengths, first_layer)
-        return SourceBatch(batch, first_layer, hidden)
+        return SourceBatch(batch, first_layer, hidden=hidden)
 
     def start(self, batch: PromptBatch, first_layer: int = 0, *, with_kv: bool = True) -> SourceBatch:
         """Pull it and begin it."""
@@ -205,7 +205,7 @@ def test_hidden_states_that_are_not_the_batchs_are_computed_again_and_give_no_ot
     source = Source(request("a", 9))
     wrong = source.pull(batch_of("x", request("z", 9)), 2)
     assert source.loop.scheduler.reservations.reserve(source.lent)
-    pulled = SourceBatch(batch_of("x", *source.lent), 2, wrong.hidden)
+    pulled = SourceBatch(batch_of("x", *source.lent), 2, hidden=wrong.hidden)
     source.work.start(pulled)
     assert run_all(source.loop) == []
     source.work.kv_over(pulled, is_here=False)

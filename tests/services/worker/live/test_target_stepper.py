@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from services.worker.core.live.batch import PromptBatch
+from services.worker.core.live.target_work import TargetWork
 from services.worker.core.scheduling.sequence import Sequence
-from services.worker.live.batch import PromptBatch
-from services.worker.live.steppers import TargetBatch, TargetStepper
+from services.worker.live.steppers import TargetBatch, TargetStepper, engine_batch
 from shared.messages.generation import StreamPart
 from shared.zigzag.batch import State
-from shared.zigzag.queue import Claim, Queue
+from shared.zigzag.queue import Claim
 from tests.services.worker.live.members import (
     NUM_LAYERS,
+    assignment,
     batch_of,
     engine_of,
     expected,
@@ -27,20 +29,22 @@ class Target:
 
     def __init__(self, **changes: int) -> None:
         self.loop = make_loop(**changes)
-        self.queue = Queue(NUM_LAYERS)
+        part_tokens = self.loop.scheduler.config.prefill_chunk_tokens
+        self.work: TargetWork[TargetBatch] = TargetWork(NUM_LAYERS, part_tokens, assignment())
+        self.queue = self.work.queue
         self.num_layers_ended = 0
         self.finished: list[PromptBatch] = []
         self.broken: list[Exception] = []
-        self.work = TargetStepper(
+        self.stepper = TargetStepper(
             self.loop,
-            self.queue,
+            self.work,
             decode_interval_s=1e9,
             start_at_s=0.0,
             on_layer=self._layer,
             on_finished=self.finished.append,
             on_broken=self.broken.append,
         )
-        self.loop.partial = self.work
+        self.loop.partial = self.stepper
 
     def _layer(self) -> None:
         self.num_layers_ended += 1
@@ -49,17 +53,19 @@ class Target:
         """A batch is handed over."""
         batch = batch_of(batch_id, *sequences)
         assert self.loop.scheduler.reservations.reserve(sequences)
-        with self.work.lock:
-            self.work.batches[batch_id] = TargetBatch(batch, self.loop.engine.embed_tokens(batch.token_ids()))
-            self.queue.add(batch_id, batch.layer_s)
-            self.work.changed()
+        with self.stepper.lock:
+            self.work.add(
+                TargetBatch(batch, hidden=self.loop.engine.embed_tokens(batch.token_ids())), behind_seal=False
+            )
+            self.queue.arrived(batch_id)
+            self.stepper.changed()
         return batch
 
     def load(self, layers_ready: int) -> None:
         """So many layers are there."""
-        with self.work.lock:
+        with self.stepper.lock:
             self.queue.set_layers_ready(layers_ready)
-            self.work.changed()
+            self.stepper.changed()
 
     def ran(self) -> list[tuple[int, int]]:
         return engine_of(self.loop).ran
@@ -79,20 +85,20 @@ def test_layers_are_run_in_the_queues_order_as_they_are_loaded() -> None:
     target.load(2)
     run_all(target.loop)
     assert target.ran() == [(5, 0), (9, 0), (5, 1), (9, 1)]
-    assert target.num_layers_ended == target.work.layers.total == 4
+    assert target.num_layers_ended == target.stepper.layers.total == 4
 
 
 def test_each_step_is_one_layer_and_nothing_to_run_is_no_work() -> None:
     target = Target()
-    assert not target.work.ready
+    assert not target.stepper.ready
     target.take("a", request("a", 5))
     target.load(2)
-    assert target.work.ready
+    assert target.stepper.ready
     for count in (1, 2):
         target.loop.step()
         assert len(target.ran()) == count
-    assert target.work.step() is None
-    assert not target.work.ready
+    assert target.stepper.step() is None
+    assert not target.stepper.ready
     assert not target.loop.has_work, "the engine's thread sleeps until the queue changes"
 
 
@@ -129,8 +135,8 @@ def test_what_is_dropped_is_free_and_the_others_go_on(num_layers: int) -> None:
     assert (claim.batch_id, claim.first_layer) == ("a", num_layers)
     assert batch.block_tables[0], "its KV is still to be sent"
     target.queue.confirm("claim")
-    assert target.work.drop(("a", "unknown")) == [batch]
-    assert target.work.drop(("a",)) == []
+    assert target.stepper.drop(("a", "unknown")) == [batch]
+    assert target.stepper.drop(("a",)) == []
     assert batch.sequences[0].block_table == []
     target.load(NUM_LAYERS)
     assert tokens_of(run_all(target.loop)) == {"b": expected(b)}
@@ -146,6 +152,20 @@ def test_what_the_source_has_claimed_is_not_run_here() -> None:
     assert target.ran() == []
 
 
+def test_the_engine_gets_whole_prefixes_in_the_blocks_that_were_reserved() -> None:
+    a, b = request("a", 5), request("b", 3, output=(7, 8))
+    loop, batch = make_loop(), batch_of("x", a, b)
+    loop.scheduler.reservations.reserve(batch.sequences)
+    slices = engine_batch(batch).slices
+    assert [(s.sequence_id, s.token_ids, s.start, s.sample) for s in slices] == [
+        (0, tuple(a.prompt), 0, True),
+        (1, (*b.prompt, 7, 8), 0, True),
+    ]
+    assert [s.block_table for s in slices] == [a.block_table, b.block_table] == list(batch.block_tables)
+    assert batch.sequences == (a, b), "they are sampled in this order"
+    assert [tuple(s.output) for s in batch.sequences] == [(), (7, 8)]
+
+
 def test_hidden_states_and_kv_of_what_was_run_can_be_given_away() -> None:
     target = Target()
     batch = target.take("a", request("a", 5))
@@ -157,7 +177,7 @@ def test_hidden_states_and_kv_of_what_was_run_can_be_given_away() -> None:
     there = batch_of("a", request("a", 5))
     source.scheduler.reservations.reserve(there.sequences)
     source.engine.import_kv(there.block_tables, there.lengths, 2, kv)
-    activation = source.engine.resume(there.as_engine_batch(), hidden, next_layer=2)
+    activation = source.engine.resume(engine_batch(there), hidden, next_layer=2)
     source.engine.run_layers(activation, 2, NUM_LAYERS)
     (sampled,) = source.engine.sample(source.engine.head(activation), there.sequences)
     assert sampled.token_id == expected(there.sequences[0])[0]
@@ -172,7 +192,7 @@ def test_a_batch_cancelled_inside_a_layer_is_freed_at_its_end(layer: int) -> Non
     def cancel(at: int) -> None:
         if at == layer and not a.finished:
             a.finished = True
-            with target.work.lock:
+            with target.stepper.lock:
                 target.queue.cancel("a")
                 assert target.queue.batch("a").in_layer
 
@@ -211,14 +231,14 @@ def test_closing_frees_everything_and_runs_nothing_more(layers_ready: int) -> No
     run_all(target.loop)
     target.queue.pull("claim")
     ran = len(target.ran())
-    assert target.work.close() == batches
+    assert target.stepper.close() == batches
     assert target.is_empty()
     target.load(NUM_LAYERS)
-    assert not target.work.ready
-    assert target.work.step() is None
+    assert not target.stepper.ready
+    assert target.stepper.step() is None
     assert run_all(target.loop) == []
     assert len(target.ran()) == ran
-    assert target.work.close() == []
+    assert target.stepper.close() == []
 
 
 def test_closing_leaves_what_has_become_this_instances() -> None:
@@ -227,7 +247,7 @@ def test_closing_leaves_what_has_become_this_instances() -> None:
     target.take("a", a)
     target.load(NUM_LAYERS)
     outputs = [o for _ in range(NUM_LAYERS) for o in (target.loop.step() or ()).outputs]  # type: ignore[union-attr]
-    assert target.work.close() == []
+    assert target.stepper.close() == []
     assert tokens_of([*outputs, *run_all(target.loop)]) == {"a": expected(a)}
 
 
@@ -241,9 +261,9 @@ def test_an_engine_error_is_told_and_closing_frees_everything(layer: int) -> Non
     target.load(NUM_LAYERS)
     assert run_all(target.loop) == []
     assert target.broken == [engine.failure]
-    assert not target.work.ready
+    assert not target.stepper.ready
     assert target.finished == []
-    target.work.close()
+    target.stepper.close()
     assert target.is_empty()
     target.loop.scheduler.check()
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.worker.core.live.batch import PromptBatch, packed
 from services.worker.core.scheduling.sequence import sequence_of
-from services.worker.live.batch import PromptBatch, packed
 from shared.messages.codec import decode, encode
 from shared.messages.generation import SamplingParams, Submit
-from tests.services.worker.live.members import batch_of, make_loop, request
+from tests.services.worker.live.members import batch_of, request
 
 
 def test_sizes_are_those_of_the_prefixes_and_stay_when_they_grow() -> None:
@@ -31,20 +31,6 @@ def test_a_batch_has_ended_when_nobody_waits_for_any_of_it() -> None:
     assert not batch.ended
     b.finished = True
     assert batch.ended
-
-
-def test_the_engine_gets_whole_prefixes_in_the_blocks_that_were_reserved() -> None:
-    a, b = request("a", 5), request("b", 3, output=(7, 8))
-    loop, batch = make_loop(), batch_of("x", a, b)
-    loop.scheduler.reservations.reserve(batch.sequences)
-    slices = batch.as_engine_batch().slices
-    assert [(s.sequence_id, s.token_ids, s.start, s.sample) for s in slices] == [
-        (0, tuple(a.prompt), 0, True),
-        (1, (*b.prompt, 7, 8), 0, True),
-    ]
-    assert [s.block_table for s in slices] == [a.block_table, b.block_table] == list(batch.block_tables)
-    assert batch.sequences == (a, b), "they are sampled in this order"
-    assert [tuple(s.output) for s in batch.sequences] == [(), (7, 8)]
 
 
 def test_the_target_knows_a_request_as_the_source_does() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ordered
 
+from services.worker.core.scheduling.reservations import Reservations
+from services.worker.core.scheduling.schedule import Sampled
 from services.worker.core.scheduling.sequence import Sequence, submit_of
-from services.worker.engine.base import Batch, Slice
-from shared.messages.generation import Submit
+from shared.messages.generation import StreamPart, Submit
 
 
 class PromptBatch:
@@ -44,13 +45,20 @@ class PromptBatch:
         left = self.num_tokens - begin
         return begin + -(-left // -(-left // most_tokens))
 
-    def as_engine_batch(self) -> Batch:
-        """For an engine whose blocks the sequences hold."""
-        return Batch(tuple(Slice(s.id, tuple(s.tokens), 0, s.block_table, sample=True) for s in self.sequences))
-
     def submits(self, instance_id: str, model: str) -> tuple[Submit, ...]:
         """The requests, as the target has to know them."""
         return tuple(submit_of(s, instance_id, model) for s in self.sequences)
+
+    def adopt(
+        self, reservations: Reservations, sampled: Iterable[Sampled], now_s: float, *, kv_here: bool = True
+    ) -> tuple[StreamPart, ...]:
+        """All layers were run and a token of each was sampled: its requests decode here from now on, or with
+        ``kv_here`` false once their KV is whole. Returns the outputs."""
+        outputs = [
+            reservations.adopt(sequence, token, now_s, kv_here=kv_here)
+            for sequence, token in zip(self.sequences, sampled, strict=True)
+        ]
+        return tuple(o for o in outputs if o is not None)
 
 
 def packed(sequences: Iterable[Sequence], most_tokens: int, most_requests: int) -> Iterator[list[Sequence]]:
