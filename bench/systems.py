@@ -3,7 +3,8 @@
 What a system is differs in how weights reach a new instance, in whether that one works before it has all of them, in
 which host copies there are, and in whether instances are scaled at all. Everything else (when to scale and by how much,
 pre-scaling, when an instance is given back, how requests are routed) is the same code with the same defaults, as in the
-paper (section 6.1: "the same scaling policy for both BlitzScale and variants of S-LLM").
+paper (section 6.1: "the same scaling policy for both BlitzScale and variants of S-LLM"). ``docs/baselines.md`` says
+what was taken from where, and where a system differs from its authors'.
 
 The services take the settings from their environment (``System.environ``); a simulation, which calls the services'
 cores, from the fields.

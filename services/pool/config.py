@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from services.pool.core.copies_policy import COPIES_POLICIES, KEEP_COPIES_S, CopiesPolicy
 from services.pool.core.loads import LoadLimits
 from shared.service import ServiceConfig, health_settings, process_settings
 from shared.settings import Settings, SettingsError
@@ -28,6 +30,9 @@ class PoolSettings:
     model_roots: tuple[Path, ...] = ()
     """Checkpoints must be below one of these directories; empty: anywhere."""
     loads: LoadLimits = field(default_factory=LoadLimits)
+    copies: CopiesPolicy = "one"
+    keep_copies_s: float = KEEP_COPIES_S
+    """Of copies that loads left on their hosts. Infinite: for good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +63,16 @@ class PoolConfig(ServiceConfig):
                     per_host=env.integer("BLITZ_POOL_LOADS_PER_HOST", default=2, minimum=1),
                     per_nic=env.integer("BLITZ_POOL_LOADS_PER_NIC", default=2, minimum=1),
                 ),
+                copies=env.choice("BLITZ_POOL_COPIES", COPIES_POLICIES, default="one"),
+                keep_copies_s=_keep_copies_s(env),
             ),
         )
+
+
+def _keep_copies_s(env: Settings) -> float:
+    key = "BLITZ_POOL_KEEP_COPIES_S"
+    never = env.text(key, default="") == "never"
+    return math.inf if never else env.number(key, default=KEEP_COPIES_S, minimum=0.0)
 
 
 def _redis_url(url: str) -> str:

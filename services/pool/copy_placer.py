@@ -1,4 +1,4 @@
-"""Keeps one host copy of every model: has workers hold and drop them, and says which copies may go."""
+"""Keeps the host copies that there are to be: has workers hold and drop them, and says which copies may go."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from redis.exceptions import RedisError
 
+from services.pool.config import PoolSettings
 from services.pool.core.cluster import Cluster
 from services.pool.core.copies import gpu_copy_id, host_copy_id
-from services.pool.core.loads import LoadLimits
+from services.pool.core.copies_policy import copy_rules
 from services.pool.core.outstanding import LEAVING_S
-from services.pool.core.placement import Ask, Drop, Hold, Placement, Placer
 from services.pool.core.registry import Registry
+from services.pool.core.steps import Ask, Drop, Hold, Placement
 from services.pool.store import Store
 from shared import subjects
 from shared.aio import OwnedTasks
@@ -65,7 +66,7 @@ class PlacementMetrics:
 
 
 class CopyPlacer:
-    """Decides (``core.placement``) from what changes in the registry, and carries the steps out.
+    """Decides (``core.copies_policy``) from what changes in the registry, and carries the steps out.
 
     It runs in the registry's event loop, a millisecond or two at a time: a thread would hold the interpreter as long.
 
@@ -74,13 +75,13 @@ class CopyPlacer:
     """
 
     def __init__(
-        self, bus: Bus, store: Store, registry: Registry, metrics: PlacementMetrics, limits: LoadLimits
+        self, bus: Bus, store: Store, registry: Registry, metrics: PlacementMetrics, settings: PoolSettings
     ) -> None:
         self._bus = bus
         self._store = store
         self._registry = registry
         self._metrics = metrics
-        self._limits = limits
+        self._settings = settings
         self._next_s = 0.0
         self._unplaced: tuple[Unplaced, ...] = ()
         self._hosts: set[str] = set()
@@ -90,8 +91,9 @@ class CopyPlacer:
 
     def _begin(self) -> None:
         """Start without any knowledge."""
-        self._cluster = Cluster(self._registry.models.removed(), self._limits)
-        self._placer = Placer(self._cluster)
+        settings = self._settings
+        self._cluster = Cluster(self._registry.models.removed(), settings.loads)
+        self._rules = copy_rules(settings.copies, self._cluster, settings.keep_copies_s)
         self._seen = 0
         """The registry's version up to which its changes are known, except for those in ``_unread``."""
         self._unread: deque[WorkerHeartbeat] = deque()
@@ -150,7 +152,7 @@ class CopyPlacer:
         self._free_cordoned(now_s)
         for failure in self._cluster.outstanding.expire(now_s):
             log.warning("placement: %s", failure)
-        return self._placer.look(now_s)
+        return self._rules.look(now_s)
 
     def _free_cordoned(self, now_s: float) -> None:
         """Copies on workers that are to be free move away like those of workers that stop."""
@@ -293,14 +295,14 @@ class CopyPlacer:
         if await self._retired(request, copy_id, needed=needed):
             log.info("placement: the %s copy of %s on worker %s may go", request.kind, request.model, worker_id)
             return
-        if request.leaving and not self._placer.could_take(request.model_hash):
-            await self._retired(request, copy_id, needed=False)
-            log.warning(
-                "placement: the last copy of %s goes with worker %s: no other worker has room", request.model, worker_id
-            )
-            return
         if self._may_stay_on_disk(request) and await self._retired(request, copy_id, needed=False):
             log.info("placement: %s, whose last copy on worker %s goes, stays on disk", request.model, worker_id)
+            return
+        if request.leaving and not self._rules.could_take(request.model_hash):
+            await self._retired(request, copy_id, needed=False)
+            log.warning(
+                "placement: the last copy of %s goes with worker %s: no other worker takes it", request.model, worker_id
+            )
             return
         # A worker that was not told to drop its copy has its own reasons.
         held = self._cluster.copies.host_copy(key) is not None
@@ -319,14 +321,15 @@ class CopyPlacer:
         """Whether a model's last copy in any memory may go: it can be read from disk, and nobody uses it (a host copy
         that was told to go) or no host has room for it (that of an instance that goes)."""
         cluster, model_hash = self._cluster, request.model_hash
+        to_disk = self._rules.may_stay_on_disk((request.worker_id, model_hash))
         if cluster.is_readable(model_hash) is not True:
             return False
         if request.kind == "gpu":
-            return not self._placer.could_take(model_hash)
+            return not self._rules.could_take(model_hash)
         copies = cluster.copies.by_hash.get(model_hash)
         wakes = any(lease.model == request.model for lease in self._registry.leases.values())
         in_use = wakes or (copies is not None and bool(copies.instances))
-        return cluster.outstanding.goes_to_disk((request.worker_id, model_hash)) and not in_use
+        return to_disk and not in_use
 
     def _needed(self, request: RetireCopy) -> bool:
         """Whether the model is registered, or lost rather than removed.

@@ -93,7 +93,7 @@ class LeadingPool:
         self.registry = Registry(f"pool-{standing.term}-{secrets.token_hex(4)}")
         self._grace = Grace(lease_s, knows_all=knows_all)
         self._terms = Terms(store)
-        self._copies = CopyPlacer(bus, store, self.registry, metrics.placement, settings.loads)
+        self._copies = CopyPlacer(bus, store, self.registry, metrics.placement, settings)
         self._models = ModelAdmin(store, self.registry, self._terms, settings.model_roots)
         self._grants = LeaseGrants(store, self.registry, self._terms, self._grace)
         self._routes = RoutePublisher(bus, self.registry)

@@ -83,7 +83,7 @@ class Parts:
         """``on_engine_failure`` is called on the engine's thread; ``fatal(why)`` must end the process soon."""
         worker_id, silence_s, interval_s = config.worker_id, config.stall_s, config.report_interval_s
         self.slot = slot = InstanceSlot()
-        self.store = store = HostStore(config.host_cache_bytes, keep_alive_s=config.host_cache_keep_alive_s)
+        self.store = store = HostStore(config.host_cache_bytes)
         held = _Held(slot, store, NicMeter(node.device))
         self.registration = registration = Registration(bus, info, held.standing, held.model)
         self.peers = peers = Peers(bus, transport, info)

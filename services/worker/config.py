@@ -56,7 +56,6 @@ class WorkerConfig(ServiceConfig):
     """The GPU of this worker, as CUDA_VISIBLE_DEVICES lists it: index or UUID. Empty: the first."""
     host_cache_bytes: int
     """Host memory offered for host copies; 0: none."""
-    host_cache_keep_alive_s: float
     report_interval_s: float
     load_by_host: bool
     stall_s: float
@@ -107,7 +106,6 @@ class WorkerConfig(ServiceConfig):
             visible_gpu=env.text("CUDA_VISIBLE_DEVICES", default="").split(",")[0].strip(),
             host_cache_bytes=env.integer("BLITZ_WORKER_HOST_CACHE_MIB", default=arena_mib, minimum=0, maximum=MAX_MIB)
             * MIB,
-            host_cache_keep_alive_s=env.number("BLITZ_WORKER_HOST_CACHE_KEEP_ALIVE_S", default=600.0, minimum=0.0),
             load_by_host=env.boolean("BLITZ_WORKER_LOAD_BY_HOST", default=True),
             report_interval_s=env.number("BLITZ_WORKER_REPORT_INTERVAL_S", default=0.1, minimum=0.01),
             stall_s=env.number("BLITZ_WORKER_STALL_S", default=5.0, minimum=0.1),

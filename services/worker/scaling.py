@@ -164,7 +164,7 @@ class Scaling:
                 failure = None
             if failure is not None:
                 await self._fail(instance, span, failure)
-        if failure is None and plan.keep_on_host:
+        if failure is None and plan.keeps_on_host(self._worker_id):
             await self._host_copies.keep(instance)
 
     async def _fail(self, instance: Instance, span: Span, error: Exception) -> None:

@@ -80,6 +80,8 @@ class ScalePlan(Message, frozen=True, kw_only=True, tag="scale_plan.v2"):
     """Where a target whose upstreams are all lost continues, in this order; after them its disk."""
     keep_on_host: bool = False
     """Targets also keep a copy in their host's memory (the ``host-cache`` baseline)."""
+    keepers: tuple[str, ...] = ()
+    """If not empty, only these of them do: worker ids."""
     triggered_at_s: float
     planned_at_s: float
     expires_at_s: float
@@ -97,6 +99,10 @@ class ScalePlan(Message, frozen=True, kw_only=True, tag="scale_plan.v2"):
     trace_id: str = ""
     num_parts: int = 1
     """A plan with many targets is published in parts, each with an id of its own: ``<plan>.<number>``."""
+
+    def keeps_on_host(self, worker_id: str) -> bool:
+        """Whether this target also keeps a copy in its host's memory."""
+        return self.keep_on_host and (not self.keepers or worker_id in self.keepers)
 
     def member(self, worker_id: str) -> ChainMember:
         """The member of that worker id. Raises ``KeyError``."""

@@ -9,6 +9,7 @@ import pytest
 from bench.systems import ABLATION, SYSTEMS, NotInServices, System, UnknownSystem, find
 from services.planner.config import PlannerConfig
 from services.planner.core.rounds.settings import PlanSettings
+from services.pool.config import PoolConfig
 from shared.errors import BadRequest
 
 IN_SERVICES = [system for system in SYSTEMS.values() if not system.simulated_only]
@@ -25,8 +26,16 @@ def test_the_planner_reads_what_the_table_says(system: System) -> None:
     assert read == (system.strategy, system.live, system.live_policy, system.mutation, not system.scales)
 
 
+@pytest.mark.parametrize("system", [*IN_SERVICES, SYSTEMS["sllm"].keeping(math.inf)], ids=lambda s: s.name)
+def test_the_pool_reads_what_the_table_says(system: System) -> None:
+    pool = PoolConfig.from_env(system.environ()).pool
+    assert (pool.copies, pool.keep_copies_s) == (system.copies, system.keep_copies_s)
+
+
 def test_blitz_is_what_the_services_do_by_themselves() -> None:
+    environ = SYSTEMS["blitz"].environ()
     assert _planner(SYSTEMS["blitz"]) == PlannerConfig.from_env({}).plans
+    assert PoolConfig.from_env(environ).pool == PoolConfig.from_env({}).pool
 
 
 def test_an_ablation_step_changes_one_thing_each() -> None:

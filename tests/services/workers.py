@@ -53,7 +53,6 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
         "scratch_dir": None,
         "visible_gpu": "",
         "host_cache_bytes": 0,
-        "host_cache_keep_alive_s": 600.0,
         "report_interval_s": 0.05,
         "load_by_host": False,
         "stall_s": 3.0,

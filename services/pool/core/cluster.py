@@ -5,6 +5,7 @@ It is updated by each change; ``refresh`` derives again what follows from these,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from heapq import nsmallest
 
@@ -15,6 +16,7 @@ from services.pool.core.loads import LoadLimits, Loads
 from services.pool.core.on_disk import OnDisk
 from services.pool.core.outstanding import OutstandingSteps
 from services.pool.core.ranking import Ranking
+from services.pool.core.unused import UnusedCopies
 from services.pool.core.usage import Usage
 from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat
 
@@ -39,6 +41,10 @@ class Cluster:
         """Hashes of registered models without a placed host copy that counts, and without one on its way."""
         self.surplus: set[str] = set()
         """Of those with several."""
+        self.crowded: set[str] = set()
+        """Of those with several on one host, cached ones included."""
+        self.unused = UnusedCopies()
+        """Ready cached copies on hosts without an instance of their model."""
         self.strangers: dict[str, tuple[tuple[Held, str], ...]] = {}
         """By worker: its useless copies, and why they are useless."""
         self.without_copy: set[str] = set()
@@ -166,6 +172,7 @@ class Cluster:
         _keep(self.needy, model_hash, registered and copies is not None and self._needs_copy(copies))
         kept = sum(not self.outstanding.is_dropped(h.key) for h in ready)
         _keep(self.surplus, model_hash, registered and kept > 1)
+        self._refresh_hosts(model_hash, copies if registered else None)
         if copies is None or not registered:
             self.usage.forget(model_hash)
             self.on_disk.forget(model_hash)
@@ -175,6 +182,18 @@ class Cluster:
             self.idle.put(model_hash, int(1000 * self.usage.unused_since_s(model_hash)))
         else:
             self.idle.discard(model_hash)
+
+    def _refresh_hosts(self, model_hash: str, copies: ModelCopies | None) -> None:
+        """``copies``: of a registered model."""
+        stays = self.stay(copies) if copies is not None else []
+        _keep(self.crowded, model_hash, any(n > 1 for n in Counter(h.worker.host for h in stays).values()))
+        cached = [held for held in stays if held.copy.cached]
+        used = {self._host_of(w) for w in copies.instances} if copies is not None and cached else ()
+        self.unused.put(model_hash, [held for held in cached if held.worker.host not in used], self.now_s)
+
+    def _host_of(self, worker_id: str) -> str:
+        report = self.copies.report(worker_id)
+        return report.worker.host if report is not None else ""
 
     def _needs_copy(self, copies: ModelCopies) -> bool:
         if not all(self.is_lost(held.key) for held in copies.placed.values()):
@@ -187,6 +206,11 @@ class Cluster:
         """Of the registered model with this hash; of several the first by name."""
         copies = self.copies.by_hash.get(model_hash)
         return copies.record if copies is not None else None
+
+    def stay(self, copies: ModelCopies) -> list[Held]:
+        """A model's ready host copies, placed and cached, that no worker was told to drop."""
+        held = (*copies.placed.values(), *copies.cached.values())
+        return [h for h in held if h.copy.state == "ready" and not self.outstanding.is_dropped(h.key)]
 
     def idle_copy(self, copies: ModelCopies) -> Held | None:
         """The one host copy of a model that nobody uses, reads for another copy, or is about to let go; else None."""

@@ -22,7 +22,8 @@ Rules:
 
 No other drop takes a model's last complete copy; should the reports be outdated, the registry refuses it (``retire``).
 Copies of workers that leave do not count as placed, and neither do copies that take too long to load.
-Copies that workers cache for themselves count as copies, not as placed ones.
+Copies that workers cache for themselves count as copies, not as placed ones; they go once they have been of no use on
+their hosts for a while.
 
 A look does a bounded amount of work. Models without a copy are gone through in rounds: what a look does not get to is
 next at the following one, and a round begins anew only once the one before is over and something changed.
@@ -30,88 +31,23 @@ next at the following one, and a round begins anew only once the one before is o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import islice
+import math
+from dataclasses import replace
 
 from services.pool.core.cluster import Cluster
-from services.pool.core.copies import Held, Key, ModelCopies
+from services.pool.core.copies import Key, ModelCopies
 from services.pool.core.evening import Evening
-from services.pool.core.loads import nic_between
-from services.pool.core.places import Places, Sources
-from shared.messages.copies import CopySource
+from services.pool.core.places import Places
+from services.pool.core.steps import Placement, Steps
 from shared.messages.registry import ModelRecord, Unplaced
-
-NIC_SHARE = 0.5
-"""What the loading of one host copy takes at most of a NIC's bandwidth."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Have a worker load and keep a host copy."""
-
-    worker_id: str
-    record: ModelRecord
-    sources: tuple[CopySource, ...]
-    """In order of preference; empty: from disk."""
-    reason: str
-    cap_gbps: float = 0.0
-    """Of what comes through a NIC; 0: nothing does."""
-
-    @property
-    def key(self) -> Key:
-        return self.worker_id, self.record.model_hash
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Have a worker retire a host copy and, once that is confirmed, free it."""
-
-    worker_id: str
-    model: str
-    model_hash: str
-    reason: str
-
-    @property
-    def key(self) -> Key:
-        return self.worker_id, self.model_hash
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Ask these workers, one after the other, whether they can read a model from disk."""
-
-    record: ModelRecord
-    worker_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What to do now, and which models have no host copy and none on its way."""
-
-    steps: tuple[Hold | Drop, ...]
-    unplaced: tuple[Unplaced, ...]
-    waiting: frozenset[str] = frozenset()
-    """Names of the unplaced models that only wait for their turn."""
-    unfinished: bool = False
-    """There was more to look at than one look may: the next one continues."""
-    asks: tuple[Ask, ...] = ()
-
 
 VISITS = 1000
 """Workers and hosts that one look compares, about: a millisecond or two."""
-MAX_DROPS = 64
-"""Of one look."""
 UNSURE = 100
 """Workers for which one look finds the copies to evict ahead of need."""
 UNUSED_S = 60.0
 """A model whose last copy goes for another one's has not been used for so long. So models that take turns do not push
 each other out."""
-MAX_ASKS = 4
-"""Questions of one look."""
-MAX_ASKED = 3
-"""Workers that one question goes to."""
-MAX_COMPARED = 64
-"""Workers among which those to ask are chosen."""
 RECHECK_S = 5.0
 """While models have no place, they are gone through this often: what may be done is a matter of time, too."""
 MODEL_VISITS = 20
@@ -119,20 +55,20 @@ MODEL_VISITS = 20
 
 
 class Placer:
-    """Decides from a ``Cluster``. What it decides is outstanding there at once. The same changes in the same order
-    give the same steps.
+    """The rules ``one``, as ``CopyRules``.
 
     Copies of models that are neither registered nor removed are left alone: a registry that lost its data gets
     their records back from the workers that hold them.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, keep_copies_s: float = math.inf) -> None:
+        """``keep_copies_s``: for how long cached copies may be unused."""
         self._cluster = cluster
+        self._keep_copies_s = keep_copies_s
         self._places = Places(cluster)
         self._evening = Evening(cluster)
+        self._steps = Steps(cluster)
         self._now_s = 0.0
-        self._steps: list[Hold | Drop] = []
-        self._asks: list[Ask] = []
         self._round: list[str] = []
         """Hashes of the models that are still to be looked at, the next one last."""
         self._round_version = 0
@@ -151,25 +87,25 @@ class Placer:
 
     def look(self, now_s: float, visits: int = VISITS) -> Placement:
         """The next steps; ``visits`` bounds the work."""
-        self._now_s, self._steps, self._asks = now_s, [], []
-        self._cluster.now_s = now_s
-        self._cluster.refresh()
+        self._now_s = now_s
+        self._steps.begin(now_s)
         if self._unplaced and not self._round and now_s - self._round_s >= RECHECK_S:
             self._cluster.version += 1
         self._places.visits = self._cluster.find_evictable(UNSURE)
-        self._drop_strangers()
+        self._steps.drop_strangers()
         self._drop_surplus()
+        self._steps.drop_unused(self._keep_copies_s)
         self._go_round(visits)
-        unfinished = bool(self._round) or self._num_drops() >= MAX_DROPS
-        if not self._steps and not unfinished and not self._cluster.outstanding.num_busy:
+        unfinished = bool(self._round) or not self._steps.may_drop
+        if not self._steps.decided and not unfinished and not self._cluster.outstanding.num_busy:
             unfinished = self._even_out(visits)
-        if not self._steps and not unfinished and self._shown_version == self._cluster.version:
+        if not (self._steps.decided or self._steps.asks or unfinished) and self._shown_version == self._cluster.version:
             return self._last
         shown = {h: entry for h, entry in self._unplaced.items() if h in self._cluster.needy}
         waiting = frozenset(entry.model for h, entry in shown.items() if h in self._waiting)
-        decided = Placement(tuple(self._steps), tuple(shown.values()), waiting, unfinished, tuple(self._asks))
+        decided = Placement(self._steps.decided, tuple(shown.values()), waiting, unfinished, self._steps.asks)
         self._last = replace(decided, asks=())
-        self._shown_version = -1 if self._steps or unfinished else self._cluster.version
+        self._shown_version = -1 if self._steps.decided or unfinished else self._cluster.version
         return decided
 
     def could_take(self, model_hash: str) -> bool:
@@ -184,6 +120,10 @@ class Placer:
             return True
         return self._may_evict(copies) and self._places.evicting(copies, copies.record) is not None
 
+    def may_stay_on_disk(self, key: Key) -> bool:
+        """A last copy goes where the rules told it to."""
+        return self._cluster.outstanding.goes_to_disk(key)
+
     @property
     def visits(self) -> int:
         """Workers and hosts that the last look compared."""
@@ -191,21 +131,11 @@ class Placer:
 
     # --- dropping ----------------------------------------------------------------------------
 
-    def _num_drops(self) -> int:
-        return sum(isinstance(step, Drop) for step in self._steps)
-
-    def _drop_strangers(self) -> None:
-        for worker_id in sorted(self._cluster.strangers):
-            for held, why in self._cluster.strangers.get(worker_id, ()):
-                if self._num_drops() >= MAX_DROPS:
-                    return
-                self._drop(held, why)
-
     def _drop_surplus(self) -> None:
         by_hash = self._cluster.copies.by_hash
         found = [copies for h in self._cluster.surplus if (copies := by_hash[h]).record is not None]
         for copies in sorted(found, key=_name):
-            if self._num_drops() >= MAX_DROPS:
+            if not self._steps.may_drop:
                 return
             self._drop_all_but_one(copies)
 
@@ -224,12 +154,7 @@ class Placer:
         )
         for held in sorted(ready, key=lambda h: h.worker.worker_id):
             if held is not keep:
-                self._drop(held, f"worker {keep.worker.worker_id} on {keep.worker.host} holds one too")
-
-    def _drop(self, held: Held, reason: str, *, to_disk: bool = False) -> None:
-        self._steps.append(Drop(held.worker.worker_id, held.copy.model, held.copy.model_hash, reason))
-        self._cluster.outstanding.drop_sent(held.key, self._now_s, to_disk=to_disk)
-        self._cluster.refresh()
+                self._steps.drop(held, f"worker {keep.worker.worker_id} on {keep.worker.host} holds one too")
 
     # --- placing -----------------------------------------------------------------------------
 
@@ -294,7 +219,7 @@ class Placer:
                 return False
             reason = self._evict(copies, record)
         reason = reason or self._push_out(copies, record) or self._places.why_not(copies, record)
-        self._ask(copies, record)
+        self._steps.ask(copies, record)
         on_disk = self._cluster.is_readable(copies.model_hash) is True
         self._found[copies.model_hash] = Unplaced(
             model=record.name, model_hash=copies.model_hash, reason=reason, on_disk=on_disk
@@ -310,7 +235,7 @@ class Placer:
             self._wait(record, "waits its turn: all that could send it send other copies")
         else:
             reason = f"no host copy; {worker.host} holds {memory.host_bytes(worker.host)} bytes of them"
-            self._hold(record, worker_id, sources, reason)
+            self._steps.hold(record, worker_id, sources, reason)
 
     def _wait(self, record: ModelRecord, reason: str) -> None:
         self._waiting.add(record.model_hash)
@@ -318,16 +243,6 @@ class Placer:
 
     def _claim(self, copies: ModelCopies, worker_id: str) -> None:
         self._cluster.memory.claim(worker_id, self._cluster.wanted_bytes(copies, worker_id) or 0)
-
-    def _hold(self, record: ModelRecord, worker_id: str, sources: Sources, reason: str) -> None:
-        worker = self._cluster.memory.workers[worker_id]
-        nic, cap_gbps = None, 0.0
-        if sources.first is not None and (nic := nic_between(sources.first, worker)) is not None:
-            cap_gbps = NIC_SHARE * min(sources.first.nic_gbps, worker.nic_gbps)
-        step = Hold(worker_id, record, sources.found, reason, cap_gbps)
-        self._steps.append(step)
-        self._cluster.outstanding.hold_sent(step.key, record.weights_bytes, self._now_s, worker.host, nic)
-        self._cluster.refresh()
 
     def _wait_for_room(self, copies: ModelCopies, record: ModelRecord) -> str:
         """Claims room that becomes free; says which."""
@@ -351,7 +266,7 @@ class Placer:
         worker_id, victims = evicted
         self._claim(copies, worker_id)
         for held in victims:
-            self._drop(held, f"{record.name} has no copy left and needs the room; this model is served by a GPU")
+            self._steps.drop(held, f"{record.name} has no copy left and needs the room; this model is served by a GPU")
         return f"waits for room on worker {worker_id}: {', '.join(h.copy.model for h in victims)} has to go"
 
     # --- on disk only ------------------------------------------------------------------------
@@ -367,30 +282,15 @@ class Placer:
         for held in victims:
             victim = self._cluster.copies.by_hash[held.copy.model_hash]
             if victim.record is not None:
-                self._ask(victim, victim.record)
+                self._steps.ask(victim, victim.record)
         if any(self._cluster.is_readable(held.copy.model_hash) is None for held in victims):
             return f"may get room on worker {worker_id} if {names} can be read from disk"
         self._claim(copies, worker_id)
         self._cluster.pushed_out(worker_id)
         why = f"{record.name} was used later and has no host copy; this model stays on disk"
         for held in victims:
-            self._drop(held, why, to_disk=True)
+            self._steps.drop(held, why, to_disk=True)
         return f"waits for room on worker {worker_id}: {names} stays on disk only"
-
-    def _ask(self, copies: ModelCopies, record: ModelRecord) -> None:
-        """Have workers asked whether they can read the model from disk, if that is not known: first who holds it, then
-        those whose arenas it fits."""
-        on_disk = self._cluster.on_disk
-        if len(self._asks) >= MAX_ASKS or not on_disk.wants_asking(copies.model_hash, self._now_s):
-            return
-        some = islice(self._cluster.copies.capacities.falling(), MAX_COMPARED)
-        reports = (self._cluster.copies.report(worker_id) for _, worker_id in some)
-        fit = (r.worker.worker_id for r in reports if r is not None and r.worker.arena_bytes >= record.weights_bytes)
-        own = (*sorted(copies.present), *sorted(copies.instances))
-        worker_ids = tuple(islice(dict.fromkeys((*own, *fit)), MAX_ASKED))
-        if worker_ids:
-            on_disk.asked(copies.model_hash, self._now_s)
-            self._asks.append(Ask(record, worker_ids))
 
     # --- evening out -------------------------------------------------------------------------
 
@@ -400,7 +300,9 @@ class Placer:
         if move is None:
             return not self._evening.is_over
         copies, record, worker_id, reason = move
-        self._hold(record, worker_id, self._places.sources(copies, self._cluster.memory.workers[worker_id]), reason)
+        self._steps.hold(
+            record, worker_id, self._places.sources(copies, self._cluster.memory.workers[worker_id]), reason
+        )
         return False
 
 

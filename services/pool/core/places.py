@@ -51,6 +51,12 @@ class Places:
         """The best worker that will have room once everything that is dropped there is gone."""
         return self._best(copies, record, self._memory.by_free_after_drops, self._memory.free_after_drops, {}, _never)
 
+    def on_host(self, host: str, copies: ModelCopies) -> str | None:
+        """The host's best worker with room now."""
+        memory = self._memory
+        fits = [w for w in memory.hosts[host] if self._fits(copies, w, memory.free_bytes)]
+        return min(fits, key=lambda w: (w not in copies.cached, memory.rank(w)), default=None)
+
     def _best(
         self,
         copies: ModelCopies,

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 * 1024 * 1024
 """One hop: the chunk only has to keep the link full."""
-EXPIRE_INTERVAL_S = 1.0
+RETRY_INTERVAL_S = 1.0
 NO_WAIT_S = 0.01
 
 
@@ -61,13 +61,11 @@ class HostCopies:
         self._leaving = False
 
     async def run(self) -> None:
-        """Let go of cached copies that were not used for long, and of any that were still in use, until cancelled."""
+        """Let go of copies that may go and were still in use, until cancelled."""
         while True:
-            await asyncio.sleep(EXPIRE_INTERVAL_S)
+            await asyncio.sleep(RETRY_INTERVAL_S)
             for model_hash in sorted(self._agreed):
                 await self._drop(model_hash, NO_WAIT_S)
-            for model_hash in self._store.expiring(time.monotonic()):
-                await self._let_go(model_hash)
 
     async def close(self) -> None:
         """Abort what runs."""

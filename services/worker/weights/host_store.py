@@ -5,8 +5,8 @@
                    ╰─────────────────────╯        keep: the pool said that it is the last, it is ready again
 
 Copies are *placed* by the pool, or *cached* by the worker for itself (the ``host-cache`` baseline). Placed copies
-stay until the pool has them dropped. Cached ones may make way for other cached ones, least recently used first, and go
-when they were not used for a while, if the pool agrees. A pinned copy is being read or filled: its memory stays.
+stay until the pool has them dropped. So do cached ones, or until they make way for other cached ones, least recently
+used first, if the pool agrees. A pinned copy is being read or filled: its memory stays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from shared.errors import Conflict, DeadlineExceeded, NoCapacity, NotFound
 from shared.layout import ArenaLayout, layout_of
 from shared.messages.registry import HostCopy, ModelRecord
 
-KEEP_ALIVE_S = 60.0
 DROP_TIMEOUT_S = 60.0
 """Longer than any transfer that still gets bytes takes; the sender of a broken one gives up sooner."""
 
@@ -52,9 +51,8 @@ class _Held:
 class HostStore:
     """At most one copy per model hash. All methods on the event loop; times are seconds of one clock."""
 
-    def __init__(self, capacity_bytes: int, *, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+    def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self.keep_alive_s = keep_alive_s
         self._held: dict[str, _Held] = {}
         self._serial = 0
         self._changed = Wakeup()
@@ -133,7 +131,7 @@ class HostStore:
         return held.record if held is not None else None
 
     def touch(self, model_hash: str, now_s: float) -> None:
-        """The copy was used: it stays for another ``keep_alive_s``."""
+        """The copy was used: others make way before it."""
         if (held := self._held.get(model_hash)) is not None:
             held.used_at_s = max(held.used_at_s, now_s)
 
@@ -185,14 +183,6 @@ class HostStore:
         # Views of the arena may outlive it; its pages must not.
         self._held.pop(model_hash).arena.release()
         return True
-
-    def expiring(self, now_s: float) -> tuple[str, ...]:
-        """Cached, unpinned copies (model hashes) that were not used for ``keep_alive_s``."""
-        return tuple(
-            model_hash
-            for model_hash, held in sorted(self._held.items())
-            if held.idle and now_s - held.used_at_s >= self.keep_alive_s
-        )
 
     def report(self) -> tuple[HostCopy, ...]:
         """For the heartbeat, in the order of model hashes."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from services.pool.core.cluster import Cluster
 from services.pool.core.copies import Key
 from services.pool.core.loads import LoadLimits
-from services.pool.core.placement import Placement, Placer
+from services.pool.core.placement import Placer
+from services.pool.core.steps import Placement
 from shared.messages.registry import ModelRecord, WorkerHeartbeat
 
 ANY_NUMBER = LoadLimits(total=1_000_000, per_host=1_000_000, per_nic=1_000_000)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from services.pool.config import PoolConfig
+from services.pool.core.copies_policy import COPIES_POLICIES, KEEP_COPIES_S
 from shared.settings import SettingsError
 
 
@@ -28,3 +31,16 @@ def test_a_redis_url_that_cannot_be_used_is_refused_without_being_shown(url: str
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:6379/0", "unix:///tmp/redis.sock", "rediss://h/0?ssl_ca_certs=/a"])
 def test_urls_of_every_kind_are_taken(url: str) -> None:
     assert PoolConfig.from_env({"BLITZ_REDIS_URL": url}).redis_url == url
+
+
+def test_which_copies_there_are_and_for_how_long() -> None:
+    plain = PoolConfig.from_env({}).pool
+    assert (plain.copies, plain.keep_copies_s) == ("one", KEEP_COPIES_S)
+    assert [PoolConfig.from_env({"BLITZ_POOL_COPIES": name}).pool.copies for name in COPIES_POLICIES] == [
+        *COPIES_POLICIES
+    ]
+    kept_s = [PoolConfig.from_env({"BLITZ_POOL_KEEP_COPIES_S": text}).pool.keep_copies_s for text in ("0", "never")]
+    assert kept_s == [0.0, math.inf]
+    for bad in ({"BLITZ_POOL_COPIES": "two"}, {"BLITZ_POOL_KEEP_COPIES_S": "-1"}, {"BLITZ_POOL_KEEP_COPIES_S": "inf"}):
+        with pytest.raises(SettingsError, match="BLITZ_POOL_"):
+            PoolConfig.from_env(bad)

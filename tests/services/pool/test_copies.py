@@ -335,7 +335,7 @@ async def test_a_decision_that_breaks_does_not_end_the_registry(
         raise KeyError("unheard of")
 
     with monkeypatch.context() as patch:
-        patch.setattr("services.pool.copy_placer.Placer.look", broken)
+        patch.setattr("services.pool.core.placement.Placer.look", broken)
         worker = await pool.worker("w0")
         await pool.add_model(M)
         await eventually(lambda: "unheard of" in caplog.text)

@@ -92,7 +92,6 @@ def test_the_first_visible_gpu_is_the_workers(visible: str, gpu: str) -> None:
         ("BLITZ_WORKER_HOST_LINK_GBPS", "inf"),
         ("BLITZ_WORKER_SSD_GBPS", "0"),
         ("BLITZ_WORKER_HOST_CACHE_MIB", "-1"),
-        ("BLITZ_WORKER_HOST_CACHE_KEEP_ALIVE_S", "-0.1"),
         ("BLITZ_HEALTH_PORT", "65536"),
         ("BLITZ_DIE_WITH_PARENT", "perhaps"),
     ],

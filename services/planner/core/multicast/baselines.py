@@ -1,14 +1,17 @@
 """How a plan brings weights to its targets: multicast, or what it is compared with.
 
-``star``: every target receives from one and the same source. ``disk``: every target reads the checkpoint itself.
+``star``: every target receives on its own from a complete copy; they share the copies evenly. ``disk``: every target
+reads the checkpoint itself.
 ``host-cache`` (as in ServerlessLLM): every target reads its own host's memory if a copy was kept there, its disk if
-not, and keeps one. They are baselines for benchmarks; all give ``WorkerChains``, so everything after is the same.
+not, and leaves a copy on its host. They are baselines for benchmarks; all give ``WorkerChains``, so everything after is
+the same.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from services.planner.core.multicast.chains import WorkerChains, fallbacks_of, left_out_of, plan_worker_chains
@@ -19,6 +22,7 @@ from shared.messages.registry import WorkerInfo
 from shared.messages.scaling import Chain, Hop, SourceKind, Stripe
 
 Strategy = Literal["chain", "star", "disk", "host-cache"]
+_NONE: Mapping[str, Collection[str]] = MappingProxyType({})
 STRATEGIES: tuple[Strategy, ...] = ("chain", "star", "disk", "host-cache")
 
 
@@ -37,21 +41,25 @@ def plan_by(
 
 
 def plan_star(cluster: Cluster, num_targets: int, model_bytes: int) -> WorkerChains:
-    """One chain of one target per target, all from the widest source that stays; from a host copy where there is no
-    GPU copy, and without any source like ``plan_disk``."""
+    """One chain of one target per target, dealt out to the GPU copies that stay, the widest first; to those that go or
+    to host copies where there are no others, and without any source like ``plan_disk``. It looks at no traffic."""
     if not cluster.copies:
         return plan_disk(cluster, num_targets, model_bytes)
-    source = min(cluster.copies, key=lambda c: (c.kind != "gpu", c.draining, -c.worker.nic_gbps, c.worker_id))
+    best = min((c.kind != "gpu", c.draining) for c in cluster.copies)
+    sources = [c for c in cluster.copies if (c.kind != "gpu", c.draining) == best]
+    sources.sort(key=lambda c: (-c.worker.nic_gbps, c.worker_id))
     targets = _targets(cluster, num_targets)
-    # They share the source's egress, so all of them end when the last byte has left it.
-    egress_s = len(targets) * model_bytes * 8 / (source.worker.nic_gbps * 1e9)
-    chains = tuple(
-        _alone(t, source.worker_id, source.kind, max(egress_s, model_bytes * 8 / (t.nic_gbps * 1e9)), model_bytes)
-        for t in targets
-    )
-    held = "'s host copy" if source.kind == "host" else ""
-    explain = f"star: {source.worker_id}{held} sends to {_ids(targets)}, each on its own"
-    return _plan(cluster, num_targets, chains, (explain,), fallbacks=True)
+    chains, explain = [], []
+    for number, source in enumerate(sources[: len(targets)]):
+        mine = targets[number :: len(sources)]
+        # They share the source's egress, so all of them end when the last byte has left it.
+        egress_s = len(mine) * model_bytes * 8 / (source.worker.nic_gbps * 1e9)
+        for t in mine:
+            finish_s = max(egress_s, model_bytes * 8 / (t.nic_gbps * 1e9))
+            chains.append(_alone(t, source.worker_id, source.kind, finish_s, model_bytes))
+        held = "'s host copy" if source.kind == "host" else ""
+        explain.append(f"star: {source.worker_id}{held} sends to {_ids(mine)}, each on its own")
+    return _plan(cluster, num_targets, tuple(chains), tuple(explain), fallbacks=True)
 
 
 def plan_disk(cluster: Cluster, num_targets: int, model_bytes: int) -> WorkerChains:
@@ -63,9 +71,9 @@ def plan_disk(cluster: Cluster, num_targets: int, model_bytes: int) -> WorkerCha
 
 def plan_host_cache(cluster: Cluster, num_targets: int, model_bytes: int) -> WorkerChains:
     """Every target reads a copy in its own host's memory, or its disk; hosts with a copy are chosen first. No byte
-    crosses the network, and every target keeps a copy on its host."""
+    crosses the network. Of the targets of a host without a copy the first keeps one there: they share its memory."""
     holders = cluster.host_holders()
-    targets = _targets(cluster, num_targets, prefer=holders)
+    targets = _targets(cluster, num_targets, holders)
     hits = [t for t in targets if t.host in holders]
     misses = [t for t in targets if t.host not in holders]
     at_host = Counter(t.host for t in hits)
@@ -83,7 +91,8 @@ def plan_host_cache(cluster: Cluster, num_targets: int, model_bytes: int) -> Wor
         explain.append(f"host-cache: a copy is kept on the host of {_ids(hits)}")
     if misses:
         explain.append(f"host-cache: no copy on the host of {_ids(misses)}, read from disk")
-    return _plan(cluster, num_targets, tuple(chains), tuple(explain), keep_on_host=True)
+    first_at = {t.host: t.worker_id for t in reversed(misses)}
+    return _plan(cluster, num_targets, tuple(chains), tuple(explain), keepers=tuple(sorted(first_at.values())))
 
 
 def _plan(
@@ -93,12 +102,12 @@ def _plan(
     explain: tuple[str, ...],
     *,
     fallbacks: bool = False,
-    keep_on_host: bool = False,
+    keepers: tuple[str, ...] = (),
 ) -> WorkerChains:
     left_out = left_out_of(cluster, len(chains), num_targets)
     if not chains:
         return WorkerChains((), (), left_out)
-    return WorkerChains(chains, explain, left_out, fallbacks_of(cluster, chains) if fallbacks else (), keep_on_host)
+    return WorkerChains(chains, explain, left_out, fallbacks_of(cluster, chains) if fallbacks else (), keepers)
 
 
 def _alone(target: WorkerInfo, source: str, kind: SourceKind, finish_s: float, model_bytes: int) -> Chain:
@@ -112,10 +121,14 @@ def _from_disk(target: WorkerInfo, model_bytes: int) -> Chain:
     return _alone(target, "", "disk", finish_s, model_bytes)
 
 
-def _targets(cluster: Cluster, num_targets: int, prefer: Iterable[str] = ()) -> list[WorkerInfo]:
-    """The widest workers; those on the hosts to ``prefer`` first."""
-    hosts = frozenset(prefer)
-    return sorted(cluster.spare, key=lambda w: (w.host not in hosts, -w.nic_gbps, w.worker_id))[:num_targets]
+def _targets(cluster: Cluster, num_targets: int, holders: Mapping[str, Collection[str]] = _NONE) -> list[WorkerInfo]:
+    """The widest workers; before them those on the hosts of ``holders``, the holders themselves first."""
+
+    def place(worker: WorkerInfo) -> tuple[bool, bool, float, str]:
+        held_by = holders.get(worker.host, ())
+        return not held_by, worker.worker_id not in held_by, -worker.nic_gbps, worker.worker_id
+
+    return sorted(cluster.spare, key=place)[:num_targets]
 
 
 def _ids(workers: Iterable[WorkerInfo]) -> str:

@@ -24,7 +24,8 @@ class WorkerChains:
     explain: tuple[str, ...]
     left_out: tuple[str, ...]
     fallbacks: tuple[Copy, ...] = ()
-    keep_on_host: bool = False
+    keepers: tuple[str, ...] = ()
+    """Targets that also keep a copy in their hosts' memory."""
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -6,7 +6,8 @@ import pytest
 
 from services.pool.core.cluster import PUSH_EVERY_S, Cluster
 from services.pool.core.on_disk import ANSWER_S, ASKING_S, OnDisk
-from services.pool.core.placement import UNUSED_S, Drop, Hold, Placement, Placer
+from services.pool.core.placement import UNUSED_S, Placer
+from services.pool.core.steps import Drop, Hold, Placement
 from shared.messages.registry import HostCopy, ModelRecord
 from tests.records import model
 from tests.services.pool.deciding import ANY_NUMBER

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from services.pool.core.placement import Drop, Hold, Placement
+from services.pool.core.steps import Drop, Hold, Placement
 from shared.messages.registry import ModelRecord
 from tests.records import model
 from tests.services.pool.deciding import Outstanding, hopeless, place

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.pool.core.copies import ModelCopies
-from services.pool.core.placement import Drop, Hold, Placement
+from services.pool.core.steps import Drop, Hold, Placement
 from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat
 from tests.records import model
 from tests.services.pool.deciding import cluster_of, place

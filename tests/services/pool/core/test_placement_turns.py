@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from services.pool.core.cluster import Cluster
 from services.pool.core.loads import LoadLimits
-from services.pool.core.placement import MAX_DROPS, MODEL_VISITS, VISITS, Drop, Hold, Placement, Placer
+from services.pool.core.placement import MODEL_VISITS, VISITS, Placer
+from services.pool.core.steps import MAX_DROPS, Drop, Hold, Placement
 from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat
 from tests.records import model
 from tests.services.pool.deciding import ANY_NUMBER, LATE_S, Outstanding, cluster_of, place

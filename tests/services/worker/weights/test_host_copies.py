@@ -147,14 +147,23 @@ async def test_a_registry_that_lost_the_model_gets_it_back_from_a_host_copy(hold
     assert holder.pool.restored[0] == holder.model
 
 
-async def test_a_plan_may_let_its_target_keep_a_copy_for_a_while() -> None:
-    async with lone_worker(host_cache_bytes=4 * MIB, host_cache_keep_alive_s=0.2) as alone:
-        plan = alone.plan(epoch=10, keep_on_host=True)
-        await alone.publish(plan)
-        await alone.reported(plan.plan_id, "serving")
-        await eventually(lambda: [(c.state, c.cached) for c in copies(alone)] == [("ready", True)])
-        await eventually(lambda: copies(alone) == (), timeout_s=5.0)
-        assert alone.pool.retired[-1].kind == "host", "the pool is asked here, too"
+async def test_a_plan_may_let_its_target_keep_a_copy_until_the_pool_drops_it(holder: LoneWorker) -> None:
+    plan = holder.plan(epoch=10, keep_on_host=True, keepers=("w0", "w9"))
+    await holder.publish(plan)
+    await holder.reported(plan.plan_id, "serving")
+    await eventually(lambda: [(c.state, c.cached) for c in copies(holder)] == [("ready", True)])
+    await drop(holder)
+    await eventually(lambda: copies(holder) == ())
+    assert holder.pool.retired[-1].kind == "host", "the pool is asked here, too"
+
+
+async def test_of_several_targets_only_those_named_keep_a_copy(holder: LoneWorker) -> None:
+    plan = holder.plan(epoch=10, keep_on_host=True, keepers=("w9",))
+    await holder.publish(plan)
+    await holder.reported(plan.plan_id, "serving")
+    await hold(holder)
+    await held(holder)
+    assert not any(copy.cached for beat in holder.pool.heartbeats for copy in beat.host_copies)
 
 
 async def test_a_target_without_host_memory_serves_all_the_same(alone: LoneWorker) -> None:
@@ -250,7 +259,7 @@ async def test_a_copy_that_may_go_goes_after_its_readers_however_long_they_read(
     holder: LoneWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.worker.weights.host_copies.DROP_TIMEOUT_S", 0.05)
-    monkeypatch.setattr("services.worker.weights.host_copies.EXPIRE_INTERVAL_S", 0.05)
+    monkeypatch.setattr("services.worker.weights.host_copies.RETRY_INTERVAL_S", 0.05)
     await hold(holder)
     await held(holder)
     with holder.worker.service.parts.store.pinned(holder.model.model_hash):

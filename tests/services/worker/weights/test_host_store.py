@@ -17,8 +17,8 @@ from tests.records import model, spec
 BYTES = layout_of(spec()).num_bytes
 
 
-def store(copies: float, keep_alive_s: float = 10.0) -> HostStore:
-    return HostStore(int(copies * BYTES), keep_alive_s=keep_alive_s)
+def store(copies: float) -> HostStore:
+    return HostStore(int(copies * BYTES))
 
 
 def complete(copy: WeightCopy) -> None:
@@ -125,19 +125,6 @@ def test_a_cached_copy_becomes_placed_without_loading_again() -> None:
     assert not held.report()[0].cached
     held.reserve(record, cached=True, now_s=2.0)
     assert not held.report()[0].cached
-    assert held.expiring(1e6) == ()
-
-
-def test_unused_cached_copies_expire_and_others_stay() -> None:
-    held = store(4, keep_alive_s=10.0)
-    ready(held, "placed")
-    for name in ("a", "b", "c"):
-        ready(held, name, cached=True)
-    held.touch("hash-of-b", 5.0)
-    with held.pinned("hash-of-c"):
-        assert held.expiring(9.9) == ()
-        assert held.expiring(10.0) == ("hash-of-a",)
-    assert held.expiring(15.0) == ("hash-of-a", "hash-of-b", "hash-of-c")
 
 
 async def test_a_drop_waits_for_readers_and_then_frees() -> None:

@@ -15,10 +15,17 @@ SPARE = (record("w3"), record("w1"), record("w2"))
 COPY = record("w0", "serving")
 
 
-def test_a_star_sends_to_every_target_from_one_source() -> None:
-    plan = plan_by("star", cluster(record("w9", "serving"), COPY, *SPARE), 3, MODEL_BYTES)
+def test_a_star_sends_to_every_target_on_its_own() -> None:
+    plan = plan_by("star", cluster(COPY, *SPARE), 3, MODEL_BYTES)
     assert paths(plan.chains) == [[("gpu", "w0", "w1")], [("gpu", "w0", "w2")], [("gpu", "w0", "w3")]]
     assert not plan.left_out
+
+
+def test_a_stars_targets_are_dealt_out_to_the_copies() -> None:
+    plan = plan_by("star", cluster(record("w9", "serving"), COPY, *SPARE), 3, MODEL_BYTES)
+    assert paths(plan.chains) == [[("gpu", "w0", "w1")], [("gpu", "w0", "w3")], [("gpu", "w9", "w2")]]
+    assert plan.predicted_s["w1"] == pytest.approx(2 * plan.predicted_s["w2"])
+    assert len(plan_by("star", cluster(record("w9", "serving"), COPY, *SPARE), 1, MODEL_BYTES).targets) == 1
 
 
 def test_a_stars_targets_share_the_sources_egress() -> None:
@@ -59,7 +66,7 @@ def test_targets_read_the_copy_that_their_host_keeps_and_others_the_disk() -> No
     found = cluster(keeper, record("w1", host="b", nic_gbps=100.0), record("w2", host="a"), record("w3", host="c"))
     plan = plan_by("host-cache", found, 3, MODEL_BYTES)
     assert paths(plan.chains) == [[("host", "w9", "w2")], [("disk", "", "w1")], [("disk", "", "w3")]]
-    assert plan.keep_on_host
+    assert plan.keepers == ("w1", "w3")
     assert "the host of w2" in plan.explain[0]
     assert "w1, w3" in plan.explain[1]
 
@@ -68,6 +75,19 @@ def test_hosts_with_a_kept_copy_are_chosen_first() -> None:
     keeper = record("w9", "serving", host="a", host_copy="ready")
     found = cluster(keeper, record("w1", host="b", nic_gbps=100.0), record("w2", host="a"))
     assert plan_by("host-cache", found, 1, MODEL_BYTES).targets == ("w2",)
+
+
+def test_among_the_workers_of_a_host_the_one_that_holds_the_copy_comes_first() -> None:
+    spare = [record("w1", host="b", nic_gbps=100.0), record("w2", host="a")]
+    found = cluster(*spare, record("w3", host="a", host_copy="ready", cached=True))
+    plan = plan_by("host-cache", found, 2, MODEL_BYTES)
+    assert paths(plan.chains) == [[("host", "w3", "w3")], [("host", "w3", "w2")]]
+    assert plan.keepers == ()
+
+
+def test_of_the_targets_of_a_host_without_a_copy_one_keeps_one() -> None:
+    found = cluster(record("w1", host="a"), record("w2", host="a"), record("w3", host="b"))
+    assert plan_by("host-cache", found, 3, MODEL_BYTES).keepers == ("w1", "w3")
 
 
 def test_a_kept_copy_of_the_targets_own_process_is_its_source() -> None:
@@ -83,7 +103,7 @@ def test_a_kept_copy_that_is_not_ready_is_a_miss() -> None:
 def test_chain_is_the_planners_own() -> None:
     found = cluster(COPY, *SPARE)
     assert plan_by("chain", found, 3, MODEL_BYTES) == plan_worker_chains(found, 3, MODEL_BYTES)
-    assert not plan_by("chain", found, 3, MODEL_BYTES).keep_on_host
+    assert not plan_by("chain", found, 3, MODEL_BYTES).keepers
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -1,0 +1,90 @@
+"""The rules ``every-host``: every host that offers memory has a copy of every model (as AllCache, section 6.1).
+
+1. A host without a placed copy of a model gets one, on its worker with the most room: what that has cached for itself,
+   else from its own host, else from another host's copy, a GPU, or disk. As many load at a time as ``LoadLimits`` says.
+2. Of several on one host one stays, and copies of models that were removed go.
+3. Nothing makes way: where there is no room, the host has none, and loads there read the disk.
+
+Models without any copy come first. A look does a bounded amount of work: what it does not get to is next at the
+following one.
+"""
+
+from __future__ import annotations
+
+from services.pool.core.cluster import Cluster
+from services.pool.core.copies import Key, ModelCopies
+from services.pool.core.places import Places
+from services.pool.core.steps import Placement, Steps
+from shared.messages.registry import ModelRecord, Unplaced
+
+VISITS = 1000
+"""Workers and hosts that one look compares, about."""
+
+
+class CopiesEverywhere:
+    """As ``CopyRules``."""
+
+    def __init__(self, cluster: Cluster, keep_copies_s: float) -> None:
+        """``keep_copies_s``: for how long cached copies, of hosts without room for a placed one, may be unused."""
+        self._cluster = cluster
+        self._keep_copies_s = keep_copies_s
+        self._places = Places(cluster)
+        self._steps = Steps(cluster)
+        self._round: list[str] = []
+        """Hashes of the models that are still to be looked at, the next one last."""
+        self._round_version = -1
+        """Of the cluster, as the round began."""
+        self._found: dict[str, Unplaced] = {}
+        """Models without any copy, of which none could be placed in this round."""
+
+    def look(self, now_s: float, visits: int = VISITS) -> Placement:
+        """The next steps; ``visits`` bounds the work."""
+        steps, cluster = self._steps, self._cluster
+        steps.begin(now_s)
+        steps.drop_strangers()
+        steps.drop_crowded()
+        steps.drop_unused(self._keep_copies_s)
+        if not self._round and self._round_version != cluster.version:
+            self._round_version, self._found = cluster.version, {}
+            registered = [h for h, copies in cluster.copies.by_hash.items() if copies.record is not None]
+            self._round = sorted(registered, key=lambda h: (h not in cluster.needy, h), reverse=True)
+        self._places.visits = 0
+        while self._round and not cluster.loads.is_full and self._places.visits < visits:
+            copies = cluster.copies.by_hash.get(self._round.pop())
+            if copies is not None and copies.record is not None:
+                self._place(copies, copies.record)
+        if cluster.loads.is_full:
+            self._round = []
+        unplaced = tuple(entry for model_hash, entry in self._found.items() if model_hash in cluster.needy)
+        unfinished = bool(self._round) or not steps.may_drop
+        return Placement(steps.decided, unplaced, unfinished=unfinished, asks=steps.asks)
+
+    def _place(self, copies: ModelCopies, record: ModelRecord) -> None:
+        cluster, memory = self._cluster, self._cluster.memory
+        has = {held.worker.host for held in copies.placed.values() if not cluster.is_lost(held.key)}
+        has |= {memory.workers[w].host for w in cluster.outstanding.told(copies.model_hash) if w in memory.workers}
+        for host in sorted(memory.hosts.keys() - has):
+            if cluster.loads.is_full:
+                return
+            self._places.visits += 1
+            worker_id = None if cluster.loads.host_is_full(host) else self._places.on_host(host, copies)
+            if worker_id is None:
+                continue
+            sources = self._places.sources(copies, memory.workers[worker_id])
+            if not sources.busy:
+                self._steps.hold(record, worker_id, sources, f"{host} has none")
+        if copies.model_hash in cluster.needy:
+            reason = self._places.why_not(copies, record)
+            self._found[copies.model_hash] = Unplaced(model=record.name, model_hash=copies.model_hash, reason=reason)
+
+    def could_take(self, model_hash: str) -> bool:
+        """Whether a host has a copy, or has room for one."""
+        self._cluster.refresh()
+        copies = self._cluster.copies.by_hash.get(model_hash)
+        if copies is None or copies.record is None or model_hash not in self._cluster.needy:
+            return True
+        return self._places.fitting(copies, copies.record, in_turn=False) is not None
+
+    def may_stay_on_disk(self, key: Key) -> bool:  # noqa: ARG002 - whatever the copy
+        """No: it is to be on every host."""
+        return False

@@ -1,0 +1,51 @@
+"""The rules ``kept``: copies are those that loads leave on their hosts, and the pool places none (as ServerlessLLM).
+
+1. A copy goes once no instance of its model has been on its host for the time to keep copies.
+2. Of several on one host one stays: its workers share the host's memory.
+3. A model's last copy goes too, be it on a host or in a GPU, if a worker can read the model from disk. That is asked
+   first, and while it is not known the copy stays.
+4. Copies of models that were removed go at once.
+
+Which copy makes way for another on a full host its worker decides: the least recently used.
+"""
+
+from __future__ import annotations
+
+from services.pool.core.cluster import Cluster
+from services.pool.core.copies import Key
+from services.pool.core.steps import Placement, Steps
+
+
+class KeptCopies:
+    """As ``CopyRules``."""
+
+    def __init__(self, cluster: Cluster, keep_copies_s: float) -> None:
+        self._cluster = cluster
+        self._keep_copies_s = keep_copies_s
+        self._steps = Steps(cluster)
+        self._doubted: dict[str, None] = {}
+        """Hashes of models whose last copy is to go, and of which it is not known whether they are on disk."""
+
+    def look(self, now_s: float) -> Placement:
+        """Only drops and questions."""
+        steps = self._steps
+        steps.begin(now_s)
+        steps.drop_strangers()
+        steps.drop_crowded()
+        steps.drop_unused(self._keep_copies_s, last_too=True)
+        doubted, self._doubted = self._doubted, {}
+        for model_hash in doubted:
+            copies = self._cluster.copies.by_hash.get(model_hash)
+            if copies is not None and copies.record is not None:
+                steps.ask(copies, copies.record)
+        return Placement(steps.decided, (), unfinished=not steps.may_drop, asks=steps.asks)
+
+    def could_take(self, model_hash: str) -> bool:  # noqa: ARG002 - whatever the model
+        """No: the pool has none placed."""
+        return False
+
+    def may_stay_on_disk(self, key: Key) -> bool:
+        """Yes. The next look asks, if it is not known whether the model is there."""
+        if self._cluster.is_readable(key[1]) is None:
+            self._doubted[key[1]] = None
+        return True
