@@ -185,6 +185,13 @@ _ALL = (
         copies="every-host",
     ),
     System(
+        name="overlap",
+        about="blitz's chains; a new instance runs whole batches by itself, layer by layer as they arrive",
+        source="pipelined loading as in PipeSwitch, OSDI'20",
+        live="auto",
+        live_policy="overlap",
+    ),
+    System(
         name="static-full",
         about="no scaling: an instance on every worker, in the best split of prefill and decode",
         source=f"{_DISTSERVE}: full",
