@@ -1,7 +1,7 @@
 """The planner without its shell: what it remembers, and what it decides from what it is told.
 
 Whoever drives it (the service, or a simulation in virtual time) says when it is (``Moment``), makes ids, and carries
-out what is decided:
+out what is decided. Unix times begin after 0, which says of many things that they have not happened.
 
 1. Whatever is heard goes in as it comes: ``on_demand`` (the monitor), ``on_load`` and ``on_queue`` (instances and
    gateways), ``tracker.on_progress`` and ``tracker.on_live_report`` (workers), ``rounds.try_again`` when the registry

@@ -1,0 +1,251 @@
+"""The planner's core, driven as a simulation drives it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from services.planner.core.rounds.decider import MAX_ROUND_S, SHRINK_S
+from services.planner.core.rounds.moment import Moment
+from services.planner.core.rounds.plan_writer import AnyPlan
+from services.planner.core.rounds.rounds import LEASE_TRIES
+from services.planner.core.rounds.waiting import ROOM_WAIT_S, SHORT_S
+from shared.errors import Conflict, NoCapacity, Unavailable
+from shared.messages.codec import encode
+from shared.messages.registry import WorkerRecord
+from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan
+from tests.records import model, worker_record
+from tests.services.monitor.core.reports import report
+from tests.services.planner.core.driven import Driven
+
+INF = float("inf")
+
+
+def spare(num: int) -> list[WorkerRecord]:
+    return [worker_record(f"w{i}") for i in range(num)]
+
+
+def serving(num: int, name: str = "m", **changes: object) -> Driven:
+    record = model(name, min_instances=0, **changes)
+    return Driven([record], [worker_record(f"w{i}", record, "serving", epoch=i + 1) for i in range(num)])
+
+
+def test_from_a_demand_to_an_instance_that_serves() -> None:
+    made = Driven([model("m", min_instances=0)], spare(2))
+    assert made.due_in_s == INF
+    made.demand("m", 1)
+    assert made.due_in_s == 0.0
+    made.round()
+    (plan,) = made.plans
+    assert isinstance(plan, ScalePlan)
+    (target,) = plan.targets
+    assert (plan.plan_id, target.instance_id, plan.planned_at_s) == ("plan-1", f"1-{target.worker_id}", 100.0)
+    made.demand("m", 1)
+    made.round()
+    assert (made.plans, len(made.settled), made.due_in_s) == ([plan], 1, INF), "it is on its way"
+    made.now_s += 3.0
+    for event in ("accepted", "loaded", "serving"):
+        made.report("plan-1", event, target.worker_id, target.instance_id)  # type: ignore[arg-type]
+    (ended,) = made.planner.operations.just_finished()
+    assert (ended.record().status, ended.record().trigger_to_serving_ms) == ("done", 3000.0)
+
+
+def test_who_finds_no_worker_is_refused_and_tried_again_when_one_may_be_spare_for_a_while() -> None:
+    made = Driven([model("m", min_instances=0)], [])
+    made.demand("m", 2)
+    made.round()
+    (refused,) = made.refused
+    assert (refused.error.code, refused.repeated) == ("no_capacity", False)
+    (shown,) = made.planner.rounds.unplanned(made.moment)
+    assert (shown.model, shown.wanted) == ("m", 2)
+    assert made.due_in_s == INF
+    made.now_s += SHORT_S
+    made.planner.rounds.try_again(made.moment)
+    assert made.due_in_s <= 0.0
+    made.round()
+    assert made.refused[1].repeated
+    made.now_s += 0.1
+    made.planner.rounds.try_again(made.moment)
+    assert made.due_in_s == INF, "the monitor has said it again by then, or it is met"
+
+
+def test_who_asked_by_hand_waits_for_room_that_others_make_and_not_for_ever() -> None:
+    busy, waits = model("busy", min_instances=0), model("waits", min_instances=0)
+    made = Driven([busy, waits], [worker_record("w0", busy, "serving")])
+    made.demand("busy", 1, 1, idle=1, idle_since_s=90.0)
+    asked = made.ask("waits", 1)
+    made.round()
+    (drain,) = made.plans
+    assert isinstance(drain, DrainPlan)
+    assert (drain.model, made.refused, made.due_in_s) == ("busy", [], ROOM_WAIT_S)
+    made.now_s += 1.0
+    made.planner.rounds.try_again(made.moment)
+    made.round()
+    assert (made.refused, made.due_in_s) == ([], ROOM_WAIT_S - 1.0), "the room is not there yet"
+    made.wait_until_due()
+    made.round()
+    (refused,) = made.refused
+    assert refused.one is asked
+    assert isinstance(refused.error, NoCapacity)
+    assert made.due_in_s == INF
+
+
+def test_nobody_waits_who_withdrew() -> None:
+    made = Driven([model("m", min_instances=0)], spare(1))
+    made.planner.rounds.withdraw(made.ask("m", 1))
+    made.round()
+    assert made.plans == []
+
+
+def test_instances_go_only_after_a_moment_in_which_another_role_may_use_them() -> None:
+    made = serving(2)
+    made.demand("m", 1, 2)
+    made.now_s += SHRINK_S / 2
+    made.round()
+    assert made.plans == []
+    assert made.due_in_s == pytest.approx(SHRINK_S / 2)
+    made.wait_until_due()
+    made.round()
+    (drain,) = made.plans
+    assert isinstance(drain, DrainPlan)
+    assert [t.worker_id for t in drain.targets] == ["w1"]
+
+
+def test_a_worker_that_another_plan_took_is_not_waited_for_longer_than_a_few_tries() -> None:
+    made = Driven([model("m", min_instances=0)], spare(1))
+    made.errors = [Conflict("w0 is leased")] * LEASE_TRIES
+    made.demand("m", 1)
+    for _ in range(LEASE_TRIES):
+        assert made.refused == []
+        assert made.due_in_s <= 0.0
+        made.round()
+    (refused,) = made.refused
+    assert (refused.error.code, made.plans, made.due_in_s) == ("conflict", [], INF)
+
+
+def test_what_does_not_fit_into_a_round_is_decided_in_the_next_one() -> None:
+    made = Driven([model(f"m{i}", min_instances=0) for i in range(3)], spare(3))
+    for i in range(3):
+        made.demand(f"m{i}", 1)
+    spent = iter([0.0, *[2 * MAX_ROUND_S] * 9])
+    made.round(lambda: next(spent))
+    assert [p.model.name for p in made.plans if isinstance(p, ScalePlan)] == ["m0"]
+    assert made.due_in_s == 0.0
+    made.round()
+    assert [p.model.name for p in made.plans if isinstance(p, ScalePlan)] == ["m0", "m1", "m2"]
+
+
+def test_a_request_that_breaks_the_planner_does_not_keep_others_from_their_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Driven([model("a", min_instances=0), model("b", min_instances=0)], spare(2))
+    scaler = made.planner.scaler
+    plan = scaler.plan_with_roles
+
+    def breaks(request, *args, **kwargs):  # type: ignore[no-untyped-def]
+        if request.model == "a":
+            raise ZeroDivisionError
+        return plan(request, *args, **kwargs)
+
+    monkeypatch.setattr(scaler, "plan_with_roles", breaks)
+    made.demand("a", 1)
+    made.demand("b", 1)
+    made.round()
+    (refused,) = made.refused
+    assert (refused.one.request.model, refused.error.code) == ("a", "internal")
+    assert isinstance(refused.error.__cause__, ZeroDivisionError)
+    assert [p.model.name for p in made.plans if isinstance(p, ScalePlan)] == ["b"]
+
+
+def test_of_a_round_that_cannot_be_finished_nothing_is_left_waiting() -> None:
+    made = Driven([model("m", min_instances=0)], spare(1))
+    asked = made.ask("m", 1)
+    begun = made.planner.rounds.begin(made.moment)
+    made.demand("m", 1)
+    failed = made.planner.rounds.fail(begun, Unavailable("the registry is away"), made.moment)
+    assert [one.one for one in failed] == [asked, failed[1].one]
+    assert made.due_in_s == INF
+
+
+def test_what_is_asked_while_a_round_has_begun_is_due() -> None:
+    made = Driven([model("m", min_instances=0)], spare(1))
+    made.ask("m", 1)
+    begun = made.planner.rounds.begin(made.moment)
+    made.ask("m", 0)
+    made.planner.rounds.decide(begun, made.view, made.moment)
+    assert [step.request.desired for _, step in begun.steps] == [1]
+    assert made.due_in_s == 0.0
+
+
+def test_an_instance_whose_worker_is_to_be_free_goes_where_another_serves() -> None:
+    made = serving(2)
+    assert made.planner.evacuations(made.view, made.moment) == []
+    made.workers = (msgspec.structs.replace(made.workers[0], cordoned=True), made.workers[1])
+    (step,) = made.planner.evacuations(made.view, made.moment)
+    told = made.planner.writer.begin(step, None, 1, made.moment)
+    (plan,) = told.plans
+    assert isinstance(plan, DrainPlan)
+    assert [t.worker_id for t in plan.targets] == ["w0"]
+    assert made.planner.evacuations(made.view, made.moment) == [], "once"
+
+
+def test_requests_move_where_one_has_lacked_kv_for_a_while_and_then_rest() -> None:
+    made = serving(2)
+
+    def say() -> list[str]:
+        lacks = {"kv_blocks_used": 90, "head_blocks": 30, "running_requests": 3}
+        for worker_id, changes in (("w0", lacks), ("w1", {"kv_blocks_used": 40})):
+            loaded = report(f"i-{worker_id}", worker_id=worker_id, kv_block_tokens=16, **changes)
+            made.planner.on_load(loaded, made.moment)
+        return [plan.plan_id for plan in made.planner.migrations.make_room(made.view, made.moment, 1)]
+
+    assert say() == []
+    made.now_s += 1.0
+    assert say() == ["move-1"]
+    made.now_s += 1.0
+    assert say() == []
+
+
+def _busy_seconds() -> list[AnyPlan]:
+    """Roles change, models take each other's workers, instances go and come."""
+    pd = model("pd", min_instances=0, serving="disaggregated")
+    others = [model(name, min_instances=0) for name in "abcdef"]
+    roles = ["prefill", "prefill", "prefill", "decode"]
+    workers = [worker_record(f"p{i}", pd, "serving", role=role) for i, role in enumerate(roles)]  # type: ignore[arg-type]
+    made = Driven([pd, *others], [*workers, *spare(4)])
+    for second in range(20):
+        made.now_s += 1.0
+        name = "abcdef"[second % 6]
+        made.demand(name, second % 4, 1, idle=second % 2, idle_since_s=made.now_s - 9.0 if second % 2 else 0.0)
+        made.demand("pd", 1 + second % 3, 3, role="prefill")
+        made.demand("pd", 2 + second % 2, 1, role="decode")
+        while made.due_in_s < 0.5:
+            made.wait_until_due()
+            made.round()
+    return made.plans
+
+
+def test_the_same_is_decided_each_time() -> None:
+    first = _busy_seconds()
+    assert {type(plan) for plan in first} == {ScalePlan, DrainPlan, MutatePlan}
+    assert [encode(plan) for plan in first] == [encode(plan) for plan in _busy_seconds()]
+
+
+def test_messages_have_unix_times_and_what_is_remembered_goes_by_the_other_clock() -> None:
+    made = Driven([model("m", min_instances=0)], spare(1))
+    made.demand("m", 1)
+    rounds, later = made.planner.rounds, Moment(unix_s=5e9, monotonic_s=made.now_s)
+    begun = rounds.begin(later)
+    rounds.decide(begun, made.view, later)
+    (lease,) = begun.leases(made.settings.lease_ttl_s, 1)
+    granted, _ = rounds.granted(begun, [made.verdict(lease)], later)
+    (plan,) = made.planner.writer.begin(granted[0].step, granted[0].grant, 1, later).plans
+    assert isinstance(plan, ScalePlan)
+    assert plan.planned_at_s == 5e9
+    # The clock is set back: a worker that fails is still left alone for a second.
+    made.now_s += 10.0
+    early = Moment(unix_s=0.0, monotonic_s=made.now_s)
+    (target,) = plan.targets
+    made.report(plan.plan_id, "failed", target.worker_id, target.instance_id, moment=early)
+    assert made.planner.refusals.avoided("m", made.now_s + 0.9)
+    assert not made.planner.refusals.avoided("m", made.now_s + 1.0)
