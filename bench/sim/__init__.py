@@ -5,6 +5,10 @@
     fabric.py     the cluster's links as resources, and the path of a transfer through them
     sharing.py    weighted max-min fair rates by progressive filling: a pure function
     flows.py      flows on a clock: they start, end, are aborted or rerouted, and follow each other in chains
+    requests.py   requests that come, and what became of each
+    gateway.py    the gateway's core: where requests go, and when their tokens come; gaps.py: times between tokens
+    monitor.py    the monitor's core: load in, demand out
+    latencies.py  how long messages take
     profiles/     what steps of models on GPUs take; architectures.py and make_profiles.py derive them
 
 A transfer is a fluid: between two events every flow has one rate, and rates change at once when flows come, go, or
