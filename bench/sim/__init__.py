@@ -9,6 +9,9 @@
     gateway.py    the gateway's core: where requests go, and when their tokens come; gaps.py: times between tokens
     monitor.py    the monitor's core: load in, demand out
     latencies.py  how long messages take
+    compute.py    what steps take, by their batches; runs of decode steps that are taken together
+    instance.py   an instance: the worker's scheduler, stepped on the clock
+    kv.py         KV on its way from instances that compute prompts to those that decode them
     profiles/     what steps of models on GPUs take; architectures.py and make_profiles.py derive them
 
 A transfer is a fluid: between two events every flow has one rate, and rates change at once when flows come, go, or

@@ -23,7 +23,7 @@ def load_report(
     unix_s: float,
 ) -> LoadReport:
     """``now_s``: in the scheduler's clock, in which arrivals are. ``unix_s``: the same moment in Unix time."""
-    oldest_arrived_s = load.oldest_arrived_s or now_s
+    oldest_arrived_s = now_s if load.oldest_arrived_s is None else load.oldest_arrived_s
     return LoadReport(
         worker_id=worker_id,
         instance_id=instance_id,

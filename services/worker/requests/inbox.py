@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 
 from services.worker.core.scheduling.gateways import Gateways, Gone
+from services.worker.core.scheduling.request_checks import check_slot
 from services.worker.core.scheduling.sequence import Sequence
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
@@ -21,7 +22,7 @@ from services.worker.requests.streams import NewOwners, RequestSpans, Streams
 from shared import subjects
 from shared.aio import OwnedTasks
 from shared.bus.base import Bus
-from shared.errors import BlitzError, Conflict, NoResponder, NotFound, Overloaded, SentBack
+from shared.errors import BlitzError, Conflict, NoResponder, NotFound, SentBack
 from shared.messages.common import TAKES_PROMPTS, Ack
 from shared.messages.generation import (
     AckTerminal,
@@ -152,7 +153,7 @@ class Inbox:
             return Ack()  # the submit was repeated: it runs elsewhere by now
         older = self.streams.attempt_of(request.request_id)
         if older is None and not request.may_wait:
-            self._check_slot(instance)
+            check_slot(instance.instance_id, self.streams.num_open, instance.scheduler.max_num_sequences)
         if not self.streams.open(*key, request.gateway_id, offset, incarnation=request.gateway_incarnation):
             return Ack()  # the submit was repeated: it runs already
         if older is not None:
@@ -169,12 +170,6 @@ class Inbox:
         for cooperation in self._cooperations:
             cooperation.arrived()
         return Ack()
-
-    def _check_slot(self, instance: Instance) -> None:
-        """Raises ``Overloaded`` if as many requests are here as may run."""
-        slots = instance.scheduler.max_num_sequences
-        if (taken := self.streams.num_open) >= slots:
-            raise Overloaded(f"all {slots} slots of {instance.instance_id} are taken ({taken} requests)")
 
     def _give_up(self, instance: Instance, request_id: str, attempt: int) -> None:
         """A newer attempt is here. The cancel of the older one may be lost, and the gateway reads it no more."""

@@ -33,9 +33,19 @@ class ContinuousBatching:
         self._reservations = reservations
         self._config = table.config
         self._some_alone = False
-        """Perhaps: a request that is to be computed alone may be here."""
         self._alone_next = False
         self._last_alone = -1
+
+    @property
+    def some_alone(self) -> bool:
+        """Whether a request that is to be computed alone may be here."""
+        return self._some_alone
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether a slot and blocks are free for the head of ``waiting``."""
+        need = self.head_blocks()
+        return need > 0 and self._table.pool.can_allocate(need)
 
     def accepted(self, sequence: Sequence) -> None:
         """A request came."""
@@ -140,8 +150,8 @@ class ContinuousBatching:
 
     def _admit(self, now_s: float) -> Sequence | None:
         """Move the head of ``waiting`` to ``running`` if a slot and the blocks of its context are free."""
-        table, need = self._table, self.head_blocks()
-        if not need or not table.pool.can_allocate(need):
+        table = self._table
+        if not self.can_admit:
             return None
         sequence = table.waiting.popleft()
         table.waiting_tokens -= sequence.num_tokens

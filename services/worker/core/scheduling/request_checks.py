@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared import subjects
-from shared.errors import BadRequest
+from shared.errors import BadRequest, Overloaded
 from shared.messages.generation import Submit
 
 MAX_NUMBER = 2**31
@@ -67,3 +67,9 @@ def _check_addresses(request: Submit) -> None:
     subjects.tokens(request.gateway_id)
     if request.decode_at is not None:
         subjects.worker_submit(request.decode_at.worker_id)
+
+
+def check_slot(instance_id: str, taken: int, slots: int) -> None:
+    """For a request that may not wait for others to end. Raises ``Overloaded`` if as many are here as may run."""
+    if taken >= slots:
+        raise Overloaded(f"all {slots} slots of {instance_id} are taken ({taken} requests)")

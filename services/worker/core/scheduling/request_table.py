@@ -18,9 +18,9 @@ class RequestTable:
     ``waiting`` and ``running`` are in order of arrival. An accepted request that is in neither is lent or reserved.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool | None = None) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.pool = pool or BlockPool(config.num_blocks, config.block_size)
         self.accepted: dict[tuple[str, int], Sequence] = {}
         """Those that have not ended, by request id and attempt."""
         self.waiting: deque[Sequence] = deque()
@@ -76,10 +76,14 @@ class RequestTable:
         reason = sequence.finish_reason(self.config.limit_tokens)
         output = sequence.emit(token.token_id, token.logprobs, reason)
         if reason is not None:
-            self.ended_requests_total += 1
-            self.ended_tokens_total += len(sequence.output)
-            self.forget(sequence)
+            self.ended_by_itself(sequence)
         return output
+
+    def ended_by_itself(self, sequence: Sequence) -> None:
+        """Its tokens have ended it."""
+        self.ended_requests_total += 1
+        self.ended_tokens_total += len(sequence.output)
+        self.forget(sequence)
 
     def forget(self, sequence: Sequence, *, free: bool = True) -> None:
         """It has ended, or is another instance's. Its blocks are freed unless it is reserved: then ``release`` does."""

@@ -12,11 +12,13 @@ Pure: no clock, no engine. One batch is in flight at a time.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Rows
 from types import MappingProxyType
 
 from services.worker.core.scheduling.batching import ContinuousBatching
+from services.worker.core.scheduling.blocks import BlockPool
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.core.scheduling.request_table import RequestTable
 from services.worker.core.scheduling.reservations import Reservations
@@ -41,9 +43,10 @@ NO_FAILURES: Mapping[int, ErrorInfo] = MappingProxyType({})
 class Scheduler:
     """Continuous batching over one KV pool."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool | None = None) -> None:
+        """``pool``: of as many blocks as ``config`` says; one is made by default."""
         self.config = config
-        self.table = RequestTable(config)
+        self.table = RequestTable(config, pool)
         self.pool = self.table.pool
         self.reservations = Reservations(self.table)
         self.budgets = StepBudgets(config)
@@ -185,6 +188,52 @@ class Scheduler:
         if leave:
             table.running = [s for s in table.running if not (s.finished or s.reserved)]
         return outputs
+
+    def decode_steps(self) -> int:
+        """How many of the next steps would do the same: decode all that runs, without admitting or preempting
+        anything. Requests reach their limits with the last of them at most. 0: the next step is another one, or there
+        is something to take first."""
+        table, reservations, running = self.table, self.reservations, self.table.running
+        if self._in_flight is not None or self._ended or reservations.has_prefilled or self._batching.some_alone:
+            return 0
+        if not running or len(running) > self.config.max_batch_tokens or self._batching.can_admit:
+            return 0
+        limit_tokens, steps = self.config.limit_tokens, self.config.limit_tokens
+        for sequence in running:
+            num_tokens = len(sequence.tokens)
+            if num_tokens - sequence.num_computed > 1 or sequence.decode_at is not None:
+                return 0
+            steps = min(steps, sequence.params.max_tokens - len(sequence.output), limit_tokens - num_tokens)
+        pool = table.pool
+        if not pool.can_allocate(len(running) * pool.blocks_for(steps)):
+            num_free = pool.num_blocks - pool.num_used
+            steps = bisect_right(range(1, steps + 1), num_free, key=self._blocks_to_grow)
+        return steps
+
+    def decode_ahead(self, steps: int, token_id: int = 0) -> list[Sequence]:
+        """As if so many steps, at most ``decode_steps()``, had been scheduled and completed one by one, each with
+        ``token_id`` for every request that runs, which ends none of them. Which blocks they hold may differ, how many
+        not. Returns those that reached their limits; their outputs are not said again."""
+        table, pool = self.table, self.table.pool
+        self._decode_tokens_total += steps * len(table.running)
+        ended: list[Sequence] = []
+        for sequence in table.running:
+            sequence.num_computed += steps
+            for _ in range(pool.blocks_for(sequence.num_computed) - len(sequence.block_table)):
+                pool.append(sequence.block_table)
+            sequence.append_all([token_id] * steps)
+            if sequence.finish_reason(self.config.limit_tokens) is not None:
+                ended.append(sequence)
+        if ended:
+            for sequence in ended:
+                table.ended_by_itself(sequence)
+            table.running = [s for s in table.running if not s.finished]
+        return ended
+
+    def _blocks_to_grow(self, steps: int) -> int:
+        """That so many decode steps of all that runs take."""
+        blocks_for = self.table.pool.blocks_for
+        return sum(max(0, blocks_for(s.num_computed + steps) - len(s.block_table)) for s in self.table.running)
 
     def take_ended(self) -> list[StreamPart]:
         """Terminal outputs of requests that ended outside a step (cancelled, aborted, nothing left to do)."""

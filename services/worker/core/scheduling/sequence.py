@@ -130,6 +130,12 @@ class Sequence:
         self.output.append(token_id)
         self.tokens.append(token_id)
 
+    def append_all(self, token_ids: list[int]) -> None:
+        """Add sampled tokens that were put out."""
+        self.output += token_ids
+        self.tokens += token_ids
+        self.num_emitted += len(token_ids)
+
     def finish_reason(self, context_tokens: int) -> FinishReason | None:
         """Whether the known tokens end the request.
 

@@ -13,6 +13,7 @@ Pure: sizes and seconds come in.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 NUM_RECENT = 5
@@ -47,12 +48,17 @@ class SpeedEstimator:
         if seconds <= 0:
             return
         if not num_prefill_tokens:
-            self._decode.add(num_decode_tokens, seconds)
+            self._decode.add(num_decode_tokens, (seconds,))
             self._update()
         # One of few prompt tokens beside decodes mostly shows these.
         elif num_prefill_tokens > num_decode_tokens:
             decode_s = self._decode_s(num_decode_tokens, seconds / (num_prefill_tokens + num_decode_tokens))
             self.prefilled(num_prefill_tokens, max(seconds - decode_s, LEAST_PREFILL_SHARE * seconds))
+
+    def decoded(self, num_requests: int, seconds: Iterable[float]) -> None:
+        """Steps of so many decodes alone took so long, one after another."""
+        self._decode.add(num_requests, [step_s for step_s in seconds if step_s > 0])
+        self._update()
 
     def decode_s(self, num_requests: int) -> float:
         """Seconds of a step of so many decodes alone, or of what it takes with none; 0 while nothing was measured."""
@@ -61,7 +67,7 @@ class SpeedEstimator:
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """So many prompt tokens took so long through all layers, and nothing else was computed at the same time."""
         if seconds > 0:
-            self._prefill.add(num_tokens, seconds)
+            self._prefill.add(num_tokens, (seconds,))
             self._update()
 
     def _decode_s(self, num_requests: int, token_s: float) -> float:
@@ -88,10 +94,12 @@ class _TimeBySize:
         self._recent: dict[int, deque[tuple[int, float]]] = {}
         self._times: dict[int, tuple[int, float]] = {}
 
-    def add(self, size: int, seconds: float) -> None:
+    def add(self, size: int, seconds: Collection[float]) -> None:
+        if not seconds:
+            return
         about = size.bit_length()
         recent = self._recent.setdefault(about, deque(maxlen=NUM_RECENT))
-        recent.append((size, seconds))
+        recent.extend((size, step_s) for step_s in seconds)
         # The faster of two: what slows a single step down (the first one, a stall) is not the engine.
         self._times[about] = sorted(recent, key=_unit_s)[(len(recent) - 1) // 2]
 

@@ -1,0 +1,559 @@
+"""An instance in virtual time: the worker's own scheduler, whose steps take what a profile says.
+
+What the engine's thread does, it does in the same order: what is asked of it waits for the end of a step, or not even
+that where the step has prompts; then comes the next step. Steps that only decode the same requests happen together,
+until something is asked; a prompt's layers happen together, too. Requests that are computed alone are not simulated.
+
+Of an instance that drains, requests that run finish where they are; requests that have not begun, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from bench.sim.block_counts import BlockCounts
+from bench.sim.clock import Clock, Event
+from bench.sim.compute import Compute, DecodeRun
+from bench.sim.kv import Answer, Departures, KvPaths, KvTransfer, Reservation
+from services.worker.core.kv_transfer import room
+from services.worker.core.kv_transfer.staging import Staging
+from services.worker.core.lifecycle import InstanceLifecycle
+from services.worker.core.load import load_report
+from services.worker.core.scheduling.request_checks import check_slot
+from services.worker.core.scheduling.schedule import Sampled, ScheduledBatch, SchedulerConfig
+from services.worker.core.scheduling.scheduler import Scheduler
+from services.worker.core.scheduling.sequence import Sequence as Request
+from services.worker.core.scheduling.speed import NUM_RECENT
+from services.worker.core.scheduling.turns import StepTurns
+from shared.errors import BlitzError, Conflict, Overloaded, SentBack
+from shared.messages.common import DECODES_FOR_OTHERS, TAKES_PROMPTS, InstanceState, Role
+from shared.messages.generation import DecodePlace, SamplingParams, StreamPart
+from shared.messages.load import LoadReport
+
+REPORT_EVERY_S = 0.1
+"""As often as a worker does by default."""
+_TOKEN = Sampled(0)
+"""Which tokens they are matters to nobody; this one ends nothing."""
+
+
+class Stream(Protocol):
+    """A request as its gateway knows it."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def output_token_ids(self) -> Sequence[int]: ...
+
+
+class Listener(Protocol):
+    """Who is told of requests, as ``bench.sim.gateway.SimGateway`` is."""
+
+    def on_tokens(
+        self, request_ids: Sequence[str], ends_s: Sequence[float], *, worker_id: str, instance_id: str
+    ) -> None:
+        """Each of these got a token at each of these times."""
+
+    def on_taken_over(self, request_id: str, *, worker_id: str, instance_id: str) -> None:
+        """Another instance decodes it from here on."""
+
+    def on_end(self, request_id: str) -> None:
+        """It has all its tokens."""
+
+    def on_failed(self, request_id: str, error: BlitzError) -> None:
+        """Its attempt has ended without its tokens."""
+
+
+class PartialSteps(Protocol):
+    """Layers of batches that two instances share (live scaling)."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a layer can be run."""
+
+    @property
+    def decode_interval_s(self) -> float:
+        """Decode steps come at least this often between layers."""
+
+    @property
+    def queued(self) -> tuple[int, int]:
+        """Requests, and their tokens, that count as queued here beside those of the scheduler."""
+
+    def begin(self) -> float | None:
+        """Run a layer: how long that takes; None if there is none after all."""
+
+    def end(self) -> None:
+        """It has run."""
+
+
+class SimInstance:
+    """From ``loading`` on. Requests and questions come in at the clock's present time."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        listener: Listener,
+        *,
+        instance_id: str,
+        worker_id: str,
+        model: str,
+        role: Role,
+        config: SchedulerConfig,
+        compute: Compute,
+        kv: KvPaths | None = None,
+        slo_tbt_s: float = 0.0,
+        expects_profile: bool = True,
+        on_report: Callable[[LoadReport], object] = lambda _report: None,
+        report_every_s: float = REPORT_EVERY_S,
+        on_idle: Callable[[SimInstance], object] = lambda _instance: None,
+    ) -> None:
+        """``kv``: None where no request is decoded elsewhere. ``on_report``: told of the load, at most every
+        ``report_every_s`` and only while something changes. ``on_idle``: told whenever nothing is left of an instance
+        that drains."""
+        self._clock = clock
+        self._listener = listener
+        self.instance_id = instance_id
+        self.worker_id = worker_id
+        self.model = model
+        self.role: Role = role
+        self.compute = compute
+        self.scheduler = Scheduler(config, BlockCounts(config.num_blocks, config.block_size))
+        self.scheduler.budgets.keep_tbt(slo_tbt_s)
+        if expects_profile:
+            self.scheduler.budgets.expect(compute.profile)
+        self.turns = StepTurns(self.scheduler)
+        self.partial: PartialSteps | None = None
+        """Set and unset between steps (``call``)."""
+        self.load_s = 0.0
+        """How long it took to load; 0 until it serves."""
+        self.on_first_work: Callable[[], object] | None = None
+        """Called once, when something is accepted for the role that it has by then."""
+        self._life = InstanceLifecycle("loading")
+        self._departures = None if kv is None else Departures(clock, self, kv)
+        self._staging = Staging()
+        self._arriving: dict[tuple[str, int], Reservation] = {}
+        self._latest: dict[str, Request] = {}
+        """By request id, those that have not ended here."""
+        self._commands: list[Callable[[], object]] = []
+        self._step: Event | None = None
+        """The end of what the engine does; None: nothing."""
+        self._deciding = False
+        self._run: DecodeRun | None = None
+        self._batch: ScheduledBatch | None = None
+        self._step_began_s = 0.0
+        self._busy_s_total = 0.0
+        self._on_report, self._report_every_s, self._on_idle = on_report, report_every_s, on_idle
+        self._reports_from_s = clock.now_s
+        self._reporting: Event | None = None
+
+    # --- its life ----------------------------------------------------------------------------
+
+    @property
+    def state(self) -> InstanceState:
+        return self._life.state
+
+    @property
+    def num_requests(self) -> int:
+        """That have not ended here, those included whose KV is on its way here."""
+        return self.scheduler.num_requests + len(self._arriving)
+
+    def serve(self, load_s: float = 0.0) -> None:
+        """All weights are here: take requests. Raises the life cycle's error."""
+        self._life.move_to("serving")
+        self.load_s = load_s
+        self.changed()
+        self._kick()
+
+    def go_live(self) -> None:
+        """Run layers for another instance. Raises the life cycle's error."""
+        self._life.move_to("live")
+        self.changed()
+
+    def drain(self) -> None:
+        """Take no more requests. Raises the life cycle's error."""
+        self._life.move_to("draining")
+        self.changed()
+        self._say_if_idle()
+
+    def revive(self) -> None:
+        """Take requests again. Raises the life cycle's error."""
+        self._life.move_to("serving")
+        self.changed()
+
+    def take_role(self, role: Role, on_first_work: Callable[[], object] | None = None) -> None:
+        """What comes from now on is this role's; what is here finishes as it began."""
+        self.role, self.on_first_work = role, on_first_work
+        self._report()
+
+    def kill(self) -> list[str]:
+        """It is gone, with its worker. Its listener is told nothing; returns the requests that it had, in order of
+        arrival. Those on their way here with their KV stay where they come from."""
+        self._account()
+        self._life.move_to("failed")
+        for event in (self._step, self._reporting):
+            if event is not None:
+                self._clock.cancel(event)
+        self._step = self._reporting = self._run = self._batch = None
+        self._commands.clear()
+        begun = [] if self._departures is None else self._departures.kill()
+        for reservation in self._arriving.values():
+            reservation.transfer.departures.lost(reservation.transfer)
+            del self._latest[reservation.sequence.request_id]
+        self._arriving.clear()
+        gone = [request_id for request_id in self._latest if request_id not in begun]
+        self._latest.clear()
+        return gone
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def submit(self, stream: Stream, *, decode_at: DecodePlace | None = None, may_wait: bool = True) -> None:
+        """Take a request. Raises ``SentBack``, ``Conflict``, ``Overloaded``, ``ContextLengthExceeded`` as a worker
+        does."""
+        if self.state == "draining":
+            raise SentBack(f"instance {self.instance_id} drains")
+        self._check_admits()
+        older = self._latest.get(stream.request_id)
+        if older is None and not may_wait:
+            check_slot(self.instance_id, self.num_requests, self.scheduler.config.max_num_sequences)
+        if older is not None and older.attempt < stream.attempt:
+            self.cancel(stream.request_id)
+        sequence = _sequence_of(stream, decode_at)
+        self.scheduler.add(sequence, self._clock.now_s)
+        if not sequence.finished:
+            self._latest[sequence.request_id] = sequence
+        self._began(TAKES_PROMPTS)
+        self._wake()
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody wants it any more. Nothing is told of it."""
+        sequence = self._latest.pop(request_id, None)
+        if sequence is None:
+            return
+        arriving = self._arriving.get(sequence.key)
+        if arriving is not None:
+            self.release(arriving)
+            return
+
+        def cancel() -> None:
+            self.scheduler.cancel(*sequence.key)
+            if self._departures is not None:
+                self._departures.ended(sequence)
+
+        self.call(cancel)
+
+    # --- for prefill instances ---------------------------------------------------------------
+
+    def reserve(self, transfer: KvTransfer, answer: Answer) -> None:
+        """Keep a slot and blocks for a request that is to be decoded here. Answered once that is known."""
+        theirs, config = transfer.sequence, self.scheduler.config
+        try:
+            self._check_admits()
+            room.check_fits(transfer.num_tokens, 0, config.limit_tokens)
+            layer_bytes = self.compute.kv_bytes_per_token // self.compute.num_layers
+            num_tokens = min(transfer.num_tokens, transfer.chunk_tokens or transfer.num_tokens)
+            window = self._staging.window(max(1, num_tokens * layer_bytes), self.compute.num_layers)
+            if window is None:
+                raise Overloaded(f"{self._staging.used_bytes} bytes of KV are on their way here already")
+        except BlitzError as error:
+            answer(transfer, error)
+            return
+        sequence = Request(
+            request_id=theirs.request_id,
+            attempt=theirs.attempt,
+            gateway_id=theirs.gateway_id,
+            prompt=theirs.prompt,
+            params=theirs.params,
+            output=theirs.output[: transfer.num_tokens - len(theirs.prompt)],
+        )
+        reservation = Reservation(sequence, transfer, window)
+
+        def reserve() -> None:
+            if not self.scheduler.reservations.reserve([sequence], behind_waiting=True):
+                window.close()
+                answer(transfer, Overloaded(f"no capacity for {sequence.num_tokens} tokens of KV now"))
+                return
+            self._arriving[sequence.key] = reservation
+            self._latest[sequence.request_id] = sequence
+            self._began(DECODES_FOR_OTHERS)
+            self.changed()
+            answer(transfer, reservation)
+
+        self.call(reserve, between_layers=True)
+
+    def begin(self, reservation: Reservation, acknowledge: Callable[[], object]) -> None:
+        """All KV of a reserved request is here: it is decoded here from now on."""
+        sequence = reservation.sequence
+
+        def adopt() -> None:
+            if self._arriving.pop(sequence.key, None) is None:
+                return
+            reservation.transfer.begun = True
+            self.scheduler.reservations.adopt(sequence, _TOKEN, self._clock.now_s, computed_here=False)
+            self._listener.on_taken_over(sequence.request_id, worker_id=self.worker_id, instance_id=self.instance_id)
+            if sequence.finished:
+                self._ended(sequence.request_id)
+            acknowledge()
+
+        self.call(adopt, between_layers=True)
+
+    def release(self, reservation: Reservation) -> None:
+        """The request does not come, or is not wanted any more if it has."""
+        sequence = reservation.sequence
+        if self._arriving.pop(sequence.key, None) is None:
+            if self._latest.get(sequence.request_id) is sequence:
+                self.cancel(sequence.request_id)
+            return
+        reservation.window.close()
+        if self._latest.get(sequence.request_id) is sequence:
+            del self._latest[sequence.request_id]
+        self.call(lambda: self.scheduler.reservations.release([sequence]), between_layers=True)
+
+    def left(self, sequence: Request) -> None:
+        """Another instance decodes it."""
+        if self._latest.get(sequence.request_id) is sequence:
+            del self._latest[sequence.request_id]
+        self.call(lambda: self.scheduler.reservations.release_to_decoder(sequence))
+
+    # --- the engine's thread -----------------------------------------------------------------
+
+    def call(self, function: Callable[[], object], *, between_layers: bool = False) -> None:
+        """Run it between two steps, or already between two layers of a prompt: then it must neither end requests of the
+        batch in flight nor free their blocks."""
+        if self._step is None or (between_layers and self._run is None):
+            function()
+        else:
+            self._commands.append(function)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Something is new: the engine looks at it before the next step."""
+        self.changed()
+        if self._step is None:
+            self._kick()
+        elif self._run is not None:
+            self._cut(self._run)
+
+    def _kick(self) -> None:
+        """What was asked, and the next step, if there is one. Not in the middle of deciding on it."""
+        if self._step is not None or self._deciding or self.state not in ("live", "serving", "draining"):
+            return
+        self._deciding = True
+        while self._commands:
+            commands, self._commands = self._commands, []
+            for command in commands:
+                command()
+        began = self._begin_step()
+        self._deciding = False
+        if not began:
+            self._say_if_idle()
+
+    def _begin_step(self) -> bool:
+        partial, now_s = self.partial, self._clock.now_s
+        own_first = partial is None or self.turns.is_own(partial.decode_interval_s, now_s)
+        if own_first:
+            return self._begin_batch() or self._begin_layer()
+        return self._begin_layer() or self._begin_batch()
+
+    def _begin_layer(self) -> bool:
+        seconds = self.partial.begin() if self.partial is not None and self.partial.ready else None
+        if seconds is None:
+            return False
+        self._step_began_s = self._clock.now_s
+        self._step = self._clock.after(seconds, self._end_layer)
+        return True
+
+    def _end_layer(self) -> None:
+        self._step = None
+        self._busy_s_total += self._clock.now_s - self._step_began_s
+        if self.partial is not None:
+            self.partial.end()
+        self.changed()
+        self._kick()
+
+    def _begin_batch(self) -> bool:
+        now_s, scheduler = self._clock.now_s, self.scheduler
+        steps = scheduler.decode_steps()
+        if steps:
+            running = scheduler.table.running
+            context_tokens = sum([s.num_computed + 1 for s in running])
+            # A pair's layers come in between.
+            steps = steps if self.partial is None else 1
+            self._run = self.compute.decodes(now_s, len(running), context_tokens, steps)
+            self._step = self._clock.at(self._run.ended_s(steps), self._end_run)
+            return True
+        batch = scheduler.schedule(now_s)
+        if batch is None:
+            self._tell(scheduler.take_ended())
+            return False
+        seconds = self.compute.batch_s(batch)
+        self._batch, self._step_began_s = batch, now_s
+        if self._departures is not None and any(p.sequence.decode_at is not None for p in batch.slices):
+            self._clock.after(seconds / self.compute.num_layers, self._ran_first_layer, batch, now_s + seconds)
+        self._step = self._clock.after(seconds + self.compute.overhead_s, self._end_batch)
+        return True
+
+    def _ran_first_layer(self, batch: ScheduledBatch, ends_s: float) -> None:
+        if self._departures is None or self._batch is not batch:
+            return
+        for piece in batch.slices:
+            if piece.sequence.decode_at is not None and not piece.sequence.finished:
+                self._departures.ran_first_layer(piece.sequence, piece.start + piece.num_tokens, ends_s)
+
+    def _end_batch(self) -> None:
+        batch, now_s, scheduler = self._batch, self._clock.now_s, self.scheduler
+        if batch is None:
+            raise RuntimeError("no batch is in flight")
+        self._step, self._batch, self._deciding = None, None, True
+        outputs = scheduler.take_ended()
+        outputs += scheduler.complete(batch, [_TOKEN for piece in batch.slices if piece.sample])
+        seconds = now_s - self._step_began_s
+        self._busy_s_total += seconds
+        self.turns.stepped(now_s)
+        scheduler.budgets.stepped(batch.num_prefill_tokens, batch.num_pairs, batch.num_decode_tokens, seconds)
+        self._tell(outputs)
+        if self._departures is not None:
+            for piece in batch.slices:
+                if piece.sequence.decode_at is not None:
+                    self._departures.step_ended(piece.sequence)
+        for sequence, _ in scheduler.reservations.take_prefilled():
+            if self._departures is None:
+                scheduler.reservations.decode_here(sequence)
+            else:
+                self._departures.computed(sequence)
+        self._deciding = False
+        self.changed()
+        self._kick()
+
+    # --- runs of decode steps ----------------------------------------------------------------
+
+    def _cut(self, run: DecodeRun) -> None:
+        """The step in flight is the last one of the run."""
+        steps = run.num_ended(self._clock.now_s) + 1
+        if self._step is not None and steps < run.steps:
+            self._clock.cancel(self._step)
+            self._run = run._replace(steps=steps)
+            self._step = self._clock.at(run.ended_s(steps), self._end_run)
+
+    def _end_run(self) -> None:
+        self._deciding = True
+        if self._run is not None:
+            self._account_for(self._run, self._run.steps)
+        self._step, self._run, self._deciding = None, None, False
+        self.turns.stepped(self._clock.now_s)
+        self.changed()
+        self._kick()
+
+    def _account(self) -> None:
+        """Count the steps of a run that have ended. The last one of it ends with its event."""
+        if self._run is not None:
+            self._account_for(self._run, min(self._run.num_ended(self._clock.now_s), self._run.steps - 1))
+
+    def _account_for(self, run: DecodeRun, steps: int) -> None:
+        if not steps:
+            return
+        scheduler = self.scheduler
+        request_ids = [s.request_id for s in scheduler.table.running]
+        ended = scheduler.decode_ahead(steps, _TOKEN.token_id)
+        scheduler.budgets.speed.decoded(len(request_ids), run.steps_s(max(0, steps - NUM_RECENT), steps))
+        now_s = self._clock.now_s
+        # Where a run was counted bit by bit, its end is rounded otherwise than its event.
+        ends_s = [min(now_s, run.ended_s(step)) for step in range(1, steps + 1)]
+        self._busy_s_total += ends_s[-1] - run.started_s
+        self._run = run.after(steps)
+        self._listener.on_tokens(request_ids, ends_s, worker_id=self.worker_id, instance_id=self.instance_id)
+        for sequence in ended:
+            self._ended(sequence.request_id)
+
+    # --- what is told ------------------------------------------------------------------------
+
+    def _tell(self, outputs: Sequence[StreamPart]) -> None:
+        request_ids = [output.request_id for output in outputs if output.token_ids]
+        if request_ids:
+            here = {"worker_id": self.worker_id, "instance_id": self.instance_id}
+            self._listener.on_tokens(request_ids, (self._clock.now_s,), **here)
+        for output in outputs:
+            if output.error is not None:
+                self._latest.pop(output.request_id, None)
+                self._listener.on_failed(output.request_id, output.error.as_error())
+            elif output.finish_reason in ("stop", "length"):
+                self._ended(output.request_id)
+
+    def _ended(self, request_id: str) -> None:
+        self._latest.pop(request_id, None)
+        self._listener.on_end(request_id)
+
+    def _say_if_idle(self) -> None:
+        if self.state == "draining" and self._step is None and not self.num_requests:
+            self._on_idle(self)
+
+    def _began(self, roles: frozenset[Role]) -> None:
+        if self.on_first_work is not None and self.role in roles:
+            first, self.on_first_work = self.on_first_work, None
+            first()
+
+    def _check_admits(self) -> None:
+        if self.state != "serving":
+            raise Conflict(f"{self.instance_id} takes no requests: it is {self.state}")
+
+    # --- load --------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """A report is due at the next interval."""
+        if self._reporting is None and self.state in ("live", "serving", "draining"):
+            ticks = math.floor((self._clock.now_s - self._reports_from_s) / self._report_every_s) + 1
+            due_s = self._reports_from_s + ticks * self._report_every_s
+            if due_s <= self._clock.now_s:  # rounded down
+                due_s += self._report_every_s
+            self._reporting = self._clock.at(due_s, self._report_now)
+
+    def _report_now(self) -> None:
+        self._reporting = None
+        self._report()
+        if self._step is not None:
+            self.changed()
+
+    def _report(self) -> None:
+        self._on_report(self.load_report(self._clock.now_s))
+
+    def load_report(self, now_s: float) -> LoadReport:
+        """What the worker would say. ``now_s``: the clock's time."""
+        self._account()
+        load = self.scheduler.load()
+        if self.partial is not None:
+            requests, tokens = self.partial.queued
+            load = replace(
+                load, queued_requests=load.queued_requests + requests, queued_tokens=load.queued_tokens + tokens
+            )
+        return load_report(
+            load,
+            self.scheduler.budgets.speed.speed,
+            worker_id=self.worker_id,
+            instance_id=self.instance_id,
+            model=self.model,
+            state=self.state,
+            role=self.role,
+            busy_s_total=self._busy_s_total,
+            load_s=self.load_s,
+            now_s=now_s,
+            unix_s=now_s,
+        )
+
+
+def _sequence_of(stream: Stream, decode_at: DecodePlace | None) -> Request:
+    return Request(
+        request_id=stream.request_id,
+        attempt=stream.attempt,
+        gateway_id="",
+        prompt=(0,) * len(stream.prompt_token_ids),
+        params=stream.sampling,
+        output=[0] * len(stream.output_token_ids),
+        decode_at=decode_at,
+    )

@@ -1,0 +1,275 @@
+"""KV on its way from the instances that compute prompts to those that decode them.
+
+A chunk of a prompt leaves as one flow while it is computed. Layers leave one by one, as they are computed: so the flow
+gets no more, until the step ends, than what leaves one layer for after it. What comes after a chunk waits for it, as in
+the worker's ``kv_transfer``. Questions take a time each way, and wait for the end of a step as they do there.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from bench.sim.clock import Clock, Event
+from bench.sim.compute import Compute
+from bench.sim.flows import BYTES_PER_GBIT, Flow, Network
+from bench.sim.sharing import Resource
+from services.worker.core.kv_transfer import room
+from services.worker.core.kv_transfer.staging import Window
+from services.worker.core.scheduling.scheduler import Scheduler
+from services.worker.core.scheduling.sequence import Sequence
+from shared.errors import BlitzError, Overloaded
+from shared.messages.generation import DecodePlace
+
+
+class Member(Protocol):
+    """An instance, as the other one of a transfer knows it (``bench.sim.instance.SimInstance``)."""
+
+    @property
+    def worker_id(self) -> str: ...
+    @property
+    def instance_id(self) -> str: ...
+    @property
+    def scheduler(self) -> Scheduler: ...
+    @property
+    def compute(self) -> Compute: ...
+
+    def call(self, function: Callable[[], object], *, between_layers: bool = False) -> None: ...
+    def reserve(self, transfer: KvTransfer, answer: Answer) -> None: ...
+    def begin(self, reservation: Reservation, acknowledge: Callable[[], object]) -> None: ...
+    def release(self, reservation: Reservation) -> None: ...
+    def left(self, sequence: Sequence) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvPaths:
+    """How KV gets from one instance to another."""
+
+    network: Network
+    path: Callable[[Member, Member], tuple[Resource, ...]]
+    find: Callable[[DecodePlace], Member | None]
+    """The instance there, if there is one."""
+    message_s: float = 0.0003
+    """A question between workers, or its answer."""
+    seed: int = 0
+    """Of the pauses between two questions for room."""
+
+
+class Reservation:
+    """A slot and blocks that a decode instance keeps for a request whose KV comes in."""
+
+    __slots__ = ("sequence", "transfer", "window")
+
+    def __init__(self, sequence: Sequence, transfer: KvTransfer, window: Window) -> None:
+        self.sequence = sequence
+        """The decode instance's own."""
+        self.transfer = transfer
+        self.window = window
+
+
+@dataclass(slots=True, eq=False)
+class KvTransfer:
+    """Of one request; a prefill instance's."""
+
+    sequence: Sequence
+    departures: Departures
+    decoder: Member
+    num_tokens: int
+    """Of its context."""
+    chunk_tokens: int
+    """0: its KV leaves in one."""
+    pauses: Iterator[float]
+    known_tokens: int = 0
+    """KV of so many is there, or is being computed since its first layer has run."""
+    chunk_ends_s: float = 0.0
+    """When the last of these are computed."""
+    sent_tokens: int = 0
+    flow: Flow | None = None
+    flow_tokens: int = 0
+    """Up to which the flow brings them."""
+    reservation: Reservation | None = None
+    asking: Event | None = None
+    computed_at_s: float | None = None
+    """Since when it is held, with its first token."""
+    kept: bool = False
+    """It is decoded where it is."""
+    begun: bool = False
+    """The decode instance has it; that is not known here yet."""
+    over: bool = False
+    """It has ended, or is the decode instance's."""
+
+
+Answer = Callable[[KvTransfer, Reservation | BlitzError], object]
+"""To the question for room."""
+
+
+class Departures:
+    """Of one prefill instance."""
+
+    def __init__(self, clock: Clock, instance: Member, paths: KvPaths) -> None:
+        self._clock = clock
+        self._instance = instance
+        self._paths = paths
+        self._random = random.Random(f"{paths.seed} {instance.instance_id}")
+        self.transfers: dict[tuple[str, int], KvTransfer] = {}
+
+    # --- what the engine says ----------------------------------------------------------------
+
+    def ran_first_layer(self, sequence: Sequence, end: int, step_ends_s: float) -> None:
+        """Of the context's tokens up to ``end``, whose step ends then."""
+        transfer = self._transfer(sequence, end)
+        if transfer is None or end <= transfer.known_tokens:
+            return  # it was preempted: what has left stands
+        transfer.known_tokens, transfer.chunk_ends_s = end, step_ends_s
+        self._send(transfer)
+
+    def step_ended(self, sequence: Sequence) -> None:
+        """All layers of the chunk that was computed have run."""
+        transfer = self.transfers.get(sequence.key)
+        if transfer is not None and transfer.flow is not None and transfer.flow.cap_gbps < math.inf:
+            self._paths.network.limit(transfer.flow, math.inf)
+
+    def computed(self, sequence: Sequence) -> None:
+        """It has its first token, and is held unless that was its end."""
+        transfer = self.transfers.get(sequence.key)
+        if sequence.finished:
+            self.ended(sequence)
+        elif transfer is None or transfer.kept:
+            self._forget(sequence)
+            self._instance.scheduler.reservations.decode_here(sequence)
+        else:
+            transfer.computed_at_s = self._clock.now_s
+            self._begin_if_whole(transfer)
+
+    def ended(self, sequence: Sequence) -> None:
+        """It has ended here, of itself or not."""
+        transfer = self._forget(sequence)
+        self._instance.scheduler.reservations.release_held(sequence)
+        if transfer is not None and transfer.reservation is not None:
+            self._tell(transfer.decoder.release, transfer.reservation)
+
+    def lost(self, transfer: KvTransfer) -> None:
+        """The decode instance is gone: the request is decoded here."""
+        self._keep(transfer)
+
+    def kill(self) -> list[str]:
+        """This instance is gone, with all that was to leave it. Returns the requests that others have begun."""
+        begun = [transfer.sequence.request_id for transfer in self.transfers.values() if transfer.begun]
+        for transfer in list(self.transfers.values()):
+            reservation = transfer.reservation
+            self._forget(transfer.sequence)
+            if reservation is not None and not transfer.begun:
+                self._tell(transfer.decoder.release, reservation)
+        return begun
+
+    # --- room --------------------------------------------------------------------------------
+
+    def _transfer(self, sequence: Sequence, end: int) -> KvTransfer | None:
+        known = self.transfers.get(sequence.key)
+        if known is not None:
+            return None if known.kept else known
+        place, num_tokens = sequence.decode_at, sequence.num_tokens
+        decoder = None if place is None or sequence.finished else self._paths.find(place)
+        if decoder is None:
+            return None
+        chunk_tokens = room.chunk_tokens(num_tokens, end, self._instance.scheduler.config.prefill_chunk_tokens)
+        transfer = KvTransfer(sequence, self, decoder, num_tokens, chunk_tokens, room.pauses(self._random.uniform))
+        self.transfers[sequence.key] = transfer
+        self._ask(transfer)
+        return transfer
+
+    def _ask(self, transfer: KvTransfer) -> None:
+        transfer.asking = None
+        self._tell(transfer.decoder.reserve, transfer, self._answered)
+
+    def _answered(self, transfer: KvTransfer, answer: Reservation | BlitzError) -> None:
+        """Called there, at once."""
+        self._tell(self._hear, transfer, answer)
+
+    def _hear(self, transfer: KvTransfer, answer: Reservation | BlitzError) -> None:
+        if transfer.over or transfer.kept:
+            if isinstance(answer, Reservation):
+                self._tell(transfer.decoder.release, answer)
+        elif isinstance(answer, Reservation):
+            transfer.reservation = answer
+            self._send(transfer)
+        elif isinstance(answer, Overloaded) and room.is_asked_again(transfer.computed_at_s, self._clock.now_s):
+            transfer.asking = self._clock.after(next(transfer.pauses), self._ask, transfer)
+        else:
+            self._keep(transfer)
+
+    def _keep(self, transfer: KvTransfer) -> None:
+        """Decode it here, once its prompt is computed."""
+        self._stop(transfer)
+        transfer.kept, transfer.reservation = True, None
+        if transfer.computed_at_s is not None:
+            sequence = transfer.sequence
+            self._forget(sequence)
+            self._instance.call(lambda: self._instance.scheduler.reservations.decode_here(sequence))
+
+    # --- bytes -------------------------------------------------------------------------------
+
+    def _send(self, transfer: KvTransfer) -> None:
+        if transfer.reservation is None or transfer.flow is not None or transfer.sent_tokens >= transfer.known_tokens:
+            return
+        end = min(transfer.known_tokens, transfer.sent_tokens + (transfer.chunk_tokens or transfer.num_tokens))
+        compute = self._instance.compute
+        num_bytes = (end - transfer.sent_tokens) * compute.kv_bytes_per_token
+        left_s = transfer.chunk_ends_s - self._clock.now_s if end == transfer.known_tokens else 0.0
+        cap_gbps = math.inf
+        if left_s > 0 and compute.num_layers > 1:
+            cap_gbps = num_bytes * (compute.num_layers - 1) / compute.num_layers / left_s / BYTES_PER_GBIT
+        path = self._paths.path(self._instance, transfer.decoder)
+        transfer.flow_tokens = end
+        transfer.flow = self._paths.network.start(
+            path, num_bytes, cap_gbps=cap_gbps, on_end=lambda _: self._arrived(transfer)
+        )
+
+    def _arrived(self, transfer: KvTransfer) -> None:
+        transfer.flow, transfer.sent_tokens = None, transfer.flow_tokens
+        if transfer.sent_tokens < transfer.num_tokens:
+            self._send(transfer)
+            return
+        if transfer.reservation is not None:
+            transfer.reservation.window.close()
+        self._begin_if_whole(transfer)
+
+    def _begin_if_whole(self, transfer: KvTransfer) -> None:
+        """The sender learns that all is there, and says what the first token is."""
+        if transfer.computed_at_s is not None and transfer.sent_tokens == transfer.num_tokens and not transfer.over:
+            self._clock.after(2 * self._paths.message_s, self._begin, transfer)
+
+    def _begin(self, transfer: KvTransfer) -> None:
+        if not transfer.over and transfer.reservation is not None:
+            transfer.decoder.begin(transfer.reservation, lambda: self._tell(self._left, transfer))
+
+    def _left(self, transfer: KvTransfer) -> None:
+        """The decode instance has it."""
+        if transfer.over:  # nobody wants it any more
+            return
+        self._forget(transfer.sequence)
+        self._instance.left(transfer.sequence)
+
+    # --- the end -----------------------------------------------------------------------------
+
+    def _forget(self, sequence: Sequence) -> KvTransfer | None:
+        transfer = self.transfers.pop(sequence.key, None)
+        if transfer is not None:
+            self._stop(transfer)
+            transfer.over = True
+        return transfer
+
+    def _stop(self, transfer: KvTransfer) -> None:
+        if transfer.flow is not None:
+            self._paths.network.abort(transfer.flow)
+            transfer.flow = None
+        if transfer.asking is not None:
+            self._clock.cancel(transfer.asking)
+            transfer.asking = None
+
+    def _tell(self, function: Callable[..., object], *arguments: object) -> None:
+        """A message later."""
+        self._clock.after(self._paths.message_s, function, *arguments)
