@@ -47,15 +47,13 @@ class GatewaySettings(NamedTuple):
 class _Request:
     """One that has not ended."""
 
-    __slots__ = ("deadline_s", "ended", "patience", "request", "stream", "times_s")
+    __slots__ = ("deadline_s", "patience", "request", "stream", "times_s")
 
     def __init__(self, request: SimRequest, stream: StreamState, deadline_s: float) -> None:
         self.request = request
         self.stream = stream
         self.deadline_s = deadline_s
         self.times_s: array[float] = array("d")
-        self.ended = False
-        """At its instance; it is on its way to be known here."""
         self.patience: Event | None = None
         """While it waits at an instance, when it has done so for too long."""
 
@@ -181,9 +179,8 @@ class SimGateway:
     def on_end(self, request_id: str) -> None:
         """It has got all of its tokens. Raises ``ValueError`` if they were not told."""
         it = self._requests[request_id]
-        if it.stream.ended() != "length" or it.ended:
+        if it.stream.ended() is None:
             raise ValueError(f"{request_id} cannot end: {it.stream}")
-        it.ended = True
         self._clock.after(self._latencies.tokens_s, self._end, it, None)
 
     def on_failed(self, request_id: str, error: BlitzError) -> None:
@@ -195,7 +192,7 @@ class SimGateway:
     def on_worker_lost(self, worker_id: str) -> None:
         """A worker is gone, with all that it had."""
         for request_id, it in self._requests.items():
-            if it.stream.worker_id == worker_id and not it.ended:
+            if it.stream.worker_id == worker_id:
                 self.on_failed(request_id, failover.WorkerLost(f"worker {worker_id} is gone", reason="gone"))
 
     def end(self) -> None:
@@ -327,7 +324,7 @@ class SimGateway:
 
     def _attempt_failed(self, it: _Request, attempt: int, error: BlitzError) -> None:
         """Continue elsewhere, or end."""
-        if not self._is_at(it, attempt) or it.ended:
+        if not self._is_at(it, attempt):
             return
         self._wait_no_more(it)
         stream, now_s = it.stream, self._clock.now_s

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from bench.sim.gateway import GatewaySettings
 from bench.sim.latencies import LOCAL_NATS
+from services.gateway.core.bookings import InstanceLoad
 from shared.errors import RequestFailed
 from shared.messages.load import ModelQueue
 from tests.bench.sim.fake_workers import STEP_S, Rig
@@ -87,6 +88,78 @@ def test_a_full_instance_is_left_alone_for_longer_each_time() -> None:
     gaps = [later - earlier for earlier, later in pairwise(tries)]
     # Of 50 ms, twice as long each time, up to a second; found out at a tick.
     assert gaps == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.0], abs=0.06)
+
+
+def test_a_full_instance_gets_requests_again_once_it_says_that_it_has_no_queue() -> None:
+    rig = Rig()
+    worker = rig.start("a")
+    worker.stands = True
+    worker.waiting.extend([None, None])  # type: ignore[list-item]
+    rig.ask(at_s=0.1)
+    rig.run(1.2)
+    known = len(rig.submits)
+    worker.stands = False
+    worker.waiting.clear()
+    worker.report()
+    rig.run(2 * (LOCAL_NATS.load_s + TO_WORKER_S))
+    assert len(rig.submits) == known + 1
+    # It took that one: the next refusal is a first one again.
+    assert rig.gateway.router.bookings.load_of("a").refusals == 0
+
+
+def test_an_instance_gets_the_next_prompt_when_it_has_begun_the_one_before() -> None:
+    rig = Rig()
+    rig.start("a")
+    rig.run(0.1)
+    first, second = rig.ask(output=5, prompt=90), rig.ask(output=5, prompt=90)
+    rig.run(0.9 * STEP_S)
+    assert [request_id for request_id, _ in rig.submits] == [first], "prompts of 100 tokens may wait there"
+    rig.run(0.2 * STEP_S)
+    assert [request_id for request_id, _ in rig.submits] == [first, second]
+
+
+@pytest.mark.parametrize("after_s", [0.0001, 0.0004, 0.0006, 0.0009])
+def test_a_worker_may_be_lost_while_a_request_or_its_refusal_is_on_the_way(after_s: float) -> None:
+    rig = Rig()
+    worker = rig.start("a")
+    worker.stands = True
+    worker.waiting.extend([None, None])  # type: ignore[list-item]
+    rig.run(0.1)
+    rig.ask(output=2)
+    rig.run(after_s)
+    rig.start("b")
+    rig.kill(worker)
+    rig.run(1.0)
+    assert rig.outcomes() == {0: "finished"}
+    assert rig.submits.count(("r0", "b")) == 1
+    assert (("r0", "a") in rig.submits) is (after_s + BACK_S > TO_WORKER_S), "what is lost on its way reaches nobody"
+
+
+def test_instances_that_are_gone_are_forgotten() -> None:
+    rig = Rig()
+    worker = rig.start("a")
+    rig.run(0.1)
+    rig.ask(output=2)
+    rig.run(STEP_S)
+    rig.kill(worker)
+    rig.run(0.001)
+    bookings = rig.gateway.router.bookings
+    assert bookings.load_of("a").suspended_until_s > rig.clock.now_s
+    rig.run(0.5)
+    assert bookings.load_of("a") == InstanceLoad()
+
+
+def test_a_request_whose_worker_is_lost_after_its_last_token_is_finished() -> None:
+    rig = Rig()
+    worker = rig.start("a")
+    rig.run(0.1)
+    rig.ask(output=2)
+    rig.run(TO_WORKER_S + 2 * STEP_S + BACK_S / 2)
+    assert rig.outcomes() == {}
+    rig.kill(worker)
+    rig.run(1.0)
+    assert rig.outcomes() == {0: "finished"}
+    assert rig.served[0].attempts == 1
 
 
 def test_a_request_that_nobody_takes_in_time_fails() -> None:
@@ -286,7 +359,7 @@ def test_two_that_wake_are_reported_with_a_pause_between() -> None:
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["ask", "ask", "ask", "ask", "start", "kill", "drain", "stop", "stand", "wait"]),
+        st.sampled_from(["ask"] * 4 + ["start", "kill", "drain", "serve", "stand", "wait", "blink"]),
         st.integers(0, 9),
         st.integers(1, 12),
     ),
@@ -306,6 +379,8 @@ def test_every_request_ends_once_whatever_happens(events: list[tuple[str, int, i
             rig.ask(output=how_many)
         elif what == "start":
             rig.start(f"i{next(names)}", run=run)
+        elif what == "blink":  # messages are still on their way
+            rig.run(how_many * 0.0001)
         elif what == "wait" or worker is None:
             rig.run(how_many * STEP_S / 3)
         elif what == "kill":

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from bench.sim.clock import Clock
-from bench.sim.latencies import LOCAL_NATS
+from bench.sim.latencies import LOCAL_NATS, Latencies
 from bench.sim.monitor import SimMonitor
 from services.monitor.core.policy import DemandPolicy
 from services.monitor.core.watch import Watch
@@ -27,12 +27,19 @@ class Rig:
     clock: Clock = field(default_factory=Clock)
     heard: list[tuple[float, Demand]] = field(default_factory=list)
     workers: tuple[WorkerRecord, ...] = ()
+    latencies: Latencies = LOCAL_NATS
     num_views: int = 0
     arrived: int = 0
 
     def __post_init__(self) -> None:
         self.monitor = SimMonitor(
-            self.clock, self._view, lambda *_: None, self._hear, policy=POLICY, connected_since_s=0.0
+            self.clock,
+            self._view,
+            lambda *_: None,
+            self._hear,
+            policy=POLICY,
+            connected_since_s=0.0,
+            latencies=self.latencies,
         )
 
     def _view(self) -> RegistryView:
@@ -124,6 +131,15 @@ def test_what_an_instance_said_in_its_former_role_is_not_heard_again() -> None:
     rig.monitor.routes_changed()
     rig.clock.run(6.0)
     assert rig.monitor.watch.figures["m", "decode"].desired == 0
+
+
+def test_a_report_counts_once_it_is_here() -> None:
+    rig = Rig(latencies=Latencies(load_s=0.35))
+    rig.show(1)
+    rig.clock.run(1.0)
+    rig.monitor.on_load(report("i-w0", running_requests=9, kv_blocks_used=270))
+    rig.clock.run(5.0)
+    assert rig.heard[0][0] == pytest.approx(1.35, abs=0.11)
 
 
 def test_it_stops() -> None:
