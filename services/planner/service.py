@@ -107,7 +107,7 @@ class PlannerService:
         self._leases = Leases(bus, settings.lease_ttl_s)
         self._stream = PlanStream(bus)
         self._publisher = Publisher(self._stream, self._leases, self._planner.writer, self._planner.pairs, metrics)
-        self._splitter = Splitter(self._stream, self._operations, metrics)
+        self._splitter = Splitter(self._stream, self._planner.splits, metrics)
         self._rounds = Rounds(self._planner, self._leases, self._reader, self._publisher, leader, metrics)
         self._tracker = OperationTracker(self._stream, leader, self._planner, self._leases)
         self._moves = Counter(

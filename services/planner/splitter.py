@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from services.planner.core.live.request import SplitRequest, gates_in_time, split_request
+from services.planner.core.live.request import SplitRequest
 from services.planner.core.live.split import assign
-from services.planner.core.operations.operations import Operations
 from services.planner.core.operations.pair_record import LivePair
+from services.planner.core.rounds.splits import Splits
 from services.planner.plan_stream import PlanStream
 from shared.aio import OwnedTasks
-from shared.errors import BlitzError, Conflict, NotFound
+from shared.errors import BlitzError
 from shared.messages.common import Ack
 from shared.messages.live import PlanSplit
 from shared.telemetry import tracer
@@ -34,9 +34,9 @@ class Splitter:
     """Only the newest request of a pair is answered, by gates if they gain anything. One split is computed at a time:
     they are bound by the interpreter, so that several at once would only all be late."""
 
-    def __init__(self, stream: PlanStream, operations: Operations, metrics: CollectorRegistry) -> None:
+    def __init__(self, stream: PlanStream, splits: Splits, metrics: CollectorRegistry) -> None:
         self._stream = stream
-        self._operations = operations
+        self._splits = splits
         self._turn = asyncio.Lock()
         self._newest: dict[str, _Asked] = {}
         self._tasks = OwnedTasks()
@@ -46,7 +46,7 @@ class Splitter:
             registry=metrics,
             buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5),
         )
-        self._splits = Counter("blitz_planner_splits_total", "Splits looked for", ["outcome"], registry=metrics)
+        self._outcomes = Counter("blitz_planner_splits_total", "Splits looked for", ["outcome"], registry=metrics)
 
     async def close(self) -> None:
         """Wait for what is being computed."""
@@ -54,16 +54,8 @@ class Splitter:
 
     async def on_split(self, asked: PlanSplit) -> Ack:
         """A pair asks. Raises ``NotFound``, ``Conflict`` if it is over."""
-        pair = self._operations.pair(asked.pair_id)
-        if pair is None:
-            raise NotFound(f"no pair {asked.pair_id!r} is known", param="pair_id")
-        if not pair.running:
-            raise Conflict(f"pair {asked.pair_id} is {pair.outcome}; its batches stay as they are")
-        operation = self._operations.get(pair.assignment.plan_id)
-        ready_at_s = operation.layers_ready_at_s(pair.assignment.target.worker_id) if operation is not None else ()
-        request = split_request(asked, pair.assignment, time.time(), ready_at_s=ready_at_s)
-        # The baselines use no gates.
-        if request is None or pair.assignment.policy != "zigzag":
+        pair, request = self._splits.request(asked, time.time())
+        if request is None:
             return Ack()
         queued = pair.pair_id in self._newest
         self._newest[pair.pair_id] = _Asked(request, time.monotonic())
@@ -83,7 +75,7 @@ class Splitter:
                 log.exception("%s: no gates", pair.pair_id)
                 outcome = "failed"
             span.set_attributes({"blitz.pair_id": pair.pair_id, "blitz.split.outcome": outcome})
-        self._splits.labels(outcome).inc()
+        self._outcomes.labels(outcome).inc()
 
     async def _answer(self, pair: LivePair) -> str:
         """Compute until no newer request has come in the meantime, then publish the gates if they help. Returns the
@@ -91,7 +83,7 @@ class Splitter:
         try:
             while True:
                 async with self._turn:
-                    if not self._is_of_use(pair):
+                    if not self._splits.is_of_use(pair, time.time()):
                         return "late"
                     asked = self._newest[pair.pair_id]
                     found = await asyncio.to_thread(
@@ -109,22 +101,15 @@ class Splitter:
         self._seconds.observe(elapsed_s)
         if not found.gates:
             return "no_gain"
-        gates = gates_in_time(found, elapsed_s)
-        if not gates or not self._is_of_use(pair):
+        assignment = self._splits.gates(pair, found, elapsed_s, time.time())
+        if assignment is None:
             return "late"
-        assignment = pair.set_gates(gates)
         await self._stream.revision(assignment)
         log.info(
             "%s: gates for %d batches, mean completion %.3f s instead of %.3f s",
             pair.pair_id,
-            len(gates),
+            len(assignment.gates),
             found.played.mean,
             found.free.mean,
         )
         return "gates"
-
-    def _is_of_use(self, pair: LivePair) -> bool:
-        """A target that has everything stops nowhere: gates would only hold its source up."""
-        operation = self._operations.get(pair.assignment.plan_id)
-        target = pair.assignment.target.worker_id
-        return pair.running and operation is not None and operation.still_loads(target, time.time())

@@ -23,6 +23,8 @@ out what is decided. Unix times begin after 0, which says of many things that th
 3. Twice a second: ``forget``; ``tracker.check`` with the registry's view while any operation runs; and
    ``operations.just_finished()`` has the operations that ended. Once a second: the steps of ``evacuations``, begun as
    above without a lease, and ``migrations.make_room``, whose plans go to the workers that they name.
+4. A pair asks for a split: ``splits.request``, then ``live.split.assign`` (a simulation bounds it by ``max_nodes``, and
+   says how long that takes), then ``splits.gates``, whose revision goes to both members. Meanwhile rounds go on.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from services.planner.core.rounds.plan_writer import PlanWriter
 from services.planner.core.rounds.rounds import Rounds
 from services.planner.core.rounds.scaler import Scaler
 from services.planner.core.rounds.settings import PlanSettings
+from services.planner.core.rounds.splits import Splits
 from services.planner.core.rounds.step import Step
 from services.planner.core.rounds.tracker import Tracker
 from shared.messages.load import Demand, LoadReport, QueueReport
@@ -76,6 +79,7 @@ class Planner:
         self.writer = PlanWriter(operations, self.pairs, self.migrations, settings, new_id)
         self.rounds = Rounds(operations, self.scaler, self.fleet, self.adviser, self.mutations)
         self.tracker = Tracker(operations, self.refusals, self.mutations, self.pairs)
+        self.splits = Splits(operations)
         self._monitor_term = 0
         """The newest that was heard."""
         self._monitor_heard_s = float("-inf")

@@ -60,11 +60,13 @@ def assign(
     pull_time: float = 0.0,
     time_limit_s: float = TIME_LIMIT_S,
     open_shapes: bool = False,
+    max_nodes: int | None = None,
 ) -> SplitResult:
     """Split ``jobs``, which all wait now (their arrivals are ignored), so that their mean completion is low.
 
     ``time_limit_s`` bounds the solver alone; 0 leaves it out. ``open_shapes``: the solver also chooses what is whole at
-    one side, which is worth it from a second on. Raises ``BadRequest`` for times that cannot be.
+    one side, which is worth it from a second on. ``max_nodes`` bounds the solver by the nodes that it visits instead:
+    the same is found each time, however fast the machine is. Raises ``BadRequest`` for times that cannot be.
     """
     waiting = [Job(job.batch_id, job.cost) for job in jobs]
     free = play(waiting, loaded_at, source_free_at=source_free_at, pull_time=pull_time)
@@ -74,7 +76,7 @@ def assign(
     problem = Problem(tuple([job.cost for job in waiting]), tuple(loaded_at), source_free_at, pull_time)
     candidates = [(split, False) for split in good_splits(problem)]
     if time_limit_s > 0:
-        found = improve(problem, candidates[0][0], time_limit_s, keep_shapes=not open_shapes)
+        found = improve(problem, candidates[0][0], time_limit_s, keep_shapes=not open_shapes, max_nodes=max_nodes)
         if found is not None and found != candidates[0][0]:
             candidates.append((found, True))
     best: Split | None = None

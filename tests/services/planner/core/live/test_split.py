@@ -102,6 +102,16 @@ def test_the_integer_program_finds_the_shapes_that_the_search_is_not_told() -> N
     assert improve(UNEQUAL, start, 5.0) == start
 
 
+def test_a_bound_of_nodes_instead_of_time_finds_the_same_each_time() -> None:
+    problem = Problem((3.0, 2.0, 8.0, 6.0, 4.0, 4.0, 8.0, 8.0), tuple([6.0 * layer for layer in range(8)]))
+    start = good_splits(problem)[0]
+    assert improve(problem, start, 0.0, max_nodes=0) == start, "no node is visited, and the solver keeps what it has"
+    found = improve(problem, start, 0.0, max_nodes=1)
+    assert found not in {None, start}
+    assert found == improve(problem, start, 1e-9, max_nodes=1)
+    assert assign(jobs_of(problem.costs), problem.loaded_at, max_nodes=1).split is not None
+
+
 def test_the_integer_program_runs_without_a_subprocess(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("a process was started")
