@@ -30,6 +30,7 @@ from services.worker.scaling import Scaling
 from services.worker.weights.host_copies import HostCopies
 from services.worker.weights.host_store import HostStore
 from services.worker.weights.mover import WeightMover
+from services.worker.weights.pace import Pace, Paces
 from services.worker.weights.peers import Peers
 from shared.bus.base import Bus
 from shared.errors import BlitzError
@@ -93,7 +94,8 @@ class Parts:
 
         self.inbox = inbox = Inbox(bus, worker_id, slot.current, looks_every_s=interval_s)
         progress = ProgressReporter(bus, worker_id)
-        self.mover = mover = WeightMover(bus, transport, info, peers, progress, stall_s=silence_s)
+        paces = Paces(Pace(config.ssd_gbps), Pace(config.host_link_gbps)) if config.limit_reads else Paces()
+        self.mover = mover = WeightMover(bus, transport, info, peers, progress, stall_s=silence_s, paces=paces)
         self.host_copies = HostCopies(worker_id, store, mover, registration, changed=slot.changed, fatal=fatal)
         self.departures = Departures(bus, info, peers, inbox, silence_s=silence_s, metrics=metrics)
         self.kv_sender = KvSender(self.departures, slot.current, metrics=metrics)

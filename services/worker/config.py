@@ -50,6 +50,8 @@ class WorkerConfig(ServiceConfig):
     scale_up_gbps: float | None
     host_link_gbps: float | None
     ssd_gbps: float | None
+    limit_reads: bool
+    """Whether reads from disk and from the host's memory go no faster than these two say, where they are set."""
     scratch_dir: Path | None
     """Where the disk may be measured. None: it is not."""
     visible_gpu: str
@@ -102,6 +104,7 @@ class WorkerConfig(ServiceConfig):
             scale_up_gbps=_bandwidth(env, "BLITZ_WORKER_SCALE_UP_GBPS"),
             host_link_gbps=_bandwidth(env, "BLITZ_WORKER_HOST_LINK_GBPS"),
             ssd_gbps=_bandwidth(env, "BLITZ_WORKER_SSD_GBPS"),
+            limit_reads=env.boolean("BLITZ_WORKER_LIMIT_READS", default=False),
             scratch_dir=Path(scratch) if scratch else None,
             visible_gpu=env.text("CUDA_VISIBLE_DEVICES", default="").split(",")[0].strip(),
             host_cache_bytes=env.integer("BLITZ_WORKER_HOST_CACHE_MIB", default=arena_mib, minimum=0, maximum=MAX_MIB)

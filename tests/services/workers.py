@@ -50,6 +50,7 @@ def worker_config(worker_id: str, **changes: object) -> WorkerConfig:
         "scale_up_gbps": None,
         "host_link_gbps": 80.0,
         "ssd_gbps": None,
+        "limit_reads": False,
         "scratch_dir": None,
         "visible_gpu": "",
         "host_cache_bytes": 0,

@@ -11,6 +11,7 @@ from services.worker.memory.arena import Arena, HostArena
 from services.worker.memory.loader import load_unit
 from services.worker.memory.pieces import Piece
 from services.worker.memory.weight_copy import WeightCopy
+from services.worker.weights.pace import Pace
 from shared.aio import in_thread
 from shared.checkpoint import Checkpoint, inspect_checkpoint
 
@@ -18,12 +19,16 @@ from shared.checkpoint import Checkpoint, inspect_checkpoint
 class CheckpointReader:
     """Fills one copy, whole units or single pieces. All methods on the event loop; the reading is done in threads."""
 
-    def __init__(self, copy: WeightCopy, path: str, on_unit: Callable[[int], None], *, alone: bool) -> None:
-        """``on_unit(unit)``: a unit is whole. ``alone``: nothing else writes into the copy at the same time."""
+    def __init__(
+        self, copy: WeightCopy, path: str, on_unit: Callable[[int], None], *, alone: bool, pace: Pace | None = None
+    ) -> None:
+        """``on_unit(unit)``: a unit is whole. ``alone``: nothing else writes into the copy at the same time.
+        ``pace``: no unit comes ahead of it."""
         self._copy = copy
         self._path = Path(path)
         self._on_unit = on_unit
         self._alone = alone
+        self._pace = pace or Pace()
         self._lock = asyncio.Lock()
         self._checkpoint: Checkpoint | None = None
         self.sealed: set[int] = set()
@@ -34,15 +39,18 @@ class CheckpointReader:
         async with self._lock:  # several stripes may climb here
             checkpoint = await self._inspected()
             on_first()
-            if self._alone:
-                await self._read_units(checkpoint, tuple(dict.fromkeys(p.unit for p in missing)))
-            else:
-                await self._read_pieces(checkpoint, missing)
+            with self._pace.reading():
+                if self._alone:
+                    await self._read_units(checkpoint, tuple(dict.fromkeys(p.unit for p in missing)))
+                else:
+                    await self._read_pieces(checkpoint, missing)
 
     async def read_unit(self, unit: int) -> None:
         """Read a unit over what is there; its checksums are those of what was read. Raises ``BadCheckpoint``."""
         async with self._lock:
-            await in_thread(self._load, await self._inspected(), unit, self._copy.arena)
+            checkpoint = await self._inspected()
+            with self._pace.reading():
+                await self._load(checkpoint, unit, self._copy.arena)
             await in_thread(self._copy.seal, unit)
 
     async def _inspected(self) -> Checkpoint:
@@ -55,7 +63,7 @@ class CheckpointReader:
         hashed: asyncio.Task[None] | None = None
         try:
             for unit in units:
-                await in_thread(self._load, checkpoint, unit, self._copy.arena)
+                await self._load(checkpoint, unit, self._copy.arena)
                 if hashed is not None:
                     await hashed
                 # Hashed while the next unit is read: the disk does not wait for the processor.
@@ -73,14 +81,16 @@ class CheckpointReader:
         """Others still receive into the same units: only the missing pieces may be touched."""
         aside = HostArena(self._copy.layout.num_bytes)  # a unit at a time takes real memory
         for unit, pieces in itertools.groupby(missing, key=lambda piece: piece.unit):
-            await in_thread(self._load, checkpoint, unit, aside)
+            await self._load(checkpoint, unit, aside)
             for piece in await in_thread(self._take_over, aside, unit, tuple(pieces)):
                 if self._copy.arrived(piece):
                     self._on_unit(unit)
             aside.release()
 
-    def _load(self, checkpoint: Checkpoint, unit: int, arena: Arena) -> None:
-        load_unit(checkpoint, self._copy.layout, self._copy.layout.units[unit], arena)
+    async def _load(self, checkpoint: Checkpoint, unit: int, arena: Arena) -> None:
+        layout = self._copy.layout
+        await self._pace.wait(layout.units[unit].num_bytes)
+        await in_thread(load_unit, checkpoint, layout, layout.units[unit], arena)
 
     def _take_over(self, aside: HostArena, unit: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
         for piece in pieces:

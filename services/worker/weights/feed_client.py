@@ -76,6 +76,10 @@ class FeedClient:
             notice = StopFeed(epoch=self._epoch, attempt=attempt)
             await self._bus.publish(subjects.worker_stop_feed(upstream.worker_id), notice)
 
+    def is_own_host(self, upstream: Upstream) -> bool:
+        """Whether it runs on this worker's host."""
+        return upstream.host == self._me.host
+
     @property
     def bus_up_s(self) -> float:
         """For how long this worker's own bus connection is up now; 0 while it is down."""

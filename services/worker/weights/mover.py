@@ -10,6 +10,7 @@ from services.worker.instance.progress import ProgressReporter
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.copies import Copies, Offer
 from services.worker.weights.feed_client import FeedClient
+from services.worker.weights.pace import Paces
 from services.worker.weights.peers import Peers
 from services.worker.weights.receiving import Fill
 from services.worker.weights.sending import Sender
@@ -34,14 +35,16 @@ class WeightMover:
         progress: ProgressReporter,
         *,
         stall_s: float,
+        paces: Paces | None = None,
     ) -> None:
-        """``stall_s``: a link that moves no byte for this long has failed."""
+        """``stall_s``: a link that moves no byte for this long has failed. ``paces``: of reads; none by default."""
         self._bus = bus
         self._transport = transport
         self._me = me
         self._peers = peers
         self._progress = progress
         self._stall_s = stall_s
+        self._paces = paces or Paces()
         self.copies = Copies()
         self.sender = Sender(self.copies, peers.channel, self._tell_receiver, stall_s=stall_s)
         self._fills: set[Fill] = set()
@@ -123,6 +126,7 @@ class WeightMover:
             first_byte,
             ready,
             stall_s=self._stall_s,
+            paces=self._paces,
         )
         self._fills.add(fill)
         try:

@@ -20,6 +20,7 @@ from services.worker.weights.checkpoint_reader import CheckpointReader
 from services.worker.weights.feed_client import FeedClient
 from services.worker.weights.flow import Inflow
 from services.worker.weights.outcome import SETTLE_S, BuffersStuck, Outcome, ends_soon
+from services.worker.weights.pace import Paces
 from shared.aio import in_thread
 from shared.errors import BlitzError, DeadlineExceeded, NoResponder, NotFound, TransportError
 from shared.messages.scaling import FeedEnded
@@ -56,8 +57,10 @@ class Fill:
         on_ready: OnReady,
         *,
         stall_s: float,
+        paces: Paces | None = None,
     ) -> None:
         """``stall_s``: an upstream that is alive and sends no byte for this long, without waiting itself, is given up.
+        ``paces``: nothing from the disk or the own host comes ahead of them.
 
         Raises ``BadRequest`` for chunks or shares that make no sense.
         """
@@ -77,7 +80,9 @@ class Fill:
         self._units: asyncio.Queue[int] = asyncio.Queue()
         self._first = asyncio.Event()
         self._feeds: dict[int, tuple[Outcome, Upstream]] = {}
-        self._disk = CheckpointReader(copy, checkpoint_path, self._units.put_nowait, alone=len(stripes) == 1)
+        self._paces = paces or Paces()
+        alone = len(stripes) == 1
+        self._disk = CheckpointReader(copy, checkpoint_path, self._units.put_nowait, alone=alone, pace=self._paces.disk)
         self._verified: set[int] = set()
         """Units that were verified as they came."""
         self.received_bytes = 0
@@ -128,7 +133,8 @@ class Fill:
                 elif upstream.kind == "local":
                     await self._copy_from_host(missing)
                 else:
-                    await self._receive(upstream, missing, sources.cap_gbps if number == 0 else 0.0)
+                    cap_gbps = sources.cap_gbps if number == 0 else 0.0
+                    await self._receive(upstream, missing, self._capped(upstream, cap_gbps))
                 return
             except BuffersStuck:
                 raise
@@ -138,6 +144,14 @@ class Fill:
                 left = sum(not self._copy.has(p) for p in missing)
                 log.warning("%d of %d pieces are missing after %s failed: %s", left, len(missing), name, error)
         raise TransportError("no upstream is left: " + "; ".join(failures))
+
+    def _capped(self, upstream: Upstream, cap_gbps: float) -> float:
+        """What another process of the own host sends out of its memory comes through the same way as what is read
+        there."""
+        limit_gbps = self._paces.host.gbps
+        if limit_gbps is None or upstream.kind != "host" or not self._upstreams.is_own_host(upstream):
+            return cap_gbps
+        return min(cap_gbps or limit_gbps, limit_gbps)
 
     async def _receive(self, upstream: Upstream, missing: tuple[Piece, ...], cap_gbps: float) -> None:
         attempt = next(self._attempts)
@@ -211,7 +225,7 @@ class Fill:
 
     async def _copy_from_host(self, missing: tuple[Piece, ...]) -> None:
         in_unit, wanted = Counter(p.unit for p in self._pieces), Counter(p.unit for p in missing)
-        with self._upstreams.local_copy() as local:
+        with self._upstreams.local_copy() as local, self._paces.host.reading():
             self._first.set()
             # Of a unit that is here in part, others may read what is here: only the rest is written.
             units = iter([unit for unit in wanted if wanted[unit] == in_unit[unit]])
@@ -220,12 +234,14 @@ class Fill:
                     copying.create_task(self._copy_units(units, local))
             for piece in missing:
                 if wanted[piece.unit] < in_unit[piece.unit]:
+                    await self._paces.host.wait(piece.num_bytes)
                     await in_thread(self._copy.copy_piece, piece, local)
                     if self._copy.arrived(piece):
                         self._units.put_nowait(piece.unit)
 
     async def _copy_units(self, units: Iterator[int], local: WeightCopy) -> None:
         for unit in units:
+            await self._paces.host.wait(self._copy.layout.units[unit].num_bytes)
             if await in_thread(self._copy.copy_unit, unit, local):
                 self._verified.add(unit)
             self._units.put_nowait(unit)

@@ -12,6 +12,7 @@ from services.worker.core.upstreams import DISK, StripeSources, Upstream
 from services.worker.memory.arena import HostArena
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights.copies import Copies, Offer
+from services.worker.weights.pace import Paces
 from services.worker.weights.receiving import Fill
 from services.worker.weights.sending import Sender
 from shared.errors import NoResponder, NotFound
@@ -98,6 +99,7 @@ class Peer:
         chunk_bytes: int = CHECK_BYTES,
         path: str = "/nowhere",
         layout_hash: str = "",
+        paces: Paces | None = None,
     ) -> asyncio.Task[None]:
         """Fill this peer's copy. A stripe without a share has an equal one."""
         client = Client(self, chunk_bytes, layout_hash or self.copy.layout.hash)
@@ -119,6 +121,7 @@ class Peer:
             first_byte,
             on_ready,
             stall_s=self._stall_s,
+            paces=paces,
         )
         return asyncio.create_task(self.fill.run())
 
@@ -141,6 +144,9 @@ class Client:
         if peer.dead:
             raise NoResponder(f"nobody answers for {peer.name}")
         return peer
+
+    def is_own_host(self, upstream: Upstream) -> bool:
+        return upstream.host == "h"
 
     async def connect(self, upstream: Upstream) -> Channel:
         return await self.me.channel(upstream.transport_address, upstream.host)

@@ -16,6 +16,7 @@ from services.worker.memory.pieces import cut
 from services.worker.memory.weight_copy import WeightCopy
 from services.worker.weights import checkpoint_reader, outcome
 from services.worker.weights.flow import Inflow
+from services.worker.weights.pace import Pace, Paces
 from shared.checkpoint import inspect_checkpoint
 from shared.errors import BadRequest, BlitzError, Conflict, NotFound, TransportError
 from shared.layout import CHECK_BYTES
@@ -221,6 +222,46 @@ async def test_a_host_copy_of_the_same_process_is_copied_in_memory() -> None:
         await target.receive([[target.upstream("local")]])
         assert same_bytes(target.copy, held)
         assert target.asked == []
+
+
+class Clock:
+    """Its time passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += max(0.0, seconds)
+        await asyncio.sleep(0)
+
+    def pace(self) -> Pace:
+        """A byte takes a second."""
+        return Pace(8e-9, clock=lambda: self.now_s, sleep=self.sleep)
+
+
+async def test_what_is_read_from_disk_or_from_the_own_hosts_memory_keeps_to_its_pace() -> None:
+    path, disk, host = tiny_checkpoint("qwen2"), Clock(), Clock()
+    layout = inspect_checkpoint(path, with_hash=False).layout
+    async with peers(1, layout=layout) as (_, (alone,)):
+        await alone.receive([[DISK]], path=str(path), paces=Paces(disk.pace(), host.pace()))
+        assert (disk.now_s, host.now_s) == (pytest.approx(sum(u.num_bytes for u in layout.units)), 0.0)
+    disk = Clock()
+    async with peers(1) as (_, (alone,)):
+        held = random_copy()
+        alone.offer("host", held)
+        await alone.receive([[Upstream("local", "p0")]], paces=Paces(disk.pace(), host.pace()))
+        assert same_bytes(alone.copy, held)
+        assert (disk.now_s, host.now_s) == (0.0, pytest.approx(sum(u.num_bytes for u in LAYOUT.units)))
+
+
+@pytest.mark.parametrize(("kind", "where", "cap_gbps"), [("host", "h", 0.5), ("host", "other", 0.0), ("gpu", "h", 0.0)])
+async def test_what_another_process_of_the_own_host_sends_from_its_memory_is_capped(
+    kind: str, where: str, cap_gbps: float
+) -> None:
+    async with peers(2, random_copy()) as (_, (source, target)):
+        source.offer("host", source.copy)
+        await target.receive([[source.upstream(kind, where)]], paces=Paces(host=Pace(0.5)))
+        assert [feed.cap_gbps for _, feed in target.asked] == [cap_gbps]
 
 
 async def test_a_block_that_went_bad_in_a_host_copy_is_noticed_as_it_is_copied() -> None:
