@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from services.monitor.core.give_back import idle_window_s
 from services.planner.core.multicast.baselines import Strategy
 from services.pool.core.copies_policy import KEEP_COPIES_S, CopiesPolicy
 from shared.errors import BadRequest
@@ -121,9 +122,10 @@ class System:
         until = NEVER if keep_copies_s == math.inf else f"{keep_copies_s:g}s"
         return replace(self, name=f"{self.name.partition('-')[0]}-{until}", keep_copies_s=keep_copies_s)
 
-    def environ(self) -> Mapping[str, str]:
+    def environ(self, *, give_back_s: float = 0.0) -> Mapping[str, str]:
         """What all services of a stack get: each reads its own. Whatever a system may differ in is named, so nothing
-        is left to what the environment says otherwise.
+        is left to what the environment says otherwise. ``give_back_s``: as the function of that name says; 0: twice
+        what the system's own loads take.
 
         A system that does not scale is one whose planner only advises: its instances are those that were asked for by
         hand (``POST /admin/models/{model}/scale`` with a ``hold_s`` that outlasts the run, by role), and are replaced
@@ -137,6 +139,7 @@ class System:
             "BLITZ_PLANNER_LIVE_POLICY": self.live_policy,
             "BLITZ_PLANNER_MUTATION": _flag(on=self.mutation),
             "BLITZ_PLANNER_ADVISE": _flag(on=not self.scales),
+            "BLITZ_MONITOR_DOWN_WINDOW_S": f"{give_back_s:g}",
             "BLITZ_POOL_COPIES": self.copies,
             "BLITZ_POOL_KEEP_COPIES_S": NEVER if self.keep_copies_s == math.inf else f"{self.keep_copies_s:g}",
         }
@@ -238,6 +241,15 @@ SYSTEMS: Mapping[str, System] = MappingProxyType({system.name: system for system
 """By name."""
 ABLATION = ("sllm", "blitz-star", "blitz-nolive", "blitz")
 """What each of the paper's techniques adds, in the order of its Figure 20."""
+
+
+def give_back_s(network_load_s: float) -> float:
+    """For how long every system that scales keeps an instance that the load does not need.
+
+    The monitor's own rule goes by how long a load takes, and would keep instances the longer the slower a system loads
+    them. Systems are compared with one window: what the rule says of a load over an idle network link, ``blitz``'s.
+    """
+    return idle_window_s(network_load_s)
 
 
 def find(name: str) -> System:

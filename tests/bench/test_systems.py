@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from bench.systems import ABLATION, SYSTEMS, NotInServices, System, UnknownSystem, find
+from bench.systems import ABLATION, SYSTEMS, NotInServices, System, UnknownSystem, find, give_back_s
+from services.monitor.config import MonitorConfig
 from services.planner.config import PlannerConfig
 from services.planner.core.rounds.settings import PlanSettings
 from services.pool.config import PoolConfig
@@ -32,10 +33,17 @@ def test_the_pool_reads_what_the_table_says(system: System) -> None:
     assert (pool.copies, pool.keep_copies_s) == (system.copies, system.keep_copies_s)
 
 
+def test_all_have_the_same_give_back_window() -> None:
+    window_s = give_back_s(1.5)
+    for system in IN_SERVICES:
+        assert MonitorConfig.from_env(system.environ(give_back_s=window_s)).policy.down_window_s == window_s == 3.0
+
+
 def test_blitz_is_what_the_services_do_by_themselves() -> None:
     environ = SYSTEMS["blitz"].environ()
     assert _planner(SYSTEMS["blitz"]) == PlannerConfig.from_env({}).plans
     assert PoolConfig.from_env(environ).pool == PoolConfig.from_env({}).pool
+    assert MonitorConfig.from_env(environ) == MonitorConfig.from_env({})
 
 
 def test_an_ablation_step_changes_one_thing_each() -> None:

@@ -12,9 +12,11 @@ from redis.asyncio import Redis
 
 from services.monitor.core.policy import DemandPolicy
 from services.monitor.service import MonitorService
+from services.planner.core.multicast.baselines import Strategy
 from services.planner.core.rounds.settings import LiveSettings, PlanSettings
 from services.planner.service import PlannerService
 from services.pool.config import PoolSettings
+from services.pool.core.copies_policy import KEEP_COPIES_S, CopiesPolicy
 from services.pool.service import PoolService
 from services.pool.store import Store
 from shared import subjects
@@ -54,20 +56,19 @@ class Cluster:
         self._stopping = asyncio.Event()
         self._services: list[asyncio.Task[None]] = []
 
-    async def start(self, num_workers: int, *, monitor: bool, live: LiveSettings | None) -> None:
+    async def start(
+        self, num_workers: int, *, monitor: bool, live: LiveSettings, strategy: Strategy, pool: PoolSettings
+    ) -> None:
         tiny_checkpoint("llama")  # made once, which takes longer than the pool's leases: before they run
         await self.redis.flushdb()
         await self.gateway.start()
         await self.broker.bus("observer").subscribe(subjects.progress(), ScaleProgress, self.progress.append)
         await self.broker.bus("observer-2").subscribe(subjects.live_reports(), LiveReport, self.live_reports.append)
         metrics = CollectorRegistry()
-        pool = PoolService(
-            self.broker.bus("pool"), self._store, PoolSettings(lease_s=LEASE_S, first=True), metrics=metrics
-        )
-        planner = PlannerService(
-            self.broker.bus("planner"), PlanSettings(lease_ttl_s=5.0, live=live or LiveSettings()), metrics=metrics
-        )
-        runs = [pool.run(self._stopping), planner.run(self._stopping)]
+        plans = PlanSettings(lease_ttl_s=5.0, live=live, strategy=strategy)
+        registry = PoolService(self.broker.bus("pool"), self._store, pool, metrics=metrics)
+        planner = PlannerService(self.broker.bus("planner"), plans, metrics=metrics)
+        runs = [registry.run(self._stopping), planner.run(self._stopping)]
         if monitor:
             service = MonitorService(self.broker.bus("monitor"), POLICY, interval_s=0.02, repeat_s=0.1, metrics=metrics)
             runs.append(service.run(self._stopping))
@@ -183,6 +184,9 @@ async def running_cluster(
     *,
     monitor: bool = True,
     live: LiveSettings | None = None,
+    strategy: Strategy = "chain",
+    copies: CopiesPolicy = "one",
+    keep_copies_s: float = KEEP_COPIES_S,
     each: Callable[[str], dict[str, object]] = lambda _: {},
     **worker: object,
 ) -> AsyncIterator[Cluster]:
@@ -191,7 +195,8 @@ async def running_cluster(
     Every service ends with the block, whatever happened in it."""
     cluster = Cluster(redis_url, lambda worker_id: worker | each(worker_id))
     try:
-        await cluster.start(num_workers, monitor=monitor, live=live)
+        pool = PoolSettings(lease_s=LEASE_S, first=True, copies=copies, keep_copies_s=keep_copies_s)
+        await cluster.start(num_workers, monitor=monitor, live=live or LiveSettings(), strategy=strategy, pool=pool)
         yield cluster
     finally:
         await cluster.close()

@@ -76,6 +76,28 @@ async def test_the_monitor_alone_brings_the_first_instance_up_from_disk(cluster:
     assert (record.status, record.direction, record.desired) == ("done", "out", 1)
 
 
+async def test_a_host_keeps_what_a_load_left_while_it_is_used_and_a_little_longer(redis_url: str) -> None:
+    baseline = {"strategy": "host-cache", "copies": "kept", "keep_copies_s": 0.1}
+    async with running_cluster(redis_url, 2, monitor=False, host="h", host_cache_bytes=4 * MIB, **baseline) as cluster:
+        await cluster.add_model()
+
+        async def held() -> list[tuple[str, bool]]:
+            workers = (await cluster.snapshot()).workers
+            return [(w.worker.worker_id, c.cached) for w in workers for c in w.host_copies if c.state == "ready"]
+
+        async def holds(*copies: tuple[str, bool]) -> bool:
+            return await held() == [*copies]
+
+        await cluster.scale(1)
+        await eventually(lambda: holds(("w0", True)))
+        await cluster.scale(2)
+        assert await held() == [("w0", True)], "the workers of a host share its memory"
+        assert (await cluster.scale(0)).status == "done"
+        await eventually(holds)
+        await cluster.scale(1)
+        assert [sources(plan) for plan in cluster.plans()] == [[("", "disk")], [("w0", "host")], [("", "disk")]]
+
+
 async def test_scaling_out_gives_identical_weights_and_a_consistent_record(unwatched: Cluster) -> None:
     model = await unwatched.add_model()
     await unwatched.scale(1)

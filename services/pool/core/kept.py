@@ -11,9 +11,15 @@ Which copy makes way for another on a full host its worker decides: the least re
 
 from __future__ import annotations
 
+import math
+
 from services.pool.core.cluster import Cluster
 from services.pool.core.copies import Key
 from services.pool.core.steps import Placement, Steps
+from shared.messages.registry import Unplaced
+
+RECHECK_S = 5.0
+"""While models have no copy, it is looked this often whether they are still on disk: answers grow old."""
 
 
 class KeptCopies:
@@ -25,9 +31,12 @@ class KeptCopies:
         self._steps = Steps(cluster)
         self._doubted: dict[str, None] = {}
         """Hashes of models whose last copy is to go, and of which it is not known whether they are on disk."""
+        self._unplaced: tuple[Unplaced, ...] = ()
+        self._shown = (-1, -math.inf)
+        """The cluster's version and the moment when ``_unplaced`` was found."""
 
     def look(self, now_s: float) -> Placement:
-        """Only drops and questions."""
+        """Only drops and questions. Unplaced are models without any copy."""
         steps = self._steps
         steps.begin(now_s)
         steps.drop_strangers()
@@ -35,10 +44,26 @@ class KeptCopies:
         steps.drop_unused(self._keep_copies_s, last_too=True)
         doubted, self._doubted = self._doubted, {}
         for model_hash in doubted:
-            copies = self._cluster.copies.by_hash.get(model_hash)
-            if copies is not None and copies.record is not None:
-                steps.ask(copies, copies.record)
-        return Placement(steps.decided, (), unfinished=not steps.may_drop, asks=steps.asks)
+            self._ask(model_hash)
+        version, since_s = self._shown
+        if version != self._cluster.version or now_s - since_s >= RECHECK_S:
+            self._shown = self._cluster.version, now_s
+            found = [self._without_copy(model_hash) for model_hash in sorted(self._cluster.without_copy)]
+            self._unplaced = tuple([entry for entry in found if entry is not None])
+        return Placement(steps.decided, self._unplaced, unfinished=not steps.may_drop, asks=steps.asks)
+
+    def _without_copy(self, model_hash: str) -> Unplaced | None:
+        self._ask(model_hash)
+        record = self._cluster.record(model_hash)
+        if record is None:
+            return None
+        on_disk = self._cluster.is_readable(model_hash) is True
+        return Unplaced(model=record.name, model_hash=model_hash, reason="no load has left a copy", on_disk=on_disk)
+
+    def _ask(self, model_hash: str) -> None:
+        copies = self._cluster.copies.by_hash.get(model_hash)
+        if copies is not None and copies.record is not None:
+            self._steps.ask(copies, copies.record)
 
     def could_take(self, model_hash: str) -> bool:  # noqa: ARG002 - whatever the model
         """No: the pool has none placed."""

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from services.pool.config import PoolSettings
+from services.pool.core.copies_policy import KEEP_COPIES_S, CopiesPolicy
 from services.pool.core.loads import LoadLimits
 from services.pool.service import PoolService
 from services.pool.store import Store
@@ -229,6 +230,8 @@ async def running_copy_pool(
     first: bool = True,
     broker: MemoryBroker | None = None,
     loads: LoadLimits | None = None,
+    copies: CopiesPolicy = "one",
+    keep_copies_s: float = KEEP_COPIES_S,
 ) -> AsyncIterator[CopyPool]:
     """A pool that acts at once if it is the ``first``, and else when a lease has passed. Workers that are left at the
     end die."""
@@ -239,7 +242,9 @@ async def running_copy_pool(
     metrics = CollectorRegistry()
     stopping = asyncio.Event()
     store = Store.connect(redis_url)
-    settings = PoolSettings(lease_s=lease_s, first=first, loads=loads or LoadLimits())
+    settings = PoolSettings(
+        lease_s=lease_s, first=first, loads=loads or LoadLimits(), copies=copies, keep_copies_s=keep_copies_s
+    )
     service = PoolService(broker.bus("pool"), store, settings, metrics=metrics)
     running = asyncio.create_task(service.run(stopping))
     await service.ready.wait()

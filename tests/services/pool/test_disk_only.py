@@ -101,6 +101,27 @@ async def test_an_instance_of_a_model_that_can_be_read_from_disk_goes_though_no_
     await eventually(may_go)
 
 
+async def test_what_loads_left_goes_to_disk_and_so_does_a_gpus_last_copy(redis_url: str) -> None:
+    async with running_copy_pool(redis_url, copies="kept", keep_copies_s=0.1) as pool:
+        worker = await pool.worker("w0", serves=A)
+        worker.readable = {"a", "b"}
+        for record in (A, B):
+            await pool.add_model(record)
+        await worker.hold(A, cached=True)
+        await worker.hold(B, cached=True)
+        await is_on_disk(pool, "b")
+        assert (held(worker), worker.holds) == (["a"], []), "the instance still uses it"
+        assert await pool.retire("w0", A) is None
+        del worker.copies[A.model_hash]
+        await worker.beat()
+
+        async def may_go() -> bool:
+            return await pool.retire("w0", A, gpu=True) is None
+
+        await eventually(may_go)
+        assert worker.asked.count("a") == 1
+
+
 async def test_a_gpus_last_copy_stays_while_nobody_can_read_it(pool: CopyPool) -> None:
     await crowded(pool, readable="")
     await pool.worker("w1", serves=C, capacity=0)

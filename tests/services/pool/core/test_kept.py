@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
 from services.pool.core.cluster import Cluster
@@ -37,6 +38,9 @@ class World:
         self.sequence += 1
         state = "draining" if leaves else "serving"
         beat = holding(worker_id, copies, serves=serves, state=state, host=worker_id[0], sequence=self.sequence)
+        if beat.instance is not None:
+            whole = msgspec.structs.replace(beat.instance, weights_digest="whole")
+            beat = msgspec.structs.replace(beat, instance=whole)
         self.cluster.put_report(beat, now_s)
         self.cluster.refresh()
 
@@ -59,8 +63,18 @@ def left(record: ModelRecord, *, serial: int = 1) -> HostCopy:
 def test_the_pool_places_none() -> None:
     world = World()
     world.report("x0", 1.0, serves=A)
+    world.report("y0", 1.0, left(B))
     decided = world.look(2.0)
     assert (decided.steps, decided.unplaced, decided.asks) == ((), (), ())
+
+
+def test_a_model_without_any_copy_is_shown_as_on_disk_once_a_worker_has_said_so() -> None:
+    world = World()
+    world.report("x0", 1.0, serves=A)
+    assert [ask.record.name for ask in world.look(2.0).asks] == ["b"]
+    assert [(u.model, u.on_disk) for u in world.look(2.1).unplaced] == [("b", True)]
+    assert world.look(50.0).asks == ()
+    assert [ask.record.name for ask in world.look(70.0).asks] == ["b"], "the answer has grown old"
 
 
 def test_a_copy_goes_when_its_host_has_had_no_instance_for_the_time_to_keep_it() -> None:
@@ -107,6 +121,7 @@ def test_the_last_copy_goes_only_once_a_worker_says_that_it_can_read_the_model()
     world = World()
     world.readable = None
     world.report("x0", 0.0, left(A))
+    world.report("x1", 0.0, serves=B)
     assert [ask.record.name for ask in world.look(KEEP_S).asks] == ["a"]
     assert world.dropped(KEEP_S + 1) == []
     world.cluster.disk_answered(A.model_hash, readable=True)
@@ -150,7 +165,7 @@ def test_the_workers_of_a_host_keep_one_copy() -> None:
 
 def test_whether_a_gpus_last_copy_is_on_disk_is_asked_when_it_is_to_go() -> None:
     world = World()
-    world.report("x0", 0.0, serves=A, leaves=True)
+    world.report("x0", 0.0, left(B), serves=A, leaves=True)
     assert world.look(1.0).asks == ()
     assert world.rules.may_stay_on_disk(("x0", A.model_hash))
     assert not world.rules.could_take(A.model_hash)
