@@ -203,7 +203,9 @@ class Scheduler:
             num_tokens = len(sequence.tokens)
             if num_tokens - sequence.num_computed > 1 or sequence.decode_at is not None:
                 return 0
-            steps = min(steps, sequence.params.max_tokens - len(sequence.output), limit_tokens - num_tokens)
+            left = sequence.params.max_tokens - len(sequence.output)
+            steps = min(steps, left)
+            steps = min(steps, limit_tokens - num_tokens)
         pool = table.pool
         if not pool.can_allocate(len(running) * pool.blocks_for(steps)):
             num_free = pool.num_blocks - pool.num_used
@@ -216,13 +218,14 @@ class Scheduler:
         not. Returns those that reached their limits; their outputs are not said again."""
         table, pool = self.table, self.table.pool
         self._decode_tokens_total += steps * len(table.running)
+        limit_tokens, token_ids = self.config.limit_tokens, [token_id] * steps
         ended: list[Sequence] = []
         for sequence in table.running:
             sequence.num_computed += steps
             for _ in range(pool.blocks_for(sequence.num_computed) - len(sequence.block_table)):
                 pool.append(sequence.block_table)
-            sequence.append_all([token_id] * steps)
-            if sequence.finish_reason(self.config.limit_tokens) is not None:
+            sequence.append_all(token_ids)
+            if len(sequence.output) >= sequence.params.max_tokens or len(sequence.tokens) >= limit_tokens:
                 ended.append(sequence)
         if ended:
             for sequence in ended:

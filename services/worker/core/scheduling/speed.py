@@ -41,7 +41,15 @@ class SpeedEstimator:
     def __init__(self) -> None:
         self._prefill = _TimeBySize()
         self._decode = _TimeBySize()
-        self.speed = Speed()
+        self._speed: Speed | None = Speed()
+        """None, only behind ``decoded``: to be found out. Else it can be read while another thread steps."""
+
+    @property
+    def speed(self) -> Speed:
+        """By all steps so far."""
+        if self._speed is None:
+            self._speed = self._measured()
+        return self._speed
 
     def stepped(self, num_prefill_tokens: int, num_decode_tokens: int, seconds: float) -> None:
         """A step of that many tokens took so long through all layers."""
@@ -49,16 +57,17 @@ class SpeedEstimator:
             return
         if not num_prefill_tokens:
             self._decode.add(num_decode_tokens, (seconds,))
-            self._update()
+            self._speed = self._measured()
         # One of few prompt tokens beside decodes mostly shows these.
         elif num_prefill_tokens > num_decode_tokens:
             decode_s = self._decode_s(num_decode_tokens, seconds / (num_prefill_tokens + num_decode_tokens))
             self.prefilled(num_prefill_tokens, max(seconds - decode_s, LEAST_PREFILL_SHARE * seconds))
 
     def decoded(self, num_requests: int, seconds: Iterable[float]) -> None:
-        """Steps of so many decodes alone took so long, one after another."""
+        """Steps of so many decodes alone took so long, one after another. The speed is found out when it is asked for:
+        by one thread alone."""
         self._decode.add(num_requests, [step_s for step_s in seconds if step_s > 0])
-        self._update()
+        self._speed = None
 
     def decode_s(self, num_requests: int) -> float:
         """Seconds of a step of so many decodes alone, or of what it takes with none; 0 while nothing was measured."""
@@ -68,7 +77,7 @@ class SpeedEstimator:
         """So many prompt tokens took so long through all layers, and nothing else was computed at the same time."""
         if seconds > 0:
             self._prefill.add(num_tokens, (seconds,))
-            self._update()
+            self._speed = self._measured()
 
     def _decode_s(self, num_requests: int, token_s: float) -> float:
         """Seconds of a step of so many decodes alone; at ``token_s`` each while nothing was measured."""
@@ -76,10 +85,10 @@ class SpeedEstimator:
             return 0.0
         return self.decode_s(num_requests) or num_requests * token_s
 
-    def _update(self) -> None:
+    def _measured(self) -> Speed:
         prefill, decode = self._prefill.largest, self._decode.largest
         base_s, request_s = _line(self._decode.times)
-        self.speed = Speed(
+        return Speed(
             prefill[0] / prefill[1] if prefill else 0.0,
             decode[0] / decode[1] if decode else 0.0,
             base_s,
@@ -92,26 +101,35 @@ class _TimeBySize:
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[tuple[int, float]]] = {}
-        self._times: dict[int, tuple[int, float]] = {}
+        self._times: dict[int, tuple[int, float] | None] = {}
+        """None: to be found out."""
 
     def add(self, size: int, seconds: Collection[float]) -> None:
         if not seconds:
             return
         about = size.bit_length()
         recent = self._recent.setdefault(about, deque(maxlen=NUM_RECENT))
-        recent.extend((size, step_s) for step_s in seconds)
-        # The faster of two: what slows a single step down (the first one, a stall) is not the engine.
-        self._times[about] = sorted(recent, key=_unit_s)[(len(recent) - 1) // 2]
+        recent.extend([(size, step_s) for step_s in seconds])
+        # At the place that it has: the order of sizes decides how sums are rounded.
+        self._times[about] = None
 
     @property
     def largest(self) -> tuple[int, float] | None:
         """A step of the largest size, and its seconds."""
-        return self._times[max(self._times)] if self._times else None
+        return self._time(max(self._times)) if self._times else None
 
     @property
     def times(self) -> list[tuple[int, float]]:
         """One step of each size, and its seconds."""
-        return list(self._times.values())
+        return [self._time(about) for about in self._times]
+
+    def _time(self, about: int) -> tuple[int, float]:
+        time = self._times[about]
+        if time is None:
+            recent = self._recent[about]
+            # The faster of two: what slows a single step down (the first one, a stall) is not the engine.
+            time = self._times[about] = sorted(recent, key=_unit_s)[(len(recent) - 1) // 2]
+        return time
 
 
 def _unit_s(step: tuple[int, float]) -> float:
