@@ -11,52 +11,39 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
 
-import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from services.planner.clock import now
-from services.planner.core.multicast.explain import instances_of
 from services.planner.core.operations.decision import ScaleRequest
-from services.planner.core.operations.history import (
-    operations_under_way,
-    plans_from,
-    unheeded,
-    unpublished_leases,
-    without_chains_from,
-)
 from services.planner.core.operations.operation import Operation
-from services.planner.core.operations.operations import MAX_RECORDS
 from services.planner.core.planner import Planner
+from services.planner.core.rounds.by_hand import asked_by_hand
 from services.planner.core.rounds.settings import PlanSettings
 from services.planner.leases import RPC_TIMEOUT_S, Leases
 from services.planner.plan_stream import PlanStream
 from services.planner.publisher import Publisher
 from services.planner.rounds import Rounds
 from services.planner.splitter import Splitter
+from services.planner.succession import Succession
 from services.planner.tracker import CHECK_INTERVAL_S, OperationTracker
 from shared import subjects
-from shared.aio import OwnedTasks
 from shared.bus.base import Bus, Subscription
-from shared.errors import BadRequest, BlitzError, Conflict, ModelNotFound, Unavailable
+from shared.errors import BadRequest, BlitzError, Unavailable
 from shared.leading import Leader
 from shared.load_feed import subscribe_load
 from shared.messages.codec import M, R
 from shared.messages.common import Ack, Role
-from shared.messages.live import LiveReport, PlanSplit, ZigzagAssignment
+from shared.messages.live import LiveReport, PlanSplit
 from shared.messages.load import Demand, QueueReport
 from shared.messages.registry import MAX_HOLD_S, RouteChanges, SetFloor
 from shared.messages.scaling import (
     Destinations,
-    DrainPlan,
     GetDestinations,
     GetScaleRecord,
     ListScaleRecords,
-    MutatePlan,
-    ScalePlan,
     ScaleProgress,
     ScaleRecord,
     ScaleRecords,
@@ -64,12 +51,10 @@ from shared.messages.scaling import (
 )
 from shared.profile_directory import ProfileDirectory
 from shared.registry import RegistryReader
-from shared.registry_view import bounded
 from shared.telemetry import tracer
 
 log = logging.getLogger(__name__)
 
-E = TypeVar("E", ScalePlan, DrainPlan, MutatePlan, ZigzagAssignment)
 RECOVERY_WAIT_S = 4.0
 """How long a manual scale waits for a registry that just started."""
 LOOK_EVERY_S = 1.0
@@ -77,8 +62,6 @@ LOOK_EVERY_S = 1.0
 others can begin."""
 MAX_LISTED = 100
 MAX_REFUSED_LISTED = 100
-MAX_PAST_EVENTS = 5000
-"""Of each kind, that a new leader reads back."""
 
 
 class PlannerService:
@@ -99,7 +82,6 @@ class PlannerService:
         self._leader = leader = Leader(bus, "planner")
         leads = Gauge("blitz_planner_leads", "1 while this process leads", registry=metrics)
         leads.set_function(lambda: leader.leads)
-        self._led_term: int | None = None
         self._reader = RegistryReader(bus)
         self._profiles = ProfileDirectory(profiles)
         self._planner = Planner(settings, _new_id, self._profiles.find)
@@ -113,7 +95,7 @@ class PlannerService:
         self._moves = Counter(
             "blitz_planner_moves_total", "Orders to move requests for a waiting one", registry=metrics
         )
-        self._tasks = OwnedTasks()
+        self._succession = Succession(bus, leader, self._reader, self._planner, self._stream, self._tracker)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Lead, or wait to, until ``stopping``."""
@@ -140,7 +122,7 @@ class PlannerService:
                 await self._bus.subscribe(subjects.live_reports(), LiveReport, self._tracker.on_live_report),
                 await self._bus.subscribe(subjects.progress(), ScaleProgress, self._tracker.on_progress),
             ]
-            await self._recall()
+            await self._succession.recall()
             subscriptions += [
                 await self._bus.subscribe(subjects.demand(), Demand, self._rounds.on_demand),
                 await self._bus.subscribe(subjects.route_changes(), RouteChanges, self._on_routes),
@@ -164,7 +146,7 @@ class PlannerService:
                 await asyncio.gather(deciding, return_exceptions=True)
             await self._rounds.close()
             await self._splitter.close()
-            await self._tasks.finish()
+            await self._succession.finish()
             await self._tracker.finish()
 
     async def _hold(self, stopping: asyncio.Event, deciding: asyncio.Task[None]) -> None:
@@ -188,55 +170,7 @@ class PlannerService:
         # Another planner that led, and hangs, may still be there.
         return await self._bus.respond(subjects.planner(operation), kind, guarded, shared=False)
 
-    # --- what earlier leaders knew -----------------------------------------------------------
-
-    async def _recall(self) -> None:
-        """Learn from the plan stream and the registry what is under way. Raises ``BlitzError``."""
-        if self._led_term == self._leader.term:
-            return  # no other planner led since
-        self._operations.reset()
-        past = self._bus.past_events
-        stored = await past(subjects.scale_records(), ScaleRecord, limit=MAX_RECORDS)
-        # Only operations that ended have records there; ignore anything else.
-        records = [record for record in stored if record.status != "running"]
-        for record in records:
-            self._operations.remember(record)
-        # This leader repeats earlier plans under its own term: workers no longer listen to an earlier leader.
-        plans = plans_from(self._mine(await past(subjects.scale_plans(), ScalePlan, limit=MAX_PAST_EVENTS)))
-        limit = MAX_PAST_EVENTS
-        drains = without_chains_from(self._mine(await past(subjects.drain_plans(), DrainPlan, limit=limit)))
-        mutations = without_chains_from(self._mine(await past(subjects.mutate_plans(), MutatePlan, limit=limit)))
-        assignments = self._mine(await past(subjects.zigzag_assignments(), ZigzagAssignment, limit=MAX_PAST_EVENTS))
-        view = await self._reader.read(timeout_s=RPC_TIMEOUT_S)
-        ended = {record.plan_id for record in records}
-        now_s = time.time()
-        for operation in operations_under_way(
-            plans.values(), drains.values(), mutations.values(), assignments, ended, now_s
-        ):
-            self._operations.add(operation)
-        for plan_id, worker_ids in unpublished_leases(view.workers, plans.keys()):
-            log.warning("%s was never published: freeing %s", plan_id, ", ".join(worker_ids))
-            await self._tracker.release(plan_id, *worker_ids)
-        self._led_term = self._leader.term
-        self._planner.tracker.check(view, now())
-        # The planner that published them may have died before every target had heard.
-        for operation in self._operations.running():
-            plan = plans.get(operation.plan_id)
-            if plan is not None and operation.untold_targets and now_s < plan.expires_at_s:
-                self._tasks.start(self._tell_again(plan))
-            drain = drains.get(operation.plan_id)
-            left = unheeded(drain, operation, view.workers) if drain is not None else None
-            if left is not None:
-                self._tasks.start(self._tell_again(left))
-
-    def _mine(self, events: Iterable[E]) -> list[E]:
-        return [msgspec.structs.replace(event, term=self._leader.term) for event in events]
-
-    async def _tell_again(self, plan: ScalePlan | DrainPlan) -> None:
-        try:
-            await self._stream.tell(plan)
-        except BlitzError as error:
-            log.warning("%s: its targets could not be told again: %s", plan.plan_id, error)
+    # --- regularly ---------------------------------------------------------------------------
 
     async def _check_regularly(self) -> None:
         look_at_s = time.monotonic()
@@ -299,22 +233,14 @@ class PlannerService:
         return self._planner.migrations.of(request.instance_id, await self._reader.read(timeout_s=RPC_TIMEOUT_S))
 
     async def _on_start_scale(self, request: StartScale) -> ScaleRecord:
-        role, wanted, triggered_at_s = request.role, instances_of(request.instances, request.role), time.time()
+        role, triggered_at_s = request.role, time.time()
         if request.instances < 0:
             raise BadRequest("instances must not be negative", param="instances")
         if not 0 <= request.hold_s <= MAX_HOLD_S:
             raise BadRequest(f"hold_s must be from 0 to {MAX_HOLD_S:g}, not {request.hold_s:g}", param="hold_s")
         view = await self._reader.read(timeout_s=RPC_TIMEOUT_S)
-        model = view.models.get(request.model)
-        if model is None:
-            raise ModelNotFound(f"model {request.model!r} is not registered", param="model")
-        if request.instances > model.max_instances:
-            raise Conflict(f"{wanted} are more than the model's max_instances {model.max_instances}")
-        why, least = f"asked for {wanted}", bounded(0, model, None, role)
-        if request.instances < least:
-            why += f", and min_instances keeps {least}"
-        asked = ScaleRequest(request.model, request.instances, triggered_at_s, why, request.live, role, by_hand=True)
-        # Set first: the old floor may be above what is asked for now. Set back if nothing comes of it.
+        asked = asked_by_hand(request, view, triggered_at_s)
+        # Set back if nothing comes of it.
         await self._set_floor(request.model, role, request.instances, request.hold_s)
         try:
             operation = await self._scale_patiently(asked)

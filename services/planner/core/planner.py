@@ -5,7 +5,7 @@ out what is decided. Unix times begin after 0, which says of many things that th
 
 1. Whatever is heard goes in as it comes: ``on_demand`` (the monitor), ``on_load`` and ``on_queue`` (instances and
    gateways), ``tracker.on_progress`` and ``tracker.on_live_report`` (workers), ``rounds.try_again`` when the registry
-   says that instances are gone, ``rounds.ask`` for what is asked for by hand.
+   says that instances are gone, ``rounds.ask`` for what is asked for by hand (``by_hand`` makes it a request).
 2. Whenever ``rounds.due_s`` has come, and no other round runs, there is one:
 
        begun = rounds.begin(moment)

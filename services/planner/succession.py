@@ -1,0 +1,112 @@
+"""What a new leader learns from the plan stream and the registry: what earlier ones began."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import TypeVar
+
+import msgspec
+
+from services.planner.clock import now
+from services.planner.core.operations.history import (
+    operations_under_way,
+    plans_from,
+    unheeded,
+    unpublished_leases,
+    without_chains_from,
+)
+from services.planner.core.operations.operations import MAX_RECORDS
+from services.planner.core.planner import Planner
+from services.planner.leases import RPC_TIMEOUT_S
+from services.planner.plan_stream import PlanStream
+from services.planner.tracker import OperationTracker
+from shared import subjects
+from shared.aio import OwnedTasks
+from shared.bus.base import Bus
+from shared.errors import BlitzError
+from shared.leading import Leader
+from shared.messages.live import ZigzagAssignment
+from shared.messages.scaling import DrainPlan, MutatePlan, ScalePlan, ScaleRecord
+from shared.registry import RegistryReader
+
+log = logging.getLogger(__name__)
+
+E = TypeVar("E", ScalePlan, DrainPlan, MutatePlan, ZigzagAssignment)
+MAX_PAST_EVENTS = 5000
+"""Of each kind, that a new leader reads back."""
+
+
+class Succession:
+    """Remembers under which term this process led last."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        leader: Leader,
+        reader: RegistryReader,
+        planner: Planner,
+        stream: PlanStream,
+        tracker: OperationTracker,
+    ) -> None:
+        self._bus = bus
+        self._leader = leader
+        self._reader = reader
+        self._planner = planner
+        self._stream = stream
+        self._tracker = tracker
+        self._led_term: int | None = None
+        self._tasks = OwnedTasks()
+
+    async def finish(self) -> None:
+        """Wait for what is being told."""
+        await self._tasks.finish()
+
+    async def recall(self) -> None:
+        """Learn what is under way, and tell those who may not have heard. Raises ``BlitzError``."""
+        if self._led_term == self._leader.term:
+            return  # no other planner led since
+        operations = self._planner.operations
+        operations.reset()
+        past, limit = self._bus.past_events, MAX_PAST_EVENTS
+        stored = await past(subjects.scale_records(), ScaleRecord, limit=MAX_RECORDS)
+        # Only operations that ended have records there; ignore anything else.
+        records = [record for record in stored if record.status != "running"]
+        for record in records:
+            operations.remember(record)
+        # This leader repeats earlier plans under its own term: workers no longer listen to an earlier leader.
+        plans = plans_from(self._mine(await past(subjects.scale_plans(), ScalePlan, limit=limit)))
+        drains = without_chains_from(self._mine(await past(subjects.drain_plans(), DrainPlan, limit=limit)))
+        mutations = without_chains_from(self._mine(await past(subjects.mutate_plans(), MutatePlan, limit=limit)))
+        assignments = self._mine(await past(subjects.zigzag_assignments(), ZigzagAssignment, limit=limit))
+        view = await self._reader.read(timeout_s=RPC_TIMEOUT_S)
+        ended = {record.plan_id for record in records}
+        now_s = time.time()
+        for operation in operations_under_way(
+            plans.values(), drains.values(), mutations.values(), assignments, ended, now_s
+        ):
+            operations.add(operation)
+        for plan_id, worker_ids in unpublished_leases(view.workers, plans.keys()):
+            log.warning("%s was never published: freeing %s", plan_id, ", ".join(worker_ids))
+            await self._tracker.release(plan_id, *worker_ids)
+        self._led_term = self._leader.term
+        self._planner.tracker.check(view, now())
+        # The planner that published them may have died before every target had heard.
+        for operation in operations.running():
+            plan = plans.get(operation.plan_id)
+            if plan is not None and operation.untold_targets and now_s < plan.expires_at_s:
+                self._tasks.start(self._tell_again(plan))
+            drain = drains.get(operation.plan_id)
+            left = unheeded(drain, operation, view.workers) if drain is not None else None
+            if left is not None:
+                self._tasks.start(self._tell_again(left))
+
+    def _mine(self, events: Iterable[E]) -> list[E]:
+        return [msgspec.structs.replace(event, term=self._leader.term) for event in events]
+
+    async def _tell_again(self, plan: ScalePlan | DrainPlan) -> None:
+        try:
+            await self._stream.tell(plan)
+        except BlitzError as error:
+            log.warning("%s: its targets could not be told again: %s", plan.plan_id, error)
