@@ -11,6 +11,7 @@
     latencies.py  how long messages take
     compute.py    what steps take, by their batches; runs of decode steps that are taken together
     instance.py   an instance: the worker's scheduler, stepped on the clock
+    streams.py    requests as gateways and instances know each other's; load_reports.py: when load is told
     kv.py         KV on its way from instances that compute prompts to those that decode them
     profiles/     what steps of models on GPUs take; architectures.py and make_profiles.py derive them
 

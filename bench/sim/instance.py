@@ -9,8 +9,7 @@ Of an instance that drains, requests that run finish where they are; requests th
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,6 +17,8 @@ from bench.sim.block_counts import BlockCounts
 from bench.sim.clock import Clock, Event
 from bench.sim.compute import Compute, DecodeRun
 from bench.sim.kv import Answer, Departures, KvPaths, KvTransfer, Reservation
+from bench.sim.load_reports import REPORT_EVERY_S, LoadReports
+from bench.sim.streams import Listener, Stream, sequence_of
 from services.worker.core.kv_transfer import room
 from services.worker.core.kv_transfer.staging import Staging
 from services.worker.core.lifecycle import InstanceLifecycle
@@ -30,46 +31,11 @@ from services.worker.core.scheduling.speed import NUM_RECENT
 from services.worker.core.scheduling.turns import StepTurns
 from shared.errors import BlitzError, Conflict, Overloaded, SentBack
 from shared.messages.common import DECODES_FOR_OTHERS, TAKES_PROMPTS, InstanceState, Role
-from shared.messages.generation import DecodePlace, SamplingParams, StreamPart
+from shared.messages.generation import DecodePlace, StreamPart
 from shared.messages.load import LoadReport
 
-REPORT_EVERY_S = 0.1
-"""As often as a worker does by default."""
 _TOKEN = Sampled(0)
 """Which tokens they are matters to nobody; this one ends nothing."""
-
-
-class Stream(Protocol):
-    """A request as its gateway knows it."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def attempt(self) -> int: ...
-    @property
-    def prompt_token_ids(self) -> Sequence[int]: ...
-    @property
-    def sampling(self) -> SamplingParams: ...
-    @property
-    def output_token_ids(self) -> Sequence[int]: ...
-
-
-class Listener(Protocol):
-    """Who is told of requests, as ``bench.sim.gateway.SimGateway`` is."""
-
-    def on_tokens(
-        self, request_ids: Sequence[str], ends_s: Sequence[float], *, worker_id: str, instance_id: str
-    ) -> None:
-        """Each of these got a token at each of these times."""
-
-    def on_taken_over(self, request_id: str, *, worker_id: str, instance_id: str) -> None:
-        """Another instance decodes it from here on."""
-
-    def on_end(self, request_id: str) -> None:
-        """It has all its tokens."""
-
-    def on_failed(self, request_id: str, error: BlitzError) -> None:
-        """Its attempt has ended without its tokens."""
 
 
 class PartialSteps(Protocol):
@@ -139,9 +105,11 @@ class SimInstance:
         self._life = InstanceLifecycle("loading")
         self._departures = None if kv is None else Departures(clock, self, kv)
         self._staging = Staging()
+        self._asking: dict[tuple[str, int], KvTransfer] = {}
+        """Who waits for an answer to a question for room."""
         self._arriving: dict[tuple[str, int], Reservation] = {}
-        self._latest: dict[str, Request] = {}
-        """By request id, those that have not ended here."""
+        self._told: dict[str, Request] = {}
+        """By request id, the latest attempts of which this instance tells, or will."""
         self._commands: list[Callable[[], object]] = []
         self._step: Event | None = None
         """The end of what the engine does; None: nothing."""
@@ -150,9 +118,8 @@ class SimInstance:
         self._batch: ScheduledBatch | None = None
         self._step_began_s = 0.0
         self._busy_s_total = 0.0
-        self._on_report, self._report_every_s, self._on_idle = on_report, report_every_s, on_idle
-        self._reports_from_s = clock.now_s
-        self._reporting: Event | None = None
+        self._on_report, self._on_idle = on_report, on_idle
+        self._reports = LoadReports(clock, report_every_s, self._report, lambda: self._step is not None)
 
     # --- its life ----------------------------------------------------------------------------
 
@@ -198,18 +165,21 @@ class SimInstance:
         arrival. Those on their way here with their KV stay where they come from."""
         self._account()
         self._life.move_to("failed")
-        for event in (self._step, self._reporting):
-            if event is not None:
-                self._clock.cancel(event)
-        self._step = self._reporting = self._run = self._batch = None
+        self._reports.stop()
+        if self._step is not None:
+            self._clock.cancel(self._step)
+        self._step = self._run = self._batch = None
         self._commands.clear()
         begun = [] if self._departures is None else self._departures.kill()
         for reservation in self._arriving.values():
             reservation.transfer.departures.lost(reservation.transfer)
-            del self._latest[reservation.sequence.request_id]
+            self.unhost(reservation.sequence)
+        for transfer in self._asking.values():
+            transfer.departures.lost(transfer)
         self._arriving.clear()
-        gone = [request_id for request_id in self._latest if request_id not in begun]
-        self._latest.clear()
+        self._asking.clear()
+        gone = [request_id for request_id in self._told if request_id not in begun]
+        self._told.clear()
         return gone
 
     # --- requests ----------------------------------------------------------------------------
@@ -220,21 +190,29 @@ class SimInstance:
         if self.state == "draining":
             raise SentBack(f"instance {self.instance_id} drains")
         self._check_admits()
-        older = self._latest.get(stream.request_id)
+        older = self._told.get(stream.request_id)
         if older is None and not may_wait:
             check_slot(self.instance_id, self.num_requests, self.scheduler.config.max_num_sequences)
         if older is not None and older.attempt < stream.attempt:
             self.cancel(stream.request_id)
-        sequence = _sequence_of(stream, decode_at)
+        sequence = sequence_of(stream, decode_at)
         self.scheduler.add(sequence, self._clock.now_s)
-        if not sequence.finished:
-            self._latest[sequence.request_id] = sequence
+        self.host(sequence)
         self._began(TAKES_PROMPTS)
         self._wake()
 
+    def host(self, sequence: Request) -> None:
+        """What becomes of a request is told by this instance from now on."""
+        self._told[sequence.request_id] = sequence
+
+    def unhost(self, sequence: Request) -> None:
+        """It is another instance's."""
+        if self._told.get(sequence.request_id) is sequence:
+            del self._told[sequence.request_id]
+
     def cancel(self, request_id: str) -> None:
         """Nobody wants it any more. Nothing is told of it."""
-        sequence = self._latest.pop(request_id, None)
+        sequence = self._told.pop(request_id, None)
         if sequence is None:
             return
         arriving = self._arriving.get(sequence.key)
@@ -275,13 +253,16 @@ class SimInstance:
         )
         reservation = Reservation(sequence, transfer, window)
 
+        self._asking[sequence.key] = transfer
+
         def reserve() -> None:
+            del self._asking[sequence.key]
             if not self.scheduler.reservations.reserve([sequence], behind_waiting=True):
                 window.close()
                 answer(transfer, Overloaded(f"no capacity for {sequence.num_tokens} tokens of KV now"))
                 return
             self._arriving[sequence.key] = reservation
-            self._latest[sequence.request_id] = sequence
+            self.host(sequence)
             self._began(DECODES_FOR_OTHERS)
             self.changed()
             answer(transfer, reservation)
@@ -299,7 +280,7 @@ class SimInstance:
             self.scheduler.reservations.adopt(sequence, _TOKEN, self._clock.now_s, computed_here=False)
             self._listener.on_taken_over(sequence.request_id, worker_id=self.worker_id, instance_id=self.instance_id)
             if sequence.finished:
-                self._ended(sequence.request_id)
+                self._ended(sequence.key)
             acknowledge()
 
         self.call(adopt, between_layers=True)
@@ -308,18 +289,16 @@ class SimInstance:
         """The request does not come, or is not wanted any more if it has."""
         sequence = reservation.sequence
         if self._arriving.pop(sequence.key, None) is None:
-            if self._latest.get(sequence.request_id) is sequence:
+            if self._told.get(sequence.request_id) is sequence:
                 self.cancel(sequence.request_id)
             return
         reservation.window.close()
-        if self._latest.get(sequence.request_id) is sequence:
-            del self._latest[sequence.request_id]
+        self.unhost(sequence)
         self.call(lambda: self.scheduler.reservations.release([sequence]), between_layers=True)
 
     def left(self, sequence: Request) -> None:
         """Another instance decodes it."""
-        if self._latest.get(sequence.request_id) is sequence:
-            del self._latest[sequence.request_id]
+        self.unhost(sequence)
         self.call(lambda: self.scheduler.reservations.release_to_decoder(sequence))
 
     # --- the engine's thread -----------------------------------------------------------------
@@ -391,7 +370,7 @@ class SimInstance:
             return True
         batch = scheduler.schedule(now_s)
         if batch is None:
-            self._tell(scheduler.take_ended())
+            self.tell(scheduler.take_ended())
             return False
         seconds = self.compute.batch_s(batch)
         self._batch, self._step_began_s = batch, now_s
@@ -418,7 +397,7 @@ class SimInstance:
         self._busy_s_total += seconds
         self.turns.stepped(now_s)
         scheduler.budgets.stepped(batch.num_prefill_tokens, batch.num_pairs, batch.num_decode_tokens, seconds)
-        self._tell(outputs)
+        self.tell(outputs)
         if self._departures is not None:
             for piece in batch.slices:
                 if piece.sequence.decode_at is not None:
@@ -460,35 +439,44 @@ class SimInstance:
         if not steps:
             return
         scheduler = self.scheduler
-        request_ids = [s.request_id for s in scheduler.table.running]
+        num_requests, told = len(scheduler.table.running), self._told
+        request_ids = [s.request_id for s in scheduler.table.running if told.get(s.request_id) is s]
         ended = scheduler.decode_ahead(steps, _TOKEN.token_id)
-        scheduler.budgets.speed.decoded(len(request_ids), run.steps_s(max(0, steps - NUM_RECENT), steps))
+        scheduler.budgets.speed.decoded(num_requests, run.steps_s(max(0, steps - NUM_RECENT), steps))
         now_s = self._clock.now_s
         # Where a run was counted bit by bit, its end is rounded otherwise than its event.
         ends_s = [min(now_s, run.ended_s(step)) for step in range(1, steps + 1)]
         self._busy_s_total += ends_s[-1] - run.started_s
         self._run = run.after(steps)
-        self._listener.on_tokens(request_ids, ends_s, worker_id=self.worker_id, instance_id=self.instance_id)
+        if request_ids:
+            self._listener.on_tokens(request_ids, ends_s, worker_id=self.worker_id, instance_id=self.instance_id)
         for sequence in ended:
-            self._ended(sequence.request_id)
+            self._ended(sequence.key)
 
     # --- what is told ------------------------------------------------------------------------
 
-    def _tell(self, outputs: Sequence[StreamPart]) -> None:
-        request_ids = [output.request_id for output in outputs if output.token_ids]
+    def tell(self, outputs: Iterable[StreamPart]) -> None:
+        """Of requests that are here, what they got now."""
+        wanted = [output for output in outputs if self._is_told(output.request_id, output.attempt)]
+        request_ids = [output.request_id for output in wanted if output.token_ids]
         if request_ids:
             here = {"worker_id": self.worker_id, "instance_id": self.instance_id}
             self._listener.on_tokens(request_ids, (self._clock.now_s,), **here)
-        for output in outputs:
+        for output in wanted:
             if output.error is not None:
-                self._latest.pop(output.request_id, None)
+                del self._told[output.request_id]
                 self._listener.on_failed(output.request_id, output.error.as_error())
-            elif output.finish_reason in ("stop", "length"):
-                self._ended(output.request_id)
+            elif output.finish_reason is not None:
+                self._ended((output.request_id, output.attempt))
 
-    def _ended(self, request_id: str) -> None:
-        self._latest.pop(request_id, None)
-        self._listener.on_end(request_id)
+    def _is_told(self, request_id: str, attempt: int) -> bool:
+        latest = self._told.get(request_id)
+        return latest is not None and latest.attempt == attempt
+
+    def _ended(self, key: tuple[str, int]) -> None:
+        if self._is_told(*key):
+            del self._told[key[0]]
+            self._listener.on_end(key[0])
 
     def _say_if_idle(self) -> None:
         if self.state == "draining" and self._step is None and not self.num_requests:
@@ -506,19 +494,9 @@ class SimInstance:
     # --- load --------------------------------------------------------------------------------
 
     def changed(self) -> None:
-        """A report is due at the next interval."""
-        if self._reporting is None and self.state in ("live", "serving", "draining"):
-            ticks = math.floor((self._clock.now_s - self._reports_from_s) / self._report_every_s) + 1
-            due_s = self._reports_from_s + ticks * self._report_every_s
-            if due_s <= self._clock.now_s:  # rounded down
-                due_s += self._report_every_s
-            self._reporting = self._clock.at(due_s, self._report_now)
-
-    def _report_now(self) -> None:
-        self._reporting = None
-        self._report()
-        if self._step is not None:
-            self.changed()
+        """A report is due at the end of the interval."""
+        if self.state in ("live", "serving", "draining"):
+            self._reports.changed()
 
     def _report(self) -> None:
         self._on_report(self.load_report(self._clock.now_s))
@@ -545,15 +523,3 @@ class SimInstance:
             now_s=now_s,
             unix_s=now_s,
         )
-
-
-def _sequence_of(stream: Stream, decode_at: DecodePlace | None) -> Request:
-    return Request(
-        request_id=stream.request_id,
-        attempt=stream.attempt,
-        gateway_id="",
-        prompt=(0,) * len(stream.prompt_token_ids),
-        params=stream.sampling,
-        output=[0] * len(stream.output_token_ids),
-        decode_at=decode_at,
-    )

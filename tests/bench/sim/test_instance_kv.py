@@ -129,6 +129,20 @@ def test_nothing_is_left_of_what_ends_in_any_phase(what: str, at_s: float) -> No
     check_empty(world)
 
 
+def test_a_question_that_died_with_whom_it_was_asked_is_not_waited_for() -> None:
+    world = pair()
+    submit(world, "a", 100, 500)
+    world.clock.run(0.1)
+    submit(world, "b", 16, 5)
+    world.clock.run(0.1 + prompt_s(16) / 32 + MESSAGE_S + 1e-6)
+    assert world.instances["d"].num_requests == 1, "it looks at it after its step"
+    assert world.instances["d"].kill() == ["a"]
+    world.clock.run()
+    assert world.heard.where["b"] == ["p"]
+    assert len(world.heard.times_s["b"]) == 5
+    check_empty(world)
+
+
 def test_one_token_is_no_reason_to_move() -> None:
     world = pair()
     submit(world, "r", 600, 1)
