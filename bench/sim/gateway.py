@@ -16,6 +16,8 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
 
+import msgspec
+
 from bench.sim.clock import Clock, Event
 from bench.sim.latencies import LOCAL_NATS, Latencies
 from bench.sim.requests import Failure, Served, SimRequest
@@ -144,9 +146,9 @@ class SimGateway:
     def on_load(self, report: LoadReport) -> None:
         """An instance reports."""
         # A gateway that is alone knows what its instances have. A report tells it something new about one that has
-        # refused a request.
+        # refused a request; and it is an occasion to look at those that wait.
         load = self.router.bookings.load_of(report.instance_id)
-        if load.refusals or load.slots_taken:
+        if load.refusals or load.slots_taken or self.router.queued(report.model)[0]:
             self._clock.after(self._latencies.load_s, self._hear_load, report)
 
     def on_tokens(
@@ -184,16 +186,17 @@ class SimGateway:
         self._clock.after(self._latencies.tokens_s, self._end, it, None)
 
     def on_failed(self, request_id: str, error: BlitzError) -> None:
-        """Its attempt is over: sent back, refused after all, or its worker is lost (``failover.WorkerLost``). It
-        continues behind its last token."""
+        """Its attempt is over, as its instance says: sent back, or refused after all. It continues behind its last
+        token."""
         it = self._requests[request_id]
-        self._clock.after(self._latencies.tokens_s, self._attempt_failed, it, it.stream.attempt, error)
+        self._clock.after(self._latencies.tokens_s, self._said_failed, it, it.stream.attempt, error)
 
     def on_worker_lost(self, worker_id: str) -> None:
         """A worker is gone, with all that it had."""
-        for request_id, it in self._requests.items():
+        for it in self._requests.values():
             if it.stream.worker_id == worker_id:
-                self.on_failed(request_id, failover.WorkerLost(f"worker {worker_id} is gone", reason="gone"))
+                error = failover.WorkerLost(f"worker {worker_id} is gone", reason="gone")
+                self._clock.after(self._latencies.tokens_s, self._attempt_failed, it, it.stream.attempt, error)
 
     def end(self) -> None:
         """The simulation is over: what has not ended is unfinished."""
@@ -321,6 +324,17 @@ class SimGateway:
         if self._is_at(it, attempt):
             self.router.bookings.moved(it.stream.request_id, instance_id)
             self._pump(it.stream.model)
+
+    def _said_failed(self, it: _Request, attempt: int, error: BlitzError) -> None:
+        """Its instance says so: as with the real one, in a part, which may be the attempt's first."""
+        if not self._is_at(it, attempt):
+            return
+        stream = it.stream
+        was = stream.phase
+        stream.accept(msgspec.structs.replace(self._part(stream, ()), finish_reason="error"))
+        if was is Phase.SUBMITTED:
+            self._started(it, attempt)
+        self._attempt_failed(it, attempt, error)
 
     def _attempt_failed(self, it: _Request, attempt: int, error: BlitzError) -> None:
         """Continue elsewhere, or end."""
