@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,110 +13,40 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.command_line import INTERRUPTED, JsonFile, red_line, write
-from bench.replay.document import About, Document
+from bench.replay.document import About
+from bench.replay.measure import Measured, Measurement, Replay
 from bench.replay.objectives import FACTOR, Slo
-from bench.replay.observations import ClusterLog
-from bench.replay.observer import Observer
 from bench.replay.options import HtmlFile, MeanTbt, MeanTtft, Outputs, PngFile, SloFactor, SloTbt, SloTtft
-from bench.replay.plan import PlannedRequest, Shape, plan_requests
-from bench.replay.record import Collector
+from bench.replay.plan import Shape
 from bench.replay.report import latency_table, totals_table
-from bench.replay.runner import Bodies, SendOptions, choose_model, send_all
-from bench.stream_client import Endpoint, StreamClient
+from bench.stream_client import Endpoint
 from bench.traces.reader import read_trace
 from bench.traces.request import Trace
 from bench.traces.scaling import scale_rate, spread_seconds
 from bench.traces.synthetic import FIGURES, synthesise
-from shared.errors import BadRequest, Unauthorized
+from shared.errors import BadRequest
 
 app = typer.Typer(help="Replay a request trace against a running endpoint and measure it.", add_completion=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Replay:
-    """Everything the command line says."""
-
-    trace: Trace
-    about: About
-    """Without the model, which the endpoint may have to say."""
-    endpoint: Endpoint
-    api_key: str | None
-    admin_key: str | None
-    model: str | None
-    shape: Shape
-    slo: Slo | None
-    until_s: float | None
-    timeout_s: float
-    sample_outputs: int
-
-
-@dataclass(slots=True)
-class _Measured:
-    """What there is so far: enough for a result at any time."""
-
-    about: About
-    requests: tuple[PlannedRequest, ...]
-    collector: Collector
-    log: ClusterLog | None = None
-    until_s: float = 0.0
-
-    def document(self, slo: Slo | None) -> Document:
-        cluster = None
-        if self.log is not None:
-            begin_s = self.requests[0].due_s
-            cluster = self.log.sum_up(begin_s, begin_s + self.until_s, started_at_s=self.about.started_at_s)
-        return Document.of(self.about, self.requests, self.collector, slo=slo, cluster=cluster)
-
-
-async def _measure(settings: _Replay, found: list[_Measured], progress: Progress) -> None:
+async def _measure(settings: Replay, found: list[Measured], progress: Progress) -> None:
     """Appends to ``found`` as soon as there is something that an interruption should not lose."""
-    client, observer = StreamClient(settings.endpoint, api_key=settings.api_key), None
+
+    def warn(text: str) -> None:
+        progress.console.print(text, style="yellow", soft_wrap=True)
+
+    measurement = await Measurement.prepare(settings, warn=warn)
     try:
-        card = await choose_model(client, settings.model, timeout_s=min(settings.timeout_s, 10.0))
-        shape = replace(settings.shape, context_tokens=card.max_model_len)
-        requests = plan_requests(settings.trace, shape)
-        options = SendOptions(
-            model=card.id,
-            timeout_s=settings.timeout_s,
-            concurrency_limit=settings.about.concurrency_limit,
-            sample_outputs=settings.sample_outputs,
-            prompt_seed=settings.about.seed,
-        )
-        bodies = Bodies(requests, options)
-        try:
-            observer = await Observer.find(settings.endpoint, card.id, admin_key=settings.admin_key or settings.api_key)
-        except Unauthorized as error:
-            progress.console.print(f"the cluster is not observed: {error.message}", style="yellow", soft_wrap=True)
-        if observer is not None:
-            await observer.look(0.0)
-        collector = Collector(planned=len(requests), shortened=sum(request.shortened for request in requests))
-        start_s = time.perf_counter()
-        measured = _Measured(replace(settings.about, model=card.id, started_at_s=time.time()), requests, collector)
-        found.append(measured)
-        bar = progress.add_task(f"{settings.trace.name} → {card.id}", total=len(requests), failed=0)
+        num_requests = len(measurement.requests)
+        bar = progress.add_task(f"{settings.trace.name} → {measurement.model}", total=num_requests, failed=0)
 
         def on_progress() -> None:
+            collector = found[0].collector
             progress.update(bar, completed=len(collector.records), failed=collector.failed)
 
-        if observer is None:
-            await send_all(client, bodies, options, collector, start_s=start_s, on_progress=on_progress)
-            return
-        first_s, last_s = requests[0].due_s, requests[-1].due_s
-        measured.log = observer.log
-        measured.until_s = last_s - first_s if settings.until_s is None else settings.until_s
-        looking = asyncio.create_task(observer.run(start_s))
-        try:
-            await send_all(client, bodies, options, collector, start_s=start_s, on_progress=on_progress)
-            while (left_s := start_s + first_s + measured.until_s - time.perf_counter()) > 0:
-                await asyncio.sleep(left_s)  # which may end a millisecond early
-        finally:
-            looking.cancel()
-            await asyncio.wait({looking})
-        await observer.look(time.perf_counter() - start_s)
+        await measurement.run(on_begin=found.append, on_progress=on_progress)
     finally:
-        client.close()
-        if observer is not None:
-            observer.close()
+        measurement.close()
 
 
 def _source(trace: Path | None, synthetic: str | None, seed: int, duration_s: float) -> Trace:
@@ -141,10 +69,10 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _run(settings: _Replay, outputs: Outputs) -> int:
+def _run(settings: Replay, outputs: Outputs) -> int:
     """Replay, print, write; returns the exit status."""
     console, errors = Console(), Console(stderr=True)
-    found: list[_Measured] = []
+    found: list[Measured] = []
     status = 0
     try:
         with _progress(errors) as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -242,7 +170,7 @@ def replay(
             raise BadRequest(f"--until must be positive, not {until!r}", param="until")
         slo = Slo.of(ttft_ms=slo_ttft, tbt_ms=slo_tbt, mean_ttft_ms=mean_ttft, mean_tbt_ms=mean_tbt, factor=slo_factor)
         source = _source(trace, synthetic, seed, duration)
-        settings = _Replay(
+        settings = Replay(
             trace=scale_rate(spread_seconds(source, seed=seed), scale_rate_by, seed=seed),
             about=About(
                 trace=source.name,
