@@ -1,9 +1,10 @@
-"""A checkpoint of a wanted size, random bytes and all: a Llama whose layers are 8 MiB of bfloat16."""
+"""A checkpoint of a wanted size, random bytes and all: by default a Llama whose layers are 8 MiB of bfloat16."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ MIB = 1024 * 1024
 _LAYER_MIB = 8
 _HIDDEN, _INTERMEDIATE, _HEADS, _KV_HEADS = 1024, 512, 16, 4
 _SEED = 5
+EMBEDDED_TOKENS = 260
+"""Of the vocabulary: 4 special tokens and the bytes."""
 
 
 def num_layers(mib: int) -> int:
@@ -29,20 +32,26 @@ def make_checkpoint(folder: Path, mib: int, *, num_files: int = 1) -> Path:
 
     ``num_files``: shards that the weights are split into. Raises ``BadRequest`` for less than a layer.
     """
-    layers = num_layers(mib)
-    demo = ensure_demo_model(folder)
-    path = folder / NAME
-    path.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo / name, path / name)
-    config = json.loads((demo / "config.json").read_text(encoding="utf-8")) | {
+    shape = {
         "hidden_size": _HIDDEN,
         "intermediate_size": _INTERMEDIATE,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": num_layers(mib),
         "num_attention_heads": _HEADS,
         "num_key_value_heads": _KV_HEADS,
         "torch_dtype": "bfloat16",
     }
+    return write_checkpoint(folder, NAME, shape, num_files=num_files)
+
+
+def write_checkpoint(folder: Path, name: str, shape: Mapping[str, object], *, num_files: int = 1) -> Path:
+    """Write ``folder/name``; its path. ``shape``: keys of ``config.json`` that the demo model has otherwise, of
+    bfloat16 among them."""
+    demo = ensure_demo_model(folder)
+    path = folder / name
+    path.mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / file, path / file)
+    config = json.loads((demo / "config.json").read_text(encoding="utf-8")) | dict(shape)
     _write_json(path / "config.json", config)
     _write_weights(path, config, num_files)
     return path

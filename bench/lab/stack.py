@@ -20,6 +20,7 @@ from bench.lab.errors import LabFailed
 from bench.lab.network import Network
 from bench.lab.plan import MANAGEMENT_ADDRESS
 from bench.lab.processes import nats_spec, nats_url, worker_spec
+from bench.replay.objectives import Slo
 from compose.children import CONTROL_PLANE, Addresses, nats_access, redis_spec, service_spec
 from compose.config import StackConfig
 from compose.errors import StackNotReady
@@ -30,7 +31,7 @@ from shared.bus.access import NatsAccess
 from shared.bus.nats import NatsBus
 from shared.errors import Unavailable
 from shared.messages.admin import Status
-from shared.messages.common import LiveChoice
+from shared.messages.common import SERVED_BY, LiveChoice, Serving
 from shared.messages.registry import HostCopy, WorkerRecord
 from shared.messages.scaling import ScaleRecord
 from shared.permissions import Kind
@@ -52,9 +53,10 @@ class LabStack(RunningStack):
     """Starts with ``async with``, which returns once the model serves on one host and all workers are here.
 
     ``worker_env`` is added to every worker's environment (``UCX_*`` settings to try), ``service_env`` to that of the
-    services named in it. ``num_workers``: on the first hosts only, all by default. ``copies_on``: hosts whose workers
-    offer memory for copies outside of their arenas, all by default; ``arenas_on``: those whose arenas hold the model.
-    ``min_instances``: of the model, 0 or 1; so many serve once it has started.
+    services named in it, ``env`` to that of all. ``num_workers``: on the first hosts only, all by default.
+    ``copies_on``: hosts whose workers offer memory for copies outside of their arenas, all by default; ``arenas_on``:
+    those whose arenas hold the model. ``served_as``, ``slo``: of the model. ``min_instances``: of each of its roles, 0
+    or 1; so many serve once it has started.
     Raises ``StackError`` or ``LabFailed``, with everything stopped.
     """
 
@@ -68,10 +70,13 @@ class LabStack(RunningStack):
         engine: Literal["mock", "torch"] = "mock",
         worker_env: Mapping[str, str] | None = None,
         service_env: Mapping[str, Mapping[str, str]] | None = None,
+        env: Mapping[str, str] | None = None,
         num_workers: int | None = None,
         copies_on: Container[int] | None = None,
         arenas_on: Container[int] | None = None,
         min_instances: int = 1,
+        served_as: Serving | None = None,
+        slo: Slo | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._network = network
@@ -79,6 +84,8 @@ class LabStack(RunningStack):
         self._copies_on = range(len(network.hosts)) if copies_on is None else copies_on
         self._arenas_on = range(len(network.hosts)) if arenas_on is None else arenas_on
         self._min_instances = min_instances
+        self._served_as = served_as
+        self._slo = slo or Slo()
         self._quiet = _QUIET_SHARE * network.rate.gbps
         self._checkpoint = checkpoint
         self._mib = -(-weights_bytes // _MIB)
@@ -90,6 +97,7 @@ class LabStack(RunningStack):
             workers=len(self._hosts),
             engine=engine,
             stop_grace_s=5.0,
+            env=env or {},
             service_env=service_env or {},
         )
         state_dir = StateDir(folder)
@@ -244,8 +252,15 @@ class LabStack(RunningStack):
         deadline_s = time.monotonic() + READY_S
         count = len(self._hosts)
         await self._until(lambda s: len(s.workers) == count, f"{count} workers are here", deadline_s)
-        await self.admin.add_model(str(self._checkpoint), name=self.model, min_instances=self._min_instances)
-        serving = self._min_instances
+        await self.admin.add_model(
+            str(self._checkpoint),
+            name=self.model,
+            min_instances=self._min_instances,
+            slo_ttft_s=self._slo.ttft_s,
+            slo_tbt_s=self._slo.tbt_s,
+            served_as=self._served_as,
+        )
+        serving = self._min_instances * len(SERVED_BY[self._served_as or "colocated"])
         await self._until(lambda s: s.serving(self.model) == serving, f"{serving} instances serve", deadline_s)
 
     async def _until(self, condition: Callable[[Status], bool], what: str, deadline_s: float) -> None:
