@@ -69,6 +69,12 @@ def engine(context: typer.Context) -> None:
     _hand_over(context, "bench.engine.cli")
 
 
+@app.command("evaluate", context_settings=_PASS_ON, add_help_option=False)
+def evaluate(context: typer.Context) -> None:
+    """Systems on windows of a trace, as in the paper's evaluation, with several hosts on this machine."""
+    _hand_over(context, "bench.evaluate.cli")
+
+
 @app.command("fleet", context_settings=_PASS_ON, add_help_option=False)
 def fleet(context: typer.Context) -> None:
     """Many small models on few workers, against a worker for every few models and a worker for each."""

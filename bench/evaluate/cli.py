@@ -1,0 +1,188 @@
+"""``blitzscale bench evaluate``: systems on windows of a trace, in the lab."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+import uvloop
+from rich.console import Console
+
+from bench import machine
+from bench.command_line import JsonFile, one_line, say, until_signal, usage, write
+from bench.evaluate import order
+from bench.evaluate.kept import Runs
+from bench.evaluate.measure import Evaluation, Outcome, Setting
+from bench.evaluate.models import MODELS, Model, find_model
+from bench.evaluate.result import Summary
+from bench.evaluate.run import CONTEXT_TOKENS, LEAD_IN_S, Bench, nic_rate
+from bench.evaluate.windows import Window, Windows, beside, choose, count
+from bench.lab import system as lab_system
+from bench.lab.network import Network
+from bench.lab.played import PAPER_NIC_GBPS, Played, make_played
+from bench.replay.options import HtmlFile, Outputs
+from bench.sim.cluster import Cluster, known_cluster
+from bench.systems import ABLATION, SYSTEMS, System, find, give_back_s
+from bench.traces.reader import read_trace
+from bench.traces.request import Trace
+from bench.traces.scaling import scale_rate, spread_seconds
+from shared.errors import BadRequest
+
+DEFAULT = "blitz,sllm,static-full"
+
+
+def command(
+    *,
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="In one of the formats of `blitzscale replay`.")],
+    systems: Annotated[str, typer.Option(metavar="NAME,NAME", help=f"Of {', '.join(SYSTEMS)}.")] = DEFAULT,
+    ablation: Annotated[bool, typer.Option("--ablation", help=f"Also {', '.join(ABLATION)}.")] = False,
+    model: Annotated[
+        str, typer.Option(help=f"{', '.join(MODELS)}: whose profile the mock engine plays.")
+    ] = "llama3-8b",
+    workers: Annotated[int, typer.Option(min=2, max=8, help="Hosts of one worker each.")] = 8,
+    windows: Annotated[
+        int, typer.Option(metavar="N", help="Windows of 90 s around bursts, spread over the trace.")
+    ] = 1,
+    window: Annotated[str | None, typer.Option(metavar="START:SECONDS", help="This one instead.")] = None,
+    scale: Annotated[
+        str,
+        typer.Option(
+            "--scale-rate", metavar="X|half", help="X times as many requests; half: of what static-full can carry."
+        ),
+    ] = "1",
+    repetitions: Annotated[int, typer.Option(min=1, help="Of each run; medians are reported.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn: prompts, scaled traces, the order of systems.")] = 0,
+    folder: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="Finished runs are kept there, and not measured again.")
+    ] = Path("evaluation"),
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
+    """The systems of an evaluation, one after the other, on windows of a trace, each with services of its own.
+
+    Hosts are network namespaces of this machine with rated links; workers have the mock engine, which takes the times
+    of the model's profile. All bytes and links are smaller by one factor. Needs root and iproute2. Interrupted, it goes
+    on where it was when it is started again.
+    """
+    with usage():
+        outputs = Outputs.checked(json_file, None, html_file)
+        cluster = known_cluster("lab")
+        setting = _setting(
+            trace,
+            systems=_systems(systems, ablation=ablation),
+            model=model,
+            workers=workers,
+            windows=windows,
+            window=window,
+            scale=_scale(scale),
+            repetitions=repetitions,
+            seed=seed,
+            cluster=cluster,
+        )
+        if folder.exists() and not folder.is_dir():
+            raise BadRequest(f"{folder} is no directory", param="dir")
+    say(f"tuning window {setting.windows.tuning}, measured {', '.join(map(str, setting.windows.measured))}")
+    profile = setting.model.profile()
+    played = Played.of(
+        profile,
+        hidden_size=setting.model.hidden_size,
+        num_gpus=setting.model.num_gpus,
+        nic_gbps=cluster.nic_gbps,
+    )
+
+    async def measure(temporary: Path) -> Outcome:
+        made = await asyncio.to_thread(make_played, played, profile, temporary, context_tokens=CONTEXT_TOKENS)
+        with Network(setting.workers, nic_rate(cluster)) as network:
+            bench = Bench(network, cluster, made, played.kv_pool_bytes, setting.model.slo, temporary / "state", say)
+            return await Evaluation(setting, bench.run, Runs(folder), say).run()
+
+    with one_line("evaluate", OSError):
+        lab_system.require()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            outcome = runner.run(until_signal("evaluate", measure))
+    summary = Summary(setting, outcome, played)
+    asked = f"blitzscale bench evaluate {trace.name} --systems {','.join(s.name for s in setting.systems)} " + (
+        f"--model {model} --workers {workers} "
+        + (f"--windows {windows}" if window is None else f"--window {window}")
+        + f" --scale-rate {scale} --repetitions {repetitions} --seed {seed}"
+    )
+    write(json_file, msgspec.to_builtins(summary.document()) | {"machine": machine.describe(), "command": asked})
+    Console().print(summary.table())
+    outputs.draw(summary.replays())
+
+
+def _systems(names: str, *, ablation: bool) -> tuple[System, ...]:
+    """Raises ``BadRequest``: unknown ones, those that are simulated only, and what another one needs."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()] + list(ABLATION if ablation else ())
+    found = tuple(find(name) for name in dict.fromkeys(wanted))
+    if not found:
+        raise BadRequest("name a system", param="systems")
+    for system in found:
+        system.environ()
+    order.check(found)
+    return found
+
+
+def _scale(text: str) -> float | Literal["half"]:
+    if text == "half":
+        return "half"
+    try:
+        return float(text)
+    except ValueError:
+        raise BadRequest(f"the rate is scaled by a number or to half, not {text!r}", param="scale-rate") from None
+
+
+def _setting(
+    file: Path,
+    *,
+    systems: tuple[System, ...],
+    model: str,
+    workers: int,
+    windows: int,
+    window: str | None,
+    scale: float | Literal["half"],
+    repetitions: int,
+    seed: int,
+    cluster: Cluster,
+) -> Setting:
+    known = find_model(model)
+    source = read_trace(file)
+    if source.unsorted_rows:
+        raise BadRequest(
+            f"{file}: {source.unsorted_rows} rows arrive before the row above them: sort it", param="trace"
+        )
+    spread = spread_seconds(source, seed=seed)
+    chosen = choose(spread, windows) if window is None else beside(spread, Window.parse(window))
+    if scale != "half":
+        _check_windows(scale_rate(spread, scale, seed=seed), chosen)
+    for system in systems:
+        system.num_instances(workers, mean=0.0)
+    return Setting(
+        trace=spread,
+        spread_seconds=source.whole_seconds,
+        model=known,
+        systems=systems,
+        windows=chosen,
+        scale=scale,
+        repetitions=repetitions,
+        seed=seed,
+        workers=workers,
+        nic_gbps=cluster.nic_gbps,
+        lead_in_s=LEAD_IN_S,
+        give_back_s=give_back_s(load_s(known)),
+    )
+
+
+def load_s(model: Model) -> float:
+    """Of the model over an idle link of its size."""
+    return model.profile().weights_bytes * 8 / (PAPER_NIC_GBPS * model.num_gpus * 1e9)
+
+
+def _check_windows(scaled: Trace, windows: Windows) -> None:
+    """Raises ``BadRequest``: nothing would be sent in one of them."""
+    for one in (windows.tuning, *windows.measured):
+        if not count(scaled, one.start_s, one.end_s):
+            raise BadRequest(f"{scaled.name}: the window {one} has no request at that rate", param="scale-rate")

@@ -1,0 +1,142 @@
+"""A finished run: the file of ``blitzscale replay --json`` with more keys, which ``blitzscale report`` reads too."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from bench.evaluate.machine import Conditions
+from bench.evaluate.windows import Window
+from bench.replay.document import Document, read_document
+from bench.replay.record import Collector
+from bench.traces.request import Trace
+from shared.errors import BadRequest
+from shared.messages.common import Role
+
+FORMAT: Literal["blitzscale-evaluation.v1"] = "blitzscale-evaluation.v1"
+_GAP_DIGITS = 5
+"""Of a second: tens of microseconds."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that decides about a run. Two runs of one plan measure the same."""
+
+    format: Literal["blitzscale-evaluation.v1"] = FORMAT
+    purpose: Literal["tuning", "measured"]
+    trace: str
+    digest: str
+    """Of arrivals and lengths."""
+    spread_seconds: bool
+    model: str
+    slo_ttft_s: float | None
+    slo_tbt_s: float | None
+    workers: int
+    nic_gbps: float
+    system: str
+    settings: dict[str, str]
+    """Of the services, by which this system is what it is."""
+    instances: dict[Role, int]
+    """At the beginning; of a system that does not scale, always."""
+    window: Window
+    scale_rate: float
+    seed: int
+    repetition: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        split = "-".join(f"{number}{role[0]}" for role, number in sorted(self.instances.items(), reverse=True))
+        where = f"{self.window.start_s:g}s-x{self.scale_rate:.4g}"
+        return f"{self.purpose}-{where}-r{self.repetition}-{self.system}-{split}"
+
+
+def digest(trace: Trace, window: Window, lead_in_s: float) -> str:
+    """Of what is replayed: nobody can read arrivals from it."""
+    begin_s = window.start_s - lead_in_s
+    rows = [
+        (r.arrival_s, r.input_tokens, r.output_tokens) for r in trace.requests if begin_s <= r.arrival_s < window.end_s
+    ]
+    return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()[:16]
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished run."""
+
+    plan: Plan
+    document: Document
+    """Its reasons for being void are those of the replay and of the machine."""
+    gaps_s: tuple[tuple[float, ...], ...]
+    """Between tokens, in the order of the document's records."""
+    conditions: Conditions
+    attempts: int = 1
+    """Of which this is the last: a void run is repeated once."""
+
+    @classmethod
+    def of(cls, plan: Plan, document: Document, collector: Collector, conditions: Conditions) -> Kept:
+        """Add up."""
+        gaps = {r.index: tuple(round(gap_s, _GAP_DIGITS) for gap_s in r.gaps_s) for r in collector.records}
+        return cls(
+            plan=plan,
+            document=msgspec.structs.replace(document, void=document.void + conditions.void),
+            gaps_s=tuple(gaps[row.index] for row in document.records),
+            conditions=conditions,
+        )
+
+    @property
+    def mean_instances(self) -> float:
+        """Over the time for which GPU seconds are counted. Raises ``BadRequest`` if the cluster was not observed."""
+        cluster = self.document.cluster
+        if cluster is None:
+            raise BadRequest(f"{self.plan.name}: the cluster was not observed")
+        return cluster.gpu_seconds / (cluster.end_s - cluster.begin_s)
+
+
+class _Own(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys that a replay's file does not have."""
+
+    plan: Plan
+    gaps_s: tuple[tuple[float, ...], ...]
+    conditions: Conditions
+    attempts: int
+
+
+class Runs:
+    """The finished runs of a directory, a file each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def file(self, plan: Plan) -> Path:
+        """Where a run is kept."""
+        return self._folder / f"{plan.name}.json"
+
+    def find(self, plan: Plan) -> Kept | None:
+        """The finished run of a plan. None: there is none, or one of other settings, which does not count any more.
+        Raises ``BadRequest`` for a file that is no run."""
+        file = self.file(plan)
+        if not file.exists():
+            return None
+        try:
+            own = msgspec.json.decode(file.read_bytes(), type=_Own)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise BadRequest(f"{file} is no run of an evaluation ({error}): delete it", param="dir") from error
+        if own.plan != plan:
+            return None
+        document = msgspec.structs.replace(read_document(file), label=plan.system)
+        return Kept(document=document, **msgspec.structs.asdict(own))
+
+    def keep(self, run: Kept) -> None:
+        """Whole or not at all. Raises ``OSError``."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        own = _Own(plan=run.plan, gaps_s=run.gaps_s, conditions=run.conditions, attempts=run.attempts)
+        file = self.file(run.plan)
+        aside = file.with_name(f".{file.name}.{os.getpid()}")
+        try:
+            aside.write_bytes(msgspec.json.encode(run.document.flat() | msgspec.structs.asdict(own)) + b"\n")
+            aside.replace(file)
+        finally:
+            aside.unlink(missing_ok=True)

@@ -1,0 +1,150 @@
+"""The result of an evaluation: as JSON, as a table, and the replays that a report shows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from bench.evaluate.figures import Figures, Interval, Judged, figures, intervals, medians
+from bench.evaluate.measure import Outcome, Setting
+from bench.lab.played import Played
+from bench.replay.document import Document
+
+
+class Summed(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a system: medians over repetitions, with intervals, and each repetition."""
+
+    medians: Figures
+    intervals: dict[str, Interval]
+    repetitions: tuple[Figures, ...]
+    void: int
+    """Runs that do not count, and yet are in these figures."""
+
+    @classmethod
+    def of(cls, repetitions: Sequence[Sequence[Judged]], *, seed: int, num_gpus: int) -> Summed:
+        """``repetitions``: the runs of each, which are pooled."""
+        each = tuple(figures(judged, num_gpus=num_gpus) for judged in repetitions)
+        together = [one for judged in repetitions for one in judged]
+        return cls(
+            medians=medians(each),
+            intervals=intervals(together, seed=seed),
+            repetitions=each,
+            void=sum(bool(one.run.document.void) for one in together),
+        )
+
+    def flat(self) -> dict[str, Any]:
+        """The medians are keys of the whole."""
+        rest = {name: getattr(self, name) for name in ("intervals", "repetitions", "void")}
+        return msgspec.structs.asdict(self.medians) | rest
+
+
+class Summary:
+    """Of all systems, pooled over the windows and by window."""
+
+    def __init__(self, setting: Setting, outcome: Outcome, played: Played) -> None:
+        self._setting = setting
+        self._outcome = outcome
+        self._played = played
+        self._names = [system.name for system in setting.systems]
+        windows = range(len(setting.windows.measured))
+        self.pooled = {name: self._summed(name, windows) for name in self._names}
+        self.by_window = [{name: self._summed(name, [window]) for name in self._names} for window in windows]
+
+    def _judged(self, name: str, repetition: int, window: int) -> Judged:
+        return self._outcome.judged(repetition, window, name, self._setting.model)
+
+    def _summed(self, name: str, windows: Sequence[int]) -> Summed:
+        of = [[self._judged(name, r, window) for window in windows] for r in range(self._setting.repetitions)]
+        return Summed.of(of, seed=self._setting.seed, num_gpus=self._setting.model.num_gpus)
+
+    def document(self) -> dict[str, Any]:
+        """As JSON shows it."""
+        setting, found = self._setting, self._outcome.found
+        measured = zip(setting.windows.measured, self.by_window, strict=True)
+        return {
+            "trace": setting.trace.name,
+            "spread_seconds": setting.spread_seconds,
+            "model": setting.model.name,
+            "seed": setting.seed,
+            "repetitions": setting.repetitions,
+            "workers": setting.workers,
+            "lab": msgspec.to_builtins(self._played) | {"nic_gbps": setting.nic_gbps},
+            "slo": {"ttft_s": setting.model.slo.ttft_s, "tbt_s": setting.model.slo.tbt_s},
+            "search": found,
+            "tuning_window": setting.windows.tuning,
+            "systems": {name: summed.flat() for name, summed in self.pooled.items()},
+            "windows": [
+                {
+                    "start_s": window.start_s,
+                    "seconds": window.seconds,
+                    "systems": {name: one.flat() for name, one in summed.items()},
+                }
+                for window, summed in measured
+            ],
+            "runs": self._runs(),
+        }
+
+    def _runs(self) -> list[dict[str, Any]]:
+        """What each run was disturbed by."""
+        return [
+            {
+                "name": run.plan.name,
+                "instances": run.plan.instances,
+                "attempts": run.attempts,
+                "void": run.document.void,
+                "conditions": run.conditions,
+                "send_lag_p99_s": run.document.result.send_lag_s.p99 if run.document.result.send_lag_s else None,
+            }
+            for windows in self._outcome.runs
+            for runs in windows
+            for run in runs.values()
+        ]
+
+    def table(self) -> Table:
+        """The pooled figures."""
+        table = Table(title=self._title(), title_justify="left")
+        heads = ("", "TTFT mean", "p99 (ms)", "TBT mean", "p99 (ms)", "SLO 5x", "absolute", "GPU s", "copies", "failed")
+        for head in heads:
+            table.add_column(head, justify="right" if head else "left")
+        for name, summed in self.pooled.items():
+            one = summed.medians
+            copies = "-" if one.host_copies_max is None else f"{one.host_copies_max:.1f}"
+            row = (
+                *(_ms(value) for value in (one.ttft_mean_s, one.ttft_p99_s, one.tbt_mean_s, one.tbt_p99_s)),
+                _percent(one.slo_attainment),
+                _percent(one.slo_attainment_absolute),
+                f"{one.gpu_seconds:,.0f}",
+                copies,
+                f"{one.failed} of {one.requests}",
+            )
+            table.add_row(f"{name} (void: {summed.void})" if summed.void else name, *row)
+        return table
+
+    def _title(self) -> str:
+        setting = self._setting
+        return (
+            f"{setting.trace.name}, {setting.model.name}: {len(self.by_window)} windows, {setting.repetitions} "
+            f"repetitions, {self._outcome.found.scale_rate:.3g} times the rate"
+        )
+
+    def replays(self) -> list[Document]:
+        """Of the first repetition, judged by its relative objectives, for a report."""
+        found = []
+        for number, window in enumerate(self._setting.windows.measured):
+            for name in self._names:
+                one = self._judged(name, 0, number)
+                document = one.run.document.judged_by(one.relative or one.absolute)
+                label = name if len(self.by_window) == 1 else f"{name}, {window.start_s:g} s"
+                found.append(msgspec.structs.replace(document, label=label))
+        return found
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value * 1000:,.0f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

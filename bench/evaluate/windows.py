@@ -1,0 +1,111 @@
+"""Which parts of a trace are replayed. Pure.
+
+A window lasts 90 s and begins 20 s before a burst. The trace is divided into as many equal parts as windows are wanted
+and one more; of each part one window is taken. Of the windows that lie in the part and have at least as many requests
+as the trace has in 90 s on average, it is the one whose burst, 10 s, is the most above its mean rate; of equals, the
+earliest. A part in which no window has so many gives the one with the most. The first part's window is for tuning
+(search of rate and split): nothing of it is reported as a result.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from bench.traces.request import Trace
+from shared.errors import BadRequest
+
+WINDOW_S = 90.0
+BURST_S = 10.0
+LEAD_S = 20.0
+"""Of a window before its burst."""
+MAX_WINDOWS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Seconds of a trace."""
+
+    start_s: float
+    seconds: float = WINDOW_S
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.seconds
+
+    def __str__(self) -> str:
+        return f"{self.start_s:g}:{self.seconds:g}"
+
+    @classmethod
+    def parse(cls, text: str) -> Window:
+        """``START:SECONDS``. Raises ``BadRequest``."""
+        start, _, seconds = text.partition(":")
+        try:
+            window = cls(float(start), float(seconds))
+        except ValueError:
+            raise BadRequest(f"a window is START:SECONDS, as 1960:90, not {text!r}", param="window") from None
+        if not (0 <= window.start_s < math.inf and 0 < window.seconds < math.inf):
+            raise BadRequest(f"a window begins at 0 s or later and has a length, not {text!r}", param="window")
+        return window
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Of a trace, in the order of time."""
+
+    tuning: Window
+    measured: tuple[Window, ...]
+
+
+def count(trace: Trace, start_s: float, end_s: float) -> int:
+    """Requests from ``start_s`` up to ``end_s``."""
+    requests = trace.requests
+    first, last = (bisect_left(requests, at_s, key=lambda request: request.arrival_s) for at_s in (start_s, end_s))
+    return last - first
+
+
+def choose(trace: Trace, number: int) -> Windows:
+    """See the module. Raises ``BadRequest`` for a trace that is too short for so many."""
+    if not 1 <= number <= MAX_WINDOWS:
+        raise BadRequest(f"from 1 to {MAX_WINDOWS} windows, not {number}", param="windows")
+    part_s = trace.span_s / (number + 1)
+    if part_s < WINDOW_S:
+        raise BadRequest(
+            f"{trace.name} lasts {trace.span_s:.0f} s: not enough for {number} windows of {WINDOW_S:g} s and one for "
+            "tuning; give fewer, or one with --window",
+            param="windows",
+        )
+    tuning, *measured = (_best(trace, index * part_s, (index + 1) * part_s) for index in range(number + 1))
+    return Windows(tuning, tuple(measured))
+
+
+def beside(trace: Trace, window: Window) -> Windows:
+    """With a window that was given. It is tuned on the best one of the same length in the rest of the trace that is
+    longer, before or after; of a trace without room for one, on itself. Raises ``BadRequest`` for an empty window."""
+    if not count(trace, window.start_s, window.end_s):
+        raise BadRequest(
+            f"{trace.name} has no request from {window.start_s:g} to {window.end_s:g} s "
+            f"(it lasts {trace.span_s:.0f} s)",
+            param="window",
+        )
+    before, after = (0.0, window.start_s), (window.end_s, trace.span_s)
+    begin_s, end_s = max(before, after, key=lambda rest: rest[1] - rest[0])
+    if end_s - begin_s < WINDOW_S:
+        return Windows(window, (window,))
+    return Windows(_best(trace, begin_s, end_s), (window,))
+
+
+def _best(trace: Trace, begin_s: float, end_s: float) -> Window:
+    """Starts are whole seconds."""
+    usual = WINDOW_S * len(trace.requests) / max(trace.span_s, WINDOW_S)
+    starts = range(math.ceil(begin_s), math.floor(end_s - WINDOW_S) + 1) or range(round(begin_s), round(begin_s) + 1)
+    sizes = {start: count(trace, start, start + WINDOW_S) for start in starts}
+    busy = [start for start in starts if sizes[start] >= max(1.0, usual)]
+    if not busy:
+        return Window(max(starts, key=lambda start: sizes[start]))
+
+    def burst(start: int) -> float:
+        return count(trace, start + LEAD_S, start + LEAD_S + BURST_S) / sizes[start]
+
+    return Window(max(busy, key=burst))

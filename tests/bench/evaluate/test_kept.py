@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bench.evaluate.kept import Runs, digest
+from bench.evaluate.windows import Window
+from bench.replay.document import read_document
+from bench.traces.request import Trace, TraceRequest
+from shared.errors import BadRequest
+from tests.bench.evaluate.runs import plan, run
+
+
+def test_a_run_is_found_again_whole(tmp_path: Path) -> None:
+    runs, kept = Runs(tmp_path / "new"), run()
+    assert runs.find(kept.plan) is None
+    runs.keep(kept)
+    found = runs.find(kept.plan)
+    assert found is not None
+    assert found == msgspec.structs.replace(kept, document=msgspec.structs.replace(kept.document, label="blitz"))
+    assert [file.name for file in (tmp_path / "new").iterdir()] == [f"{kept.plan.name}.json"]
+
+
+def test_a_run_of_other_settings_does_not_count(tmp_path: Path) -> None:
+    runs, kept = Runs(tmp_path), run()
+    runs.keep(kept)
+    for changes in ({"digest": "other"}, {"settings": {}}, {"workers": 4}, {"seed": 1}):
+        assert runs.find(msgspec.structs.replace(kept.plan, **changes)) is None
+    for changes in ({"repetition": 1}, {"instances": {"prefill": 2, "decode": 1}}, {"window": Window(11.0, 30.0)}):
+        assert runs.file(msgspec.structs.replace(kept.plan, **changes)) != runs.file(kept.plan)
+
+
+def test_a_report_reads_the_file_of_a_run(tmp_path: Path) -> None:
+    kept = run()
+    Runs(tmp_path).keep(kept)
+    assert read_document(tmp_path / f"{kept.plan.name}.json").records == kept.document.records
+
+
+def test_a_file_that_is_no_run_is_named(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    runs.file(plan()).write_text("{}")
+    with pytest.raises(BadRequest, match=plan().name):
+        runs.find(plan())
+
+
+def test_late_timers_make_a_run_void() -> None:
+    assert not run().document.void
+    (reason,) = run(late_s=0.006).document.void
+    assert "6.0 ms" in reason
+
+
+def test_the_digest_is_of_what_is_replayed() -> None:
+    def trace(*arrivals: float) -> Trace:
+        return Trace("t", tuple(TraceRequest(at_s, 1, 1) for at_s in arrivals))
+
+    window = Window(100.0, 50.0)
+    assert digest(trace(1, 95, 120, 200), window, 10.0) == digest(trace(2, 95, 120, 300), window, 10.0)
+    assert digest(trace(95, 120), window, 10.0) != digest(trace(96, 120), window, 10.0)
+    assert digest(trace(95, 120), window, 10.0) != digest(trace(95, 121), window, 10.0)
