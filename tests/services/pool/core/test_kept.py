@@ -6,6 +6,8 @@ import math
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.pool.core.cluster import Cluster
 from services.pool.core.copies_policy import CopiesPolicy, copy_rules
@@ -183,3 +185,35 @@ def test_other_rules_let_cached_copies_go_too_but_never_the_last(policy: CopiesP
     alone.cluster.outstanding.hold_failed(("x0", A.model_hash), 0.0)  # so that it does not become the placed one
     alone.report("x0", 0.0, left(A))
     assert alone.dropped(KEEP_S) == []
+
+
+Event = tuple[str, bool, ModelRecord | None, float]
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["x0", "x1", "y0"]), st.booleans(), st.sampled_from([A, None]), st.floats(0.0, 2 * KEEP_S)
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(events=EVENTS, readable=st.booleans())
+def test_a_copy_that_is_used_or_the_last_and_not_on_disk_never_goes(events: list[Event], readable: bool) -> None:
+    world, now_s = World(), 0.0
+    world.readable = readable
+    has: dict[str, tuple[bool, bool]] = {}
+    for worker_id, holds, serves, after_s in events:
+        now_s += after_s
+        world.report(worker_id, now_s, *([left(A)] if holds else []), serves=serves)
+        has[worker_id] = holds, serves is not None
+        gone = {step.worker_id for step in world.look(now_s).steps}
+        for name in gone:
+            on_host = [w for w in has if w[0] == name[0]]
+            others = any(has[w][0] for w in on_host if w not in gone)
+            assert others or not any(has[w][1] for w in on_host), "it is the host's only one, and used"
+        staying = sum(holds for w, (holds, _) in has.items() if w not in gone) + sum(s for _, s in has.values())
+        assert staying or readable or not gone
+        for name in gone:
+            world.cluster.outstanding.drop_over((name, A.model_hash))
+            has[name] = False, has[name][1]
+            world.report(name, now_s, serves=A if has[name][1] else None)
