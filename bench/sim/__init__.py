@@ -10,7 +10,8 @@
     monitor.py    the monitor's core: load in, demand out
     latencies.py  how long messages take
     compute.py    what steps take, by their batches; runs of decode steps that are taken together
-    instance.py   an instance: the worker's scheduler, stepped on the clock
+    engine.py     an instance's engine: the worker's scheduler, stepped on the clock
+    instance.py   an instance: its states, its requests, its load
     streams.py    requests as gateways and instances know each other's; load_reports.py: when load is told
     kv.py         KV on its way from instances that compute prompts to those that decode them
     profiles/     what steps of models on GPUs take; architectures.py and make_profiles.py derive them

@@ -34,6 +34,10 @@ class Compute:
         requests that decode, together."""
         return self.scale * self.profile.step_s(prompt_tokens, pairs, num_decodes, context_tokens)
 
+    def layer_s(self, prompt_tokens: int, pairs: int, num_decodes: int, context_tokens: int) -> float:
+        """Through one layer, as ``step_s``."""
+        return self.step_s(prompt_tokens, pairs, num_decodes, context_tokens) / self.num_layers
+
     def batch_s(self, batch: ScheduledBatch) -> float:
         """Through all layers."""
         prompt_tokens = pairs = num_decodes = context_tokens = 0

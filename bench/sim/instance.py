@@ -1,21 +1,18 @@
-"""An instance in virtual time: the worker's own scheduler, whose steps take what a profile says.
+"""An instance in virtual time: its states, the requests that it takes, those that it decodes for others, and its load.
 
-What the engine's thread does, it does in the same order: what is asked of it waits for the end of a step, or not even
-that where the step has prompts; then comes the next step. Steps that only decode the same requests happen together,
-until something is asked; a prompt's layers happen together, too. Requests that are computed alone are not simulated.
-
-Of an instance that drains, requests that run finish where they are; requests that have not begun, too.
+Its scheduler is the worker's own; ``engine`` runs it. Of an instance that drains, requests that run finish where they
+are; requests that have not begun, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from bench.sim.block_counts import BlockCounts
-from bench.sim.clock import Clock, Event
-from bench.sim.compute import Compute, DecodeRun
+from bench.sim.clock import Clock
+from bench.sim.compute import Compute
+from bench.sim.engine import TOKEN, PartialSteps, SimEngine
 from bench.sim.kv import Answer, Departures, KvPaths, KvTransfer, Reservation
 from bench.sim.load_reports import REPORT_EVERY_S, LoadReports
 from bench.sim.streams import Listener, Stream, sequence_of
@@ -24,40 +21,13 @@ from services.worker.core.kv_transfer.staging import Staging
 from services.worker.core.lifecycle import InstanceLifecycle
 from services.worker.core.load import load_report
 from services.worker.core.scheduling.request_checks import check_slot
-from services.worker.core.scheduling.schedule import Sampled, ScheduledBatch, SchedulerConfig
+from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.scheduler import Scheduler
 from services.worker.core.scheduling.sequence import Sequence as Request
-from services.worker.core.scheduling.speed import NUM_RECENT
-from services.worker.core.scheduling.turns import StepTurns
 from shared.errors import BlitzError, Conflict, Overloaded, SentBack
 from shared.messages.common import DECODES_FOR_OTHERS, TAKES_PROMPTS, InstanceState, Role
 from shared.messages.generation import DecodePlace, StreamPart
 from shared.messages.load import LoadReport
-
-_TOKEN = Sampled(0)
-"""Which tokens they are matters to nobody; this one ends nothing."""
-
-
-class PartialSteps(Protocol):
-    """Layers of batches that two instances share (live scaling)."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether a layer can be run."""
-
-    @property
-    def decode_interval_s(self) -> float:
-        """Decode steps come at least this often between layers."""
-
-    @property
-    def queued(self) -> tuple[int, int]:
-        """Requests, and their tokens, that count as queued here beside those of the scheduler."""
-
-    def begin(self) -> float | None:
-        """Run a layer: how long that takes; None if there is none after all."""
-
-    def end(self) -> None:
-        """It has run."""
 
 
 class SimInstance:
@@ -95,9 +65,6 @@ class SimInstance:
         self.scheduler.budgets.keep_tbt(slo_tbt_s)
         if expects_profile:
             self.scheduler.budgets.expect(compute.profile)
-        self.turns = StepTurns(self.scheduler)
-        self.partial: PartialSteps | None = None
-        """Set and unset between steps (``call``)."""
         self.load_s = 0.0
         """How long it took to load; 0 until it serves."""
         self.on_first_work: Callable[[], object] | None = None
@@ -110,16 +77,9 @@ class SimInstance:
         self._arriving: dict[tuple[str, int], Reservation] = {}
         self._told: dict[str, Request] = {}
         """By request id, the latest attempts of which this instance tells, or will."""
-        self._commands: list[Callable[[], object]] = []
-        self._step: Event | None = None
-        """The end of what the engine does; None: nothing."""
-        self._deciding = False
-        self._run: DecodeRun | None = None
-        self._batch: ScheduledBatch | None = None
-        self._step_began_s = 0.0
-        self._busy_s_total = 0.0
+        self._engine = SimEngine(clock, self.scheduler, compute, self)
         self._on_report, self._on_idle = on_report, on_idle
-        self._reports = LoadReports(clock, report_every_s, self._report, lambda: self._step is not None)
+        self._reports = LoadReports(clock, report_every_s, self._report, lambda: self._engine.is_busy)
 
     # --- its life ----------------------------------------------------------------------------
 
@@ -137,7 +97,7 @@ class SimInstance:
         self._life.move_to("serving")
         self.load_s = load_s
         self.changed()
-        self._kick()
+        self._engine.wake()
 
     def go_live(self) -> None:
         """Run layers for another instance. Raises the life cycle's error."""
@@ -148,7 +108,7 @@ class SimInstance:
         """Take no more requests. Raises the life cycle's error."""
         self._life.move_to("draining")
         self.changed()
-        self._say_if_idle()
+        self.rests()
 
     def revive(self) -> None:
         """Take requests again. Raises the life cycle's error."""
@@ -163,13 +123,10 @@ class SimInstance:
     def kill(self) -> list[str]:
         """It is gone, with its worker. Its listener is told nothing; returns the requests that it had, in order of
         arrival. Those on their way here with their KV stay where they come from."""
-        self._account()
+        self._engine.count()
         self._life.move_to("failed")
         self._reports.stop()
-        if self._step is not None:
-            self._clock.cancel(self._step)
-        self._step = self._run = self._batch = None
-        self._commands.clear()
+        self._engine.stop()
         begun = [] if self._departures is None else self._departures.kill()
         for reservation in self._arriving.values():
             reservation.transfer.departures.lost(reservation.transfer)
@@ -199,7 +156,7 @@ class SimInstance:
         self.scheduler.add(sequence, self._clock.now_s)
         self.host(sequence)
         self._began(TAKES_PROMPTS)
-        self._wake()
+        self._engine.wake()
 
     def host(self, sequence: Request) -> None:
         """What becomes of a request is told by this instance from now on."""
@@ -277,7 +234,7 @@ class SimInstance:
             if self._arriving.pop(sequence.key, None) is None:
                 return
             reservation.transfer.begun = True
-            self.scheduler.reservations.adopt(sequence, _TOKEN, self._clock.now_s, computed_here=False)
+            self.scheduler.reservations.adopt(sequence, TOKEN, self._clock.now_s, computed_here=False)
             self._listener.on_taken_over(sequence.request_id, worker_id=self.worker_id, instance_id=self.instance_id)
             if sequence.finished:
                 self._ended(sequence.key)
@@ -301,157 +258,44 @@ class SimInstance:
         self.unhost(sequence)
         self.call(lambda: self.scheduler.reservations.release_to_decoder(sequence))
 
-    # --- the engine's thread -----------------------------------------------------------------
+    # --- its engine --------------------------------------------------------------------------
+
+    @property
+    def partial(self) -> PartialSteps | None:
+        """What it computes of a pair's batches. Set it between steps (``call``)."""
+        return self._engine.partial
+
+    @partial.setter
+    def partial(self, partial: PartialSteps | None) -> None:
+        self._engine.partial = partial
+
+    @property
+    def computes(self) -> bool:
+        """See ``EngineOwner``, as the next four."""
+        return self.state in ("live", "serving", "draining")
 
     def call(self, function: Callable[[], object], *, between_layers: bool = False) -> None:
-        """Run it between two steps, or already between two layers of a prompt: then it must neither end requests of the
-        batch in flight nor free their blocks."""
-        if self._step is None or (between_layers and self._run is None):
-            function()
-        else:
-            self._commands.append(function)
-        self._wake()
+        """See ``SimEngine.call``."""
+        self._engine.call(function, between_layers=between_layers)
 
-    def _wake(self) -> None:
-        """Something is new: the engine looks at it before the next step."""
-        self.changed()
-        if self._step is None:
-            self._kick()
-        elif self._run is not None:
-            self._cut(self._run)
-
-    def _kick(self) -> None:
-        """What was asked, and the next step, if there is one. Not in the middle of deciding on it."""
-        if self._step is not None or self._deciding or self.state not in ("live", "serving", "draining"):
-            return
-        self._deciding = True
-        while self._commands:
-            commands, self._commands = self._commands, []
-            for command in commands:
-                command()
-        began = self._begin_step()
-        self._deciding = False
-        if not began:
-            self._say_if_idle()
-
-    def _begin_step(self) -> bool:
-        partial, now_s = self.partial, self._clock.now_s
-        own_first = partial is None or self.turns.is_own(partial.decode_interval_s, now_s)
-        if own_first:
-            return self._begin_batch() or self._begin_layer()
-        return self._begin_layer() or self._begin_batch()
-
-    def _begin_layer(self) -> bool:
-        seconds = self.partial.begin() if self.partial is not None and self.partial.ready else None
-        if seconds is None:
-            return False
-        self._step_began_s = self._clock.now_s
-        self._step = self._clock.after(seconds, self._end_layer)
-        return True
-
-    def _end_layer(self) -> None:
-        self._step = None
-        self._busy_s_total += self._clock.now_s - self._step_began_s
-        if self.partial is not None:
-            self.partial.end()
-        self.changed()
-        self._kick()
-
-    def _begin_batch(self) -> bool:
-        now_s, scheduler = self._clock.now_s, self.scheduler
-        steps = scheduler.decode_steps()
-        if steps:
-            running = scheduler.table.running
-            context_tokens = sum([s.num_computed + 1 for s in running])
-            # A pair's layers come in between.
-            steps = steps if self.partial is None else 1
-            self._run = self.compute.decodes(now_s, len(running), context_tokens, steps)
-            self._step = self._clock.at(self._run.ended_s(steps), self._end_run)
-            return True
-        batch = scheduler.schedule(now_s)
-        if batch is None:
-            self.tell(scheduler.take_ended())
-            return False
-        seconds = self.compute.batch_s(batch)
-        self._batch, self._step_began_s = batch, now_s
-        if self._departures is not None and any(p.sequence.decode_at is not None for p in batch.slices):
-            self._clock.after(seconds / self.compute.num_layers, self._ran_first_layer, batch, now_s + seconds)
-        self._step = self._clock.after(seconds + self.compute.overhead_s, self._end_batch)
-        return True
-
-    def _ran_first_layer(self, batch: ScheduledBatch, ends_s: float) -> None:
-        if self._departures is None or self._batch is not batch:
-            return
-        for piece in batch.slices:
-            if piece.sequence.decode_at is not None and not piece.sequence.finished:
-                self._departures.ran_first_layer(piece.sequence, piece.start + piece.num_tokens, ends_s)
-
-    def _end_batch(self) -> None:
-        batch, now_s, scheduler = self._batch, self._clock.now_s, self.scheduler
-        if batch is None:
-            raise RuntimeError("no batch is in flight")
-        self._step, self._batch, self._deciding = None, None, True
-        outputs = scheduler.take_ended()
-        outputs += scheduler.complete(batch, [_TOKEN for piece in batch.slices if piece.sample])
-        seconds = now_s - self._step_began_s
-        self._busy_s_total += seconds
-        self.turns.stepped(now_s)
-        scheduler.budgets.stepped(batch.num_prefill_tokens, batch.num_pairs, batch.num_decode_tokens, seconds)
-        self.tell(outputs)
+    def ran_first_layer(self, sequence: Request, end: int, step_ends_s: float) -> None:
         if self._departures is not None:
-            for piece in batch.slices:
-                if piece.sequence.decode_at is not None:
-                    self._departures.step_ended(piece.sequence)
-        for sequence, _ in scheduler.reservations.take_prefilled():
-            if self._departures is None:
-                scheduler.reservations.decode_here(sequence)
-            else:
-                self._departures.computed(sequence)
-        self._deciding = False
-        self.changed()
-        self._kick()
+            self._departures.ran_first_layer(sequence, end, step_ends_s)
 
-    # --- runs of decode steps ----------------------------------------------------------------
+    def ran_layers(self, sequence: Request) -> None:
+        if self._departures is not None:
+            self._departures.step_ended(sequence)
 
-    def _cut(self, run: DecodeRun) -> None:
-        """The step in flight is the last one of the run."""
-        steps = run.num_ended(self._clock.now_s) + 1
-        if self._step is not None and steps < run.steps:
-            self._clock.cancel(self._step)
-            self._run = run._replace(steps=steps)
-            self._step = self._clock.at(run.ended_s(steps), self._end_run)
+    def computed(self, sequence: Request) -> None:
+        if self._departures is None:
+            self.scheduler.reservations.decode_here(sequence)
+        else:
+            self._departures.computed(sequence)
 
-    def _end_run(self) -> None:
-        self._deciding = True
-        if self._run is not None:
-            self._account_for(self._run, self._run.steps)
-        self._step, self._run, self._deciding = None, None, False
-        self.turns.stepped(self._clock.now_s)
-        self.changed()
-        self._kick()
-
-    def _account(self) -> None:
-        """Count the steps of a run that have ended. The last one of it ends with its event."""
-        if self._run is not None:
-            self._account_for(self._run, min(self._run.num_ended(self._clock.now_s), self._run.steps - 1))
-
-    def _account_for(self, run: DecodeRun, steps: int) -> None:
-        if not steps:
-            return
-        scheduler = self.scheduler
-        num_requests, told = len(scheduler.table.running), self._told
-        request_ids = [s.request_id for s in scheduler.table.running if told.get(s.request_id) is s]
-        ended = scheduler.decode_ahead(steps, _TOKEN.token_id)
-        scheduler.budgets.speed.decoded(num_requests, run.steps_s(max(0, steps - NUM_RECENT), steps))
-        now_s = self._clock.now_s
-        # Where a run was counted bit by bit, its end is rounded otherwise than its event.
-        ends_s = [min(now_s, run.ended_s(step)) for step in range(1, steps + 1)]
-        self._busy_s_total += ends_s[-1] - run.started_s
-        self._run = run.after(steps)
-        if request_ids:
-            self._listener.on_tokens(request_ids, ends_s, worker_id=self.worker_id, instance_id=self.instance_id)
-        for sequence in ended:
-            self._ended(sequence.key)
+    def rests(self) -> None:
+        """Say so, if it drains and has nothing left."""
+        if self.state == "draining" and not self._engine.is_busy and not self.num_requests:
+            self._on_idle(self)
 
     # --- what is told ------------------------------------------------------------------------
 
@@ -469,6 +313,15 @@ class SimInstance:
             elif output.finish_reason is not None:
                 self._ended((output.request_id, output.attempt))
 
+    def tell_run(self, requests: Iterable[Request], ends_s: Sequence[float], ended: Iterable[Request]) -> None:
+        """Of decode steps that ended at these times; some requests ended with the last."""
+        told = self._told
+        request_ids = [s.request_id for s in requests if told.get(s.request_id) is s]
+        if request_ids:
+            self._listener.on_tokens(request_ids, ends_s, worker_id=self.worker_id, instance_id=self.instance_id)
+        for sequence in ended:
+            self._ended(sequence.key)
+
     def _is_told(self, request_id: str, attempt: int) -> bool:
         latest = self._told.get(request_id)
         return latest is not None and latest.attempt == attempt
@@ -477,10 +330,6 @@ class SimInstance:
         if self._is_told(*key):
             del self._told[key[0]]
             self._listener.on_end(key[0])
-
-    def _say_if_idle(self) -> None:
-        if self.state == "draining" and self._step is None and not self.num_requests:
-            self._on_idle(self)
 
     def _began(self, roles: frozenset[Role]) -> None:
         if self.on_first_work is not None and self.role in roles:
@@ -503,7 +352,7 @@ class SimInstance:
 
     def load_report(self, now_s: float) -> LoadReport:
         """What the worker would say. ``now_s``: the clock's time."""
-        self._account()
+        self._engine.count()
         load = self.scheduler.load()
         if self.partial is not None:
             requests, tokens = self.partial.queued
@@ -518,7 +367,7 @@ class SimInstance:
             model=self.model,
             state=self.state,
             role=self.role,
-            busy_s_total=self._busy_s_total,
+            busy_s_total=self._engine.busy_s_total,
             load_s=self.load_s,
             now_s=now_s,
             unix_s=now_s,
