@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bench.stats import Summary
@@ -28,7 +29,7 @@ class RequestRecord:
     input_tokens: int
     output_tokens: int
     ttft_s: float | None
-    gaps_s: tuple[float, ...]
+    gaps_s: Sequence[float]
     """Time between events with tokens."""
     e2e_s: float
     failure: Failure | None = None
@@ -37,7 +38,7 @@ class RequestRecord:
     def mean_gap_s(self) -> float | None:
         """Time per token after the first; None for a single one. Tokens that came in one event have no gap of their
         own in ``gaps_s``, but count here."""
-        if not self.gaps_s:
+        if not len(self.gaps_s):
             return None
         return sum(self.gaps_s) / max(len(self.gaps_s), self.output_tokens - 1)
 

@@ -11,10 +11,13 @@
     ssds_per_host = 8          # GPUs share them evenly, in order
     ssd_gbps = 10.0            # reading
     hosts_per_leaf = 4         # the last leaf may have fewer
+    gpu = "a100"               # whose profile computes (``profiles/``); where none is said, a100
+    gpu_memory_gib = 80.0      # of a GPU; where none is said, 80
+    host_memory_gib = 1024.0   # of a host, for copies of models; where none is said, 1024
     oversubscription = 1.0     # NICs below a leaf to its uplinks, as Gbit/s; 1: uplinks never bind
 
-Every key but ``scale_up_gbps`` and ``oversubscription`` must be there, and no other may. All bandwidths are what a
-transfer gets, in Gbit/s of payload.
+Every key but ``scale_up_gbps``, ``oversubscription``, ``gpu`` and the memories must be there, and no other may. All
+bandwidths are what a transfer gets, in Gbit/s of payload.
 """
 
 from __future__ import annotations
@@ -43,6 +46,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     hosts_per_leaf: int
     scale_up_gbps: float | None = None
     oversubscription: float = 1.0
+    gpu: str = "a100"
+    gpu_memory_gib: float = 80.0
+    host_memory_gib: float = 1024.0
 
     def __post_init__(self) -> None:
         for key in ("hosts", "gpus_per_host", "gpus_per_domain", "nics_per_host", "ssds_per_host", "hosts_per_leaf"):
@@ -52,6 +58,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             gbps = getattr(self, key)
             if gbps is not None and not 0 < gbps < math.inf:
                 raise self._wrong(f"{key} is {gbps!r}: not a positive bandwidth", key)
+        for key in ("gpu_memory_gib", "host_memory_gib"):
+            if not 0 < getattr(self, key) < math.inf:
+                raise self._wrong(f"{key} is {getattr(self, key)!r}: no memory", key)
         for key in ("gpus_per_domain", "nics_per_host", "ssds_per_host"):
             if self.gpus_per_host % getattr(self, key):
                 raise self._wrong(
@@ -72,6 +81,39 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def _wrong(self, what: str, param: str) -> BadTopology:
         return BadTopology(f"cluster {self.name!r}: {what}", param=param)
+
+    def joined(self, degree: int) -> Cluster:
+        """The same with ``degree`` GPUs of a host as one, and with all their links: what tensor-parallel instances run
+        on. Raises ``BadTopology`` where GPUs of a domain, NICs or SSDs cannot be put together so."""
+        if degree == 1:
+            return self
+        if self.gpus_per_domain % degree:
+            raise self._wrong(f"{self.gpus_per_domain} GPUs of a domain are not joined {degree} at a time", "degree")
+        domain = self.gpus_per_domain // degree
+
+        def put_together(key: str, count: int) -> tuple[int, float]:
+            """How many are left, and how much wider each is. Where there are no more than workers, all stay."""
+            workers = self.gpus_per_host // degree
+            if count <= workers:
+                return count, 1.0
+            if count % workers:
+                raise self._wrong(f"{key} is {count}, for {workers} times {degree} GPUs of a host", "degree")
+            return workers, count / workers
+
+        nics, wider = put_together("nics_per_host", self.nics_per_host)
+        ssds, faster = put_together("ssds_per_host", self.ssds_per_host)
+        return msgspec.structs.replace(
+            self,
+            name=f"{self.name}-by-{degree}",
+            gpus_per_host=self.gpus_per_host // degree,
+            gpus_per_domain=domain,
+            scale_up_gbps=self.scale_up_gbps * degree if self.scale_up_gbps is not None and domain > 1 else None,
+            nics_per_host=nics,
+            nic_gbps=self.nic_gbps * wider,
+            host_link_gbps=self.host_link_gbps * degree,
+            ssds_per_host=ssds,
+            ssd_gbps=self.ssd_gbps * faster,
+        )
 
     @property
     def num_gpus(self) -> int:

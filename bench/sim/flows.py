@@ -12,6 +12,7 @@ layer is cut in the same proportions.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -53,7 +54,7 @@ class Flow:
 
     __slots__ = (
         "cap_gbps", "chunk_bytes", "delivered_bytes", "downstreams", "event", "hop", "marks", "num_bytes", "on_end",
-        "on_mark", "path", "path_gbps", "rate_gbps", "sequence", "since_s", "state", "upstreams", "weight",
+        "on_mark", "path", "path_gbps", "purpose", "rate_gbps", "sequence", "since_s", "state", "upstreams", "weight",
     )  # fmt: skip
 
     def __init__(self, sequence: int, num_bytes: float, chunk_bytes: float, weight: float) -> None:
@@ -61,6 +62,7 @@ class Flow:
         self.num_bytes = num_bytes
         self.chunk_bytes = chunk_bytes
         self.weight = weight
+        self.purpose = ""
         self.cap_gbps = math.inf
         self.path: Path = ()
         self.path_gbps = math.inf
@@ -94,6 +96,8 @@ class Network:
         self._uses: dict[Resource, _Use] = {}
         self._changed: dict[int, Flow] = {}
         """Flows around which rates must be computed anew."""
+        self.carried: Counter[tuple[str, Resource]] = Counter()
+        """Bytes of flows that run no more, by purpose and the first resource of their last path."""
         self._settling: Event | None = None
         self._sequence = 0
 
@@ -109,6 +113,7 @@ class Network:
         marks: Iterable[float] = (),
         on_mark: Callable[[Flow, float], object] | None = None,
         on_end: Callable[[Flow], object] | None = None,
+        purpose: str = "",
     ) -> Flow:
         """Begin a transfer now.
 
@@ -128,7 +133,7 @@ class Network:
         _check_cap(cap_gbps)
         flow.cap_gbps = cap_gbps
         flow.marks, flow.on_mark, flow.on_end = told, on_mark, on_end
-        flow.since_s = self._clock.now_s
+        flow.since_s, flow.purpose = self._clock.now_s, purpose
         its_path, its_upstreams = tuple(path), tuple(upstreams)
         _check_path(flow, its_path, its_upstreams)
         self._sequence += 1
@@ -214,6 +219,7 @@ class Network:
 
     def _finish(self, flow: Flow, state: FlowState) -> None:
         flow.state, flow.rate_gbps = state, 0.0
+        self.carried[flow.purpose, flow.path[0]] += round(flow.delivered_bytes)
         self._touch(flow)
         self._detach(flow)
         self._changed.update(flow.downstreams)

@@ -225,7 +225,7 @@ class Departures:
         path = self._paths.path(self._instance, transfer.decoder)
         transfer.flow_tokens = end
         transfer.flow = self._paths.network.start(
-            path, num_bytes, cap_gbps=cap_gbps, on_end=lambda _: self._arrived(transfer)
+            path, num_bytes, cap_gbps=cap_gbps, on_end=lambda _: self._arrived(transfer), purpose="kv"
         )
 
     def _arrived(self, transfer: KvTransfer) -> None:

@@ -29,6 +29,16 @@ class Latencies(NamedTuple):
     """The monitor's question to the pool for the whole registry, and its answer."""
     demand_s: float = 0.0003
     """A demand, from the monitor to the planner."""
+    heartbeat_s: float = 0.002
+    """What a worker is now, to the pool, which writes it down; and the pool's requests to workers."""
+    progress_s: float = 0.0003
+    """How far a worker is with a plan, to the planner."""
+    plan_s: float = 0.003
+    """A plan, through the stream that keeps it, to its workers."""
+    connect_s: float = 0.02
+    """From a plan at its targets to their first bytes: they make an instance, and connect to those that send."""
+    serve_s: float = 0.01
+    """From a copy's last byte to an instance that serves: the last unit is verified, and the engine starts."""
 
 
 LOCAL_NATS = Latencies()

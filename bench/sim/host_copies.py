@@ -1,0 +1,179 @@
+"""Copies in the memory of hosts: the pool's rules decide (``services.pool.core.copies_policy``), workers load, keep and
+drop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from bench.sim.clock import Clock
+from bench.sim.fabric import Fabric, Path
+from bench.sim.flows import Network
+from bench.sim.latencies import Latencies
+from services.pool.core.cluster import Cluster
+from services.pool.core.copies_policy import CopiesPolicy, copy_rules
+from services.pool.core.loads import LoadLimits
+from services.pool.core.steps import Ask, Drop, Hold
+from shared.messages.copies import CopySource
+from shared.messages.registry import HostCopy, ModelRecord, Unplaced, WorkerHeartbeat
+
+LOOK_S = 0.5
+"""As ``services.pool.copy_placer``."""
+
+
+class HostCopies:
+    """All hosts' memories. ``on_change`` is told of workers whose copies changed."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        network: Network,
+        fabric: Fabric,
+        latencies: Latencies,
+        gpu_of: Callable[[str], str],
+        *,
+        policy: CopiesPolicy,
+        keep_copies_s: float,
+    ) -> None:
+        """``gpu_of``: the GPU of a worker."""
+        self._clock = clock
+        self._network = network
+        self._fabric = fabric
+        self._latencies = latencies
+        self._gpu_of = gpu_of
+        self._held: dict[str, dict[str, HostCopy]] = {}
+        """By worker and the hash of the model."""
+        self._cluster = Cluster((), LoadLimits())
+        self._rules = copy_rules(policy, self._cluster, keep_copies_s)
+        self._serial = 0
+        self.on_change: Callable[[str], None] = lambda _worker_id: None
+        self.unplaced: tuple[Unplaced, ...] = ()
+        self.num_bytes = 0
+        """In all memories now."""
+        clock.after(LOOK_S, self._look)
+
+    def of(self, worker_id: str) -> tuple[HostCopy, ...]:
+        """A worker's copies, as it reports them."""
+        held = self._held.get(worker_id)
+        return tuple([held[model_hash] for model_hash in sorted(held)]) if held else ()
+
+    # --- what the pool hears -----------------------------------------------------------------
+
+    def put_model(self, record: ModelRecord) -> None:
+        """A model is registered."""
+        self._cluster.copies.put_model(record)
+
+    def put_report(self, report: WorkerHeartbeat) -> None:
+        """A worker says how it is."""
+        self._cluster.put_report(report, self._clock.now_s)
+
+    def may_drop_gpu(self, worker_id: str, model: ModelRecord, instance_id: str) -> bool:
+        """Whether the pool lets an instance's copy go: there is another, or it stays on disk, and no host takes one."""
+        self._cluster.refresh()
+        copies = self._cluster.copies.by_hash.get(model.model_hash)
+        if copies is None or any(other != instance_id for other in copies.instances):
+            return True
+        if any(held.copy.state == "ready" for held in (*copies.placed.values(), *copies.cached.values())):
+            return True
+        self._rules.may_stay_on_disk((worker_id, model.model_hash))
+        return self._cluster.is_readable(model.model_hash) is True and not self._rules.could_take(model.model_hash)
+
+    def _look(self) -> None:
+        now_s = self._clock.now_s
+        self._clock.after(LOOK_S, self._look)
+        self._cluster.refresh()
+        self._cluster.outstanding.expire(now_s)
+        placement = self._rules.look(now_s)
+        self.unplaced = placement.unplaced
+        for step in placement.steps:
+            if isinstance(step, Hold):
+                self._clock.after(self._latencies.heartbeat_s, self._hold, step)
+            else:
+                self._clock.after(self._latencies.heartbeat_s, self._drop, step)
+        for ask in placement.asks:
+            self._clock.after(self._latencies.heartbeat_s, self._answer, ask)
+
+    def _answer(self, ask: Ask) -> None:
+        """Every worker can read every model."""
+        self._cluster.now_s = self._clock.now_s
+        self._cluster.disk_answered(ask.record.model_hash, readable=True)
+
+    # --- workers -----------------------------------------------------------------------------
+
+    def put(self, worker_id: str, model: ModelRecord, *, cached: bool) -> None:
+        """A whole copy is there, now."""
+        self._set(worker_id, self._copy(model, "ready", cached=cached))
+
+    def keep(self, worker_id: str, model: ModelRecord) -> None:
+        """A load leaves a copy with its worker, unless there is one."""
+        if model.model_hash not in self._held.get(worker_id, {}):
+            self.put(worker_id, model, cached=True)
+            self.on_change(worker_id)
+
+    def _copy(
+        self, model: ModelRecord, state: Literal["loading", "ready"], *, cached: bool = False, source: str = ""
+    ) -> HostCopy:
+        self._serial += 1
+        return HostCopy(
+            model=model.name,
+            model_hash=model.model_hash,
+            layout_hash=model.layout_hash,
+            num_bytes=model.weights_bytes,
+            state=state,
+            cached=cached,
+            serial=self._serial,
+            source=source,
+        )
+
+    def _hold(self, step: Hold) -> None:
+        model, worker_id = step.record, step.worker_id
+        known = self._held.get(worker_id, {}).get(model.model_hash)
+        if known is not None:
+            self._set(worker_id, msgspec.structs.replace(known, cached=False))
+            self.on_change(worker_id)
+            return
+        first = step.sources[0] if step.sources else None
+        away = first is not None and first.worker_id != worker_id
+        copy = self._copy(model, "loading", source=first.worker_id if first is not None and away else "")
+        self._set(worker_id, copy)
+        self.on_change(worker_id)
+        self._network.start(
+            self._path(worker_id, first),
+            model.weights_bytes,
+            cap_gbps=step.cap_gbps or math.inf,
+            on_end=lambda _flow: self._arrived(worker_id, copy),
+            purpose="weights",
+        )
+
+    def _path(self, worker_id: str, source: CopySource | None) -> Path:
+        fabric, gpu = self._fabric, self._gpu_of(worker_id)
+        host = fabric.gpus[gpu].host
+        if source is None:
+            return fabric.ssd_to_host(gpu)
+        theirs = self._gpu_of(source.worker_id)
+        if source.kind == "gpu":
+            return fabric.gpu_to_host(theirs, host)
+        other = fabric.gpus[theirs].host
+        # Within a host memory is copied; nothing here is as slow as that is fast but the way to a GPU.
+        return fabric.host_to_host(other, host) if other != host else (fabric.host_links[gpu].out,)
+
+    def _arrived(self, worker_id: str, copy: HostCopy) -> None:
+        held = self._held.get(worker_id, {}).get(copy.model_hash)
+        if held is not None and held.serial == copy.serial:
+            self._set(worker_id, msgspec.structs.replace(held, state="ready", source=""))
+            self.on_change(worker_id)
+
+    def _drop(self, step: Drop) -> None:
+        copy = self._held.get(step.worker_id, {}).pop(step.model_hash, None)
+        if copy is not None:
+            self.num_bytes -= copy.num_bytes
+            self.on_change(step.worker_id)
+
+    def _set(self, worker_id: str, copy: HostCopy) -> None:
+        held = self._held.setdefault(worker_id, {})
+        if copy.model_hash not in held:
+            self.num_bytes += copy.num_bytes
+        held[copy.model_hash] = copy

@@ -1,0 +1,147 @@
+"""The weights of one plan on their way: a flow for each stripe of each target, as the plan's chains say.
+
+What a target gets from one that still loads, it gets no sooner (``upstreams``): so a chain forwards chunk by chunk, and
+the members of a hop give each other what each received (all-gather).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from bench.sim.fabric import Fabric, Path
+from bench.sim.flows import Flow, Network
+from services.worker.core.upstreams import Part, Upstream
+from shared.messages.scaling import ScalePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes of a copy, and where in it each layer ends. Embeddings come first, the head last."""
+
+    num_bytes: int
+    layer_ends: tuple[float, ...]
+    """As shares of all bytes."""
+
+    @classmethod
+    def of(cls, num_bytes: int, num_layers: int, layers_share: float) -> Weights:
+        """``layers_share``: of the bytes, that are of layers; embeddings and head have half of the rest each."""
+        first = (1 - layers_share) / 2
+        return cls(num_bytes, tuple([first + layers_share * (i + 1) / num_layers for i in range(num_layers)]))
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """What one target receives."""
+
+    plan: ScalePlan
+    part: Part
+    weights: Weights
+    gpu_id: str
+    on_layers: Callable[[int], None] | None
+    """Told how many layers, from the first on, are there; None: nobody wants to know."""
+    on_end: Callable[[], None]
+    flows: list[Flow | None] = field(default_factory=list)
+    """By stripe."""
+    layers_ready: int = 0
+    _layers: list[int] = field(default_factory=list)
+    _left: int = 0
+
+    @property
+    def worker_id(self) -> str:
+        return self.part.member.worker_id
+
+    @property
+    def running(self) -> tuple[Flow, ...]:
+        """Flows that have not ended."""
+        return tuple([flow for flow in self.flows if flow is not None and flow.state == "running"])
+
+    def started(self, num_stripes: int) -> None:
+        """Before its flows are added."""
+        self.flows, self._layers, self._left = [None] * num_stripes, [0] * num_stripes, num_stripes
+
+    def passed(self, stripe: int, layers: int) -> None:
+        """A stripe has brought its part of so many layers."""
+        self._layers[stripe] = layers
+        ready = min(self._layers)
+        if ready > self.layers_ready:
+            self.layers_ready = ready
+            if self.on_layers is not None:
+                self.on_layers(ready)
+
+    def stripe_ended(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self.on_end()
+
+
+class Loads:
+    """Starts and ends the flows of loads."""
+
+    def __init__(self, network: Network, fabric: Fabric, gpu_of: Callable[[str], str]) -> None:
+        """``gpu_of``: the GPU's id by its worker's."""
+        self._network = network
+        self._fabric = fabric
+        self._gpu_of = gpu_of
+
+    def start(self, loads: Mapping[str, Load], chunk_bytes: float) -> None:
+        """All of one plan, by worker id in the order of chains and hops."""
+        for load in loads.values():
+            load.started(len(load.part.stripes))
+        # Those that come from members of the same hop forward what those receive themselves.
+        for own in (True, False):
+            for load in loads.values():
+                for number, upstream in _first(load):
+                    if (upstream.kind != "gpu" or not _same_hop(load, upstream.worker_id)) is own:
+                        self._start(load, number, upstream, loads, chunk_bytes)
+
+    def _start(
+        self, load: Load, number: int, upstream: Upstream, loads: Mapping[str, Load], chunk_bytes: float
+    ) -> None:
+        stripe, ends = load.part.stripes[number], load.weights.layer_ends
+        num_bytes = stripe.share * load.weights.num_bytes
+        from_one = loads.get(upstream.worker_id) if upstream.kind == "gpu" else None
+        upstreams: tuple[Flow, ...] = ()
+        if from_one is not None:
+            theirs = [from_one.flows[number]] if _same_hop(load, upstream.worker_id) else from_one.flows
+            upstreams = tuple([flow for flow in theirs if flow is not None and flow.state == "running"])
+        marks = {stripe.share * end * load.weights.num_bytes: i + 1 for i, end in enumerate(ends)}
+
+        def passed(_flow: Flow, mark: float) -> None:
+            load.passed(number, marks[mark])
+
+        load.flows[number] = self._network.start(
+            self._path(load, upstream),
+            num_bytes,
+            cap_gbps=stripe.cap_gbps or float("inf"),
+            upstreams=upstreams,
+            chunk_bytes=chunk_bytes,
+            marks=marks if load.on_layers is not None else (),
+            on_mark=passed,
+            on_end=lambda _flow: load.stripe_ended(),
+            purpose="weights",
+        )
+
+    def _path(self, load: Load, upstream: Upstream) -> Path:
+        fabric = self._fabric
+        if upstream.kind == "disk":
+            return fabric.ssd_to_gpu(load.gpu_id)
+        source = self._gpu_of(upstream.worker_id)
+        if upstream.kind == "gpu":
+            return fabric.gpu_to_gpu(source, load.gpu_id)
+        return fabric.host_to_gpu(fabric.gpus[source].host, load.gpu_id)
+
+    def abort(self, load: Load) -> None:
+        """Nothing more arrives."""
+        for flow in load.running:
+            self._network.abort(flow)
+
+
+def _first(load: Load) -> Iterator[tuple[int, Upstream]]:
+    for number, stripe in enumerate(load.part.stripes):
+        yield number, stripe.upstreams[0]
+
+
+def _same_hop(load: Load, worker_id: str) -> bool:
+    hop = load.part.chain.hops[load.part.position]
+    return worker_id in hop.targets

@@ -1,0 +1,445 @@
+"""One run: a cluster, a model, a system and requests, in virtual time.
+
+The gateway, the monitor, the planner, the pool's registry and placement, and the workers' schedulers are the services'
+own cores; messages take ``Latencies``, steps what the profile says, and bytes what the network gives. Nothing is drawn
+by chance but what the seed says, and nothing looks at the machine.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import get_args
+
+import msgspec
+import numpy as np
+
+from bench.replay.observations import BytesPoint, CarriedPoint, ClusterLog, InstancePoint
+from bench.replay.plan import PlannedRequest
+from bench.replay.record import Failure, RequestRecord
+from bench.sim.clock import Clock
+from bench.sim.cluster import Cluster
+from bench.sim.compute import Compute
+from bench.sim.fabric import Fabric, Path
+from bench.sim.flows import Network
+from bench.sim.gateway import GatewaySettings, SimGateway
+from bench.sim.host_copies import HostCopies
+from bench.sim.instance import SimInstance
+from bench.sim.kv import KvPaths, Member
+from bench.sim.latencies import LOCAL_NATS, Latencies
+from bench.sim.loading import Loads
+from bench.sim.models import SimModel
+from bench.sim.monitor import SimMonitor
+from bench.sim.outcome import Outcome
+from bench.sim.planner import SimPlanner
+from bench.sim.registry import SimRegistry
+from bench.sim.requests import Served, SimRequest
+from bench.sim.workers import Limits, SimWorker, SimWorkers
+from bench.systems import Split, System
+from services.gateway.core.router import Assignment
+from services.gateway.core.stream import StreamState
+from services.planner.core.rounds.settings import LiveSettings, PlanSettings
+from services.worker.core.scheduling.schedule import SchedulerConfig
+from shared.errors import Conflict
+from shared.messages.common import Role
+from shared.messages.generation import DecodePlace
+from shared.messages.live import ZigzagAssignment
+from shared.messages.load import LoadReport, QueueReport
+from shared.messages.registry import Floor, ModelRecord, Route, WorkerHeartbeat, WorkerInfo
+from shared.messages.scaling import DrainPlan, MigratePlan, MutatePlan, ScalePlan, ScaleProgress
+from shared.messages.traffic import Purpose
+from shared.profile import Profile
+
+KV_SHARE = 0.9
+"""Of the memory that weights leave, that KV may take."""
+GIB = 1 << 30
+FOREVER_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """Of a worker, those that matter here. Batches and queues are those of GPUs; a worker's defaults are for CPUs."""
+
+    block_size: int = 16
+    max_running_requests: int = 256
+    max_batch_tokens: int = 8192
+    prefill_chunk_tokens: int = 2048
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 32768
+    slo_tbt_s: float = 0.1
+    kv_bytes: int | None = None
+    """None: what the GPU's memory leaves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is the same for all systems."""
+
+    cluster: Cluster
+    """Of single GPUs."""
+    model: SimModel
+    seed: int = 0
+    compute_scale: float = 1.0
+    worker: WorkerSettings = field(default_factory=WorkerSettings)
+    gateway: GatewaySettings = field(default_factory=lambda: GatewaySettings(max_queued_requests=1_000_000))
+    latencies: Latencies = LOCAL_NATS
+    patience_s: float = 120.0
+    """After the last arrival: what has not ended by then is unfinished."""
+
+    @property
+    def num_workers(self) -> int:
+        """That the cluster has for instances of the model."""
+        return self.cluster.num_gpus // self.model.degree
+
+
+def simulate(
+    setup: Setup,
+    system: System,
+    requests: tuple[PlannedRequest, ...],
+    *,
+    split: Split | None = None,
+    colocated: int | None = None,
+) -> Outcome:
+    """Run a system. ``split``, or the number of ``colocated`` ones: the instances of one that does not scale."""
+    return _Run(setup, system, requests, split=split, colocated=colocated).run()
+
+
+class _Run:
+    def __init__(
+        self,
+        setup: Setup,
+        system: System,
+        requests: tuple[PlannedRequest, ...],
+        *,
+        split: Split | None,
+        colocated: int | None,
+    ) -> None:
+        self._setup, self._system, self._requests = setup, system, requests
+        model, latencies = setup.model, setup.latencies
+        self._cluster = setup.cluster.joined(model.degree)
+        self._record = self._registered(split, colocated)
+        self._clock = clock = Clock()
+        self._network = network = Network(clock)
+        self._fabric = fabric = Fabric(self._cluster)
+        self._compute = Compute(model.profile, scale=setup.compute_scale)
+        self._config = self._scheduler_config()
+        self._served: list[Served] = []
+        self._log = ClusterLog(model.name, weights_bytes=model.record.weights_bytes)
+        self._held: Counter[str] = Counter()
+        """GPUs by role and state."""
+        self._held_as: dict[str, str] = {}
+        """By worker."""
+
+        self._gateway = SimGateway(
+            clock,
+            self._submit,
+            self._served.append,
+            on_queues=self._on_queues,
+            cancel=self._cancel,
+            settings=setup.gateway,
+            latencies=latencies,
+        )
+        self._registry = SimRegistry(clock, self._on_routes)
+        self._host_copies = HostCopies(
+            clock,
+            network,
+            fabric,
+            latencies,
+            lambda worker_id: worker_id,
+            policy=system.copies,
+            keep_copies_s=system.keep_copies_s,
+        )
+        self._workers = SimWorkers(
+            clock,
+            latencies,
+            Loads(network, fabric, lambda worker_id: worker_id),
+            self._host_copies,
+            Limits(setup.worker.max_running_requests, setup.worker.max_queued_tokens, self._config.limit_tokens),
+            lambda _record: model.weights,
+            make=self._make,
+            report=self._on_report,
+            progress=self._on_progress,
+            on_layers=None,
+        )
+        self._planner = SimPlanner(
+            clock,
+            latencies,
+            self._registry,
+            PlanSettings(
+                strategy=system.strategy,
+                mutation=system.mutation,
+                advise=not system.scales,
+                live=LiveSettings(choice=system.live, policy=system.live_policy),
+            ),
+            self._find_profile,
+            on_plan=self._on_plan,
+            on_assignment=self._on_assignment,
+            on_move=self._on_move,
+        )
+        self._monitor = SimMonitor(
+            clock,
+            self._registry.view,
+            lambda _model, _engine, _device: model.profile,
+            self._planner.on_demand,
+            latencies=latencies,
+        )
+        self._kv = KvPaths(network=network, path=self._kv_path, find=self._find_instance, seed=setup.seed)
+
+    # --- what there is -----------------------------------------------------------------------
+
+    def _registered(self, split: Split | None, colocated: int | None) -> ModelRecord:
+        model, system = self._setup.model, self._system
+        self._floors: dict[Role, int] = {}
+        if split is not None:
+            self._floors = {"prefill": split.prefill, "decode": split.decode}
+        elif colocated is not None:
+            self._floors = {"colocated": colocated}
+        return msgspec.structs.replace(
+            model.record,
+            slo_ttft_s=model.slo_ttft_s,
+            slo_tbt_s=model.slo_tbt_s,
+            serving=system.serving,
+            min_instances=1,
+        )
+
+    def _scheduler_config(self) -> SchedulerConfig:
+        worker, model = self._setup.worker, self._setup.model
+        num_blocks = self._kv_bytes // (worker.block_size * model.kv_bytes_per_token)
+        return SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=worker.block_size,
+            context_tokens=model.record.spec.max_position,
+            max_num_sequences=worker.max_running_requests,
+            max_batch_tokens=worker.max_batch_tokens,
+            prefill_chunk_tokens=worker.prefill_chunk_tokens,
+            max_queued_requests=worker.max_queued_requests,
+            max_queued_tokens=worker.max_queued_tokens,
+        )
+
+    @property
+    def _kv_bytes(self) -> int:
+        if self._setup.worker.kv_bytes is not None:
+            return self._setup.worker.kv_bytes
+        model = self._setup.model
+        memory = model.degree * self._setup.cluster.gpu_memory_gib * GIB
+        return int(KV_SHARE * (memory - model.record.weights_bytes))
+
+    def _worker_info(self, gpu_id: str) -> WorkerInfo:
+        gpu, cluster = self._fabric.gpus[gpu_id], self._cluster
+        return WorkerInfo(
+            worker_id=gpu_id,
+            incarnation="1",
+            host=gpu.host,
+            device="cuda",
+            engine="mock",
+            transport_address=b"",
+            arena_bytes=int(self._setup.model.degree * self._setup.cluster.gpu_memory_gib * GIB),
+            kv_bytes=self._kv_bytes,
+            leaf=gpu.nic.leaf,
+            nic=gpu.nic.nic_id,
+            nic_gbps=cluster.nic_gbps,
+            scale_up_domain=gpu.domain,
+            scale_up_gbps=cluster.scale_up_gbps,
+            host_link_gbps=cluster.host_link_gbps,
+            ssd_gbps=cluster.ssd_gbps,
+            host_cache_bytes=int(cluster.host_memory_gib * GIB / cluster.gpus_per_host),
+        )
+
+    def _begin(self) -> None:
+        """The instances that are there from the start, spread over the hosts, and their hosts' copies."""
+        self._registry.put_model(self._record)
+        self._host_copies.put_model(self._record)
+        for gpu_id in self._fabric.gpus:
+            self._workers.add(SimWorker(self._worker_info(gpu_id), gpu_id))
+        wanted = self._floors or dict.fromkeys(self._system.roles, 1)
+        for role, count in self._floors.items():
+            self._registry.set_floor(Floor(model=self._record.name, instances=count, until_s=FOREVER_S, role=role))
+        if self._system.copies == "every-host":
+            for worker_id in self._in_turns()[: self._cluster.hosts]:
+                self._host_copies.put(worker_id, self._record, cached=False)
+        roles: list[Role] = [role for role, count in wanted.items() for _ in range(count)]
+        for place, (worker_id, role) in enumerate(zip(self._in_turns(), roles, strict=False)):
+            if place == 0 and self._system.copies == "one":
+                self._host_copies.put(worker_id, self._record, cached=False)
+            elif self._system.copies == "kept":
+                self._host_copies.keep(worker_id, self._record)
+            self._workers.begin(worker_id, self._record, role)
+
+    def _in_turns(self) -> list[str]:
+        """GPUs, one of each host in turn."""
+        by_host: dict[str, list[str]] = {}
+        for gpu in self._fabric.gpus.values():
+            by_host.setdefault(gpu.host, []).append(gpu.gpu_id)
+        hosts = list(by_host.values())
+        return [host[i] for i in range(self._cluster.gpus_per_host) for host in hosts]
+
+    # --- instances ---------------------------------------------------------------------------
+
+    def _make(self, worker: SimWorker, instance_id: str, model: ModelRecord, role: Role) -> SimInstance:
+        return SimInstance(
+            self._clock,
+            self._gateway,
+            instance_id=instance_id,
+            worker_id=worker.worker_id,
+            model=model.name,
+            role=role,
+            config=self._config,
+            compute=self._compute,
+            kv=self._kv,
+            slo_tbt_s=model.slo_tbt_s or self._setup.worker.slo_tbt_s,
+            on_report=self._on_load,
+            on_idle=lambda instance: self._workers.idle(instance.worker_id),
+        )
+
+    def _kv_path(self, source: Member, target: Member) -> Path:
+        return self._fabric.gpu_to_gpu(source.worker_id, target.worker_id)
+
+    def _find_instance(self, place: DecodePlace) -> SimInstance | None:
+        held = self._workers[place.worker_id].held
+        return held.instance if held is not None and held.instance_id == place.instance_id else None
+
+    def _find_profile(self, *, model_hash: str, layout_hash: str, engine: str, device: str) -> Profile | None:  # noqa: ARG002
+        return self._setup.model.profile
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def _submit(self, assignment: Assignment, stream: StreamState) -> None:
+        held = self._workers[assignment.route.worker_id].held
+        if held is None or held.instance_id != assignment.route.instance_id:
+            raise Conflict(f"instance {assignment.route.instance_id} is not here")
+        held.instance.submit(stream, decode_at=stream.decode_at, may_wait=assignment.may_wait)
+
+    def _cancel(self, worker_id: str, request_id: str) -> None:
+        held = self._workers[worker_id].held
+        if held is not None:
+            held.instance.cancel(request_id)
+
+    # --- messages ----------------------------------------------------------------------------
+
+    def _on_progress(self, said: ScaleProgress) -> None:
+        self._planner.on_progress(said)
+
+    def _on_load(self, report: LoadReport) -> None:
+        self._gateway.on_load(report)
+        self._monitor.on_load(report)
+        self._planner.on_load(report)
+
+    def _on_queues(self, report: QueueReport) -> None:
+        self._monitor.on_queues(report)
+        self._planner.on_queue(report)
+
+    def _on_report(self, heartbeat: WorkerHeartbeat) -> None:
+        had_instance = heartbeat.worker.worker_id in self._held_as
+        if not self._registry.report(heartbeat):
+            return
+        self._host_copies.put_report(heartbeat)
+        self._count(heartbeat)
+        if had_instance and heartbeat.instance is None:
+            self._planner.on_instances_gone()
+
+    def _on_routes(self, model: str, routes: tuple[Route, ...]) -> None:
+        self._gateway.routes_changed(model, routes)
+        self._monitor.routes_changed()
+
+    def _on_plan(self, plan: ScalePlan | DrainPlan | MutatePlan) -> None:
+        if isinstance(plan, ScalePlan):
+            self._workers.on_scale_plan(plan)
+        elif isinstance(plan, DrainPlan):
+            self._workers.on_drain_plan(plan)
+        else:
+            self._workers.on_mutate_plan(plan)
+
+    def _on_assignment(self, assignment: ZigzagAssignment) -> None:
+        """Pairs."""
+
+    def _on_move(self, plan: MigratePlan) -> None:
+        """Migration to make room."""
+
+    # --- what is seen ------------------------------------------------------------------------
+
+    def _count(self, heartbeat: WorkerHeartbeat) -> None:
+        worker_id, instance = heartbeat.worker.worker_id, heartbeat.instance
+        before = self._held_as.pop(worker_id, None)
+        now = f"{instance.role}/{heartbeat.state}" if instance is not None else None
+        if now is not None:
+            self._held_as[worker_id] = now
+        if before != now:
+            degree = self._setup.model.degree
+            if before is not None:
+                self._held[before] -= degree
+            if now is not None:
+                self._held[now] += degree
+            found = {key: count for key, count in sorted(self._held.items()) if count}
+            if self._log.instances and self._log.instances[-1].at_s == self._clock.now_s:
+                self._log.instances.pop()
+            self._log.instances.append(InstancePoint(self._clock.now_s, found))
+        num_bytes = self._host_copies.num_bytes
+        if not self._log.host_cache or self._log.host_cache[-1].num_bytes != num_bytes:
+            self._log.host_cache.append(BytesPoint(self._clock.now_s, num_bytes))
+
+    # --- all of it ---------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        clock, requests = self._clock, self._requests
+        self._begin()
+        clock.run(1.0)
+        begin_s = clock.now_s
+        first_s = requests[0].due_s
+        for request in requests:
+            clock.at(
+                begin_s + request.due_s - first_s,
+                self._gateway.arrive,
+                SimRequest(
+                    request.index, begin_s + request.due_s - first_s, self._record.name, request.input_tokens,
+                    request.output_tokens,
+                ),
+            )  # fmt: skip
+        last_s = begin_s + requests[-1].due_s - first_s
+        clock.run(last_s)
+        while len(self._served) < len(requests) and clock.now_s < last_s + self._setup.patience_s:
+            clock.run(clock.now_s + 1.0)
+        self._gateway.check_conserved()
+        end_s = clock.now_s
+        self._gateway.end()
+        return self._outcome(begin_s, last_s, end_s)
+
+    def _outcome(self, begin_s: float, last_s: float, end_s: float) -> Outcome:
+        self._log.looks_s += [0.0, end_s]
+        self._log.saw_operations(self._planner.all_records())
+        self._log.carried.append(CarriedPoint(end_s, self._carried(over_nic=True), self._carried(over_nic=False)))
+        cluster = self._log.sum_up(begin_s, max(last_s, begin_s + 1e-9), started_at_s=0.0)
+        if cluster is None:
+            raise RuntimeError("no instance was ever there")
+        return Outcome(
+            system=self._system.name,
+            requests=self._requests,
+            records=tuple([self._record_of(served) for served in sorted(self._served, key=lambda s: s.request.index)]),
+            duration_s=end_s - begin_s,
+            cluster=replace(cluster, not_observed_s=0.0),
+            num_events=self._clock.num_happened,
+        )
+
+    def _record_of(self, served: Served) -> RequestRecord:
+        request, failure = served.request, served.failure
+        return RequestRecord(
+            index=request.index,
+            due_s=request.at_s,
+            lag_s=0.0,
+            input_tokens=request.prompt_tokens,
+            output_tokens=len(served.times_s),
+            ttft_s=served.ttft_s,
+            gaps_s=array("d", np.diff(np.array(served.times_s)).tobytes()),
+            e2e_s=served.e2e_s,
+            failure=Failure(failure, "") if failure is not None else None,
+        )
+
+    def _carried(self, *, over_nic: bool) -> dict[Purpose, int]:
+        """What has been sent: over NICs, or within hosts. Reads from disk are neither."""
+        nics = {link.out.name for link in self._fabric.nic_links.values()}
+        disks = {disk.name for disk in self._fabric.ssds.values()}
+        sent: dict[Purpose, int] = dict.fromkeys(get_args(Purpose), 0)
+        for (purpose, first), num_bytes in self._network.carried.items():
+            if purpose in sent and first.name not in disks and (first.name in nics) is over_nic:
+                sent[purpose] += num_bytes
+        return sent

@@ -1,0 +1,329 @@
+"""Workers in virtual time: they carry plans out, and report each change to the registry.
+
+What a plan, a drain or a mutation means is the worker's protocol (``services/worker/scaling.py``, ``mutation.py``),
+told here without messages: a plan reaches all of its targets at once, and nobody dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from bench.sim.clock import Clock
+from bench.sim.host_copies import HostCopies
+from bench.sim.instance import SimInstance
+from bench.sim.latencies import Latencies
+from bench.sim.loading import Load, Loads, Weights
+from services.worker.core.upstreams import part_of
+from shared.messages.common import InstanceState, Role
+from shared.messages.registry import InstanceInfo, ModelRecord, WorkerHeartbeat, WorkerInfo
+from shared.messages.scaling import (
+    ChainMember,
+    DrainPlan,
+    MutatePlan,
+    ProgressEvent,
+    ScalePlan,
+    ScaleProgress,
+)
+
+DROP_RETRY_S = 0.5
+"""As ``services.worker.scaling``: how often an instance that holds the model's last copy asks whether it may go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an instance says that it takes; the same for all."""
+
+    max_running_requests: int
+    max_queued_tokens: int
+    context_tokens: int
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """A worker's instance."""
+
+    instance_id: str
+    model: ModelRecord
+    epoch: int
+    plan_id: str
+    instance: SimInstance
+    accepted_s: float
+    load: Load | None = None
+    drain_plan_id: str = ""
+    ordered_role: tuple[int, float] = (0, 0.0)
+
+
+@dataclass(eq=False, slots=True)
+class SimWorker:
+    """One worker: at most one instance."""
+
+    info: WorkerInfo
+    gpu_id: str
+    held: Held | None = None
+    sequence: int = 0
+
+    @property
+    def worker_id(self) -> str:
+        return self.info.worker_id
+
+    @property
+    def state(self) -> InstanceState:
+        return self.held.instance.state if self.held is not None else "spare"
+
+
+class SimWorkers:
+    """All of them, and what they are told."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        latencies: Latencies,
+        loads: Loads,
+        host_copies: HostCopies,
+        limits: Limits,
+        weights_of: Callable[[ModelRecord], Weights],
+        *,
+        make: Callable[[SimWorker, str, ModelRecord, Role], SimInstance],
+        report: Callable[[WorkerHeartbeat], None],
+        progress: Callable[[ScaleProgress], None],
+        on_layers: Callable[[Held, int], None] | None,
+    ) -> None:
+        """``make``: an instance of that id for a worker. ``report`` and ``progress`` reach the pool and the planner;
+        the delay is added here. ``on_layers``: told of each layer of an instance that is there; None: nobody asks."""
+        self._clock = clock
+        self._latencies = latencies
+        self._loads = loads
+        self._host_copies = host_copies
+        self._limits = limits
+        self._weights_of = weights_of
+        self._make = make
+        self._report = report
+        self._progress = progress
+        self._on_layers = on_layers
+        self._workers: dict[str, SimWorker] = {}
+        host_copies.on_change = self.changed
+
+    def __getitem__(self, worker_id: str) -> SimWorker:
+        return self._workers[worker_id]
+
+    def __iter__(self) -> Iterator[SimWorker]:
+        return iter(self._workers.values())
+
+    def add(self, worker: SimWorker) -> None:
+        """A worker registers, now."""
+        self._workers[worker.worker_id] = worker
+        self._report(self._heartbeat(worker))
+
+    def begin(self, worker_id: str, model: ModelRecord, role: Role) -> None:
+        """The worker's instance is there from the start; call it before time runs."""
+        worker = self._workers[worker_id]
+        held = worker.held = self._hold(worker, f"first-{worker_id}", model, 1, "", role)
+        held.instance.serve()
+        self._report(self._heartbeat(worker))
+
+    # --- what is told to others --------------------------------------------------------------
+
+    def changed(self, worker_id: str) -> None:
+        """The registry is to know how a worker is now."""
+        self._clock.after(self._latencies.heartbeat_s, self._report, self._heartbeat(self._workers[worker_id]))
+
+    def _heartbeat(self, worker: SimWorker) -> WorkerHeartbeat:
+        worker.sequence += 1
+        held, info = worker.held, None
+        if held is not None:
+            state = held.instance.state
+            info = InstanceInfo(
+                instance_id=held.instance_id,
+                model=held.model.name,
+                model_hash=held.model.model_hash,
+                layout_hash=held.model.layout_hash,
+                state=state,
+                role=held.instance.role,
+                epoch=held.epoch,
+                weights_digest="whole" if state in ("serving", "draining") else "",
+                max_running_requests=self._limits.max_running_requests,
+                max_queued_tokens=self._limits.max_queued_tokens,
+                context_tokens=self._limits.context_tokens,
+                plan_id=held.plan_id,
+            )
+        return WorkerHeartbeat(
+            worker=worker.info,
+            state=worker.state,
+            instance=info,
+            sequence=worker.sequence,
+            host_copies=self._host_copies.of(worker.worker_id),
+        )
+
+    def _tell(self, plan_id: str, worker: SimWorker, held: Held, event: ProgressEvent, layer: int = -1) -> None:
+        now_s = self._clock.now_s
+        received = held.model.weights_bytes if event in ("loaded", "serving") and held.load is not None else 0
+        said = ScaleProgress(
+            plan_id=plan_id,
+            worker_id=worker.worker_id,
+            instance_id=held.instance_id,
+            event=event,
+            at_s=now_s,
+            layer=layer,
+            received_bytes=received,
+        )
+        self._clock.after(self._latencies.progress_s, self._progress, said)
+
+    # --- load --------------------------------------------------------------------------------
+
+    def on_scale_plan(self, plan: ScalePlan) -> None:
+        """A plan reaches its targets. Their sources have nothing to do but to stay."""
+        loads: dict[str, Load] = {}
+        for member in plan.targets:
+            load = self._accept(plan, member)
+            if load is not None:
+                loads[member.worker_id] = load
+        if loads:
+            chunk_bytes = max(chain.chunk_bytes for chain in plan.chains)
+            self._clock.after(self._latencies.connect_s, self._start, loads, chunk_bytes)
+
+    def _accept(self, plan: ScalePlan, member: ChainMember) -> Load | None:
+        worker, part = self._workers[member.worker_id], part_of(plan, member.worker_id)
+        if part is None or worker.held is not None:
+            return None
+        held = worker.held = self._hold(worker, member.instance_id, plan.model, member.epoch, plan.plan_id, plan.role)
+        self.changed(worker.worker_id)
+        self._tell(plan.plan_id, worker, held, "accepted")
+
+        on_layers = self._on_layers
+
+        def layers(num_layers: int) -> None:
+            self._tell(plan.plan_id, worker, held, "layer_ready", num_layers - 1)
+            if on_layers is not None:
+                on_layers(held, num_layers)
+
+        held.load = Load(
+            plan,
+            part,
+            self._weights_of(plan.model),
+            worker.gpu_id,
+            layers if on_layers is not None else None,
+            lambda: self._loaded(worker, held),
+        )
+        return held.load
+
+    def _hold(
+        self, worker: SimWorker, instance_id: str, model: ModelRecord, epoch: int, plan_id: str, role: Role
+    ) -> Held:
+        made = self._make(worker, instance_id, model, role)
+        return Held(instance_id, model, epoch, plan_id, made, self._clock.now_s)
+
+    def _start(self, loads: dict[str, Load], chunk_bytes: int) -> None:
+        self._loads.start(loads, chunk_bytes)
+        for worker_id, load in loads.items():
+            held = self._workers[worker_id].held
+            if held is not None:
+                self._tell(load.plan.plan_id, self._workers[worker_id], held, "first_byte")
+
+    def _loaded(self, worker: SimWorker, held: Held) -> None:
+        self._tell(held.plan_id, worker, held, "loaded")
+        self._clock.after(self._latencies.serve_s, self._serve, worker, held)
+
+    def _serve(self, worker: SimWorker, held: Held) -> None:
+        held.instance.serve(self._clock.now_s - held.accepted_s)
+        self.changed(worker.worker_id)
+        self._tell(held.plan_id, worker, held, "serving")
+        if held.load is not None and held.load.plan.keep_on_host:
+            self._host_copies.keep(worker.worker_id, held.model)
+        held.load = None
+
+    def live(self, worker_id: str) -> None:
+        """The worker's instance loads, and computes already."""
+        worker = self._workers[worker_id]
+        if worker.held is not None and worker.held.instance.state == "loading":
+            worker.held.instance.go_live()
+            self.changed(worker_id)
+            self._tell(worker.held.plan_id, worker, worker.held, "live")
+
+    # --- drain, mutate -----------------------------------------------------------------------
+
+    def on_drain_plan(self, plan: DrainPlan) -> None:
+        """Instances go, or stay after all."""
+        for target in plan.targets:
+            worker = self._workers[target.worker_id]
+            held = worker.held
+            if held is None or held.instance_id != target.instance_id:
+                continue
+            if plan.revive:
+                self._revive(plan, worker, held)
+            elif held.instance.state == "serving":
+                self._drain(plan, worker, held)
+
+    def _revive(self, plan: DrainPlan, worker: SimWorker, held: Held) -> None:
+        if held.instance.state != "draining":
+            return
+        held.instance.revive()
+        self.changed(worker.worker_id)
+        self._tell(plan.plan_id, worker, held, "serving")
+
+    def _drain(self, plan: DrainPlan, worker: SimWorker, held: Held) -> None:
+        held.drain_plan_id = plan.plan_id
+        held.instance.drain()
+        self.changed(worker.worker_id)
+
+    def idle(self, worker_id: str) -> None:
+        """The worker's instance drains and has nothing left."""
+        worker = self._workers[worker_id]
+        if worker.held is not None:
+            self._idle(worker, worker.held)
+
+    def _idle(self, worker: SimWorker, held: Held) -> None:
+        """It may go, unless somebody reads its copy or it is the last."""
+        if worker.held is not held or held.instance.state != "draining" or held.instance.num_requests:
+            return
+        if self._is_read(worker) or not self._host_copies.may_drop_gpu(worker.worker_id, held.model, held.instance_id):
+            self._clock.after(DROP_RETRY_S, self._idle, worker, held)
+            return
+        worker.held = None
+        self.changed(worker.worker_id)
+        self._tell(held.drain_plan_id, worker, held, "spare")
+
+    def _is_read(self, worker: SimWorker) -> bool:
+        return any(
+            upstream.kind == "gpu" and upstream.worker_id == worker.worker_id
+            for other in self._workers.values()
+            if other.held is not None and other.held.load is not None and other.held.load.running
+            for stripe in other.held.load.part.stripes
+            for upstream in stripe.upstreams[:1]
+        )
+
+    def on_mutate_plan(self, plan: MutatePlan) -> None:
+        """Instances get another role; nothing moves."""
+        for target in plan.targets:
+            worker = self._workers[target.worker_id]
+            held = worker.held
+            if held is None or held.instance_id != target.instance_id or held.instance.state != "serving":
+                self._refuse(plan, target.worker_id, target.instance_id)
+                continue
+            if held.instance.role != plan.role:
+                held.ordered_role = plan.term, plan.planned_at_s
+                held.instance.take_role(plan.role, partial(self._tell, plan.plan_id, worker, held, "working"))
+                self.changed(worker.worker_id)
+            self._tell(plan.plan_id, worker, held, "serving")
+
+    def _refuse(self, plan: MutatePlan, worker_id: str, instance_id: str) -> None:
+        said = ScaleProgress(
+            plan_id=plan.plan_id,
+            worker_id=worker_id,
+            instance_id=instance_id,
+            event="failed",
+            at_s=self._clock.now_s,
+            detail="it is not there, or does not serve",
+        )
+        self._clock.after(self._latencies.progress_s, self._progress, said)
+
+    # --- sums --------------------------------------------------------------------------------
+
+    def num_held(self) -> int:
+        """Workers that are not spare."""
+        return sum(worker.held is not None for worker in self._workers.values())
+
+    def instances(self) -> Iterable[Held]:
+        """In the order of workers."""
+        return [worker.held for worker in self._workers.values() if worker.held is not None]

@@ -1,0 +1,118 @@
+"""Whole runs: every system serves every request once, and the same command gives the same bytes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+
+import msgspec
+import pytest
+
+from bench.replay.objectives import Slo
+from bench.replay.plan import PlannedRequest, Shape, plan_requests
+from bench.sim.cluster import known_cluster
+from bench.sim.models import known_model
+from bench.sim.outcome import Outcome, figures
+from bench.sim.run import Setup, simulate
+from bench.systems import SYSTEMS, Split
+from bench.traces.request import Trace, TraceRequest
+from bench.traces.synthetic import synthesise
+
+SLO = Slo(0.45, 0.15)
+SCALING = [name for name, system in SYSTEMS.items() if system.scales and not system.simulated_only]
+
+
+def setup() -> Setup:
+    """Cluster B of the paper, with 8B."""
+    return Setup(cluster=known_cluster("b"), model=known_model("llama3-8b", "a100"))
+
+
+@cache
+def requests() -> tuple[PlannedRequest, ...]:
+    """A minute of code completion, with a burst."""
+    return plan_requests(synthesise("azure-code", seed=0, duration_s=20.0), Shape(context_tokens=8192))
+
+
+@cache
+def outcome_of(name: str) -> Outcome:
+    return simulate(setup(), SYSTEMS[name], requests())
+
+
+@pytest.mark.parametrize("name", SCALING)
+def test_every_scaling_system_serves_all_requests_and_scales(name: str) -> None:
+    outcome = outcome_of(name)
+    row = figures(outcome, SLO, SLO)
+    assert (row.requests, row.failed, row.unfinished) == (len(requests()), 0, 0)
+    assert [record.output_tokens for record in outcome.records] == [r.output_tokens for r in requests()]
+    assert all(min(record.gaps_s, default=0.0) >= 0.0 for record in outcome.records)
+    assert row.scale_outs > 0
+    assert 0 < row.gpu_seconds < 16 * (outcome.cluster.end_s - outcome.cluster.begin_s)
+    assert all(operation.status != "failed" for operation in outcome.cluster.operations)
+
+
+def test_one_host_copy_in_the_cluster_or_one_for_each_host() -> None:
+    num_bytes = setup().model.record.weights_bytes
+    assert outcome_of("blitz").cluster.host_cache_max_bytes == num_bytes
+    assert outcome_of("allcache").cluster.host_cache_max_bytes == 2 * num_bytes
+
+
+def test_weights_cross_the_network_only_where_the_system_has_them_do_so() -> None:
+    for name in ("sllm", "allcache"):
+        sent = outcome_of(name).cluster.nic_bytes
+        assert sent is not None
+        assert sent["weights"] == 0
+        assert sent["kv"] > 0
+    # Where each host has one GPU there is no other way.
+    apart = msgspec.structs.replace(
+        known_cluster("b"), hosts=16, gpus_per_host=1, gpus_per_domain=1, nics_per_host=1, ssds_per_host=1,
+        hosts_per_leaf=16, scale_up_gbps=None,
+    )  # fmt: skip
+    sent = simulate(replace(setup(), cluster=apart), SYSTEMS["blitz"], requests()).cluster.nic_bytes
+    assert sent is not None
+    assert sent["weights"] > 0
+
+
+def test_what_does_not_scale_keeps_its_instances() -> None:
+    split = simulate(setup(), SYSTEMS["static-full"], requests(), split=Split(12, 4))
+    assert [point.instances for point in split.cluster.instances][-1] == {"decode/serving": 4, "prefill/serving": 12}
+    assert split.mean_instances == pytest.approx(16)
+    colocated = simulate(setup(), SYSTEMS["static-colocated-half"], requests(), colocated=3)
+    assert colocated.mean_instances == pytest.approx(3)
+    for outcome in (split, colocated):
+        assert outcome.cluster.operations == ()
+        assert len(outcome.records) == len(requests())
+
+
+def test_a_tensor_parallel_instance_counts_all_its_gpus() -> None:
+    model = known_model("qwen2.5-72b", "a100")
+    few = requests()[:20]
+    outcome = simulate(Setup(cluster=known_cluster("a"), model=model), SYSTEMS["static-full"], few, split=Split(4, 4))
+    assert outcome.mean_instances == pytest.approx(32)
+
+
+def test_slower_gpus_serve_later() -> None:
+    slower = Setup(cluster=known_cluster("b"), model=known_model("llama3-8b", "a100"), compute_scale=1.25)
+    alone = plan_requests(Trace("one", (TraceRequest(0.0, 4096, 64),)), Shape())
+    fast, slow = (simulate(one, SYSTEMS["static-full"], alone, split=Split(8, 8)) for one in (setup(), slower))
+    (a,), (b,) = fast.records, slow.records
+    assert a.ttft_s is not None
+    assert b.ttft_s is not None
+    assert b.ttft_s / a.ttft_s == pytest.approx(1.25, rel=0.03)
+    assert sum(b.gaps_s) / sum(a.gaps_s) == pytest.approx(1.25, rel=0.05)
+
+
+def rows(names: tuple[str, ...]) -> bytes:
+    """What a few systems come to in some seconds."""
+    few = requests()[:60]
+    return msgspec.json.encode([figures(simulate(setup(), SYSTEMS[name], few), SLO, SLO) for name in names])
+
+
+def test_the_same_run_gives_the_same_bytes_under_another_hash_seed() -> None:
+    names = ("blitz", "sllm")
+    script = f"import sys; from tests.bench.sim.test_run import rows; sys.stdout.buffer.write(rows({names!r}))"
+    environ = os.environ | {"PYTHONHASHSEED": "1234"}
+    other = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, env=environ).stdout
+    assert other == rows(names)
