@@ -187,13 +187,9 @@ class Cluster:
         """``copies``: of a registered model."""
         stays = self.stay(copies) if copies is not None else []
         _keep(self.crowded, model_hash, any(n > 1 for n in Counter(h.worker.host for h in stays).values()))
-        cached = [held for held in stays if held.copy.cached]
-        used = {self._host_of(w) for w in copies.instances} if copies is not None and cached else ()
-        self.unused.put(model_hash, [held for held in cached if held.worker.host not in used], self.now_s)
-
-    def _host_of(self, worker_id: str) -> str:
-        report = self.copies.report(worker_id)
-        return report.worker.host if report is not None else ""
+        used = copies.instances_at if copies is not None else {}
+        unused = [held for held in stays if held.copy.cached and held.worker.host not in used]
+        self.unused.put(model_hash, unused, self.now_s)
 
     def _needs_copy(self, copies: ModelCopies) -> bool:
         if not all(self.is_lost(held.key) for held in copies.placed.values()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat, WorkerInfo
@@ -55,6 +56,8 @@ class ModelCopies:
     """Complete, and about to go."""
     instances: set[str] = field(default_factory=set)
     """Workers with an instance of it, in any state."""
+    instances_at: Counter[str] = field(default_factory=Counter)
+    """How many of them are on each host."""
     present: dict[str, Held] = field(default_factory=dict)
     """Every host copy, in any state and of any layout; those of the record's layout that are not retired are also in
     one of the next two."""
@@ -74,6 +77,20 @@ class ModelCopies:
     def is_unknown(self) -> bool:
         """It is not registered, and no worker has it."""
         return self.record is None and not (self.instances or self.present)
+
+    def put_instance(self, worker: WorkerInfo) -> None:
+        """A worker has an instance of it."""
+        if worker.worker_id not in self.instances:
+            self.instances.add(worker.worker_id)
+            self.instances_at[worker.host] += 1
+
+    def take_out_instance(self, worker: WorkerInfo) -> None:
+        """A worker no longer has one."""
+        if worker.worker_id in self.instances:
+            self.instances.discard(worker.worker_id)
+            self.instances_at[worker.host] -= 1
+            if not self.instances_at[worker.host]:
+                del self.instances_at[worker.host]
 
     def register(self, record: ModelRecord | None) -> None:
         """It is registered with that record now, or (None) no longer registered."""

@@ -135,9 +135,9 @@ class CopyIndex:
         if instance is None:
             return
         copies = self._of(instance.model_hash)
-        copies.instances.discard(worker_id)
+        copies.take_out_instance(report.worker)
         if there:
-            copies.instances.add(worker_id)
+            copies.put_instance(report.worker)
         copies.serving.pop(worker_id, None)
         copies.draining.pop(worker_id, None)
         if there and instance.state == "serving" and worker_id not in self._leaving:
