@@ -31,26 +31,36 @@ LONG = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Which tests run in one process, one after the other: those of a module, and all that need the lab."""
+    """Which tests run in one process, one after the other: those of a module, and all that need the lab.
+
+    The third process and those after it take modules from the back of the order of
+    ``pytest_collection_modifyitems``: beside two stacks, which use a machine's processors, run tests that mostly wait.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByModule(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             return _scope(nodeid)
 
+        def _assign_work_unit(self, node: Any) -> None:
+            if int(node.gateway.id.removeprefix("gw")) >= 2:
+                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            super()._assign_work_unit(node)  # the first
+
     config.option.loadscopereorder = False  # they are in order: see pytest_collection_modifyitems
     return ByModule(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first: the lab, stacks, modules with many tests. At the end no process has much left
-    to do while the others are done."""
+    """The lab, stacks, and then the other modules, those with few tests first. What takes longest is at either end,
+    where processes begin; at the end, in between, none has much left to do while the others are done."""
     sizes = Counter(_scope(item.nodeid) for item in items)
     long = {*LONG, *(_scope(item.nodeid) for item in items if item.get_closest_marker("stack") is not None)}
 
     def place(item: pytest.Item) -> tuple[bool, bool, int, str]:
         scope = _scope(item.nodeid)
-        return scope != "lab", scope not in long, -sizes[scope], scope
+        is_long = scope in long
+        return scope != "lab", not is_long, -sizes[scope] if is_long else sizes[scope], scope
 
     items.sort(key=place)
 

@@ -21,7 +21,7 @@ from bench.lab.network import Network
 from bench.lab.plan import MANAGEMENT_ADDRESS
 from bench.lab.processes import nats_spec, nats_url, worker_spec
 from bench.replay.objectives import Slo
-from compose.children import CONTROL_PLANE, Addresses, nats_access, redis_spec, service_spec
+from compose.children import CONTROL_PLANE, Addresses, nats_access, redis_spec, service_forks, service_spec
 from compose.config import StackConfig
 from compose.errors import StackNotReady
 from compose.ports import free_port
@@ -102,6 +102,7 @@ class LabStack(RunningStack):
         )
         state_dir = StateDir(folder)
         super().__init__(config, Supervisor(state_dir.logs, say=say), state_dir)
+        self._forks = service_forks(config, state_dir)
         self._buses: dict[Kind, NatsBus] = {}
 
     async def bus_as(self, user: Kind) -> NatsBus:
@@ -143,6 +144,10 @@ class LabStack(RunningStack):
         while self._buses:
             await self._buses.popitem()[1].close()
         await super().stop()
+
+    async def stop_others(self) -> None:
+        """The process that services were forked from."""
+        await self._forks.stop()
 
     async def use_planner(self, **env: str) -> None:
         """Start the planner again with other settings."""
@@ -224,6 +229,7 @@ class LabStack(RunningStack):
 
     async def _start(self) -> None:
         self.state_dir.acquire()
+        await self._forks.start()
         socket = self.state_dir.redis_socket
         self._addresses = addresses = Addresses(
             nats_port=free_port(MANAGEMENT_ADDRESS),
@@ -276,7 +282,7 @@ class LabStack(RunningStack):
             await asyncio.sleep(_POLL_S)
 
     async def _start_service(self, name: str, **env: str) -> None:
-        spec = service_spec(self.config, self.state_dir, self.addresses, name)
+        spec = service_spec(self.config, self.state_dir, self.addresses, name, self._forks)
         await self._supervisor.start(replace(spec, env={**spec.env, "BLITZ_NATS_URL": nats_url(self.addresses), **env}))
 
 

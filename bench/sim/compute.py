@@ -74,6 +74,11 @@ class DecodeRun(NamedTuple):
         """When so many of them have ended."""
         return self.started_s + (steps * self.first_s + steps * (steps - 1) / 2 * self.more_s)
 
+    def ends_s(self, steps: int) -> list[float]:
+        """When the first so many of them have ended, each."""
+        started_s, first_s, more_s = self.started_s, self.first_s, self.more_s
+        return [started_s + (i * first_s + i * (i - 1) / 2 * more_s) for i in range(1, steps + 1)]
+
     def num_ended(self, now_s: float) -> int:
         """Steps that have ended by then."""
         passed_s, first_s, more_s = now_s - self.started_s, self.first_s - self.more_s / 2, self.more_s / 2

@@ -257,9 +257,9 @@ class SimEngine:
         running = list(scheduler.table.running)
         ended = scheduler.decode_ahead(steps, TOKEN.token_id)
         scheduler.budgets.speed.decoded(len(running), run.steps_s(max(0, steps - NUM_RECENT), steps))
-        now_s = self._clock.now_s
+        ends_s = run.ends_s(steps)
         # Where a run was counted bit by bit, its end is rounded otherwise than its event.
-        ends_s = [min(now_s, run.ended_s(step)) for step in range(1, steps + 1)]
+        ends_s[-1] = min(ends_s[-1], self._clock.now_s)
         self._busy_s_total += ends_s[-1] - run.started_s
         self._run = run.after(steps)
         self._owner.tell_run(running, ends_s, ended)

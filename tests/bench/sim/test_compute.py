@@ -44,6 +44,7 @@ def test_a_run_of_decode_steps_is_those_steps(
         now_s += compute.step_s(0, 0, num_requests, context_tokens + step * num_requests) + 0.001
         ends_s.append(now_s)
     assert [run.ended_s(step) for step in range(1, steps + 1)] == pytest.approx(ends_s, rel=1e-9)
+    assert run.ends_s(steps) == [run.ended_s(step) for step in range(1, steps + 1)]
     ended = run.num_ended(3.0 + passed_s)
     assert ended == sum(run.ended_s(step) <= 3.0 + passed_s for step in range(1, steps + 1))
     rest = run.after(ended)

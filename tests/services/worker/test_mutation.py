@@ -154,6 +154,7 @@ async def test_without_the_pool_it_has_the_role_and_the_planner_is_told_that_nob
     await alone.reported("mutate-1", "serving")
     assert "not confirmed" in next(p.detail for p in alone.progress if p.plan_id == "mutate-1")
     assert alone.worker.serving.role == "decode"
+    alone.broker.reconnect("pool")  # or the worker would ask it for as long as it may drain whether it may leave
 
 
 async def give_role(worker: RunningWorker, role: Role) -> None:

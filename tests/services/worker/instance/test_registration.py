@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from services.worker import service
+from services.worker.instance import registration
 from services.worker.orders import Orders
 from shared.errors import Unavailable
 from shared.messages.registry import HeartbeatAck
@@ -128,6 +129,7 @@ async def test_the_last_report_says_goodbye() -> None:
 
 async def test_a_worker_can_leave_without_a_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "JOIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(registration, "POOL_SILENT_S", 0.5)
     async with lone_worker() as alone:
         await alone.serve()
         await alone.pool.bus.close()
