@@ -35,6 +35,10 @@ class PartialSteps(Protocol):
         """Decode steps come at least this often between layers."""
 
     @property
+    def num_requests(self) -> int:
+        """Requests that it holds and that the scheduler does not count."""
+
+    @property
     def queued(self) -> tuple[int, int]:
         """Requests, and their tokens, that count as queued here beside those of the scheduler."""
 
@@ -43,6 +47,15 @@ class PartialSteps(Protocol):
 
     def end(self) -> None:
         """It has run."""
+
+    def stepped(self) -> None:
+        """Any step of the instance has ended."""
+
+    def accepted(self) -> None:
+        """The instance has taken a request."""
+
+    def cancelled(self, sequence: Request) -> None:
+        """A request of the instance is not wanted any more."""
 
 
 class EngineOwner(Protocol):
@@ -62,7 +75,7 @@ class EngineOwner(Protocol):
     def ran_first_layer(self, sequence: Request, end: int, step_ends_s: float) -> None:
         """Of the context's tokens up to ``end``; of a request that another instance is to decode."""
 
-    def ran_layers(self, sequence: Request) -> None:
+    def ran_chunk(self, sequence: Request) -> None:
         """So have all layers of them."""
 
     def computed(self, sequence: Request) -> None:
@@ -167,10 +180,7 @@ class SimEngine:
         self._deciding = True
         if self.partial is not None:
             self.partial.end()
-        self._take_prefilled()
-        self._deciding = False
-        self._owner.changed()
-        self._go_on()
+        self._stepped()
 
     def _begin_batch(self) -> bool:
         now_s, scheduler = self._clock.now_s, self._scheduler
@@ -216,8 +226,15 @@ class SimEngine:
         self._owner.tell(outputs)
         for piece in batch.slices:
             if piece.sequence.decode_at is not None:
-                self._owner.ran_layers(piece.sequence)
+                self._owner.ran_chunk(piece.sequence)
+        self._stepped()
+
+    def _stepped(self) -> None:
+        """Any step has ended."""
         self._take_prefilled()
+        # Asked again: a pair may have begun meanwhile.
+        if self.partial is not None:
+            self.partial.stepped()
         self._deciding = False
         self._owner.changed()
         self._go_on()
@@ -240,10 +257,9 @@ class SimEngine:
         self._deciding = True
         if self._run is not None:
             self._count(self._run, self._run.steps)
-        self._step, self._run, self._deciding = None, None, False
+        self._step = self._run = None
         self._turns.stepped(self._clock.now_s)
-        self._owner.changed()
-        self._go_on()
+        self._stepped()
 
     def count(self) -> None:
         """Count the steps of a run that have ended. The last one of it ends with its event."""

@@ -90,7 +90,8 @@ class SimInstance:
     @property
     def num_requests(self) -> int:
         """That have not ended here, those included whose KV is on its way here."""
-        return self.scheduler.num_requests + len(self._arriving)
+        shared = 0 if self.partial is None else self.partial.num_requests
+        return self.scheduler.num_requests + len(self._arriving) + shared
 
     def serve(self, load_s: float = 0.0) -> None:
         """All weights are here: take requests. Raises the life cycle's error."""
@@ -156,6 +157,8 @@ class SimInstance:
         self.scheduler.add(sequence, self._clock.now_s)
         self.host(sequence)
         self._began(TAKES_PROMPTS)
+        if self.partial is not None:
+            self.partial.accepted()
         self._engine.wake()
 
     def host(self, sequence: Request) -> None:
@@ -179,6 +182,8 @@ class SimInstance:
 
         def cancel() -> None:
             self.scheduler.cancel(*sequence.key)
+            if self.partial is not None:
+                self.partial.cancelled(sequence)
             if self._departures is not None:
                 self._departures.ended(sequence)
 
@@ -214,6 +219,9 @@ class SimInstance:
 
         def reserve() -> None:
             del self._asking[sequence.key]
+            older = self._arriving.get(sequence.key)
+            if older is not None:  # another instance computes it from the beginning
+                self.release(older)
             if not self.scheduler.reservations.reserve([sequence], behind_waiting=True):
                 window.close()
                 answer(transfer, Overloaded(f"no capacity for {sequence.num_tokens} tokens of KV now"))
@@ -258,6 +266,31 @@ class SimInstance:
         self.unhost(sequence)
         self.call(lambda: self.scheduler.reservations.release_to_decoder(sequence))
 
+    # --- for pairs ---------------------------------------------------------------------------
+
+    def took(self, sequences: Iterable[Request]) -> None:
+        """Another instance's requests are this one's from now on."""
+        for sequence in sequences:
+            self.host(sequence)
+            self._listener.on_taken_over(sequence.request_id, worker_id=self.worker_id, instance_id=self.instance_id)
+
+    def gave(self, sequences: Iterable[Request]) -> None:
+        """These are another instance's from now on."""
+        for sequence in sequences:
+            self.unhost(sequence)
+
+    def ran_layers(self, sequence: Request, first_layer: int, num_layers: int) -> None:
+        """Layers ``first_layer <= i < num_layers`` of a whole context have run here, outside of steps. If another
+        instance is to decode it, that is asked for room, and the KV of all layers since the first leaves."""
+        if self._departures is not None and sequence.decode_at is not None and not first_layer:
+            self._departures.ran_layers(sequence, num_layers)
+
+    def forget(self, sequences: Iterable[Request]) -> None:
+        """The other member goes on with these, from whatever layer: their KV leaves from there once they are computed,
+        all of it, and none from here any more. (In the worker each member can send the layers that it ran.)"""
+        if self._departures is not None:
+            self._departures.forget(sequences)
+
     # --- its engine --------------------------------------------------------------------------
 
     @property
@@ -282,7 +315,7 @@ class SimInstance:
         if self._departures is not None:
             self._departures.ran_first_layer(sequence, end, step_ends_s)
 
-    def ran_layers(self, sequence: Request) -> None:
+    def ran_chunk(self, sequence: Request) -> None:
         if self._departures is not None:
             self._departures.step_ended(sequence)
 

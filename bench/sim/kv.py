@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -96,6 +96,11 @@ class KvTransfer:
     """Since when it is held, with its first token."""
     kept: bool = False
     """It is decoded where it is."""
+    by_layer: bool = False
+    """It is computed outside of steps, all of it layer by layer."""
+    layers_ready: int = 0
+    layers_sent: int = 0
+    """So far, as ``sent_tokens``; those of a flow under way included."""
     begun: bool = False
     """The decode instance has it; that is not known here yet."""
     over: bool = False
@@ -121,10 +126,28 @@ class Departures:
     def ran_first_layer(self, sequence: Sequence, end: int, step_ends_s: float) -> None:
         """Of the context's tokens up to ``end``, whose step ends then."""
         transfer = self._transfer(sequence, end)
-        if transfer is None or end <= transfer.known_tokens:
+        if transfer is None or transfer.by_layer or end <= transfer.known_tokens:
             return  # it was preempted: what has left stands
         transfer.known_tokens, transfer.chunk_ends_s = end, step_ends_s
         self._send(transfer)
+
+    def ran_layers(self, sequence: Sequence, num_layers: int) -> None:
+        """So many layers of the whole context have run, outside of steps."""
+        is_new = sequence.key not in self.transfers
+        transfer = self._transfer(sequence, sequence.num_tokens)
+        if transfer is None:
+            return
+        transfer.by_layer = transfer.by_layer or is_new
+        if transfer.by_layer and num_layers > transfer.layers_ready:
+            transfer.layers_ready = num_layers
+            self._send(transfer)
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """What becomes of these is decided elsewhere: nothing leaves from here any more."""
+        for sequence in sequences:
+            transfer = self._forget(sequence)
+            if transfer is not None and transfer.reservation is not None:
+                self._tell(transfer.decoder.release, transfer.reservation)
 
     def step_ended(self, sequence: Sequence) -> None:
         """All layers of the chunk that was computed have run."""
@@ -134,15 +157,19 @@ class Departures:
 
     def computed(self, sequence: Sequence) -> None:
         """It has its first token, and is held unless that was its end."""
-        transfer = self.transfers.get(sequence.key)
         if sequence.finished:
             self.ended(sequence)
-        elif transfer is None or transfer.kept:
+            return
+        num_tokens = sequence.num_tokens - 1
+        transfer = self._transfer(sequence, num_tokens, num_tokens)
+        if transfer is None:
             self._forget(sequence)
             self._instance.scheduler.reservations.decode_here(sequence)
-        else:
-            transfer.computed_at_s = self._clock.now_s
-            self._begin_if_whole(transfer)
+            return
+        transfer.computed_at_s = self._clock.now_s
+        transfer.layers_ready, transfer.known_tokens = self._instance.compute.num_layers, transfer.num_tokens
+        self._send(transfer)
+        self._begin_if_whole(transfer)
 
     def ended(self, sequence: Sequence) -> None:
         """It has ended here, of itself or not."""
@@ -167,11 +194,12 @@ class Departures:
 
     # --- room --------------------------------------------------------------------------------
 
-    def _transfer(self, sequence: Sequence, end: int) -> KvTransfer | None:
+    def _transfer(self, sequence: Sequence, end: int, num_tokens: int = 0) -> KvTransfer | None:
+        """None if there is nothing to send. ``num_tokens``: of its context, if the sequence has its first token."""
         known = self.transfers.get(sequence.key)
         if known is not None:
             return None if known.kept else known
-        place, num_tokens = sequence.decode_at, sequence.num_tokens
+        place, num_tokens = sequence.decode_at, num_tokens or sequence.num_tokens
         decoder = None if place is None or sequence.finished else self._paths.find(place)
         if decoder is None:
             return None
@@ -213,8 +241,26 @@ class Departures:
     # --- bytes -------------------------------------------------------------------------------
 
     def _send(self, transfer: KvTransfer) -> None:
-        if transfer.reservation is None or transfer.flow is not None or transfer.sent_tokens >= transfer.known_tokens:
+        if transfer.reservation is None or transfer.flow is not None:
             return
+        if transfer.by_layer:
+            self._send_layers(transfer)
+        elif transfer.sent_tokens < transfer.known_tokens:
+            self._send_tokens(transfer)
+
+    def _send_layers(self, transfer: KvTransfer) -> None:
+        layers = transfer.layers_ready - transfer.layers_sent
+        if layers > 0:
+            compute = self._instance.compute
+            transfer.layers_sent = transfer.layers_ready
+            all_sent = transfer.layers_sent == compute.num_layers
+            self._start(
+                transfer,
+                transfer.num_tokens * compute.kv_bytes_per_token * layers / compute.num_layers,
+                transfer.num_tokens if all_sent else 0,
+            )
+
+    def _send_tokens(self, transfer: KvTransfer) -> None:
         end = min(transfer.known_tokens, transfer.sent_tokens + (transfer.chunk_tokens or transfer.num_tokens))
         compute = self._instance.compute
         num_bytes = (end - transfer.sent_tokens) * compute.kv_bytes_per_token
@@ -222,6 +268,10 @@ class Departures:
         cap_gbps = math.inf
         if left_s > 0 and compute.num_layers > 1:
             cap_gbps = num_bytes * (compute.num_layers - 1) / compute.num_layers / left_s / BYTES_PER_GBIT
+        self._start(transfer, num_bytes, end, cap_gbps)
+
+    def _start(self, transfer: KvTransfer, num_bytes: float, end: int, cap_gbps: float = math.inf) -> None:
+        """KV that brings all of the context's tokens up to ``end`` there, with what went before."""
         path = self._paths.path(self._instance, transfer.decoder)
         transfer.flow_tokens = end
         transfer.flow = self._paths.network.start(

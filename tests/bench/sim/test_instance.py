@@ -6,6 +6,7 @@ import pytest
 
 from bench.sim.compute import Compute
 from services.worker.core.scheduling.schedule import SchedulerConfig
+from services.worker.core.scheduling.sequence import Sequence
 from shared.errors import BlitzError, Conflict, ContextLengthExceeded, Overloaded, SentBack
 from tests.bench.sim.instances import GPU, Asked, World
 
@@ -143,10 +144,12 @@ class Layers:
 
     decode_interval_s = 0.05
     queued = (2, 300)
+    num_requests = 0
 
     def __init__(self, count: int) -> None:
         self.left = count
         self.ran = 0
+        self.heard: list[str] = []
 
     @property
     def ready(self) -> bool:
@@ -159,6 +162,15 @@ class Layers:
     def end(self) -> None:
         self.ran += 1
 
+    def stepped(self) -> None:
+        self.heard.append("stepped")
+
+    def accepted(self) -> None:
+        self.heard.append("accepted")
+
+    def cancelled(self, sequence: Sequence) -> None:
+        self.heard.append(f"cancelled {sequence.request_id}")
+
 
 def test_layers_of_a_pair_come_first_and_decodes_in_between() -> None:
     world = World()
@@ -167,10 +179,12 @@ def test_layers_of_a_pair_come_first_and_decodes_in_between() -> None:
     world.clock.run(0.1)
     layers = Layers(50)
 
-    def begin() -> None:
-        instance.partial = layers
+    before = 0
 
-    before = len(world.heard.times_s["r"])
+    def begin() -> None:
+        nonlocal before
+        instance.partial, before = layers, len(world.heard.times_s["r"])
+
     instance.call(begin)
     world.clock.run(0.1 + 0.5)
     during = [t for t in world.heard.times_s["r"] if 0.12 < t < 0.6]
@@ -178,4 +192,16 @@ def test_layers_of_a_pair_come_first_and_decodes_in_between() -> None:
     assert instance.load_report(world.clock.now_s).queued_requests == 2
     world.clock.run()
     assert layers.ran == 50
-    assert before < len(world.heard.times_s["r"]) == 200
+    assert 0 < before < len(world.heard.times_s["r"]) == 200
+    assert layers.heard.count("stepped") == 200 - before + 50
+
+
+def test_a_pair_hears_of_requests_that_come_and_go() -> None:
+    world = World()
+    instance, layers = world.instance("i"), Layers(0)
+    instance.partial = layers
+    instance.submit(Asked("r", 50, 200))
+    instance.cancel("r")
+    world.clock.run()
+    assert layers.heard == ["accepted", "stepped", "cancelled r"]
+    assert not world.heard.times_s

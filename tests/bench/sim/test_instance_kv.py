@@ -7,6 +7,7 @@ import random
 import pytest
 
 from bench.sim.compute import Compute
+from bench.sim.engine import TOKEN
 from services.worker.core.kv_transfer import room
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from shared.errors import BlitzError
@@ -126,6 +127,56 @@ def test_nothing_is_left_of_what_ends_in_any_phase(what: str, at_s: float) -> No
         assert not served
     else:
         assert served != (gone == ["r"]), "it goes on where it is not lost"
+    check_empty(world)
+
+
+@pytest.mark.parametrize("layers", [(), (0, 8, 16, 32)])
+def test_what_is_computed_outside_of_steps_leaves_too(layers: tuple[int, ...]) -> None:
+    """Layer by layer if that is told, else at its end."""
+    world = pair(10.0)
+    instance = world.instances["p"]
+    instance.scheduler.table.lending = True
+    submit(world, "r", 500, 5)
+    (sequence,) = instance.scheduler.lend()
+    reservations = instance.scheduler.reservations
+    assert reservations.reserve([sequence])
+    for index, num_layers in enumerate(layers):
+        world.clock.at(0.05 * index, instance.ran_layers, sequence, 0, num_layers)
+
+    def computed() -> None:
+        output = reservations.adopt(sequence, TOKEN, world.clock.now_s)
+        instance.tell([output] if output else [])
+
+    world.clock.at(0.2, instance.call, computed)
+    world.clock.run()
+    assert world.heard.where["r"] == ["p", "d"]
+    layer_s = 500 * GPU.kv_bytes_per_token / 32 / (10e9 / 8)
+    if layers:
+        expected_s = 0.15 + 16 * layer_s + 2 * MESSAGE_S if 16 * layer_s > 0.05 else 0.2 + 2 * MESSAGE_S
+    else:
+        expected_s = 0.2 + 2 * MESSAGE_S + 32 * layer_s + 2 * MESSAGE_S
+    assert world.heard.taken_over["r"] == pytest.approx(expected_s)
+    assert len(world.heard.times_s["r"]) == 5
+    check_empty(world)
+
+
+def test_what_the_other_member_of_a_pair_goes_on_with_keeps_no_room() -> None:
+    world = pair()
+    instance = world.instances["p"]
+    instance.scheduler.table.lending = True
+    submit(world, "r", 500, 5)
+    (sequence,) = instance.scheduler.lend()
+    instance.ran_layers(sequence, 0, 1)
+    world.clock.run(0.01)
+    assert world.instances["d"].num_requests == 1
+    instance.forget([sequence])
+    world.clock.run()
+    assert world.instances["d"].num_requests == 0
+    instance.scheduler.take_back([sequence])
+    instance.scheduler.table.lending = False
+    instance.call(lambda: None)
+    world.clock.run()
+    assert world.heard.where["r"] == ["p", "d"]
     check_empty(world)
 
 
