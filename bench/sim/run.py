@@ -55,6 +55,8 @@ KV_SHARE = 0.9
 """Of the memory that weights leave, that KV may take."""
 GIB = 1 << 30
 FOREVER_S = 1e9
+SETTLE_S = 1.0
+"""Before the first instances are there, and again before the first request: what they report is known by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ class _Run:
                 strategy=system.strategy,
                 mutation=system.mutation,
                 advise=not system.scales,
-                live=LiveSettings(choice=system.live, policy=system.live_policy),
+                live=LiveSettings(choice="never", policy=system.live_policy),
             ),
             self._find_profile,
             on_plan=self._on_plan,
@@ -382,8 +384,10 @@ class _Run:
 
     def run(self) -> Outcome:
         clock, requests = self._clock, self._requests
+        # A unix time of 0 means "not yet" here and there.
+        clock.run(SETTLE_S)
         self._begin()
-        clock.run(1.0)
+        clock.run(2 * SETTLE_S)
         begin_s = clock.now_s
         first_s = requests[0].due_s
         for request in requests:
