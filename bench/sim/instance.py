@@ -264,7 +264,15 @@ class SimInstance:
     def left(self, sequence: Request) -> None:
         """Another instance decodes it."""
         self.unhost(sequence)
-        self.call(lambda: self.scheduler.reservations.release_to_decoder(sequence))
+
+        def leave() -> None:
+            reservations = self.scheduler.reservations
+            if reservations.token_of(sequence) is None:
+                reservations.release_to_decoder(sequence)
+            else:
+                reservations.leave(sequence)  # its blocks are freed with the pair's batch
+
+        self.call(leave)
 
     # --- for pairs ---------------------------------------------------------------------------
 
@@ -281,13 +289,31 @@ class SimInstance:
 
     def ran_layers(self, sequence: Request, first_layer: int, num_layers: int) -> None:
         """Layers ``first_layer <= i < num_layers`` of a whole context have run here, outside of steps. If another
-        instance is to decode it, that is asked for room, and the KV of all layers since the first leaves."""
-        if self._departures is not None and sequence.decode_at is not None and not first_layer:
+        instance is to decode it, that is asked for room, and the KV of all layers since the first leaves; that of
+        others only if the members have joined. Else all of it leaves once the context is computed."""
+        if self._departures is None or sequence.decode_at is None or sequence.finished:
+            return
+        if not first_layer or self.sends(sequence):
             self._departures.ran_layers(sequence, num_layers)
 
+    def join(self, sequences: Sequence[Request], there: Sequence[Request], source: SimInstance) -> bool:
+        """At a pair's target: whether KV of a batch that the source pulls goes from both straight to where its requests
+        are to be decoded. ``there``: the source's own."""
+        if self._departures is None or source._departures is None or any(s.decode_at is None for s in sequences):
+            return False
+        return self._departures.join(sequences, there, source._departures)
+
+    def sends(self, sequence: Request) -> bool:
+        """Its KV leaves for another instance, as far as is known."""
+        return self._departures is not None and self._departures.sends(sequence)
+
+    def computed_rest(self, sequence: Request) -> None:
+        """At the source: a context of which KV leaves from both has its first token."""
+        if self._departures is not None and self.scheduler.reservations.token_of(sequence) is not None:
+            self._departures.computed(sequence)
+
     def forget(self, sequences: Iterable[Request]) -> None:
-        """The other member goes on with these, from whatever layer: their KV leaves from there once they are computed,
-        all of it, and none from here any more. (In the worker each member can send the layers that it ran.)"""
+        """The other member goes on with these, from whatever layer: none of their KV leaves from here any more."""
         if self._departures is not None:
             self._departures.forget(sequences)
 

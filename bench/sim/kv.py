@@ -105,6 +105,17 @@ class KvTransfer:
     """The decode instance has it; that is not known here yet."""
     over: bool = False
     """It has ended, or is the decode instance's."""
+    before: KvTransfer | None = None
+    """By which a pair's target sends the layers before those that leave here."""
+    rest: KvTransfer | None = None
+    """The other way round: that one has the reservation, and begins or ends the request."""
+
+    @property
+    def is_there(self) -> bool:
+        """All KV has arrived, from both members where there are two."""
+        before = self.before
+        both = before is None or (before.flow is None and before.layers_sent == before.layers_ready)
+        return both and self.sent_tokens == self.num_tokens
 
 
 Answer = Callable[[KvTransfer, Reservation | BlitzError], object]
@@ -146,8 +157,36 @@ class Departures:
         """What becomes of these is decided elsewhere: nothing leaves from here any more."""
         for sequence in sequences:
             transfer = self._forget(sequence)
-            if transfer is not None and transfer.reservation is not None:
-                self._tell(transfer.decoder.release, transfer.reservation)
+            if transfer is not None:
+                self._release(transfer)
+
+    def join(self, sequences: Iterable[Sequence], there: Iterable[Sequence], source: Departures) -> bool:
+        """At a pair's target, of a batch that the source pulls: KV of its layers leaves here, that of the others from
+        the source, whose own requests ``there`` are. False if one of them has no room where it is to be decoded:
+        nothing leaves here then."""
+        both = [(s, other) for s, other in zip(sequences, there, strict=True) if not (s.finished or other.finished)]
+        transfers = [self.transfers.get(s.key) for s, _ in both]
+        joined = [t for t in transfers if t is not None and not t.kept and t.reservation is not None]
+        if len(joined) < len(both):
+            self.forget([s for s, _ in both])
+            return False
+        for transfer, (_, other) in zip(joined, both, strict=True):
+            source.take_rest(transfer, other)
+        return True
+
+    def take_rest(self, before: KvTransfer, sequence: Sequence) -> None:
+        """At the source: what ``before`` does not send leaves from here."""
+        rest = KvTransfer(sequence, self, before.decoder, before.num_tokens, 0, before.pauses)
+        rest.by_layer, rest.layers_ready, rest.layers_sent = True, before.layers_ready, before.layers_ready
+        rest.before, before.rest, rest.reservation = before, rest, before.reservation
+        if before.reservation is not None:
+            before.reservation.transfer = rest
+        self.transfers[sequence.key] = rest
+
+    def sends(self, sequence: Sequence) -> bool:
+        """Its KV leaves, as far as is known."""
+        transfer = self.transfers.get(sequence.key)
+        return transfer is not None and not transfer.kept
 
     def step_ended(self, sequence: Sequence) -> None:
         """All layers of the chunk that was computed have run."""
@@ -164,7 +203,7 @@ class Departures:
         transfer = self._transfer(sequence, num_tokens, num_tokens)
         if transfer is None:
             self._forget(sequence)
-            self._instance.scheduler.reservations.decode_here(sequence)
+            self._decode_here(sequence)
             return
         transfer.computed_at_s = self._clock.now_s
         transfer.layers_ready, transfer.known_tokens = self._instance.compute.num_layers, transfer.num_tokens
@@ -175,8 +214,8 @@ class Departures:
         """It has ended here, of itself or not."""
         transfer = self._forget(sequence)
         self._instance.scheduler.reservations.release_held(sequence)
-        if transfer is not None and transfer.reservation is not None:
-            self._tell(transfer.decoder.release, transfer.reservation)
+        if transfer is not None:
+            self._release(transfer)
 
     def lost(self, transfer: KvTransfer) -> None:
         """The decode instance is gone: the request is decoded here."""
@@ -186,11 +225,18 @@ class Departures:
         """This instance is gone, with all that was to leave it. Returns the requests that others have begun."""
         begun = [transfer.sequence.request_id for transfer in self.transfers.values() if transfer.begun]
         for transfer in list(self.transfers.values()):
-            reservation = transfer.reservation
+            rest = transfer.rest
             self._forget(transfer.sequence)
-            if reservation is not None and not transfer.begun:
-                self._tell(transfer.decoder.release, reservation)
+            if not transfer.begun:
+                self._release(transfer)
+            if rest is not None and not (rest.over or rest.begun or rest.is_there):
+                rest.departures.lost_before(rest)
         return begun
+
+    def lost_before(self, rest: KvTransfer) -> None:
+        """At a pair's source: the first layers do not come where they are to be decoded."""
+        self._release(rest)
+        self._keep(rest)
 
     # --- room --------------------------------------------------------------------------------
 
@@ -236,7 +282,19 @@ class Departures:
         if transfer.computed_at_s is not None:
             sequence = transfer.sequence
             self._forget(sequence)
-            self._instance.call(lambda: self._instance.scheduler.reservations.decode_here(sequence))
+            self._instance.call(lambda: self._decode_here(sequence))
+
+    def _decode_here(self, sequence: Sequence) -> None:
+        reservations = self._instance.scheduler.reservations
+        if reservations.token_of(sequence) is None:
+            reservations.decode_here(sequence)
+        else:
+            reservations.stay(sequence)  # until KV of its first layers is here
+
+    def _release(self, transfer: KvTransfer) -> None:
+        """Room is not needed. Who sends the rest decides on it."""
+        if transfer.reservation is not None and transfer.rest is None:
+            self._tell(transfer.decoder.release, transfer.reservation)
 
     # --- bytes -------------------------------------------------------------------------------
 
@@ -280,16 +338,15 @@ class Departures:
 
     def _arrived(self, transfer: KvTransfer) -> None:
         transfer.flow, transfer.sent_tokens = None, transfer.flow_tokens
-        if transfer.sent_tokens < transfer.num_tokens:
-            self._send(transfer)
-            return
-        if transfer.reservation is not None:
-            transfer.reservation.window.close()
-        self._begin_if_whole(transfer)
+        self._send(transfer)
+        whole = transfer.rest or transfer
+        if whole.is_there and whole.reservation is not None:
+            whole.reservation.window.close()
+        whole.departures._begin_if_whole(whole)
 
     def _begin_if_whole(self, transfer: KvTransfer) -> None:
         """The sender learns that all is there, and says what the first token is."""
-        if transfer.computed_at_s is not None and transfer.sent_tokens == transfer.num_tokens and not transfer.over:
+        if transfer.computed_at_s is not None and transfer.is_there and not transfer.over:
             self._clock.after(2 * self._paths.message_s, self._begin, transfer)
 
     def _begin(self, transfer: KvTransfer) -> None:

@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from services.worker.core.live.batch import PromptBatch
-from services.worker.core.live.source_work import PullTime
+from services.worker.core.live.source_work import LOOK_S, PULL_WAIT_S, PullTime
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
@@ -33,10 +33,6 @@ from shared.transport.base import Buffer
 
 log = logging.getLogger(__name__)
 
-PULL_WAIT_S = 0.25
-"""How long one pull waits at the target for a batch."""
-LOOK_S = 0.05
-"""How often a batch that lacks room here is tried again, whatever the engine says."""
 PIECE_BYTES = 8 << 20
 """Layers come together up to so many bytes; a larger layer comes alone."""
 WINDOW_BYTES = 64 << 20

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from opentelemetry import trace
 
 from services.worker.core.live.pair import PairLife, PairState
-from services.worker.core.live.source_work import AfterPull, after_pull
+from services.worker.core.live.source_work import AfterPull, after_pull, parts
 from services.worker.engine.loop import StepOutput
 from services.worker.instance.instance import Instance
 from services.worker.kv_transfer.sender import KvSender
@@ -35,7 +35,6 @@ from shared.messages.live import (
     LiveReport,
     PlanSplit,
     Seal,
-    SplitBatch,
     Taken,
     ZigzagAssignment,
 )
@@ -209,15 +208,14 @@ class LiveSource:
                 await self.handed_over.hand_over(tensors, behind_seal=True, until=lambda: self.is_ending)
 
     async def _ask_for_split(self) -> None:
-        waiting = [SplitBatch(batch_id=b.batch_id, layer_s=b.layer_s) for b in self.handed_over.queue.handed.values()]
-        measured = self.instance.engine.loop.prefill_token_s > 0
-        if self.assignment.policy != "zigzag" or not measured or len({b.layer_s for b in waiting}) < 2:
-            return  # equal batches need no split, and without a measurement there is none
+        waiting = self.handed_over.queue.to_split(self.assignment.policy, self.instance.engine.loop.prefill_token_s)
+        if not waiting:
+            return
         try:
             await self._ask_split(
                 PlanSplit(
                     pair_id=self.assignment.pair_id,
-                    batches=tuple(waiting),
+                    batches=waiting,
                     source_free_at_s=time.time() + self._stepper.remaining_s,
                     pull_s=self.pull_s,
                 )
@@ -306,11 +304,12 @@ class LiveSource:
             self._arrivals.set()  # the target has capacity now
         if message.loaded and not self.target_loaded:
             self.target_loaded = True
-            self._look()  # the baselines part now, busy or not
+            if self._is_over():
+                self._look()  # busy or not. Others ask for a batch once they are free, as ever
         return Ack()
 
     def _is_over(self) -> bool:
-        return self.target_loaded and self.assignment.policy != "zigzag" and not self.life.ended
+        return not self.life.ended and parts(self.assignment.policy, target_loaded=self.target_loaded)
 
     def _taken_by_target(self, batch_ids: Iterable[str]) -> None:
         batches = self.handed_over.queue.taken_by_target(batch_ids)

@@ -11,7 +11,8 @@ from services.worker.core.live.batch import PromptBatch, packed
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from services.worker.core.scheduling.scheduler import Scheduler
 from services.worker.core.scheduling.sequence import Sequence
-from shared.messages.common import ErrorInfo
+from shared.messages.common import ErrorInfo, LivePolicy
+from shared.messages.live import SplitBatch
 
 SLOTS_SHARE = 4
 """A batch takes at most this part of an instance's slots: all of its requests need theirs at once."""
@@ -74,6 +75,13 @@ class SourceQueue:
     def refused(self, batch: PromptBatch) -> None:
         """The target does not take it now: it waits here, before what comes behind it."""
         self.backlog.appendleft(self.handed.pop(batch.batch_id))
+
+    def to_split(self, policy: LivePolicy, token_s: float) -> tuple[SplitBatch, ...]:
+        """What the planner is to split; nothing where no split can gain: equal batches need none, and without a
+        measurement (``token_s`` 0) there is none."""
+        if policy != "zigzag" or not token_s or len({b.layer_s for b in self.handed.values()}) < 2:
+            return ()
+        return tuple(SplitBatch(batch_id=b.batch_id, layer_s=b.layer_s) for b in self.handed.values())
 
     @property
     def expected(self) -> PromptBatch | None:

@@ -10,7 +10,12 @@ from typing import Generic, TypeVar
 
 from services.worker.core.live.batch import PromptBatch
 from services.worker.core.scheduling.scheduler import Scheduler
+from shared.messages.common import LivePolicy
 
+PULL_WAIT_S = 0.25
+"""How long one pull waits at the target for a batch."""
+LOOK_S = 0.05
+"""How often a batch that lacks room here is tried again, whatever the engine says."""
 MAX_LEAD_LAYERS = 1.0
 """A batch is asked for at most so long before the one in hand is done."""
 _SMOOTHING = 0.5
@@ -148,6 +153,11 @@ class AfterPull(Enum):
     """Begin a batch that never went to the target."""
     DISSOLVE = auto()
     ASK_AGAIN = auto()
+
+
+def parts(policy: LivePolicy, *, target_loaded: bool) -> bool:
+    """Whether the source parts from the target now, busy or not: the baselines do once everything is loaded."""
+    return target_loaded and policy != "zigzag"
 
 
 def after_pull(*, pulled: bool, can_dissolve: bool, gets_prompts: bool, has_backlog: bool) -> AfterPull:

@@ -121,3 +121,17 @@ def test_what_the_target_may_own_ends_and_what_it_gave_does_not() -> None:
     source.queue.restore(source.scheduler, back, doubtful, ErrorInfo(code="unavailable", message="who knows"))
     assert [o.request_id for o in source.scheduler.take_ended()] == ["b"]
     assert source.waiting() == "ac"
+
+
+def test_a_split_is_asked_for_where_it_can_gain_something() -> None:
+    source = Source("a", "b", prefill_chunk_tokens=9)
+    source.hand()
+    assert source.queue.to_split("zigzag", 0.5) == (), "one batch"
+    source.hand()
+    assert source.queue.to_split("zigzag", 0.5) == (), "equal ones"
+    source.scheduler.add(request("c", 12))
+    source.lend()
+    source.hand()
+    assert [b.batch_id for b in source.queue.to_split("zigzag", 0.5)] == ["pair-0", "pair-1", "pair-2"]
+    assert source.queue.to_split("zigzag", 0.0) == (), "nothing was measured"
+    assert source.queue.to_split("overlap", 0.5) == ()
