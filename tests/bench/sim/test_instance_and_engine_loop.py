@@ -82,7 +82,7 @@ def test_tokens_come_at_the_same_times(
     config = SchedulerConfig(
         num_blocks=num_blocks, block_size=16, max_num_sequences=16, max_queued_requests=20, prefill_chunk_tokens=512
     )
-    arrivals = arrivals_of(7, 60, mean_s, longest, most)
+    arrivals = arrivals_of(7, 40, mean_s, longest, most)
     real = RealLoop(profile, config, slo_tbt_s)
     stats = real.run(arrivals)
 
