@@ -180,6 +180,15 @@ def test_what_the_other_member_of_a_pair_goes_on_with_keeps_no_room() -> None:
     check_empty(world)
 
 
+def test_memory_for_kv_on_its_way_is_given_back() -> None:
+    """It is for about forty of these at once."""
+    world = pair(400.0)
+    for index in range(60):
+        submit(world, f"r{index}", 400, 2)
+        world.clock.run()
+    assert all(where == ["p", "d"] for where in world.heard.where.values())
+
+
 def test_a_question_that_died_with_whom_it_was_asked_is_not_waited_for() -> None:
     world = pair()
     submit(world, "a", 100, 500)
