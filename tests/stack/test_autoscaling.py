@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from compose.config import StackConfig
 from compose.demo_model import ensure_demo_model
 from compose.stack import Stack
 from shared import subjects
 from shared.load_feed import subscribe_load
 from shared.messages.load import Demand, LoadReport
 from tests.stack.client import bus, complete, openai_client, until
-from tests.stack.conftest import FAST, MODEL, READY_S, mock_config
+from tests.stack.conftest import MODEL, READY_S, mock_config
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx]
 
@@ -47,8 +47,9 @@ async def test_load_adds_instances_and_silence_removes_them(tmp_path: Path) -> N
 
 
 async def test_one_long_prompt_asks_for_one_instance_and_many_for_more(tmp_path: Path) -> None:
-    config = StackConfig(models=(ensure_demo_model(tmp_path),), state_dir=tmp_path, workers=3, port=0, env=FAST)
-    async with Stack(config) as stack:
+    # A long prompt takes 1.4 s, however busy the machine is: 8 layers of 0.05 ms per token.
+    slow = mock_config(tmp_path, BLITZ_MOCK_LAYER_PER_TOKEN_US="50", BLITZ_MOCK_LAYER_BASE_MS="0.1")
+    async with Stack(replace(slow, models=(ensure_demo_model(tmp_path),))) as stack:
         await stack.wait_ready(READY_S)
         async with openai_client(stack) as client, bus(stack) as listening:
             demands: list[Demand] = []

@@ -17,14 +17,11 @@ from compose.stack import Stack
 from shared import subjects
 from shared.permissions import KINDS, TABLE, Kind, inbox_prefix
 from tests.plain_http import http_client
-from tests.services.waiting import eventually
 from tests.stack.client import complete, openai_client, scale, stream, until
 from tests.stack.conftest import MODEL, READY_S, mock_config
+from tests.stack.readers import TOKENS, texts, well_begun
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
-
-TOKENS = 400
-"""At 4 layers of 1 ms: a stream of about two seconds."""
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -37,22 +34,10 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
 async def _streams_through(stack: Stack, *names: str) -> None:
     """Six streams run while processes are killed; each must give the undisturbed text."""
     async with openai_client(stack) as client:
-        expected = await complete(client, MODEL, max_tokens=TOKENS)
-
-        texts = [""] * 6
-
-        async def read(number: int) -> str:
-            async for piece in stream(client, MODEL, max_tokens=TOKENS):
-                texts[number] += piece
-            return texts[number]
-
-        reading = [asyncio.create_task(read(number)) for number in range(6)]
-        # Well begun, and far from their ends.
-        await eventually(lambda: all(len(text) > len(expected) / 5 for text in texts))
-        assert not any(task.done() for task in reading)
+        readers, expected = await well_begun([client] * 6)
         for name in names:
             stack.kill(name)
-        assert await asyncio.gather(*reading) == [expected] * 6
+        assert await texts(readers) == [expected] * 6
 
 
 async def test_a_killed_workers_streams_continue_elsewhere(stack: Stack) -> None:
