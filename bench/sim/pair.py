@@ -405,7 +405,7 @@ class SimPair:
 
     def _until_decoded_elsewhere(self, run: SourceRun, claim_id: str) -> Steps:
         """Or until they have ended, or are to be decoded here: then KV of the first layers is needed after all."""
-        while any(not s.finished and self.source.sends(s) for s in run.batch.sequences):
+        while any(not s.finished and s.decode_at is not None for s in run.batch.sequences):
             yield self._changed, self._clock.now_s + LOOK_S
         self._direct.remove(run)
         if run.batch.ended:

@@ -16,10 +16,12 @@ from bench.sim.instance import SimInstance
 from bench.sim.pair import PairPaths, SimPair
 from services.planner.core.live.split import assign
 from services.worker.core.scheduling.schedule import SchedulerConfig
+from shared.messages.common import Role
+from shared.messages.generation import DecodePlace
 from shared.messages.live import Gate
 from shared.zigzag.playback import Job, Played, play
 from shared.zigzag.queue import Policy
-from tests.bench.sim.instances import Asked, World
+from tests.bench.sim.instances import Asked, World, sequence
 from tests.records import profile
 from tests.services.worker.live.members import assignment
 
@@ -52,12 +54,20 @@ class Rig:
         message_s: float = 0.0,
         hidden_bytes_per_token: int = 1,
         gbps: float = 1.0,
+        role: Role = "colocated",
+        decoder: SchedulerConfig = CONFIG,
         source_slots: int = 64,
     ) -> None:
         self.world = World(gbps=1e6 if hidden_bytes_per_token == 1 else gbps)
         self.clock, self.heard = self.world.clock, self.world.heard
         self.num_layers = num_layers
-        self.source, self.target = self._member("source", source_slots), self._member("target", source_slots)
+        self.decode_at: DecodePlace | None = None
+        if role == "prefill":
+            self.decoder = self._member("decoder", "decode", decoder)
+            self.decoder.serve()
+            self.decode_at = self.world.place("decoder")
+        self.source = self._member("source", role, replace(CONFIG, max_num_sequences=source_slots))
+        self.target = self._member("target", role)
         self.source.serve()
         self.ended: list[SimPair] = []
         paths = PairPaths(
@@ -76,7 +86,7 @@ class Rig:
             on_end=self.ended.append,
         )
 
-    def _member(self, name: str, source_slots: int) -> SimInstance:
+    def _member(self, name: str, role: Role, config: SchedulerConfig = CONFIG) -> SimInstance:
         self.world.instance(name)  # its links
         member = self.world.instances[name] = SimInstance(
             self.clock,
@@ -84,9 +94,9 @@ class Rig:
             instance_id=name,
             worker_id=f"worker of {name}",
             model="m",
-            role="colocated",
-            # A step of the source takes one prompt, as the playback does once the queue is dissolved.
-            config=CONFIG if name == "target" else replace(CONFIG, max_num_sequences=source_slots),
+            role=role,
+            config=config,
+            kv=self.world.kv,
             compute=Linear(self.num_layers),
             expects_profile=False,
         )
@@ -108,10 +118,17 @@ class Rig:
         """They wait: nothing is begun before the pair."""
         self.source.scheduler.table.lending = True
         for index, num_tokens in enumerate(tokens):
-            self.source.submit(Asked(f"r{index}", num_tokens, output_tokens))
+            self.source.submit(Asked(f"r{index}", num_tokens, output_tokens), decode_at=self.decode_at)
 
     def first_tokens(self) -> dict[str, float]:
         return {request_id: times_s[0] for request_id, times_s in self.heard.times_s.items()}
+
+    def carried(self) -> dict[str, int]:
+        """Bytes that left the members, by purpose."""
+        sums: dict[str, int] = {}
+        for (purpose, _), num_bytes in self.world.network.carried.items():
+            sums[purpose] = sums.get(purpose, 0) + num_bytes
+        return sums
 
     def clean(self) -> None:
         """The pair is over, and nothing is left of it."""
@@ -142,6 +159,7 @@ class Case:
         return play(self.jobs, self.loaded_at, policy)
 
     def simulated(self, policy: Policy, gates: Mapping[str, int] = MappingProxyType({})) -> list[float]:
+        # A step of the source takes one prompt, as the playback does once the queue is dissolved.
         rig = Rig(len(self.loaded_at), policy.value, source_slots=1)
         rig.submit(self.tokens)
         rig.load(self.loaded_at)
@@ -312,3 +330,63 @@ def test_a_source_that_drains_takes_everything_back() -> None:
     assert rig.heard.ended.keys() == {"r0", "r1", "r2", "r3"}
     rig.clock.run()
     rig.clean()
+
+
+def test_kv_of_a_split_batch_goes_straight_to_where_it_is_decoded() -> None:
+    rig = Rig(4, role="prefill", message_s=0.001, hidden_bytes_per_token=4096)
+    layer_kv_s = 2000 * 131_072 / 4 * 8 / 1e9
+    rig.submit([2000, 2000], output_tokens=20)
+    rig.load([1.0, 4.0, 1000.0, 1001.0])
+    rig.pair.begin()
+    rig.clock.run()
+    rig.clean()
+    (pair,) = rig.ended
+    assert pair.report is not None
+    assert [(b.target_layers, b.source_layers) for b in pair.report.batches] == [(0, 4), (2, 2)]
+    assert rig.heard.where == {"r0": ["source", "decoder"], "r1": ["source", "decoder"]}
+    assert {len(times_s) for times_s in rig.heard.times_s.values()} == {20}
+    # All but the last layer's KV has left while the others ran.
+    passed_s = rig.heard.taken_over["r1"] - rig.heard.times_s["r1"][0]
+    assert layer_kv_s < passed_s < 1.1 * layer_kv_s
+    assert rig.carried() == {"kv": 2 * 2000 * 131_072, "activations": 3 * 2000 * 4096}
+
+
+def test_kv_of_a_batch_without_room_at_the_decode_instance_goes_through_the_source() -> None:
+    decoder = replace(CONFIG, num_blocks=140)
+    rig = Rig(4, role="prefill", decoder=decoder, message_s=0.001, hidden_bytes_per_token=4096)
+    rig.submit([2000, 2000], output_tokens=20)
+    other = sequence("other", 1000, 1)
+    assert rig.decoder.scheduler.reservations.reserve([other])
+    rig.load([1.0, 4.0, 1000.0, 1001.0])
+    rig.pair.begin()
+    rig.clock.run()
+    rig.decoder.scheduler.reservations.release([other])
+    rig.clean()
+    assert {len(times_s) for times_s in rig.heard.times_s.values()} == {20}
+    assert rig.heard.where == {"r0": ["source"], "r1": ["source"]}
+    assert rig.carried() == {"kv": 2000 * 131_072 / 2, "activations": 3 * 2000 * 4096}
+
+
+@pytest.mark.parametrize("who", ["target", "decoder", "source"])
+@pytest.mark.parametrize("at_s", [2.5, 6.0, 9.0, 12.02, 14.0, 25.0, 42.0, 60.0])
+def test_whoever_dies_no_request_is_lost_or_told_of_twice(who: str, at_s: float) -> None:
+    rig = Rig(4, role="prefill", message_s=0.001, hidden_bytes_per_token=4096)
+    names = {f"r{index}" for index in range(5)}
+    rig.submit([2000, 2500, 2100, 1800, 2900], output_tokens=300)
+    rig.load([1.0, 10.0, 20.0, 40.0])
+    rig.pair.begin()
+    rig.clock.run(at_s)
+    lost = rig.world.instances[who].kill()
+    if who == "target":
+        rig.pair.target_gone("it died")
+    elif who == "source":
+        rig.pair.source_gone("it died")
+    rig.clock.run()
+    assert {*rig.heard.ended, *rig.heard.failed, *lost} == names
+    assert not rig.heard.ended.keys() & rig.heard.failed.keys()
+    for member in (rig.source, rig.target, rig.decoder):
+        if member.instance_id != who:
+            assert member.partial is None
+            assert member.num_requests == 0
+            assert member.scheduler.pool.num_used == 0
+            member.scheduler.check()
