@@ -87,6 +87,7 @@ def decide(
     promised: Collection[str] = (),
     only: Collection[str] = (),
     mutating: Collection[str] = (),
+    until_up: bool = False,
 ) -> Decision:
     """Steps from what ``workers`` run to ``desired`` instances of ``model`` in ``role``; those of other roles are
     left alone. ``floor`` is the role's.
@@ -98,7 +99,8 @@ def decide(
     that serve least, never one that still loads (its plan runs; it can go when it is up). Those of
     ``in_pairs`` (instance ids), which scale live with another, go last, and before them those ``at_work``, which have
     requests. ``only``: if not empty, none but those of these workers go. ``mutating``: instance ids that have only just
-    been given the role, and do not go.
+    been given the role, and do not go. ``until_up``: what still loads replaces nothing that serves: so many serving
+    ones stay as are wanted, until it is up and one of them can go.
     """
     counted, num_others, draining = _of_role(model, workers, role, leaving, promised)
     # What is there of this role has its place; of what is left, other roles have taken theirs.
@@ -116,7 +118,10 @@ def decide(
             and (not only or w.worker.worker_id in only)
             and (w.instance is None or w.instance.instance_id not in mutating)
         ]
-        drain = tuple(sorted(serving, key=lambda w: staying(w, in_pairs, at_work))[:-missing])
+        most = -missing
+        if until_up:
+            most = max(0, min(most, sum(w.state == "serving" for w in counted) - wanted))
+        drain = tuple(sorted(serving, key=lambda w: staying(w, in_pairs, at_work))[:most])
     return Decision(wanted, len(counted), load, revive, drain)
 
 

@@ -227,6 +227,8 @@ class Scaler:
             promised=() if request.by_hand else promised,
             only=request.only,
             mutating=mutating,
+            # What was asked for by hand is not asked for again later, and another model does not wait for a load.
+            until_up=not (request.by_hand or request.for_another),
         )
 
     def evacuation(self, going: Evacuation, view: RegistryView, moment: Moment) -> Step:

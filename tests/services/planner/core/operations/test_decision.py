@@ -73,6 +73,17 @@ def test_an_instance_that_still_loads_is_not_drained() -> None:
     assert [w.worker.worker_id for w in decision.drain] == ["w0"]
 
 
+def test_load_takes_none_that_serves_in_favour_of_one_that_loads() -> None:
+    loading = [worker_record("w0", M, "loading", epoch=9), worker_record("w1", M, "live", epoch=8)]
+    serving = [worker_record(f"w{i}", M, "serving", epoch=i) for i in (2, 3)]
+    assert decide(M, [*loading, *serving[:1]], 1, None, until_up=True).nothing
+    assert [w.worker.worker_id for w in decide(M, [*loading, *serving], 1, None, until_up=True).drain] == ["w3"]
+    up = [worker_record("w0", M, "serving", epoch=9), *serving[:1]]
+    assert [w.worker.worker_id for w in decide(M, up, 1, None, until_up=True).drain] == ["w0"]
+    none = msgspec.structs.replace(M, min_instances=0)
+    assert len(decide(none, [*loading, *serving], 0, None, until_up=True).drain) == 2
+
+
 def test_instances_of_other_models_do_not_count() -> None:
     assert decide(M, [worker_record("w0", model("other"), "serving")], 1, None).load == 1
 
