@@ -37,6 +37,8 @@ class Latencies(NamedTuple):
     """A plan, through the stream that keeps it, to its workers."""
     connect_s: float = 0.02
     """From a plan at its targets to their first bytes: they make an instance, and connect to those that send."""
+    split_s: float = 0.03
+    """That the planner takes to split a pair's batches."""
     serve_s: float = 0.01
     """From a copy's last byte to an instance that serves: the last unit is verified, and the engine starts."""
 

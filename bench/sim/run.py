@@ -32,10 +32,12 @@ from bench.sim.loading import Loads
 from bench.sim.models import SimModel
 from bench.sim.monitor import SimMonitor
 from bench.sim.outcome import Outcome
+from bench.sim.pair import PairPaths
+from bench.sim.pairs import SimPairs
 from bench.sim.planner import SimPlanner
 from bench.sim.registry import SimRegistry
 from bench.sim.requests import Served, SimRequest
-from bench.sim.workers import Limits, SimWorker, SimWorkers
+from bench.sim.workers import Held, Limits, SimWorker, SimWorkers
 from bench.systems import Split, System
 from services.gateway.core.router import Assignment
 from services.gateway.core.stream import StreamState
@@ -162,7 +164,8 @@ class _Run:
             make=self._make,
             report=self._on_report,
             progress=self._on_progress,
-            on_layers=None,
+            on_layers=self._on_layers if system.live != "never" else None,
+            on_serving=lambda held: self._pairs.serves(held.instance_id),
         )
         self._planner = SimPlanner(
             clock,
@@ -172,7 +175,7 @@ class _Run:
                 strategy=system.strategy,
                 mutation=system.mutation,
                 advise=not system.scales,
-                live=LiveSettings(choice="never", policy=system.live_policy),
+                live=LiveSettings(choice=system.live, policy=system.live_policy),
             ),
             self._find_profile,
             on_plan=self._on_plan,
@@ -186,6 +189,8 @@ class _Run:
             self._planner.on_demand,
             latencies=latencies,
         )
+        paths = PairPaths(network=network, path=self._kv_path, hidden_bytes_per_token=model.hidden_bytes_per_token)
+        self._pairs = SimPairs(clock, latencies, self._workers, self._planner, paths)
         self._kv = KvPaths(network=network, path=self._kv_path, find=self._find_instance, seed=setup.seed)
 
     # --- what there is -----------------------------------------------------------------------
@@ -353,7 +358,10 @@ class _Run:
             self._workers.on_mutate_plan(plan)
 
     def _on_assignment(self, assignment: ZigzagAssignment) -> None:
-        """Pairs."""
+        self._pairs.begin(assignment)
+
+    def _on_layers(self, held: Held, num_layers: int) -> None:
+        self._pairs.layers_ready(held.instance_id, num_layers)
 
     def _on_move(self, plan: MigratePlan) -> None:
         """Migration to make room."""

@@ -89,9 +89,11 @@ class SimWorkers:
         report: Callable[[WorkerHeartbeat], None],
         progress: Callable[[ScaleProgress], None],
         on_layers: Callable[[Held, int], None] | None,
+        on_serving: Callable[[Held], None],
     ) -> None:
         """``make``: an instance of that id for a worker. ``report`` and ``progress`` reach the pool and the planner;
-        the delay is added here. ``on_layers``: told of each layer of an instance that is there; None: nobody asks."""
+        the delay is added here. ``on_layers``: told of each layer of an instance that is there; None: nobody asks.
+        ``on_serving``: told of one that has all its weights."""
         self._clock = clock
         self._latencies = latencies
         self._loads = loads
@@ -102,6 +104,7 @@ class SimWorkers:
         self._report = report
         self._progress = progress
         self._on_layers = on_layers
+        self._on_serving = on_serving
         self._workers: dict[str, SimWorker] = {}
         host_copies.on_change = self.changed
 
@@ -227,6 +230,7 @@ class SimWorkers:
 
     def _serve(self, worker: SimWorker, held: Held) -> None:
         held.instance.serve(self._clock.now_s - held.accepted_s)
+        self._on_serving(held)
         self.changed(worker.worker_id)
         self._tell(held.plan_id, worker, held, "serving")
         if held.load is not None and held.load.plan.keep_on_host:

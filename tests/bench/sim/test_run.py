@@ -53,6 +53,13 @@ def test_every_scaling_system_serves_all_requests_and_scales(name: str) -> None:
     assert all(operation.status != "failed" for operation in outcome.cluster.operations)
 
 
+def test_live_scaling_gives_first_tokens_earlier_than_loading_first() -> None:
+    def mean_ttft_s(name: str) -> float:
+        return figures(outcome_of(name), SLO, SLO).ttft_mean_s or 0.0
+
+    assert mean_ttft_s("blitz") < mean_ttft_s("overlap") < mean_ttft_s("blitz-nolive")
+
+
 def test_one_host_copy_in_the_cluster_or_one_for_each_host() -> None:
     num_bytes = setup().model.record.weights_bytes
     assert outcome_of("blitz").cluster.host_cache_max_bytes == num_bytes

@@ -1,0 +1,121 @@
+"""All live pairs of a run: the planner's assignments, as the workers carry them out.
+
+A split of a pair's batches is looked for by the planner's own search, without the solver behind it, and takes a fixed
+time: what a solver finds in so many seconds depends on the machine.
+"""
+
+from __future__ import annotations
+
+from bench.sim.clock import Clock
+from bench.sim.latencies import Latencies
+from bench.sim.pair import PairPaths, SimPair
+from bench.sim.planner import SimPlanner
+from bench.sim.workers import Held, SimWorkers
+from services.planner.core.live.request import SplitRequest
+from services.planner.core.live.split import assign
+from services.planner.core.operations.pair_record import LivePair
+from shared.errors import BlitzError
+from shared.messages.live import PlanSplit, ZigzagAssignment
+
+
+class SimPairs:
+    """Those that are under way."""
+
+    def __init__(
+        self, clock: Clock, latencies: Latencies, workers: SimWorkers, planner: SimPlanner, paths: PairPaths
+    ) -> None:
+        self._clock = clock
+        self._latencies = latencies
+        self._workers = workers
+        self._planner = planner
+        self._paths = paths
+        self._by_target: dict[str, SimPair] = {}
+        """By the instance id of the target, until its pair is over and it has all layers."""
+        self._by_source: dict[str, SimPair] = {}
+        self._newest: dict[str, PlanSplit] = {}
+        """By pair: what is being split."""
+        self._pull_s: dict[str, float] = {}
+        """By source instance: what a pull took in its last pair."""
+
+    def begin(self, assignment: ZigzagAssignment) -> None:
+        """An assignment reaches its members. Void if one of them is not there, or has a pair already."""
+        source, target = self._held(assignment.source.worker_id), self._held(assignment.target.worker_id)
+        ids = assignment.source.instance_id, assignment.target.instance_id
+        if source is None or target is None or ids != (source.instance_id, target.instance_id):
+            return
+        if source.instance_id in self._by_source or target.load is None:
+            return
+        pair = SimPair(
+            self._clock,
+            assignment,
+            source.instance,
+            target.instance,
+            self._paths,
+            pull_s=self._pull_s.get(source.instance_id, 0.0),
+            ask_split=self._on_split,
+            on_accepted=lambda: self._workers.live(assignment.target.worker_id),
+            on_end=self._ended,
+        )
+        self._by_source[source.instance_id] = self._by_target[target.instance_id] = pair
+        pair.begin()
+        if target.load.layers_ready:
+            pair.layers_ready(target.load.layers_ready)
+
+    def _held(self, worker_id: str) -> Held | None:
+        return self._workers[worker_id].held
+
+    def layers_ready(self, instance_id: str, num_layers: int) -> None:
+        """A target has one more."""
+        pair = self._by_target.get(instance_id)
+        if pair is not None:
+            pair.layers_ready(num_layers)
+
+    def serves(self, instance_id: str) -> None:
+        """A target has everything."""
+        pair = self._by_target.pop(instance_id, None)
+        if pair is not None:
+            pair.layers_ready(pair.source.compute.num_layers, complete=True)
+
+    def _ended(self, pair: SimPair) -> None:
+        self._by_source.pop(pair.source.instance_id, None)
+        self._newest.pop(pair.assignment.pair_id, None)
+        self._pull_s[pair.source.instance_id] = pair.time.pull_s
+        if pair.report is not None:
+            self._clock.after(self._latencies.progress_s, self._planner.on_live_report, pair.report)
+
+    # --- splits ------------------------------------------------------------------------------
+
+    def _on_split(self, asked: PlanSplit) -> None:
+        self._clock.after(self._latencies.progress_s, self._split, asked)
+
+    def _split(self, asked: PlanSplit) -> None:
+        try:
+            pair, request = self._planner.planner.splits.request(asked, self._clock.now_s)
+        except BlitzError:
+            return  # it is over
+        if request is not None:
+            self._newest[asked.pair_id] = asked
+            self._clock.after(self._latencies.split_s, self._answer, asked, pair, request)
+
+    def _answer(self, asked: PlanSplit, pair: LivePair, request: SplitRequest) -> None:
+        splits, now_s = self._planner.planner.splits, self._clock.now_s
+        if self._newest.get(asked.pair_id) is not asked:
+            return  # another request has come: that is answered
+        del self._newest[asked.pair_id]
+        if not splits.is_of_use(pair, now_s):
+            return
+        found = assign(
+            request.jobs,
+            request.loaded_at,
+            source_free_at=request.source_free_at,
+            pull_time=request.pull_time,
+            time_limit_s=0.0,
+        )
+        revision = splits.gates(pair, found, self._latencies.split_s, now_s) if found.gates else None
+        if revision is not None:
+            self._clock.after(self._latencies.plan_s, self._set_gates, revision)
+
+    def _set_gates(self, revision: ZigzagAssignment) -> None:
+        pair = self._by_target.get(revision.target.instance_id)
+        if pair is not None and pair.assignment.pair_id == revision.pair_id:
+            pair.set_gates(revision.gates)
