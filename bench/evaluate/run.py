@@ -121,7 +121,7 @@ class _Run:
             for role, number in wanted.items():
                 await stack.admin.scale(stack.model, number, hold_s=HOLD_S, role=role)
         await self._serve(wanted)
-        await stack.host_copies()
+        await stack.host_copies(at_least=self._plan.workers if system.copies == "every-host" else 1)
         client = StreamClient(Endpoint.of(stack.url))
         try:
             await self._warm(client)

@@ -173,8 +173,8 @@ class LabStack(RunningStack):
                 raise LabFailed(f"{', '.join(busy)} still report traffic after {_QUIET_S:.0f} s without any")
             await asyncio.sleep(_POLL_S)
 
-    async def host_copies(self) -> dict[str, tuple[HostCopy, ...]]:
-        """All copies in host memory, by worker id, once one is ready and none loads.
+    async def host_copies(self, *, at_least: int = 1) -> dict[str, tuple[HostCopy, ...]]:
+        """All copies in host memory, by worker id, once so many are ready and none loads.
 
         Raises ``LabFailed`` when that does not come about.
         """
@@ -182,10 +182,10 @@ class LabStack(RunningStack):
         while True:
             held = {worker.worker.worker_id: worker.host_copies for worker in await self.workers()}
             states = [copy.state for copies in held.values() for copy in copies]
-            if "ready" in states and "loading" not in states:
+            if states.count("ready") >= at_least and "loading" not in states:
                 return held
             if time.monotonic() > deadline_s:
-                raise LabFailed(f"no complete copy in host memory within {_COPIES_S:.0f} s: {states or 'none at all'}")
+                raise LabFailed(f"waited {_COPIES_S:.0f} s for {at_least} complete copies in host memory: {states}")
             await asyncio.sleep(_POLL_S)
 
     async def scale(self, instances: int, *, timeout_s: float) -> ScaleRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,8 +53,13 @@ class Cluster:
         return [plan.name for plan in self.plans if plan.purpose == purpose]
 
 
+@cache
+def _trace() -> Trace:
+    return synthesise("burstgpt", seed=1, duration_s=400)
+
+
 def _setting(*systems: str, scale: float | Literal["half"] = 1.0, windows: int = 2, repetitions: int = 2) -> Setting:
-    trace = synthesise("azure-conv", seed=1, duration_s=400)
+    trace = _trace()
     return Setting(
         trace=trace,
         spread_seconds=False,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import cache
+
 import msgspec
 import pytest
 from rich.console import Console
@@ -16,6 +18,7 @@ from tests.bench.evaluate.runs import plan, run
 WINDOWS = (Window(100.0), Window(300.0))
 
 
+@cache
 def _summary(model: str = "llama3-8b") -> Summary:
     """Two windows, three repetitions; ``blitz`` is slower by a tenth of its number each repetition."""
     known = find_model(model)
