@@ -106,21 +106,21 @@ class Summary:
     def table(self) -> Table:
         """The pooled figures."""
         table = Table(title=self._title(), title_justify="left")
-        heads = ("", "TTFT mean", "p99 (ms)", "TBT mean", "p99 (ms)", "SLO 5x", "absolute", "GPU s", "copies", "failed")
-        for head in heads:
-            table.add_column(head, justify="right" if head else "left")
+        table.add_column("", no_wrap=True)
+        for head in ("TTFT mean/p99", "TBT (ms)", "SLO 5x", "absolute", "GPU s", "copies", "failed"):
+            table.add_column(head, justify="right")
         for name, summed in self.pooled.items():
             one = summed.medians
-            copies = "-" if one.host_copies_max is None else f"{one.host_copies_max:.1f}"
-            row = (
-                *(_ms(value) for value in (one.ttft_mean_s, one.ttft_p99_s, one.tbt_mean_s, one.tbt_p99_s)),
+            table.add_row(
+                f"{name} (void: {summed.void})" if summed.void else name,
+                f"{_ms(one.ttft_mean_s)}/{_ms(one.ttft_p99_s)}",
+                f"{_ms(one.tbt_mean_s)}/{_ms(one.tbt_p99_s)}",
                 _percent(one.slo_attainment),
                 _percent(one.slo_attainment_absolute),
                 f"{one.gpu_seconds:,.0f}",
-                copies,
-                f"{one.failed} of {one.requests}",
+                "-" if one.host_copies_max is None else f"{one.host_copies_max:.1f}",
+                f"{one.failed}/{one.requests}",
             )
-            table.add_row(f"{name} (void: {summed.void})" if summed.void else name, *row)
         return table
 
     def _title(self) -> str:
