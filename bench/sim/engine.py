@@ -105,6 +105,8 @@ class SimEngine:
         self._began_s = 0.0
         self._batch: ScheduledBatch | None = None
         self._run: DecodeRun | None = None
+        self._num_measured = 0
+        """Of its steps, whose times are known to the scheduler."""
         """Steps of it that were counted are no part of it any more."""
         self._deciding = False
         """In the middle of what comes between two steps."""
@@ -114,10 +116,19 @@ class SimEngine:
     def is_busy(self) -> bool:
         return self._step is not None
 
-    @property
-    def busy_s_total(self) -> float:
-        """Spent inside steps that were counted."""
-        return self._busy_s_total
+    def ahead(self) -> int:
+        """Steps of a run that have ended and were not counted (``count``), but for what they took."""
+        run = self._run
+        if run is None:
+            return 0
+        steps = min(run.num_ended(self._clock.now_s), run.steps - 1)
+        self._measure(run, steps)
+        return steps
+
+    def busy_s_total(self, ahead: int = 0) -> float:
+        """Spent inside steps. ``ahead``: with those that were not counted."""
+        run = self._run
+        return self._busy_s_total + (0.0 if run is None else run.ended_s(ahead) - run.started_s)
 
     def stop(self) -> None:
         """End in the middle of whatever it does."""
@@ -270,12 +281,20 @@ class SimEngine:
         if not steps:
             return
         scheduler = self._scheduler
+        self._measure(run, steps)
+        self._num_measured = 0
         running = list(scheduler.table.running)
         ended = scheduler.decode_ahead(steps, TOKEN.token_id)
-        scheduler.budgets.speed.decoded(len(running), run.steps_s(max(0, steps - NUM_RECENT), steps))
         ends_s = run.ends_s(steps)
         # Where a run was counted bit by bit, its end is rounded otherwise than its event.
         ends_s[-1] = min(ends_s[-1], self._clock.now_s)
         self._busy_s_total += ends_s[-1] - run.started_s
         self._run = run.after(steps)
         self._owner.tell_run(running, ends_s, ended)
+
+    def _measure(self, run: DecodeRun, steps: int) -> None:
+        """Tell the scheduler what the first so many steps took."""
+        if steps > self._num_measured:
+            first = max(self._num_measured, steps - NUM_RECENT)
+            self._scheduler.budgets.speed.decoded(len(self._scheduler.table.running), run.steps_s(first, steps))
+            self._num_measured = steps

@@ -411,8 +411,8 @@ class SimInstance:
 
     def load_report(self, now_s: float) -> LoadReport:
         """What the worker would say. ``now_s``: the clock's time."""
-        self._engine.count()
-        load = self.scheduler.load()
+        ahead = self._engine.ahead()
+        load = self.scheduler.load(ahead)
         if self.partial is not None:
             requests, tokens = self.partial.queued
             load = replace(
@@ -426,7 +426,7 @@ class SimInstance:
             model=self.model,
             state=self.state,
             role=self.role,
-            busy_s_total=self._engine.busy_s_total,
+            busy_s_total=self._engine.busy_s_total(ahead),
             load_s=self.load_s,
             now_s=now_s,
             unix_s=now_s,

@@ -94,8 +94,8 @@ def test_a_later_attempt_continues_and_gives_up_the_older_one() -> None:
     world = World()
     instance = world.instance("i")
     instance.submit(Asked("r", 50, 20))
+    instance.submit(Asked("s", 50, 3))
     world.clock.run(0.05)
-    instance.load_report(0.05)
     had = len(world.heard.times_s["r"])
     assert 0 < had < 20
     instance.submit(Asked("r", 50, 20, attempt=1, output_token_ids=(0,) * had))

@@ -222,7 +222,7 @@ class Scheduler:
         ended: list[Sequence] = []
         for sequence in table.running:
             sequence.num_computed += steps
-            for _ in range(pool.blocks_for(sequence.num_computed) - len(sequence.block_table)):
+            while sequence.num_computed > len(sequence.block_table) * pool.block_size:
                 pool.append(sequence.block_table)
             sequence.append_all(token_ids)
             if len(sequence.output) >= sequence.params.max_tokens or len(sequence.tokens) >= limit_tokens:
@@ -253,8 +253,8 @@ class Scheduler:
         """Whether a running request waits for its next token."""
         return any(len(s.tokens) - s.num_computed == 1 for s in self.table.running)
 
-    def load(self) -> SchedulerLoad:
-        """The load now. O(running)."""
+    def load(self, ahead: int = 0) -> SchedulerLoad:
+        """The load now. O(running). ``ahead``: as after so many decode steps (``decode_ahead``) that end no request."""
         running_tokens = known_tokens = num_prefilling = 0
         for sequence in self.table.running:
             running_tokens += sequence.num_computed
@@ -266,23 +266,26 @@ class Scheduler:
         held = self.reservations.for_decode
         running_tokens += sum(s.num_computed for s in held)
         queued = self._queued()
-        head_blocks = self._batching.head_blocks()
+        head_blocks, grown = self._batching.head_blocks(), 0
+        if ahead:
+            running_tokens += ahead * len(self.table.running)
+            grown = self._blocks_to_grow(ahead)
         return SchedulerLoad(
             queued.requests,
             queued.tokens + known_tokens,
             len(self.table.running) + len(held),
             running_tokens,
-            self.pool.num_used,
+            self.pool.num_used + grown,
             self.pool.num_blocks,
             self.table.prefill_tokens_total,
-            self._decode_tokens_total,
+            self._decode_tokens_total + ahead * len(self.table.running),
             self.table.preemptions_total,
             queued.oldest_arrived_s,
             self.pool.block_size,
             num_prefilling,
             self.table.ended_requests_total,
             self.table.ended_tokens_total,
-            0 if self.pool.can_allocate(head_blocks) else head_blocks,
+            0 if self.pool.can_allocate(head_blocks + grown) else head_blocks,
         )
 
     def check(self) -> None:

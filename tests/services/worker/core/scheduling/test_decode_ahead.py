@@ -55,11 +55,13 @@ def test_it_is_as_many_single_steps(
         if steps:
             steps = data.draw(st.integers(1, steps))
             before = set(single.table.accepted)
+            load = ahead.load(steps)
             ended = ahead.decode_ahead(steps, TOKEN)
             assert all(one_step(single) for _ in range(steps))
             assert {s.key for s in ended} == before - set(single.table.accepted)
             assert all(s.finished and not s.block_table for s in ended)
             ahead.check()
+            assert ended or load == ahead.load()
         elif one_step(ahead) != one_step(single):
             raise AssertionError("one has work, and the other none")
         assert state(ahead) == state(single)
