@@ -15,7 +15,9 @@ from services.planner.core.live.request import SplitRequest
 from services.planner.core.live.split import assign
 from services.planner.core.operations.pair_record import LivePair
 from shared.errors import BlitzError
-from shared.messages.live import PlanSplit, ZigzagAssignment
+from shared.messages.common import TAKES_PROMPTS
+from shared.messages.live import LiveReport, PlanSplit, ZigzagAssignment
+from shared.messages.scaling import ChainMember
 
 
 class SimPairs:
@@ -38,12 +40,11 @@ class SimPairs:
         """By source instance: what a pull took in its last pair."""
 
     def begin(self, assignment: ZigzagAssignment) -> None:
-        """An assignment reaches its members. Void if one of them is not there, or has a pair already."""
-        source, target = self._held(assignment.source.worker_id), self._held(assignment.target.worker_id)
-        ids = assignment.source.instance_id, assignment.target.instance_id
-        if source is None or target is None or ids != (source.instance_id, target.instance_id):
-            return
-        if source.instance_id in self._by_source or target.load is None:
+        """An assignment reaches its members. The source reports why there is no pair, if there is none."""
+        source, target = self._held(assignment.source), self._held(assignment.target)
+        reason = self._refusal(source, target)
+        if reason or source is None or target is None or target.load is None:
+            self._report(self._declined(assignment, reason))
             return
         pair = SimPair(
             self._clock,
@@ -61,8 +62,39 @@ class SimPairs:
         if target.load.layers_ready:
             pair.layers_ready(target.load.layers_ready)
 
-    def _held(self, worker_id: str) -> Held | None:
-        return self._workers[worker_id].held
+    def _held(self, member: ChainMember) -> Held | None:
+        held = self._workers[member.worker_id].held
+        return held if held is not None and held.instance_id == member.instance_id else None
+
+    def _refusal(self, source: Held | None, target: Held | None) -> str:
+        """As ``services.worker.live.roles``."""
+        if source is None:
+            return "its source is not here any more"
+        if source.instance.state != "serving":
+            return f"its source is {source.instance.state}"
+        if source.instance.role not in TAKES_PROMPTS:
+            return f"its source is a {source.instance.role} instance"
+        if source.instance_id in self._by_source:
+            return "the source is in another pair"
+        if source.instance.partial is not None:
+            return "its source still finishes what it kept of another pair"
+        return "" if target is not None and target.load is not None else "its target does not load"
+
+    def _declined(self, assignment: ZigzagAssignment, reason: str) -> LiveReport:
+        return LiveReport(
+            pair_id=assignment.pair_id,
+            plan_id=assignment.plan_id,
+            source=assignment.source.worker_id,
+            target=assignment.target.worker_id,
+            policy=assignment.policy,
+            outcome="failed",
+            reason=reason,
+            started_at_s=self._clock.now_s,
+            ended_at_s=self._clock.now_s,
+        )
+
+    def _report(self, report: LiveReport) -> None:
+        self._clock.after(self._latencies.progress_s, self._planner.on_live_report, report)
 
     def layers_ready(self, instance_id: str, num_layers: int) -> None:
         """A target has one more."""
@@ -81,7 +113,7 @@ class SimPairs:
         self._newest.pop(pair.assignment.pair_id, None)
         self._pull_s[pair.source.instance_id] = pair.time.pull_s
         if pair.report is not None:
-            self._clock.after(self._latencies.progress_s, self._planner.on_live_report, pair.report)
+            self._report(pair.report)
 
     # --- splits ------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ def test_live_scaling_gives_first_tokens_earlier_than_loading_first() -> None:
     def mean_ttft_s(name: str) -> float:
         return figures(outcome_of(name), SLO, SLO).ttft_mean_s or 0.0
 
-    assert mean_ttft_s("blitz") < mean_ttft_s("overlap") < mean_ttft_s("blitz-nolive")
+    assert max(mean_ttft_s("blitz"), mean_ttft_s("overlap")) < mean_ttft_s("blitz-nolive")
 
 
 def test_one_host_copy_in_the_cluster_or_one_for_each_host() -> None:
