@@ -74,7 +74,7 @@ class _Held:
 
 
 class SimPair:
-    """From the assignment's reaching the source (``begin``) to ``report``."""
+    """From ``begin`` to ``report``."""
 
     def __init__(
         self,
@@ -86,14 +86,12 @@ class SimPair:
         *,
         pull_s: float = 0.0,
         ask_split: Callable[[PlanSplit], object] = lambda _asked: None,
-        on_accepted: Callable[[], object] = lambda: None,
         on_lending: Callable[[bool], object] = lambda _begun: None,
         on_end: Callable[[SimPair], object] = lambda _pair: None,
     ) -> None:
         """``pull_s``: what a pull took in the source's pair before. ``ask_split``: tells the planner what waits; it may
-        answer with ``set_gates``. ``on_accepted``: the target takes part: its instance goes live, and ``layers_ready``
-        is to be told. ``on_lending``: the queue is two instances' from now on, or no more. ``on_end``: ``report`` is
-        there; the target may still finish what it kept."""
+        answer with ``set_gates``. ``on_lending``: the queue is two instances' from now on, or no more. ``on_end``:
+        ``report`` is there; the target may still finish what it kept."""
         self.assignment = assignment
         self.source = source
         self.target = target
@@ -101,7 +99,7 @@ class SimPair:
         self.report: LiveReport | None = None
         self._clock = clock
         self._paths = paths
-        self._ask_split, self._on_accepted = ask_split, on_accepted
+        self._ask_split = ask_split
         self._on_lending, self._on_end = on_lending, on_end
         self._num_layers = source.compute.num_layers
         self.queue = SourceQueue(assignment.pair_id, self._num_layers, source.scheduler.config)
@@ -158,8 +156,9 @@ class SimPair:
     # --- what is told --------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The assignment is at the source, and concerns it."""
+        """The target has accepted the source's offer, and is live. ``layers_ready`` is to be told."""
         self._started_s = self._clock.now_s
+        self.target.partial = self._target_steps
         self._start(self._run())
 
     def arrived(self) -> None:
@@ -207,10 +206,18 @@ class SimPair:
         self._lose_kv()
         self._start(self._take_back(in_doubt=failed and self._source_knows and not last_word))
 
+    @property
+    def is_over(self) -> bool:
+        """Both members have left it."""
+        return self.life.ended and not self.target_work.batches
+
     # --- the source ----------------------------------------------------------------------------
 
     def _run(self) -> Steps:
-        yield from self._offer()
+        yield self._paths.message_s  # the target's answer
+        self.life.move_to(PairState.REDIRECTING)
+        yield from self._at_source(self._begin_lending)
+        self._on_lending(True)
         yield from self._redirect()
         yield from self._pull_until_over()
         self._is_ending = True
@@ -218,14 +225,6 @@ class SimPair:
             yield self._changed
         yield from self._dissolve()
         yield from self._take_back(in_doubt=False)
-
-    def _offer(self) -> Steps:
-        yield 2 * self._paths.message_s
-        self._on_accepted()
-        self.target.partial = self._target_steps
-        self.life.move_to(PairState.REDIRECTING)
-        yield from self._at_source(self._begin_lending)
-        self._on_lending(True)
 
     def _begin_lending(self) -> None:
         scheduler = self.source.scheduler

@@ -9,8 +9,7 @@ import itertools
 import time
 from typing import TypeVar
 
-from services.worker.core.live.pair import PairLife
-from services.worker.core.pauses import growing
+from services.worker.core.live.pair import PairLife, offer_pauses
 from services.worker.link import Link, LinkLost
 from services.worker.live.tensors import Tensors
 from shared import subjects
@@ -21,9 +20,6 @@ from shared.messages.common import Ack
 from shared.messages.generation import Cancel
 from shared.messages.live import LiveOffer, PairEnded, Settle, Taken, ZigzagAssignment
 
-OFFER_RETRY_S = 0.002
-"""At first: the target may be about to take its plan."""
-MAX_OFFER_RETRY_S = 0.25
 KEEP_ALIVE_S = 0.5
 LAST_WORD_S = 0.2
 TELL_RETRY_S = 0.05
@@ -60,7 +56,7 @@ class LinkToTarget(Link):
                 LiveOffer(assignment=assignment),
                 Ack,
                 not_now=(NotFound,),
-                pauses=growing(OFFER_RETRY_S, MAX_OFFER_RETRY_S),
+                pauses=offer_pauses(),
                 why_stop=lambda: "" if time.time() < assignment.expires_at_s else "the target did not accept in time",
             )
         except BlitzError as error:

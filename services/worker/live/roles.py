@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from services.worker.core.live.pair import check_target, why_no_source
 from services.worker.core.scheduling.gateways import Gone
 from services.worker.instance.instance import Instance, InstanceSlot
 from services.worker.instance.progress import ProgressReporter
@@ -26,7 +27,7 @@ from shared.aio import OwnedTasks
 from shared.bus.base import Bus, Subscription
 from shared.errors import BlitzError, Conflict, NotFound
 from shared.messages.codec import Message
-from shared.messages.common import TAKES_PROMPTS, Ack
+from shared.messages.common import Ack
 from shared.messages.live import (
     Dissolve,
     Dissolved,
@@ -168,21 +169,17 @@ class PairRoles:
     async def _begin_as_source(self, assignment: ZigzagAssignment) -> None:
         """Begin a pair, or report why not."""
         instance = self._instance()
-        reason = ""
-        if time.time() > assignment.expires_at_s:
-            reason = "it came too late"
-        elif instance is None or instance.instance_id != assignment.source.instance_id:
-            reason = "its source is not here any more"
-        elif instance.state != "serving":
-            reason = f"its source is {instance.state}"
-        elif instance.role not in TAKES_PROMPTS:
-            reason = f"its source is a {instance.role} instance"
-        elif self.source is not None:
-            if self.source.assignment.pair_id == assignment.pair_id:
-                return  # delivered again
-            reason = f"the source is in {self.source.assignment.pair_id}"
-        elif self.target is not None:
-            reason = f"its source still finishes what it kept of {self.target.assignment.pair_id}"
+        if self._source(assignment.pair_id) is not None:
+            return  # delivered again
+        reason = why_no_source(
+            assignment,
+            time.time(),
+            instance_id="" if instance is None else instance.instance_id,
+            state="spare" if instance is None else instance.state,
+            role="colocated" if instance is None else instance.role,
+            as_source="" if self.source is None else self.source.assignment.pair_id,
+            as_target="" if self.target is None else self.target.assignment.pair_id,
+        )
         if reason or instance is None:
             log.info("pair %s is not made: %s", assignment.pair_id, reason)
             await self._bus.publish(subjects.live_reports(), declined(assignment, reason))
@@ -247,10 +244,11 @@ class PairRoles:
         if self.target is not None and self.target.assignment.pair_id == assignment.pair_id:
             return Ack()
         instance, wanted = self._instance(), assignment.target
-        if instance is None or instance.instance_id != wanted.instance_id:
+        if instance is None:
             raise NotFound(f"{self._worker_id} does not load {wanted.instance_id}")
-        if instance.epoch != wanted.epoch or instance.state != "loading" or self.target is not None:
-            raise Conflict(f"{wanted.instance_id} is {instance.state} under epoch {instance.epoch}: no pair")
+        check_target(assignment, instance_id=instance.instance_id, epoch=instance.epoch, state=instance.state)
+        if self.target is not None:
+            raise Conflict(f"{wanted.instance_id} is in {self.target.assignment.pair_id}: no pair")
         tensors = await self._connect(assignment.source, wanted.epoch)
         if self._instance() is not instance or instance.state != "loading" or self.target is not None:
             raise Conflict(f"{wanted.instance_id} is {instance.state}: no pair")

@@ -16,9 +16,16 @@ Every move that is not in the table raises, including a move to the same state.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 
-from shared.errors import Conflict
+from services.worker.core.pauses import growing
+from shared.errors import Conflict, NotFound
+from shared.messages.common import TAKES_PROMPTS, InstanceState, Role
+from shared.messages.live import ZigzagAssignment
+
+OFFER_RETRY_S = 0.002
+MAX_OFFER_RETRY_S = 0.25
 
 
 class PairState(StrEnum):
@@ -74,3 +81,48 @@ class PairLife:
             return False
         self._state = PairState.FAILED
         return True
+
+
+def why_no_source(
+    assignment: ZigzagAssignment,
+    now_s: float,
+    *,
+    instance_id: str,
+    state: InstanceState,
+    role: Role,
+    as_source: str = "",
+    as_target: str = "",
+) -> str:
+    """Why the worker that an assignment names as its source makes no pair; empty if it does.
+
+    ``now_s``: Unix time. ``instance_id``, ``state``, ``role``: of its instance; an empty id: it has none.
+    ``as_source``, ``as_target``: the pairs that it is in already.
+    """
+    if now_s > assignment.expires_at_s:
+        return "it came too late"
+    if instance_id != assignment.source.instance_id:
+        return "its source is not here any more"
+    if state != "serving":
+        return f"its source is {state}"
+    if role not in TAKES_PROMPTS:
+        return f"its source is a {role} instance"
+    if as_source:
+        return f"the source is in {as_source}"
+    if as_target:
+        return f"its source still finishes what it kept of {as_target}"
+    return ""
+
+
+def offer_pauses() -> Iterator[float]:
+    """Between two offers: the target may be about to take its plan."""
+    return growing(OFFER_RETRY_S, MAX_OFFER_RETRY_S)
+
+
+def check_target(assignment: ZigzagAssignment, *, instance_id: str, epoch: int, state: InstanceState) -> None:
+    """Whether the instance here takes part as a pair's target. Raises ``NotFound`` while it is not here, ``Conflict``
+    when it needs no pair."""
+    wanted = assignment.target
+    if instance_id != wanted.instance_id:
+        raise NotFound(f"{wanted.worker_id} does not load {wanted.instance_id}")
+    if epoch != wanted.epoch or state != "loading":
+        raise Conflict(f"{wanted.instance_id} is {state} under epoch {epoch}: no pair")

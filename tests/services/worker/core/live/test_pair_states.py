@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
-from services.worker.core.live.pair import ENDED, TRANSITIONS, IllegalPairMove, PairLife, PairState
-from shared.errors import Conflict
+from services.worker.core.live.pair import (
+    ENDED,
+    TRANSITIONS,
+    IllegalPairMove,
+    PairLife,
+    PairState,
+    check_target,
+    why_no_source,
+)
+from shared.errors import Conflict, NotFound
+from tests.services.worker.live.members import assignment
 
 
 def life_in(state: PairState) -> PairLife:
@@ -62,3 +72,32 @@ def test_whatever_lives_can_fail_once(state: PairState) -> None:
 
 def test_an_illegal_move_is_a_conflict_to_other_processes() -> None:
     assert issubclass(IllegalPairMove, Conflict)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"now_s": 3e9}, "it came too late"),
+        ({"instance_id": ""}, "its source is not here any more"),
+        ({"instance_id": "another"}, "its source is not here any more"),
+        ({"state": "draining"}, "its source is draining"),
+        ({"role": "decode"}, "its source is a decode instance"),
+        ({"role": "prefill"}, ""),
+        ({"as_source": "x"}, "the source is in x"),
+        ({"as_target": "x"}, "its source still finishes what it kept of x"),
+    ],
+)
+def test_why_a_pair_is_not_made(changes: dict[str, Any], reason: str) -> None:
+    facts: dict[str, Any] = {"now_s": 1.0, "instance_id": "instance-of-w0", "state": "serving", "role": "colocated"}
+    assert why_no_source(assignment(), **(facts | changes)) == reason
+
+
+def test_only_an_instance_that_loads_under_this_lease_is_a_target() -> None:
+    check_target(assignment(), instance_id="instance-of-w1", epoch=2, state="loading")
+    with pytest.raises(NotFound):
+        check_target(assignment(), instance_id="", epoch=2, state="loading")
+    with pytest.raises(Conflict):
+        check_target(assignment(), instance_id="instance-of-w1", epoch=3, state="loading")
+    with pytest.raises(Conflict):
+        check_target(assignment(), instance_id="instance-of-w1", epoch=2, state="serving")
