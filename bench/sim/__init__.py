@@ -14,7 +14,8 @@
     instance.py   an instance: its states, its requests, its load
     streams.py    requests as gateways and instances know each other's; load_reports.py: when load is told
     kv.py         KV on its way from instances that compute prompts to those that decode them
-    pair.py       a live pair: an instance that loads and its source; pair_steps.py: the layers that both run
+    pair.py       a live pair: an instance that loads (pair_target.py) and its source; pair_steps.py: the layers that
+                  both run; pair_tensors.py: what they send to each other
     pairs.py      which workers are in which pair
     processes.py  what goes on in virtual time, written in its order
     profiles/     what steps of models on GPUs take; architectures.py and make_profiles.py derive them

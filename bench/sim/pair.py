@@ -14,21 +14,19 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
 from bench.sim.clock import Clock
-from bench.sim.flows import Flow, Network
 from bench.sim.instance import SimInstance
-from bench.sim.pair_steps import SourceSteps, TargetSteps
+from bench.sim.pair_steps import SourceSteps
+from bench.sim.pair_target import PairTarget
+from bench.sim.pair_tensors import PairPaths, PairTensors, on_engine
 from bench.sim.processes import Process, Signal, Steps
-from bench.sim.sharing import Resource
 from services.worker.core.live.batch import PromptBatch
 from services.worker.core.live.pair import PairLife, PairState
 from services.worker.core.live.source_queue import SourceQueue
 from services.worker.core.live.source_work import (
     LOOK_S,
-    PULL_WAIT_S,
     AfterPull,
     PullTime,
     SourceRun,
@@ -36,41 +34,11 @@ from services.worker.core.live.source_work import (
     after_pull,
     parts,
 )
-from services.worker.core.live.target_work import TargetRun, TargetWork
 from services.worker.core.scheduling.sequence import Sequence as Request
 from shared.errors import Unavailable
 from shared.messages.common import TAKES_PROMPTS, ErrorInfo
 from shared.messages.live import Gate, LiveBatch, LiveReport, PlanSplit, ZigzagAssignment
-from shared.messages.traffic import Purpose
-from shared.zigzag.queue import Claim, Shares
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairPaths:
-    """How hidden states and KV get from one member to the other."""
-
-    network: Network
-    path: Callable[[SimInstance, SimInstance], tuple[Resource, ...]]
-    hidden_bytes_per_token: int
-    message_s: float = 0.0003
-    """A question between workers, or its answer."""
-
-
-@dataclass(slots=True, eq=False)
-class _Sent:
-    """Tensors on their way to the other member."""
-
-    flow: Flow | None = None
-    arrived: bool = False
-
-
-@dataclass(slots=True)
-class _Held:
-    """A batch at the target, until it is the target's or dropped."""
-
-    run: TargetRun
-    hidden: _Sent = field(default_factory=_Sent)
-    """As pulled."""
+from shared.zigzag.queue import Claim
 
 
 class SimPair:
@@ -86,28 +54,26 @@ class SimPair:
         *,
         pull_s: float = 0.0,
         ask_split: Callable[[PlanSplit], object] = lambda _asked: None,
+        on_accepted: Callable[[], object] = lambda: None,
         on_lending: Callable[[bool], object] = lambda _begun: None,
         on_end: Callable[[SimPair], object] = lambda _pair: None,
     ) -> None:
         """``pull_s``: what a pull took in the source's pair before. ``ask_split``: tells the planner what waits; it may
-        answer with ``set_gates``. ``on_lending``: the queue is two instances' from now on, or no more. ``on_end``:
-        ``report`` is there; the target may still finish what it kept."""
+        answer with ``set_gates``. ``on_accepted``: the target takes part: its instance is to go live. ``on_lending``:
+        the queue is two instances' from now on, or no more. ``on_end``: ``report`` is there; the target may still
+        finish what it kept."""
         self.assignment = assignment
         self.source = source
-        self.target = target
         self.life = PairLife()
         self.report: LiveReport | None = None
         self._clock = clock
         self._paths = paths
-        self._ask_split = ask_split
+        self._ask_split, self._on_accepted = ask_split, on_accepted
         self._on_lending, self._on_end = on_lending, on_end
         self._num_layers = source.compute.num_layers
         self.queue = SourceQueue(assignment.pair_id, self._num_layers, source.scheduler.config)
         self.source_work: SourceWork[SourceRun] = SourceWork(
             self._num_layers, source.scheduler.config.prefill_chunk_tokens
-        )
-        self.target_work: TargetWork[TargetRun] = TargetWork(
-            self._num_layers, target.scheduler.config.prefill_chunk_tokens, assignment
         )
         self.time = PullTime(pull_s)
         self._source_steps = SourceSteps(
@@ -120,20 +86,13 @@ class SimPair:
             on_accepted=self.arrived,
             on_cancelled=self._cancelled,
         )
-        self._target_steps = TargetSteps(
-            target,
-            self.target_work,
-            lambda: clock.now_s,
-            decode_interval_s=assignment.slo_tbt_s / 2,
-            on_layer=self._layer_ended,
-            on_finished=self._finished,
-        )
         self._changed = Signal()
-        self._on_their_way: list[_Sent] = []
+        self._tensors = PairTensors(paths, self._changed)
+        self.target = PairTarget(
+            clock, assignment, self.life, target, source, self._tensors, self._changed, on_finished=self._finished
+        )
         self._processes: list[Process] = []
         self._target_processes: list[Process] = []
-        self._not_taken: dict[str, _Held] = {}
-        """At the target, those that are the source's."""
         self._coming: deque[tuple[SourceRun, str]] = deque()
         """Pulled batches whose KV is to be fetched, with their claims."""
         self._fetching = False
@@ -146,8 +105,9 @@ class SimPair:
         self._loaded = False
         """The target has everything."""
         self._source_knows = False
+        self._knows_shares = False
+        """The source has heard who has what; the pair is over."""
         self._num_claims = 0
-        self._shares: Shares | None = None
         self._failure = ""
         self._started_s = clock.now_s
         self._batches: list[LiveBatch] = []
@@ -156,9 +116,8 @@ class SimPair:
     # --- what is told --------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The target has accepted the source's offer, and is live. ``layers_ready`` is to be told."""
+        """The source offers it, and the target, which loads, accepts. ``layers_ready`` is to be told."""
         self._started_s = self._clock.now_s
-        self.target.partial = self._target_steps
         self._start(self._run())
 
     def arrived(self) -> None:
@@ -169,52 +128,46 @@ class SimPair:
 
     def layers_ready(self, layers_ready: int, *, complete: bool = False) -> None:
         """So many layers are loaded at the target. ``complete``: everything is."""
-        self.target_work.set_layers_ready(layers_ready, complete=False)
+        self.target.layers_ready(layers_ready, complete=False)
         if complete and not self._loaded:
             self._loaded = True
             self._start(self._tell_loaded(), at_target=True)
-        self._look_at_target()
 
     def set_gates(self, gates: tuple[Gate, ...]) -> None:
         """A split reaches the target."""
-        self.target_work.set_gates(gates)
-        self._look_at_target()
+        self.target.set_gates(gates)
 
     def source_gone(self, reason: str) -> None:
         """The source has died: nobody reports. What the target does not own is dropped there."""
         failed = self._fail(reason)
         self._stop(self._processes)
-        if not failed:  # what the target kept is its own
-            self._drop_all_but(())
-            return
-        batches = self.target_work.close()
-        self._not_taken.clear()
-        scheduler = self.target.scheduler
-        release = [sequence for batch in batches for sequence in batch.sequences]
-        self.target.forget(release)
-        self.target.call(lambda: scheduler.reservations.release(release), between_layers=True)
-        self._layer_ended()
+        if failed:
+            self.target.close()
+        else:  # what the target kept is its own
+            self.target.drop_all_but(())
 
     def target_gone(self, reason: str, *, last_word: bool = False) -> None:
         """The target has died, or its load is given up. ``last_word``: it said what it owns before."""
         if self.report is not None:
             return
-        failed = self._fail(reason)
+        self._fail(reason)
         self._stop([*self._processes, *self._target_processes])
-        self.target_work.close()
-        self._not_taken.clear()
+        self.target.died()
         self._lose_kv()
-        self._start(self._take_back(in_doubt=failed and self._source_knows and not last_word))
+        in_doubt = self._source_knows and not self._knows_shares and not last_word
+        self._start(self._take_back(in_doubt=in_doubt))
 
     @property
     def is_over(self) -> bool:
         """Both members have left it."""
-        return self.life.ended and not self.target_work.batches
+        return self.target.is_over and self.report is not None
 
     # --- the source ----------------------------------------------------------------------------
 
     def _run(self) -> Steps:
-        yield self._paths.message_s  # the target's answer
+        yield 2 * self._paths.message_s
+        self._on_accepted()
+        self.target.begin()
         self.life.move_to(PairState.REDIRECTING)
         yield from self._at_source(self._begin_lending)
         self._on_lending(True)
@@ -266,23 +219,20 @@ class SimPair:
         self.queue.pack(self._token_s)
         while not self._is_ending and (batch := self.queue.next_to_hand()) is not None:
             yield self._paths.message_s
-            taken = yield from self._take_at_target(batch, behind_seal=behind_seal)
+            taken = yield from self.target.take(batch, behind_seal=behind_seal)
             yield self._paths.message_s
             if not taken:
                 self.queue.refused(batch)
                 return
             for sequence in self.queue.took(batch):
                 self._cancelled(sequence)
-            held = self._not_taken.get(batch.batch_id)
-            self._start(self._bring_hidden(batch, held))
+            self._start(self._bring_hidden(batch))
 
-    def _bring_hidden(self, batch: PromptBatch, held: _Held | None) -> Steps:
+    def _bring_hidden(self, batch: PromptBatch) -> Steps:
         """As the source embeds them."""
-        num_bytes = batch.num_tokens * self._paths.hidden_bytes_per_token
-        yield from self._bring(self.source, self.target, num_bytes, "activations")
-        if held is not None:
-            self.target_work.queue.arrived(batch.batch_id)
-            self._look_at_target()
+        sent = self._tensors.send_hidden(self.source, self.target.instance, batch.num_tokens)
+        yield from self._tensors.until_arrived(sent)
+        self.target.hidden_arrived(batch.batch_id)
 
     def _pull_until_over(self) -> Steps:
         self._look()
@@ -317,41 +267,21 @@ class SimPair:
         claim_id = f"{self.assignment.pair_id}-claim-{self._num_claims}"
         self._num_claims += 1
         yield self._paths.message_s
-        until_s = self._clock.now_s + PULL_WAIT_S
-        while True:
-            waits = self._clock.now_s < until_s
-            over = self.target_work.is_over
-            claim = self.target_work.pull(claim_id, waits=waits)
-            if claim is not None or over or not waits:
-                break
-            yield self._changed, until_s
-        if claim is not None:
-            self._send_hidden(claim)
-            self._look_at_target()  # what was in the way of a later batch is gone
-        over = claim is None and self.target_work.can_dissolve
+        claim, over = yield from self.target.pull(claim_id)
         yield self._paths.message_s
         return claim, over
-
-    def _send_hidden(self, claim: Claim) -> None:
-        held = self._not_taken.get(claim.batch_id)
-        if claim.first_layer and held is not None:
-            num_bytes = held.run.batch.num_tokens * self._paths.hidden_bytes_per_token
-            held.hidden = self._send(self.target, self.source, num_bytes, "activations")
 
     def _receive(self, claim: Claim) -> Steps:
         """Get a batch that the target gave, and begin it. Its KV follows, or goes straight to who decodes it."""
         batch = self.queue.handed[claim.batch_id]
         self.queue.pulled.add(claim.batch_id)
-        held = self._not_taken.get(claim.batch_id)
-        run = SourceRun(batch)
-        if claim.first_layer and held is not None:
-            while not held.hidden.arrived:
-                yield self._changed
-            theirs = held.run.batch.sequences
-            direct = self.target.join(theirs, batch.sequences, self.source)
-            run = SourceRun(batch, claim.first_layer, direct)
-        else:
+        given, run = self.target.given(claim), SourceRun(batch)
+        if given is None:
             self._settle_soon(claim.claim_id)
+        else:
+            hidden, theirs = given
+            yield from self._tensors.until_arrived(hidden)
+            run = SourceRun(batch, claim.first_layer, self.target.instance.join(theirs, batch.sequences, self.source))
         yield from self._begin(run)
         del self.queue.handed[claim.batch_id]
         if run.kv_direct:
@@ -395,7 +325,8 @@ class SimPair:
             yield self._paths.message_s
             if not run.batch.ended:
                 num_bytes = run.batch.num_tokens * run.first_layer * layer_bytes
-                yield from self._bring(self.target, self.source, num_bytes, "kv")
+                sent = self._tensors.send(self.target.instance, self.source, num_bytes, "kv")
+                yield from self._tensors.until_arrived(sent)
             self._coming.popleft()
             self._settle_soon(claim_id)
             yield from self._at_source(functools.partial(self._kv_over, run, is_here=True))
@@ -424,29 +355,16 @@ class SimPair:
         yield self._paths.message_s
         while self._loaded and not self._source_knows:
             yield self._changed
-        claim_id = f"{self.assignment.pair_id}-end"
-        while (shares := self.target_work.share(claim_id, busy_s, kv_apart=True)) is None:
-            yield self._changed
-        self._shares = shares
-        self._keep(shares)
-        yield self._paths.message_s
+        shares = yield from self.target.share(f"{self.assignment.pair_id}-end", busy_s)
         self.life.move_to(PairState.DISSOLVED)
-        self._taken_by_target((*self.target_work.finished, *shares.kept))
+        yield self._paths.message_s
+        self._knows_shares = True
+        self._taken_by_target((*self.target.work.finished, *shares.kept))
         for claim in shares.given:
             if claim.first_layer and claim.batch_id in self.queue.handed:
                 yield from self._receive(claim)
         while self._fetching or self._direct:
             yield self._changed
-
-    def _keep(self, shares: Shares) -> None:
-        """At the target: what it kept is its own, what it gives and had not begun is dropped."""
-        begun = [claim for claim in shares.given if claim.first_layer]
-        for batch_id in shares.kept:
-            self._take_at_target_for_good(batch_id)
-        for claim in begun:
-            self._send_hidden(claim)
-        self._drop_all_but([claim.batch_id for claim in begun])
-        self._look_at_target()
 
     def _take_back(self, *, in_doubt: bool) -> Steps:
         """What the target does not own is the source's again, like any other request."""
@@ -463,14 +381,14 @@ class SimPair:
     def _over(self) -> None:
         assignment = self.assignment
         self._on_lending(False)
-        self._layer_ended()
+        self.target.changed()
         self.report = LiveReport(
             pair_id=assignment.pair_id,
             plan_id=assignment.plan_id,
             source=assignment.source.worker_id,
             target=assignment.target.worker_id,
             policy=assignment.policy,
-            outcome="failed" if self.life.state is PairState.FAILED else "dissolved",
+            outcome="failed" if self._failure else "dissolved",
             reason=self._failure,
             started_at_s=self._started_s,
             ended_at_s=self._clock.now_s,
@@ -480,15 +398,11 @@ class SimPair:
         self._on_end(self)
 
     def _fail(self, reason: str) -> bool:
-        failed = self.life.fail()
-        if failed:
+        if not self._knows_shares:
             self._failure = reason
         self._is_ending = True
-        for sent in self._on_their_way:
-            if sent.flow is not None:
-                self._paths.network.abort(sent.flow)
-        self._on_their_way.clear()
-        return failed
+        self._tensors.abort()
+        return self.life.fail()
 
     def _lose_kv(self) -> None:
         """What was to come from the target does not."""
@@ -504,20 +418,6 @@ class SimPair:
 
     # --- the target ----------------------------------------------------------------------------
 
-    def _take_at_target(self, batch: PromptBatch, *, behind_seal: bool) -> Steps:
-        """A hand-over: whether the target has capacity."""
-        scheduler = self.target.scheduler
-        if any(length >= scheduler.config.limit_tokens for length in batch.lengths):
-            return False
-        theirs = PromptBatch(batch.batch_id, batch.serial, [_copy(s) for s in batch.sequences], batch.layer_s)
-        if not (yield from self._at(self.target, lambda: scheduler.reservations.reserve(theirs.sequences))):
-            return False
-        run = TargetRun(theirs)
-        self.target_work.add(run, behind_seal=behind_seal)
-        self._not_taken[batch.batch_id] = _Held(run)
-        self._changed.fire()
-        return True
-
     def _tell_loaded(self) -> Steps:
         """The source has to know before the target finishes batches."""
         yield self._paths.message_s
@@ -529,11 +429,9 @@ class SimPair:
         if not self.life.ended or self.life.state is PairState.DISSOLVED:
             if self.life.state is PairState.COOPERATING:
                 self.life.move_to(PairState.LOADED)
-            self.target_work.set_layers_ready(0, complete=True)
-            self._look_at_target()
+            self.target.layers_ready(0, complete=True)
 
     def _finished(self, batch: PromptBatch) -> None:
-        self._take_at_target_for_good(batch.batch_id)
         if not self.life.ended:
             self._start(self._tell_taken(batch.batch_id))
 
@@ -543,42 +441,8 @@ class SimPair:
         if self.queue.backlog:
             self.arrived()  # the target has capacity now
 
-    def _take_at_target_for_good(self, batch_id: str) -> None:
-        held = self._not_taken.pop(batch_id, None)
-        if held is not None:
-            self.target.took([s for s in held.run.batch.sequences if not s.finished])
-
-    def _drop_all_but(self, batch_ids: Iterable[str]) -> None:
-        self._drop([batch_id for batch_id in self._not_taken if batch_id not in batch_ids])
-
-    def _drop(self, batch_ids: Sequence[str]) -> None:
-        """Free what these have at the target."""
-
-        def drop() -> None:
-            for batch in self.target_work.drop(tuple(batch_ids)):
-                self.target.forget(batch.sequences)
-                self.target.scheduler.reservations.release(batch.sequences)
-            self._layer_ended()
-
-        if batch_ids:
-            self.target.call(drop, between_layers=True)
-        for batch_id in batch_ids:
-            self._not_taken.pop(batch_id, None)
-
-    def _layer_ended(self) -> None:
-        self._changed.fire()
-        if self.life.ended and not self.target_work.batches and self.target.partial is self._target_steps:
-            self.target.partial = None
-
-    def _look_at_target(self) -> None:
-        self.target.call(lambda: None, between_layers=True)
-        self._layer_ended()
-
     def _settle_soon(self, claim_id: str) -> None:
-        self._clock.after(self._paths.message_s, self._settle, claim_id)
-
-    def _settle(self, claim_id: str) -> None:
-        self._drop(self.target_work.settle({claim_id}))
+        self._clock.after(self._paths.message_s, self.target.settle, claim_id)
 
     # --- both ----------------------------------------------------------------------------------
 
@@ -625,51 +489,10 @@ class SimPair:
 
     def _cancelled(self, sequence: Request) -> None:
         if self.queue.holds(*sequence.key):
-            self._clock.after(self._paths.message_s, self._cancel_at_target, sequence.key)
-
-    def _cancel_at_target(self, key: tuple[str, int]) -> None:
-        free = []
-        for batch_id, held in self._not_taken.items():
-            for sequence in held.run.batch.sequences:
-                if sequence.key == key:
-                    sequence.finished = True
-                    if held.run.batch.ended and self.target_work.cancel(batch_id):
-                        free.append(batch_id)
-        self._drop(free)
+            self._clock.after(self._paths.message_s, self.target.cancel, sequence.key)
 
     def _at_source(self, function: Callable[[], object]) -> Steps:
-        return self._at(self.source, function)
-
-    def _at(self, member: SimInstance, function: Callable[[], object]) -> Steps:
-        """Run it on the engine's thread, between two layers; its result."""
-        results: list[object] = []
-
-        def run() -> None:
-            results.append(function())
-            self._changed.fire()
-
-        member.call(run, between_layers=True)
-        while not results:
-            yield self._changed
-        return results[0]
-
-    def _send(self, sender: SimInstance, receiver: SimInstance, num_bytes: float, purpose: Purpose) -> _Sent:
-        sent = _Sent()
-
-        def arrived(_: Flow) -> None:
-            sent.arrived = True
-            self._on_their_way.remove(sent)
-            self._changed.fire()
-
-        self._on_their_way.append(sent)
-        path = self._paths.path(sender, receiver)
-        sent.flow = self._paths.network.start(path, num_bytes, on_end=arrived, purpose=purpose)
-        return sent
-
-    def _bring(self, sender: SimInstance, receiver: SimInstance, num_bytes: float, purpose: Purpose) -> Steps:
-        sent = self._send(sender, receiver, num_bytes, purpose)
-        while not sent.arrived:
-            yield self._changed
+        return on_engine(self.source, function, self._changed)
 
     def _start(self, steps: Steps, *, at_target: bool = False) -> None:
         processes = self._target_processes if at_target else self._processes
@@ -679,16 +502,3 @@ class SimPair:
     def _stop(self, processes: Iterable[Process]) -> None:
         for process in list(processes):
             process.stop()
-
-
-def _copy(sequence: Request) -> Request:
-    """A request, as another instance knows it."""
-    return Request(
-        request_id=sequence.request_id,
-        attempt=sequence.attempt,
-        gateway_id=sequence.gateway_id,
-        prompt=sequence.prompt,
-        params=sequence.params,
-        output=list(sequence.output),
-        decode_at=sequence.decode_at,
-    )

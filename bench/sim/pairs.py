@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from bench.sim.clock import Clock
 from bench.sim.latencies import Latencies
-from bench.sim.pair import PairPaths, SimPair
+from bench.sim.pair import SimPair
+from bench.sim.pair_tensors import PairPaths
 from bench.sim.planner import SimPlanner
 from bench.sim.workers import Held, SimWorkers
 from services.planner.core.live.request import SplitRequest
 from services.planner.core.live.split import assign
 from services.planner.core.operations.pair_record import LivePair
+from services.worker.core.live.pair import why_no_source
 from shared.errors import BlitzError
-from shared.messages.common import TAKES_PROMPTS
 from shared.messages.live import LiveReport, PlanSplit, ZigzagAssignment
 from shared.messages.scaling import ChainMember
 
@@ -42,7 +43,7 @@ class SimPairs:
     def begin(self, assignment: ZigzagAssignment) -> None:
         """An assignment reaches its members. The source reports why there is no pair, if there is none."""
         source, target = self._held(assignment.source), self._held(assignment.target)
-        reason = self._refusal(source, target)
+        reason = self._refusal(assignment, source, target)
         if reason or source is None or target is None or target.load is None:
             self._report(self._declined(assignment, reason))
             return
@@ -66,19 +67,18 @@ class SimPairs:
         held = self._workers[member.worker_id].held
         return held if held is not None and held.instance_id == member.instance_id else None
 
-    def _refusal(self, source: Held | None, target: Held | None) -> str:
-        """As ``services.worker.live.roles``."""
-        if source is None:
-            return "its source is not here any more"
-        if source.instance.state != "serving":
-            return f"its source is {source.instance.state}"
-        if source.instance.role not in TAKES_PROMPTS:
-            return f"its source is a {source.instance.role} instance"
-        if source.instance_id in self._by_source:
-            return "the source is in another pair"
-        if source.instance.partial is not None:
-            return "its source still finishes what it kept of another pair"
-        return "" if target is not None and target.load is not None else "its target does not load"
+    def _refusal(self, assignment: ZigzagAssignment, source: Held | None, target: Held | None) -> str:
+        other = None if source is None else self._by_source.get(source.instance_id)
+        reason = why_no_source(
+            assignment,
+            self._clock.now_s,
+            instance_id="" if source is None else source.instance_id,
+            state="spare" if source is None else source.instance.state,
+            role="colocated" if source is None else source.instance.role,
+            as_source="" if other is None else other.assignment.pair_id,
+            as_target="another pair" if source is not None and source.instance.partial is not None else "",
+        )
+        return reason or ("" if target is not None and target.load is not None else "its target does not load")
 
     def _declined(self, assignment: ZigzagAssignment, reason: str) -> LiveReport:
         return LiveReport(

@@ -32,7 +32,7 @@ from bench.sim.loading import Loads
 from bench.sim.models import SimModel
 from bench.sim.monitor import SimMonitor
 from bench.sim.outcome import Outcome
-from bench.sim.pair import PairPaths
+from bench.sim.pair_tensors import PairPaths
 from bench.sim.pairs import SimPairs
 from bench.sim.planner import SimPlanner
 from bench.sim.registry import SimRegistry

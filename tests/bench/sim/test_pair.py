@@ -13,7 +13,8 @@ import pytest
 
 from bench.sim.compute import Compute
 from bench.sim.instance import SimInstance
-from bench.sim.pair import PairPaths, SimPair
+from bench.sim.pair import SimPair
+from bench.sim.pair_tensors import PairPaths
 from services.planner.core.live.split import assign
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from shared.messages.common import Role
@@ -69,7 +70,6 @@ class Rig:
         self.source = self._member("source", role, replace(CONFIG, max_num_sequences=source_slots))
         self.target = self._member("target", role)
         self.source.serve()
-        self.links = self.world.kv.path(self.source, self.target)
         self.ended: list[SimPair] = []
         paths = PairPaths(
             network=self.world.network,
@@ -83,6 +83,7 @@ class Rig:
             self.source,
             self.target,
             paths,
+            on_accepted=self.target.go_live,
             on_end=self.ended.append,
         )
 
@@ -113,10 +114,6 @@ class Rig:
         self.pair.layers_ready(layer, complete=layer == self.num_layers)
         if layer == self.num_layers:
             self.target.serve()
-
-    def begin(self) -> None:
-        self.target.go_live()
-        self.pair.begin()
 
     def submit(self, tokens: list[int], output_tokens: int = 1) -> None:
         """They wait: nothing is begun before the pair."""
@@ -168,7 +165,7 @@ class Case:
         rig.submit(self.tokens)
         rig.load(self.loaded_at)
         rig.pair.set_gates(tuple(Gate(batch_id=batch_id, num_layers=count) for batch_id, count in gates.items()))
-        rig.begin()
+        rig.pair.begin()
         rig.clock.run()
         rig.clean()
         return [rig.first_tokens()[f"r{index}"] for index in range(len(self.tokens))]
@@ -223,7 +220,7 @@ def test_the_worked_example_with_messages_on_their_way(policy: Policy, completio
     rig = Rig(7, policy.value, message_s=1e-4)
     rig.submit([2000] * 7)
     rig.load([12.0 * layer + 0.01 for layer in range(7)])
-    rig.begin()
+    rig.pair.begin()
     rig.clock.run()
     rig.clean()
     found = [rig.first_tokens()[f"r{index}"] / 2 for index in range(7)]
@@ -236,7 +233,7 @@ def test_the_first_token_does_not_wait_for_kv_and_the_second_does() -> None:
     assert kv_s > 0.01
     rig.submit([2000, 2000], output_tokens=3)
     rig.load([1.0, 1000.0, 1001.0, 1002.0])
-    rig.begin()
+    rig.pair.begin()
     rig.clock.run()
     rig.clean()
     (pair,) = rig.ended
@@ -248,7 +245,7 @@ def test_the_first_token_does_not_wait_for_kv_and_the_second_does() -> None:
     slow = Rig(4, hidden_bytes_per_token=4096, gbps=0.05)
     slow.submit([2000, 2000], output_tokens=3)
     slow.load([1.0, 1000.0, 1001.0, 1002.0])
-    slow.begin()
+    slow.pair.begin()
     slow.clock.run()
     slow.clean()
     first_s, second_s, _ = slow.heard.times_s["r1"]
@@ -260,7 +257,7 @@ def test_requests_that_come_later_go_the_same_way() -> None:
     rig = Rig(4)
     rig.submit([2000, 2500, 2100])
     rig.load([1.0, 20.0, 50.0, 90.0])
-    rig.begin()
+    rig.pair.begin()
     for index in range(3, 9):
         rig.clock.at(2.0 * index, rig.source.submit, Asked(f"r{index}", 2000 + index, 4))
     rig.clock.run()
@@ -277,7 +274,7 @@ def test_a_target_that_dies_costs_no_request(at_s: float) -> None:
     rig = Rig(4, message_s=0.001, hidden_bytes_per_token=4096)
     rig.submit([2000, 2500, 2100, 1800, 2900], output_tokens=5)
     rig.load([1.0, 10.0, 20.0, 40.0])
-    rig.begin()
+    rig.pair.begin()
     rig.clock.run(at_s)
     lost = rig.target.kill()
     rig.pair.target_gone("it died")
@@ -297,7 +294,7 @@ def test_a_source_that_dies_leaves_nothing_at_the_target_but_what_that_owns(at_s
     rig = Rig(4, message_s=0.001, hidden_bytes_per_token=4096)
     rig.submit([2000, 2500, 2100, 1800, 2900], output_tokens=5)
     rig.load([1.0, 10.0, 20.0, 40.0])
-    rig.begin()
+    rig.pair.begin()
     rig.clock.run(at_s)
     lost = rig.source.kill()
     rig.pair.source_gone("it died")
@@ -313,7 +310,7 @@ def test_cancelled_requests_leave_both_members(at_s: float) -> None:
     rig = Rig(4, message_s=0.001)
     rig.submit([2000, 2500, 2100, 1800, 2900])
     rig.load([1.0, 10.0, 20.0, 40.0])
-    rig.begin()
+    rig.pair.begin()
     rig.clock.run(at_s)
     gone = [request_id for request_id in ("r1", "r3", "r4") if request_id not in rig.heard.ended]
     for request_id in gone:
@@ -327,7 +324,7 @@ def test_a_source_that_drains_takes_everything_back() -> None:
     rig = Rig(4)
     rig.submit([2000, 2500, 2100, 1800])
     rig.load([1.0, 1000.0, 1001.0, 1002.0])
-    rig.begin()
+    rig.pair.begin()
     rig.clock.run(5.0)
     rig.source.drain()
     rig.clock.run(500.0)
@@ -341,7 +338,7 @@ def test_kv_of_a_split_batch_goes_straight_to_where_it_is_decoded() -> None:
     layer_kv_s = 2000 * 131_072 / 4 * 8 / 1e9
     rig.submit([2000, 2000], output_tokens=20)
     rig.load([1.0, 4.0, 1000.0, 1001.0])
-    rig.begin()
+    rig.pair.begin()
     rig.clock.run()
     rig.clean()
     (pair,) = rig.ended
@@ -362,7 +359,7 @@ def test_kv_of_a_batch_without_room_at_the_decode_instance_goes_through_the_sour
     other = sequence("other", 1000, 1)
     assert rig.decoder.scheduler.reservations.reserve([other])
     rig.load([1.0, 4.0, 1000.0, 1001.0])
-    rig.begin()
+    rig.pair.begin()
     rig.clock.run()
     rig.decoder.scheduler.reservations.release([other])
     rig.clean()
@@ -378,7 +375,7 @@ def test_whoever_dies_no_request_is_lost_or_told_of_twice(who: str, at_s: float)
     names = {f"r{index}" for index in range(5)}
     rig.submit([2000, 2500, 2100, 1800, 2900], output_tokens=300)
     rig.load([1.0, 10.0, 20.0, 40.0])
-    rig.begin()
+    rig.pair.begin()
     rig.clock.run(at_s)
     lost = rig.world.instances[who].kill()
     if who == "target":
