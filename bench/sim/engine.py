@@ -178,19 +178,20 @@ class SimEngine:
         return self._begin_layer() or self._begin_batch()
 
     def _begin_layer(self) -> bool:
-        seconds = self.partial.begin() if self.partial is not None and self.partial.ready else None
-        if seconds is None:
+        partial = self.partial
+        seconds = partial.begin() if partial is not None and partial.ready else None
+        if partial is None or seconds is None:
             return False
         self._began_s = self._clock.now_s
-        self._step = self._clock.after(seconds, self._end_layer)
+        self._step = self._clock.after(seconds, self._end_layer, partial)
         return True
 
-    def _end_layer(self) -> None:
+    def _end_layer(self, partial: PartialSteps) -> None:
+        """Whoever's layers come next, it is theirs who began it."""
         self._step = None
         self._busy_s_total += self._clock.now_s - self._began_s
         self._deciding = True
-        if self.partial is not None:
-            self.partial.end()
+        partial.end()
         self._stepped()
 
     def _begin_batch(self) -> bool:

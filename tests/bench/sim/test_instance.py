@@ -196,6 +196,17 @@ def test_layers_of_a_pair_come_first_and_decodes_in_between() -> None:
     assert layers.heard.count("stepped") == 200 - before + 50
 
 
+def test_a_layer_ends_for_the_pair_that_began_it() -> None:
+    world = World()
+    instance, first, second = world.instance("i"), Layers(5), Layers(3)
+    instance.partial = first
+    instance.call(lambda: None)
+    world.clock.run(0.005)
+    instance.partial = second
+    world.clock.run()
+    assert (first.ran, second.ran) == (1, 3)
+
+
 def test_a_pair_hears_of_requests_that_come_and_go() -> None:
     world = World()
     instance, layers = world.instance("i"), Layers(0)
