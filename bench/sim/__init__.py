@@ -18,6 +18,9 @@
                   both run; pair_tensors.py: what they send to each other
     pairs.py      which workers are in which pair
     processes.py  what goes on in virtual time, written in its order
+    outcome.py    what a run came to; evaluation.py: systems side by side; search.py: splits and rates
+    what_if.py    the settings of a sweep; sweep.py runs them; frontier.py: which are not beaten, and the cheapest
+    cli.py        the command; choices.py: what it names, and what cannot be simulated; tables.py: what it shows
     profiles/     what steps of models on GPUs take; architectures.py and make_profiles.py derive them
 
 A transfer is a fluid: between two events every flow has one rate, and rates change at once when flows come, go, or

@@ -2,98 +2,42 @@
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from bench.command_line import JsonFile, red_line, say, write
-from bench.replay.document import About
+from bench.command_line import INTERRUPTED, JsonFile, red_line, say, write
+from bench.replay.document import About, Document
 from bench.replay.objectives import Slo
-from bench.replay.options import HtmlFile, Outputs, PngFile
+from bench.replay.options import HtmlFile, Outputs, PngFile, SloTbt, SloTtft
 from bench.replay.plan import Shape
-from bench.sim.cluster import Cluster, known_cluster, known_clusters, read_cluster
-from bench.sim.evaluation import Evaluation, Evaluator
-from bench.sim.models import MODELS, known_model
+from bench.sim.choices import check, chosen_cluster, chosen_rate, chosen_systems, chosen_trace
+from bench.sim.cluster import known_clusters
+from bench.sim.evaluation import Evaluator
+from bench.sim.models import MODELS, SimModel, known_model
+from bench.sim.outcome import Outcome
 from bench.sim.run import Setup
-from bench.systems import ABLATION, SYSTEMS, System, find
-from bench.traces.reader import read_trace
-from bench.traces.request import Trace
+from bench.sim.search import ATTAINED
+from bench.sim.sweep import PayFor, Terms, WhatIf, sweep
+from bench.sim.tables import points_table, systems_table
+from bench.sim.what_if import Grid
+from bench.systems import ABLATION, SYSTEMS
 from bench.traces.scaling import spread_seconds
-from bench.traces.synthetic import FIGURES, synthesise
-from shared.errors import BadRequest
-
-HALF = "half"
-DEFAULT = ("blitz", "sllm", "allcache", "static-full", "static-half")
+from bench.traces.synthetic import FIGURES
 
 app = typer.Typer(help="Simulate a trace on a cluster of GPUs.", add_completion=False)
 
 
-def chosen_systems(names: str, *, ablation: bool) -> tuple[System, ...]:
-    """Each once, in the order given. Raises ``BadRequest``."""
-    asked = [name.strip() for name in names.split(",") if name.strip()] if names else []
-    asked += ABLATION if ablation else ()
-    return tuple([find(name) for name in dict.fromkeys(asked or DEFAULT)])
-
-
-def chosen_cluster(name: str) -> Cluster:
-    """One that is known, or a file. Raises ``BadRequest``."""
-    if name in known_clusters():
-        return known_cluster(name)
-    file = Path(name)
-    if file.suffix == ".toml" or os.sep in name:
-        try:
-            return read_cluster(file)
-        except OSError as error:
-            raise BadRequest(f"{file} cannot be read: {error.strerror}", param="cluster") from error
-    return known_cluster(name)
-
-
-def chosen_rate(value: str) -> float | None:
-    """A factor; None for ``half``. Raises ``BadRequest``."""
-    if value == HALF:
-        return None
-    try:
-        return float(value)
-    except ValueError:
-        raise BadRequest(f"--scale-rate is a number or {HALF!r}, not {value!r}", param="scale-rate") from None
-
-
-def _source(trace: Path | None, synthetic: str | None, seed: int, duration_s: float) -> Trace:
-    if (trace is None) == (synthetic is None):
-        raise BadRequest("give a trace file or --synthetic, not both and not neither", param="trace")
-    if trace is not None:
-        return read_trace(trace)
-    assert synthetic is not None
-    return synthesise(synthetic, seed=seed, duration_s=duration_s)
-
-
-def table(evaluation: Evaluation) -> Table:
-    """A row for each system. Times in milliseconds."""
-    shown = Table(title="systems; times in ms", title_justify="left")
-    for column in ("", "TTFT", "p99", "TBT", "p99", "SLO 5x", "abs.", "GPU s", "copies", "failed"):
-        shown.add_column(column, justify="right" if column else "left", no_wrap=True)
-
-    def ms(value: float | None, digits: int = 0) -> str:
-        return "-" if value is None else f"{value * 1000:.{digits}f}"
-
-    for name, row in evaluation.systems.items():
-        shown.add_row(
-            name,
-            ms(row.ttft_mean_s),
-            ms(row.ttft_p99_s),
-            ms(row.tbt_mean_s, 1),
-            ms(row.tbt_p99_s, 1),
-            f"{row.slo_attainment:.1%}",
-            f"{row.slo_attainment_absolute:.1%}",
-            f"{row.gpu_seconds:.0f}",
-            f"{row.host_cache_bytes_max / evaluation.weights_bytes:.0f}",
-            f"{row.failed + row.unfinished}",
-        )
-    return shown
+def _with_objectives(model: SimModel, ttft_ms: float | None, tbt_ms: float | None) -> SimModel:
+    """With those that are given. Raises ``BadRequest``."""
+    slo = Slo.of(ttft_ms=ttft_ms, tbt_ms=tbt_ms, mean_ttft_ms=None, mean_tbt_ms=None, factor=1.0)
+    if slo is None:
+        return model
+    return replace(model, slo_ttft_s=slo.ttft_s or model.slo_ttft_s, slo_tbt_s=slo.tbt_s or model.slo_tbt_s)
 
 
 @app.callback(invoke_without_command=True, subcommand_metavar="", context_settings={"allow_interspersed_args": True})
@@ -122,6 +66,23 @@ def simulate(
         ),
     ] = "1",
     compute: Annotated[float, typer.Option(metavar="X", help="Steps take X times as long as the profile says.")] = 1.0,
+    slo_ttft: SloTtft = None,
+    slo_tbt: SloTbt = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHAT[=A,B,...]",
+            help="Also with other hosts (hosts=1,2,4), NICs (nic-gbps=25,100,400) and times that copies are kept "
+            "(keep-copies=60,300,never); all three: all. May be given again.",
+        ),
+    ] = None,
+    slo_attainment: Annotated[
+        float, typer.Option(metavar="SHARE", help="Of the requests, that --what-if is to keep the objectives for.")
+    ] = ATTAINED,
+    pay_for: Annotated[
+        PayFor, typer.Option(help="What --what-if counts as cost: GPUs that hold instances, or all of the cluster.")
+    ] = "used",
+    gpu_hour_price: Annotated[float | None, typer.Option(metavar="PRICE", help="Of a GPU, for --what-if.")] = None,
     synthetic: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"Instead of a file, a look-alike: {', '.join(FIGURES)}.")
     ] = None,
@@ -142,32 +103,55 @@ def simulate(
         outputs = Outputs.checked(json_file, png_file, html_file)
         chosen = chosen_systems(systems, ablation=ablation)
         found = chosen_cluster(cluster)
-        sim_model = known_model(model, found.gpu, degree=degree, profile=profile)
-        source = spread_seconds(_source(trace, synthetic, seed, duration), seed=seed)
+        sim_model = _with_objectives(known_model(model, found.gpu, degree=degree, profile=profile), slo_ttft, slo_tbt)
+        setup = Setup(cluster=found, model=sim_model, compute_scale=compute, seed=seed)
+        check(setup, chosen)
+        terms = Terms(slo_attainment, pay_for, gpu_hour_price)
+        settings = Grid.of(what_if, found).settings(found, chosen, sim_model.degree) if what_if else ()
+        for setting in settings:
+            check(replace(setup, cluster=setting.cluster), (setting.system,))
+        factor = chosen_rate(scale_rate_by)
+        source = chosen_trace(trace, synthetic, seed, duration)
         shape = Shape(
             start_at_s=start_at,
             window_s=window,
             max_requests=max_requests,
             context_tokens=sim_model.record.spec.max_position,
         )
-        setup = Setup(cluster=found, model=sim_model, compute_scale=compute, seed=seed)
-        evaluator = Evaluator(setup, source, shape, say=say)
-        factor = chosen_rate(scale_rate_by)
-        evaluation, outcomes = evaluator.evaluate(chosen, evaluator.half() if factor is None else factor)
-        Console().print(table(evaluation))
-        write(json_file, evaluation)
-        if png_file is not None or html_file is not None:
-            about = About(
-                trace=source.name,
-                url=f"simulated: {model} on {found.name}",
-                model=model,
-                seed=seed,
-                speed=1.0,
-                scale_rate=evaluation.scale_rate,
-                spread_seconds=source.whole_seconds,
-                skipped_rows=source.skipped_rows,
-                unsorted_rows=source.unsorted_rows,
-                started_at_s=0.0,
-            )
-            slo = Slo(evaluation.slo_ttft_s, evaluation.slo_tbt_s)
-            outputs.draw([outcome.document(about, slo) for outcome in outcomes])
+        evaluator = Evaluator(setup, spread_seconds(source, seed=seed), shape, say=say)
+        evaluator.requests(1.0 if factor is None else factor)  # before anything is said
+        for count, what in ((source.skipped_rows, "without tokens"), (source.unsorted_rows, "out of order")):
+            if count:
+                say(f"{source.name}: {count} rows {what}")
+        factor = evaluator.half() if factor is None else factor
+        about = About(
+            trace=source.name,
+            url=f"simulated: {model} on {found.name}",
+            model=model,
+            seed=seed,
+            speed=1.0,
+            scale_rate=factor,
+            spread_seconds=source.whole_seconds,
+            skipped_rows=source.skipped_rows,
+            unsorted_rows=source.unsorted_rows,
+            started_at_s=0.0,
+        )
+        documents: dict[str, Document] = {}
+
+        def finished(outcome: Outcome, relative: Slo) -> None:
+            if png_file is not None or html_file is not None:
+                documents[outcome.system] = outcome.document(about, relative)
+
+        evaluation = evaluator.evaluate(chosen, factor, finished)
+        Console().print(systems_table(evaluation))
+        swept: WhatIf | None = None
+        if settings and not evaluation.interrupted:
+            swept = sweep(evaluator, settings, terms, evaluation, chosen)
+            Console().print(points_table(swept.what_if))
+            for line in swept.lines:
+                Console().print(line, markup=False, highlight=False, soft_wrap=True)
+        write(json_file, msgspec.to_builtins(evaluation) | (msgspec.to_builtins(swept) if swept is not None else {}))
+        outputs.draw([documents[system.name] for system in chosen if system.name in documents])
+    if evaluation.interrupted or (swept is not None and swept.what_if_left_out):
+        say("interrupted: what had finished is there")
+        raise typer.Exit(INTERRUPTED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,6 +23,11 @@ from shared.errors import BadRequest
 FULL = SYSTEMS["static-full"]
 
 
+def span_s(requests: Sequence[PlannedRequest]) -> float:
+    """From the first arrival to the last."""
+    return requests[-1].due_s - requests[0].due_s
+
+
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """What systems came to. Nothing in it depends on the machine that simulated."""
 
@@ -37,6 +43,9 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     shortened: int
     """Of these, those that were longer than the model's context."""
+    skipped_rows: int
+    unsorted_rows: int
+    """Of the trace: rows without tokens, which are left out, and rows out of order, which are put in order."""
     requests_per_s: float
     slo_ttft_s: float | None
     slo_tbt_s: float | None
@@ -44,6 +53,15 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     slo_of: str
     """The system of whose means they are a multiple."""
     systems: dict[str, Figures]
+    interrupted: bool = False
+    """Systems that had not finished have no row."""
+
+
+class Run(NamedTuple):
+    """A system on requests. ``split``: of the instances of one that does not scale."""
+
+    outcome: Outcome
+    split: Split | None = None
 
 
 @dataclass
@@ -54,7 +72,10 @@ class Evaluator:
     trace: Trace
     shape: Shape
     say: Callable[[str], None]
-    _splits: dict[tuple[int, float], Split] = field(default_factory=dict)
+    splits: dict[tuple[int, float], Split] = field(default_factory=dict)
+    """The best ones found, by their instances and the factor of the rate: where another search begins."""
+    _mean_gpus: dict[tuple[str, float], float] = field(default_factory=dict, init=False)
+    """By system and factor."""
 
     def requests(self, factor: float) -> tuple[PlannedRequest, ...]:
         """The trace's, ``factor`` times as many. Raises ``BadRequest`` if none are left."""
@@ -76,9 +97,9 @@ class Evaluator:
 
         def attains(factor: float) -> bool:
             requests = self.requests(factor)
-            within = self._within_reach(requests)
+            within = self.within_reach(requests)
             goal = ATTAINED * within / len(requests)
-            share = self._run(FULL, requests, factor, enough=goal).judged_by(self.absolute()).share
+            share = self.run(FULL, requests, factor, enough=goal).outcome.judged_by(self.absolute()).share
             self.say(
                 f"{FULL.name}: {share:.2%} within the absolute objectives at {factor:.4g} times the rate; of "
                 f"{within / len(requests):.2%} that are within reach"
@@ -90,7 +111,7 @@ class Evaluator:
         except ValueError as error:
             raise BadRequest(f"{self.trace.name}: {error}", param="scale-rate") from error
 
-    def _within_reach(self, requests: Sequence[PlannedRequest]) -> int:
+    def within_reach(self, requests: Sequence[PlannedRequest]) -> int:
         """Requests whose prompt an idle instance computes within the objective."""
         setup = self.setup
         compute, chunk = Compute(setup.model.profile, scale=setup.compute_scale), setup.worker.max_batch_tokens
@@ -104,34 +125,38 @@ class Evaluator:
 
         return sum(prompt_s(request.input_tokens) < setup.model.slo_ttft_s for request in requests)
 
-    def evaluate(self, systems: Sequence[System], factor: float) -> tuple[Evaluation, list[Outcome]]:
-        """All of them, on the same requests."""
+    def evaluate(
+        self,
+        systems: Sequence[System],
+        factor: float,
+        finished: Callable[[Outcome, Slo], None] = lambda _outcome, _relative: None,
+    ) -> Evaluation:
+        """All of them, on the same requests. ``finished`` gets each outcome with the relative objectives; no outcome is
+        kept. After Ctrl-C: those that have finished by then; raises ``KeyboardInterrupt`` if none has."""
         requests = self.requests(factor)
-        runs: dict[str, tuple[Outcome, Split | None]] = {}
-        mean_gpus: dict[str, float] = {}
-        # Those that are half of another's size come after it.
-        for system in sorted(systems, key=lambda one: one.size == "half"):
-            mean = None
-            if system.size == "half":
-                other = "blitz-colocated" if system.serving == "colocated" else "blitz"
-                if other not in mean_gpus:
-                    self.say(f"{other}, for its average number of instances")
-                    mean_gpus[other] = self._run(SYSTEMS[other], requests, factor).mean_instances
-                mean = mean_gpus[other] / self.setup.model.degree
-            runs[system.name] = self._run(system, requests, factor, mean), self._split_of(system, factor, mean)
-            outcome = runs[system.name][0]
-            mean_gpus[system.name] = outcome.mean_instances
-            self.say(f"{system.name}: {len(outcome.records)} of {len(requests)} requests, {outcome.num_events} events")
-        of = FULL.name if FULL.name in runs else systems[0].name
-        ttft_s, tbt_s = means(runs[of][0])
-        relative = Slo(
-            FACTOR * ttft_s if ttft_s is not None else None,
-            FACTOR * tbt_s if tbt_s is not None else None,
-        )
+        by = next((system for system in systems if system.name == FULL.name), systems[0])
+        rows: dict[str, Figures] = {}
+        relative, interrupted = Slo(), False
+        # First the one by which the others are judged; those that are half of another's size come after it.
+        try:
+            for system in sorted(systems, key=lambda one: (one is not by, one.size == "half")):
+                outcome, split = self.run(system, requests, factor)
+                if system is by:
+                    ttft_s, tbt_s = means(outcome)
+                    relative = Slo(
+                        FACTOR * ttft_s if ttft_s is not None else None, FACTOR * tbt_s if tbt_s is not None else None
+                    )
+                rows[system.name] = figures(outcome, relative, self.absolute(), split)
+                finished(outcome, relative)
+                self.say(
+                    f"{system.name}: {len(outcome.records)} of {len(requests)} requests, {outcome.num_events} events"
+                )
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            interrupted = True
         setup = self.setup
-        span_s = max(requests[-1].due_s - requests[0].due_s, 1e-9)
-        outcomes = [runs[system.name][0] for system in systems]
-        evaluation = Evaluation(
+        return Evaluation(
             trace=self.trace.name,
             cluster=setup.cluster.name,
             model=setup.model.name,
@@ -143,54 +168,63 @@ class Evaluator:
             compute_scale=setup.compute_scale,
             requests=len(requests),
             shortened=sum(request.shortened for request in requests),
-            requests_per_s=len(requests) / span_s,
+            skipped_rows=self.trace.skipped_rows,
+            unsorted_rows=self.trace.unsorted_rows,
+            requests_per_s=len(requests) / max(span_s(requests), 1e-9),
             slo_ttft_s=relative.ttft_s,
             slo_tbt_s=relative.tbt_s,
-            slo_of=of,
-            systems={
-                system.name: figures(runs[system.name][0], relative, self.absolute(), runs[system.name][1])
-                for system in systems
-            },
+            slo_of=by.name,
+            systems={system.name: rows[system.name] for system in systems if system.name in rows},
+            interrupted=interrupted,
         )
-        return evaluation, outcomes
 
-    def _run(
-        self,
-        system: System,
-        requests: tuple[PlannedRequest, ...],
-        factor: float,
-        mean: float | None = None,
-        *,
-        enough: float = 2.0,
-    ) -> Outcome:
-        """``enough``: a share of requests within the absolute objectives with which the first split will do."""
+    def run(self, system: System, requests: tuple[PlannedRequest, ...], factor: float, *, enough: float = 2.0) -> Run:
+        """One of them; if it does not scale, with the best split of its instances.
+
+        ``enough``: a share of requests within the absolute objectives with which the first split will do.
+        """
         if system.scales:
-            return simulate(self.setup, system, requests)
-        total = system.num_instances(self.setup.num_workers, mean if mean is not None else float("nan"))
+            outcome = simulate(self.setup, system, requests)
+            self._mean_gpus[system.name, factor] = outcome.mean_instances
+            return Run(outcome)
+        total = system.num_instances(self.setup.num_workers, self._mean(system, requests, factor))
         if system.serving == "colocated":
-            return simulate(self.setup, system, requests, colocated=total)
-        known: dict[Split, Outcome] = {}
+            return Run(simulate(self.setup, system, requests, colocated=total))
+        found: tuple[tuple[float, ...], Run] | None = None
+        """The best so far, and how good."""
 
         def score(split: Split) -> tuple[float, ...]:
-            if any(outcome.judged_by(self.absolute()).share >= enough for outcome in known.values()):
+            nonlocal found
+            if found is not None and found[0][0] >= enough:
                 return (0.0,)
-            known[split] = outcome = simulate(self.setup, system, requests, split=split)
-            return outcome.judged_by(self.absolute()).share, -(means(outcome)[0] or float("inf"))
+            outcome = simulate(self.setup, system, requests, split=split)
+            reached = (outcome.judged_by(self.absolute()).share, -(means(outcome)[0] or float("inf")))
+            # As the search has it: of equals, the one with the fewest prefill instances.
+            if found is None or (*reached, -split.prefill) > found[0]:
+                found = (*reached, -split.prefill), Run(outcome, split)
+            return reached
 
-        best = best_split(self._likely(system.splits(total)), score)
-        self._splits[total, factor] = best
-        return known[best]
+        best_split(self._likely(system.splits(total)), score)
+        assert found is not None
+        best = found[1]
+        assert best.split is not None
+        self.splits[total, factor] = best.split
+        return best
+
+    def _mean(self, system: System, requests: tuple[PlannedRequest, ...], factor: float) -> float:
+        """The average number of instances of the one that it is half as large as; no number if there is none."""
+        if system.size != "half":
+            return float("nan")
+        other = "blitz-colocated" if system.serving == "colocated" else "blitz"
+        if (other, factor) not in self._mean_gpus:
+            self.say(f"{other}, for its average number of instances")
+            self.run(SYSTEMS[other], requests, factor)
+        return self._mean_gpus[other, factor] / self.setup.model.degree
 
     def _likely(self, splits: Sequence[Split]) -> Sequence[Split]:
         """Those around the best one at another rate: first what was best, then the rest."""
-        before = next((split for (total, _), split in reversed(self._splits.items()) if total == sum(splits[0])), None)
+        before = next((split for (total, _), split in reversed(self.splits.items()) if total == sum(splits[0])), None)
         if before is None:
             return splits
         reach = max(1, sum(before) // 8)
         return [split for split in splits if abs(split.prefill - before.prefill) <= reach]
-
-    def _split_of(self, system: System, factor: float, mean: float | None) -> Split | None:
-        if system.scales or system.serving == "colocated":
-            return None
-        total = system.num_instances(self.setup.num_workers, mean if mean is not None else float("nan"))
-        return self._splits.get((total, factor))

@@ -17,7 +17,7 @@ import msgspec
 
 from bench.sim.architectures import CONFIGS
 from bench.sim.loading import Weights
-from shared.errors import BadRequest
+from shared.errors import BadProfile, BadRequest
 from shared.layout import layout_of
 from shared.messages.registry import ModelRecord
 from shared.model_spec import DTYPE_BYTES, ModelSpec, parse_config
@@ -65,7 +65,7 @@ class SimModel:
 def known_model(name: str, gpu: str, *, degree: int | None = None, profile: Path | None = None) -> SimModel:
     """A model by name on a kind of GPU (``a100``, ``h100``), or as a profile of another place has it.
 
-    Raises ``BadRequest`` for a name, a degree or a GPU that is not known, ``BadProfile``.
+    Raises ``BadRequest`` for a name, a degree or a GPU that is not known, or a file that is no profile.
     """
     if name not in MODELS:
         raise BadRequest(f"no model {name!r}: there are {', '.join(MODELS)}", param="model")
@@ -74,7 +74,7 @@ def known_model(name: str, gpu: str, *, degree: int | None = None, profile: Path
     if degree not in known.objectives:
         there = ", ".join(map(str, known.objectives))
         raise BadRequest(f"{name} on {degree} GPUs has no profile: there are those on {there}", param="degree")
-    read = _profile(known.architecture, degree, gpu) if profile is None else read_profile(profile)
+    read = _profile(known.architecture, degree, gpu) if profile is None else _given(profile)
     spec = parse_config(CONFIGS[known.architecture])
     slo_ttft_s, slo_tbt_s = known.objectives[degree]
     return sim_model(name, spec, read, degree=degree, slo_ttft_s=slo_ttft_s, slo_tbt_s=slo_tbt_s)
@@ -112,11 +112,25 @@ def sim_model(
     )
 
 
+def _given(file: Path) -> Profile:
+    try:
+        return read_profile(file)
+    except BadProfile as error:
+        raise BadRequest(error.message, param="profile") from error
+
+
 @cache
 def _profile(architecture: str, degree: int, gpu: str) -> Profile:
     name = f"{architecture}-tp{degree}-{gpu}.json"
     file = resources.files("bench.sim").joinpath("profiles", name)
     if not file.is_file():
-        raise BadRequest(f"no profile of {architecture} on {degree} {gpu!r}", param="gpu")
+        begin = f"{architecture}-tp{degree}-"
+        names = sorted(one.name for one in resources.files("bench.sim").joinpath("profiles").iterdir())
+        there = [one.removeprefix(begin).removesuffix(".json") for one in names if one.startswith(begin)]
+        raise BadRequest(
+            f"no profile of {architecture} on {degree} {gpu!r}: there are those of {', '.join(there)}; or give another "
+            "(--profile)",
+            param="gpu",
+        )
     with resources.as_file(file) as path:
         return read_profile(path)

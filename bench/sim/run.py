@@ -96,6 +96,14 @@ class Setup:
         """That the cluster has for instances of the model."""
         return self.cluster.num_gpus // self.model.degree
 
+    @property
+    def kv_bytes(self) -> int:
+        """Of an instance; none is left where this is not positive."""
+        if self.worker.kv_bytes is not None:
+            return self.worker.kv_bytes
+        memory = self.model.degree * self.cluster.gpu_memory_gib * GIB
+        return int(KV_SHARE * (memory - self.model.record.weights_bytes))
+
 
 def simulate(
     setup: Setup,
@@ -212,7 +220,7 @@ class _Run:
 
     def _scheduler_config(self) -> SchedulerConfig:
         worker, model = self._setup.worker, self._setup.model
-        num_blocks = self._kv_bytes // (worker.block_size * model.kv_bytes_per_token)
+        num_blocks = self._setup.kv_bytes // (worker.block_size * model.kv_bytes_per_token)
         return SchedulerConfig(
             num_blocks=num_blocks,
             block_size=worker.block_size,
@@ -224,14 +232,6 @@ class _Run:
             max_queued_tokens=worker.max_queued_tokens,
         )
 
-    @property
-    def _kv_bytes(self) -> int:
-        if self._setup.worker.kv_bytes is not None:
-            return self._setup.worker.kv_bytes
-        model = self._setup.model
-        memory = model.degree * self._setup.cluster.gpu_memory_gib * GIB
-        return int(KV_SHARE * (memory - model.record.weights_bytes))
-
     def _worker_info(self, gpu_id: str) -> WorkerInfo:
         gpu, cluster = self._fabric.gpus[gpu_id], self._cluster
         return WorkerInfo(
@@ -242,7 +242,7 @@ class _Run:
             engine="mock",
             transport_address=b"",
             arena_bytes=int(self._setup.model.degree * self._setup.cluster.gpu_memory_gib * GIB),
-            kv_bytes=self._kv_bytes,
+            kv_bytes=self._setup.kv_bytes,
             leaf=gpu.nic.leaf,
             nic=gpu.nic.nic_id,
             nic_gbps=cluster.nic_gbps,

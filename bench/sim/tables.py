@@ -1,0 +1,77 @@
+"""What the command line shows: a row for each system, or for each setting of a sweep. In 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from bench.sim.evaluation import Evaluation
+from bench.sim.frontier import Point, money
+from bench.sim.outcome import Figures
+
+
+def systems_table(evaluation: Evaluation) -> Table:
+    """Times in milliseconds, attainment in per cent; ``host``: copies in host memory, at most."""
+    shown = _table(
+        f"{evaluation.requests:,} requests on cluster {evaluation.cluster}, {evaluation.model}; ms and % within SLO",
+        ("TTFT", "p99", "TBT", "p99", "5x", "abs.", "GPU s", "host", "lost"),
+    )
+    for name, row in evaluation.systems.items():
+        shown.add_row(
+            name,
+            _ms(row.ttft_mean_s),
+            _ms(row.ttft_p99_s),
+            _ms(row.tbt_mean_s, 1),
+            _ms(row.tbt_p99_s, 1),
+            _share(row.slo_attainment),
+            _share(row.slo_attainment_absolute),
+            f"{row.gpu_seconds:.0f}",
+            f"{row.host_cache_bytes_max / evaluation.weights_bytes:.0f}",
+            _lost(row),
+        )
+    return shown
+
+
+def points_table(points: Sequence[Point]) -> Table:
+    """The same of settings. ``*``: on the frontier of cost and objectives; ``+``: of cost and TTFT p99."""
+    costs = any(point.cost is not None for point in points)
+    shown = _table(
+        "what if; ms and % within the absolute SLO; on the frontier of *: SLO, +: p99",
+        ("GPUs", "NIC", "keep", "TTFT", "p99", "SLO", "cost" if costs else "GPU s", "lost", ""),
+    )
+    for point in points:
+        shown.add_row(
+            point.system,
+            f"{point.num_gpus}",
+            f"{point.nic_gbps:g}",
+            point.keep_copies or "",
+            _ms(point.ttft_mean_s),
+            _ms(point.ttft_p99_s),
+            _share(point.slo_attainment_absolute),
+            money(point.cost) if point.cost is not None else f"{point.paid_gpu_seconds:.0f}",
+            _lost(point),
+            ("*" if point.frontier else "") + ("+" if point.frontier_ttft else ""),
+        )
+    return shown
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    shown.add_column("", overflow="ellipsis", no_wrap=True)
+    for column in columns:
+        shown.add_column(column, justify="right", no_wrap=True, min_width=max(4, len(column)))
+    return shown
+
+
+def _ms(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{value * 1000:.{digits}f}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}".removesuffix("%")
+
+
+def _lost(row: Figures) -> str:
+    return f"{row.failed + row.unfinished}"

@@ -1,0 +1,106 @@
+"""What a sweep goes through."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from bench.sim.cluster import Cluster, known_cluster
+from bench.sim.what_if import MAX_SETTINGS, Grid, resized
+from bench.systems import SYSTEMS, System, find
+from shared.errors import BadRequest
+
+
+def systems(*names: str) -> list[System]:
+    return [find(name) for name in names]
+
+
+def test_values_are_those_given_or_fit_the_cluster() -> None:
+    a = known_cluster("a")
+    assert Grid.of(["hosts=4,1,4", "keep-copies=never,60"], a) == Grid(
+        hosts=(1, 4), keep_copies_s=(60.0, math.inf), hosts_given=True
+    )
+    assert Grid.of(["all"], a) == Grid((1, 2, 4, 8), (25.0, 100.0, 400.0), (60.0, 300.0, math.inf))
+    assert Grid.of(["hosts"], resized(a, 1, 100.0)).hosts == (1, 2)
+    assert Grid.of(["nic-gbps"], known_cluster("lab")).nic_gbps == (0.0625, 0.25, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["racks"], "--what-if racks: it is hosts, nic-gbps, keep-copies or all"),
+        (["hosts="], "'' is no number of hosts"),
+        (["hosts=0"], "'0' is no number of hosts"),
+        (["hosts=1.5"], "'1.5' is no number of hosts"),
+        (["hosts=999999"], "'999999' is no number of hosts"),
+        (["nic-gbps=0"], "'0' is no positive bandwidth"),
+        (["nic-gbps=inf"], "'inf' is no positive bandwidth"),
+        (["nic-gbps=never"], "'never' is no positive bandwidth"),
+        (["keep-copies=-1"], "'-1' is neither a number of seconds nor 'never'"),
+        (["keep-copies=inf"], "'inf' is neither a number of seconds nor 'never'"),
+        (["keep-copies=nan"], "'nan' is neither"),
+        (["hosts", "all"], "hosts is there already"),
+    ],
+)
+def test_what_is_no_value_is_named(words: list[str], said: str) -> None:
+    with pytest.raises(BadRequest, match="--what-if") as raised:
+        Grid.of(words, known_cluster("a"))
+    assert said in str(raised.value)
+
+
+def test_copies_are_kept_longer_where_a_system_keeps_them_and_each_setting_is_there_once() -> None:
+    found = Grid.of(["keep-copies=60,never"], a := known_cluster("a")).settings(
+        a, systems("blitz", "sllm", "sllm-60s"), 1
+    )
+    assert [(setting.system.name, setting.family, setting.keep_copies) for setting in found] == [
+        ("blitz", "blitz", None),
+        ("sllm-60s", "sllm", "60"),
+        ("sllm-never", "sllm", "never"),
+    ]
+    assert all(setting.cluster == a for setting in found)
+    with pytest.raises(BadRequest, match="of blitz, allcache none keeps copies for a time"):
+        Grid.of(["keep-copies"], a).settings(a, systems("blitz", "allcache"), 1)
+
+
+def test_where_hosts_have_too_few_gpus_for_a_system_it_is_not_tried() -> None:
+    lab = known_cluster("lab")
+    found = Grid.of(["hosts"], lab).settings(lab, systems("blitz", "blitz-colocated"), 1)
+    assert [(str(setting.system.name), setting.cluster.hosts) for setting in found[:3]] == [
+        ("blitz-colocated", 1),
+        ("blitz", 2),
+        ("blitz-colocated", 2),
+    ]
+
+
+def test_hosts_that_were_asked_for_and_cannot_serve_are_named() -> None:
+    lab = known_cluster("lab")
+    with pytest.raises(BadRequest, match="hosts=1: blitz needs 2 instances"):
+        Grid.of(["hosts=1,2"], lab).settings(lab, systems("blitz"), 1)
+
+
+def test_so_many_settings_and_no_more() -> None:
+    a = known_cluster("a")
+    hosts = ",".join(map(str, range(1, MAX_SETTINGS + 1)))
+    grid = Grid.of([f"hosts={hosts}"], a)
+    assert len(grid.settings(a, systems("blitz"), 1)) == MAX_SETTINGS
+    with pytest.raises(BadRequest, match=f"400 settings, and at most {MAX_SETTINGS} are tried"):
+        grid.settings(a, systems("blitz", "overlap"), 1)
+
+
+def test_a_cluster_of_another_size_is_one_that_can_be() -> None:
+    large = known_cluster("large")
+    assert resized(large, large.hosts, large.nic_gbps) == large
+    assert resized(large, 40, 25.0) == msgspec.structs.replace(large, hosts=40, nic_gbps=25.0)
+    one_leaf = resized(large, 2, 100.0)
+    assert (one_leaf.hosts, one_leaf.hosts_per_leaf, one_leaf.oversubscription) == (2, 2, 1.0)
+    wider: Cluster = resized(known_cluster("a"), 8, 100.0)
+    assert wider.num_leaves == 2
+
+
+def test_every_system_that_keeps_copies_can_be_swept() -> None:
+    a = known_cluster("a")
+    for system in SYSTEMS.values():
+        if system.copies == "kept":
+            assert len(Grid.of(["keep-copies"], a).settings(a, [system], 1)) == 3
