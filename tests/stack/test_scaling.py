@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import httpx
 import pytest
 from openai import AsyncOpenAI
 
@@ -12,8 +11,9 @@ from compose.stack import Stack
 from shared.load_feed import subscribe_load
 from shared.messages.load import LoadReport
 from tests.checkpoints import tiny_checkpoint
+from tests.plain_http import http_client
 from tests.services.waiting import eventually
-from tests.stack.client import bus, complete, openai_client, scale, until
+from tests.stack.client import PATIENCE_S, bus, complete, openai_client, scale, until
 from tests.stack.conftest import MODEL
 
 pytestmark = [pytest.mark.stack, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
@@ -90,7 +90,7 @@ async def test_scaling_in_moves_streams_and_none_of_their_tokens_changes(torch_s
 
 async def _moves(stack: Stack) -> float:
     """Requests that moved to another instance, as the gateway counts them."""
-    async with httpx.AsyncClient() as http:
+    async with http_client(timeout=PATIENCE_S) as http:
         text = (await http.get(f"{stack.url}/metrics")).text
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("blitz_gateway_moves_total{"))
 
