@@ -400,14 +400,14 @@ class _Run:
         first_s = requests[0].due_s
         for request in requests:
             clock.at(
-                begin_s + request.due_s - first_s,
+                begin_s + (request.due_s - first_s),
                 self._gateway.arrive,
                 SimRequest(
-                    request.index, begin_s + request.due_s - first_s, self._record.name, request.input_tokens,
+                    request.index, begin_s + (request.due_s - first_s), self._record.name, request.input_tokens,
                     request.output_tokens,
                 ),
             )  # fmt: skip
-        last_s = begin_s + requests[-1].due_s - first_s
+        last_s = begin_s + (requests[-1].due_s - first_s)
         clock.run(last_s)
         while len(self._served) < len(requests) and clock.now_s < last_s + self._setup.patience_s:
             clock.run(clock.now_s + 1.0)

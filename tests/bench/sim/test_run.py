@@ -53,6 +53,12 @@ def test_every_scaling_system_serves_all_requests_and_scales(name: str) -> None:
     assert all(operation.status != "failed" for operation in outcome.cluster.operations)
 
 
+def test_a_trace_may_begin_at_any_time() -> None:
+    (first, *_) = requests()
+    outcome = simulate(setup(), SYSTEMS["blitz-nolive"], (replace(first, due_s=0.01),))  # 2 + 0.01 - 0.01 is below 2
+    assert figures(outcome, SLO, SLO).failed == 0
+
+
 def test_live_scaling_gives_first_tokens_earlier_than_loading_first() -> None:
     def mean_ttft_s(name: str) -> float:
         return figures(outcome_of(name), SLO, SLO).ttft_mean_s or 0.0
