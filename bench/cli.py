@@ -105,6 +105,12 @@ def plan(context: typer.Context) -> None:
     _hand_over(context, "bench.plan")
 
 
+@app.command("recording", context_settings=_PASS_ON, add_help_option=False)
+def recording(context: typer.Context) -> None:
+    """What services decided in the lab, decided again from what they heard: the same verdicts, plans and routes."""
+    _hand_over(context, "bench.recording.cli")
+
+
 @app.command("scaleout", context_settings=_PASS_ON, add_help_option=False)
 def scaleout(context: typer.Context) -> None:
     """Time to scale out by chain, star and disk, between several hosts on this machine with a rate on each link."""

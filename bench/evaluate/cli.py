@@ -58,6 +58,9 @@ def command(
     folder: Annotated[
         Path, typer.Option("--dir", metavar="DIR", help="Finished runs are kept there, and not measured again.")
     ] = Path("evaluation"),
+    record: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Record there what the services decide, for `bench recording`.")
+    ] = None,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
 ) -> None:
@@ -96,7 +99,8 @@ def command(
     async def measure(temporary: Path) -> Outcome:
         made = await asyncio.to_thread(make_played, played, profile, temporary, context_tokens=CONTEXT_TOKENS)
         with Network(setting.workers, nic_rate(cluster)) as network:
-            bench = Bench(network, cluster, made, played.kv_pool_bytes, setting.model.slo, temporary / "state", say)
+            state = temporary / "state"
+            bench = Bench(network, cluster, made, played.kv_pool_bytes, setting.model.slo, state, say, record)
             return await Evaluation(setting, bench.run, Runs(folder), say).run()
 
     with one_line("evaluate", OSError):

@@ -89,6 +89,8 @@ class Bench:
     """Absolute."""
     folder: Path
     say: Say
+    record: Path | None = None
+    """Where a folder of recordings of each run goes, if they are wanted."""
 
     async def run(self, system: System, plan: Plan, trace: Trace) -> Kept:
         """Raises ``StackError``, ``BlitzError`` and ``LabFailed``; everything is taken down again."""
@@ -102,6 +104,7 @@ class Bench:
             worker_env=worker_environment(self.cluster, self.kv_pool_bytes),
             served_as=system.serving,
             slo=self.slo,
+            record=self.record / plan.name if self.record is not None else None,
         )
         async with stack:
             return await stack.unless_given_up(_Run(stack, self, plan, trace).measure(system))

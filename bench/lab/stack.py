@@ -20,6 +20,7 @@ from bench.lab.errors import LabFailed
 from bench.lab.network import Network
 from bench.lab.plan import MANAGEMENT_ADDRESS
 from bench.lab.processes import nats_spec, nats_url, worker_spec
+from bench.recording.child import recorded
 from bench.replay.objectives import Slo
 from compose.children import CONTROL_PLANE, Addresses, nats_access, redis_spec, service_forks, service_spec
 from compose.config import StackConfig
@@ -56,7 +57,8 @@ class LabStack(RunningStack):
     services named in it, ``env`` to that of all. ``num_workers``: on the first hosts only, all by default.
     ``copies_on``: hosts whose workers offer memory for copies outside of their arenas, all by default; ``arenas_on``:
     those whose arenas hold the model. ``served_as``, ``slo``: of the model. ``min_instances``: of each of its roles, 0
-    or 1; so many serve once it has started.
+    or 1; so many serve once it has started. ``record``: a folder for recordings of the control plane and the gateway
+    (``bench.recording``).
     Raises ``StackError`` or ``LabFailed``, with everything stopped.
     """
 
@@ -77,6 +79,7 @@ class LabStack(RunningStack):
         min_instances: int = 1,
         served_as: Serving | None = None,
         slo: Slo | None = None,
+        record: Path | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._network = network
@@ -86,6 +89,7 @@ class LabStack(RunningStack):
         self._min_instances = min_instances
         self._served_as = served_as
         self._slo = slo or Slo()
+        self._record = record
         self._quiet = _QUIET_SHARE * network.rate.gbps
         self._checkpoint = checkpoint
         self._mib = -(-weights_bytes // _MIB)
@@ -283,7 +287,8 @@ class LabStack(RunningStack):
 
     async def _start_service(self, name: str, **env: str) -> None:
         spec = service_spec(self.config, self.state_dir, self.addresses, name, self._forks)
-        await self._supervisor.start(replace(spec, env={**spec.env, "BLITZ_NATS_URL": nats_url(self.addresses), **env}))
+        spec = replace(spec, env={**spec.env, "BLITZ_NATS_URL": nats_url(self.addresses), **env})
+        await self._supervisor.start(spec if self._record is None else recorded(spec, self._record))
 
 
 def _goes_on(record: ScaleRecord) -> bool:

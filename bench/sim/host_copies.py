@@ -98,8 +98,7 @@ class HostCopies:
 
     def _answer(self, ask: Ask) -> None:
         """Every worker can read every model."""
-        self._cluster.now_s = self._clock.now_s
-        self._cluster.disk_answered(ask.record.model_hash, readable=True)
+        self._cluster.disk_answered(ask.record.model_hash, self._clock.now_s, readable=True)
 
     # --- workers -----------------------------------------------------------------------------
 

@@ -272,8 +272,7 @@ class CopyPlacer:
             else:
                 readable = True
                 break
-        self._cluster.now_s = time.monotonic()
-        self._cluster.disk_answered(ask.record.model_hash, readable=readable)
+        self._cluster.disk_answered(ask.record.model_hash, time.monotonic(), readable=readable)
         self._next_s = 0.0
 
     async def retire(self, request: RetireCopy, now_s: float) -> None:
@@ -358,7 +357,6 @@ class CopyPlacer:
         self._hosts = set(index.host_bytes)
         for host, num_bytes in index.host_bytes.items():
             self._metrics.host_bytes.labels(host).set(num_bytes)
-        self._cluster.now_s = time.monotonic()
         on_disk = {h for h in self._cluster.without_copy if self._cluster.is_readable(h) is True}
         self._metrics.on_disk.set(sum(len(index.names_of(h)) for h in on_disk))
         self._metrics.no_copy.set(sum(len(index.names_of(h)) for h in self._cluster.without_copy - on_disk))

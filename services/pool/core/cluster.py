@@ -92,9 +92,10 @@ class Cluster:
                 copies = self.copies.by_hash.get(model_hash)
                 self.usage.observe(model_hash, self.now_s, in_use=copies is not None and bool(copies.instances))
 
-    def disk_answered(self, model_hash: str, *, readable: bool) -> None:
+    def disk_answered(self, model_hash: str, now_s: float, *, readable: bool) -> None:
         """A worker said whether it can read the model from disk."""
-        if self.on_disk.answered(model_hash, self.now_s, readable=readable):
+        self.now_s = now_s
+        if self.on_disk.answered(model_hash, now_s, readable=readable):
             self.version += 1
 
     def pushed_out(self, worker_id: str) -> None:

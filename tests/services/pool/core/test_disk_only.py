@@ -51,7 +51,8 @@ class World:
         decided = self.placer.look(self.now_s)
         for ask in decided.asks:
             self.asked.append(ask.record.name)
-            self.cluster.disk_answered(ask.record.model_hash, readable=ask.record.name in self.readable)
+            readable = ask.record.name in self.readable
+            self.cluster.disk_answered(ask.record.model_hash, self.now_s, readable=readable)
         for step in decided.steps:
             if isinstance(step, Hold):
                 self.held[step.record.name] = copy_of(step.record)

@@ -51,7 +51,7 @@ class World:
         decided = self.rules.look(now_s)
         for ask in decided.asks:
             if self.readable is not None:
-                self.cluster.disk_answered(ask.record.model_hash, readable=self.readable)
+                self.cluster.disk_answered(ask.record.model_hash, now_s, readable=self.readable)
         return decided
 
     def dropped(self, now_s: float) -> list[tuple[str, str]]:
@@ -126,7 +126,7 @@ def test_the_last_copy_goes_only_once_a_worker_says_that_it_can_read_the_model()
     world.report("x1", 0.0, serves=B)
     assert [ask.record.name for ask in world.look(KEEP_S).asks] == ["a"]
     assert world.dropped(KEEP_S + 1) == []
-    world.cluster.disk_answered(A.model_hash, readable=True)
+    world.cluster.disk_answered(A.model_hash, KEEP_S + 1, readable=True)
     assert world.dropped(KEEP_S + 2) == [("x0", "a")]
     assert world.cluster.outstanding.goes_to_disk(("x0", A.model_hash))
 

@@ -1,0 +1,35 @@
+"""``python -m bench.recording.child MODULE``: a service's process as it is, recorded."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from bench.recording.recorder import recording
+from compose.child import ChildSpec
+
+FOLDER_VARIABLE = "BLITZ_BENCH_RECORDING"
+"""Where the recording goes; it is made."""
+SUFFIX = ".recording"
+
+
+def recorded(spec: ChildSpec, folder: Path) -> ChildSpec:
+    """The same process, which records into that folder."""
+    python, flag, module = spec.argv
+    argv = (python, flag, "bench.recording.child", module)
+    return replace(spec, argv=argv, env={**spec.env, FOLDER_VARIABLE: str(folder)}, forks=None)
+
+
+def main(module: str) -> None:
+    folder, service = Path(os.environ[FOLDER_VARIABLE]), module.rpartition(".")[2]
+    folder.mkdir(parents=True, exist_ok=True)
+    # A service that is started again writes another one.
+    with recording(folder / f"{service}-{os.getpid()}{SUFFIX}", [service]):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv.pop(1))
