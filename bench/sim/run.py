@@ -22,7 +22,7 @@ from bench.sim.clock import Clock
 from bench.sim.cluster import Cluster
 from bench.sim.compute import Compute
 from bench.sim.fabric import Fabric, Path
-from bench.sim.flows import Network
+from bench.sim.flows import BYTES_PER_GBIT, Network
 from bench.sim.gateway import GatewaySettings, SimGateway
 from bench.sim.host_copies import HostCopies
 from bench.sim.instance import SimInstance
@@ -38,9 +38,10 @@ from bench.sim.planner import SimPlanner
 from bench.sim.registry import SimRegistry
 from bench.sim.requests import Served, SimRequest
 from bench.sim.workers import Held, Limits, SimWorker, SimWorkers
-from bench.systems import Split, System
+from bench.systems import Split, System, give_back_s
 from services.gateway.core.router import Assignment
 from services.gateway.core.stream import StreamState
+from services.monitor.core.policy import DemandPolicy
 from services.planner.core.rounds.settings import LiveSettings, PlanSettings
 from services.worker.core.scheduling.schedule import SchedulerConfig
 from shared.errors import Conflict
@@ -195,6 +196,7 @@ class _Run:
             self._registry.view,
             lambda _model, _engine, _device: model.profile,
             self._planner.on_demand,
+            policy=DemandPolicy(down_window_s=give_back_s(self._network_load_s)),
             latencies=latencies,
         )
         paths = PairPaths(network=network, path=self._kv_path, hidden_bytes_per_token=model.hidden_bytes_per_token)
@@ -202,6 +204,11 @@ class _Run:
         self._kv = KvPaths(network=network, path=self._kv_path, find=self._find_instance, seed=setup.seed)
 
     # --- what there is -----------------------------------------------------------------------
+
+    @property
+    def _network_load_s(self) -> float:
+        """Of the model, over one idle NIC."""
+        return self._setup.model.record.weights_bytes / (self._cluster.nic_gbps * BYTES_PER_GBIT)
 
     def _registered(self, split: Split | None, colocated: int | None) -> ModelRecord:
         model, system = self._setup.model, self._system
