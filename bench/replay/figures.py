@@ -41,6 +41,10 @@ class Curve:
     filled: bool = False
     stacked: bool = False
     dashed: bool = False
+    dots: bool = False
+    """Points that no line joins."""
+    notes: tuple[str, ...] = ()
+    """What each point is, where a page can show it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class Panel:
     x_label: str = ""
     curves: tuple[Curve, ...] = ()
     bars: tuple[Bar, ...] = ()
-    axis: Literal["time", "log", "groups"] = "time"
+    axis: Literal["time", "log", "groups", "plain"] = "time"
     end_s: float = 0.0
     """Of a time axis."""
     span: tuple[float, float] = (0.0, 0.0)
@@ -73,6 +77,20 @@ class Panel:
     """Its colours are not those of the systems."""
     whole: bool = False
     """Counts things."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a report has beside its documents."""
+
+    title: str = "Replay"
+    rows: tuple[tuple[Panel, ...], ...] = ()
+    """Of three, below the other panels. Colours are those of the documents."""
+    lines: tuple[str, ...] = ()
+    """Said below the figures, where there is room."""
+
+
+NOTHING = Beside()
 
 
 def label_of(document: Document) -> str:
@@ -317,7 +335,7 @@ def table(documents: Sequence[Document]) -> list[tuple[str, list[str]]]:
         ("requests within them", of(lambda d: f"{d.slo.share:.1%}" if d.slo else "")),
         ("goodput (requests/s)", of(lambda d: f"{d.slo.goodput_requests_per_s:,.2f}" if d.slo else "")),
         ("output tokens/s", of(lambda d: f"{d.result.output_tokens_per_s:,.1f}")),
-        ("client late, p99 (ms)", milliseconds(lambda d: d.result.send_lag_s, lambda s: s.p99)),
+        ("client late, p99 (ms)", milliseconds(_lateness, lambda s: s.p99)),
         ("GPU seconds", cluster(lambda c: f"{c.gpu_seconds:,.1f}")),
         ("most GPUs at once", cluster(lambda c: f"{c.peak_gpus}")),
         ("scale operations", cluster(lambda c: f"{len(c.operations)}")),
@@ -338,6 +356,12 @@ def _tbt(document: Document) -> Summary | None:
 
 def _e2e(document: Document) -> Summary | None:
     return document.result.e2e_s
+
+
+def _lateness(document: Document) -> Summary | None:
+    """None of a client that is never late: it was simulated."""
+    late = document.result.send_lag_s
+    return late if late is not None and late.max > 0 else None
 
 
 def _objectives(document: Document) -> str:

@@ -12,6 +12,7 @@ import typer
 
 from bench.command_line import check_folder
 from bench.replay.document import Document
+from bench.replay.figures import NOTHING, Beside
 from shared.errors import BadRequest
 
 SloTtft = Annotated[float | None, typer.Option(metavar="MS", help="Objective for the time to the first token.")]
@@ -45,13 +46,13 @@ class Outputs:
                 raise BadRequest(f"{option} needs {package}: pip install 'blitzscale[bench]'", param=option[2:])
         return cls(json_file, png_file, html_file)
 
-    def draw(self, documents: Sequence[Document]) -> None:
+    def draw(self, documents: Sequence[Document], beside: Beside = NOTHING) -> None:
         """The figures of these replays together."""
         if self.png_file is not None:
             from bench.replay import plot
 
-            plot.save(documents, self.png_file)
+            plot.save(documents, self.png_file, beside)
         if self.html_file is not None:
             from bench.replay import page
 
-            page.save(documents, self.html_file)
+            page.save(documents, self.html_file, beside)

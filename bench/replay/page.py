@@ -12,7 +12,7 @@ import msgspec
 from plotly.offline import get_plotlyjs
 
 from bench.replay.document import Document
-from bench.replay.figures import COLOURS, Curve, Panel, label_of, log_ticks, panels, table, time_ticks
+from bench.replay.figures import COLOURS, NOTHING, Beside, Curve, Panel, label_of, log_ticks, panels, table, time_ticks
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1b1b1b; background: #fff; margin: 2rem auto; max-width: 1240px;
@@ -37,25 +37,26 @@ for (const [index, panel] of PANELS.entries())
 """
 
 
-def save(documents: Sequence[Document], path: Path) -> None:
+def save(documents: Sequence[Document], path: Path, beside: Beside = NOTHING) -> None:
     """Write the page. Raises ``OSError``."""
-    path.write_text(_page(documents), encoding="utf-8")
+    path.write_text(_page(documents, beside), encoding="utf-8")
 
 
-def _page(documents: Sequence[Document]) -> str:
-    drawn = [_drawn(panel) for row in panels(documents) for panel in row]
+def _page(documents: Sequence[Document], beside: Beside) -> str:
+    drawn = [_drawn(panel) for row in (*panels(documents), *beside.rows) for panel in row]
     divs = "".join(f'<div class="panel" id="panel{index}"></div>' for index in range(len(drawn)))
     # In a script, "</" may end it whatever stands around it.
     data = msgspec.json.encode(drawn).decode().replace("</", "<\\/")
     traces = ", ".join(dict.fromkeys(d.about.trace for d in documents))
+    said = "".join(f"<p>{escape(line)}</p>" for line in beside.lines)
     return "".join(
         (
             "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>",
             "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-            f"<title>{escape(traces)}: replay</title><style>{_STYLE}</style>",
+            f"<title>{escape(traces)}: {escape(beside.title.lower())}</title><style>{_STYLE}</style>",
             f"<script>{get_plotlyjs()}</script></head><body>",
-            f"<h1>Replay of {escape(traces)}</h1>{_ABOUT}{_void(documents)}{_legend(documents)}",
-            f"<div class='grid'>{divs}</div><h2>Figures</h2>{_table(documents)}{_operations(documents)}",
+            f"<h1>{escape(beside.title)} of {escape(traces)}</h1>{_ABOUT}{_void(documents)}{_legend(documents)}",
+            f"<div class='grid'>{divs}</div>{said}<h2>Figures</h2>{_table(documents)}{_operations(documents)}",
             f"<script>const PANELS = {data};{_DRAW}</script></body></html>\n",
         )
     )
@@ -138,6 +139,8 @@ def _drawn(panel: Panel) -> dict[str, Any]:
                     "label": {"text": "SLO", "textposition": "start", "textangle": 0, "xanchor": "left"},
                 }
             )
+    elif panel.axis == "plain":
+        del y_axis["rangemode"]
     elif "log" in panel.y_label:
         y_axis |= {"type": "log", "dtick": 1}
     if panel.whole:
@@ -162,13 +165,16 @@ def _drawn(panel: Panel) -> dict[str, Any]:
 def _curve(curve: Curve, panel: Panel) -> dict[str, Any]:
     trace: dict[str, Any] = {
         "type": "scatter",
-        "mode": "lines+markers" if panel.axis == "time" and not curve.step and len(curve.x) < 60 else "lines",
-        "marker": {"size": 4},
+        "mode": _mode(curve, panel),
+        "marker": {"size": 7 if curve.dots else 4},
+        "opacity": curve.strength if curve.dots else 1.0,
         "name": escape(curve.label),
         "x": curve.x,
         "y": curve.y,
         "line": {"color": curve.colour, "width": 1.6, "shape": "hv" if curve.step else "linear"},
     }
+    if curve.notes:
+        trace["text"] = [escape(note) for note in curve.notes]
     if curve.filled:
         trace["line"]["width"] = 0
         trace["fillcolor"] = _translucent(curve.colour, curve.strength if curve.stacked else 0.55)
@@ -178,6 +184,12 @@ def _curve(curve: Curve, panel: Panel) -> dict[str, Any]:
         else:
             trace["fill"] = "tozeroy"
     return trace
+
+
+def _mode(curve: Curve, panel: Panel) -> str:
+    if curve.dots:
+        return "markers"
+    return "lines+markers" if panel.axis == "time" and not curve.step and len(curve.x) < 60 else "lines"
 
 
 def _translucent(colour: str, strength: float) -> str:

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from bench.replay.document import Document
-from bench.replay.figures import COLOURS, Panel, label_of, log_ticks, panels, time_ticks
+from bench.replay.figures import COLOURS, NOTHING, Beside, Panel, label_of, log_ticks, panels, time_ticks
 
 _STYLE: dict[Any, Any] = {
     # Names may have a dollar sign.
@@ -38,9 +38,9 @@ _WIDTH, _ROW_HEIGHT = 10.0, 2.0
 _VOID = "#B00020"
 
 
-def save(documents: Sequence[Document], path: Path) -> None:
+def save(documents: Sequence[Document], path: Path, beside: Beside = NOTHING) -> None:
     """Write a PNG. Raises ``OSError``."""
-    rows = panels(documents)
+    rows = [*panels(documents), *beside.rows]
     void = [f"{label_of(d)}: {reason}" for d in documents for reason in d.void]
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH, _ROW_HEIGHT * len(rows) + 0.45 + 0.17 * len(void)), layout="constrained")
@@ -96,12 +96,14 @@ def _draw_curves(axes: Axes, panel: Panel) -> None:
             below = top
         else:
             # A few lonely points would not be seen as a line.
-            few = "." if panel.axis == "time" and not curve.step and len(curve.x) < 60 else ""
+            few = "." if panel.axis == "time" and not curve.step and len(curve.x) < 60 else "o" if curve.dots else ""
             axes.plot(
                 curve.x,
                 [value if value is not None else float("nan") for value in curve.y],
                 color=curve.colour,
                 drawstyle="steps-post" if curve.step else "default",
+                linestyle="none" if curve.dots else "-",
+                alpha=curve.strength,
                 marker=few,
                 markersize=3,
                 label=curve.label,

@@ -19,7 +19,8 @@
     pairs.py      which workers are in which pair
     processes.py  what goes on in virtual time, written in its order
     outcome.py    what a run came to; evaluation.py: systems side by side; search.py: splits and rates
-    what_if.py    the settings of a sweep; sweep.py runs them; frontier.py: which are not beaten, and the cheapest
+    what_if.py    the settings of a sweep; sweep.py runs them; frontier.py: which are not beaten, and the cheapest;
+                  frontier_panels.py draws them
     cli.py        the command; choices.py: what it names, and what cannot be simulated; tables.py: what it shows
     profiles/     what steps of models on GPUs take; architectures.py and make_profiles.py derive them
 

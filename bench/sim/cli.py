@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -12,12 +13,14 @@ from rich.console import Console
 
 from bench.command_line import INTERRUPTED, JsonFile, red_line, say, write
 from bench.replay.document import About, Document
+from bench.replay.figures import Beside
 from bench.replay.objectives import Slo
 from bench.replay.options import HtmlFile, Outputs, PngFile, SloTbt, SloTtft
 from bench.replay.plan import Shape
 from bench.sim.choices import check, chosen_cluster, chosen_rate, chosen_systems, chosen_trace
 from bench.sim.cluster import known_clusters
 from bench.sim.evaluation import Evaluator
+from bench.sim.frontier_panels import frontier_panels
 from bench.sim.models import MODELS, SimModel, known_model
 from bench.sim.outcome import Outcome
 from bench.sim.run import Setup
@@ -38,6 +41,12 @@ def _with_objectives(model: SimModel, ttft_ms: float | None, tbt_ms: float | Non
     if slo is None:
         return model
     return replace(model, slo_ttft_s=slo.ttft_s or model.slo_ttft_s, slo_tbt_s=slo.tbt_s or model.slo_tbt_s)
+
+
+def _beside(systems: Sequence[str], swept: WhatIf | None) -> Beside:
+    if swept is None:
+        return Beside("Simulation")
+    return Beside("Simulation", (frontier_panels(swept.what_if, systems),), tuple(swept.lines))
 
 
 @app.callback(invoke_without_command=True, subcommand_metavar="", context_settings={"allow_interspersed_args": True})
@@ -151,7 +160,8 @@ def simulate(
             for line in swept.lines:
                 Console().print(line, markup=False, highlight=False, soft_wrap=True)
         write(json_file, msgspec.to_builtins(evaluation) | (msgspec.to_builtins(swept) if swept is not None else {}))
-        outputs.draw([documents[system.name] for system in chosen if system.name in documents])
+        if documents:
+            outputs.draw([documents[name] for name in evaluation.systems], _beside(list(evaluation.systems), swept))
     if evaluation.interrupted or (swept is not None and swept.what_if_left_out):
         say("interrupted: what had finished is there")
         raise typer.Exit(INTERRUPTED)

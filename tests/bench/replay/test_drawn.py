@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.replay import plot
+from bench.replay.figures import Beside, Curve, Panel
 from tests.bench.replay.documents import document
 
 
@@ -32,3 +33,21 @@ def test_a_page_needs_nothing_else_and_believes_no_name(tmp_path: Path) -> None:
     assert "</script><b>" not in own
     assert "load <b>" not in own
     assert "3 of 4 requests were made shorter" in own
+
+
+def test_what_stands_beside_the_documents_is_drawn_and_said(tmp_path: Path) -> None:
+    points = Curve("a", (1.0, 2.0), (90.0, None), "#0072B2", dots=True, notes=("2 hosts", "<4> hosts"))
+    panel = Panel("What if", "%", "cost", (points,), axis="plain")
+    beside = Beside("Simulation", ((panel, panel, panel),), ("two <hosts> will do",))
+    plot.save([document("a")], png := tmp_path / "x.png", beside)
+    assert png.stat().st_size > 0
+    pytest.importorskip("plotly")
+    from bench.replay import page
+
+    page.save([document("a")], path := tmp_path / "x.html", beside)
+    own = (text := path.read_text())[text.rindex("<body>") :]
+    assert "<h1>Simulation of t.csv</h1>" in own
+    assert "two &lt;hosts&gt; will do" in own
+    assert '"mode":"markers"' in own
+    assert "2 hosts" in own
+    assert "<4> hosts" not in own
