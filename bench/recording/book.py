@@ -215,11 +215,11 @@ def _parts(of: Any) -> Iterator[tuple[list[Any], Any]]:
 
 
 def _state(of: Any) -> dict[str, Any]:
-    """Its fields."""
+    """Its fields; of what changes, whatever it has."""
     if isinstance(of, msgspec.Struct):
         return {name: getattr(of, name) for name in of.__struct_fields__}
-    if dataclasses.is_dataclass(of):
-        return {f.name: getattr(of, f.name) for f in dataclasses.fields(of) if hasattr(of, f.name)}
+    if dataclasses.is_dataclass(of) and is_fixed(type(of)):
+        return {f.name: getattr(of, f.name) for f in dataclasses.fields(of)}
     names = [name for kind in type(of).__mro__ for name in getattr(kind, "__slots__", ())]
     return {name: getattr(of, name) for name in names if hasattr(of, name)} | dict(getattr(of, "__dict__", {}))
 
