@@ -218,7 +218,9 @@ class SimInstance:
         self._asking[sequence.key] = transfer
 
         def reserve() -> None:
-            del self._asking[sequence.key]
+            # A source and a target of a pair may ask for the same request.
+            if self._asking.get(sequence.key) is transfer:
+                del self._asking[sequence.key]
             older = self._arriving.get(sequence.key)
             if older is not None:  # another instance computes it from the beginning
                 self.release(older)
