@@ -83,9 +83,10 @@ class Recorder:
             self._file.close()
 
     def _stand_before(self, kind: type) -> None:
+        own = dict(vars(kind))
         if kind.__init__ is object.__init__:  # type: ignore[misc]
             self._set(kind, "__init__", self._wrapped("new", _made))
-        for name, value in list(vars(kind).items()):
+        for name, value in own.items():
             if name == "__init__":
                 self._set(kind, name, self._wrapped("new", value))
             elif name.startswith("_"):

@@ -18,6 +18,7 @@ from services.gateway.service import Gateway
 from services.monitor.core.policy import DemandPolicy
 from services.monitor.core.watch import Figures, Watch, Wish
 from services.planner.core.operations.decision import ScaleRequest
+from services.planner.core.operations.operation import Operation
 from services.planner.core.planner import Planner
 from services.planner.core.rounds.moment import Moment
 from services.planner.core.rounds.settings import PlanSettings
@@ -28,6 +29,7 @@ from shared.registry_view import RegistryView
 from tests.records import model, worker_record
 from tests.services.cluster import Cluster, running_cluster
 from tests.services.fake_gateway import PROMPT
+from tests.services.planner.core.live.some_pairs import assignment
 from tests.services.waiting import eventually
 
 M = model("m", min_instances=0)
@@ -158,6 +160,27 @@ def test_an_attribute_that_a_shell_sets_is_part_of_the_recording(tmp_path: Path)
     played = play(file)
     assert played.difference is None
     assert played.num_calls["InstanceLoad.__setattr__"] == 1
+
+
+def test_a_part_that_a_shell_takes_from_a_core_is_found_again(tmp_path: Path) -> None:
+    file = tmp_path / "recording"
+    with recording(file):
+        operation = Operation(
+            plan_id="p",
+            model="m",
+            direction="out",
+            desired=1,
+            reason="load",
+            triggered_at_s=1.0,
+            targets=(("w1", "i1"),),
+            assignments=(assignment(),),
+        )
+        for pair in operation.pairs.values():
+            pair.fail("its source is gone")
+        assert operation.record().live[0].outcome == "failed"
+    played = play(file)
+    assert played.difference is None, str(played.difference)
+    assert played.num_calls["LivePair.fail"] == 1
 
 
 def test_a_core_is_given_the_ids_that_were_made(tmp_path: Path) -> None:
