@@ -433,11 +433,19 @@ class _Run:
         return Outcome(
             system=self._system.name,
             requests=self._requests,
-            records=tuple([self._record_of(served) for served in sorted(self._served, key=lambda s: s.request.index)]),
+            records=self._records(),
             duration_s=end_s - begin_s,
             cluster=replace(cluster, not_observed_s=0.0),
             num_events=self._clock.num_happened,
         )
+
+    def _records(self) -> tuple[RequestRecord, ...]:
+        """In the order of the trace. Times of tokens go as gaps between them come: of long traces, they fill memory."""
+        self._served.sort(key=lambda served: served.request.index, reverse=True)
+        records = []
+        while self._served:
+            records.append(self._record_of(self._served.pop()))
+        return tuple(records)
 
     def _record_of(self, served: Served) -> RequestRecord:
         request, failure = served.request, served.failure
