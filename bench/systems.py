@@ -69,6 +69,8 @@ class System:
     """For how long a copy that a load left on a host stays unused; infinite: for good."""
     size: Size = "by-load"
     serving: Literal["colocated", "disaggregated"] = "disaggregated"
+    pipelines: bool = False
+    """Weights come in blocks, and new instances run the model together while it loads (``bench.sim.lambdascale``)."""
     simulated_only: bool = False
 
     @property
@@ -232,7 +234,9 @@ _ALL = (
         name="lambdascale",
         about="λPipe: a binomial multicast of blocks; the receivers run the model together while it loads",
         source="λScale, arXiv 2502.09922",
-        live="always",
+        strategy="host-cache",
+        copies="kept",
+        pipelines=True,
         simulated_only=True,
     ),
 )

@@ -17,6 +17,8 @@
     pair.py       a live pair: an instance that loads (pair_target.py) and its source; pair_steps.py: the layers that
                   both run; pair_tensors.py: what they send to each other
     pairs.py      which workers are in which pair
+    lambdascale.py    λScale: weights in blocks (blocks.py), from one to many (binomial.py), and receivers that run the
+                  model together while it loads (pipelines.py)
     processes.py  what goes on in virtual time, written in its order
     outcome.py    what a run came to; evaluation.py: systems side by side; search.py: splits and rates
     what_if.py    the settings of a sweep; sweep.py runs them; frontier.py: which are not beaten, and the cheapest;

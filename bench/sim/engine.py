@@ -58,6 +58,13 @@ class PartialSteps(Protocol):
         """A request of the instance is not wanted any more."""
 
 
+class BatchTimes(Protocol):
+    """Of batches that others have a part in (execution pipelines)."""
+
+    def batch_s(self, batch: ScheduledBatch, now_s: float) -> float:
+        """How long a batch takes that begins now."""
+
+
 class EngineOwner(Protocol):
     """Who is told what the engine did (``bench.sim.instance.SimInstance``)."""
 
@@ -94,6 +101,8 @@ class SimEngine:
     def __init__(self, clock: Clock, scheduler: Scheduler, compute: Compute, owner: EngineOwner) -> None:
         self.partial: PartialSteps | None = None
         """Set and unset between steps (``call``)."""
+        self.pipeline: BatchTimes | None = None
+        """Asked instead of the profile. Then no steps are taken together."""
         self._clock = clock
         self._scheduler = scheduler
         self._compute = compute
@@ -196,7 +205,7 @@ class SimEngine:
 
     def _begin_batch(self) -> bool:
         now_s, scheduler = self._clock.now_s, self._scheduler
-        steps = scheduler.decode_steps()
+        steps = scheduler.decode_steps() if self.pipeline is None else 0
         if steps:
             running = scheduler.table.running
             context_tokens = sum([s.num_computed + 1 for s in running])
@@ -210,7 +219,7 @@ class SimEngine:
             self._owner.tell(scheduler.take_ended())
             self._take_prefilled()
             return False
-        seconds = self._compute.batch_s(batch)
+        seconds = self._compute.batch_s(batch) if self.pipeline is None else self.pipeline.batch_s(batch, now_s)
         self._batch, self._began_s = batch, now_s
         if any(piece.sequence.decode_at is not None for piece in batch.slices):
             self._clock.after(seconds / self._compute.num_layers, self._ran_first_layer, batch, now_s + seconds)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from bench.sim.block_counts import BlockCounts
 from bench.sim.clock import Clock
 from bench.sim.compute import Compute
-from bench.sim.engine import TOKEN, PartialSteps, SimEngine
+from bench.sim.engine import TOKEN, BatchTimes, PartialSteps, SimEngine
 from bench.sim.kv import Answer, Departures, KvPaths, KvTransfer, Reservation
 from bench.sim.load_reports import REPORT_EVERY_S, LoadReports
 from bench.sim.streams import Listener, Stream, sequence_of
@@ -329,6 +329,15 @@ class SimInstance:
     @partial.setter
     def partial(self, partial: PartialSteps | None) -> None:
         self._engine.partial = partial
+
+    @property
+    def pipeline(self) -> BatchTimes | None:
+        """Who runs its batches with it. Set it before it serves."""
+        return self._engine.pipeline
+
+    @pipeline.setter
+    def pipeline(self, pipeline: BatchTimes | None) -> None:
+        self._engine.pipeline = pipeline
 
     @property
     def computes(self) -> bool:

@@ -6,8 +6,9 @@ the members of a hop give each other what each received (all-gather).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from bench.sim.fabric import Fabric, Path
 from bench.sim.flows import Flow, Network
@@ -69,14 +70,26 @@ class Load:
             if self.on_layers is not None:
                 self.on_layers(ready)
 
-    def stripe_ended(self) -> None:
+    def stripe_ended(self) -> bool:
+        """Whether it was the last one."""
         self._left -= 1
         if not self._left:
             self.on_end()
+        return not self._left
+
+
+class Transfers(Protocol):
+    """How the weights of plans get to their targets."""
+
+    def start(self, loads: Mapping[str, Load], chunk_bytes: float) -> None:
+        """All of one plan, by worker id in the order of chains and hops."""
+
+    def is_read(self, worker_id: str, loads: Iterable[Load]) -> bool:
+        """Whether a worker's copy is needed for any of these that have not ended."""
 
 
 class Loads:
-    """Starts and ends the flows of loads."""
+    """Starts and ends the flows of loads, as the chains of their plans say."""
 
     def __init__(self, network: Network, fabric: Fabric, gpu_of: Callable[[str], str]) -> None:
         """``gpu_of``: the GPU's id by its worker's."""
@@ -85,7 +98,7 @@ class Loads:
         self._gpu_of = gpu_of
 
     def start(self, loads: Mapping[str, Load], chunk_bytes: float) -> None:
-        """All of one plan, by worker id in the order of chains and hops."""
+        """See ``Transfers``, as the next."""
         for load in loads.values():
             load.started(len(load.part.stripes))
         # Those that come from members of the same hop forward what those receive themselves.
@@ -94,6 +107,14 @@ class Loads:
                 for number, upstream in _first(load):
                     if (upstream.kind != "gpu" or not _same_hop(load, upstream.worker_id)) is own:
                         self._start(load, number, upstream, loads, chunk_bytes)
+
+    def is_read(self, worker_id: str, loads: Iterable[Load]) -> bool:
+        return any(
+            upstream.kind == "gpu" and upstream.worker_id == worker_id
+            for load in loads
+            if load.running
+            for _, upstream in _first(load)
+        )
 
     def _start(
         self, load: Load, number: int, upstream: Upstream, loads: Mapping[str, Load], chunk_bytes: float

@@ -27,8 +27,9 @@ from bench.sim.gateway import GatewaySettings, SimGateway
 from bench.sim.host_copies import HostCopies
 from bench.sim.instance import SimInstance
 from bench.sim.kv import KvPaths, Member
+from bench.sim.lambdascale import LambdaPipe
 from bench.sim.latencies import LOCAL_NATS, Latencies
-from bench.sim.loading import Loads
+from bench.sim.loading import Loads, Transfers
 from bench.sim.models import SimModel
 from bench.sim.monitor import SimMonitor
 from bench.sim.outcome import Outcome
@@ -166,7 +167,7 @@ class _Run:
         self._workers = SimWorkers(
             clock,
             latencies,
-            Loads(network, fabric, lambda worker_id: worker_id),
+            self._transfers(),
             self._host_copies,
             Limits(setup.worker.max_running_requests, setup.worker.max_queued_tokens, self._config.limit_tokens),
             lambda _record: model.weights,
@@ -202,6 +203,13 @@ class _Run:
         paths = PairPaths(network=network, path=self._kv_path, hidden_bytes_per_token=model.hidden_bytes_per_token)
         self._pairs = SimPairs(clock, latencies, self._workers, self._planner, paths)
         self._kv = KvPaths(network=network, path=self._kv_path, find=self._find_instance, seed=setup.seed)
+
+    def _transfers(self) -> Transfers:
+        loads = Loads(self._network, self._fabric, lambda worker_id: worker_id)
+        if not self._system.pipelines:
+            return loads
+        model, latencies = self._setup.model, self._setup.latencies
+        return LambdaPipe(self._clock, self._network, self._fabric, latencies, model, loads, lambda: self._workers)
 
     # --- what there is -----------------------------------------------------------------------
 

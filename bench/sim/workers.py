@@ -14,7 +14,7 @@ from bench.sim.clock import Clock
 from bench.sim.host_copies import HostCopies
 from bench.sim.instance import SimInstance
 from bench.sim.latencies import Latencies
-from bench.sim.loading import Load, Loads, Weights
+from bench.sim.loading import Load, Transfers, Weights
 from services.worker.core.upstreams import part_of
 from shared.messages.common import InstanceState, Role
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerHeartbeat, WorkerInfo
@@ -80,7 +80,7 @@ class SimWorkers:
         self,
         clock: Clock,
         latencies: Latencies,
-        loads: Loads,
+        loads: Transfers,
         host_copies: HostCopies,
         limits: Limits,
         weights_of: Callable[[ModelRecord], Weights],
@@ -145,7 +145,7 @@ class SimWorkers:
                 state=state,
                 role=held.instance.role,
                 epoch=held.epoch,
-                weights_digest="whole" if state in ("serving", "draining") else "",
+                weights_digest="whole" if state in ("serving", "draining") and held.load is None else "",
                 max_running_requests=self._limits.max_running_requests,
                 max_queued_tokens=self._limits.max_queued_tokens,
                 context_tokens=self._limits.context_tokens,
@@ -229,13 +229,25 @@ class SimWorkers:
         self._clock.after(self._latencies.serve_s, self._serve, worker, held)
 
     def _serve(self, worker: SimWorker, held: Held) -> None:
-        held.instance.serve(self._clock.now_s - held.accepted_s)
+        load_s = self._clock.now_s - held.accepted_s
+        if held.instance.state in ("loading", "live"):
+            held.instance.serve(load_s)
+        else:
+            held.instance.load_s = load_s
         self._on_serving(held)
         self.changed(worker.worker_id)
         self._tell(held.plan_id, worker, held, "serving")
-        if held.load is not None and held.load.plan.keep_on_host:
+        if held.load is not None and held.load.plan.keeps_on_host(worker.worker_id):
             self._host_copies.keep(worker.worker_id, held.model)
         held.load = None
+
+    def serve_early(self, worker_id: str) -> None:
+        """The worker's instance takes requests before it has all weights: others run with it what it lacks."""
+        worker = self._workers[worker_id]
+        if worker.held is not None and worker.held.instance.state == "loading":
+            worker.held.instance.serve()
+            self.changed(worker_id)
+            self._tell(worker.held.plan_id, worker, worker.held, "live")
 
     def live(self, worker_id: str) -> None:
         """The worker's instance loads, and computes already."""
@@ -278,24 +290,22 @@ class SimWorkers:
             self._idle(worker, worker.held)
 
     def _idle(self, worker: SimWorker, held: Held) -> None:
-        """It may go, unless somebody reads its copy or it is the last."""
+        """It may go, unless somebody needs its copy or it is the last."""
         if worker.held is not held or held.instance.state != "draining" or held.instance.num_requests:
             return
-        if self._is_read(worker) or not self._host_copies.may_drop_gpu(worker.worker_id, held.model, held.instance_id):
+        may_drop = self._host_copies.may_drop_gpu
+        if self._is_needed(worker, held) or not may_drop(worker.worker_id, held.model, held.instance_id):
             self._clock.after(DROP_RETRY_S, self._idle, worker, held)
             return
         worker.held = None
         self.changed(worker.worker_id)
         self._tell(held.drain_plan_id, worker, held, "spare")
 
-    def _is_read(self, worker: SimWorker) -> bool:
-        return any(
-            upstream.kind == "gpu" and upstream.worker_id == worker.worker_id
-            for other in self._workers.values()
-            if other.held is not None and other.held.load is not None and other.held.load.running
-            for stripe in other.held.load.part.stripes
-            for upstream in stripe.upstreams[:1]
-        )
+    def _is_needed(self, worker: SimWorker, held: Held) -> bool:
+        """Whether it loads still, or others read its copy."""
+        loads = [other.held.load for other in self._workers.values() if other.held is not None]
+        running = [load for load in loads if load is not None]
+        return held.load is not None or self._loads.is_read(worker.worker_id, running)
 
     def on_mutate_plan(self, plan: MutatePlan) -> None:
         """Instances get another role; nothing moves."""
@@ -321,6 +331,24 @@ class SimWorkers:
             detail="it is not there, or does not serve",
         )
         self._clock.after(self._latencies.progress_s, self._progress, said)
+
+    def whole(self, model_hash: str) -> list[str]:
+        """Workers whose instances have all weights of a model, and stay."""
+        return [
+            worker.worker_id
+            for worker in self._workers.values()
+            if worker.held is not None
+            and worker.held.model.model_hash == model_hash
+            and worker.held.load is None
+            and worker.held.instance.state == "serving"
+        ]
+
+    def instance_at(self, worker_id: str) -> SimInstance:
+        """Of a worker that has one."""
+        held = self._workers[worker_id].held
+        if held is None:
+            raise RuntimeError(f"{worker_id} has no instance")
+        return held.instance
 
     # --- sums --------------------------------------------------------------------------------
 

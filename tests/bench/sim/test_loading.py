@@ -12,50 +12,10 @@ from bench.sim.fabric import Fabric
 from bench.sim.flows import Network
 from bench.sim.loading import Load, Loads
 from bench.sim.models import SimModel, known_model
-from services.planner.core.multicast.baselines import Strategy, plan_by
+from services.planner.core.multicast.baselines import Strategy
 from services.planner.core.multicast.chains import WorkerChains
-from services.planner.core.multicast.cluster import Clusters
 from services.worker.core.upstreams import part_of
-from shared.messages.registry import InstanceInfo, WorkerInfo, WorkerRecord
-from shared.messages.scaling import ChainMember, ScalePlan
-
-
-def records(cluster: Cluster, fabric: Fabric, model: SimModel, serving: Sequence[int]) -> list[WorkerRecord]:
-    """A worker for each GPU; those at the places in ``serving`` have the model."""
-    made = []
-    for place, gpu in enumerate(fabric.gpus.values()):
-        worker = WorkerInfo(
-            worker_id=gpu.gpu_id,
-            incarnation="1",
-            host=gpu.host,
-            device="cuda",
-            engine="mock",
-            transport_address=b"",
-            arena_bytes=1 << 40,
-            kv_bytes=1 << 30,
-            leaf=gpu.nic.leaf,
-            nic=gpu.nic.nic_id,
-            nic_gbps=cluster.nic_gbps,
-            scale_up_domain=gpu.domain,
-            scale_up_gbps=cluster.scale_up_gbps,
-            host_link_gbps=cluster.host_link_gbps,
-            ssd_gbps=cluster.ssd_gbps,
-        )
-        instance = InstanceInfo(
-            instance_id=f"i-{gpu.gpu_id}",
-            model=model.name,
-            model_hash=model.record.model_hash,
-            layout_hash=model.record.layout_hash,
-            state="serving",
-            role="prefill",
-            epoch=1,
-            weights_digest="whole",
-        )
-        has_it = place in serving
-        made.append(
-            WorkerRecord(worker=worker, state="serving" if has_it else "spare", instance=instance if has_it else None)
-        )
-    return made
+from tests.bench.sim.plans import plan_of
 
 
 def simulated(
@@ -63,29 +23,7 @@ def simulated(
 ) -> tuple[dict[str, float], WorkerChains, dict[str, list[float]]]:
     """When each target has all, what was planned, and when each had each of its layers."""
     clock, fabric = Clock(), Fabric(cluster)
-    found = records(cluster, fabric, model, serving)
-    planned = plan_by(
-        strategy,
-        Clusters(found, transfers=None, busy_nic_share=0.1).of(
-            model.record, remaining_s={}, avoided=frozenset(), at_least=0
-        ),
-        num_targets,
-        model.record.weights_bytes,
-    )
-    members = [
-        ChainMember(worker_id=r.worker.worker_id, instance_id="n", host=r.worker.host, transport_address=b"")
-        for r in found
-    ]
-    plan = ScalePlan(
-        plan_id="p",
-        model=model.record,
-        role="prefill",
-        members=tuple(members),
-        chains=planned.chains,
-        triggered_at_s=0.0,
-        planned_at_s=0.0,
-        expires_at_s=1.0,
-    )
+    plan, planned = plan_of(cluster, fabric, model, serving, num_targets, strategy)
     ended: dict[str, float] = {}
     layers: dict[str, list[float]] = {target.worker_id: [] for target in plan.targets}
     loads: dict[str, Load] = {}

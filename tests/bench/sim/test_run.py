@@ -22,7 +22,7 @@ from bench.traces.request import Trace, TraceRequest
 from bench.traces.synthetic import synthesise
 
 SLO = Slo(0.45, 0.15)
-SCALING = [name for name, system in SYSTEMS.items() if system.scales and not system.simulated_only]
+SCALING = [name for name, system in SYSTEMS.items() if system.scales]
 
 
 def setup() -> Setup:
@@ -124,7 +124,7 @@ def rows(names: tuple[str, ...]) -> bytes:
 
 
 def test_the_same_run_gives_the_same_bytes_under_another_hash_seed() -> None:
-    names = ("blitz", "sllm")
+    names = ("blitz", "sllm", "lambdascale")
     script = f"import sys; from tests.bench.sim.test_run import rows; sys.stdout.buffer.write(rows({names!r}))"
     environ = os.environ | {"PYTHONHASHSEED": "1234"}
     other = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, env=environ).stdout
