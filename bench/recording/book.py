@@ -14,10 +14,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Set, ValuesView
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -50,20 +51,34 @@ def named(name: str) -> Any:
 
 def is_core(kind: type) -> bool:
     """Whether a class belongs to what decides."""
-    parts = kind.__module__.split(".")
-    return len(parts) > 2 and parts[0] == "services" and parts[2] == "core"
+    return _facts(cast(Any, kind)).core
 
 
 def is_fixed(kind: type) -> bool:
     """Whether instances of a class of ours never change."""
-    if issubclass(kind, msgspec.Struct):
-        return kind.__struct_config__.frozen
-    return bool(dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
+    return _facts(cast(Any, kind)).fixed
 
 
 def is_stateful(kind: type) -> bool:
     """Whether instances are objects of a core that change."""
-    return is_core(kind) and not (is_fixed(kind) or issubclass(kind, BaseException | enum.Enum | tuple))
+    return _facts(cast(Any, kind)).stateful
+
+
+class _Facts(NamedTuple):
+    core: bool
+    fixed: bool
+    stateful: bool
+
+
+@functools.cache
+def _facts(kind: Any) -> _Facts:
+    parts = kind.__module__.split(".")
+    core = len(parts) > 2 and parts[0] == "services" and parts[2] == "core"
+    if issubclass(kind, msgspec.Struct):
+        fixed = kind.__struct_config__.frozen
+    else:
+        fixed = dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[union-attr]
+    return _Facts(core, fixed, core and not (fixed or issubclass(kind, BaseException | enum.Enum | tuple)))
 
 
 class Book:
@@ -73,6 +88,7 @@ class Book:
         self._numbers: dict[int, int] = {}
         """By ``id``."""
         self._objects: dict[int, Any] = {}
+        self._stateful: dict[int, Any] = {}
         self._made_outside: dict[int, Any] = {}
         self._given = 0
         self._got = 0
@@ -87,6 +103,8 @@ class Book:
     def put(self, value: object, number: int) -> None:
         """This object has that number."""
         self._objects[number] = value
+        if is_stateful(type(value)):
+            self._stateful[number] = value
         self._numbers[id(value)] = number
 
     def is_made_outside(self, value: object) -> None:
@@ -159,12 +177,10 @@ class Book:
     def states(self) -> Iterator[tuple[int, Any]]:
         """The cores' objects as they are now, by number, written; and those that they hold."""
         told: set[int] = set()
-        while left := [number for number in self._objects if number not in told]:
+        while left := [number for number in self._stateful if number not in told]:
             for number in left:
                 told.add(number)
-                known = self._objects[number]
-                if is_stateful(type(known)):
-                    yield number, self.state(number)
+                yield number, self.state(number)
 
     def state(self, number: int) -> Any:
         """One of them."""
@@ -176,7 +192,7 @@ class Book:
         """How a shell may have come from an object that is known to one that is not."""
         seen: set[int] = set()
         waiting: collections.deque[tuple[int, list[list[Any]], Any]] = collections.deque(
-            (number, [], known) for number, known in reversed(self._objects.items()) if is_stateful(type(known))
+            (number, [], known) for number, known in self._stateful.items()
         )
         while waiting and len(seen) < _MAX_VISITED:
             root, path, at = waiting.popleft()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import sys
@@ -26,6 +27,8 @@ def recorded(spec: ChildSpec, folder: Path) -> ChildSpec:
 def main(module: str) -> None:
     folder, service = Path(os.environ[FOLDER_VARIABLE]), module.rpartition(".")[2]
     folder.mkdir(parents=True, exist_ok=True)
+    # What is recorded is kept: there is ever more to look through for garbage, while the service stands still.
+    gc.disable()
     # A service that is started again writes another one.
     with recording(folder / f"{service}-{os.getpid()}{SUFFIX}", [service]):
         runpy.run_module(module, run_name="__main__", alter_sys=True)
