@@ -9,10 +9,10 @@ recomputed KV (``pipelines``); copies in GPUs before copies in host memory, and 
 assumed:
 
 - 16 blocks of equal size, cut between tensors (``blocks``).
-- Every complete copy that stays is a source, those whose instances send KV only where there are no others; it sends at
-  its full rate. Receivers go to a source inside their scale-up domain while that has no more than its share of them.
+- Every complete copy that stays is a source for the receivers of its scale-up domain, and for those whose domain has
+  none; those whose instances send KV only where there are no others.
 - Receivers whose host keeps a copy read its memory, each from another block on, where they have all blocks between them
-  sooner so than from the GPUs of their scale-up domain.
+  no later so than from the GPUs of their domain. Half of a link that KV leaves by counts.
 - A transfer waits for nothing but its own sender and receiver; there are no steps that all take together.
 - A pipeline is formed the moment that receivers which are in none have all blocks between them, of whichever plans;
   that takes no time. It is not formed anew when more blocks arrive. The source has no part in it.
@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from bench.sim.blocks import Blocks, BlockSend, BlockTransfer, from_host, groups_of, multicast
+from bench.sim.blocks import Blocks, BlockSend, BlockTransfer, Group, from_host, groups_of, multicast
 from bench.sim.clock import Clock
 from bench.sim.fabric import Fabric, Path
 from bench.sim.flows import Network
@@ -38,7 +38,10 @@ from bench.sim.latencies import Latencies
 from bench.sim.loading import Load, Loads
 from bench.sim.models import SimModel
 from bench.sim.pipelines import Pipelines
-from shared.messages.common import TAKES_PROMPTS
+from shared.messages.common import TAKES_PROMPTS, Role
+
+KV_LEAVES = 0.5
+"""Of the link of a GPU that sends KV."""
 
 
 class Fleet(Protocol):
@@ -88,22 +91,33 @@ class LambdaPipe:
 
     def start(self, loads: Mapping[str, Load], chunk_bytes: float) -> None:
         """See ``Transfers``, as the next."""
-        plan = next(iter(loads.values())).plan
-        pipelined = plan.role in TAKES_PROMPTS
-        copies = self._sources(plan.model.model_hash)
-        warm = self._from_memory(loads, copies, pipelined=pipelined)
-        cold = [name for name in loads if name not in warm]
-        num_blocks = len(self._blocks)
-        if cold and not copies:
-            self._otherwise.start({name: loads[name] for name in cold}, chunk_bytes)
-            cold = []
-        for name in (*warm, *cold):
+        plan, num_blocks = next(iter(loads.values())).plan, len(self._blocks)
+        copies = self._fleet().whole(plan.model.model_hash)
+        domains: dict[str, list[str]] = {}
+        for name in loads:
+            domains.setdefault(self._domain(name), []).append(name)
+        warm: list[str] = []
+        far: list[str] = []
+        groups: list[Group] = []
+        for domain, names in domains.items():
+            near = self._sources([copy for copy in copies if self._domain(copy) == domain])
+            if all(_is_at_host(loads[name]) for name in names) and self._is_memory_sooner(names, near, plan.role):
+                warm += names
+            elif near:
+                groups += groups_of(near, names, num_blocks, self._domain)
+            else:
+                far += names
+        if far and not copies:
+            self._otherwise.start({name: loads[name] for name in far}, chunk_bytes)
+        elif far:
+            groups += groups_of(self._sources(copies), far, num_blocks, self._domain)
+        for name in (*warm, *[receiver for group in groups for receiver in group.receivers]):
             loads[name].started(num_blocks)
-            if pipelined:
+            if plan.role in TAKES_PROMPTS:
                 self.pipelines.add(name, self._fleet().instance_at(name))
         for number, name in enumerate(warm):
             self._begin(from_host(name, num_blocks, first_block=number * num_blocks // len(warm)), loads)
-        for group in groups_of(copies, cold, num_blocks, self._domain):
+        for group in groups:
             self._begin(multicast(group, num_blocks), loads)
 
     def is_read(self, worker_id: str, loads: Iterable[Load]) -> bool:
@@ -111,27 +125,22 @@ class LambdaPipe:
             self._is_sending(worker_id) or self.pipelines.needs(worker_id) or self._otherwise.is_read(worker_id, loads)
         )
 
-    def _sources(self, model_hash: str) -> list[str]:
-        """Complete copies; those whose NICs KV leaves by only where there are no others; idle ones first."""
-        fleet = self._fleet()
-        copies = sorted(fleet.whole(model_hash), key=self._is_sending)
-        return [one for one in copies if fleet.instance_at(one).role != "prefill"] or copies
+    def _sources(self, copies: Sequence[str]) -> list[str]:
+        """Of these; those whose links KV leaves by only where there are no others; idle ones first."""
+        idle_first = sorted(copies, key=self._is_sending)
+        return [one for one in idle_first if not self._sends_kv(one)] or idle_first
 
-    def _from_memory(self, loads: Mapping[str, Load], copies: Sequence[str], *, pipelined: bool) -> list[str]:
-        """Receivers that read their hosts' memory: so they have all blocks between them sooner, or each of them has
-        where they form no pipelines."""
-        at_host: dict[str, list[str]] = {}
-        for name, load in loads.items():
-            if _is_at_host(load):
-                at_host.setdefault(self._domain(name), []).append(name)
+    def _sends_kv(self, worker_id: str) -> bool:
+        return self._fleet().instance_at(worker_id).role == "prefill"
+
+    def _is_memory_sooner(self, names: Sequence[str], near: Sequence[str], role: Role) -> bool:
+        """Whether these receivers of one domain have all blocks between them sooner from their host's memory, or each
+        has where they form no pipelines."""
         cluster = self._fabric.cluster
-        found: list[str] = []
-        for domain, names in at_host.items():
-            num_readers = len(names) if pipelined else 1
-            num_sources = min(num_readers, sum(self._domain(copy) == domain for copy in copies))
-            if num_readers * cluster.host_link_gbps > num_sources * (cluster.scale_up_gbps or 0.0):
-                found += names
-        return found
+        num_readers = len(names) if role in TAKES_PROMPTS else 1
+        share = KV_LEAVES if near and self._sends_kv(near[0]) else 1.0
+        from_gpus = min(num_readers, len(near)) * share * (cluster.scale_up_gbps or 0.0)
+        return num_readers * cluster.host_link_gbps >= from_gpus
 
     def _is_sending(self, worker_id: str) -> bool:
         self._transfers = [transfer for transfer in self._transfers if not transfer.over]

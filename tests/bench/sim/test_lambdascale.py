@@ -135,6 +135,15 @@ def test_a_copy_in_the_domain_is_faster_than_memory_for_one_receiver_and_not_for
     assert list(many.whole_s.values()) == pytest.approx([many.seconds(128.0)] * 4)
 
 
+def test_a_link_that_kv_leaves_by_counts_half() -> None:
+    slow = Scaled(known_cluster("b"), 1, prefilling=(0,), copies=(0,))
+    slow.clock.run()
+    assert list(slow.whole_s.values()) == pytest.approx([slow.seconds(128.0)])
+    fast = Scaled(known_cluster("a"), 1, prefilling=(0,), decoding=(31,), copies=(0,))
+    fast.clock.run()
+    assert list(fast.whole_s.values()) == pytest.approx([fast.seconds(1600.0)])
+
+
 def test_those_that_send_kv_are_sources_only_where_there_are_no_others() -> None:
     both = Scaled(APART, 2, decoding=(0,), prefilling=(1,))
     decode, prefill = both.sources
