@@ -10,7 +10,8 @@ assumed:
 
 - 16 blocks of equal size, cut between tensors (``blocks``).
 - Every complete copy that stays is a source for the receivers of its scale-up domain, and for those whose domain has
-  none; those whose instances send KV only where there are no others.
+  none; those that send already, or whose instances send KV, only where there are no others. Receivers that are not
+  whole send within their own plan's multicast alone.
 - Receivers whose host keeps a copy read its memory, each from another block on, where they have all blocks between them
   no later so than from the GPUs of their domain. Half of a link that KV leaves by counts.
 - A transfer waits for nothing but its own sender and receiver; there are no steps that all take together.
@@ -126,9 +127,9 @@ class LambdaPipe:
         )
 
     def _sources(self, copies: Sequence[str]) -> list[str]:
-        """Of these; those whose links KV leaves by only where there are no others; idle ones first."""
-        idle_first = sorted(copies, key=self._is_sending)
-        return [one for one in idle_first if not self._sends_kv(one)] or idle_first
+        """Of these: idle ones, and those whose links KV leaves by, only where there are no others."""
+        idle = [one for one in copies if not self._is_sending(one)] or list(copies)
+        return [one for one in idle if not self._sends_kv(one)] or idle
 
     def _sends_kv(self, worker_id: str) -> bool:
         return self._fleet().instance_at(worker_id).role == "prefill"
