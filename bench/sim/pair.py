@@ -237,9 +237,7 @@ class SimPair:
     def _pull_until_over(self) -> Steps:
         self._look()
         while True:
-            while not self._free:
-                yield self._changed
-            self._free = False
+            yield from self._until_free()
             if not self.life.ended and parts(self.assignment.policy, target_loaded=self._source_knows):
                 return
             began_s = self._clock.now_s
@@ -261,6 +259,16 @@ class SimPair:
                 self.arrived()
             elif then is AfterPull.RUN_BACKLOG:
                 yield from self._run_from_backlog()
+
+    def _until_free(self) -> Steps:
+        """Room comes without a step, too, as when requests leave with their KV."""
+        look_at_s = self._clock.now_s + LOOK_S
+        while not self._free:
+            yield self._changed, look_at_s
+            if self._clock.now_s >= look_at_s:
+                self._look()
+                look_at_s = self._clock.now_s + LOOK_S
+        self._free = False
 
     def _pull(self) -> Steps:
         """The claim, or None, and whether cooperation has nothing left to gain."""

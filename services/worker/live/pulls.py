@@ -87,8 +87,23 @@ class Puller:
 
     async def until_free(self) -> None:
         """Until the engine is free for another batch, or there is another reason to look."""
-        await self._link.until(self.free.wait())
+        while True:
+            await self._wait()
+            if self.free.is_set():
+                break
+            # Requests that leave with their KV, or have ended, give their room back between two steps: no step says so.
+            self._ask_engine()
         self.free.clear()
+
+    async def _wait(self) -> None:
+        """Until ``free`` is set, or a while."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await self._link.until(self.free.wait())
+
+    def _ask_engine(self) -> None:
+        """It says if it is free."""
+        self._instance.engine.call(lambda _: self._stepper.stepped(StepOutput(())), between_layers=True)
 
     async def pull(self) -> Pulled:
         """Ask for the earliest batch, and begin it if there is one."""
@@ -192,13 +207,11 @@ class Puller:
 
         while not await self._handed.call(start):
             self.free.clear()
-            with contextlib.suppress(TimeoutError):  # room may have come just before
-                async with asyncio.timeout(LOOK_S):
-                    await self._link.until(self.free.wait())
+            await self._wait()  # room may have come just before
         # What the engine said before it had this batch does not count any more. But by now it may be done with it, and
         # nothing else would say so.
         self.free.clear()
-        self._instance.engine.call(lambda _: self._stepper.stepped(StepOutput(())), between_layers=True)
+        self._ask_engine()
 
     async def run_from_backlog(self) -> None:
         """The target has nothing to pull, and no capacity or no use for what waits here: it is begun here."""

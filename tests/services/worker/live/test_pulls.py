@@ -195,6 +195,20 @@ async def test_without_room_a_pulled_batch_waits_until_there_is() -> None:
         await _tokens_are_right(ends)
 
 
+async def test_room_that_comes_without_a_step_is_seen() -> None:
+    async with running_ends(batch_tokens=9) as ends:
+        source = await _handed_over(ends, 2)
+        blocks = await ends.source.on_engine(lambda loop: loop.scheduler.pool.allocate(63))
+        source.puller.free.clear()
+        waiting = asyncio.create_task(source.puller.until_free())
+        await asyncio.sleep(0)
+        # As when requests leave with their KV.
+        await ends.source.on_engine(lambda loop: loop.scheduler.pool.free(blocks))
+        await asyncio.wait_for(waiting, 10)
+        await source.end()
+        await _tokens_are_right(ends)
+
+
 async def test_what_never_went_there_is_begun_here_first_come_first_served() -> None:
     async with running_ends(batch_tokens=9) as ends:
         ends.refusals = [Overloaded("no room")]
