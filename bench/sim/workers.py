@@ -235,11 +235,11 @@ class SimWorkers:
         else:
             held.instance.load_s = load_s
         self._on_serving(held)
-        self.changed(worker.worker_id)
         self._tell(held.plan_id, worker, held, "serving")
-        if held.load is not None and held.load.plan.keeps_on_host(worker.worker_id):
+        load, held.load = held.load, None
+        self.changed(worker.worker_id)
+        if load is not None and load.plan.keeps_on_host(worker.worker_id):
             self._host_copies.keep(worker.worker_id, held.model)
-        held.load = None
 
     def serve_early(self, worker_id: str) -> None:
         """The worker's instance takes requests before it has all weights: others run with it what it lacks."""
