@@ -148,6 +148,8 @@ class SimMonitor:
             idle=wish.idle,
             idle_since_s=wish.idle_since_s,
             deficit=wish.deficit,
+            spare=wish.spare,
+            urgent=wish.urgent,
         )
         self._clock.after(self._latencies.demand_s, self._on_demand, demand)
         self.watch.published(wish)

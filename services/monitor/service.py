@@ -185,6 +185,8 @@ class MonitorService:
                 idle=wish.idle,
                 idle_since_s=wish.idle_since_s,
                 deficit=wish.deficit,
+                spare=wish.spare,
+                urgent=wish.urgent,
             )
             try:
                 # Never sent later: the demand from before an outage says nothing about the demand after it.

@@ -129,3 +129,9 @@ class Demand(Message, frozen=True, kw_only=True, tag="demand.v1"):
     """When so many became idle, or were last idle. With it, ``desired`` may be ``observed``: nothing is asked for."""
     deficit: Figure = 0.0
     """What the load needs beyond what is there, within limits, as a share of what is there (of one, if nothing is)."""
+    spare: Count | None = None
+    """Of the idle ones, those that would not be missed if what was needed lately came again. None: a monitor of a
+    version before."""
+    urgent: Count | None = None
+    """Up to this number, prefill instances should rather become decode instances at once, while others load in their
+    place: decode lacks them now, and more than prefill would. None: a monitor of a version before."""

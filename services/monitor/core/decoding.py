@@ -23,6 +23,8 @@ class DecodeNeed(NamedTuple):
 
     load: DecodeLoad
     need: Need
+    now: float = 0.0
+    """Instances that the requests whose prompts are computed need, each filled as far as objectives and memory let."""
     prefill: tuple[float, float] | None = None
     """What prefill needs and usually needed, if decode is asked for ahead."""
 
@@ -94,7 +96,8 @@ class Decoding:
             request_memory=request_blocks / blocks if blocks else 0.0,
         )
         planned = replace(one, max_decodes=one.max_decodes * policy.utilisation)
-        return DecodeNeed(load, decode_need_of(load, planned), ahead)
+        now = decode_need_of(replace(load, coming=0.0, growth=0.0, arrived=0.0), one)
+        return DecodeNeed(load, decode_need_of(load, planned), now.instances, ahead)
 
     def _arriving_per_s(self, now_s: float) -> float:
         """Requests that came in two windows of the rate, one after the other: all of a burst is here already."""

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from services.monitor.core.capability import Estimate
 from services.monitor.core.decoding import Decoding
-from services.monitor.core.need import Capability, Load, Need, need_of
+from services.monitor.core.need import Capability, Load, Need, need_of, worth_moving
 from services.monitor.core.policy import DemandPolicy
 from services.monitor.core.reported import ARRIVALS_S, Reported, serving, waiting_requests
 from services.monitor.core.sizing import Situation, Size, Sizing
@@ -59,6 +59,10 @@ class Verdict(NamedTuple):
     """Says it in words when asked."""
     idle: int = 0
     """Instances that the load does not need at this moment, whatever is kept for later."""
+    spare: int = 0
+    """Of these, those that would not be missed if what was needed lately came again."""
+    urgent: int = 0
+    """Up to this number, prefill instances had better be decode instances at once, while others load in their place."""
 
     @property
     def reason(self) -> str:
@@ -203,9 +207,10 @@ class ModelDemand:
             most=decode.need.instances,
             least=1 if decode.load.running or decode.load.coming else 0,
         )
+        moving = worth_moving(decode.now - len(decoders), prefill_size.needed, len(takers))
         return {
             "prefill": _verdict(prefill_size, _Prompts(load, prefill, self.tokens_per_s, decodes=False)),
-            "decode": _verdict(decode_size, decode),
+            "decode": _verdict(decode_size, decode, urgent=observed["decode"] + moving),
         }
 
     # --- what goes into the formulas ---------------------------------------------------------
@@ -275,5 +280,5 @@ class ModelDemand:
         )
 
 
-def _verdict(size: Size, why: object) -> Verdict:
-    return Verdict(size.desired, size.needed, why, size.idle)
+def _verdict(size: Size, why: object, urgent: int = 0) -> Verdict:
+    return Verdict(size.desired, size.needed, why, size.idle, size.spare, urgent)

@@ -141,6 +141,23 @@ def decode_need_of(load: DecodeLoad, one: Capability) -> Need:
     return Need(min(max(decode, memory, at_once / one.running_limit), at_once), 0.0, decode, memory)
 
 
+def worth_moving(decode_lacks: float, prefill_needed: float, num_prefill: int) -> int:
+    """How many of ``num_prefill`` instances that serve had better decode at once, while others load in their place.
+
+    An instance has to load either way, and meanwhile one of the roles lacks it. What that costs is how long the load
+    takes, times what the role lacks of it; the time is the same for both. ``decode_lacks``: instances, now;
+    ``prefill_needed``: instances.
+    """
+    moved = 0
+    while moved < num_prefill - 1:
+        decode_loses = min(1.0, decode_lacks - moved)
+        prefill_loses = min(1.0, max(0.0, prefill_needed - (num_prefill - moved - 1)))
+        if decode_loses <= prefill_loses:
+            break
+        moved += 1
+    return moved
+
+
 def max_decodes(base_s: float, request_s: float, slo_tbt_s: float) -> float:
     """Requests that one instance can decode at once, each step within the objective; infinite where no number of
     instances would help.

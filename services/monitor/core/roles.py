@@ -72,7 +72,7 @@ def _limited(verdict: Verdict, desired: int, model: ModelRecord, here: There, ro
     """With another number; what limits and floors keep is not idle."""
     idle = max(0, min(verdict.idle, here.observed - bounded(0, model, here.floor, role))) if verdict.idle else 0
     why = verdict.why if desired == verdict.desired else _Limited(verdict, desired, model, here.floor)
-    return Verdict(desired, verdict.needed, why, idle)
+    return Verdict(desired, verdict.needed, why, idle, min(verdict.spare, idle), verdict.urgent)
 
 
 class _Limited(NamedTuple):
@@ -112,9 +112,8 @@ def _surplus(role: Role, there: Mapping[Role, There], wanted: Mapping[Role, int]
             lacking=sum(max(0, wanted[mine] - there[mine].observed) for mine in wanted),
         )
     why = f"the model is served {model.serving}"
-    return Verdict(
-        stays, stays, f"{why}, once others take their prompts" if stays else why, there[role].observed - stays
-    )
+    going = there[role].observed - stays
+    return Verdict(stays, stays, f"{why}, once others take their prompts" if stays else why, going, going)
 
 
 def staying(surplus: int, *, wanted: int, serving: int, coming: int, lacking: int) -> int:

@@ -3,6 +3,8 @@
 - Up to ``ceil(needed)``. Down only when the largest ``needed`` of a whole window would fit fewer instances with
   headroom, or when there was no request anywhere for as long; and no earlier than a window after the connection to
   the bus: before, silence says nothing. How long the window is, ``services.monitor.core.give_back`` says.
+- What is not needed now is idle. It is spare, too, if two windows of the rate would fit what remains with headroom: a
+  role may do without it that would have to load one again, however long that takes.
 - The last instance stays for the model's keep-alive after its last request.
 - While prompts are overdue, ``needed`` does not fall: the instances were asked for when the prompts came. If all of
   them serve and the overdue prompts still do not become fewer, the instances are slower than they say: one more is
@@ -43,6 +45,8 @@ class Size(NamedTuple):
     """Before rounding."""
     idle: int
     """Of those observed, that the load does not need at this moment, whatever is kept for later."""
+    spare: int
+    """Of these, those that would not be missed if what was needed lately came again."""
 
 
 class Sizing:
@@ -73,12 +77,19 @@ class Sizing:
             self._overdue.end()
         needed = min(needed, most)
         self._needed.add(now_s, needed)
-        desired, idle = max(rounded_up(needed), least), 0
+        desired, idle, spare = max(rounded_up(needed), least), 0, 0
         if desired < observed:
             if situation.connected_s >= policy.report_ttl_s:
                 idle = observed - desired
+                lately_s = 2 * policy.rate_window_s
+                if self._needed.full(now_s, lately_s):
+                    spare = max(0, min(idle, observed - self._fitting(now_s, lately_s)))
             desired = min(observed, max(desired, self._kept(situation, now_s)))
-        return Size(desired, needed, idle)
+        return Size(desired, needed, idle, spare)
+
+    def _fitting(self, now_s: float, within_s: float) -> int:
+        """Instances that the largest need of that time fits with headroom."""
+        return rounded_up(self._needed.largest(now_s, within_s) / self._policy.down_headroom)
 
     def _kept(self, situation: Situation, now_s: float) -> int:
         """Instances that stay for what may come, whatever is needed now."""
@@ -92,7 +103,7 @@ class Sizing:
         if not self._needed.full(now_s, window_s):
             return situation.observed
         # In small steps of evidence: the whole window's peak must fit what would remain.
-        return max(last, rounded_up(self._needed.largest(now_s, window_s) / policy.down_headroom))
+        return max(last, self._fitting(now_s, window_s))
 
     def _window_s(self, situation: Situation) -> float:
         """Whose load has to fit fewer instances. Never shorter than two windows of the rate, or random arrivals

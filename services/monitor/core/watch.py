@@ -4,7 +4,8 @@ Rules
 - A demand is sent when another number of instances is wanted than there is, or when it is another number of instances
   that the load does not need at this moment; and again after a while, as long as that is so. Thus a lost message and a
   failed plan heal.
-- What is wanted was triggered when this number was first wanted: a repeat is the same wish.
+- What is wanted was triggered when the number that is there was first wrong, or another one was wanted: a repeat is the
+  same wish.
 - A follower knows as much as the leader, and says nothing.
 - How a model is served says on which roles its load decides (``services.monitor.core.roles``).
 - What an instance reported in a role that it has no longer does not count.
@@ -49,6 +50,8 @@ class Wish(NamedTuple):
     idle: int
     idle_since_s: float
     deficit: float
+    spare: int
+    urgent: int
     turns: bool
     """Whether people have not been told yet that more, or that fewer, are wanted."""
 
@@ -71,16 +74,20 @@ class _Group:
     told: bool | None = None
     """Whether people were last told that more (True) or fewer are wanted."""
     triggered_at_s: float = 0.0
+    met: bool = True
+    """Whether what was wanted at the last evaluation was there."""
     idle: int = 0
     """Instances that another model may have at once, and since when (unix time) so many."""
     idle_since_s: float = 0.0
+    spare: int = 0
 
-    def set_idle(self, idle: int, unix_s: float) -> bool:
-        """Whether it is another number than before."""
-        before, self.idle = self.idle, idle
-        if idle > before:
+    def set_idle(self, idle: int, spare: int, unix_s: float) -> bool:
+        """Whether they are other numbers than before."""
+        before = self.idle, self.spare
+        if idle > self.idle:
             self.idle_since_s = unix_s
-        return idle != before
+        self.idle, self.spare = idle, spare
+        return before != (idle, spare)
 
 
 @dataclass(slots=True)
@@ -192,11 +199,12 @@ class Watch:
                 else:
                     self._figures.pop((name, role), None)
                 desired, observed = verdict.desired, group.there.observed
-                changed = group.set_idle(verdict.idle, unix_s)
+                changed = group.set_idle(verdict.idle, verdict.spare, unix_s)
+                was_met, group.met = group.met, desired == observed
                 if not leads or (desired == observed and not (group.idle or changed)):
                     group.sent = group.told = None
                     continue
-                if desired != group.sent:
+                if desired != group.sent or (was_met and not group.met):
                     group.triggered_at_s = unix_s
                 elif not changed and now_s - group.sent_at_s < self._repeat_s:
                     continue
@@ -223,6 +231,8 @@ def _wish(name: str, role: Role, group: _Group, verdict: Verdict) -> Wish:
         idle=group.idle,
         idle_since_s=group.idle_since_s,
         deficit=max(0.0, min(verdict.needed, desired) - observed) / max(observed, 1),
+        spare=verdict.spare,
+        urgent=verdict.urgent,
         turns=_direction(desired, observed) not in (None, group.told),
     )
 

@@ -105,6 +105,7 @@ class Planner:
                 demand.reason,
                 role=demand.role,
                 deficit=demand.deficit,
+                urgent=demand.urgent,
                 fewer=demand.desired < demand.observed,
             )
             self.rounds.demand(request, moment, origin)

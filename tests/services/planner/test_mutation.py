@@ -51,7 +51,16 @@ def spare(*worker_ids: str) -> tuple[WorkerRecord, ...]:
 
 
 async def say(
-    rig: Rig, role: Role, desired: int, observed: int, *, idle: int = 0, idle_s: float = 5.0, reason: str = "load"
+    rig: Rig,
+    role: Role,
+    desired: int,
+    observed: int,
+    *,
+    idle: int = 0,
+    idle_s: float = 5.0,
+    reason: str = "load",
+    spare: int | None = None,
+    urgent: int | None = None,
 ) -> None:
     now_s = time.time()
     demand = Demand(
@@ -66,6 +75,8 @@ async def say(
         reason=reason,
         idle=idle,
         idle_since_s=now_s - idle_s if idle else 0.0,
+        spare=spare,
+        urgent=urgent,
     )
     await rig.client.publish(subjects.demand(), demand)
 
@@ -169,6 +180,17 @@ async def test_idle_instances_go_first_and_only_after_a_while(rig: Rig) -> None:
     plan = await one(rig, MutatePlan)
     assert moved(plan) == [("w1", "colocated", "decode")]
     assert "have been idle for" in plan.explain[0]
+
+
+async def test_what_is_idle_but_not_spare_keeps_its_role_unless_people_or_limits_ask(rig: Rig) -> None:
+    rig.pool.workers = serving("decode", "w0", "w1") + serving("prefill", "w2") + spare("w9")
+    await say(rig, "decode", 2, 2, idle=1, idle_s=5.0, spare=0)
+    await say(rig, "prefill", 2, 1)
+    load = await one(rig, ScalePlan)
+    assert load.role == "prefill"
+    assert not [p for p in rig.plans() if isinstance(p, MutatePlan)]
+    record = await rig.scale(3, role="prefill")
+    assert (record.direction, [t.worker_id for t in record.targets]) == ("mutate", ["w1"])
 
 
 async def test_minimum_and_floor_keep_their_instances(rig: Rig) -> None:
@@ -281,6 +303,14 @@ async def test_a_prefill_instance_decodes_and_another_one_loads_in_its_place(rig
     await say(rig, "decode", 2, 1)
     await say(rig, "prefill", 2, 2)
     await settled(rig)
+
+
+async def test_what_decode_lacks_less_than_prefill_would_or_only_ahead_loads(rig: Rig) -> None:
+    rig.pool.workers = serving("prefill", "w0", "w1", "w2") + serving("decode", "w3") + spare("w7", "w8", "w9")
+    await say(rig, "decode", 3, 1, urgent=2)
+    mutate, loads = await one(rig, MutatePlan), await plans(rig, ScalePlan, 2)
+    assert moved(mutate) == [("w2", "prefill", "decode")]
+    assert {(p.role, len(p.targets)) for p in loads} == {("prefill", 1), ("decode", 1)}
 
 
 async def test_as_many_as_there_are_workers_for_and_one_prefill_instance_stays(rig: Rig) -> None:
@@ -402,7 +432,7 @@ async def test_an_instance_that_is_gone_ends_it(rig: Rig) -> None:
     assert (record.status, record.targets[0].failure) == ("failed", "its instance is gone")
 
 
-async def test_a_role_is_kept_for_as_long_as_a_change_costs(rig: Rig) -> None:
+async def test_a_role_that_was_given_gives_none_for_as_long_as_a_change_costs(rig: Rig) -> None:
     rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2") + spare("w9")
     await say(rig, "prefill", 1, 2)
     await say(rig, "decode", 2, 1)
@@ -410,13 +440,17 @@ async def test_a_role_is_kept_for_as_long_as_a_change_costs(rig: Rig) -> None:
     rig.pool.workers = serving("prefill", "w0") + serving("decode", "w2", "w1") + spare("w9")
     await rig.report(plan.plan_id, "serving", "w1", "i-w1")
     await rig.record(plan.plan_id, wait_s=5.0)
-    # Both are idle, and stay for now: the older one goes, and the role is loaded beside it.
+    # Both are idle, and stay for now, the older one, too: the role is loaded beside them.
     await say(rig, "decode", 2, 2, idle=2)
-    await say(rig, "prefill", 3, 1)
-    back = (await plans(rig, MutatePlan, 2))[1]
-    assert moved(back) == [("w2", "decode", "prefill")]
+    await say(rig, "prefill", 2, 1)
     load = await one(rig, ScalePlan)
     assert load.role == "prefill"
+    # Those that would drain go.
+    rig.pool.workers = serving("prefill", "w0") + serving("decode", "w2", "w1")
+    await say(rig, "decode", 1, 2)
+    await say(rig, "prefill", 3, 1)
+    back = (await plans(rig, MutatePlan, 2))[1]
+    assert moved(back) == [("w1", "decode", "prefill")]
 
 
 async def test_an_instance_that_would_have_to_go_changes_back_at_once(rig: Rig) -> None:

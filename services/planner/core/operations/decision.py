@@ -42,6 +42,8 @@ class ScaleRequest:
     """Worker ids: if not empty, no instance elsewhere is to go."""
     deficit: float = 0.0
     """As in ``Demand``."""
+    urgent: int | None = None
+    """As in ``Demand``."""
     fewer: bool = False
     """It says what could go. By the time that it is decided on, more may have gone, or have another role: that is no
     reason to get them back."""

@@ -4,11 +4,12 @@
    lacks them: no weights move. Instances without requests go first, then the newest.
 2. Where decode instances are lacking and no role has a surplus, prefill instances become decode instances, and as many
    prefill instances load in their place, which can be live. A decode instance cannot be loaded live: weights and KV
-   would both come in.
+   would both come in. The monitor says how many decode instances are worth it (``Demand.urgent``): what is only asked
+   for ahead loads.
 
-Not the last serving instance that takes prompts becomes one that takes none. An instance that has just got a role
-keeps it for as long as loading twice takes, so that roles do not follow every breath of the load; unless it would have
-to go, and by that the monitor has waited for as long.
+Not the last serving instance that takes prompts becomes one that takes none. A role that has just been given to an
+instance of the model gives none for as long as loading twice takes, so that roles do not follow every breath of the
+load; unless it would have to go, and by that the monitor has waited for as long.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shared.messages.registry import WorkerRecord
 from shared.registry_view import RegistryView
 
 KEPT_S = 1.0
-"""Least time for which an instance keeps a role that it was given."""
+"""Least time for which a role that was given to an instance gives none."""
 KEPT_LOADS = 2.0
 """The same, in times that an instance took to load."""
 
@@ -37,8 +38,6 @@ class Offer:
     role: Role
     surplus: int
     """Instances beyond what it needs."""
-    going: int
-    """Of these, that would have to drain; the others have nothing to do now, and would stay."""
     why: str
     """What makes them a surplus, in words."""
     records: Sequence[WorkerRecord]
@@ -55,7 +54,7 @@ class Change:
 
 
 def kept_s(load_s: float) -> float:
-    """For how long an instance keeps a role that it was given, where one takes so long to load."""
+    """For how long a role that was given to an instance gives none, where one takes so long to load."""
     return max(KEPT_S, KEPT_LOADS * load_s)
 
 
@@ -84,24 +83,18 @@ def from_surplus(
     offers: Sequence[Offer],
     at_work: Callable[[str], bool],
     num_takers: int,
-    lately: Collection[str] = (),
 ) -> tuple[Change, ...]:
     """Instances of ``offers`` that get ``role``, at most ``missing``. ``num_takers``: serving instances of the model
-    that take prompts. ``lately``: instance ids that have only just got the role that they have."""
-
-    def is_fresh(record: WorkerRecord) -> bool:
-        return record.instance is not None and record.instance.instance_id in lately
-
+    that take prompts."""
     candidates = [(record, offer) for offer in offers for record in offer.records]
-    candidates.sort(key=lambda one: (is_fresh(one[0]), staying(one[0], (), at_work)))
+    candidates.sort(key=lambda one: staying(one[0], (), at_work))
     taken: Counter[Role] = Counter()
     changes: list[Change] = []
     for record, offer in candidates:
         if len(changes) >= missing:
             break
-        may_go = offer.going if is_fresh(record) else offer.surplus
         ends_taking = offer.role in TAKES_PROMPTS and role not in TAKES_PROMPTS
-        if taken[offer.role] >= may_go or (ends_taking and num_takers <= 1):
+        if taken[offer.role] >= offer.surplus or (ends_taking and num_takers <= 1):
             continue
         taken[offer.role] += 1
         num_takers -= ends_taking

@@ -192,12 +192,16 @@ class Operations:
         draining = [o for o in self.running() if o.direction == "in" and o.triggered_at_s <= until_s]
         return frozenset([i for o in draining for _, i in o.open_targets])
 
-    def has_mutated(self, instance_id: str, now_s: float, within_s: float) -> bool:
-        """Whether an instance was given its role within so many seconds, and that has not failed."""
-        worker_id, operation = self._mutations.get(instance_id, ("", None))
-        if operation is None or now_s - operation.mutated_at_s > within_s:
-            return False
-        return not operation.has_failed(worker_id)
+    def roles_given(self, model: str, now_s: float, within_s: float) -> frozenset[Role]:
+        """Roles that instances of the model were given within so many seconds, as far as that has not failed."""
+        given = [
+            operation.role
+            for worker_id, operation in self._mutations.values()
+            if operation.model == model
+            and now_s - operation.mutated_at_s <= within_s
+            and not operation.has_failed(worker_id)
+        ]
+        return frozenset(given)
 
     def mutated(self, now_s: float, within_s: float) -> dict[str, Role]:
         """The roles that instances were given within so many seconds, by instance id; not where that failed."""

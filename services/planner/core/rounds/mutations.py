@@ -103,8 +103,7 @@ class Mutations:
             if role != request.role and (offer := self._offer(asked, role, kept)).surplus
         ]
         takers = sum(asked.serving(role) for role in TAKES_PROMPTS)
-        lately = self._lately(model, at)
-        return from_surplus(request.role, missing, offers, self._pairs.is_at_work, takers, lately)
+        return from_surplus(request.role, missing, offers, self._pairs.is_at_work, takers)
 
     def made_up_for(
         self,
@@ -122,7 +121,11 @@ class Mutations:
         prefill = by_role.get("prefill", [])
         room = model.max_instances - sum(map(len, by_role.values()))
         missing = min(self._missing(request, model, at, promised), room)
-        kept = self._operations.instances_in_pairs() | frozenset(staying) | self._lately(model, at)
+        if request.urgent is not None:
+            missing = min(missing, request.urgent - len(by_role.get("decode", [])))
+        if "prefill" in self._lately_given(request, model, at):
+            return [], 0
+        kept = self._operations.instances_in_pairs() | frozenset(staying)
         movable = self._movable(prefill, kept, at.moment)
         num_serving = sum(record.state == "serving" for record in prefill)
         return made_up_for(missing, movable, self._pairs.is_at_work, num_serving), len(prefill)
@@ -173,13 +176,11 @@ class Mutations:
                 found[about[1]].append(record)
         return dict(found)
 
-    def _lately(self, model: ModelRecord, at: Situation) -> frozenset[str]:
-        """Instances of the model that have only just got the role that they have."""
-        now_s, within_s = at.moment.unix_s, kept_s(self._pairs.load_s(model.name))
-        held = [
-            record.instance.instance_id for record in at.clusters.of_model(model.name) if record.instance is not None
-        ]
-        return frozenset([i for i in held if self._operations.has_mutated(i, now_s, within_s)])
+    def _lately_given(self, request: ScaleRequest, model: ModelRecord, at: Situation) -> frozenset[Role]:
+        """Roles that instances of the model have only just been given, and that give none for the load's sake."""
+        if request.by_hand:
+            return frozenset()
+        return self._operations.roles_given(model.name, at.moment.unix_s, kept_s(self._pairs.load_s(model.name)))
 
     def _movable(self, records: Sequence[WorkerRecord], kept: Collection[str], moment: Moment) -> list[WorkerRecord]:
         return [
@@ -201,26 +202,20 @@ class Mutations:
             needed.append(wanted)
         elif said is not None and said.desired < said.observed:
             needed.append(said.desired)
-        going = surplus_of(there, least, needed)
-        if going:
+        if surplus_of(there, least, needed):
             why = f"{max(least, min(needed))} of {there} {role} instances are needed"
-        if said is not None and said.idle:
+        if said is not None and said.idle and role not in self._lately_given(request, model, asked.at):
             idle_s = max(0.0, asked.at.moment.unix_s - said.idle_since_s)
-            # With steady traffic a role is idle between any two requests.
-            if (
-                request.by_hand
-                or len(asked.by_role.get(request.role, ())) < asked.least(request.role)
-                or idle_s >= IDLE_S
-            ):
-                needed.append(said.observed - said.idle)
+            spare = said.spare if said.spare is not None else said.idle
+            if request.by_hand or len(asked.by_role.get(request.role, ())) < asked.least(request.role):
+                spare = said.idle
+            elif idle_s < IDLE_S:
+                spare = 0  # with steady traffic a role is idle between any two requests
+            if spare:
+                needed.append(said.observed - spare)
                 why = why or f"{said.idle} of {there} {role} instances have been idle for {idle_s:.1f} s"
-        return Offer(
-            role,
-            surplus_of(there, least, needed),
-            going,
-            why,
-            self._movable(asked.by_role[role], kept, asked.at.moment),
-        )
+        surplus = surplus_of(there, least, needed)
+        return Offer(role, surplus, why, self._movable(asked.by_role[role], kept, asked.at.moment))
 
 
 @dataclass(frozen=True, slots=True)

@@ -427,6 +427,26 @@ def test_what_the_load_does_not_need_now_is_idle_though_it_is_kept() -> None:
     assert demand.colocated(0.2, 3, Settings(connected_since_s=0.0)).idle == 0
 
 
+def test_what_is_idle_is_spare_once_the_recent_peak_would_fit_what_remains_with_headroom() -> None:
+    demand, arrived = ModelDemand(POLICY), 0
+    settings = Settings(connected_since_s=-10.0)
+
+    def at(now_s: float, tokens: int) -> tuple[int, int]:
+        nonlocal arrived
+        arrived += tokens
+        demand.on_queue("g", queue(arrived, inflight=9), now_s)
+        demand.on_load(report(running_requests=1, kv_blocks_used=1), now_s)
+        verdict = demand.colocated(now_s, 3, settings)
+        return verdict.idle, verdict.spare
+
+    at(-0.1, 0)
+    found = [at(tick / 10, 80) for tick in range(60)]
+    assert found[1:15] == [(2, 0)] * 14, "too little is known"
+    assert found[30:] == [(2, 2)] * 30, "0.8 are needed of one"
+    assert [at(6.0 + tick / 10, 90) for tick in range(30)][10:] == [(2, 1)] * 20, "0.9 are"
+    assert [at(9.0 + tick / 10, 0) for tick in range(40)][-1] == (2, 2)
+
+
 def test_what_drains_asks_for_no_instance_for_the_requests_that_it_finishes() -> None:
     busy = {"running_requests": 3, "kv_blocks_used": 3, "decode_base_s": 0.01, "decode_request_s": 0.001}
     demand = ModelDemand(POLICY)

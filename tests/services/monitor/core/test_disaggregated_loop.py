@@ -81,6 +81,16 @@ def test_prescaling_asks_for_decode_when_prefill_rises_and_not_when_prompts_arri
     assert slow(ahead) < 0.7 * slow(behind)
 
 
+def test_prefill_instances_are_to_decode_where_decode_lacks_some_now_and_not_ahead() -> None:
+    loop = DisaggregatedLoop(start=("prefill", "prefill", "decode"), num_workers=3)
+    loop.run([(1.0, 50, 300)] * 120, 8.0)
+    found = [(at_s, found["decode"]) for at_s, found in loop.verdicts]
+    ahead = [decode for at_s, decode in found if 1.0 < at_s < 1.3]
+    assert max(decode.desired for decode in ahead) >= 3
+    assert {decode.urgent for decode in ahead} == {1}, "prefill computes all of it first"
+    assert 2 in {decode.urgent for at_s, decode in found if at_s > 1.3}
+
+
 def test_prompts_whose_answers_are_short_prescale_little() -> None:
     loop = DisaggregatedLoop()
     loop.run(steady(1.0, 1000, 1, 0.0, 5.0) + [(6.0, 1000, 1)] * 80, 20.0)

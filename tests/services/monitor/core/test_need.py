@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.monitor.core.need import Capability, DecodeLoad, Load, decode_need_of, max_decodes, need_of
+from services.monitor.core.need import (
+    Capability,
+    DecodeLoad,
+    Load,
+    decode_need_of,
+    max_decodes,
+    need_of,
+    worth_moving,
+)
 
 ONE = Capability(tokens_per_s=1000.0)
 SLACK_S = 0.5
@@ -153,6 +161,17 @@ def test_kv_on_its_way_counts_beside_what_is_used() -> None:
     load = DecodeLoad(running=6, there=4, coming=6, flow_per_s=100.0, memory=0.9, request_memory=0.2)
     assert decodes(load, Capability(1000.0)) == pytest.approx(0.9 + 8 * 0.2)
     assert decodes(replace(load, flow_per_s=0.0), Capability(1000.0)) == pytest.approx(0.9 + 2 * 0.2)
+
+
+def test_prefill_instances_decode_only_where_decode_lacks_more_than_prefill_would() -> None:
+    assert worth_moving(0.5, prefill_needed=1.0, num_prefill=2) == 1, "prefill does without it"
+    assert worth_moving(0.0, prefill_needed=1.0, num_prefill=2) == 0, "decode is only asked for ahead"
+    assert worth_moving(0.5, prefill_needed=1.4, num_prefill=2) == 1
+    assert worth_moving(0.5, prefill_needed=1.5, num_prefill=2) == 0, "as much as it would gain"
+    assert worth_moving(9.0, prefill_needed=9.0, num_prefill=2) == 0, "both lack all of it"
+    assert worth_moving(1.6, prefill_needed=2.5, num_prefill=4) == 2
+    assert worth_moving(9.0, prefill_needed=0.0, num_prefill=3) == 2, "one stays"
+    assert worth_moving(9.0, prefill_needed=0.0, num_prefill=0) == 0
 
 
 @given(st.data())

@@ -394,6 +394,21 @@ def test_what_the_load_does_not_need_is_said_and_taken_back() -> None:
     assert rig.run(TICK_S)[0].idle == 0
 
 
+def test_what_is_lacking_again_is_another_wish() -> None:
+    """The same number is wanted all the time, and idle instances are spoken of while it is there."""
+    rig = Rig(dataclasses.replace(POLICY, down_window_s=60.0))
+    rig.show(model(min_instances=1, max_instances=4), serving=3)
+    rig.run(8.0)
+    assert (rig.said[-1].desired, rig.said[-1].idle) == (3, 2)
+    rig.floors["m", "colocated"] = 3
+    rig.show(model(min_instances=1, max_instances=4), serving=2)
+    (wish,) = rig.run(TICK_S)
+    assert wish.desired == 3
+    assert wish.triggered_at_s == pytest.approx(UNIX_S + rig.now_s, abs=1.5 * TICK_S)
+    again = rig.run(2.5)
+    assert {w.triggered_at_s for w in again if w.desired == 3} == {wish.triggered_at_s}
+
+
 def test_another_number_of_idle_instances_is_said_at_once_even_if_no_other_is_wanted() -> None:
     rig = Rig(dataclasses.replace(POLICY, down_window_s=60.0))
     rig.show(model(min_instances=1, max_instances=4), serving=3)

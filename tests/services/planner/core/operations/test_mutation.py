@@ -27,8 +27,8 @@ def records(role: Role, *worker_ids: str) -> tuple[WorkerRecord, ...]:
     return tuple(worker_record(w, M, "serving", role=role, epoch=i + 1) for i, w in enumerate(worker_ids))
 
 
-def offer(role: Role, *worker_ids: str, surplus: int = 1, going: int = 1) -> Offer:
-    return Offer(role, surplus, going, "why", records(role, *worker_ids))
+def offer(role: Role, *worker_ids: str, surplus: int = 1) -> Offer:
+    return Offer(role, surplus, "why", records(role, *worker_ids))
 
 
 def idle(_: str) -> bool:
@@ -43,7 +43,7 @@ def chosen(*offers: Offer, role: Role = "decode", missing: int = 1, takers: int 
 
 def test_no_more_than_is_missing_and_no_more_than_a_role_has_to_give() -> None:
     for missing, surplus in itertools.product(range(4), range(4)):
-        found = chosen(offer("prefill", "w0", "w1", "w2", surplus=surplus, going=surplus), missing=missing)
+        found = chosen(offer("prefill", "w0", "w1", "w2", surplus=surplus), missing=missing)
         assert len(found) == min(missing, surplus)
 
 
@@ -55,17 +55,10 @@ def test_what_has_nothing_to_do_goes_first_then_the_newest() -> None:
 
 @pytest.mark.parametrize("takers", [0, 1, 2, 3])
 def test_the_last_that_takes_prompts_goes_on_doing_so(takers: int) -> None:
-    many = offer("prefill", "w0", "w1", "w2", surplus=3, going=3)
+    many = offer("prefill", "w0", "w1", "w2", surplus=3)
     assert len(chosen(many, missing=3, takers=takers)) == max(0, takers - 1)
     assert len(chosen(many, missing=3, takers=takers, role="colocated")) == 3
     assert len(chosen(offer("decode", "w0"), takers=takers, role="prefill")) == 1
-
-
-def test_what_has_just_got_its_role_keeps_it_unless_it_would_have_to_go() -> None:
-    fresh = {"i-w1"}
-    assert chosen(offer("prefill", "w0", "w1", surplus=2, going=0), missing=2, lately=fresh) == ["w0"]
-    assert chosen(offer("prefill", "w0", "w1", surplus=2, going=1), missing=2, lately=fresh) == ["w0"]
-    assert chosen(offer("prefill", "w0", "w1", surplus=2, going=2), missing=2, lately=fresh) == ["w0", "w1"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +81,7 @@ def test_one_prefill_instance_stays_while_others_load() -> None:
     assert taken(9, 4) == ["w2", "w1", "w0"], "another one serves that may not go"
 
 
-def test_a_role_is_kept_for_a_while() -> None:
+def test_a_role_that_was_given_gives_none_for_a_while() -> None:
     assert kept_s(0.0) == KEPT_S
     assert kept_s(3.0) == 3.0 * KEPT_LOADS
 
