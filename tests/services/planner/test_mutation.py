@@ -484,3 +484,15 @@ async def test_the_next_planner_learns_what_was_under_way_and_repeats_nothing(ri
     rig.pool.workers = serving("prefill", "w0") + serving("decode", "w1", "w2")
     assert (await heir.record(plan.plan_id, wait_s=5.0)).status == "done"
     await heir.stop()
+
+
+async def test_what_loads_in_its_place_is_no_reason_either_for_a_role_that_was_just_given(rig: Rig) -> None:
+    rig.pool.workers = serving("prefill", "w0", "w1") + serving("decode", "w2", "w3") + spare("w8", "w9")
+    await say(rig, "decode", 1, 2)
+    await say(rig, "prefill", 3, 2)
+    plan = await one(rig, MutatePlan)
+    assert moved(plan) == [("w3", "decode", "prefill")]
+    await say(rig, "decode", 2, 1, urgent=2)
+    load = await one(rig, ScalePlan)
+    assert load.role == "decode"
+    assert rig.planned("mutate") == 1
