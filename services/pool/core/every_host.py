@@ -3,7 +3,8 @@
 1. A host without a placed copy of a model gets one, on its worker with the most room: what that has cached for itself,
    else from its own host, else from another host's copy, a GPU, or disk. As many load at a time as ``LoadLimits`` says.
 2. Of several on one host one stays, and copies of models that were removed go.
-3. Nothing makes way: where there is no room, the host has none, and loads there read the disk.
+3. Nothing makes way: where there is no room, the host has none, and loads there read the disk. Whether a model that
+   has none anywhere is there is asked: then the copy of its last instance may go.
 
 Models without any copy come first. A look does a bounded amount of work: what it does not get to is next at the
 following one.
@@ -19,6 +20,8 @@ from shared.messages.registry import ModelRecord, Unplaced
 
 VISITS = 1000
 """Workers and hosts that one look compares, about."""
+RECHECK_S = 5.0
+"""While models have no copy, it is looked this often whether they are still on disk: answers grow old."""
 
 
 class CopiesEverywhere:
@@ -34,6 +37,8 @@ class CopiesEverywhere:
         """Hashes of the models that are still to be looked at, the next one last."""
         self._round_version = -1
         """Of the cluster, as the round began."""
+        self._round_s = 0.0
+        """When it began."""
         self._found: dict[str, Unplaced] = {}
         """Models without any copy, of which none could be placed in this round."""
 
@@ -44,8 +49,9 @@ class CopiesEverywhere:
         steps.drop_strangers()
         steps.drop_crowded()
         steps.drop_unused(self._keep_copies_s)
-        if not self._round and self._round_version != cluster.version:
-            self._round_version, self._found = cluster.version, {}
+        rechecks = bool(self._found) and now_s - self._round_s >= RECHECK_S
+        if not self._round and (rechecks or self._round_version != cluster.version):
+            self._round_version, self._round_s, self._found = cluster.version, now_s, {}
             registered = [h for h, copies in cluster.copies.by_hash.items() if copies.record is not None]
             self._round = sorted(registered, key=lambda h: (h not in cluster.needy, h), reverse=True)
         self._places.visits = 0
@@ -74,8 +80,11 @@ class CopiesEverywhere:
             if not sources.busy:
                 self._steps.hold(record, worker_id, sources, f"{host} has none")
         if copies.model_hash in cluster.needy:
-            reason = self._places.why_not(copies, record)
-            self._found[copies.model_hash] = Unplaced(model=record.name, model_hash=copies.model_hash, reason=reason)
+            self._steps.ask(copies, record)
+            reason, on_disk = self._places.why_not(copies, record), cluster.is_readable(copies.model_hash) is True
+            self._found[copies.model_hash] = Unplaced(
+                model=record.name, model_hash=copies.model_hash, reason=reason, on_disk=on_disk
+            )
 
     def could_take(self, model_hash: str) -> bool:
         """Whether a host has a copy, or has room for one."""

@@ -59,6 +59,17 @@ def test_a_host_without_room_has_none_and_a_model_without_any_is_named() -> None
     assert (unplaced.model, "needs 100 bytes" in unplaced.reason) == ("a", True)
 
 
+def test_whether_a_model_without_room_is_on_disk_is_asked_so_that_its_last_instance_may_go() -> None:
+    cluster = cluster_of([A, B], [holding("w0", [copy_of(B)], serves=A, capacity=100)])
+    rules = copy_rules("every-host", cluster)
+    assert [ask.record.name for ask in rules.look(LATE_S).asks] == ["a"]
+    cluster.disk_answered(A.model_hash, LATE_S, readable=True)
+    assert [entry.on_disk for entry in rules.look(LATE_S).unplaced] == [True]
+    assert not rules.could_take(A.model_hash)
+    assert rules.look(LATE_S + 50.0).asks == ()
+    assert [ask.record.name for ask in rules.look(LATE_S + 70.0).asks] == ["a"], "the answer has grown old"
+
+
 def test_copies_come_in_turns_those_of_models_without_any_first() -> None:
     workers = [holding(f"w{i}", [copy_of(A)] if i == 0 else []) for i in range(3)]
     cluster = cluster_of([A, B], workers, limits=LoadLimits(total=2))
