@@ -1,7 +1,7 @@
 """The weights of one plan on their way: a flow for each stripe of each target, as the plan's chains say.
 
-What a target gets from one that still loads, it gets no sooner (``upstreams``): so a chain forwards chunk by chunk, and
-the members of a hop give each other what each received (all-gather).
+What a target gets from one that still loads, by this plan or by one before, it gets no sooner (``upstreams``): so a
+chain forwards chunk by chunk, and the members of a hop give each other what each received (all-gather).
 """
 
 from __future__ import annotations
@@ -96,17 +96,20 @@ class Loads:
         self._network = network
         self._fabric = fabric
         self._gpu_of = gpu_of
+        self._newest: dict[str, Load] = {}
+        """By worker id."""
 
     def start(self, loads: Mapping[str, Load], chunk_bytes: float) -> None:
         """See ``Transfers``, as the next."""
         for load in loads.values():
             load.started(len(load.part.stripes))
+            self._newest[load.worker_id] = load
         # Those that come from members of the same hop forward what those receive themselves.
         for own in (True, False):
             for load in loads.values():
                 for number, upstream in _first(load):
                     if (upstream.kind != "gpu" or not _same_hop(load, upstream.worker_id)) is own:
-                        self._start(load, number, upstream, loads, chunk_bytes)
+                        self._start(load, number, upstream, chunk_bytes)
 
     def is_read(self, worker_id: str, loads: Iterable[Load]) -> bool:
         return any(
@@ -116,12 +119,10 @@ class Loads:
             for _, upstream in _first(load)
         )
 
-    def _start(
-        self, load: Load, number: int, upstream: Upstream, loads: Mapping[str, Load], chunk_bytes: float
-    ) -> None:
+    def _start(self, load: Load, number: int, upstream: Upstream, chunk_bytes: float) -> None:
         stripe, ends = load.part.stripes[number], load.weights.layer_ends
         num_bytes = stripe.share * load.weights.num_bytes
-        from_one = loads.get(upstream.worker_id) if upstream.kind == "gpu" else None
+        from_one = self._newest.get(upstream.worker_id) if upstream.kind == "gpu" else None
         upstreams: tuple[Flow, ...] = ()
         if from_one is not None:
             theirs = [from_one.flows[number]] if _same_hop(load, upstream.worker_id) else from_one.flows

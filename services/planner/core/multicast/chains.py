@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.planner.core.multicast import plan as multicast
@@ -14,6 +15,7 @@ from services.planner.core.multicast.traffic import Link, Load, Source
 from shared.messages.scaling import Chain, Copy, Hop, Stripe
 
 MAX_FALLBACKS = 8
+SOON_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +63,40 @@ def predicted_s_of(chains: Iterable[Chain]) -> dict[str, float]:
     return {t: hop.predicted_finish_s for chain in chains for hop in chain.hops for t in hop.targets}
 
 
+def gbps_of(chains: Iterable[Chain], model_bytes: int) -> dict[Link, float]:
+    """What GPUs send each other as long as the targets load, as predicted; infinite where nothing is. What a member of
+    a hop forwards to all others of it is one flow, to the next one."""
+    rates: dict[Link, float] = {}
+    for chain in chains:
+        for hop in chain.hops:
+            gbps = model_bytes * 8e-9 / hop.predicted_finish_s if hop.predicted_finish_s else math.inf
+            for s in hop.stripes:
+                if s.source_kind == "gpu":
+                    rates[s.source, s.target] = rates.get((s.source, s.target), 0.0) + s.share * gbps
+                elif s.source not in ("", s.target):
+                    # A host's memory sends, not the GPU of the worker that keeps it.
+                    rates.setdefault((s.source, s.target), 0.0)
+                others = len(hop.targets) - 1
+                if others:
+                    link = s.target, hop.targets[(hop.targets.index(s.target) + 1) % len(hop.targets)]
+                    rates[link] = rates.get(link, 0.0) + others * s.share * gbps
+    return rates
+
+
 def plan_worker_chains(cluster: Cluster, num_targets: int, model_bytes: int, *, tails: int = 1) -> WorkerChains:
     """Plan ``num_targets`` new copies on the spare workers, in ``tails`` chains at least, where copies allow.
 
     Without any source the first group reads the checkpoint from its disk and forwards it. Fewer spare workers than
     targets give a smaller plan that says so. Raises what ``multicast.plan`` raises.
     """
-    flows = [*cluster.transfers, *cluster.serving]
-    copies, notes = _sources(cluster, Load.of(cluster.topology, flows))
+    load = Load.of(cluster.topology, [*cluster.transfers, *cluster.serving])
+    notes = _notes(cluster, load)
     planned = multicast.plan(
         cluster.topology,
-        _as_sources(copies),
+        _sources(cluster, load),
         [w.worker_id for w in cluster.spare],
         num_targets,
-        flows,
+        load,
         model_bytes,
         tails=tails,
     )
@@ -90,6 +112,7 @@ def plan_worker_chains(cluster: Cluster, num_targets: int, model_bytes: int, *, 
     left_out = left_out_of(cluster, sum(len(edge.targets) for edge in planned.edges), num_targets)
     if not chains:
         return WorkerChains((), (), left_out)
+    notes += _continued(cluster, chains)
     return WorkerChains(chains, (*notes, *planned.explain), left_out, fallbacks_of(cluster, chains))
 
 
@@ -124,16 +147,40 @@ def fallbacks_of(cluster: Cluster, chains: Iterable[Chain]) -> tuple[Copy, ...]:
     return tuple(Copy(worker_id=c.worker_id, kind=c.kind) for c in (*gpus, *own, *hosts)[:MAX_FALLBACKS])
 
 
-def _sources(cluster: Cluster, load: Load) -> tuple[list[WorkerCopy], tuple[str, ...]]:
-    """Complete copies; where all of them send already, also those that still load: they forward as they receive."""
-    copies = list(cluster.copies)
+def _notes(cluster: Cluster, load: Load) -> tuple[str, ...]:
     # Those that send through a NIC are in the multicast's own explanation.
-    inside = [c.worker_id for c in copies if c.sending and not load.egress.get(_nic_id(c, cluster.topology))]
-    notes = (f"sending inside their host, read only after the others: {names(inside)}",) if inside else ()
-    if not cluster.loading or any(not _spent(c, cluster.topology, load) for c in copies):
-        return copies, notes
-    loading = [f"{c.worker_id} (whole in {c.ready_s:.3g} s)" for c in cluster.loading]
-    return [*copies, *cluster.loading], (*notes, f"sources that still load, no whole copy is idle: {names(loading)}")
+    inside = [c.worker_id for c in cluster.copies if c.sending and not load.egress.get(_nic_id(c, cluster.topology))]
+    inside = list(dict.fromkeys(inside))
+    return (f"sending inside their host, read only after the others: {names(inside)}",) if inside else ()
+
+
+def _continued(cluster: Cluster, chains: Iterable[Chain]) -> tuple[str, ...]:
+    """Which sources still load, in words."""
+    sources = {source for source, _ in links_of(chains)}
+    loading = [f"{c.worker_id} (whole in {c.ready_s:.3g} s)" for c in cluster.loading if c.worker_id in sources]
+    return (f"continues chains of plans before, at sources that still load: {names(loading)}",) if loading else ()
+
+
+def _sources(cluster: Cluster, load: Load) -> list[Source]:
+    """Complete copies, one host copy per host, and copies that still load, which forward as they receive: near them,
+    and through NICs where all complete copies send already."""
+    topology = cluster.topology
+    sources = [
+        Source(c.worker_id, "gpu", leaving=c.draining or c.sending, ships_kv=c.ships_kv)
+        for c in cluster.copies
+        if c.kind == "gpu"
+    ]
+    by_host: dict[str, list[WorkerCopy]] = {}
+    for c in cluster.copies:
+        if c.kind == "host":
+            by_host.setdefault(c.worker.host, []).append(c)
+    sources += [Source(host, "host", leaving=all(c.sending for c in held)) for host, held in by_host.items()]
+    near_only = any(not _spent(c, topology, load) for c in cluster.copies)
+    for c in cluster.loading:
+        # One that should be whole by now and is not will be soon.
+        ready_s = max(c.ready_s, SOON_S)
+        sources.append(Source(c.worker_id, "gpu", leaving=c.sending, ready_s=ready_s, near_only=near_only))
+    return sources
 
 
 def _spent(copy: WorkerCopy, topology: Topology, load: Load) -> bool:
@@ -143,20 +190,6 @@ def _spent(copy: WorkerCopy, topology: Topology, load: Load) -> bool:
 
 def _nic_id(copy: WorkerCopy, topology: Topology) -> str:
     return topology.gpus[copy.worker_id].nic.nic_id
-
-
-def _as_sources(copies: Sequence[WorkerCopy]) -> list[Source]:
-    """Each GPU copy, and one host copy per host."""
-    sources = [
-        Source(c.worker_id, "gpu", leaving=c.draining or c.sending, ships_kv=c.ships_kv, ready_s=c.ready_s)
-        for c in copies
-        if c.kind == "gpu"
-    ]
-    by_host: dict[str, list[WorkerCopy]] = {}
-    for c in copies:
-        if c.kind == "host":
-            by_host.setdefault(c.worker.host, []).append(c)
-    return sources + [Source(host, "host", leaving=all(c.sending for c in held)) for host, held in by_host.items()]
 
 
 def _hop(edge: Edge, gpus: dict[str, Gpu], holders: dict[str, list[str]], serving: Load, model_bytes: int) -> Hop:

@@ -53,7 +53,7 @@ class Cluster:
     copies: tuple[WorkerCopy, ...] = ()
     """Complete ones."""
     loading: tuple[WorkerCopy, ...] = ()
-    """Copies that will be complete: sources where every complete one sends already."""
+    """Copies that will be complete: they forward what they receive."""
     spare: tuple[WorkerInfo, ...] = ()
     """Workers that are free and can hold the model."""
     transfers: tuple[Flow, ...] = ()
@@ -106,7 +106,7 @@ class Clusters:
         self._workers = {r.worker.worker_id: r.worker for r in known}
         running = (*transfers.running, *placed_copies(self.records)) if transfers is not None else ()
         self._senders = {source for source, _ in running}
-        self._transfers = tuple(transfer_flows(topology, running))
+        self._transfers = tuple(transfer_flows(topology, running, transfers.gbps if transfers is not None else {}))
         self._serving = (
             tuple(serving_flows(topology, known, transfers, busy_nic_share)) if transfers is not None else ()
         )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 from services.planner.core.multicast.edges import ByteRangeStripe, Edge, match_gbps
 from services.planner.core.multicast.egress import TOLERANCE_GBPS, Egress, FreeEgress
-from services.planner.core.multicast.targets import Port, TargetGroup, make_group
+from services.planner.core.multicast.feeds import NEARLY, Feed, feed_of
+from services.planner.core.multicast.targets import Port, TargetGroup, fair_rate, make_group
 from services.planner.core.multicast.topology import Nic, Topology
 from services.planner.core.multicast.traffic import Load, Source
 from shared.messages.scaling import SourceKind
@@ -17,11 +19,19 @@ class Greedy:
     """State of one planning run: which directions are spent, and who holds a copy by now."""
 
     def __init__(
-        self, topology: Topology, sources: Sequence[Source], load: Load, *, sharded: bool, chains: int
+        self,
+        topology: Topology,
+        sources: Sequence[Source],
+        load: Load,
+        model_bytes: int,
+        *,
+        sharded: bool,
+        chains: int,
     ) -> None:
         """``sources`` in order of preference. ``chains``: how many to start while unspent copies last."""
         self._topology = topology
         self._load = load
+        self._gigabits = model_bytes * 8e-9
         self._sharded = sharded
         self._chains = chains
         self._started = 0
@@ -38,7 +48,11 @@ class Greedy:
         self._sent_gbps: dict[str, float] = {}
         self._taken_in: dict[str, float] = {}
         self._edge_of: dict[str, Edge] = {}
-        self._in_domain: dict[str, list[str]] = {}
+        self._in_domain: dict[str, list[Source]] = {}
+        self._inside: dict[str, Feed] = {}
+        self.source_domains: dict[str, float] = {}
+        """Domains whose targets are fed from inside, and by how many seconds later than an idle copy would."""
+        self._ready_s = {source.holder: source.ready_s for source in sources if source.ready_s}
         self._host_copies: dict[str, str] = {}
         self._at_host: dict[str, list[tuple[str, ...]]] = {}
         self._add_sources(sources)
@@ -57,8 +71,12 @@ class Greedy:
             else:
                 gpu = topology.gpus[source.holder]
                 nic, gbps, is_host = gpu.nic, gpu.nic.gbps, False
-                self._in_domain.setdefault(gpu.domain, []).append(gpu.gpu_id)
+                self._in_domain.setdefault(gpu.domain, []).append(source)
+                if source.near_only and gpu.host not in topology.crowded_hosts:
+                    continue
                 self._at_host.setdefault(gpu.host, []).append((gpu.gpu_id,))
+                if source.near_only:
+                    continue
             self._remember(nic, source.holder, is_host)
             outlets.setdefault(nic.nic_id, FreeEgress(nic, source.holder, is_host, gbps))
         # A host's preferred copy feeds its neighbours first. Ends of chains are appended, and so are found before it.
@@ -87,8 +105,26 @@ class Greedy:
             for outlet in by_leaf[leaf]:
                 self.egress.add(outlet, fresh=True)
         self.leaf_order = {leaf: i for i, leaf in enumerate(self.egress.leaves)}
-        self.source_domains = frozenset(self._in_domain)
         self.source_hosts = frozenset(self._at_host) | frozenset(self._host_copies)
+
+    def look_inside(self, groups: Sequence[TargetGroup]) -> None:
+        """Step 1 for scale-up domains: who feeds the groups whose domain holds a copy. A group is left to the network
+        where all copies inside send or load and the network is sooner."""
+        listed = () if self._borrowed else self.egress.listed.values()
+        soonest_s = min([self._ready_s.get(o.holder, 0.0) for o in listed], default=math.inf)
+        for group in groups:
+            held = self._in_domain.get(group.domain)
+            if held is None:
+                continue
+            full_gbps = self._topology.scale_up_gbps[group.domain]
+            feed = feed_of(held, self._load.scale_up, full_gbps, self._gigabits, sharded=self._sharded)
+            late_s = max(0.0, feed.finish_s - (1 + NEARLY) * self._gigabits / full_gbps)
+            by_network_s = soonest_s
+            if listed:
+                by_network_s = max(soonest_s, self._gigabits / min(group.ingress_gbps, self.egress.gbps))
+            if not late_s or feed.finish_s <= by_network_s:
+                self._inside[group.domain] = feed
+                self.source_domains[group.domain] = late_s
 
     def plan(self, group: TargetGroup, cap_gbps: float) -> Edge:
         """Spend sources for this group and list it as a source. There must be at least one source."""
@@ -154,11 +190,15 @@ class Greedy:
 
     def _scale_up(self, group: TargetGroup) -> Edge | None:
         """A copy in the group's own domain: it reaches every member over NVLink, and no NIC is used."""
-        copies = self._in_domain.get(group.domain)
-        if copies is None:
+        feed = self._inside.get(group.domain)
+        if feed is None:
             return None
-        gbps = self._topology.scale_up_gbps[group.domain]
-        stripes = [ByteRangeStripe(copies[0], "gpu", g.gpu_id, gbps / len(group.gpus)) for g in group.gpus]
+        gpus, outward = group.gpus, [gbps for _, gbps in feed.sources]
+        inward = [sum(outward) / len(gpus)] * len(gpus)
+        stripes = [
+            ByteRangeStripe(feed.sources[i][0], "gpu", gpus[j].gpu_id, gbps)
+            for i, j, gbps in match_gbps(outward, inward)
+        ]
         return Edge(group, "scale_up", stripes, self._parents(stripes))
 
     def _inside_host(self, group: TargetGroup, ported_gbps: float) -> Edge | None:
@@ -170,7 +210,7 @@ class Greedy:
         stripes: list[ByteRangeStripe] = []
         neighbour = self._neighbour(group)
         if neighbour is not None:
-            outward = [self._topology.gpus[name].host_link_gbps for name in neighbour]
+            outward = [self._host_link_gbps(name) for name in neighbour]
             stripes = [
                 ByteRangeStripe(neighbour[i], "gpu", receivers[j].gpu_id, gbps)
                 for i, j, gbps in match_gbps(outward, inward)
@@ -183,7 +223,13 @@ class Greedy:
         # A NIC that would only send to itself does not count.
         own = sum([listed[p.nic.nic_id].gbps for p in group.ports if p.nic.nic_id in listed])
         elsewhere = self.egress.gbps - own
-        if sum([stripe.gbps for stripe in stripes]) < min(ported_gbps, elsewhere) - TOLERANCE_GBPS:
+        inside_gbps, by_network_gbps = sum([stripe.gbps for stripe in stripes]), min(ported_gbps, elsewhere)
+        if inside_gbps < by_network_gbps - TOLERANCE_GBPS:
+            return None
+        ready_s = max([self._ready_s.get(name, 0.0) for name in neighbour or ()], default=0.0)
+        by_network_gbps = min(group.ingress_gbps, elsewhere)
+        if ready_s and by_network_gbps > TOLERANCE_GBPS and ready_s > self._gigabits / by_network_gbps:
+            # It would have to wait for a copy that loads.
             return None
         if neighbour is not None:
             # Its way out (PCIe) is in use now, so its NIC is no source any more; the end of the chain is.
@@ -205,10 +251,18 @@ class Greedy:
         busy: tuple[str, ...] | None = None
         for names in reversed(waiting):
             nic_ids = [gpus[name].nic.nic_id for name in names]
-            if not any(self._load.egress.get(nic_id) or nic_id in sent for nic_id in nic_ids):
+            if not any(self._load.egress.get(nic_id) or nic_id in sent for nic_id in nic_ids) and not any(
+                name in self._load.host_links for name in names
+            ):
                 return names
             busy = busy or names
         return busy
+
+    def _host_link_gbps(self, gpu_id: str) -> float:
+        """What one more flow gets of a GPU's link to its host's memory."""
+        link_gbps = self._topology.gpus[gpu_id].host_link_gbps
+        wanted = self._load.host_links.get(gpu_id)
+        return link_gbps if wanted is None else min(link_gbps, fair_rate([*wanted, math.inf], link_gbps))
 
     def _network(self, group: TargetGroup, cap_gbps: float) -> Edge | None:
         """Unspent outlets for every port of the group; they leave the list."""

@@ -64,13 +64,13 @@ def plan(
     sources: Iterable[Source],
     targets: Iterable[str],
     n: int,
-    flows: Iterable[Flow],
+    flows: Iterable[Flow] | Load,
     model_bytes: int,
     *,
     sharded: bool = True,
     tails: int = 1,
 ) -> Multicast:
-    """Bring ``model_bytes`` to ``n`` of the target GPUs, at most.
+    """Bring ``model_bytes`` to ``n`` of the target GPUs, at most, beside ``flows`` (a ``Load``: counted already).
 
     ``sharded=False`` feeds every group from a single copy. ``tails``: chains to start at least, where copies with
     unspent egress allow (one per overloaded instance to be paired).
@@ -83,7 +83,7 @@ def plan(
     wanted = list(targets)
     copies = sorted(sources, key=_preference)
     _check(topology, copies, wanted)
-    load = Load.of(topology, flows)
+    load = flows if isinstance(flows, Load) else Load.of(topology, flows)
     left_out = []
     if n > len(wanted):
         left_out.append(f"{n - len(wanted)} of {n} instances: only {len(wanted)} workers are spare")
@@ -91,10 +91,15 @@ def plan(
     # The smallest chunk bounds the length of a chain; beyond it more chains fill faster.
     width = max([len(g.ports) for g in groups], default=1) if sharded else 1
     chains = max(tails, math.ceil(min(len(groups), n) / longest_chain(model_bytes, width)))
-    greedy = Greedy(topology, copies, load, sharded=sharded, chains=chains)
+    greedy = Greedy(topology, copies, load, model_bytes, sharded=sharded, chains=chains)
+    greedy.look_inside(groups)
     shipping = greedy.spared
     pruned = tuple(
-        [s.holder for s in copies if load.egress.get(_nic_id(topology, s)) or _nic_id(topology, s) in shipping]
+        [
+            s.holder
+            for s in copies
+            if not s.near_only and (load.egress.get(_nic_id(topology, s)) or _nic_id(topology, s) in shipping)
+        ]
     )
     ordered = in_order(groups, greedy.leaf_order, greedy.source_domains, greedy.source_hosts)
     chosen = _first(topology, ordered, n, load)

@@ -85,13 +85,14 @@ def group_targets(topology: Topology, targets: Iterable[str], load: Load) -> lis
 def in_order(
     groups: list[TargetGroup],
     leaf_order: Mapping[str, int],
-    source_domains: Collection[str],
+    source_domains: Mapping[str, float],
     source_hosts: Collection[str],
 ) -> list[TargetGroup]:
     """Groups as they are planned.
 
     Figure 11 sorts by the leaf's first position among the sources, then by falling aggregate bandwidth. Before that:
-    groups with a copy in their own domain (NVLink: at once, and they add egress); after it, what the figure does not
+    groups that a copy in their own domain feeds (NVLink, and they add egress), those first that it feeds soonest
+    (``source_domains``: seconds later than an idle copy would); after it, what the figure does not
     speak of: groups that send out less than they take in (they end chains, so they must not stand inside one), and
     at the very end those that can only be reached by disturbing serving. Groups of one host stay together, those
     of a host with a copy first: a chain enters each host once.
@@ -104,7 +105,7 @@ def in_order(
     def key(g: TargetGroup) -> tuple[int, float, int, bool, str, float, str, float, str]:
         rank, egress = 1, 0.0
         if g.domain in source_domains:
-            rank = 0
+            rank, egress = 0, source_domains[g.domain]
         elif g.disturbs:
             rank = 3
         elif g.egress_gbps < g.ingress_gbps:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import msgspec
 
@@ -26,6 +28,8 @@ class Source(msgspec.Struct, frozen=True):
     are left."""
     ready_s: float = 0.0
     """When a copy that still loads will be whole, from now."""
+    near_only: bool = False
+    """It is offered to targets of its own scale-up domain or host, not through its NIC."""
 
 
 class Flow(msgspec.Struct, frozen=True):
@@ -33,24 +37,40 @@ class Flow(msgspec.Struct, frozen=True):
 
     source: str = ""
     target: str = ""
+    gbps: float = math.inf
+    """What it takes inside a host or a scale-up domain, at most. NICs count flows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Flows per NIC and direction. Opposite directions of a NIC do not disturb each other."""
+    """Flows per NIC and direction. Opposite directions of a NIC do not disturb each other.
+
+    Inside hosts and scale-up domains only what GPUs send counts: nothing comes in at a target beside its own load."""
 
     egress: dict[str, int]
     ingress: dict[str, int]
+    scale_up: dict[str, list[float]] = field(default_factory=dict)
+    """What each flow that a GPU sends inside its domain wants, in Gbps."""
+    host_links: dict[str, list[float]] = field(default_factory=dict)
+    """The same inside its host, between domains."""
 
     @classmethod
     def of(cls, topology: Topology, flows: Iterable[Flow]) -> Load:
-        """Count. A flow inside a host or a scale-up domain uses no NIC. Raises ``BadTopology`` for unknown ends."""
+        """Count. A flow inside a host or a scale-up domain uses no NIC, but the sender's link there. Raises
+        ``BadTopology`` for unknown ends."""
         load = cls({}, {})
+        gpus = topology.gpus
         for flow in flows:
-            source = _end(topology, flow.source)
-            target = _end(topology, flow.target)
-            if source is not None and target is not None and _together(source, target):
-                continue
+            source = gpus.get(flow.source) or _end(topology, flow.source)
+            target = gpus.get(flow.target) or _end(topology, flow.target)
+            if source is not None and target is not None:
+                if isinstance(source, Gpu) and isinstance(target, Gpu) and source.domain == target.domain:
+                    load.scale_up.setdefault(source.gpu_id, []).append(flow.gbps)
+                    continue
+                if _host(source) == _host(target):
+                    if isinstance(source, Gpu):
+                        load.host_links.setdefault(source.gpu_id, []).append(flow.gbps)
+                    continue
             if source is not None:
                 load.egress[source.nic.nic_id] = load.egress.get(source.nic.nic_id, 0) + 1
             if target is not None:
@@ -74,12 +94,6 @@ def _end(topology: Topology, name: str) -> Gpu | Host | None:
     return end
 
 
-def _together(one: Gpu | Host, other: Gpu | Host) -> bool:
-    if isinstance(one, Gpu) and isinstance(other, Gpu) and one.domain == other.domain:
-        return True
-    return _host(one) == _host(other)
-
-
 def _host(end: Gpu | Host) -> str:
     return end.host if isinstance(end, Gpu) else end.host_id
 
@@ -101,13 +115,26 @@ class Transfers:
     running: tuple[Link, ...] = ()
     settling: tuple[Link, ...] = ()
     """Ended less than ``SETTLING_S`` ago."""
+    gbps: Mapping[Link, float] = field(default_factory=dict)
+    """What a GPU sends another by those that run, as predicted; with links inside hops that are not in ``running``."""
 
 
-def transfer_flows(topology: Topology, links: Iterable[Link]) -> list[Flow]:
-    """One flow per link; a worker that the topology does not know (it died) is left out."""
-    gpus = topology.gpus
-    flows = [Flow(source if source in gpus else "", target if target in gpus else "") for source, target in links]
-    return [f for f in flows if f.source or f.target]
+def transfer_flows(
+    topology: Topology, links: Iterable[Link], gbps: Mapping[Link, float] = MappingProxyType({})
+) -> list[Flow]:
+    """One flow per link; a worker that the topology does not know (it died) is left out. ``gbps``: as in
+    ``Transfers``."""
+    gpus, running = topology.gpus, dict.fromkeys(links)
+    flows = [
+        Flow(source if source in gpus else "", target if target in gpus else "", gbps.get((source, target), math.inf))
+        for source, target in running
+    ]
+    inside = [
+        Flow(source, target, rate)
+        for (source, target), rate in gbps.items()
+        if (source, target) not in running and source in gpus and target in gpus
+    ]
+    return [f for f in (*flows, *inside) if f.source or f.target]
 
 
 def serving_flows(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
-from services.planner.core.multicast.chains import links_of, predicted_s_of
+from services.planner.core.multicast.chains import gbps_of, links_of, predicted_s_of
 from services.planner.core.multicast.traffic import Link
 from services.planner.core.operations.pair_record import LivePair
 from services.planner.core.operations.plan_events import targets_of
@@ -66,6 +66,8 @@ class Operation:
     """A target that has not ended by then has failed, too."""
     links: tuple[Link, ...] = ()
     """Who sends weights to whom."""
+    gbps: Mapping[Link, float] = field(default_factory=dict)
+    """As predicted, between GPUs; also what targets of a hop send each other."""
     predicted_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that each target should take once the plan is out; one that should take long has a later deadline."""
     revives: bool = False
@@ -101,6 +103,7 @@ class Operation:
             accept_by_s=plan.expires_at_s,
             deadline_s=plan.give_up_at_s or float("inf"),
             links=links_of(plan.chains),
+            gbps=gbps_of(plan.chains, plan.model.weights_bytes),
             predicted_s=predicted_s_of(plan.chains),
             assignments=pairs,
             role=plan.role,
@@ -183,6 +186,10 @@ class Operation:
     def running_links(self) -> list[Link]:
         """Transfers that go on: their target is open and has not reported ``loaded``."""
         return [link for link in self.links if self._loads(link[1])]
+
+    def running_gbps(self) -> dict[Link, float]:
+        """What GPUs send to targets that load."""
+        return {link: gbps for link, gbps in self.gbps.items() if self._loads(link[1])}
 
     def served_since(self, worker_id: str) -> tuple[float, float] | None:
         """When a target began to serve, and how many seconds it took to load; None while it does not. The first is by

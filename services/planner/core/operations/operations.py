@@ -160,6 +160,7 @@ class Operations:
         return Transfers(
             tuple(dict.fromkeys(link for o in running for link in o.running_links())),
             tuple(dict.fromkeys(link for o in (*settled, *running) for link in o.settled_links(since_s))),
+            {link: gbps for o in running for link, gbps in o.running_gbps().items()},
         )
 
     def remaining_s(self, now_s: float) -> dict[tuple[str, str], float]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.planner.core.multicast.chains import MAX_FALLBACKS, WorkerChains, plan_worker_chains
+from services.planner.core.multicast.chains import MAX_FALLBACKS, WorkerChains, gbps_of, plan_worker_chains
 from services.planner.core.multicast.timing import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, chunk_bytes
 from shared.messages.common import Role
 from shared.messages.registry import WorkerRecord
@@ -173,6 +173,63 @@ def test_a_chain_inside_a_host_is_continued_by_the_copy_that_loads_at_its_end() 
         remaining_s={"w1": 1.0, "w2": 1.1},
     )
     assert plan_worker_chains(found, 1, MODEL_BYTES).links == (("w2", "w3"),)
+
+
+# --- chains that go on inside a domain ---------------------------------------------------------------
+
+
+def test_a_plan_beside_another_one_continues_its_chain_although_whole_copies_elsewhere_are_idle() -> None:
+    spare = [gpu("a", i) for i in range(2, 4)]
+    whole = (gpu("a", 0, "serving"), gpu("b", 0, "serving"))
+    found = cluster(*whole, gpu("a", 1, "loading"), *spare, links=(("a-0", "a-1"),), remaining_s={"a-1": 5e-4})
+    plan = plan_worker_chains(found, 1, MODEL_BYTES)
+    assert plan.links == (("a-1", "a-2"),)
+    assert plan.predicted_s["a-2"] == pytest.approx(MODEL_BYTES * 8e-9 / 1600, rel=0.1)
+    assert plan.tails == ("a-2",)
+    assert "continues chains" in plan.explain[1]
+    assert Copy(worker_id="a-1", kind="gpu") not in plan.fallbacks, "what still loads is no fallback"
+
+
+def test_an_idle_copy_of_the_domain_comes_before_one_that_loads() -> None:
+    workers = (gpu("a", 0, "serving"), gpu("a", 1, "loading"), gpu("a", 2, "serving"), gpu("a", 3))
+    found = cluster(*workers, links=(("a-0", "a-1"),), remaining_s={"a-1": 0.1})
+    assert plan_worker_chains(found, 1, MODEL_BYTES).links == (("a-2", "a-3"),)
+
+
+def test_a_copy_that_loads_slowly_is_left_for_the_network() -> None:
+    workers = (gpu("a", 0, "loading"), gpu("a", 1), gpu("b", 0, "serving"))
+    slowly = cluster(*workers, remaining_s={"a-0": 9.0})
+    assert plan_worker_chains(slowly, 1, MODEL_BYTES).links == (("b-0", "a-1"),)
+    soon = cluster(*workers, remaining_s={"a-0": 0.001})
+    assert plan_worker_chains(soon, 1, MODEL_BYTES).links == (("a-0", "a-1"),)
+
+
+def test_targets_beside_an_idle_copy_come_before_those_that_wait_for_one_that_loads() -> None:
+    workers = (gpu("a", 0, "loading"), gpu("a", 1), gpu("b", 0, "serving"), gpu("b", 1), gpu("c", 0, "serving"))
+    found = cluster(*workers, links=(("c-0", "a-0"),), remaining_s={"a-0": 0.005})
+    assert plan_worker_chains(found, 1, MODEL_BYTES).links == (("b-0", "b-1"),)
+
+
+def test_what_gpus_send_each_other_is_known_with_the_all_gathers_of_hops() -> None:
+    sources = [gpu("a", i, "serving") for i in range(2)]
+    plan = plan_worker_chains(cluster(*sources, *(gpu("b", i) for i in range(2))), 2, MODEL_BYTES)
+    half = pytest.approx(100.0, rel=0.01)
+    assert gbps_of(plan.chains, MODEL_BYTES) == {
+        ("a-0", "b-0"): half,
+        ("a-1", "b-1"): half,
+        ("b-0", "b-1"): half,
+        ("b-1", "b-0"): half,
+    }
+
+
+def test_a_chain_over_host_memory_goes_on_where_whole_copies_elsewhere_are_idle() -> None:
+    found = cluster(
+        *_on_host("serving", "loading", "spare"),
+        record("x", "serving"),
+        links=(("w0", "w1"),),
+        remaining_s={"w1": 0.01},
+    )
+    assert plan_worker_chains(found, 1, MODEL_BYTES).links == (("w1", "w2"),)
 
 
 # --- copies ----------------------------------------------------------------------------------------
