@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 
-from bench.traces.request import BadTrace, TraceRequest
+from bench.traces.request import MAX_TOKENS, BadTrace, TraceRequest
+
+_LATEST_MS = 1e15
+"""Unix times are possible; an integer may have more digits than a float can hold."""
 
 
 def read_mooncake(path: str, lines: Iterable[str]) -> Iterator[TraceRequest]:
@@ -34,15 +36,15 @@ def read_mooncake(path: str, lines: Iterable[str]) -> Iterator[TraceRequest]:
 
 def _milliseconds(path: str, line: int, row: dict[str, Any]) -> float:
     value = row.get("timestamp")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LATEST_MS:
         raise _bad(path, line, row, "timestamp", "expected milliseconds, at least 0")
     return value
 
 
 def _tokens(path: str, line: int, row: dict[str, Any], column: str) -> int:
     value = row.get(column)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise _bad(path, line, row, column, "expected a number of tokens, at least 0")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_TOKENS:
+        raise _bad(path, line, row, column, f"expected a number of tokens, from 0 to {MAX_TOKENS:,}")
     return value
 
 

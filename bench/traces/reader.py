@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from bench.traces.mooncake import read_mooncake
-from bench.traces.request import BadTrace, Trace, TraceRequest
+from bench.traces.request import MAX_SPAN_S, BadTrace, Trace, TraceRequest
 from bench.traces.tables import read_table
 
 
@@ -29,7 +30,7 @@ def _lines(path: Path) -> Iterator[str]:
         raise BadTrace(str(path), "no such file") from None
     except UnicodeDecodeError as error:
         raise BadTrace(str(path), f"not a text file ({error.reason} at byte {error.start})") from error
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise BadTrace(str(path), f"cannot be read: {error}") from error
 
 
@@ -37,7 +38,7 @@ def read_trace(path: Path) -> Trace:
     """The trace in ``path``, in order of arrival.
 
     Raises ``BadTrace`` naming file, line, column and value: no such file, unknown header, a row
-    of another width, a value that is no time or token count, or not one request.
+    of another width, a value that is no time or token count, more than a year, or not one request.
     """
     lines = _lines(path)
     first = next(lines, "")
@@ -61,6 +62,9 @@ def read_trace(path: Path) -> Trace:
     if not requests:
         raise BadTrace(str(path), f"no requests ({num_rows} rows without tokens)")
     requests.sort(key=lambda request: request.arrival_s)
+    span_s = requests[-1].arrival_s - requests[0].arrival_s
+    if max(span_s, 0.0 if table is None or table.rebase else requests[-1].arrival_s) > MAX_SPAN_S:
+        raise BadTrace(str(path), f"arrivals up to {requests[-1].arrival_s:g} s: more than a year of them")
     whole_seconds = table is not None and _to_the_second(table.times, requests)
     if table is None or table.rebase:
         zero_s = requests[0].arrival_s

@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 from shared.errors import BadRequest
 
+MAX_TOKENS = 10**12
+"""Of a prompt or an answer. More is a mistake, and would be no number any more where it is computed with."""
+MAX_SPAN_S = 366 * 86400.0
+"""Of a trace. Beyond that, its times are hardly seconds from its beginning."""
+
 _SHOWN = 120
 """Characters of a bad value in a message: a row may be megabytes long."""
 

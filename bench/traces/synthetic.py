@@ -17,7 +17,7 @@ import random
 from dataclasses import dataclass
 from functools import cache
 
-from bench.traces.request import Trace, TraceRequest
+from bench.traces.request import MAX_SPAN_S, Trace, TraceRequest
 from shared.errors import BadRequest
 
 
@@ -138,13 +138,13 @@ def synthesise(name: str, *, seed: int, duration_s: float) -> Trace:
     """``duration_s`` seconds that look like the trace ``name``; the same seed gives the same trace.
 
     The first busy second is second 0, so that even a short sample has requests.
-    Raises ``BadRequest`` for an unknown name or a duration that is not positive and finite.
+    Raises ``BadRequest`` for an unknown name or a duration that is not positive, or more than a year.
     """
     figures = FIGURES.get(name)
     if figures is None:
         raise BadRequest(f"no synthetic trace {name!r}; there are: {', '.join(FIGURES)}", param="synthetic")
-    if not math.isfinite(duration_s) or duration_s <= 0:
-        raise BadRequest(f"a duration is positive seconds, not {duration_s!r}", param="duration")
+    if not 0 < duration_s <= MAX_SPAN_S:
+        raise BadRequest(f"a duration is positive seconds, up to a year, not {duration_s!r}", param="duration")
     rng = random.Random(f"{name}/{seed}")
     counts = _BusySecond.of(figures)
     wake = 1 / figures.mean_idle_run_s

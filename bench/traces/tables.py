@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
-from bench.traces.request import BadTrace, TraceRequest
+from bench.traces.request import MAX_TOKENS, BadTrace, TraceRequest
 
 _FRACTION = re.compile(r"^(?P<whole>[^.+Z]+)(?:\.(?P<fraction>\d+))?(?:\+00:00|Z)?$")
 
@@ -42,8 +42,9 @@ class _Row:
 
     def tokens(self, column: str) -> int:
         text = self.cells[column].strip()
-        if not (text.isascii() and text.isdigit()):
-            raise self.bad(column, "expected a number of tokens, at least 0")
+        # Python refuses to read numbers of thousands of digits.
+        if not (text.isascii() and text.isdigit()) or len(text) > len(str(MAX_TOKENS)) or int(text) > MAX_TOKENS:
+            raise self.bad(column, f"expected a number of tokens, from 0 to {MAX_TOKENS:,}")
         return int(text)
 
     def utc_seconds(self, column: str) -> float:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,26 @@ def test_missing_truncated_and_binary_files_are_refused(tmp_path: Path) -> None:
     binary.write_bytes(PLAIN.encode() + b"\xff\xfe\x00\n")
     with pytest.raises(BadTrace, match="not a text file"):
         read_trace(binary)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (PLAIN + "0,1,1\n1," + "9" * 5000 + ",1\n", "line 3, column 'input_tokens': expected a number of tokens"),
+        (MOON.replace("6955", "9" * 400), "line 1, column 'input_length': expected a number of tokens"),
+        (MOON.replace("27482", "9" * 400), "line 1, column 'timestamp': expected milliseconds"),
+        (PLAIN + "0,1,1\n1e300,1,1\n", "more than a year"),
+        (PLAIN + "1700000000,1,1\n1700000001,1,1\n", "more than a year"),
+    ],
+)
+def test_numbers_that_nothing_can_be_computed_with_are_named(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(BadTrace, match=re.escape(said)):
+        read_trace(_write(tmp_path, text))
+
+
+def test_a_damaged_gzip_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv.gz"
+    packed = gzip.compress((PLAIN + "".join(f"{n},{n % 97 + 1},3\n" for n in range(3000))).encode())
+    path.write_bytes(packed[:100] + b"\xff" * 8 + packed[108:])
+    with pytest.raises(BadTrace, match="cannot be read"):
+        read_trace(path)
