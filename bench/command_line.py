@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import tempfile
@@ -37,14 +38,31 @@ def say_wrong(line: str) -> None:
 
 def check_folder(json_file: Path | None) -> None:
     """Before anything is measured: raises ``BadRequest`` if the result could not be written."""
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise BadRequest(f"no such directory: {json_file.absolute().parent}", param="json")
+    if json_file is None:
+        return
+    folder = json_file.absolute().parent
+    if not folder.is_dir():
+        raise BadRequest(f"no such directory: {folder}", param="json")
+    if json_file.is_dir():
+        raise BadRequest(f"{json_file} is a directory", param="json")
+    if not os.access(json_file if json_file.exists() else folder, os.W_OK):
+        raise BadRequest(f"{json_file} cannot be written: no permission", param="json")
 
 
 def write(json_file: Path | None, document: object) -> None:
-    """The result, if it is wanted as a file."""
+    """The result, if it is wanted as a file. Raises ``BadRequest`` if it cannot be written."""
     if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+        with writing(json_file):
+            json_file.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+
+
+@contextlib.contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """What ``check_folder`` could not see: raises ``BadRequest`` for a disk that is full, or a folder that is gone."""
+    try:
+        yield
+    except OSError as error:
+        raise BadRequest(f"{file} cannot be written: {error.strerror}") from error
 
 
 @contextlib.contextmanager

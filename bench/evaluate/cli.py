@@ -113,9 +113,10 @@ def command(
         + (f"--windows {windows}" if window is None else f"--window {window}")
         + f" --scale-rate {scale} --repetitions {repetitions} --seed {seed}"
     )
-    write(json_file, msgspec.to_builtins(summary.document()) | {"machine": machine.describe(), "command": asked})
     Console().print(summary.table())
-    outputs.draw(summary.replays())
+    with one_line("evaluate"):
+        write(json_file, msgspec.to_builtins(summary.document()) | {"machine": machine.describe(), "command": asked})
+        outputs.draw(summary.replays())
 
 
 def _systems(names: str, *, ablation: bool) -> tuple[System, ...]:

@@ -73,8 +73,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def holds(self) -> bool:
-        """A void run shows nothing, and does not hold."""
-        return not self.void and self.attainment >= HOLDS * self.attainable
+        """A void run shows nothing, and does not hold; nor does one without a request that could."""
+        return not self.void and self.attainable > 0 and self.attainment >= HOLDS * self.attainable
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,6 +165,13 @@ class Evaluation:
 
     async def _highest(self) -> tuple[float, Split]:
         """Of ``static-full``, in its best split. Raises ``LabFailed`` where nothing holds."""
+        tuning, slo = self._setting.windows.tuning, self._setting.model.slo
+        prompts = [r.input_tokens for r in self._setting.trace.requests if tuning.start_s <= r.arrival_s < tuning.end_s]
+        if not attainable(self._profile, slo, prompts):
+            raise LabFailed(
+                f"an idle instance computes no prompt of the tuning window {tuning} in time: there is no rate to take "
+                "half of"
+            )
         splits = find(REFERENCE).splits(self._setting.workers)
         first = splits[(len(splits) - 1) // 2]
         held = await search.highest(lambda factor: self._holds(first, factor), 1.0)

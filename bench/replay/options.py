@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from bench.command_line import check_folder
+from bench.command_line import check_folder, writing
 from bench.replay.document import Document
 from bench.replay.figures import NOTHING, Beside
 from shared.errors import BadRequest
@@ -47,12 +47,14 @@ class Outputs:
         return cls(json_file, png_file, html_file)
 
     def draw(self, documents: Sequence[Document], beside: Beside = NOTHING) -> None:
-        """The figures of these replays together."""
+        """The figures of these replays together. Raises ``BadRequest`` for a file that cannot be written."""
         if self.png_file is not None:
             from bench.replay import plot
 
-            plot.save(documents, self.png_file, beside)
+            with writing(self.png_file):
+                plot.save(documents, self.png_file, beside)
         if self.html_file is not None:
             from bench.replay import page
 
-            page.save(documents, self.html_file, beside)
+            with writing(self.html_file):
+                page.save(documents, self.html_file, beside)

@@ -92,8 +92,15 @@ class Evaluator:
         """Half of the highest rate at which ``static-full`` keeps the absolute objectives for 99 % of the requests that
         an idle instance keeps them for: a prompt that takes longer alone says nothing of the load.
 
-        Raises ``BadRequest`` where it does at none.
+        Raises ``BadRequest`` where it does at none, or where there is no such request.
         """
+        model = self.setup.model
+        if not self.within_reach(self.requests(1.0)):
+            raise BadRequest(
+                f"{self.trace.name}: an idle instance computes no prompt in {model.slo_ttft_s * 1000:g} ms: there is "
+                "no rate to take half of",
+                param="scale-rate",
+            )
 
         def attains(factor: float) -> bool:
             requests = self.requests(factor)
@@ -104,7 +111,7 @@ class Evaluator:
                 f"{FULL.name}: {share:.2%} within the absolute objectives at {factor:.4g} times the rate; of "
                 f"{within / len(requests):.2%} that are within reach"
             )
-            return share >= goal
+            return within > 0 and share >= goal
 
         try:
             return highest_factor(attains) / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -125,6 +126,15 @@ async def test_a_search_that_the_machine_ends_says_so(tmp_path: Path) -> None:
 async def test_a_cluster_that_carries_nothing_is_named(tmp_path: Path) -> None:
     with pytest.raises(LabFailed, match="no rate"):
         await _evaluate(Cluster(0.0), _setting("blitz", scale="half", windows=1), tmp_path)
+
+
+async def test_a_window_without_a_prompt_that_can_be_in_time_is_named_before_anything_runs(tmp_path: Path) -> None:
+    setting = _setting("blitz", scale="half", windows=1)
+    long = tuple([replace(request, input_tokens=9000) for request in setting.trace.requests])
+    cluster = Cluster()
+    with pytest.raises(LabFailed, match="no rate to take half of"):
+        await _evaluate(cluster, replace(setting, trace=replace(setting.trace, requests=long)), tmp_path)
+    assert not cluster.plans
 
 
 def test_prompts_that_are_too_long_even_alone_do_not_count() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -67,6 +68,8 @@ def failed(*arguments: str) -> str:
         (("--what-if", "racks=2"), "hosts, nic-gbps, keep-copies or all"),
         (("--what-if", "hosts=1,many"), "'many' is no number of hosts"),
         (("--what-if", "keep-copies=60", "--systems", "blitz"), "of blitz none keeps copies"),
+        (("--json", "/tmp"), "/tmp is a directory"),
+        (("--html", "/tmp"), "/tmp is a directory"),
         (("--json", "/nowhere/else/file.json"), "no such directory: /nowhere/else"),
     ],
 )
@@ -106,6 +109,23 @@ def test_so_is_a_trace_that_is_none(tmp_path: Path, rows: str, said: str) -> Non
 )
 def test_so_is_a_cluster_that_cannot_be(trace: Path, tmp_path: Path, keys: dict[str, str], said: str) -> None:
     assert said in failed(str(trace), "--cluster", cluster_file(tmp_path, **keys))
+
+
+def test_a_rate_is_not_halved_where_no_prompt_can_be_in_time(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(HEADER + "0,8000,5\n1,8000,5\n")
+    assert "computes no prompt in 450 ms" in failed(str(path), "--scale-rate", "half")
+
+
+def test_a_result_that_cannot_be_written_is_a_line(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_self: Path, _data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    json_file = str(trace.with_suffix(".json"))
+    result = CliRunner().invoke(app, [str(trace), "--systems", "blitz", "--json", json_file])
+    assert result.exit_code == 2
+    assert f"{json_file} cannot be written: No space left on device" in result.output.replace("\n", "")
 
 
 def test_one_gpu_is_too_few_for_prompts_and_tokens(trace: Path, tmp_path: Path) -> None:
