@@ -9,6 +9,8 @@ from types import MappingProxyType
 
 from bench.replay.objectives import Slo
 from bench.sim.architectures import CONFIGS
+from bench.sim.models import MODELS as KNOWN_MODELS
+from bench.sim.models import KnownModel
 from shared.errors import BadRequest
 from shared.profile import Profile, read_profile
 
@@ -40,13 +42,13 @@ class Model:
             return read_profile(file)
 
 
-_ALL = (
-    # The paper's objectives (section 2.2). It names none for 24B: on one GPU it is as fast as 72B on four.
-    Model("llama3-8b", "llama-3-8b", 1, Slo(0.450, 0.150)),
-    Model("mistral-24b", "mistral-24b", 1, Slo(1.250, 0.200)),
-    Model("qwen2.5-72b", "qwen2.5-72b", 4, Slo(1.250, 0.200)),
-)
-MODELS: Mapping[str, Model] = MappingProxyType({model.name: model for model in _ALL})
+def _model(name: str, known: KnownModel) -> Model:
+    """As the simulator has it, on as many GPUs as there unless others are asked for."""
+    num_gpus, objectives = next(iter(known.objectives.items()))
+    return Model(name, known.architecture, num_gpus, Slo(*objectives))
+
+
+MODELS: Mapping[str, Model] = MappingProxyType({name: _model(name, known) for name, known in KNOWN_MODELS.items()})
 
 
 def find_model(name: str) -> Model:
