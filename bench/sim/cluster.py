@@ -30,6 +30,9 @@ import msgspec
 
 from shared.errors import BadTopology
 
+MAX_GPUS = 1_000_000
+"""Each is a worker, with links, in memory."""
+
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a cluster file says; see this module's docstring. Raises ``BadTopology`` for what contradicts itself."""
@@ -54,6 +57,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for key in ("hosts", "gpus_per_host", "gpus_per_domain", "nics_per_host", "ssds_per_host", "hosts_per_leaf"):
             if getattr(self, key) < 1:
                 raise self._wrong(f"{key} is {getattr(self, key)}: at least 1", key)
+        if self.num_gpus > MAX_GPUS:
+            raise self._wrong(f"{self.num_gpus:,} GPUs: at most {MAX_GPUS:,} are simulated", "hosts")
         for key in ("nic_gbps", "host_link_gbps", "ssd_gbps", "scale_up_gbps"):
             gbps = getattr(self, key)
             if gbps is not None and not 0 < gbps < math.inf:
