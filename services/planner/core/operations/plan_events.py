@@ -160,10 +160,10 @@ def parts_of(plan: ScalePlan) -> tuple[ScalePlan, ...]:
         pieces[-1].append(Chain(hops=chain.hops[first:], chunk_bytes=chain.chunk_bytes))
     if len(pieces) == 1:
         return (plan,)
-    members = {m.worker_id: m for m in plan.members}
+    members, keepers = {m.worker_id: m for m in plan.members}, frozenset(plan.keepers)
     return tuple(
         msgspec.structs.replace(
-            _with_chains(plan, tuple(chains), members),
+            _with_chains(plan, tuple(chains), members, keepers),
             plan_id=f"{plan.plan_id}.{number}",
             num_parts=len(pieces),
             explain=plan.explain if number == 0 else (),
@@ -183,6 +183,8 @@ def whole_plan(parts: Sequence[ScalePlan]) -> ScalePlan:
         plan_id=base_id(parts[0].plan_id),
         chains=tuple(chain for part in parts for chain in part.chains),
         members=tuple(members[name] for name in sorted(members)),
+        keep_on_host=any(part.keep_on_host for part in parts),
+        keepers=tuple(sorted({worker_id for part in parts for worker_id in part.keepers})),
         num_parts=1,
     )
 
@@ -190,24 +192,36 @@ def whole_plan(parts: Sequence[ScalePlan]) -> ScalePlan:
 def own_plans(plan: ScalePlan) -> Iterator[tuple[str, ScalePlan]]:
     """(worker id, what that target has to know): its hop, the hops that it climbs to if that one breaks, and the plan's
     fallbacks."""
-    members = {m.worker_id: m for m in plan.members}
+    members, keepers = {m.worker_id: m for m in plan.members}, frozenset(plan.keepers)
     for chain in plan.chains:
         for position, hop in enumerate(chain.hops):
             above = chain.hops[max(0, position - MAX_CLIMB) : position + 1]
             seen = Chain(hops=above, chunk_bytes=chain.chunk_bytes)
-            own = msgspec.structs.replace(_with_chains(plan, (seen,), members), explain=(), left_out=())
+            own = msgspec.structs.replace(_with_chains(plan, (seen,), members, keepers), explain=(), left_out=())
             for target in hop.targets:
                 yield target, own
 
 
-def _with_chains(plan: ScalePlan, chains: tuple[Chain, ...], members: Mapping[str, ChainMember]) -> ScalePlan:
-    """The plan with these chains alone, and the members that they and the fallbacks name."""
+def _with_chains(
+    plan: ScalePlan, chains: tuple[Chain, ...], members: Mapping[str, ChainMember], keepers: frozenset[str]
+) -> ScalePlan:
+    """The plan with these chains alone, the members that they and the fallbacks name, and the ``keepers`` among their
+    targets."""
     named = {copy.worker_id for copy in plan.fallbacks}
+    keep: set[str] = set()
     for chain in chains:
         for hop in chain.hops:
             named.update(hop.targets)
             named.update(s.source for s in hop.stripes if s.source)
-    return msgspec.structs.replace(plan, chains=chains, members=tuple(members[name] for name in sorted(named)))
+            keep.update(keepers.intersection(hop.targets))
+    return msgspec.structs.replace(
+        plan,
+        chains=chains,
+        members=tuple(members[name] for name in sorted(named)),
+        # Without any named, all would keep one.
+        keep_on_host=plan.keep_on_host and bool(keep or not keepers),
+        keepers=tuple(sorted(keep)),
+    )
 
 
 def target_parts(plan: TargetPlan) -> tuple[TargetPlan, ...]:

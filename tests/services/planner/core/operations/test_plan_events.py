@@ -154,6 +154,18 @@ def test_each_target_is_told_what_concerns_it() -> None:
     assert own.stripes[0].upstreams[-2:] == whole.stripes[0].upstreams[-2:]
 
 
+def test_each_target_is_told_whether_it_keeps_a_copy_and_not_who_else_does() -> None:
+    plan = event(cluster(*(record(f"w{i:04}", host=f"h{i // 2}") for i in range(300))), 300, "host-cache")
+    keepers = {f"w{i:04}" for i in range(0, 300, 2)}
+    parts = parts_of(plan)
+    for found in (*parts, *plans_from(reversed(parts)).values()):
+        targets = {worker_id for worker_id, _ in targets_of(found)}
+        assert {worker_id for worker_id in targets if found.keeps_on_host(worker_id)} == keepers & targets
+    told = dict(own_plans(plan))
+    assert {worker_id for worker_id, own in told.items() if own.keeps_on_host(worker_id)} == keepers
+    assert max(len(own.keepers) for own in told.values()) == 1
+
+
 @pytest.mark.parametrize("strategy", ["chain", "star", "disk", "host-cache"])
 def test_what_a_target_is_told_makes_sense_by_itself(strategy: Strategy) -> None:
     plan = event(EVERYTHING, 2, strategy)
