@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.recording.recorder import recording
 from compose.child import ChildSpec
 
-FOLDER_VARIABLE = "BLITZ_BENCH_RECORDING"
+FOLDER_VARIABLE = "BENCH_RECORDING_FOLDER"
 """Where the recording goes; it is made."""
 SUFFIX = ".recording"
 
