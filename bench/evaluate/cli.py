@@ -105,6 +105,7 @@ def command(
 
     with one_line("evaluate", OSError):
         lab_system.require()
+        folder.mkdir(parents=True, exist_ok=True)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             outcome = runner.run(until_signal("evaluate", measure))
     summary = Summary(setting, outcome, played)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from rich.table import Table
+from rich.text import Text
 
 from bench.evaluate.figures import Figures, Interval, Judged, figures, intervals, medians
 from bench.evaluate.measure import Outcome, Setting
@@ -105,7 +106,7 @@ class Summary:
 
     def table(self) -> Table:
         """The pooled figures."""
-        table = Table(title=self._title(), title_justify="left")
+        table = Table(title=Text(self._title(), style="table.title"), title_justify="left")
         table.add_column("", no_wrap=True)
         for head in ("TTFT mean/p99", "TBT (ms)", "SLO 5x", "absolute", "GPU s", "copies", "failed"):
             table.add_column(head, justify="right")

@@ -32,6 +32,7 @@ from shared.errors import BadTopology
 
 MAX_GPUS = 1_000_000
 """Each is a worker, with links, in memory."""
+MAX_MEMORY_GIB = 1e9
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,7 +65,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if gbps is not None and not 0 < gbps < math.inf:
                 raise self._wrong(f"{key} is {gbps!r}: not a positive bandwidth", key)
         for key in ("gpu_memory_gib", "host_memory_gib"):
-            if not 0 < getattr(self, key) < math.inf:
+            if not 0 < getattr(self, key) <= MAX_MEMORY_GIB:
                 raise self._wrong(f"{key} is {getattr(self, key)!r}: no memory", key)
         for key in ("gpus_per_domain", "nics_per_host", "ssds_per_host"):
             if self.gpus_per_host % getattr(self, key):

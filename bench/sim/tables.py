@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from bench.sim.evaluation import Evaluation
 from bench.sim.frontier import Point, money
@@ -58,7 +59,14 @@ def points_table(points: Sequence[Point]) -> Table:
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
-    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    # What a cluster or a trace is called is no markup.
+    shown = Table(
+        title=Text(title, style="table.title"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     shown.add_column("", overflow="ellipsis", no_wrap=True)
     for column in columns:
         shown.add_column(column, justify="right", no_wrap=True, min_width=max(4, len(column)))

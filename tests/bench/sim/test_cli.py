@@ -128,6 +128,13 @@ def test_a_result_that_cannot_be_written_is_a_line(trace: Path, monkeypatch: pyt
     assert f"{json_file} cannot be written: No space left on device" in result.output.replace("\n", "")
 
 
+def test_a_name_is_no_markup(trace: Path, tmp_path: Path) -> None:
+    path = Path(cluster_file(tmp_path))
+    path.write_text(path.read_text().replace("mine", "[/x] [red]y"))
+    result = CliRunner().invoke(app, [str(trace), "--systems", "blitz", "--cluster", str(path)])
+    assert "on cluster [/x] [red]y" in result.output
+
+
 def test_one_gpu_is_too_few_for_prompts_and_tokens(trace: Path, tmp_path: Path) -> None:
     one = dict.fromkeys(("hosts", "gpus_per_host", "gpus_per_domain", "nics_per_host", "ssds_per_host"), "1")
     path = tmp_path / "cluster.toml"
