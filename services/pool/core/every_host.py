@@ -19,7 +19,7 @@ from services.pool.core.steps import Placement, Steps
 from shared.messages.registry import ModelRecord, Unplaced
 
 VISITS = 1000
-"""Workers and hosts that one look compares, about."""
+"""Workers, hosts and copies that one look compares, about."""
 RECHECK_S = 5.0
 """While models have no copy, it is looked this often whether they are still on disk: answers grow old."""
 
@@ -67,6 +67,7 @@ class CopiesEverywhere:
 
     def _place(self, copies: ModelCopies, record: ModelRecord) -> None:
         cluster, memory = self._cluster, self._cluster.memory
+        self._places.visits += len(copies.placed)
         has = {held.worker.host for held in copies.placed.values() if not cluster.is_lost(held.key)}
         has |= {memory.workers[w].host for w in cluster.outstanding.told(copies.model_hash) if w in memory.workers}
         for host in sorted(memory.hosts.keys() - has):

@@ -81,6 +81,11 @@ def test_copies_come_in_turns_those_of_models_without_any_first() -> None:
     assert holds(rules.look(LATE_S)) == [("w1", "a"), ("w2", "a")]
 
 
+def test_a_look_is_bounded_where_every_host_has_what_it_should() -> None:
+    rules = CopiesEverywhere(cluster_of([A, B], [holding(f"w{i}", [copy_of(A), copy_of(B)]) for i in range(4)]), 0.0)
+    assert [rules.look(LATE_S, visits=4).unfinished for _ in range(3)] == [True, False, False]
+
+
 def test_a_look_that_could_not_see_all_says_so_and_the_next_continues() -> None:
     cluster = cluster_of([A, B], [holding(f"w{i}") for i in range(4)])
     rules = CopiesEverywhere(cluster, 0.0)
