@@ -70,11 +70,11 @@ class HostCopies:
         """A worker says how it is."""
         self._cluster.put_report(report, self._clock.now_s)
 
-    def may_drop_gpu(self, worker_id: str, model: ModelRecord, instance_id: str) -> bool:
+    def may_drop_gpu(self, worker_id: str, model: ModelRecord) -> bool:
         """Whether the pool lets an instance's copy go: there is another, or it stays on disk, and no host takes one."""
         self._cluster.refresh()
         copies = self._cluster.copies.by_hash.get(model.model_hash)
-        if copies is None or any(other != instance_id for other in copies.instances):
+        if copies is None or any(other != worker_id for other in (*copies.serving, *copies.draining)):
             return True
         if any(held.copy.state == "ready" for held in (*copies.placed.values(), *copies.cached.values())):
             return True
@@ -103,11 +103,14 @@ class HostCopies:
     # --- workers -----------------------------------------------------------------------------
 
     def put(self, worker_id: str, model: ModelRecord, *, cached: bool) -> None:
-        """A whole copy is there, now."""
-        self._set(worker_id, self._copy(model, "ready", cached=cached))
+        """A whole copy is there, now, if the worker has memory for it."""
+        report = self._cluster.copies.report(worker_id)
+        taken_bytes = sum([copy.num_bytes for copy in self.of(worker_id)])
+        if report is not None and taken_bytes + model.weights_bytes <= report.worker.host_cache_bytes:
+            self._set(worker_id, self._copy(model, "ready", cached=cached))
 
     def keep(self, worker_id: str, model: ModelRecord) -> None:
-        """A load leaves a copy with its worker, unless there is one."""
+        """A load leaves a copy with its worker, unless there is one, or no memory for one."""
         if model.model_hash not in self._held.get(worker_id, {}):
             self.put(worker_id, model, cached=True)
             self.on_change(worker_id)

@@ -293,8 +293,7 @@ class SimWorkers:
         """It may go, unless somebody needs its copy or it is the last."""
         if worker.held is not held or held.instance.state != "draining" or held.instance.num_requests:
             return
-        may_drop = self._host_copies.may_drop_gpu
-        if self._is_needed(worker, held) or not may_drop(worker.worker_id, held.model, held.instance_id):
+        if self._is_needed(worker, held) or not self._host_copies.may_drop_gpu(worker.worker_id, held.model):
             self._clock.after(DROP_RETRY_S, self._idle, worker, held)
             return
         worker.held = None
