@@ -56,6 +56,7 @@ class SimPairs:
             pull_s=self._pull_s.get(source.instance_id, 0.0),
             ask_split=self._on_split,
             on_accepted=lambda: self._workers.live(assignment.target.worker_id),
+            on_lending=lambda begun: self._workers.lends(assignment.source.worker_id, source, begun=begun),
             on_end=self._ended,
         )
         self._by_source[source.instance_id] = self._by_target[target.instance_id] = pair

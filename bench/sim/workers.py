@@ -15,6 +15,7 @@ from bench.sim.host_copies import HostCopies
 from bench.sim.instance import SimInstance
 from bench.sim.latencies import Latencies
 from bench.sim.loading import Load, Transfers, Weights
+from services.worker.core.scheduling.scheduler import LENT_QUEUE_FACTOR
 from services.worker.core.upstreams import part_of
 from shared.messages.common import InstanceState, Role
 from shared.messages.registry import InstanceInfo, ModelRecord, WorkerHeartbeat, WorkerInfo
@@ -53,6 +54,8 @@ class Held:
     load: Load | None = None
     drain_plan_id: str = ""
     ordered_role: tuple[int, float] = (0, 0.0)
+    queue_factor: int = 1
+    """How many instances' queues the requests sent here fill: of a live pair, all come to its source."""
 
 
 @dataclass(eq=False, slots=True)
@@ -147,7 +150,7 @@ class SimWorkers:
                 epoch=held.epoch,
                 weights_digest="whole" if state in ("serving", "draining") and held.load is None else "",
                 max_running_requests=self._limits.max_running_requests,
-                max_queued_tokens=self._limits.max_queued_tokens,
+                max_queued_tokens=held.queue_factor * self._limits.max_queued_tokens,
                 context_tokens=self._limits.context_tokens,
                 plan_id=held.plan_id,
             )
@@ -256,6 +259,12 @@ class SimWorkers:
             worker.held.instance.go_live()
             self.changed(worker_id)
             self._tell(worker.held.plan_id, worker, worker.held, "live")
+
+    def lends(self, worker_id: str, held: Held, *, begun: bool) -> None:
+        """The queue of the worker's instance is two instances' from now on, or no more."""
+        held.queue_factor = LENT_QUEUE_FACTOR if begun else 1
+        if self._workers[worker_id].held is held:
+            self.changed(worker_id)
 
     # --- drain, mutate -----------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -14,12 +15,14 @@ import pytest
 from bench.replay.objectives import Slo
 from bench.replay.plan import PlannedRequest, Shape, plan_requests
 from bench.sim.cluster import known_cluster
+from bench.sim.gateway import SimGateway
 from bench.sim.models import known_model
 from bench.sim.outcome import Outcome, figures
 from bench.sim.run import Setup, simulate
 from bench.systems import SYSTEMS, Split
 from bench.traces.request import Trace, TraceRequest
 from bench.traces.synthetic import synthesise
+from shared.messages.registry import Route
 
 SLO = Slo(0.45, 0.15)
 SCALING = [name for name, system in SYSTEMS.items() if system.scales]
@@ -66,10 +69,33 @@ def test_live_scaling_gives_first_tokens_earlier_than_loading_first() -> None:
     assert max(mean_ttft_s("blitz"), mean_ttft_s("overlap")) < mean_ttft_s("blitz-nolive")
 
 
+def test_a_pairs_source_takes_the_queue_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, list[int]] = {}
+    tell = SimGateway.routes_changed
+
+    def listen(gateway: SimGateway, model: str, routes: Iterable[Route]) -> None:
+        routes = tuple(routes)
+        for route in routes:
+            told.setdefault(route.instance_id, []).append(route.max_queued_tokens)
+        tell(gateway, model, routes)
+
+    monkeypatch.setattr(SimGateway, "routes_changed", listen)
+    simulate(setup(), SYSTEMS["blitz"], requests())
+    one = setup().worker.max_queued_tokens
+    lent = [said for said in told.values() if 2 * one in said]
+    assert lent
+    assert all(said[-1] == one for said in lent)  # the pair is over
+
+
 def test_one_host_copy_in_the_cluster_or_one_for_each_host() -> None:
     num_bytes = setup().model.record.weights_bytes
     assert outcome_of("blitz").cluster.host_cache_max_bytes == num_bytes
     assert outcome_of("allcache").cluster.host_cache_max_bytes == 2 * num_bytes
+    # Each of eight workers offers its part of the host's memory.
+    small = msgspec.structs.replace(known_cluster("b"), host_memory_gib=8 * num_bytes / 2**30 - 1)
+    for name in ("allcache", "sllm", "blitz"):
+        outcome = simulate(replace(setup(), cluster=small), SYSTEMS[name], requests()[:20])
+        assert outcome.cluster.host_cache_max_bytes == 0
 
 
 def test_weights_cross_the_network_only_where_the_system_has_them_do_so() -> None:
