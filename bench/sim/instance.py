@@ -241,8 +241,9 @@ class SimInstance:
         sequence = reservation.sequence
 
         def adopt() -> None:
-            if self._arriving.pop(sequence.key, None) is None:
+            if self._arriving.get(sequence.key) is not reservation:
                 return
+            del self._arriving[sequence.key]
             reservation.transfer.begun = True
             self.scheduler.reservations.adopt(sequence, TOKEN, self._clock.now_s, computed_here=False)
             self._listener.on_taken_over(sequence.request_id, worker_id=self.worker_id, instance_id=self.instance_id)
@@ -255,10 +256,12 @@ class SimInstance:
     def release(self, reservation: Reservation) -> None:
         """The request does not come, or is not wanted any more if it has."""
         sequence = reservation.sequence
-        if self._arriving.pop(sequence.key, None) is None:
+        # What another sender has taken over stays.
+        if self._arriving.get(sequence.key) is not reservation:
             if self._told.get(sequence.request_id) is sequence:
                 self.cancel(sequence.request_id)
             return
+        del self._arriving[sequence.key]
         reservation.window.close()
         self.unhost(sequence)
         self.call(lambda: self.scheduler.reservations.release([sequence]), between_layers=True)

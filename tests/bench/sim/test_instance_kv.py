@@ -8,8 +8,10 @@ import pytest
 
 from bench.sim.compute import Compute
 from bench.sim.engine import TOKEN
+from bench.sim.kv import Departures, KvTransfer, Reservation
 from services.worker.core.kv_transfer import room
 from services.worker.core.scheduling.schedule import SchedulerConfig
+from services.worker.core.scheduling.sequence import Sequence as Request
 from shared.errors import BlitzError
 from tests.bench.sim.instances import CONFIG, GPU, Asked, World
 
@@ -178,6 +180,28 @@ def test_what_the_other_member_of_a_pair_goes_on_with_keeps_no_room() -> None:
     world.clock.run()
     assert world.heard.where["r"] == ["p", "d"]
     check_empty(world)
+
+
+def test_what_another_sender_has_taken_over_is_not_released() -> None:
+    """Both members of a pair ask for room for a request, and the first gives it up after the second has it."""
+    world = pair()
+    decoder = world.instances["d"]
+    kept: list[Reservation] = []
+
+    def answer(_transfer: KvTransfer, given: Reservation | BlitzError) -> None:
+        assert isinstance(given, Reservation)
+        kept.append(given)
+
+    departures = Departures(world.clock, world.instances["p"], world.kv)
+    for _ in range(2):
+        params = Asked("r", 500, 5).sampling
+        sequence = Request(request_id="r", attempt=0, gateway_id="", prompt=(0,) * 500, params=params)
+        decoder.reserve(KvTransfer(sequence, departures, decoder, 500, 0, iter(())), answer)
+    first, second = kept
+    decoder.release(first)
+    acknowledged: list[bool] = []
+    decoder.begin(second, lambda: acknowledged.append(True))
+    assert acknowledged
 
 
 def test_memory_for_kv_on_its_way_is_given_back() -> None:
