@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 GOODPUT_SHARE = 0.957
 """Of a link's rate that plain TCP gets; a cluster's file says what a transfer gets."""
 SETTLE_S = 10.0
-"""After a window, until which GPU seconds are counted, whatever the system."""
+"""GPU seconds are counted for so much longer than a window lasts, from its first arrival on, whatever the system."""
 LEAD_IN_S = 10.0
 """Of the trace before the window: replayed, and not counted."""
 PATIENCE_S = 60.0
