@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +18,7 @@ from bench.replay.options import HtmlFile, Outputs, PngFile, SloTbt, SloTtft
 from bench.replay.plan import Shape
 from bench.sim.choices import check, chosen_cluster, chosen_rate, chosen_systems, chosen_trace
 from bench.sim.cluster import known_clusters
-from bench.sim.evaluation import Evaluator
+from bench.sim.evaluation import Evaluation, Evaluator
 from bench.sim.frontier_panels import frontier_panels
 from bench.sim.models import MODELS, SimModel, known_model
 from bench.sim.outcome import Outcome
@@ -43,10 +42,14 @@ def _with_objectives(model: SimModel, ttft_ms: float | None, tbt_ms: float | Non
     return replace(model, slo_ttft_s=slo.ttft_s or model.slo_ttft_s, slo_tbt_s=slo.tbt_s or model.slo_tbt_s)
 
 
-def _beside(systems: Sequence[str], swept: WhatIf | None) -> Beside:
+def _beside(evaluation: Evaluation, swept: WhatIf | None) -> Beside:
+    about = (
+        f"Simulated, not measured: {evaluation.model} on cluster {evaluation.cluster}, {evaluation.num_gpus:,} GPUs. "
+        f"Objectives are five times the means of {evaluation.slo_of}."
+    )
     if swept is None:
-        return Beside("Simulation")
-    return Beside("Simulation", (frontier_panels(swept.what_if, systems),), tuple(swept.lines))
+        return Beside("Simulation", lines=(about,))
+    return Beside("Simulation", (frontier_panels(swept.what_if, list(evaluation.systems)),), (about, *swept.lines))
 
 
 @app.callback(invoke_without_command=True, subcommand_metavar="", context_settings={"allow_interspersed_args": True})
@@ -161,7 +164,7 @@ def simulate(
                 Console().print(line, markup=False, highlight=False, soft_wrap=True)
         write(json_file, msgspec.to_builtins(evaluation) | (msgspec.to_builtins(swept) if swept is not None else {}))
         if documents:
-            outputs.draw([documents[name] for name in evaluation.systems], _beside(list(evaluation.systems), swept))
+            outputs.draw([documents[name] for name in evaluation.systems], _beside(evaluation, swept))
     if evaluation.interrupted or (swept is not None and swept.what_if_left_out):
         say("interrupted: what had finished is there")
         raise typer.Exit(INTERRUPTED)

@@ -8,15 +8,16 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from bench.sim.evaluation import Evaluation
+from bench.sim.evaluation import FULL, Evaluation
 from bench.sim.frontier import Point, money
 from bench.sim.outcome import Figures
 
 
 def systems_table(evaluation: Evaluation) -> Table:
     """Times in milliseconds, attainment in per cent; ``host``: copies in host memory, at most."""
+    of = "" if evaluation.slo_of == FULL.name else f"; 5x: the means of {evaluation.slo_of}, not of {FULL.name}"
     shown = _table(
-        f"{evaluation.requests:,} requests on cluster {evaluation.cluster}, {evaluation.model}; ms and % within SLO",
+        f"{evaluation.requests:,} requests on cluster {evaluation.cluster}, {evaluation.model}; ms and % in SLO{of}",
         ("TTFT", "p99", "TBT", "p99", "5x", "abs.", "GPU s", "host", "lost"),
     )
     for name, row in evaluation.systems.items():

@@ -135,6 +135,16 @@ def test_a_name_is_no_markup(trace: Path, tmp_path: Path) -> None:
     assert "on cluster [/x] [red]y" in result.output
 
 
+def test_whose_means_the_objectives_are_of_is_said(trace: Path) -> None:
+    page = trace.with_suffix(".html")
+    arguments = [str(trace), "--systems", "blitz", "--html", str(page)]
+    own = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"}).output
+    assert "5x: the means of blitz, not of static-full" in " ".join(own.split())
+    assert "Simulated, not measured: llama3-8b on cluster a, 32 GPUs." in page.read_text()
+    full = CliRunner().invoke(app, [str(trace), "--systems", "static-colocated-full,static-full"]).output
+    assert "5x: the means" not in full
+
+
 def test_one_gpu_is_too_few_for_prompts_and_tokens(trace: Path, tmp_path: Path) -> None:
     one = dict.fromkeys(("hosts", "gpus_per_host", "gpus_per_domain", "nics_per_host", "ssds_per_host"), "1")
     path = tmp_path / "cluster.toml"
