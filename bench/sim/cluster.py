@@ -66,7 +66,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise self._wrong(f"{key} is {gbps!r}: not a positive bandwidth", key)
         for key in ("gpu_memory_gib", "host_memory_gib"):
             if not 0 < getattr(self, key) <= MAX_MEMORY_GIB:
-                raise self._wrong(f"{key} is {getattr(self, key)!r}: no memory", key)
+                raise self._wrong(f"{key} is {getattr(self, key)!r}: no size of a memory", key)
         for key in ("gpus_per_domain", "nics_per_host", "ssds_per_host"):
             if self.gpus_per_host % getattr(self, key):
                 raise self._wrong(

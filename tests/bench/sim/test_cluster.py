@@ -54,7 +54,7 @@ def test_the_clusters_of_the_paper() -> None:
     ("changed", "param", "said"),
     [
         ({"hosts": "0"}, "hosts", "hosts is 0"),
-        ({"gpu_memory_gib": "1e300"}, "gpu_memory_gib", "no memory"),
+        ({"gpu_memory_gib": "1e300"}, "gpu_memory_gib", "no size of a memory"),
         ({"hosts": "9" * 30}, "hosts", "at most 1,000,000 are simulated"),
         ({"nic_gbps": "-1"}, "nic_gbps", "nic_gbps is -1"),
         ({"ssd_gbps": "nan"}, "ssd_gbps", "ssd_gbps is nan"),
