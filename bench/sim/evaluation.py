@@ -121,7 +121,7 @@ class Evaluator:
     def within_reach(self, requests: Sequence[PlannedRequest]) -> int:
         """Requests whose prompt an idle instance computes within the objective."""
         setup = self.setup
-        compute, chunk = Compute(setup.model.profile, scale=setup.compute_scale), setup.worker.max_batch_tokens
+        compute, chunk = Compute(setup.model.profile, scale=setup.compute_scale), setup.worker.prefill_chunk_tokens
 
         def prompt_s(num_tokens: int) -> float:
             starts = range(0, num_tokens, chunk)
