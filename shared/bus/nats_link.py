@@ -33,6 +33,7 @@ _REFUSED_FOR_S = 5.0
 _UNKNOWN_USER = "authorization violation"
 _ROUND_TRIP_S = 2.0
 _CANCEL_AGAIN_S = 0.1
+_CLOSE_S = 1.0
 
 
 class Link:
@@ -79,8 +80,8 @@ class Link:
         servers = [server.strip() for server in url.split(",")]
         places = ", ".join(_without_password(server) for server in servers)
         try:
-            async with asyncio.timeout(timeout_s) as self._connecting:
-                await self.client.connect(
+            connecting = asyncio.create_task(
+                self.client.connect(
                     servers=servers,
                     name=connection_name(kind, name, incarnation),
                     user=access.user or None,
@@ -99,6 +100,13 @@ class Link:
                     connect_timeout=max(1, int(timeout_s)),
                     ping_interval=_PING_INTERVAL_S,  # type: ignore[arg-type]
                 )
+            )
+            try:
+                async with asyncio.timeout(timeout_s) as self._connecting:
+                    await asyncio.wait({connecting})
+            finally:
+                await end(connecting)
+            await connecting
         except (OSError, ValueError, ImportError, nats.errors.Error) as error:
             reason = self._last_error or error
             await self.close()
@@ -120,7 +128,9 @@ class Link:
         """Disconnect."""
         self.closes()
         with contextlib.suppress(OSError, nats.errors.Error):  # never connected, or closed by the server
-            await self.client.close()
+            # After a TLS handshake that was broken off, the client waits for an end that nobody will tell it of.
+            async with asyncio.timeout(_CLOSE_S):
+                await self.client.close()
         self._connected_since_s = None
 
     def _set_up(self) -> None:
@@ -231,7 +241,8 @@ def drop_unsent(client: Client, subjects: Collection[str]) -> None:
 
 
 async def end(task: asyncio.Task[None]) -> None:
-    """Cancel a task until it is done: the client swallows a cancellation that meets it while it flushes."""
+    """Cancel a task until it is done: the client swallows a cancellation that meets it while it flushes, and one that
+    comes just when a connection is there or has failed."""
     while not task.done():
         task.cancel()
         await asyncio.wait([task], timeout=_CANCEL_AGAIN_S)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,6 +99,13 @@ async def test_over_tls_nothing_is_said_to_a_server_without_it(tmp_path: Path, c
             await asks(f"tls://127.0.0.1:{server.port}", access(ca=certificates / "ca.crt"), patience_s=2.0)
     finally:
         server.stop()
+
+
+async def test_a_server_that_does_not_go_on_with_the_handshake_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and reads nothing
+        async with asyncio.timeout(30):
+            with pytest.raises(Unavailable, match=r"within 0\.2 s"):
+                await asks(f"tls://127.0.0.1:{silent.getsockname()[1]}", access(), patience_s=0.2)
 
 
 async def test_a_server_may_want_to_see_certificates_too(start: Start, certificates: Path) -> None:
