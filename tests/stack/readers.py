@@ -32,7 +32,7 @@ class Reader:
 async def well_begun(clients: Sequence[AsyncOpenAI]) -> tuple[list[Reader], str]:
     """A stream of each client, all well begun and far from their ends; and the undisturbed text of each."""
     # On a busy machine one may be over before another has begun.
-    for max_tokens in (TOKENS, MORE_TOKENS, MORE_TOKENS):
+    for max_tokens in (TOKENS, *[MORE_TOKENS] * 5):
         expected = await complete(clients[0], MODEL, max_tokens=max_tokens)
         readers = [Reader(client, max_tokens) for client in clients]
         for reader in readers:
