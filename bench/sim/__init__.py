@@ -6,7 +6,7 @@
     sharing.py    weighted max-min fair rates by progressive filling: a pure function
     flows.py      flows on a clock: they start, end, are aborted or rerouted, and follow each other in chains
     requests.py   requests that come, and what became of each
-    gateway.py    the gateway's core: where requests go, and when their tokens come; gaps.py: times between tokens
+    gateway.py    the gateway's core: where requests go, and when their tokens come
     monitor.py    the monitor's core: load in, demand out
     latencies.py  how long messages take
     compute.py    what steps take, by their batches; runs of decode steps that are taken together

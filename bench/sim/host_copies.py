@@ -18,7 +18,7 @@ from services.pool.core.copies_policy import CopiesPolicy, copy_rules
 from services.pool.core.loads import LoadLimits
 from services.pool.core.steps import Ask, Drop, Hold
 from shared.messages.copies import CopySource
-from shared.messages.registry import HostCopy, ModelRecord, Unplaced, WorkerHeartbeat
+from shared.messages.registry import HostCopy, ModelRecord, WorkerHeartbeat
 
 LOOK_S = 0.5
 """As ``services.pool.copy_placer``."""
@@ -50,7 +50,6 @@ class HostCopies:
         self._rules = copy_rules(policy, self._cluster, keep_copies_s)
         self._serial = 0
         self.on_change: Callable[[str], None] = lambda _worker_id: None
-        self.unplaced: tuple[Unplaced, ...] = ()
         self.num_bytes = 0
         """In all memories now."""
         clock.after(LOOK_S, self._look)
@@ -87,7 +86,6 @@ class HostCopies:
         self._cluster.refresh()
         self._cluster.outstanding.expire(now_s)
         placement = self._rules.look(now_s)
-        self.unplaced = placement.unplaced
         for step in placement.steps:
             if isinstance(step, Hold):
                 self._clock.after(self._latencies.heartbeat_s, self._hold, step)

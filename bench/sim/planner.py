@@ -17,7 +17,7 @@ from services.planner.core.rounds.round import Granted
 from services.planner.core.rounds.settings import PlanSettings
 from shared.messages.live import LiveReport, ZigzagAssignment
 from shared.messages.load import Demand, LoadReport, QueueReport
-from shared.messages.registry import LeaseBatch, LeaseVerdict, ReleaseWorkers
+from shared.messages.registry import LeaseBatch, LeaseVerdict
 from shared.messages.scaling import DrainPlan, MigratePlan, MutatePlan, ScalePlan, ScaleProgress, ScaleRecord
 
 TERM = 1
@@ -153,7 +153,3 @@ class SimPlanner:
         """Those of operations that run included."""
         ended = [operation.record() for operation in self.planner.operations.just_finished()]
         return [*self.records, *ended, *[operation.record() for operation in self.planner.operations.running()]]
-
-    def release(self, plan_id: str, worker_id: str) -> None:
-        """A worker refused its plan: its lease is given back."""
-        self._registry.release(ReleaseWorkers(plan_id=plan_id, worker_ids=(worker_id,), term=TERM))

@@ -20,7 +20,6 @@ from shared.messages.registry import (
     LeaseVerdicts,
     LeaseWorkers,
     ModelRecord,
-    ReleaseWorkers,
     Route,
     WorkerHeartbeat,
 )
@@ -91,10 +90,6 @@ class SimRegistry:
             self.registry.lease(lease)
         grant = LeaseGrant(plan_id=wanted.plan_id, epochs=tuple(epochs), expires_at_s=until_s)
         return LeaseVerdict(plan_id=wanted.plan_id, grant=grant)
-
-    def release(self, released: ReleaseWorkers) -> None:
-        """The plan no longer needs these workers."""
-        self.registry.release(released.plan_id, released.worker_ids)
 
     def next_epoch(self) -> int:
         """Higher than any before."""

@@ -6,7 +6,7 @@ told here without messages: a plan reaches all of its targets at once, and nobod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -357,13 +357,3 @@ class SimWorkers:
         if held is None:
             raise RuntimeError(f"{worker_id} has no instance")
         return held.instance
-
-    # --- sums --------------------------------------------------------------------------------
-
-    def num_held(self) -> int:
-        """Workers that are not spare."""
-        return sum(worker.held is not None for worker in self._workers.values())
-
-    def instances(self) -> Iterable[Held]:
-        """In the order of workers."""
-        return [worker.held for worker in self._workers.values() if worker.held is not None]
