@@ -57,6 +57,12 @@ def control(context: typer.Context) -> None:
     _hand_over(context, "bench.control.cli")
 
 
+@app.command("decisions", context_settings=_PASS_ON, add_help_option=False)
+def decisions(context: typer.Context) -> None:
+    """What a decision of the control plane costs in CPU time, and how that grows with the cluster."""
+    _hand_over(context, "bench.decisions.cli")
+
+
 @app.command("drain", context_settings=_PASS_ON, add_help_option=False)
 def drain(context: typer.Context) -> None:
     """Seconds until a worker under long answers is free, with and without migration, and what streams see of it."""
